@@ -1,0 +1,61 @@
+# Two commands matter to a newcomer: `make run` shows headgate working, `make test` proves it. Both install what they
+# need into .venv/ (ignored by git); the one thing that comes from the system is Debian's redis-server, for the tests.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check bench mutate format clean servers
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+run: $(VENV)/.ready ## show the seven algorithms answering the same burst, side by side
+	@$(BIN)/python -m headgate.demo
+
+test: check servers $(VENV)/.test ## everything that must hold: lint, types, and the tests on real servers
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.test ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: servers $(VENV)/.bench ## headgate beside its peers, in one interleaved run: a table and a plot in .build/bench/
+	$(BIN)/python -m bench $(BENCH_ARGS)
+
+mutate: servers $(VENV)/.mutate ## change every comparison and constant of the algorithms, and see that a test notices
+	$(BIN)/python tests/mutation.py $(MUTATE_ARGS)
+
+format: $(VENV)/.test ## rewrite the code in the house's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove everything that the other commands made
+	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+servers:
+	@scripts/install-servers
+
+$(VENV)/.ready: pyproject.toml
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing headgate into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(PIP) --editable '.[all]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.ready
+	@echo "installing what the tests need"
+	@$(PIP) --group test --group check
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	@echo "installing the peers for the benchmark"
+	@$(PIP) --group bench
+	@touch $@
+
+$(VENV)/.mutate: $(VENV)/.test
+	@$(PIP) --group mutate
+	@touch $@

@@ -1,0 +1,169 @@
+"""The clock: loops around a contender's expression, and what they yield."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import cycle, islice
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from bench.answers import all_allowed, expect_allowed_async
+from bench.contenders import Contender, Setting
+from bench.expressions import compiled, opened
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]  # asyncio.run, or uvloop's
+FOR_EVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement of one contender."""
+
+    rate: float  # checks (or whole requests) a second
+    p50_us: float = 0.0
+    p99_us: float = 0.0
+
+    @property
+    def time_us(self) -> float:
+        return 1e6 / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The middle of several rounds, and how far they lay apart."""
+
+    middle: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        ordered = sorted(values)
+        return cls(median(ordered), ordered[0], ordered[-1])
+
+
+# -- memory: the loop is timed as a whole, since a clock around each check would cost as much as the check ----------
+
+_LOOP = """
+def compiled(keys):
+    began = clock()
+    for key in keys:
+        {check}
+    return clock() - began
+"""
+
+
+def in_memory(contender: Contender, setting: Setting, draws: Iterator[list[str]], seconds: float) -> Sample:
+    """One thread, asking for keys as they are drawn. Every key has been seen once before."""
+    keys = _keys(setting)
+    with opened(contender, setting) as names, all_allowed(contender, names, keys):
+        loop = compiled(_LOOP, names, check=contender.one)
+        loop(keys)
+        gc.collect()
+        checks, spent = 0, 0.0
+        while spent < seconds:
+            drawn = next(draws)
+            spent += loop(drawn)
+            checks += len(drawn)
+    return Sample(rate=checks / spent)
+
+
+def in_memory_threads(contender: Contender, setting: Setting, seconds: float) -> Sample:
+    """`setting.callers` threads over the same keys."""
+    keys = _keys(setting)
+    checks = [0] * setting.callers
+    with opened(contender, setting) as names, all_allowed(contender, names, keys):
+        loop = compiled(_LOOP, names, check=contender.one)
+
+        def call(caller: int, until: float) -> None:
+            while perf_counter() < until:
+                loop(keys)
+                checks[caller] += len(keys)
+
+        loop(keys)
+        gc.collect()
+        spent = _in_threads(call, setting.callers, seconds)
+    return Sample(rate=sum(checks) / spent)
+
+
+# -- Redis: each check is timed, since its wait is what a caller sees -----------------------------------------------
+
+_CALLER = """
+{define} compiled(keys, until, laps):
+    for key in keys:
+        began = clock()
+        {check}
+        ended = clock()
+        laps.append(ended - began)
+        if ended >= until:
+            return
+"""
+
+
+def on_redis(contender: Contender, setting: Setting, seconds: float) -> Sample:
+    """`setting.callers` threads, each asking again as soon as it has its answer."""
+    keys = _keys(setting)
+    laps: list[float] = []
+    with opened(contender, setting) as names, all_allowed(contender, names, keys):
+        caller = compiled(_CALLER, names, check=contender.one, define="def")
+        _in_threads(lambda n, _: caller(keys[n :: setting.callers], FOR_EVER, []), setting.callers, 0)
+        gc.collect()
+        spent = _in_threads(lambda n, until: caller(_round(keys, n, setting), until, laps), setting.callers, seconds)
+    return _sample(laps, spent)
+
+
+async def on_redis_async(contender: Contender, setting: Setting, seconds: float, *, check: str) -> Sample:
+    """`setting.callers` tasks on one loop, each asking again as soon as it has its answer."""
+    keys = _keys(setting)
+    laps: list[float] = []
+    everyone = range(setting.callers)
+    async with AsyncExitStack() as stack:
+        names = await contender.opened(setting, stack)
+        caller = compiled(_CALLER, names, check=check, define="async def")
+        await asyncio.gather(*[caller(keys[n :: setting.callers], FOR_EVER, []) for n in everyone])
+        gc.collect()
+        began = perf_counter()
+        await asyncio.gather(*[caller(_round(keys, n, setting), began + seconds, laps) for n in everyone])
+        spent = perf_counter() - began
+        await expect_allowed_async(contender, names, check, keys)
+    return _sample(laps, spent)
+
+
+def _keys(setting: Setting) -> list[str]:
+    return [f"user-{number}" for number in range(setting.keys)]
+
+
+def _round(keys: list[str], caller: int, setting: Setting) -> Iterator[str]:
+    """Round and round all keys, each caller starting elsewhere, so that they seldom meet on one."""
+    return islice(cycle(keys), caller * len(keys) // setting.callers, None)
+
+
+def _sample(laps: list[float], spent: float) -> Sample:
+    laps.sort()
+    middle, late = laps[len(laps) // 2], laps[len(laps) * 99 // 100]
+    return Sample(rate=len(laps) / spent, p50_us=middle * 1e6, p99_us=late * 1e6)
+
+
+def _in_threads(call: Callable[[int, float], None], callers: int, seconds: float) -> float:
+    """How long it took until every caller was done. What fails in a thread is raised here."""
+    failures: list[BaseException] = []
+
+    def guarded(caller: int) -> None:
+        try:
+            call(caller, began + seconds)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=guarded, args=(caller,)) for caller in range(callers)]
+    began = perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return perf_counter() - began

@@ -1,0 +1,112 @@
+"""The words in which limits are written: "1000/minute, burst 200"."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Final, NamedTuple
+
+from headgate.errors import InvalidLimit
+
+__all__ = ["Phrase", "parse", "suggest"]
+
+_UNITS: Final[dict[str, timedelta]] = {
+    word: length
+    for words, length in (
+        ("us microsecond microseconds", timedelta(microseconds=1)),
+        ("ms millisecond milliseconds", timedelta(milliseconds=1)),
+        ("s sec secs second seconds", timedelta(seconds=1)),
+        ("m min mins minute minutes", timedelta(minutes=1)),
+        ("h hr hrs hour hours", timedelta(hours=1)),
+        ("d day days", timedelta(days=1)),
+        ("w week weeks", timedelta(weeks=1)),
+    )
+    for word in words.split()
+}
+
+_RATE: Final = re.compile(
+    r"\s*(?P<quota>[\d_]+)\s*(?:/|\bper\b)\s*(?P<count>\d+(?:\.\d+)?)?\s*(?P<unit>[a-z]+)\s*(?P<options>.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+_OPTION: Final = re.compile(
+    r"\s*,?\s*(?:burst\s+(?P<burst>[\d_]+)|(?P<algorithm>[a-z][a-z_]*))\s*", re.IGNORECASE
+)
+
+_FORM: Final = (
+    'write it like "10/minute", "5 per 30 seconds", "1000/minute, burst 200" or "3/2h, sliding_window"'
+)
+
+
+class Phrase(NamedTuple):
+    quota: int
+    period: timedelta
+    burst: int | None
+    algorithm: str | None
+
+
+def parse(text: str) -> Phrase:
+    """What a limit's text says; whether such a limit can exist is for `Limit` to judge."""
+    if not isinstance(text, str):
+        raise InvalidLimit(f"{text!r} is not the text of a limit: {_FORM}")
+    rate = _RATE.fullmatch(text)
+    if rate is None:
+        raise InvalidLimit(f"cannot read the limit {text!r}: {_FORM}")
+    burst, algorithm = _options(text, rate["options"])
+    return Phrase(_number(text, rate["quota"]), _period(text, rate["count"], rate["unit"]), burst, algorithm)
+
+
+def suggest(word: str, known: list[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one, or all of them."""
+    near = get_close_matches(word.lower(), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
+def _period(text: str, count: str | None, unit: str) -> timedelta:
+    if unit.lower() in ("mo", "month", "months", "y", "year", "years"):
+        raise InvalidLimit(
+            f'{text!r}: a {unit.lower()} has no fixed length; say how many days, like "1000/30 days"'
+        )
+    if unit.lower() not in _UNITS:
+        words = [word for word in _UNITS if len(word) > 3 and not word.endswith("s")]
+        raise InvalidLimit(f"{text!r}: unknown unit {unit!r}; {suggest(unit, words)}")
+    if count is None:
+        return _UNITS[unit.lower()]
+    if "." in count:
+        raise InvalidLimit(
+            f"{text!r}: a period is a whole number of units; write {count} {unit} in a smaller unit"
+        )
+    try:
+        return int(count) * _UNITS[unit.lower()]
+    except OverflowError:
+        raise InvalidLimit(f"{text!r}: the period {count} {unit} is too long; at most ten years") from None
+
+
+def _options(text: str, options: str) -> tuple[int | None, str | None]:
+    burst: int | None = None
+    algorithm: str | None = None
+    position = 0
+    while position < len(options):
+        option = _OPTION.match(options, position)
+        if option is None or (option["algorithm"] or "").lower() == "burst":
+            raise InvalidLimit(f"{text!r}: cannot read {options[position:].strip(', ')!r}; {_FORM}")
+        if option["burst"] is not None:
+            if burst is not None:
+                raise InvalidLimit(f"{text!r}: burst is given twice; keep one")
+            burst = _number(text, option["burst"])
+        else:
+            if algorithm is not None:
+                raise InvalidLimit(
+                    f"{text!r}: two algorithms, {algorithm!r} and {option['algorithm']!r}; keep one"
+                )
+            algorithm = option["algorithm"].lower()
+        position = option.end()
+    return burst, algorithm
+
+
+def _number(text: str, digits: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,2}(_\d{3})+|0|[1-9]\d*", digits):
+        raise InvalidLimit(f"{text!r}: {digits!r} is not a plain number; write it like 1000 or 1_000")
+    if len(digits) > 24:
+        raise InvalidLimit(f"{text!r}: {digits} is beyond 2**53, where counting stops being exact")
+    return int(digits.replace("_", ""))

@@ -1,0 +1,32 @@
+"""The seven algorithms: pure arithmetic on whole numbers, no clock, no store, no lock.
+
+Each is one module, `decide(state, now_us, cost, limit) -> (state, verdict)`, and beside it the Lua file of the same name
+that Redis runs. The two are held to each other, and to an independent model in exact fractions, by the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headgate.algorithms import (
+    concurrency,
+    fixed_window,
+    gcra,
+    leaky_bucket,
+    sliding_log,
+    sliding_window,
+    token_bucket,
+)
+from headgate.algorithms._shape import NEVER, Algorithm, LimitNumbers, Verdict
+
+__all__ = ["ALGORITHMS", "NEVER", "Algorithm", "LimitNumbers", "Verdict"]
+
+ALGORITHMS: Final[dict[str, Algorithm]] = {
+    "token_bucket": token_bucket,
+    "gcra": gcra,
+    "leaky_bucket": leaky_bucket,
+    "fixed_window": fixed_window,
+    "sliding_window": sliding_window,
+    "sliding_log": sliding_log,
+    "concurrency": concurrency,
+}

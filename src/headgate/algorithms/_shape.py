@@ -1,0 +1,58 @@
+"""What every algorithm takes and gives: the values that stand between arithmetic and stores."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol, TypeAlias
+
+__all__ = ["NEVER", "Algorithm", "LimitNumbers", "Verdict"]
+
+NEVER: Final = -1
+"""The retry of a request that can never pass: it costs more than the whole capacity."""
+
+Verdict: TypeAlias = tuple[int, int, int, int]
+"""(remaining, retry_after_us, reset_after_us, delay_us). Allowed is retry_after_us == 0: a request that is denied now
+has to wait for at least a microsecond. A plain tuple of what the Lua scripts reply, too: a check makes one each time."""
+
+
+class LimitNumbers(Protocol):
+    """The numbers of a limit. The rate is `tokens` per `ticks` microseconds, quota / period in lowest terms, and
+    `full` is the capacity in 1/ticks of a token."""
+
+    @property
+    def quota(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def period_us(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def ticks(self) -> int: ...
+    @property
+    def full(self) -> int: ...
+
+
+class Algorithm(Protocol):
+    """A module of this package. State is opaque to everybody else; None is the state of a key never seen."""
+
+    SHAPES_BURST: bool
+    """Whether `burst` means something beside the quota."""
+
+    VERSION: int
+    """Part of the stored key: a change of the stored form gets a new number, and two versions run side by side."""
+
+    def peak(self, limit: LimitNumbers) -> int:
+        """The largest whole number that the arithmetic on this limit can meet; it must stay below 2**53."""
+
+    def decide(
+        self, state: Any, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
+    ) -> tuple[Any, Verdict]:
+        """The new state and the verdict. A denied request, and one of cost 0, gives the same state object back."""
+
+    def refund(
+        self, state: Any, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
+    ) -> Any:
+        """The state after `amount` was given back; `at_us` is when it was charged, None for "lately"."""
+
+    def adopt(self, state: Any, now_us: int, old: LimitNumbers, new: LimitNumbers) -> Any:
+        """The state, written under the numbers of `old`, as `new` has to see it from this instant on."""

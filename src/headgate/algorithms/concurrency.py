@@ -1,0 +1,89 @@
+"""Concurrency: at most `quota` at the same time, by leases that end by themselves when their holder crashes.
+
+State: a tuple of leases (id, cost, expiry_us, taken_us). The limit's period is the lease time: a lease holds until its expiry, and whoever
+holds one renews it. Entering again under an id that is held renews it and counts once.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from headgate.algorithms._shape import NEVER
+
+if TYPE_CHECKING:
+    from headgate.algorithms._shape import LimitNumbers, Verdict
+
+State: TypeAlias = tuple[tuple[str, int, int, int], ...]
+
+SHAPES_BURST: Final = False
+VERSION: Final = 1
+
+_expiry_us = itemgetter(2)
+
+
+def peak(limit: LimitNumbers) -> int:
+    return limit.quota
+
+
+def decide(
+    state: State | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
+) -> tuple[State | None, Verdict]:
+    leases = _held(state, now_us)
+    held = sum(lease[1] for lease in leases)
+    retry_us = 0
+    if cost:
+        renewed, found = renew(leases, now_us, limit, id)
+        if found:
+            state = leases = renewed
+        elif held + cost <= limit.quota:
+            held += cost
+            state = leases = (*leases, (id, cost, now_us + limit.period_us, now_us))
+        elif cost > limit.quota:
+            retry_us = NEVER
+        else:
+            retry_us = _freed_us(leases, held + cost - limit.quota) - now_us
+    reset_us = max(map(_expiry_us, leases)) - now_us if leases else 0
+    return state, (max(0, limit.quota - held), retry_us, reset_us, 0)
+
+
+def renew(state: State | None, now_us: int, limit: LimitNumbers, id: str) -> tuple[State, bool]:
+    """The leases with that of `id` prolonged, and whether it was still held."""
+    leases = _held(state, now_us)
+    prolonged = tuple(
+        (id, cost, max(expiry_us, now_us + limit.period_us), taken_us) if holder == id else lease
+        for lease in leases
+        for holder, cost, expiry_us, taken_us in (lease,)
+    )
+    return prolonged, any(holder == id for holder, *_ in leases)
+
+
+def leave(state: State | None, now_us: int, id: str) -> tuple[State, bool]:
+    """The leases without that of `id`, and whether it was still held: an expired one is nobody's to give up."""
+    leases = _held(state, now_us)
+    staying = tuple(lease for lease in leases if lease[0] != id)
+    return staying, len(staying) < len(leases)
+
+
+def refund(
+    state: State | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
+) -> State | None:
+    """Nothing: a lease is given back whole, by leaving."""
+    return state
+
+
+def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:
+    return state
+
+
+def _held(state: State | None, now_us: int) -> State:
+    return tuple(lease for lease in state or () if lease[2] > now_us)
+
+
+def _freed_us(leases: State, needed: int) -> int:
+    """When leases worth `needed` will have expired, if nobody renews or leaves."""
+    for _, cost, expiry_us, _ in sorted(leases, key=_expiry_us):
+        needed -= cost
+        if needed <= 0:
+            return expiry_us
+    raise AssertionError("a request that fits the quota is freed by the expiry of all leases at the latest")

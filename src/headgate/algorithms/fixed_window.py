@@ -1,0 +1,60 @@
+"""Fixed window: at most `quota` in each window of the period, windows aligned to the epoch.
+
+State: (ts_us, used). ts_us is the instant of the last admitted request; the window that was counted in is the one it lies in,
+also when the period has changed since.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from headgate.algorithms._shape import NEVER
+
+if TYPE_CHECKING:
+    from headgate.algorithms._shape import LimitNumbers, Verdict
+
+SHAPES_BURST: Final = False
+VERSION: Final = 1
+
+
+def peak(limit: LimitNumbers) -> int:
+    return limit.quota
+
+
+def decide(
+    state: tuple[int, int] | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
+) -> tuple[tuple[int, int] | None, Verdict]:
+    te_us, window, used = _count(state, now_us, limit)
+    to_next_us = (window + 1) * limit.period_us - now_us
+    if used + cost <= limit.quota or not cost:
+        if cost:
+            used += cost
+            state = te_us, used
+        retry_us = 0
+    else:
+        retry_us = NEVER if cost > limit.quota else to_next_us
+    remaining = limit.quota - used if used < limit.quota else 0
+    return state, (remaining, retry_us, to_next_us if used else 0, 0)
+
+
+def refund(
+    state: tuple[int, int] | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
+) -> tuple[int, int] | None:
+    _, window, used = _count(state, now_us, limit)
+    if state is None or not used or (at_us is not None and at_us // limit.period_us != window):
+        return state
+    return state[0], max(0, used - amount)
+
+
+def adopt(state: tuple[int, int], now_us: int, old: LimitNumbers, new: LimitNumbers) -> tuple[int, int]:
+    return state
+
+
+def _count(state: tuple[int, int] | None, now_us: int, limit: LimitNumbers) -> tuple[int, int, int]:
+    """The effective instant, its window, and what was used of that."""
+    if state is None:
+        return now_us, now_us // limit.period_us, 0
+    ts_us, used = state
+    te_us = max(now_us, ts_us)
+    window = te_us // limit.period_us
+    return te_us, window, used if window == ts_us // limit.period_us else 0

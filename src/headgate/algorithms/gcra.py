@@ -1,0 +1,57 @@
+"""GCRA, the generic cell rate algorithm: a bucket kept as one instant, when it will be full again.
+
+State: one integer, the theoretical arrival time `tat` in 1/tokens of a microsecond, so that one request moves it by
+exactly `cost * ticks`. The raw clock is used: an instant in the future is a debt, whatever the clock does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from headgate.algorithms._shape import NEVER
+
+if TYPE_CHECKING:
+    from headgate.algorithms._shape import LimitNumbers, Verdict
+
+SHAPES_BURST: Final = True
+VERSION: Final = 1
+
+
+def peak(limit: LimitNumbers) -> int:
+    return limit.full + limit.tokens
+
+
+def decide(
+    state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
+) -> tuple[int | None, Verdict]:
+    tokens, ticks = limit.tokens, limit.ticks
+    now = now_us * tokens
+    full = limit.full
+    debt = state - now if state is not None and state > now else 0
+    need = cost * ticks
+    if debt + need <= full or not cost:
+        if cost:
+            debt += need
+            state = now + debt
+        retry_us = 0
+    elif need > full:
+        retry_us = NEVER
+    else:
+        retry_us = -((full - debt - need) // tokens)
+    remaining = (full - debt) // ticks if debt < full else 0
+    return state, (remaining, retry_us, -(-debt // tokens), 0)
+
+
+def refund(
+    state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
+) -> int | None:
+    if state is None:
+        return None
+    return max(now_us * limit.tokens, state - amount * limit.ticks)
+
+
+def adopt(state: int, now_us: int, old: LimitNumbers, new: LimitNumbers) -> int:
+    # Rounding up loses no decision: from here on only whole numbers are added and compared.
+    tat = -(-state * new.tokens // old.tokens)
+    # Nobody waits for longer than an empty bucket of the new limit takes to fill.
+    return min(tat, now_us * new.tokens + new.full)

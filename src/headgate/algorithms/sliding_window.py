@@ -1,0 +1,83 @@
+"""Sliding window: the count of this window plus the share of the last one that a window ending now still covers.
+
+State: (ts_us, current, previous): the instant of the last admitted request, the count of the window it lies in, and that of
+the window before. The share is an exact fraction; compared with whole numbers, rounding it up changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from headgate.algorithms._shape import NEVER
+
+if TYPE_CHECKING:
+    from headgate.algorithms._shape import LimitNumbers, Verdict
+
+State: TypeAlias = tuple[int, int, int]
+
+SHAPES_BURST: Final = False
+VERSION: Final = 1
+
+
+def peak(limit: LimitNumbers) -> int:
+    return limit.quota
+
+
+def decide(
+    state: State | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
+) -> tuple[State | None, Verdict]:
+    quota, period_us = limit.quota, limit.period_us
+    te_us, window, current, previous = _count(state, now_us, limit)
+    start_us = window * period_us
+    share = -(-previous * (period_us - (te_us - start_us)) // period_us)
+    if current + share + cost <= quota or not cost:
+        if cost:
+            current += cost
+            state = te_us, current, previous
+        retry_us = 0
+    elif cost > quota:
+        retry_us = NEVER
+    elif (
+        current + cost <= quota
+    ):  # it passes while this window lasts, when enough of the last one has slid out
+        retry_us = start_us + period_us - (quota - current - cost) * period_us // previous - now_us
+    else:  # it passes in the next window, when enough of this one has slid out
+        retry_us = start_us + 2 * period_us - (quota - cost) * period_us // current - now_us
+    if current:
+        reset_us = start_us + 2 * period_us - now_us
+    else:
+        reset_us = start_us + period_us - now_us if previous else 0
+    return state, (max(0, quota - current - share), retry_us, reset_us, 0)
+
+
+def refund(
+    state: State | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
+) -> State | None:
+    if state is None:
+        return None
+    ts_us, current, previous = state
+    counted = ts_us // limit.period_us
+    # Only who knows the instant of the charge can reach into a window that is over but still weighs.
+    charged = (max(now_us, ts_us) if at_us is None else at_us) // limit.period_us
+    if charged == counted:
+        return ts_us, max(0, current - amount), previous
+    if charged == counted - 1 and at_us is not None:
+        return ts_us, current, max(0, previous - amount)
+    return state
+
+
+def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:
+    return state
+
+
+def _count(state: State | None, now_us: int, limit: LimitNumbers) -> tuple[int, int, int, int]:
+    """The effective instant, its window, and the counts of that window and the one before."""
+    if state is None:
+        return now_us, now_us // limit.period_us, 0, 0
+    ts_us, current, previous = state
+    te_us = max(now_us, ts_us)
+    window = te_us // limit.period_us
+    age = window - ts_us // limit.period_us
+    if age == 0:
+        return te_us, window, current, previous
+    return te_us, window, 0, current if age == 1 else 0

@@ -1,0 +1,164 @@
+"""The answer: whether a request may pass, and all that a client, a header or a support person wants to know of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from headgate.algorithms import NEVER
+
+if TYPE_CHECKING:
+    from headgate.algorithms import Verdict
+    from headgate.keys import Key
+    from headgate.limits import Limit
+
+__all__ = ["Decision", "Outcome"]
+
+
+class Outcome(NamedTuple):
+    """What one limit said. On a denial, limits that would have let the request pass are still allowed, and unspent."""
+
+    limit: Limit
+    key: Key
+    allowed: bool
+    remaining: int
+    """The largest cost that would pass now."""
+    retry_after_us: int | None
+    """0 if allowed; else exactly how long until the same request passes, None if it never will."""
+    reset_after_us: int
+    """How long until the key is as new, if nothing else happens."""
+    delay_us: int
+    """How long an admitted request waits for its turn in a leaky bucket; 0 elsewhere."""
+
+    @property
+    def unsatisfiable(self) -> bool:
+        """The request costs more than the whole limit: waiting will not help."""
+        return self.retry_after_us is None
+
+    @property
+    def retry_after(self) -> float | None:
+        return None if self.retry_after_us is None else self.retry_after_us / 1_000_000
+
+    @property
+    def reset_after(self) -> float:
+        return self.reset_after_us / 1_000_000
+
+    @property
+    def delay(self) -> float:
+        return self.delay_us / 1_000_000
+
+
+class Decision(NamedTuple):
+    """Whether the request may pass, over all its limits. True in an `if` exactly when it is allowed.
+
+    Times are seconds as floats, with the exact integers in microseconds beside them; `outcomes` has each limit's own answer.
+    """
+
+    allowed: bool
+    keys: tuple[Key, ...]
+    verdicts: tuple[Verdict, ...]
+    id: str | None = None
+    """The id under which concurrency limits hold a lease for this request."""
+    degraded: str | None = None
+    """Why this answer is not the store's own: what failed, and what answered instead. None for an exact answer."""
+    at_us: int = 0
+    """The instant of the decision on the store's clock."""
+
+    def __bool__(self) -> bool:
+        return self.allowed
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Each limit's own answer, in the order of the call."""
+        return tuple(
+            Outcome(
+                key.limit,
+                key,
+                retry_us == 0,
+                remaining,
+                None if retry_us == NEVER else retry_us,
+                reset_us,
+                delay_us,
+            )
+            for key, (remaining, retry_us, reset_us, delay_us) in zip(self.keys, self.verdicts, strict=True)
+        )
+
+    @property
+    def remaining(self) -> int:
+        """The largest cost that would pass now: the least of the limits'."""
+        return min([verdict[0] for verdict in self.verdicts])
+
+    @property
+    def retry_after_us(self) -> int | None:
+        """0 if allowed; else exactly how long until the same request passes; None if it never will."""
+        waits = [verdict[1] for verdict in self.verdicts]
+        return None if NEVER in waits else max(waits)
+
+    @property
+    def reset_after_us(self) -> int:
+        """How long until every limit is as new, if nothing else happens."""
+        return max([verdict[2] for verdict in self.verdicts])
+
+    @property
+    def delay_us(self) -> int:
+        """How long to wait before going on, where a leaky bucket shapes the traffic; 0 elsewhere and on denials."""
+        return max([verdict[3] for verdict in self.verdicts]) if self.allowed else 0
+
+    @property
+    def retry_after(self) -> float | None:
+        wait_us = self.retry_after_us
+        return None if wait_us is None else wait_us / 1_000_000
+
+    @property
+    def reset_after(self) -> float:
+        return self.reset_after_us / 1_000_000
+
+    @property
+    def delay(self) -> float:
+        return self.delay_us / 1_000_000
+
+    @property
+    def unsatisfiable(self) -> bool:
+        """The request costs more than one of its limits could ever allow."""
+        return self.retry_after_us is None
+
+    @property
+    def denied_by(self) -> tuple[str, ...]:
+        """The names of all limits that denied, in the order of the call."""
+        return tuple(
+            [key.limit.name for key, verdict in zip(self.keys, self.verdicts, strict=True) if verdict[1]]
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why, in words that can be pasted into a log or a mail.
+
+        >>> from datetime import timedelta
+        >>> from headgate import Limit, Limiter
+        >>> from headgate.testing import FakeClock
+        >>> limiter, login = Limiter(clock=FakeClock()), Limit(1, timedelta(minutes=1), name="login")
+        >>> limiter.check(login.by("ada")).reason
+        'allowed: 0 left of login (1 per 0:01:00, token_bucket)'
+        >>> limiter.check(login.by("ada")).reason
+        'denied by login (1 per 0:01:00, token_bucket): 0 left, passes in 60 s'
+        """
+        answer = "; ".join(map(_denial, (outcome for outcome in self.outcomes if not outcome.allowed)))
+        if self.allowed:
+            tightest = min(self.outcomes, key=lambda outcome: outcome.remaining)
+            answer = f"allowed: {tightest.remaining} left of {tightest.limit.name} ({tightest.limit})"
+        elif not answer:
+            answer = "denied"
+        return f"{answer} [{self.degraded}]" if self.degraded else answer
+
+
+def _denial(outcome: Outcome) -> str:
+    limit = outcome.limit
+    if outcome.retry_after_us is None:
+        fate = f"it costs more than the whole capacity of {limit.capacity}, so it can never pass"
+    else:
+        fate = (
+            f"{outcome.remaining} left, passes in {outcome.retry_after_us / 1_000_000:.6f}".rstrip(
+                "0"
+            ).rstrip(".")
+            + " s"
+        )
+    return f"denied by {limit.name} ({limit}): {fate}"

@@ -1,0 +1,70 @@
+"""Every exception that headgate raises, as one tree.
+
+    HeadgateError
+    ├── InvalidInput (also a ValueError)      you passed something that cannot mean anything; nothing was touched
+    │   ├── InvalidLimit                      a limit that cannot exist, or a text that is not a limit
+    │   ├── InvalidKey                        an identity that cannot be counted by
+    │   ├── InvalidCost                       a cost or amount that is not a whole number >= 0
+    │   └── InvalidConfiguration              a URL or an option of a limiter
+    └── StoreError                            the shared store could not answer
+        ├── StoreUnavailable                  it could not be reached, or it refused
+        ├── StoreTimeout                      it did not answer within the budget; what was asked may have happened
+        └── ScriptError                       it answered with an error of the script: a bug, or a foreign value in a key
+
+A denied request is not an exception: it is a `Decision` whose `allowed` is false.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "HeadgateError",
+    "InvalidConfiguration",
+    "InvalidCost",
+    "InvalidInput",
+    "InvalidKey",
+    "InvalidLimit",
+    "ScriptError",
+    "StoreError",
+    "StoreTimeout",
+    "StoreUnavailable",
+]
+
+
+class HeadgateError(Exception):
+    """The root: `except HeadgateError` catches everything that headgate raises on purpose."""
+
+
+class InvalidInput(HeadgateError, ValueError):
+    """A value that was refused before anything was touched; the message names the value and the remedy."""
+
+
+class InvalidLimit(InvalidInput):
+    """A limit that cannot exist: quota 0, an unknown algorithm, numbers beyond exactness."""
+
+
+class InvalidKey(InvalidInput):
+    """An identity that cannot be counted by: None, a float, two limits that would share one counter."""
+
+
+class InvalidCost(InvalidInput):
+    """A cost or an amount that is not a whole number >= 0."""
+
+
+class InvalidConfiguration(InvalidInput):
+    """A store's URL or an option of a limiter that means nothing."""
+
+
+class StoreError(HeadgateError):
+    """The shared store could not answer, and `on_failure="raise"` asked to be told."""
+
+
+class StoreUnavailable(StoreError):
+    """The store could not be reached, or it refused to serve (loading, read-only, out of memory)."""
+
+
+class StoreTimeout(StoreError):
+    """The store did not answer within the budget. What was asked may have happened: do not ask twice."""
+
+
+class ScriptError(StoreError):
+    """The store ran the script and answered with an error: a bug of ours, or a foreign value in a key."""

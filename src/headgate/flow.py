@@ -1,0 +1,84 @@
+"""One request's way, written once: a generator that asks a store and is driven by both limiters.
+
+It yields what has to be done, a store's call or a `Pause`, and gets the answer sent, or the store's failure thrown, back in.
+So the rules stand here, and `limiter.py` only knows how to wait: with threads, or with `await`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+from headgate.errors import StoreError
+from headgate.stores.calls import Call, Check, Leave, Refund, Renew
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from headgate.decisions import Decision
+    from headgate.keys import Key
+
+__all__ = ["Fallback", "Flow", "Pause", "acquire", "ask", "check"]
+
+
+class Pause(NamedTuple):
+    """Wait for so long, then go on."""
+
+    seconds: float
+
+
+class Fallback(Protocol):
+    """What answers when the store fails: raises, or decides without it."""
+
+    def decide(self, call: Check, error: StoreError) -> Decision: ...
+    def tell(self, call: Refund | Renew | Leave, error: StoreError) -> bool: ...
+
+
+Flow: TypeAlias = "Generator[Call | Pause, Any, Any]"
+
+
+def check(call: Check, fallback: Fallback) -> Flow:
+    """A decision, by the store or, where that fails, by what was agreed on for then."""
+    try:
+        return (yield call)
+    except StoreError as error:
+        return fallback.decide(call, error)
+
+
+def ask(call: Refund | Renew | Leave, fallback: Fallback) -> Flow:
+    """Whether the call took effect."""
+    try:
+        return (yield call)
+    except StoreError as error:
+        return fallback.tell(call, error)
+
+
+def acquire(call: Check, fallback: Fallback, timeout: float | None, elapsed: Callable[[], float]) -> Flow:
+    """A decision that is allowed, after waiting for it; or the denial, as soon as waiting cannot help in time."""
+    while True:
+        decision: Decision = yield from check(call, fallback)
+        left = None if timeout is None else timeout - elapsed()
+        if decision.allowed:
+            if left is not None and decision.delay > left:
+                yield from _give_back(call.keys, call.cost, decision, fallback)
+                return decision._replace(allowed=False, verdicts=_as_denied(decision))
+            if decision.delay_us:
+                yield Pause(decision.delay)
+            return decision
+        wait = decision.retry_after
+        if wait is None or (left is not None and wait > left):
+            return decision
+        yield Pause(wait)
+
+
+def _give_back(keys: tuple[Key, ...], cost: int, decision: Decision, fallback: Fallback) -> Flow:
+    """Its turn in the queue would come too late: it does not take the place of another."""
+    for key in keys:
+        if key.limit.algorithm == "concurrency":
+            yield from ask(Leave(key, decision.id or ""), fallback)
+        else:
+            yield from ask(Refund(key, cost, at_us=decision.at_us or None), fallback)
+
+
+def _as_denied(decision: Decision) -> tuple[tuple[int, int, int, int], ...]:
+    """The verdicts of a request that was admitted only to wait too long: its turn is its retry."""
+    return tuple((remaining, delay_us, reset_us, 0) for remaining, _, reset_us, delay_us in decision.verdicts)

@@ -1,0 +1,108 @@
+"""Leases that are kept alive while a block runs: a thread for `Limiter.hold`, a task for `AsyncLimiter.hold`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from headgate.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from headgate.keys import Key
+
+__all__ = ["Renewals", "renew_forever"]
+
+logger = logging.getLogger("headgate")
+
+RENEWALS_PER_LEASE: Final = 3
+"""Two renewals may fail before a lease is lost."""
+
+
+class Renewals:
+    """Renews the leases of all holds of one limiter from one thread, which lives only while there are any."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, Key, str, Callable[..., bool]]] = []
+        self._held: set[int] = set()
+        self._numbers = count()
+        self._thread: threading.Thread | None = None
+
+    def start(self, keys: list[Key], id: str, renew: Callable[..., bool]) -> Callable[[], None]:
+        """Keep the leases alive until the returned function is called."""
+        with self._changed:
+            numbers = [self._schedule(key, id, renew) for key in keys]
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="headgate-renewals", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return lambda: self._stop(numbers)
+
+    def close(self) -> None:
+        with self._changed:
+            self._held.clear()
+            self._changed.notify()
+
+    def _schedule(self, key: Key, id: str, renew: Callable[..., bool]) -> int:
+        number = next(self._numbers)
+        self._held.add(number)
+        heappush(self._due, (time.monotonic() + _interval(key), number, key, id, renew))
+        return number
+
+    def _stop(self, numbers: list[int]) -> None:
+        with self._changed:
+            self._held.difference_update(numbers)
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while (due := self._next()) is not None:
+            key, id, renew = due
+            try:
+                if not renew(key, id=id):
+                    logger.warning(
+                        "lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name
+                    )
+            except StoreError as error:
+                logger.warning("lease %r on limit %r could not be renewed: %s", id, key.limit.name, error)
+
+    def _next(self) -> tuple[Key, str, Callable[..., bool]] | None:
+        """The lease to renew now, put back for its next time; None when nothing is held any more."""
+        with self._changed:
+            while self._held:
+                if self._due[0][1] not in self._held:
+                    heappop(self._due)
+                    continue
+                wait = self._due[0][0] - time.monotonic()
+                if wait <= 0:
+                    _, number, key, id, renew = heappop(self._due)
+                    heappush(self._due, (time.monotonic() + _interval(key), number, key, id, renew))
+                    return key, id, renew
+                self._changed.wait(wait)
+            self._due.clear()
+            self._thread = None
+            return None
+
+
+async def renew_forever(keys: list[Key], id: str, renew: Callable[..., Awaitable[bool]]) -> None:
+    """Keep the leases alive until cancelled."""
+    while True:
+        await asyncio.sleep(min(map(_interval, keys)))
+        for key in keys:
+            try:
+                if not await renew(key, id=id):
+                    logger.warning(
+                        "lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name
+                    )
+            except StoreError as error:
+                logger.warning("lease %r on limit %r could not be renewed: %s", id, key.limit.name, error)
+
+
+def _interval(key: Key) -> float:
+    return key.limit.period_us / 1_000_000 / RENEWALS_PER_LEASE

@@ -1,0 +1,152 @@
+"""What is allowed: a quota per period, the algorithm that counts it, and the name it goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import gcd
+from typing import Final
+
+from headgate import _grammar
+from headgate.algorithms import ALGORITHMS
+from headgate.errors import InvalidLimit
+from headgate.keys import LONGEST_IDENTITY, Key, escape, identify
+
+__all__ = ["Limit"]
+
+EXACT: Final = 2**53
+"""Beyond this a double, which is all that Redis's Lua has, cannot tell two neighbouring whole numbers apart."""
+
+HORIZON_US: Final = 10 * 366 * 86_400 * 1_000_000
+"""Ten years: no debt lasts longer, so that every instant a limit meets stays far below 2**53."""
+
+_new_key = tuple.__new__
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """So many per period; immutable, so that it can be shared by everything that runs.
+
+    Use `by` to say who is counted, then give the result to a limiter:
+
+    >>> Limit(1000, timedelta(minutes=1), burst=200, name="search").by("tenant-7").identity
+    'tenant-7'
+
+    `burst` is the capacity of a bucket or a queue (the quota, if not given). For "concurrency" the quota is how many may be inside at the
+    same time, and the period is the lease time after which a crashed holder is forgotten.
+    """
+
+    quota: int
+    period: timedelta
+    burst: int | None = field(default=None, kw_only=True)
+    algorithm: str = field(default="token_bucket", kw_only=True)
+    name: str = field(default="default", kw_only=True)
+
+    capacity: int = field(init=False, repr=False, compare=False)
+    """The most that can pass at once: burst, or the quota."""
+    period_us: int = field(init=False, repr=False, compare=False)
+    tokens: int = field(init=False, repr=False, compare=False)
+    """With `ticks`, the rate in lowest terms: so many tokens per so many microseconds."""
+    ticks: int = field(init=False, repr=False, compare=False)
+    full: int = field(init=False, repr=False, compare=False)
+    """The capacity in 1/ticks of a token, in which a microsecond is worth `tokens`."""
+    space: str = field(init=False, repr=False, compare=False)
+    """Where its counters live in a store: name, algorithm and the version of the stored form."""
+
+    def __post_init__(self) -> None:
+        _whole("quota", self.quota)
+        if self.burst is not None:
+            _whole("burst", self.burst)
+        if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
+            hint = _grammar.suggest(str(self.algorithm), list(ALGORITHMS))
+            raise InvalidLimit(f"unknown algorithm {self.algorithm!r}; {hint}")
+        algorithm = ALGORITHMS[self.algorithm]
+        if not algorithm.SHAPES_BURST and self.burst not in (None, self.quota):
+            raise InvalidLimit(
+                f"burst {self.burst} means nothing to {self.algorithm}, which lets {self.quota} pass at once; "
+                "leave it out, or use token_bucket, gcra or leaky_bucket"
+            )
+        _check_name(self.name)
+        period_us = _microseconds(self.period)
+        common = gcd(self.quota, period_us)
+        keep = object.__setattr__  # the one way into a frozen dataclass
+        keep(self, "burst", self.quota if self.burst is None else self.burst)
+        keep(self, "capacity", self.burst)
+        keep(self, "period_us", period_us)
+        keep(self, "tokens", self.quota // common)
+        keep(self, "ticks", period_us // common)
+        keep(self, "full", self.capacity * self.ticks)
+        keep(self, "space", f"{escape(self.name)}:{self.algorithm}.{algorithm.VERSION}")
+        self._check_exactness(algorithm.peak(self))
+
+    @classmethod
+    def parse(cls, text: str, *, name: str = "default", algorithm: str | None = None) -> Limit:
+        """The limit that a text describes, in the words that policies use.
+
+        >>> Limit.parse("100/second, burst 50", name="posts")
+        Limit(quota=100, period=datetime.timedelta(seconds=1), burst=50, algorithm='token_bucket', name='posts')
+        >>> Limit.parse("5 per 30 seconds, sliding_window").algorithm
+        'sliding_window'
+        """
+        phrase = _grammar.parse(text)
+        if algorithm is not None and phrase.algorithm not in (None, algorithm):
+            raise InvalidLimit(f"{text!r} names {phrase.algorithm!r}, the caller {algorithm!r}; keep one")
+        return cls(
+            phrase.quota,
+            phrase.period,
+            burst=phrase.burst,
+            algorithm=phrase.algorithm or algorithm or "token_bucket",
+            name=name,
+        )
+
+    def by(self, *parts: str | int) -> Key:
+        """This limit for one client: `limit.by("tenant-7", user_id)`. Without parts, one counter for everybody."""
+        if len(parts) == 1:
+            # The common case by itself, and without a call: this runs on every request.
+            text = parts[0]
+            if type(text) is str and len(text) <= LONGEST_IDENTITY:
+                if "%" not in text and "|" not in text and "{" not in text:
+                    return _new_key(Key, (self, parts, text))
+        return _new_key(Key, (self, parts, identify(parts)))
+
+    def __str__(self) -> str:
+        burst = f", burst {self.burst}" if self.burst != self.quota else ""
+        return f"{self.quota} per {self.period}{burst}, {self.algorithm}"
+
+    def _check_exactness(self, peak: int) -> None:
+        if peak >= EXACT:
+            raise InvalidLimit(
+                f"limit {self.name!r} ({self}) would need numbers up to {peak}, beyond 2**53, where they stop being exact; "
+                "use a smaller quota or burst, or a quota that divides the period's microseconds"
+            )
+        if self.full > HORIZON_US * self.tokens and ALGORITHMS[self.algorithm].SHAPES_BURST:
+            raise InvalidLimit(
+                f"limit {self.name!r} ({self}) would take more than ten years to fill; use a smaller burst or a faster rate"
+            )
+
+
+def _whole(what: str, number: object) -> None:
+    if type(number) is not int:
+        raise InvalidLimit(f"{what} {number!r} is not a whole number; give an int of at least 1")
+    if number < 1:
+        raise InvalidLimit(f"{what} {number} lets nothing pass; it must be at least 1")
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not (1 <= len(name) <= 100 and name.isascii() and name.isprintable()):
+        raise InvalidLimit(
+            f"limit name {name!r}: use 1 to 100 printable ASCII characters, as it appears in headers"
+        )
+
+
+def _microseconds(period: object) -> int:
+    if not isinstance(period, timedelta):
+        raise InvalidLimit(
+            f"period {period!r} is not a timedelta; write timedelta(seconds={period!r}) if it is seconds"
+        )
+    period_us = period // timedelta(microseconds=1)
+    if period_us < 1:
+        raise InvalidLimit(f"period {period} is not positive; the shortest is one microsecond")
+    if period_us > HORIZON_US:
+        raise InvalidLimit(f"period {period} is longer than ten years, the longest that is counted exactly")
+    return period_us

@@ -1,0 +1,99 @@
+"""What a store can be asked to do, as values: the flow makes them, a store carries them out."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, TypeAlias
+from uuid import uuid4
+
+from headgate.errors import InvalidCost, InvalidKey
+from headgate.keys import Key
+from headgate.limits import Limit
+
+__all__ = [
+    "Call",
+    "Check",
+    "Leave",
+    "Refund",
+    "Renew",
+    "Reset",
+    "checked",
+    "checked_keys",
+    "refund_memory_us",
+]
+
+REFUND_MEMORY_US: Final = 3600 * 1_000_000
+
+
+class Check(NamedTuple):
+    """Charge all keys or none; answered by a `Decision`. Cost 0 reads and changes nothing."""
+
+    keys: tuple[Key, ...]
+    cost: int
+    id: str | None = None
+
+
+class Refund(NamedTuple):
+    """Give back an amount; answered by whether anything was given back."""
+
+    key: Key
+    amount: int
+    id: str | None = None
+    at_us: int | None = None
+
+
+class Reset(NamedTuple):
+    """Forget all that is known of the keys."""
+
+    keys: tuple[Key, ...]
+
+
+class Renew(NamedTuple):
+    """Prolong a lease; answered by whether it was still held."""
+
+    key: Key
+    id: str
+
+
+class Leave(NamedTuple):
+    """Give a lease up; answered by whether it was still held."""
+
+    key: Key
+    id: str
+
+
+Call: TypeAlias = Check | Refund | Reset | Renew | Leave
+
+
+def checked(keys: tuple[Key | Limit, ...], cost: int, id: str | None) -> Check:
+    """The call, or an error that names what cannot be: everything is refused here, before anything is touched."""
+    if type(cost) is not int or cost < 0:
+        raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
+    made = checked_keys(keys)
+    if any(key.limit.algorithm == "concurrency" for key in made):
+        if id is None:
+            id = uuid4().hex
+        elif not isinstance(id, str) or not 1 <= len(id) <= 128:
+            raise InvalidKey(f"lease id {id!r}: use a text of 1 to 128 characters")
+    return Check(made, cost, id)
+
+
+def checked_keys(keys: tuple[Key | Limit, ...]) -> tuple[Key, ...]:
+    """The keys of a call, a bare limit standing for its one counter for everybody."""
+    if not keys:
+        raise InvalidKey("no key given: say which limit is met by whom, like check(limit.by(client))")
+    made = []
+    for key in keys:
+        if isinstance(key, Limit):
+            key = key.by()
+        elif not isinstance(key, Key):
+            raise InvalidKey(f"{key!r} is not a key: make one with limit.by(...)")
+        made.append(key)
+    if len(made) > 1 and len({(key.limit.space, key.identity) for key in made}) < len(made):
+        names = ", ".join(repr(key.limit.name) for key in made)
+        raise InvalidKey(f"two of the limits {names} would share one counter: give each limit its own name=")
+    return tuple(made)
+
+
+def refund_memory_us(key: Key) -> int:
+    """For how long a refund's id is remembered: an hour, or the limit's period if that is longer."""
+    return max(REFUND_MEMORY_US, key.limit.period_us)

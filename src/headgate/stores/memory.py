@@ -1,0 +1,359 @@
+"""The store inside the process: exact under threads and tasks, bounded, and without a thread of its own.
+
+Threads. A check of one limit reads the state, decides, and puts the new state in only if the old one is still there
+(compare and set), else it decides again. Between the comparison and the assignment there is no call and no loop,
+and only there could CPython hand the interpreter to another thread: no lock is needed, and none is held while Python
+code runs. Everything that touches several keys (several limits, a new key, a refund) takes the lock and raises
+`_busy`, which keeps the short path out. On interpreters without a global lock, `_busy` is always up.
+
+Memory. Each key is remembered in a bucket of the second in which it is due to be as new. Inserting a key looks at a few
+that are due: what is as new is forgotten, what was charged since moves on. At `max_keys`, what is nearest to being
+as new goes first; if that still owes something, the forgiven debt is counted and logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import OrderedDict
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from headgate.algorithms import ALGORITHMS, concurrency
+from headgate.clock import SystemClock
+from headgate.decisions import Decision
+from headgate.keys import Key
+from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, checked, refund_memory_us
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from headgate.algorithms import LimitNumbers, Verdict
+    from headgate.clock import Clock
+    from headgate.limits import Limit
+    from headgate.stores.calls import Call
+
+__all__ = ["MemoryStats", "MemoryStore"]
+
+logger = logging.getLogger("headgate")
+
+_SECOND_BITS: Final = 20
+"""A bucket of the sweep is 2**20 microseconds wide."""
+_MARGIN_US: Final = 60 * 1_000_000
+"""What is as new is kept for a minute more while there is room: a clock that steps back finds it again."""
+_PROBES: Final = 16
+"""How many keys an insertion looks at, at most, to find the one to forget."""
+
+_new_decision = tuple.__new__
+
+
+class MemoryStats(NamedTuple):
+    keys: int
+    evicted: int
+    """Keys that were dropped to stay within `max_keys`."""
+    forgiven: int
+    """Those of them that still owed something: if this grows, raise `max_keys`."""
+
+
+class _Space:
+    """The counters of one limit name and algorithm."""
+
+    __slots__ = (
+        "adopt",
+        "buckets",
+        "decide",
+        "due",
+        "leases",
+        "limit",
+        "refund",
+        "states",
+        "tracks_writer",
+        "writers",
+    )
+
+    def __init__(self, limit: Limit) -> None:
+        algorithm = ALGORITHMS[limit.algorithm]
+        self.decide = algorithm.decide
+        self.refund = algorithm.refund
+        self.adopt = algorithm.adopt
+        self.leases = algorithm is concurrency
+        self.tracks_writer = algorithm.SHAPES_BURST
+        self.limit: LimitNumbers = limit
+        """Under whose numbers the states were written, but for those in `writers`."""
+        self.states: dict[str, Any] = {}
+        self.writers: dict[str, LimitNumbers] = {}
+        self.buckets: dict[int, list[str]] = {}
+        self.due: list[int] = []
+        """The buckets' seconds, as a heap."""
+
+    def is_written_by(self, limit: LimitNumbers, identity: str) -> bool:
+        """Whether the state can be read with the numbers of `limit` as it stands."""
+        return not self.tracks_writer or _numbers(self.writers.get(identity, self.limit)) == _numbers(limit)
+
+    def write(self, key: Key, state: Any) -> None:
+        """Put a state in, signed first: a reader that finds the new state must find its writer, too."""
+        if self.tracks_writer and (self.writers or key.limit is not self.limit):
+            if _numbers(key.limit) == _numbers(self.limit):
+                self.writers.pop(key.identity, None)
+            else:
+                self.writers[key.identity] = key.limit
+        self.states[key.identity] = state
+
+    def drop(self, identity: str) -> None:
+        del self.states[identity]
+        self.writers.pop(identity, None)
+
+    def schedule(self, identity: str, at_us: int) -> None:
+        second = at_us >> _SECOND_BITS
+        bucket = self.buckets.get(second)
+        if bucket is None:
+            bucket = self.buckets[second] = []
+            heappush(self.due, second)
+        bucket.append(identity)
+
+    def take_due(self, before: int) -> str | None:
+        """A key that was due before that second, and is now scheduled no more."""
+        while self.due and self.due[0] < before:
+            bucket = self.buckets[self.due[0]]
+            if bucket:
+                return bucket.pop()
+            del self.buckets[heappop(self.due)]
+        return None
+
+    def reset_us(self, identity: str, state: Any, now_us: int) -> int:
+        """How long until the key is as new."""
+        verdict: Verdict = self.decide(state, now_us, 0, self.writers.get(identity, self.limit))[1]
+        return verdict[2]
+
+
+class MemoryStore:
+    """Counters in a dict. `max_keys` bounds them; see `stats`."""
+
+    def __init__(self, clock: Clock, *, max_keys: int = 1_000_000) -> None:
+        self._now_us: Callable[[], int] = clock.now_us
+        # The system's clock is read without a Python call in between.
+        self._time_ns = time.time_ns if isinstance(clock, SystemClock) else lambda: clock.now_us() * 1000
+        self._max_keys = max_keys
+        self._spaces: dict[str, _Space] = {}
+        self._refunded: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+        self._lock = threading.Lock()
+        self._locks_always = not getattr(sys, "_is_gil_enabled", lambda: True)()
+        self._busy = self._locks_always
+        self._keys = self._evicted = self._forgiven = 0
+
+    @property
+    def stats(self) -> MemoryStats:
+        return MemoryStats(self._keys, self._evicted, self._forgiven)
+
+    def check(self, keys: tuple[Key | Limit, ...], cost: int, id: str | None = None) -> Decision:
+        """Charge all keys or none."""
+        if len(keys) != 1 or type(keys[0]) is not Key or type(cost) is not int or cost < 0:
+            return self._check_locked(*checked(keys, cost, id))
+        limit, _, identity = keys[0]
+        space = self._spaces.get(limit.space)
+        if space is None or space.leases:
+            return self._check_locked(*checked(keys, cost, id))
+        states = space.states
+        time_ns, decide = self._time_ns, space.decide
+        while True:
+            now_us = time_ns() // 1000
+            # The state before its writer: whoever adopts a state signs it first.
+            state = states.get(identity)
+            if (space.limit is not limit or space.writers) and not space.is_written_by(limit, identity):
+                return self._check_locked(keys, cost, id)  # type: ignore[arg-type]
+            after, verdict = decide(state, now_us, cost, limit)
+            if after is state:
+                break
+            if state is None or self._busy:
+                return self._check_locked(keys, cost, id)  # type: ignore[arg-type] # one Key, as found above
+            try:
+                # Compare and set: no call and no loop may come between the two (see the module's docstring).
+                if not self._busy and states[identity] is state:
+                    states[identity] = after
+                    break
+            except KeyError:  # it was reset or forgotten in the meantime
+                continue
+        return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), id, None, now_us))
+
+    def run(self, call: Call) -> Any:
+        """Carry out any call."""
+        if isinstance(call, Check):
+            return self.check(*call)
+        with self._alone():
+            if isinstance(call, Reset):
+                for key in call.keys:
+                    self._forget(key)
+                return None
+            if isinstance(call, Refund):
+                return self._refund(call)
+            return self._change_lease(call)
+
+    def close(self) -> None:
+        """Forget everything."""
+        with self._alone():
+            self._spaces.clear()
+            self._refunded.clear()
+            self._keys = 0
+
+    def _alone(self) -> _Alone:
+        return _Alone(self)
+
+    def _check_locked(self, keys: tuple[Key, ...], cost: int, id: str | None) -> Decision:
+        with self._alone():
+            now_us = self._now_us()
+            found = [self._find(key, now_us, adopt=cost > 0) for key in keys]
+            judged = [
+                space.decide(state, now_us, cost, key.limit, id or "")
+                for key, (space, state) in zip(keys, found, strict=True)
+            ]
+            allowed = not any(verdict[1] for _, verdict in judged)
+            verdicts = []
+            for key, (space, state), (after, verdict) in zip(keys, found, judged, strict=True):
+                if allowed:
+                    if after is not state:
+                        self._put(space, key, after, now_us, verdict[2])
+                elif not verdict[1]:
+                    # It would have passed here, but nothing is spent: what it says is what a peek says.
+                    verdict = space.decide(state, now_us, 0, key.limit, "")[1]
+                verdicts.append(verdict)
+            return Decision(allowed, keys, tuple(verdicts), id, None, now_us)
+
+    def _refund(self, call: Refund) -> bool:
+        now_us = self._now_us()
+        if call.id is not None and not self._first_refund(call.key, call.id, now_us):
+            return False
+        space, state = self._find(call.key, now_us)
+        after = space.refund(state, now_us, call.amount, call.key.limit, call.at_us)
+        if after is None or after == state:
+            return False
+        space.states[call.key.identity] = after
+        return True
+
+    def _first_refund(self, key: Key, id: str, now_us: int) -> bool:
+        refunded = self._refunded
+        while refunded and (next(iter(refunded.values())) <= now_us or len(refunded) >= self._max_keys):
+            refunded.popitem(last=False)
+        name = (key.limit.space, key.identity, id)
+        if refunded.get(name, 0) > now_us:
+            return False
+        refunded[name] = now_us + refund_memory_us(key)
+        return True
+
+    def _change_lease(self, call: Renew | Leave) -> bool:
+        now_us = self._now_us()
+        key = call.key
+        space, state = self._find(key, now_us)
+        if isinstance(call, Renew):
+            after, held = concurrency.renew(state, now_us, key.limit, call.id)
+        else:
+            after, held = concurrency.leave(state, now_us, call.id)
+        if held:
+            space.states[key.identity] = after
+        return held
+
+    def _find(self, key: Key, now_us: int, *, adopt: bool = True) -> tuple[_Space, Any]:
+        """The key's space, and its state as the key's own limit has to see it."""
+        limit = key.limit
+        space = self._spaces.get(limit.space)
+        if space is None:
+            space = self._spaces[limit.space] = _Space(limit)
+        elif not space.states:
+            space.limit = limit
+        state = space.states.get(key.identity)
+        if state is not None and not space.is_written_by(limit, key.identity):
+            writer = space.writers.get(key.identity, space.limit)
+            state = space.adopt(state, now_us, writer, limit)
+            if adopt:
+                space.write(key, state)
+        return space, state
+
+    def _put(self, space: _Space, key: Key, state: Any, now_us: int, reset_us: int) -> None:
+        if key.identity not in space.states:
+            self._make_room(space, now_us)
+            space.schedule(key.identity, now_us + reset_us)
+            self._keys += 1
+        space.write(key, state)
+
+    def _forget(self, key: Key) -> None:
+        space = self._spaces.get(key.limit.space)
+        if space is not None and key.identity in space.states:
+            space.drop(key.identity)
+            self._keys -= 1
+
+    def _make_room(self, space: _Space, now_us: int) -> None:
+        """Forget what is as new; at `max_keys`, whatever is nearest to it."""
+        if self._keys < self._max_keys:
+            for _ in range(2):
+                identity = space.take_due((now_us - _MARGIN_US) >> _SECOND_BITS)
+                if identity is None:
+                    return
+                self._drop_or_reschedule(space, identity, now_us)
+            return
+        best: tuple[int, _Space, str] | None = None
+        for crowded, identity in self._nearest():
+            owed_us = self._drop_or_reschedule(crowded, identity, now_us)
+            if not owed_us:
+                self._evicted += 1
+                return
+            if best is None or owed_us < best[0]:
+                best = owed_us, crowded, identity
+        if best is not None:
+            _, crowded, identity = best
+            crowded.drop(identity)
+            self._keys -= 1
+            self._evicted += 1
+            self._forgiven += 1
+            if self._forgiven & (self._forgiven - 1) == 0:  # at 1, 2, 4, 8 ...: loud, but no flood
+                logger.warning(
+                    "memory store is full at %d keys: %d clients were forgotten while they still owed; raise max_keys",
+                    self._max_keys,
+                    self._forgiven,
+                )
+
+    def _nearest(self) -> Iterator[tuple[_Space, str]]:
+        """A few keys that are due first, over all spaces; each is then scheduled no more."""
+        for _ in range(_PROBES):
+            space = min(
+                (space for space in self._spaces.values() if space.due),
+                key=lambda space: space.due[0],
+                default=None,
+            )
+            identity = space.take_due(sys.maxsize) if space else None
+            if space is not None and identity is not None and identity in space.states:
+                yield space, identity
+
+    def _drop_or_reschedule(self, space: _Space, identity: str, now_us: int) -> int:
+        """Forget the key if it is as new (0), else look again when it is due: in how many microseconds that is."""
+        state = space.states.get(identity)
+        if state is None:
+            return 0
+        reset_us = space.reset_us(identity, state, now_us)
+        if reset_us:
+            space.schedule(identity, now_us + reset_us)
+        else:
+            space.drop(identity)
+            self._keys -= 1
+        return reset_us
+
+
+class _Alone:
+    """Holds the store's lock with the short path shut out."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        self._store._lock.acquire()  # noqa: SLF001 - a part of the store, in its own file
+        self._store._busy = True  # noqa: SLF001
+
+    def __exit__(self, *_: object) -> None:
+        self._store._busy = self._store._locks_always  # noqa: SLF001
+        self._store._lock.release()  # noqa: SLF001
+
+
+def _numbers(limit: LimitNumbers) -> tuple[int, int, int]:
+    return limit.tokens, limit.ticks, limit.capacity

@@ -1,0 +1,76 @@
+"""What the tests share: real servers, each started once, when the first test asks for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+from servers import RedisCluster, RedisServer, SentinelSet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+settings.register_profile("ci", max_examples=60, derandomize=False, deadline=None, print_blob=True)
+settings.register_profile("thorough", settings.get_profile("ci"), max_examples=2000)
+settings.load_profile(os.environ.get("HEADGATE_HYPOTHESIS", "ci"))
+
+REMOTE = ("redis7", "valkey9", "cluster", "sentinel")
+
+
+@pytest.fixture(scope="session")
+def redis7() -> Iterator[RedisServer]:
+    with RedisServer("redis") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey9() -> Iterator[RedisServer]:
+    with RedisServer("valkey") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RedisCluster]:
+    with RedisCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def sentinel() -> Iterator[SentinelSet]:
+    with SentinelSet() as sentinels:
+        yield sentinels
+
+
+@pytest.fixture(scope="session", params=REMOTE)
+def remote_url(request: pytest.FixtureRequest) -> str:
+    """The URL of each shared store in turn; a test that breaks its server makes one of its own."""
+    return _url(request)
+
+
+@pytest.fixture(scope="session", params=("memory", *REMOTE))
+def store_url(request: pytest.FixtureRequest) -> str:
+    """The URL of every store in turn, the one in memory included."""
+    return _url(request)
+
+
+def _url(request: pytest.FixtureRequest) -> str:
+    url: str = "memory://" if request.param == "memory" else request.getfixturevalue(request.param).url
+    return url
+
+
+@pytest.fixture(scope="session")
+def fresh_name() -> Callable[[], str]:
+    """Makes limit names that were never used: for tests, as those of Hypothesis, that need many."""
+    run, numbers = secrets.token_hex(3), itertools.count(1)
+    return lambda: f"t{run}-{next(numbers)}"
+
+
+@pytest.fixture
+def unique(fresh_name: Callable[[], str]) -> str:
+    """A limit name of this test's own, so that tests share a server and never meet."""
+    return fresh_name()

@@ -1,0 +1,422 @@
+"""The reference model: what every decision must be, in exact fractions and in the words of the definitions.
+
+An algorithm says two things of its state: whether a cost `fits` at an instant, and whether the key `is_new`.
+All that a decision reports follows from these by search, not by the closed formulas that a limiter uses:
+`remaining` is the largest cost that fits, `retry_after` the least wait after which the cost fits,
+`reset_after` the least wait after which the key is as new. Clarity is worth more than speed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ZERO = Fraction(0)
+
+
+class Plan(NamedTuple):
+    """The numbers of one limit; `capacity` is the burst where the algorithm has one, else the quota."""
+
+    algorithm: str
+    quota: int
+    period_us: int
+    capacity: int
+    name: str = "default"
+
+
+class Subject(NamedTuple):
+    """One limit as it applies to one identity."""
+
+    plan: Plan
+    identity: str = ""
+
+
+class Outcome(NamedTuple):
+    allowed: bool
+    remaining: int
+    retry_after_us: int | None
+    reset_after_us: int
+    delay_us: int
+    unsatisfiable: bool
+
+
+class Decision(NamedTuple):
+    allowed: bool
+    remaining: int
+    retry_after_us: int | None
+    reset_after_us: int
+    delay_us: int
+    unsatisfiable: bool
+    denied_by: tuple[str, ...]
+    outcomes: tuple[Outcome, ...]
+
+
+def least(holds: Callable[[int], bool]) -> int:
+    """The least n >= 0 from which `holds`, a predicate that never turns false again, is true."""
+    if holds(0):
+        return 0
+    high = 1
+    while not holds(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+@dataclass
+class State:
+    """One key's state under its plan; a new instance is a new key."""
+
+    plan: Plan
+
+    def fits(self, now: int, cost: int) -> bool:
+        raise NotImplementedError
+
+    def is_new(self, now: int) -> bool:
+        raise NotImplementedError
+
+    def charge(self, now: int, cost: int, id: str | None) -> None:
+        raise NotImplementedError
+
+    def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
+        raise NotImplementedError
+
+    def adopt(self, now: int, plan: Plan) -> None:
+        self.plan = plan
+
+    def admits(self, now: int, cost: int, id: str | None) -> bool:
+        return cost == 0 or self.fits(now, cost)
+
+    def remaining(self, now: int) -> int:
+        too_much = least(lambda cost: cost > 0 and not self.fits(now, cost))
+        return too_much - 1
+
+    def retry_after(self, now: int, cost: int, id: str | None) -> int:
+        return least(lambda wait: self.admits(now + wait, cost, id))
+
+    def reset_after(self, now: int) -> int:
+        return least(lambda wait: self.is_new(now + wait))
+
+    def delay(self, now: int) -> int:
+        return 0
+
+
+@dataclass
+class FixedWindow(State):
+    last: int = 0
+    used: Counter[int] = field(default_factory=Counter)
+
+    def window(self, now: int) -> int:
+        return max(now, self.last) // self.plan.period_us
+
+    def fits(self, now: int, cost: int) -> bool:
+        return self.used[self.window(now)] + cost <= self.plan.quota
+
+    def is_new(self, now: int) -> bool:
+        return self.used[self.window(now)] == 0
+
+    def charge(self, now: int, cost: int, id: str | None) -> None:
+        self.last = max(now, self.last)
+        self.used[self.window(now)] += cost
+
+    def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
+        window = self.window(now)
+        charged = window if charged_at is None else charged_at // self.plan.period_us
+        if charged != window or self.used[window] == 0:
+            return False
+        self.used[window] = max(0, self.used[window] - amount)
+        return True
+
+    def adopt(self, now: int, plan: Plan) -> None:
+        if plan.period_us != self.plan.period_us:
+            old, new = self.last // self.plan.period_us, self.last // plan.period_us
+            self.used = Counter({new: self.used[old], new - 1: self.used[old - 1]})
+        self.plan = plan
+
+
+@dataclass
+class SlidingWindow(FixedWindow):
+    def estimate(self, now: int) -> Fraction:
+        window, width = self.window(now), self.plan.period_us
+        elapsed = max(now, self.last) - window * width
+        return self.used[window] + self.used[window - 1] * Fraction(width - elapsed, width)
+
+    def fits(self, now: int, cost: int) -> bool:
+        return self.estimate(now) + cost <= self.plan.quota
+
+    def is_new(self, now: int) -> bool:
+        return self.estimate(now) == 0
+
+
+@dataclass
+class SlidingLog(State):
+    last: int = 0
+    entries: list[tuple[int, int]] = field(default_factory=list)
+
+    def live(self, now: int) -> list[tuple[int, int]]:
+        at = max(now, self.last)
+        return [(start, cost) for start, cost in self.entries if at - start < self.plan.period_us]
+
+    def fits(self, now: int, cost: int) -> bool:
+        return sum(spent for _, spent in self.live(now)) + cost <= self.plan.quota
+
+    def is_new(self, now: int) -> bool:
+        return not self.live(now)
+
+    def charge(self, now: int, cost: int, id: str | None) -> None:
+        self.last = max(now, self.last)
+        self.entries.append((self.last, cost))
+
+    def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
+        entries = self.live(now)
+        if not entries:
+            return False
+        while entries and amount > 0:
+            start, cost = entries.pop()
+            if cost > amount:
+                entries.append((start, cost - amount))
+            amount -= cost
+        self.entries = entries
+        return True
+
+
+@dataclass
+class TokenBucket(State):
+    last: int = 0
+    level: Fraction = ZERO
+
+    def __post_init__(self) -> None:
+        self.level = Fraction(self.plan.capacity)
+
+    def level_at(self, now: int) -> Fraction:
+        elapsed = max(now, self.last) - self.last
+        refilled = self.level + elapsed * Fraction(self.plan.quota, self.plan.period_us)
+        return min(refilled, Fraction(self.plan.capacity))
+
+    def put(self, now: int, level: Fraction) -> None:
+        self.last, self.level = max(now, self.last), min(level, Fraction(self.plan.capacity))
+
+    def fits(self, now: int, cost: int) -> bool:
+        return self.level_at(now) >= cost
+
+    def is_new(self, now: int) -> bool:
+        return self.level_at(now) == self.plan.capacity
+
+    def charge(self, now: int, cost: int, id: str | None) -> None:
+        self.put(now, self.level_at(now) - cost)
+
+    def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
+        if self.is_new(now):
+            return False
+        self.put(now, self.level_at(now) + amount)
+        return True
+
+    def adopt(self, now: int, plan: Plan) -> None:
+        level, self.plan = self.level_at(now), plan
+        self.put(now, level)
+
+
+@dataclass
+class Gcra(State):
+    tat: Fraction = ZERO
+
+    @property
+    def interval(self) -> Fraction:
+        return Fraction(self.plan.period_us, self.plan.quota)
+
+    def fits(self, now: int, cost: int) -> bool:
+        return max(self.tat, now) + cost * self.interval - now <= self.plan.capacity * self.interval
+
+    def is_new(self, now: int) -> bool:
+        return self.tat <= now
+
+    def charge(self, now: int, cost: int, id: str | None) -> None:
+        self.tat = max(self.tat, now) + cost * self.interval
+
+    def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
+        if self.is_new(now):
+            return False
+        self.tat = max(Fraction(now), self.tat - amount * self.interval)
+        return True
+
+    def adopt(self, now: int, plan: Plan) -> None:
+        self.plan = plan
+        self.tat = min(self.tat, now + plan.capacity * self.interval)
+
+
+@dataclass
+class LeakyBucket(Gcra):
+    """The queue: `tat` is its tail, the instant at which all that was admitted has drained."""
+
+    def delay(self, now: int) -> int:
+        return math.ceil(max(ZERO, self.tat - now))
+
+
+class Lease(NamedTuple):
+    cost: int
+    expiry: int
+
+
+@dataclass
+class Concurrency(State):
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+    def held(self, now: int) -> dict[str, Lease]:
+        return {id: lease for id, lease in self.leases.items() if now < lease.expiry}
+
+    def fits(self, now: int, cost: int) -> bool:
+        return sum(lease.cost for lease in self.held(now).values()) + cost <= self.plan.quota
+
+    def admits(self, now: int, cost: int, id: str | None) -> bool:
+        return id in self.held(now) or super().admits(now, cost, id)
+
+    def is_new(self, now: int) -> bool:
+        return not self.held(now)
+
+    def charge(self, now: int, cost: int, id: str | None) -> None:
+        assert id is not None
+        if not self.renew(now, id):
+            self.leases[id] = Lease(cost, now + self.plan.period_us)
+
+    def renew(self, now: int, id: str) -> bool:
+        lease = self.held(now).get(id)
+        if lease is None:
+            return False
+        self.leases[id] = Lease(lease.cost, max(lease.expiry, now + self.plan.period_us))
+        return True
+
+    def leave(self, now: int, id: str) -> bool:
+        if id not in self.held(now):
+            return False
+        del self.leases[id]
+        return True
+
+
+ALGORITHMS: dict[str, type[State]] = {
+    "concurrency": Concurrency,
+    "fixed_window": FixedWindow,
+    "gcra": Gcra,
+    "leaky_bucket": LeakyBucket,
+    "sliding_log": SlidingLog,
+    "sliding_window": SlidingWindow,
+    "token_bucket": TokenBucket,
+}
+
+
+class Model:
+    """A limiter over those states: all or nothing, judged on the state before the request, at one instant."""
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[str, str, str], State] = {}
+        self.refunded: set[tuple[tuple[str, str, str], str]] = set()
+
+    def check(self, subjects: Sequence[Subject], now: int, cost: int = 1, id: str | None = None) -> Decision:
+        states = [self.state(subject, now) for subject in subjects]
+        admitted = [cost <= state.plan.capacity and state.admits(now, cost, id) for state in states]
+        outcomes = tuple(
+            self._consume(state, now, cost, id)
+            if all(admitted)
+            else self._refuse(state, now, cost, id, admits)
+            for state, admits in zip(states, admitted, strict=True)
+        )
+        if cost > 0:
+            self._keep(subjects, states, charged=all(admitted))
+        return _combine(subjects, outcomes)
+
+    def peek(self, subjects: Sequence[Subject], now: int) -> Decision:
+        return self.check(subjects, now, cost=0)
+
+    def refund(
+        self,
+        subject: Subject,
+        now: int,
+        amount: int,
+        id: str | None = None,
+        charged_at: int | None = None,
+    ) -> bool:
+        key = _key(subject)
+        if key not in self.states or (id is not None and (key, id) in self.refunded):
+            return False
+        state = self.state(subject, now)
+        given_back = state.refund(now, amount, charged_at)
+        if given_back:
+            self.states[key] = state
+            if id is not None:
+                self.refunded.add((key, id))
+        return given_back
+
+    def reset(self, *subjects: Subject) -> None:
+        for subject in subjects:
+            self.states.pop(_key(subject), None)
+
+    def renew(self, subject: Subject, now: int, id: str) -> bool:
+        state = self.states.get(_key(subject))
+        return isinstance(state, Concurrency) and state.renew(now, id)
+
+    def leave(self, subject: Subject, now: int, id: str) -> bool:
+        state = self.states.get(_key(subject))
+        return isinstance(state, Concurrency) and state.leave(now, id)
+
+    def state(self, subject: Subject, now: int) -> State:
+        """A copy of the key's state, brought under the subject's plan at this instant."""
+        stored = self.states.get(_key(subject))
+        if stored is None:
+            return ALGORITHMS[subject.plan.algorithm](subject.plan)
+        state = deepcopy(stored)
+        if state.plan != subject.plan:
+            state.adopt(now, subject.plan)
+        return state
+
+    def _keep(self, subjects: Sequence[Subject], states: Sequence[State], *, charged: bool) -> None:
+        # A denial changes no state, so it makes no key; but it is an instant at which a new plan is seen.
+        for subject, state in zip(subjects, states, strict=True):
+            if charged or _key(subject) in self.states:
+                self.states[_key(subject)] = state
+
+    @staticmethod
+    def _consume(state: State, now: int, cost: int, id: str | None) -> Outcome:
+        delay = state.delay(now)
+        if cost > 0:
+            state.charge(now, cost, id)
+        return Outcome(True, state.remaining(now), 0, state.reset_after(now), delay, False)
+
+    @staticmethod
+    def _refuse(state: State, now: int, cost: int, id: str | None, admits: bool) -> Outcome:
+        unsatisfiable = cost > state.plan.capacity
+        retry_after = None if unsatisfiable else state.retry_after(now, cost, id)
+        delay = state.delay(now) if admits else 0
+        return Outcome(
+            admits, state.remaining(now), retry_after, state.reset_after(now), delay, unsatisfiable
+        )
+
+
+def _key(subject: Subject) -> tuple[str, str, str]:
+    return subject.plan.name, subject.plan.algorithm, subject.identity
+
+
+def _combine(subjects: Sequence[Subject], outcomes: tuple[Outcome, ...]) -> Decision:
+    allowed = all(outcome.allowed for outcome in outcomes)
+    unsatisfiable = any(outcome.unsatisfiable for outcome in outcomes)
+    return Decision(
+        allowed=allowed,
+        remaining=min(outcome.remaining for outcome in outcomes),
+        retry_after_us=None if unsatisfiable else max(outcome.retry_after_us or 0 for outcome in outcomes),
+        reset_after_us=max(outcome.reset_after_us for outcome in outcomes),
+        delay_us=max(outcome.delay_us for outcome in outcomes) if allowed else 0,
+        unsatisfiable=unsatisfiable,
+        denied_by=tuple(
+            subject.plan.name
+            for subject, outcome in zip(subjects, outcomes, strict=True)
+            if not outcome.allowed
+        ),
+        outcomes=outcomes,
+    )
