@@ -44,7 +44,7 @@ async def expect_allowed_async(contender: Contender, names: Names, check: str, k
 
 def _expect_three(contender: Contender, verdicts: list[bool]) -> None:
     if verdicts != THREE_THEN_NO_MORE:
-        raise WrongAnswerError(f"{contender.name}: a limit of 3 answered {verdicts} to the keys a, a, a, a, b")
+        raise WrongAnswerError(f"{contender.name}: a limit of 3 answered {verdicts} to a, a, a, a, b")
 
 
 def _expect_all(contender: Contender, verdicts: list[bool]) -> None:

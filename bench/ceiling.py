@@ -16,7 +16,13 @@ def headgate_batch_command(limit: Any, checks: int) -> tuple[str, list[str]]:
 
     redis-benchmark replaces `__rand_int__` with a number of its own in every place and every run.
     """
-    raise NotImplementedError
+    from headgate.stores.calls import checked
+    from headgate.stores.redis.wire import Wire
+
+    check = checked((limit.by("user-__rand_int__"),), 1, None)
+    command = Wire("headgate", None).encode_checks([check] * checks)
+    assert command.script is not None
+    return command.script.text.decode(), [str(len(command.keys)), *map(str, [*command.keys, *command.args])]
 
 
 def script_rate(url: str, checks: int, keys: int, seconds: float) -> float:

@@ -1,13 +1,14 @@
 """Who is measured, and exactly what is timed for each.
 
-A contender is an expression, written as its own documentation writes a check, and a function that opens the names the
-expression uses. The loops in `measure` are compiled around the expression, so no wrapper stands between the clock
-and the library. `key` is the caller's identity: a str, as it would come out of a request.
+A contender is an expression, written as its own documentation writes a check, and a function that opens the
+names that the expression uses. The loops in `measure` are compiled around the expression, so that no wrapper
+stands between the clock and the library. `key` is the caller's identity: a str, as requests bring it.
 
 The openers are handed a stack and leave on it whatever must be closed. All of them get the same limit.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
-Names = Mapping[str, Any]
+Names = dict[str, Any]
 THREE = ("per_ip", "per_user", "per_key")  # the limits that one request meets, where it meets three
 
 
@@ -42,7 +43,7 @@ class Contender:
     name: str
     package: str
     algorithm: str
-    opened: Callable[[Setting, ExitStack], Names] | Callable[[Setting, AsyncExitStack], Awaitable[Names]]
+    opened: Callable[[Setting, Any], Any]  # gives the names, or is awaited for them
     one: str
     three: str = ""  # three limits on one request
     allowed: str = "answer"  # how the answer is read
@@ -51,7 +52,7 @@ class Contender:
     denies_with: tuple[str, str] | None = None  # the exception that says no: its module and name
 
 
-# -- headgate -------------------------------------------------------------------------------------------------------
+# -- headgate ------------------------------------------------------------------------------------------------
 
 
 def _headgate_names(limiter: Any, setting: Setting) -> Names:
@@ -74,7 +75,7 @@ async def _headgate_async(setting: Setting, stack: AsyncExitStack) -> Names:
     return _headgate_names(await stack.enter_async_context(AsyncLimiter(setting.url)), setting)
 
 
-# -- limits ---------------------------------------------------------------------------------------------------------
+# -- limits --------------------------------------------------------------------------------------------------
 
 
 def _limits_items(setting: Setting) -> Names:
@@ -97,22 +98,18 @@ async def _limits_async(setting: Setting, stack: AsyncExitStack) -> Names:
     from limits.aio.strategies import FixedWindowRateLimiter
     from limits.storage import storage_from_string
 
-    pool = _async_pool(setting, stack)
-    storage: Any = storage_from_string(
-        f"async+{setting.url}", implementation="redispy", connection_pool=pool
-    )
+    pool: Any = _async_pool(setting, stack)
+    storage: Any = storage_from_string(f"async+{setting.url}", implementation="redispy", connection_pool=pool)
     return {"limiter": FixedWindowRateLimiter(storage)} | _limits_items(setting)
 
 
-# -- throttled-py ---------------------------------------------------------------------------------------------------
+# -- throttled-py --------------------------------------------------------------------------------------------
 
 
 def _throttles(flavour: Any, store: Any, setting: Setting) -> Names:
     quota = flavour.rate_limiter.per_duration(setting.period, setting.quota)
     fixed_window = flavour.RateLimiterType.FIXED_WINDOW.value
-    return {
-        n: flavour.Throttled(using=fixed_window, quota=quota, store=store, key_prefix=n) for n in THREE
-    }
+    return {n: flavour.Throttled(using=fixed_window, quota=quota, store=store, key_prefix=n) for n in THREE}
 
 
 def _throttled(setting: Setting, stack: ExitStack) -> Names:
@@ -121,7 +118,7 @@ def _throttled(setting: Setting, stack: ExitStack) -> Names:
     if setting.url.startswith("memory"):
         # Its default store keeps 1,024 keys and forgets the rest.
         return _throttles(throttled, throttled.MemoryStore(options={"MAX_SIZE": setting.keys}), setting)
-    store = throttled.RedisStore(setting.url)
+    store: Any = throttled.RedisStore(setting.url)
     stack.callback(store._backend.get_client().connection_pool.disconnect)  # noqa: SLF001 - it has no way to be closed
     return _throttles(throttled, store, setting)
 
@@ -130,12 +127,12 @@ async def _throttled_async(setting: Setting, stack: AsyncExitStack) -> Names:
     from throttled import asyncio as throttled
 
     options = {"CONNECTION_POOL_KWARGS": {"max_connections": _pool_size(setting)}}
-    store = throttled.RedisStore(setting.url, options=options)
+    store: Any = throttled.RedisStore(setting.url, options=options)
     stack.push_async_callback(store._backend.get_client().connection_pool.disconnect)  # noqa: SLF001 - as above
     return _throttles(throttled, store, setting)
 
 
-# -- pyrate-limiter, and fastapi-limiter which stands on it ---------------------------------------------------------
+# -- pyrate-limiter, and fastapi-limiter which stands on it --------------------------------------------------
 
 
 def _pyrate_limiters(setting: Setting, client: Any = None) -> dict[str, Any]:
@@ -195,9 +192,9 @@ async def _fastapi_limiter(setting: Setting, stack: AsyncExitStack) -> Names:
     return {"request_of": _requests(app), "response": Response()} | dependencies
 
 
-# fastapi-limiter up to 0.1.6 counted in a script of its own, called with evalsha on a redis-py client: still what
-# many run, and the shortest way of all the peers. Its package cannot be installed beside 0.2, so the script is written
-# anew here: the same commands in the same order, the same arguments, the same call.
+# fastapi-limiter up to 0.1.6 counted in a script of its own, called with evalsha on a redis-py client: still
+# what many run, and the shortest way of all the peers. It cannot be installed beside 0.2, so that the script
+# is written anew here: the same commands in the same order, the same arguments, the same call.
 _COUNTER = """
 local used = tonumber(redis.call('GET', KEYS[1]) or '0')
 if used == 0 then
@@ -225,7 +222,7 @@ def _counter_check(prefix: str) -> str:
     return f"await redis.evalsha(sha, 1, f'fastapi-limiter:{prefix}:{{key}}', str(times), str(milliseconds))"
 
 
-# -- slowapi --------------------------------------------------------------------------------------------------------
+# -- slowapi -------------------------------------------------------------------------------------------------
 
 
 def _slowapi_views(setting: Setting, view: Callable[..., Any]) -> Names:
@@ -258,14 +255,14 @@ async def _slowapi_async(setting: Setting, stack: AsyncExitStack) -> Names:
 
     names = _slowapi_views(setting, view)
     stack.callback(names["limiter"]._storage.storage.close)  # noqa: SLF001 - as above
-    return names
+    return {"its_turn": asyncio.sleep, **names}
 
 
 def _copy(view: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The same view under another name: slowapi keeps its limits by the name of the view."""
     from types import FunctionType
 
-    copied = FunctionType(view.__code__, view.__globals__, name)  # type: ignore[attr-defined]
+    copied = FunctionType(view.__code__, view.__globals__, name)
     copied.__annotations__ = view.__annotations__
     return copied
 
@@ -277,23 +274,24 @@ def _prefixed_address(prefix: str) -> Callable[[Any], str]:
     return address
 
 
-# -- shared ---------------------------------------------------------------------------------------------------------
+# -- shared --------------------------------------------------------------------------------------------------
 
 
 def _requests(app: Any) -> Callable[[str], Any]:
     """Requests as the framework would hand them on, one per check: slowapi marks those that it has seen."""
     from starlette.requests import Request
 
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "app": app}
+
     def request_of(key: str) -> Request:
-        client = (key, 1)
-        return Request({"type": "http", "method": "GET", "path": "/", "headers": [], "client": client, "app": app})
+        return Request({**scope, "client": (key, 1)})
 
     return request_of
 
 
 def _pool_size(setting: Setting) -> int:
-    """redis-py's own bound of 100 connections fails the callers above it: as many connections as callers, then."""
-    return max(100, setting.callers * len(THREE))
+    """redis-py fails the callers above its 100 connections: as many connections as callers, then."""
+    return max(100, setting.callers)
 
 
 def _async_pool(setting: Setting, stack: AsyncExitStack) -> redis.asyncio.ConnectionPool:
@@ -311,7 +309,7 @@ def _each(check: str, *, joined: str) -> str:
     return joined.join(check.format(limit=n) for n in THREE)
 
 
-# -- the lists ------------------------------------------------------------------------------------------------------
+# -- the lists -----------------------------------------------------------------------------------------------
 
 _CHECK_THREE = "limiter.check(" + ", ".join(f"{n}.by(key)" for n in THREE) + ")"
 _RATE_LIMIT_EXCEEDED = ("slowapi.errors", "RateLimitExceeded")
@@ -420,8 +418,9 @@ ASYNC = (
         package="slowapi",
         algorithm="fixed window",
         opened=_slowapi_async,
-        one="await view(request_of(key))",
-        three="await three(request_of(key))",
+        # It never gives the loop away: without this turn, the callers whom it keeps waiting are not seen.
+        one="await its_turn(0) or await view(request_of(key))",
+        three="await its_turn(0) or await three(request_of(key))",
         allowed="answer is None",
         denies_with=_RATE_LIMIT_EXCEEDED,
     ),

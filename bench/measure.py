@@ -46,7 +46,7 @@ class Spread:
         return cls(median(ordered), ordered[0], ordered[-1])
 
 
-# -- memory: the loop is timed as a whole, since a clock around each check would cost as much as the check ----------
+# -- memory: the loop is timed as a whole, since a clock around each check would cost as much as the check ---
 
 _LOOP = """
 def compiled(keys):
@@ -90,7 +90,7 @@ def in_memory_threads(contender: Contender, setting: Setting, seconds: float) ->
     return Sample(rate=sum(checks) / spent)
 
 
-# -- Redis: each check is timed, since its wait is what a caller sees -----------------------------------------------
+# -- Redis: each check is timed, since its wait is what a caller sees ----------------------------------------
 
 _CALLER = """
 {define} compiled(keys, until, laps):
@@ -110,9 +110,16 @@ def on_redis(contender: Contender, setting: Setting, seconds: float) -> Sample:
     laps: list[float] = []
     with opened(contender, setting) as names, all_allowed(contender, names, keys):
         caller = compiled(_CALLER, names, check=contender.one, define="def")
-        _in_threads(lambda n, _: caller(keys[n :: setting.callers], FOR_EVER, []), setting.callers, 0)
+
+        def warm(number: int, _: float) -> None:
+            caller(keys[number :: setting.callers], FOR_EVER, [])
+
+        def call(number: int, until: float) -> None:
+            caller(_round(keys, number, setting), until, laps)
+
+        _in_threads(warm, setting.callers, 0)
         gc.collect()
-        spent = _in_threads(lambda n, until: caller(_round(keys, n, setting), until, laps), setting.callers, seconds)
+        spent = _in_threads(call, setting.callers, seconds)
     return _sample(laps, spent)
 
 

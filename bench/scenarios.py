@@ -17,19 +17,36 @@ from bench.progress import Progress
 
 PARTS = ("memory", "sync", "async", "three", "ceiling")
 THREADS = (1, 2, 8)
+SHARED_KEYS = 1_000
 SYNC_CALLERS = (1, 16)
 ASYNC_CALLERS = (1, 64, 256, 1024)
 THREE_CALLERS = 64
 CHECKS_PER_RUN = (1, 64)
 
-# The limits are never met while the clock runs. The hot key takes all that a fast loop can ask of it; the usual limit
-# is one under which a key is still remembered when it comes again.
+# The limits are never met while the clock runs. The hot one takes all that a fast loop can ask of one key.
+# Under the usual one a key still owes something when it comes again, so that no store can have forgotten it.
 HOT = (10_000_000, timedelta(minutes=1))
-USUAL = (100_000, timedelta(hours=1))
+USUAL = (1_000, timedelta(hours=1))
 TINY = (3, timedelta(hours=1))
 
 HEADGATE = "headgate"
 HEADGATE_ONE = "headgate, one limit"
+
+HOT_KEY = "memory, one hot key"
+MANY_KEYS = "memory, many keys"
+THREE_LIMITS = f"three limits on one request, {THREE_CALLERS} tasks"
+
+
+def memory_threads(callers: int) -> str:
+    return f"memory, {callers} thread{'s' * (callers > 1)}"
+
+
+def threads(callers: int) -> str:
+    return f"threads, {callers}"
+
+
+def tasks(callers: int) -> str:
+    return f"tasks, {callers:,}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +67,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Results:
-    """Everything that was seen."""
+    """Everything that was seen, with one value a round."""
 
-    samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)  # scenario, contender: one a round
+    samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)  # by scenario and contender
+    ceiling: dict[int, list[float]] = field(default_factory=dict)  # checks a second, by checks per run
     bytes_per_key: dict[str, float] = field(default_factory=dict)
-    ceiling: dict[int, list[float]] = field(default_factory=dict)  # by checks per run: checks a second, one a round
 
 
 class Bench:
@@ -77,16 +94,17 @@ class Bench:
         contenders, seconds, keys = self.plan.chosen(SYNC), self.plan.seconds, self.plan.memory_keys
         for contender in contenders:
             expect_right_answers(contender, Setting("memory://", *TINY))
+        stores = [c for c in contenders if c.name != "slowapi"]  # it keeps its keys in the store of limits
 
         hot = Setting("memory://", *HOT, keys=1)
-        self._rounds("memory, hot key", contenders, lambda c: in_memory(c, hot, _draws(1), seconds))
+        self._rounds(HOT_KEY, contenders, lambda c: in_memory(c, hot, _draws(1), seconds))
         many = Setting("memory://", *USUAL, keys=keys)
-        self._rounds("memory, many keys", contenders, lambda c: in_memory(c, many, _draws(keys), seconds))
-        for threads in THREADS:
-            shared = Setting("memory://", *HOT, callers=threads, keys=1_000)
+        self._rounds(MANY_KEYS, stores, lambda c: in_memory(c, many, _draws(keys), seconds))
+        for callers in THREADS:
+            shared = Setting("memory://", *HOT, callers=callers, keys=SHARED_KEYS)
             measure = partial(in_memory_threads, setting=shared, seconds=seconds)
-            self._rounds(f"memory, {threads} threads", contenders, measure)
-        for contender in contenders:
+            self._rounds(memory_threads(callers), contenders, measure)
+        for contender in stores:
             self.progress.say(f"memory, bytes per key at {self.plan.footprint_keys:,} keys", contender.name)
             self.results.bytes_per_key[contender.name] = bytes_per_key(contender, self.plan.footprint_keys)
 
@@ -95,27 +113,26 @@ class Bench:
         for contender in contenders:
             self._flush()
             expect_right_answers(contender, Setting(self.url, *TINY))
-        for threads in SYNC_CALLERS:
-            setting = Setting(self.url, *USUAL, callers=threads, keys=self.plan.redis_keys)
+        for callers in SYNC_CALLERS:
+            setting = Setting(self.url, *USUAL, callers=callers, keys=self.plan.redis_keys)
             measure = partial(on_redis, setting=setting, seconds=self.plan.seconds)
-            self._rounds(f"sync, {threads} threads", contenders, measure)
+            self._rounds(threads(callers), contenders, measure)
 
     def _async(self) -> None:
         contenders = self._right_async()
-        for tasks in ASYNC_CALLERS:
-            self._rounds(f"async, {tasks} tasks", contenders, self._async_measure(tasks, "one"))
+        for callers in ASYNC_CALLERS:
+            self._rounds(tasks(callers), contenders, self._async_measure(callers, "one"))
 
     def _three(self) -> None:
         contenders = self._right_async()
-        scenario = f"three limits, {THREE_CALLERS} tasks"
         one, three = (self._async_measure(THREE_CALLERS, limits) for limits in ("one", "three"))
 
         def measure(contender: Contender) -> Sample:
             if contender.name == HEADGATE:  # beside its own single limit, in the same breath
-                self.results.samples[scenario].setdefault(HEADGATE_ONE, []).append(one(contender))
+                self.results.samples[THREE_LIMITS].setdefault(HEADGATE_ONE, []).append(one(contender))
             return three(contender)
 
-        self._rounds(scenario, contenders, measure)
+        self._rounds(THREE_LIMITS, contenders, measure)
 
     def _ceiling(self) -> None:
         for _ in range(self.plan.rounds):
@@ -128,7 +145,7 @@ class Bench:
     def _rounds(
         self, scenario: str, contenders: Sequence[Contender], measure: Callable[[Contender], Sample]
     ) -> None:
-        """Everyone once a round, and each round begins with another, so that nobody always follows the same."""
+        """Everyone once a round; each round begins with another, so that nobody always follows the same."""
         seen = self.results.samples[scenario] = {}
         for number in range(self.plan.rounds):
             first = number % max(1, len(contenders))
@@ -137,8 +154,8 @@ class Bench:
                 self._flush()
                 seen.setdefault(contender.name, []).append(measure(contender))
 
-    def _async_measure(self, tasks: int, limits: str) -> Callable[[Contender], Sample]:
-        setting = Setting(self.url, *USUAL, callers=tasks, keys=max(tasks, self.plan.redis_keys))
+    def _async_measure(self, callers: int, limits: str) -> Callable[[Contender], Sample]:
+        setting = Setting(self.url, *USUAL, callers=callers, keys=max(callers, self.plan.redis_keys))
         return lambda c: self.run(on_redis_async(c, setting, self.plan.seconds, check=getattr(c, limits)))
 
     def _right_async(self) -> list[Contender]:

@@ -29,13 +29,9 @@ _RATE: Final = re.compile(
     r"\s*(?P<quota>[\d_]+)\s*(?:/|\bper\b)\s*(?P<count>\d+(?:\.\d+)?)?\s*(?P<unit>[a-z]+)\s*(?P<options>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-_OPTION: Final = re.compile(
-    r"\s*,?\s*(?:burst\s+(?P<burst>[\d_]+)|(?P<algorithm>[a-z][a-z_]*))\s*", re.IGNORECASE
-)
+_OPTION: Final = re.compile(r"\s*,?\s*(?:burst\s+(?P<burst>[\d_]+)|(?P<algorithm>[a-z][a-z_]*))\s*", re.IGNORECASE)
 
-_FORM: Final = (
-    'write it like "10/minute", "5 per 30 seconds", "1000/minute, burst 200" or "3/2h, sliding_window"'
-)
+_FORM: Final = 'write it like "10/minute", "5 per 30 seconds", "1000/minute, burst 200" or "3/2h, sliding_window"'
 
 
 class Phrase(NamedTuple):
@@ -64,18 +60,14 @@ def suggest(word: str, known: list[str]) -> str:
 
 def _period(text: str, count: str | None, unit: str) -> timedelta:
     if unit.lower() in ("mo", "month", "months", "y", "year", "years"):
-        raise InvalidLimit(
-            f'{text!r}: a {unit.lower()} has no fixed length; say how many days, like "1000/30 days"'
-        )
+        raise InvalidLimit(f'{text!r}: a {unit.lower()} has no fixed length; say how many days, like "1000/30 days"')
     if unit.lower() not in _UNITS:
         words = [word for word in _UNITS if len(word) > 3 and not word.endswith("s")]
         raise InvalidLimit(f"{text!r}: unknown unit {unit!r}; {suggest(unit, words)}")
     if count is None:
         return _UNITS[unit.lower()]
     if "." in count:
-        raise InvalidLimit(
-            f"{text!r}: a period is a whole number of units; write {count} {unit} in a smaller unit"
-        )
+        raise InvalidLimit(f"{text!r}: a period is a whole number of units; write {count} {unit} in a smaller unit")
     try:
         return int(count) * _UNITS[unit.lower()]
     except OverflowError:
@@ -96,9 +88,7 @@ def _options(text: str, options: str) -> tuple[int | None, str | None]:
             burst = _number(text, option["burst"])
         else:
             if algorithm is not None:
-                raise InvalidLimit(
-                    f"{text!r}: two algorithms, {algorithm!r} and {option['algorithm']!r}; keep one"
-                )
+                raise InvalidLimit(f"{text!r}: two algorithms, {algorithm!r} and {option['algorithm']!r}; keep one")
             algorithm = option["algorithm"].lower()
         position = option.end()
     return burst, algorithm

@@ -50,7 +50,8 @@ class Outcome(NamedTuple):
 class Decision(NamedTuple):
     """Whether the request may pass, over all its limits. True in an `if` exactly when it is allowed.
 
-    Times are seconds as floats, with the exact integers in microseconds beside them; `outcomes` has each limit's own answer.
+    Times are seconds as floats, with the exact integers in microseconds beside them; `outcomes` has each limit's
+    own answer.
     """
 
     allowed: bool
@@ -124,9 +125,7 @@ class Decision(NamedTuple):
     @property
     def denied_by(self) -> tuple[str, ...]:
         """The names of all limits that denied, in the order of the call."""
-        return tuple(
-            [key.limit.name for key, verdict in zip(self.keys, self.verdicts, strict=True) if verdict[1]]
-        )
+        return tuple([key.limit.name for key, verdict in zip(self.keys, self.verdicts, strict=True) if verdict[1]])
 
     @property
     def reason(self) -> str:
@@ -156,9 +155,7 @@ def _denial(outcome: Outcome) -> str:
         fate = f"it costs more than the whole capacity of {limit.capacity}, so it can never pass"
     else:
         fate = (
-            f"{outcome.remaining} left, passes in {outcome.retry_after_us / 1_000_000:.6f}".rstrip(
-                "0"
-            ).rstrip(".")
+            f"{outcome.remaining} left, passes in {outcome.retry_after_us / 1_000_000:.6f}".rstrip("0").rstrip(".")
             + " s"
         )
     return f"denied by {limit.name} ({limit}): {fate}"

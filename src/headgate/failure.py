@@ -34,9 +34,7 @@ class FailurePolicy:
 
     def __init__(self, mode: FailureMode, clock: Clock) -> None:
         if mode not in get_args(FailureMode):
-            raise InvalidConfiguration(
-                f"on_failure={mode!r} is unknown; use 'raise', 'open', 'closed' or 'local'"
-            )
+            raise InvalidConfiguration(f"on_failure={mode!r} is unknown; use 'raise', 'open', 'closed' or 'local'")
         self._mode = mode
         self._local = MemoryStore(clock, max_keys=100_000)
 

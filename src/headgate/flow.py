@@ -1,7 +1,7 @@
 """One request's way, written once: a generator that asks a store and is driven by both limiters.
 
-It yields what has to be done, a store's call or a `Pause`, and gets the answer sent, or the store's failure thrown, back in.
-So the rules stand here, and `limiter.py` only knows how to wait: with threads, or with `await`.
+It yields what has to be done, a store's call or a `Pause`, and gets the answer sent, or the store's failure thrown,
+back in. So the rules stand here, and `limiter.py` only knows how to wait: with threads, or with `await`.
 """
 
 from __future__ import annotations

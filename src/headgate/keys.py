@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -22,6 +23,9 @@ _ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C", "{": "%7B", ":": "%3A"}
 _PART_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C", "{": "%7B"})
 
 
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+
+
 class Key(NamedTuple):
     """One counter: made by `limit.by(...)`, given to `check` and its siblings."""
 
@@ -39,10 +43,10 @@ def identify(parts: tuple[str | int, ...]) -> str:
     """
     if not parts:
         return GLOBAL_IDENTITY
-    text = "|".join([_text(part).translate(_PART_ESCAPES) for part in parts])
+    text = "|".join([_text(part) for part in parts])
     if len(text) <= LONGEST_IDENTITY:
         return text
-    return "%hash-" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=24).hexdigest()
+    return "%hash-" + blake2b(text.encode(), digest_size=24).hexdigest()
 
 
 def escape(name: str) -> str:
@@ -52,10 +56,19 @@ def escape(name: str) -> str:
 
 def _text(part: str | int) -> str:
     if isinstance(part, str):
-        return part
+        # A lone surrogate is text to Python but not to UTF-8: it gets a name of its own, after a percent sign of ours.
+        return (
+            part.translate(_PART_ESCAPES)
+            if part.isascii()
+            else _SURROGATE.sub(_name_surrogate, part.translate(_PART_ESCAPES))
+        )
     if isinstance(part, int) and not isinstance(part, bool):
         return str(part)
     raise InvalidKey(
         f"{part!r} cannot identify a client: by() takes text and whole numbers"
         + ("; decide what callers without an identity are counted by" if part is None else "")
     )
+
+
+def _name_surrogate(found: re.Match[str]) -> str:
+    return f"%u{ord(found[0]):X}"

@@ -66,9 +66,7 @@ class Renewals:
             key, id, renew = due
             try:
                 if not renew(key, id=id):
-                    logger.warning(
-                        "lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name
-                    )
+                    logger.warning("lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name)
             except StoreError as error:
                 logger.warning("lease %r on limit %r could not be renewed: %s", id, key.limit.name, error)
 
@@ -97,9 +95,7 @@ async def renew_forever(keys: list[Key], id: str, renew: Callable[..., Awaitable
         for key in keys:
             try:
                 if not await renew(key, id=id):
-                    logger.warning(
-                        "lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name
-                    )
+                    logger.warning("lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name)
             except StoreError as error:
                 logger.warning("lease %r on limit %r could not be renewed: %s", id, key.limit.name, error)
 

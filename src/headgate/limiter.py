@@ -13,7 +13,6 @@ from headgate.errors import InvalidConfiguration, InvalidCost, InvalidKey, Store
 from headgate.failure import FailurePolicy
 from headgate.keys import Key, escape
 from headgate.leases import Renewals, renew_forever
-from headgate.limits import Limit
 from headgate.stores import open_store
 from headgate.stores.calls import Leave, Refund, Renew, Reset, checked, checked_keys
 from headgate.stores.memory import MemoryStore
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from headgate.clock import Clock
     from headgate.decisions import Decision
     from headgate.failure import FailureMode
+    from headgate.limits import Limit
 
 __all__ = ["AsyncLimiter", "Limiter"]
 
@@ -81,11 +81,13 @@ class Limiter(_Gate):
     """Decides whether requests may pass, for code with threads; `AsyncLimiter` is the same for asyncio.
 
     `url` names the store: "memory://" (this process alone), "redis://host:6379/0", "rediss://", "unix:///path", "redis+cluster://host:7000",
-    "redis+sentinel://host:26379/name", or a redis-py client that you have already. Nothing is connected before the first call.
+    "redis+sentinel://host:26379/name", or a redis-py client that you have already. Nothing is connected before the
+    first call.
 
-    `clock` replaces the store's clock, for tests. `on_failure` says what to answer when the store fails: "raise" a StoreError, "open" (allow),
-    "closed" (deny) or "local" (a fifth of each limit, counted in this process). `budget` is how many seconds the store may take: 0.005 by default,
-    1.0 where the only other answer is an exception.
+    `clock` replaces the store's clock, for tests. `on_failure` says what to answer when the store fails: "raise" a
+    StoreError, "open" (allow), "closed" (deny) or "local" (a fifth of each limit, counted in this process).
+    `budget` is how many seconds the store may take: 0.005 by default, 1.0 where the only other answer is an
+    exception.
 
     >>> from datetime import timedelta
     >>> limiter = Limiter()
@@ -110,17 +112,15 @@ class Limiter(_Gate):
     def acquire(
         self, *keys: Key | Limit, cost: int = 1, timeout: float | None = None, id: str | None = None
     ) -> Decision:
-        """Like `check`, but waits until the request may pass; a denial comes back as soon as waiting cannot help in `timeout` seconds."""
+        """Like `check`, but waits until the request may pass; a denial comes back as soon as waiting cannot help in
+        `timeout` seconds."""
         call = checked(keys, cost, id)
-        decision: Decision = self._drive(
-            flow.acquire(call, self._failure, _checked_timeout(timeout), self._elapsed())
-        )
+        decision: Decision = self._drive(flow.acquire(call, self._failure, _checked_timeout(timeout), self._elapsed()))
         return decision
 
-    def refund(
-        self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None
-    ) -> bool:
-        """Give back what was not used; whether anything was. With an `id`, at most once. `of` is the decision that charged it."""
+    def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
+        """Give back what was not used; whether anything was. With an `id`, at most once. `of` is the decision that
+        charged it."""
         done: bool = self._drive(flow.ask(_checked_refund(key, amount, id, of), self._failure))
         return done
 
@@ -144,7 +144,8 @@ class Limiter(_Gate):
 
     @contextmanager
     def hold(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> Iterator[Decision]:
-        """Enter, renew in the background while the block runs, leave. Look at the decision: the block runs also when it is denied."""
+        """Enter, renew in the background while the block runs, leave. Look at the decision: the block runs also
+        when it is denied."""
         decision = self.enter(*keys, cost=cost, id=id)
         leased = [key for key in decision.keys if key.limit.algorithm == "concurrency"]
         if not decision.allowed or not leased or decision.id is None:
@@ -170,9 +171,7 @@ class Limiter(_Gate):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     def _drive(self, steps: flow.Flow) -> Any:
@@ -182,7 +181,8 @@ class Limiter(_Gate):
             step = next(steps)
             while True:
                 if isinstance(step, flow.Pause):
-                    step = steps.send(sleep(step.seconds))
+                    sleep(step.seconds)
+                    step = steps.send(None)
                     continue
                 try:
                     answer = run(step)
@@ -224,19 +224,19 @@ class AsyncLimiter(_Gate):
         *keys: Key | Limit,
         cost: int = 1,
         timeout: float | None = None,
-        id: str | None = None,  # noqa: ASYNC109 - it ends in a decision
+        id: str | None = None,
     ) -> Decision:
-        """Like `check`, but waits until the request may pass; a denial comes back as soon as waiting cannot help in `timeout` seconds."""
+        """Like `check`, but waits until the request may pass; a denial comes back as soon as waiting cannot help in
+        `timeout` seconds."""
         call = checked(keys, cost, id)
         decision: Decision = await self._drive(
             flow.acquire(call, self._failure, _checked_timeout(timeout), self._elapsed())
         )
         return decision
 
-    async def refund(
-        self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None
-    ) -> bool:
-        """Give back what was not used; whether anything was. With an `id`, at most once. `of` is the decision that charged it."""
+    async def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
+        """Give back what was not used; whether anything was. With an `id`, at most once. `of` is the decision that
+        charged it."""
         done: bool = await self._drive(flow.ask(_checked_refund(key, amount, id, of), self._failure))
         return done
 
@@ -260,7 +260,8 @@ class AsyncLimiter(_Gate):
 
     @asynccontextmanager
     async def hold(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> AsyncIterator[Decision]:
-        """Enter, renew in the background while the block runs, leave. Look at the decision: the block runs also when it is denied."""
+        """Enter, renew in the background while the block runs, leave. Look at the decision: the block runs also
+        when it is denied."""
         decision = await self.enter(*keys, cost=cost, id=id)
         leased = [key for key in decision.keys if key.limit.algorithm == "concurrency"]
         if not decision.allowed or not leased or decision.id is None:
@@ -297,7 +298,8 @@ class AsyncLimiter(_Gate):
             step = next(steps)
             while True:
                 if isinstance(step, flow.Pause):
-                    step = steps.send(await self._sleep(step.seconds))
+                    await self._sleep(step.seconds)
+                    step = steps.send(None)
                     continue
                 try:
                     answer = await self._run(step)
@@ -339,9 +341,7 @@ def _checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
 
 def _checked_timeout(timeout: float | None) -> float | None:
     if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
-        raise InvalidConfiguration(
-            f"timeout {timeout!r} is not a number of seconds >= 0; None waits for ever"
-        )
+        raise InvalidConfiguration(f"timeout {timeout!r} is not a number of seconds >= 0; None waits for ever")
     return timeout
 
 

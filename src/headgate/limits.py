@@ -32,8 +32,8 @@ class Limit:
     >>> Limit(1000, timedelta(minutes=1), burst=200, name="search").by("tenant-7").identity
     'tenant-7'
 
-    `burst` is the capacity of a bucket or a queue (the quota, if not given). For "concurrency" the quota is how many may be inside at the
-    same time, and the period is the lease time after which a crashed holder is forgotten.
+    `burst` is the capacity of a bucket or a queue (the quota, if not given). For "concurrency" the quota is how
+    many may be inside at the same time, and the period is the lease time after which a crashed holder is forgotten.
     """
 
     quota: int
@@ -104,9 +104,15 @@ class Limit:
         if len(parts) == 1:
             # The common case by itself, and without a call: this runs on every request.
             text = parts[0]
-            if type(text) is str and len(text) <= LONGEST_IDENTITY:
-                if "%" not in text and "|" not in text and "{" not in text:
-                    return _new_key(Key, (self, parts, text))
+            if (
+                type(text) is str
+                and len(text) <= LONGEST_IDENTITY
+                and text.isascii()
+                and "%" not in text
+                and "|" not in text
+                and "{" not in text
+            ):
+                return _new_key(Key, (self, parts, text))
         return _new_key(Key, (self, parts, identify(parts)))
 
     def __str__(self) -> str:
@@ -116,12 +122,12 @@ class Limit:
     def _check_exactness(self, peak: int) -> None:
         if peak >= EXACT:
             raise InvalidLimit(
-                f"limit {self.name!r} ({self}) would need numbers up to {peak}, beyond 2**53, where they stop being exact; "
+                f"limit {self.name!r} ({self}) needs numbers up to {peak}, beyond 2**53, where they stop being exact; "
                 "use a smaller quota or burst, or a quota that divides the period's microseconds"
             )
         if self.full > HORIZON_US * self.tokens and ALGORITHMS[self.algorithm].SHAPES_BURST:
             raise InvalidLimit(
-                f"limit {self.name!r} ({self}) would take more than ten years to fill; use a smaller burst or a faster rate"
+                f"limit {self.name!r} ({self}) takes more than ten years to fill; use a smaller burst or a faster rate"
             )
 
 
@@ -134,9 +140,7 @@ def _whole(what: str, number: object) -> None:
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not (1 <= len(name) <= 100 and name.isascii() and name.isprintable()):
-        raise InvalidLimit(
-            f"limit name {name!r}: use 1 to 100 printable ASCII characters, as it appears in headers"
-        )
+        raise InvalidLimit(f"limit name {name!r}: use 1 to 100 printable ASCII characters, as it appears in headers")
 
 
 def _microseconds(period: object) -> int:

@@ -1,7 +1,7 @@
 """The seven algorithms: pure arithmetic on whole numbers, no clock, no store, no lock.
 
-Each is one module, `decide(state, now_us, cost, limit) -> (state, verdict)`, and beside it the Lua file of the same name
-that Redis runs. The two are held to each other, and to an independent model in exact fractions, by the tests.
+Each is one module, `decide(state, now_us, cost, limit) -> (state, verdict)`, and beside it the Lua file of the same
+name that Redis runs. The two are held to each other, and to an independent model in exact fractions, by the tests.
 """
 
 from __future__ import annotations

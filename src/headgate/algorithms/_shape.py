@@ -44,14 +44,10 @@ class Algorithm(Protocol):
     def peak(self, limit: LimitNumbers) -> int:
         """The largest whole number that the arithmetic on this limit can meet; it must stay below 2**53."""
 
-    def decide(
-        self, state: Any, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
-    ) -> tuple[Any, Verdict]:
+    def decide(self, state: Any, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[Any, Verdict]:
         """The new state and the verdict. A denied request, and one of cost 0, gives the same state object back."""
 
-    def refund(
-        self, state: Any, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
-    ) -> Any:
+    def refund(self, state: Any, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None) -> Any:
         """The state after `amount` was given back; `at_us` is when it was charged, None for "lately"."""
 
     def adopt(self, state: Any, now_us: int, old: LimitNumbers, new: LimitNumbers) -> Any:

@@ -1,7 +1,7 @@
 """Concurrency: at most `quota` at the same time, by leases that end by themselves when their holder crashes.
 
-State: a tuple of leases (id, cost, expiry_us, taken_us). The limit's period is the lease time: a lease holds until its expiry, and whoever
-holds one renews it. Entering again under an id that is held renews it and counts once.
+State: a tuple of leases (id, cost, expiry_us, taken_us). The limit's period is the lease time: a lease holds until
+its expiry, and whoever holds one renews it. Entering again under an id that is held renews it and counts once.
 """
 
 from __future__ import annotations

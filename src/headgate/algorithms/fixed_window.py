@@ -1,7 +1,7 @@
 """Fixed window: at most `quota` in each window of the period, windows aligned to the epoch.
 
-State: (ts_us, used). ts_us is the instant of the last admitted request; the window that was counted in is the one it lies in,
-also when the period has changed since.
+State: (ts_us, used). ts_us is the instant of the last admitted request; the window that was counted in is the one
+it lies in, also when the period has changed since.
 """
 
 from __future__ import annotations

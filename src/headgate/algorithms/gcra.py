@@ -21,9 +21,7 @@ def peak(limit: LimitNumbers) -> int:
     return limit.full + limit.tokens
 
 
-def decide(
-    state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
-) -> tuple[int | None, Verdict]:
+def decide(state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[int | None, Verdict]:
     tokens, ticks = limit.tokens, limit.ticks
     now = now_us * tokens
     full = limit.full
@@ -42,12 +40,11 @@ def decide(
     return state, (remaining, retry_us, -(-debt // tokens), 0)
 
 
-def refund(
-    state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
-) -> int | None:
-    if state is None:
-        return None
-    return max(now_us * limit.tokens, state - amount * limit.ticks)
+def refund(state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None) -> int | None:
+    now = now_us * limit.tokens
+    if state is None or state <= now:
+        return state
+    return max(now, state - amount * limit.ticks)
 
 
 def adopt(state: int, now_us: int, old: LimitNumbers, new: LimitNumbers) -> int:

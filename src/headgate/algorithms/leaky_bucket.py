@@ -21,9 +21,7 @@ refund = gcra.refund
 adopt = gcra.adopt
 
 
-def decide(
-    state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
-) -> tuple[int | None, Verdict]:
+def decide(state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[int | None, Verdict]:
     after, (remaining, retry_us, reset_us, _) = gcra.decide(state, now_us, cost, limit)
     waiting = 0 if state is None or retry_us else max(0, state - now_us * limit.tokens)
     return after, (remaining, retry_us, reset_us, -(-waiting // limit.tokens))

@@ -1,8 +1,8 @@
 """Sliding log: at most `quota` in any span of the period, exactly, by remembering every admitted request.
 
-State: a tuple of entries (at_us, total, cost), oldest first. `total` is the running sum up to and with the entry, so that the sum of any
-stretch is one subtraction, and both the first entry that still counts and the one whose expiry frees enough are
-found by bisection. An entry counts while less than a period has passed since.
+State: a tuple of entries (at_us, total, cost), oldest first. `total` is the running sum up to and with the entry,
+so that the sum of any stretch is one subtraction, and both the first entry that still counts and the one whose
+expiry frees enough are found by bisection. An entry counts while less than a period has passed since.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Sliding window: the count of this window plus the share of the last one that a window ending now still covers.
 
-State: (ts_us, current, previous): the instant of the last admitted request, the count of the window it lies in, and that of
-the window before. The share is an exact fraction; compared with whole numbers, rounding it up changes nothing.
+State: (ts_us, current, previous): the instant of the last admitted request, the count of the window it lies in, and
+that of the window before. The share is an exact fraction; compared with whole numbers, rounding it up changes
+nothing.
 """
 
 from __future__ import annotations
@@ -37,16 +38,12 @@ def decide(
         retry_us = 0
     elif cost > quota:
         retry_us = NEVER
-    elif (
-        current + cost <= quota
-    ):  # it passes while this window lasts, when enough of the last one has slid out
+    elif current + cost <= quota:  # it passes while this window lasts, when enough of the last one has slid out
         retry_us = start_us + period_us - (quota - current - cost) * period_us // previous - now_us
     else:  # it passes in the next window, when enough of this one has slid out
         retry_us = start_us + 2 * period_us - (quota - cost) * period_us // current - now_us
-    if current:
-        reset_us = start_us + 2 * period_us - now_us
-    else:
-        reset_us = start_us + period_us - now_us if previous else 0
+    weighs_for = 2 if current else 1 if previous else 0
+    reset_us = start_us + weighs_for * period_us - now_us if weighs_for else 0
     return state, (max(0, quota - current - share), retry_us, reset_us, 0)
 
 

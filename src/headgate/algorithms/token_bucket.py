@@ -1,8 +1,8 @@
 """Token bucket: `capacity` tokens, refilled continuously at the limit's rate; a request takes `cost` of them.
 
-State: one integer, `ts_us << 53 | level`. The level is counted in 1/ticks of a token, so that a microsecond adds exactly
-`tokens` and nothing is ever rounded; ts_us is the instant of the last admitted request. One integer, because a tuple
-of two would cost 70 bytes more for each of a million keys.
+State: one integer, `ts_us << 53 | level`. The level is counted in 1/ticks of a token, so that a microsecond adds
+exactly `tokens` and nothing is ever rounded; ts_us is the instant of the last admitted request. One integer,
+because a tuple of two would cost 70 bytes more for each of a million keys.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ def peak(limit: LimitNumbers) -> int:
     return limit.full + limit.tokens
 
 
-def decide(
-    state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
-) -> tuple[int | None, Verdict]:
+def decide(state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[int | None, Verdict]:
     ticks = limit.ticks
     full = limit.full
     if state is None:
@@ -54,9 +52,7 @@ def decide(
     return state, (level // ticks, retry_us, reset_us, 0)
 
 
-def refund(
-    state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
-) -> int | None:
+def refund(state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None) -> int | None:
     if state is None:
         return None
     # Adding before or after the refill comes to the same level, so the instant can stay as it is.

@@ -1,4 +1,5 @@
-"""Where counts live. A store carries out the calls of `stores.calls`, each atomically; `open_store` picks one by its URL."""
+"""Where counts live. A store carries out the calls of `stores.calls`, each atomically; `open_store` picks one by
+its URL."""
 
 from __future__ import annotations
 

@@ -1,0 +1,154 @@
+"""The run in words: a Markdown report with everything that one needs to doubt it."""
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bench.contenders import ASYNC, SYNC
+from bench.measure import Sample, Spread
+from bench.scenarios import HEADGATE, HOT_KEY, MANY_KEYS, SHARED_KEYS, THREADS, Plan, Results, memory_threads
+from bench.targets import Reading, Target, p50_us, p99_us, rate, targets, time_us
+
+PACKAGES = (
+    "headgate", "limits", "throttled-py", "pyrate-limiter", "fastapi-limiter", "slowapi", "redis", "hiredis",
+)  # fmt: skip
+
+NOTES = Path(__file__).with_name("notes.md")
+
+
+def write(path: Path, plan: Plan, results: Results, *, server: str, loop: str, seconds: float) -> None:
+    path.write_text("\n".join(_lines(plan, results, server, loop, seconds)))
+
+
+def summary(results: Results) -> list[str]:
+    """The targets as a table, or one line that says why there is none."""
+    judged = targets(results)
+    if not judged:
+        return ["No target can be judged: headgate was not measured beside a peer."]
+    rows = [[t.what, _wanted(t), _got(t), t.against, "met" if t.met else "**not met**"] for t in judged]
+    met = sum(t.met for t in judged)
+    return [*_table(["", "wanted", "got", "against", ""], rows), "", f"{met} of {len(judged)} targets met."]
+
+
+def _lines(plan: Plan, results: Results, server: str, loop: str, seconds: float) -> Iterator[str]:
+    yield "# headgate beside its peers"
+    yield ""
+    yield f"{platform.platform()}, {_processor()}, {os.cpu_count()} cores."
+    yield f"Python {platform.python_version()}, {loop}, {server}."
+    yield f"{plan.rounds} rounds of {plan.seconds:g} s, {seconds:.0f} s in all."
+    yield ", ".join(f"{package} {_version(package)}" for package in PACKAGES) + "."
+    yield from _section("Targets", summary(results))
+    yield from _section("Memory", _memory(plan, results))
+    yield from _section("Redis, threads", _latencies(results, "threads"))
+    yield from _section("Redis, asyncio", _latencies(results, "tasks"))
+    yield from _section("Three limits on one request", _latencies(results, "three limits"))
+    yield from _section("The server's own limit", _ceiling(results))
+    yield from _section("What is timed", _expressions())
+    yield from _section("How it was measured", [NOTES.read_text()])
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    body = list(lines)
+    if body:
+        yield from ("", f"## {title}", "", *body)
+
+
+def _memory(plan: Plan, results: Results) -> Iterator[str]:
+    hot = results.samples.get(HOT_KEY, {})
+    many = results.samples.get(MANY_KEYS, {})
+    if not hot:
+        return
+    crowds = [results.samples[memory_threads(callers)] for callers in THREADS]
+    heading = [
+        "", "one hot key, us", f"{plan.memory_keys:,} keys, us",
+        *(f"{callers} thread{'s' * (callers > 1)} on {SHARED_KEYS:,} keys, k/s" for callers in THREADS),
+        f"bytes per key at {plan.footprint_keys:,}",
+    ]  # fmt: skip
+    rows = []
+    for name in hot:
+        growth = results.bytes_per_key.get(name)
+        rows.append([
+            name, _cell(hot.get(name), time_us, _us), _cell(many.get(name), time_us, _us),
+            *(_cell(crowd.get(name), rate, _thousands) for crowd in crowds),
+            f"{growth:.0f}" if growth else "",
+        ])  # fmt: skip
+    yield from _table(heading, rows)
+
+
+def _latencies(results: Results, part: str) -> Iterator[str]:
+    for scenario, seen in results.samples.items():
+        if not scenario.startswith(part):
+            continue
+        unit = "requests/s, k" if part.startswith("three") else "checks/s, k"
+        rows = [
+            [name, *(_cell(samples, *shown) for shown in ((rate, _thousands), (p50_us, _ms), (p99_us, _ms)))]
+            for name, samples in seen.items()
+        ]
+        yield from _table([scenario, unit, "p50, ms", "p99, ms"], rows)
+        yield ""
+
+
+def _ceiling(results: Results) -> Iterator[str]:
+    if results.ceiling:
+        rows = [
+            [str(checks), _spread(Spread.of(rates), _thousands)] for checks, rates in results.ceiling.items()
+        ]
+        yield from _table(["checks per run of the script", "checks/s, k"], rows)
+
+
+def _expressions() -> Iterator[str]:
+    rows = []
+    for flavour, contenders in (("threads", SYNC), ("asyncio", ASYNC)):
+        rows += [[c.name, flavour, c.algorithm, f"`{c.one}`"] for c in contenders]
+    yield from _table(["", "", "algorithm", "one check"], rows)
+
+
+def _cell(samples: Sequence[Sample] | None, reading: Reading, show: Callable[[float], str]) -> str:
+    return _spread(Spread.of(map(reading, samples)), show) if samples else ""
+
+
+def _spread(spread: Spread, show: Callable[[float], str]) -> str:
+    middle, least, most = show(spread.middle), show(spread.least), show(spread.most)
+    return middle if least == most else f"{middle} ({least} to {most})"
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(heading) + " |"
+    yield "| " + " | ".join("---" if not column else "--:" for column in range(len(heading))) + " |"
+    for row in rows:
+        bold = f"**{row[0]}**" if row[0] == HEADGATE else row[0]
+        yield "| " + " | ".join([bold, *row[1:]]) + " |"
+
+
+def _wanted(target: Target) -> str:
+    return f"{'at least' if target.at_least else 'at most'} {target.wanted:.2f}"
+
+
+def _got(target: Target) -> str:
+    return _spread(target.got, "{:.2f}".format)
+
+
+def _us(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _ms(value_us: float) -> str:
+    return f"{value_us / 1000:.2f}"
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.1f}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())

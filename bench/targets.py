@@ -1,0 +1,122 @@
+"""What headgate set out to be, as ratios to the best peer of the same run, and whether it is."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bench.measure import Sample, Spread
+from bench.scenarios import (
+    ASYNC_CALLERS,
+    HEADGATE,
+    HEADGATE_ONE,
+    HOT_KEY,
+    MANY_KEYS,
+    THREE_LIMITS,
+    Results,
+    tasks,
+    threads,
+)
+
+Reading = Callable[[Sample], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    what: str
+    wanted: float
+    at_least: bool
+    got: Spread
+    against: str
+
+    @property
+    def met(self) -> bool:
+        return self.got.middle >= self.wanted if self.at_least else self.got.middle <= self.wanted
+
+
+def rate(sample: Sample) -> float:
+    return sample.rate
+
+
+def time_us(sample: Sample) -> float:
+    return sample.time_us
+
+
+def p50_us(sample: Sample) -> float:
+    return sample.p50_us
+
+
+def p99_us(sample: Sample) -> float:
+    return sample.p99_us
+
+
+def targets(results: Results) -> list[Target]:
+    """Those that the run can answer."""
+    return list(_targets(results))
+
+
+def _targets(results: Results) -> Iterator[Target]:
+    for scenario in (HOT_KEY, MANY_KEYS):
+        yield from _against(results, scenario, time_us, 1 / 2, "limits")
+        yield from _against(results, scenario, time_us, 1 / 3, "throttled-py")
+    yield from _at_least(results, threads(1), rate, 1.3)
+    yield from _at_least(results, threads(16), rate, 2)
+    yield from _at_most(results, tasks(1), p50_us, 1)
+    for callers, wanted in ((64, 4), (256, 5), (1024, 8)):
+        yield from _at_least(results, tasks(callers), rate, wanted)
+        yield from _at_most(results, tasks(callers), p99_us, 1 / 3)
+    yield from _at_least(results, THREE_LIMITS, rate, 6)
+    yield from _against(results, THREE_LIMITS, time_us, 1.6, HEADGATE_ONE)
+    yield from _half_of_the_ceiling(results)
+
+
+def best_peer(results: Results, scenario: str, reading: Reading, *, most: bool) -> str | None:
+    seen = results.samples.get(scenario, {})
+    peers = {
+        name: Spread.of(map(reading, samples)).middle
+        for name, samples in seen.items()
+        if name not in (HEADGATE, HEADGATE_ONE)
+    }
+    if HEADGATE not in seen or not peers:
+        return None
+    return (max if most else min)(peers, key=peers.__getitem__)
+
+
+def _at_least(results: Results, scenario: str, reading: Reading, wanted: float) -> Iterator[Target]:
+    peer = best_peer(results, scenario, reading, most=True)
+    if peer is not None:
+        yield _compared(results, scenario, reading, wanted, peer, at_least=True)
+
+
+def _at_most(results: Results, scenario: str, reading: Reading, wanted: float) -> Iterator[Target]:
+    peer = best_peer(results, scenario, reading, most=False)
+    if peer is not None:
+        yield _compared(results, scenario, reading, wanted, peer, at_least=False)
+
+
+def _against(results: Results, scenario: str, reading: Reading, wanted: float, peer: str) -> Iterator[Target]:
+    if {HEADGATE, peer} <= results.samples.get(scenario, {}).keys():
+        yield _compared(results, scenario, reading, wanted, peer, at_least=False)
+
+
+def _compared(
+    results: Results, scenario: str, reading: Reading, wanted: float, peer: str, *, at_least: bool
+) -> Target:
+    """Round by round, since what disturbs the machine disturbs neighbours alike."""
+    seen = results.samples[scenario]
+    pairs = zip(seen[HEADGATE], seen[peer], strict=True)
+    names: dict[Reading, str] = {rate: "checks/s", time_us: "time", p50_us: "p50", p99_us: "p99"}
+    got = Spread.of(reading(ours) / reading(theirs) for ours, theirs in pairs)
+    return Target(f"{scenario}: {names[reading]}", wanted, at_least, got, peer)
+
+
+def _half_of_the_ceiling(results: Results) -> Iterator[Target]:
+    """headgate's best of all concurrencies, beside the same script run by a client written in C."""
+    reached = [
+        Spread.of(map(rate, seen[HEADGATE]))
+        for seen in (results.samples.get(tasks(callers), {}) for callers in ASYNC_CALLERS)
+        if HEADGATE in seen
+    ]
+    if reached and results.ceiling:
+        best = max(reached, key=lambda spread: spread.middle)
+        limit = Spread.of(max(results.ceiling.values(), key=max)).middle
+        got = Spread(best.middle / limit, best.least / limit, best.most / limit)
+        yield Target("tasks, the best of them: checks/s", 1 / 2, True, got, "the server's own limit")

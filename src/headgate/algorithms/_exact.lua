@@ -1,0 +1,71 @@
+-- Shared by the scripts: whole numbers, exact below 2^53, which is all that Lua's doubles give.
+
+-- floor(a / b) of whole numbers: `a - a % b` is a multiple of b, so the division does not round.
+local function div(a, b)
+  return (a - a % b) / b
+end
+
+-- ceil(a / b), a of either sign. a + b stays below 2^53: limits that would leave that are refused when they are made.
+local function ceil_div(a, b)
+  if a > 0 then
+    return div(a + b - 1, b)
+  end
+  return -div(-a, b)
+end
+
+-- floor(a * b / c) and the remainder, also where the product is beyond 2^53: then bit by bit, by doubling.
+local function mul_div(a, b, c)
+  local product = a * b
+  if product < 9007199254740992 then
+    return div(product, c), product % c
+  end
+  local whole, part = div(a, c), a % c
+  local quotient, rest, bit = 0, 0, 4503599627370496
+  while bit >= 1 do
+    quotient = quotient * 2
+    if rest >= c - rest then
+      quotient, rest = quotient + 1, rest - (c - rest)
+    else
+      rest = rest * 2
+    end
+    if b >= bit then
+      b = b - bit
+      quotient = quotient + whole
+      if rest >= c - part then
+        quotient, rest = quotient + 1, rest - (c - part)
+      else
+        rest = rest + part
+      end
+    end
+    bit = bit / 2
+  end
+  return quotient, rest
+end
+
+-- A whole number as text: tostring and .. would round it to 14 digits.
+local function text(number)
+  return string.format('%.0f', number)
+end
+
+-- The numbers, separated by blanks, of a stored string; nothing for a key that does not exist, false for a foreign
+-- value.
+local function read(key, pattern)
+  local raw = redis.pcall('GET', key)
+  if not raw then
+    return nil
+  end
+  if type(raw) == 'table' then
+    return false
+  end
+  local first, second, third = string.match(raw, pattern)
+  if not first then
+    return false
+  end
+  return tonumber(first), tonumber(second), third
+end
+
+-- The numbers of the limit under which a state was written, from its signature.
+local function signature(signed)
+  local tokens, ticks, capacity = string.match(signed, '^(%d+)/(%d+)/(%d+)$')
+  return tonumber(tokens), tonumber(ticks), tonumber(capacity)
+end

@@ -1,0 +1,100 @@
+-- Mirrors concurrency.py. KEYS: a hash, lease id -> "cost expiry_us taken_us".
+-- In: key, now (us), cost (<= quota + 1), limit, id. Out: remaining, retry (us, -1 never), reset (us), delay,
+-- commands or nil.
+
+-- The leases that are held, as { id, cost, expiry, taken }, their costs together, the last expiry, and a command
+-- that drops the others.
+local function concurrency_load(key, now)
+  local fields = redis.pcall('HGETALL', key)
+  if fields.err then
+    return nil
+  end
+  local leases, held, last, expired = {}, 0, now, { 'HDEL', key }
+  for index = 1, #fields, 2 do
+    local cost, expiry, taken = string.match(fields[index + 1], '^(%d+) (%d+) (%d+)$')
+    if not cost then
+      return nil
+    end
+    cost, expiry = tonumber(cost), tonumber(expiry)
+    if expiry > now then
+      leases[#leases + 1] = { fields[index], cost, expiry, tonumber(taken) }
+      held, last = held + cost, math.max(last, expiry)
+    else
+      expired[#expired + 1] = fields[index]
+    end
+  end
+  return leases, held, last, expired
+end
+
+local function concurrency_find(leases, id)
+  for _, lease in ipairs(leases) do
+    if lease[1] == id then
+      return lease
+    end
+  end
+end
+
+local function concurrency_write(key, id, cost, expiry, taken, expired)
+  local commands = { { 'HSET', key, id, string.format('%.0f %.0f %.0f', cost, expiry, taken) } }
+  if #expired > 2 then
+    commands[2] = expired
+  end
+  return commands
+end
+
+-- When leases worth `needed` will have expired.
+local function concurrency_freed(leases, needed)
+  table.sort(leases, function(one, other) return one[3] < other[3] end)
+  for _, lease in ipairs(leases) do
+    needed = needed - lease[2]
+    if needed <= 0 then
+      return lease[3]
+    end
+  end
+end
+
+local function concurrency(key, now, cost, limit, id)
+  local leases, held, last, expired = concurrency_load(key, now)
+  if not leases then
+    return nil
+  end
+  local quota, retry, commands = limit.capacity, 0, nil
+  if cost > 0 then
+    local expiry = now + limit.period
+    local mine = concurrency_find(leases, id)
+    if mine then
+      expiry = math.max(expiry, mine[3])
+      commands = concurrency_write(key, id, mine[2], expiry, mine[4], expired)
+      last = math.max(last, expiry)
+    elseif held + cost <= quota then
+      commands = concurrency_write(key, id, cost, expiry, now, expired)
+      held, last = held + cost, math.max(last, expiry)
+    elseif cost > quota then
+      retry = -1
+    else
+      retry = concurrency_freed(leases, held + cost - quota) - now
+    end
+  end
+  return math.max(0, quota - held), retry, last - now, 0, commands
+end
+
+local function concurrency_renew(key, now, limit, id)
+  local leases, _, _, expired = concurrency_load(key, now)
+  local mine = leases and concurrency_find(leases, id)
+  if not mine then
+    return nil
+  end
+  return concurrency_write(key, id, mine[2], math.max(mine[3], now + limit.period), mine[4], expired)
+end
+
+local function concurrency_leave(key, now, id)
+  local leases = concurrency_load(key, now)
+  return leases and concurrency_find(leases, id) and { { 'HDEL', key, id } } or nil
+end
+
+-- Undoes what was taken at that instant: a lease that was only renewed then stays.
+local function concurrency_refund(key, now, _, _, at, id)
+  local leases = concurrency_load(key, now)
+  local mine = leases and concurrency_find(leases, id)
+  return mine and mine[4] == at and { { 'HDEL', key, id } } or nil
+end

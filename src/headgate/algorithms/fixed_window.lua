@@ -1,0 +1,40 @@
+-- Mirrors fixed_window.py. KEYS: a string "ts_us used".
+-- In: key, now (us), cost (<= quota + 1), limit. Out: remaining, retry (us, -1 never), reset (us), delay, new state
+-- or nil.
+
+-- The instant of the last admitted request (nil if none), the effective instant, its window, and what was used of that.
+local function fixed_window_load(key, now, limit)
+  local ts, used = read(key, '^(%d+) (%d+)$')
+  if not ts then
+    return ts, now, div(now, limit.period), 0
+  end
+  local te = math.max(now, ts)
+  local window = div(te, limit.period)
+  return ts, te, window, window == div(ts, limit.period) and used or 0
+end
+
+local function fixed_window(key, now, cost, limit)
+  local ts, te, window, used = fixed_window_load(key, now, limit)
+  if ts == false then
+    return nil
+  end
+  local quota, retry, state = limit.capacity, 0, nil
+  local to_next = (window + 1) * limit.period - now
+  if used + cost <= quota or cost == 0 then
+    if cost > 0 then
+      used = used + cost
+      state = string.format('%.0f %.0f', te, used)
+    end
+  else
+    retry = cost > quota and -1 or to_next
+  end
+  return math.max(0, quota - used), retry, used > 0 and to_next or 0, 0, state
+end
+
+local function fixed_window_refund(key, now, amount, limit, at)
+  local ts, _, window, used = fixed_window_load(key, now, limit)
+  if not ts or used == 0 or (at and div(at, limit.period) ~= window) then
+    return nil
+  end
+  return string.format('%.0f %.0f', ts, math.max(0, used - amount))
+end

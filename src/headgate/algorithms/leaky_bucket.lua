@@ -1,0 +1,6 @@
+-- Mirrors leaky_bucket.py; needs gcra.lua, whose state and admission it shares.
+-- In: key, now (us), cost (<= capacity + 1), limit. Out: remaining, retry (us, -1 never), reset (us), delay (us),
+-- new state or nil.
+
+local leaky_bucket = gcra_queue
+local leaky_bucket_refund = gcra_refund

@@ -1,0 +1,61 @@
+-- Mirrors sliding_window.py. KEYS: a string "ts_us current previous".
+-- In: key, now (us), cost (<= quota + 1), limit. Out: remaining, retry (us, -1 never), reset (us), delay, new state
+-- or nil.
+
+local function sliding_window(key, now, cost, limit)
+  local ts, current, previous = read(key, '^(%d+) (%d+) (%d+)$')
+  if ts == false then
+    return nil
+  end
+  local quota, period = limit.capacity, limit.period
+  local te = ts and math.max(now, ts) or now
+  local window = div(te, period)
+  local age = ts and window - div(ts, period) or 2
+  if age == 0 then
+    previous = tonumber(previous)
+  else
+    current, previous = 0, age == 1 and current or 0
+  end
+  local start, retry, state = window * period, 0, nil
+  local share, part = mul_div(previous, period - (te - start), period)
+  if part > 0 then -- compared with whole numbers, rounding up changes nothing
+    share = share + 1
+  end
+  if current + share + cost <= quota or cost == 0 then
+    if cost > 0 then
+      current = current + cost
+      state = string.format('%.0f %.0f %.0f', te, current, previous)
+    end
+  elseif cost > quota then
+    retry = -1
+  elseif current + cost <= quota then -- it passes while this window lasts, when enough of the last one has slid out
+    retry = start + period - mul_div(quota - current - cost, period, previous) - now
+  else -- it passes in the next window, when enough of this one has slid out
+    retry = start + 2 * period - mul_div(quota - cost, period, current) - now
+  end
+  local reset = 0
+  if current > 0 then
+    reset = start + 2 * period - now
+  elseif previous > 0 then
+    reset = start + period - now
+  end
+  return math.max(0, quota - current - share), retry, reset, 0, state
+end
+
+local function sliding_window_refund(key, now, amount, limit, at)
+  local ts, current, previous = read(key, '^(%d+) (%d+) (%d+)$')
+  if not ts then
+    return nil
+  end
+  previous = tonumber(previous)
+  local counted = div(ts, limit.period)
+  local charged = div(at or math.max(now, ts), limit.period)
+  if charged == counted then
+    current = math.max(0, current - amount)
+  elseif charged == counted - 1 and at then
+    previous = math.max(0, previous - amount)
+  else
+    return nil
+  end
+  return string.format('%.0f %.0f %.0f', ts, current, previous)
+end

@@ -1,0 +1,279 @@
+"""The Redis store for asyncio: calls that arrive in one turn of the loop, or while others are on their way, travel
+together.
+
+Nothing waits for a timer: a call that finds the line free leaves at the end of this turn of the loop. Replies come
+in through a protocol of our own on the transport that redis-py has opened, so that a batch costs one write and one
+read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import redis
+from hiredis import Reader
+
+from headgate.errors import StoreError, StoreTimeout
+from headgate.stores.redis.conversation import Lost, Unsent, converse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from headgate.stores.calls import Call
+    from headgate.stores.redis.places import Place
+    from headgate.stores.redis.wire import Command, Node, Wire
+
+__all__ = ["AsyncRedisStore"]
+
+LARGEST_BATCH: Final = 256
+MOST_ON_THE_WAY: Final = 2
+"""Batches under way at the same time: Redis works on one while this process makes and reads the other."""
+SHORTEST_CONNECT: Final = 0.25
+"""Seconds that opening a connection may take, whatever the budget for a call is."""
+
+
+class AsyncRedisStore:
+    """Counts in Redis. Nothing is connected before the first call; each event loop gets connections of its own."""
+
+    def __init__(self, place: Place, wire: Wire, *, budget: float) -> None:
+        self._place = place
+        self._wire = wire
+        self._budget = budget
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: deque[tuple[Call, asyncio.Future[Any]]] = deque()
+        self._flushing = False
+        self._on_the_way = 0
+        self._lines: dict[Node | None, _Line] = {}
+        self._calls = self._round_trips = 0
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """How many calls were carried in how many round trips."""
+        return {"calls": self._calls, "round_trips": self._round_trips}
+
+    def run(self, call: Call) -> asyncio.Future[Any]:
+        """Carry out a call, together with those of other tasks that wait at this moment."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._start_afresh(loop)
+        future = loop.create_future()
+        self._waiting.append((call, future))
+        if not self._flushing:
+            self._flushing = True
+            loop.call_soon(self._flush)
+        return future
+
+    async def close(self) -> None:
+        """Close the connections; what is still waiting fails."""
+        if self._loop is None:
+            return
+        for line in list(self._lines.values()):
+            await line.close()
+        self._lines.clear()
+
+    def _start_afresh(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In another loop, which cannot use the old one's connections; whoever waited there is gone with it."""
+        self._loop = loop
+        self._waiting.clear()
+        self._flushing = False
+        self._on_the_way = 0
+        self._lines = {}
+
+    def _flush(self) -> None:
+        self._flushing = False
+        while self._waiting and self._on_the_way < MOST_ON_THE_WAY:
+            size = min(len(self._waiting), LARGEST_BATCH)
+            batch = [self._waiting.popleft() for _ in range(size)]
+            batch = [one for one in batch if not one[1].done()]  # who was cancelled while waiting asks for nothing
+            if batch:
+                self._on_the_way += 1
+                self._calls += len(batch)
+                _Errand(self, converse([call for call, _ in batch], self._wire, self._place.topology), batch).go_on()
+
+    def _back(self) -> None:
+        """A batch has been answered."""
+        self._on_the_way -= 1
+        if self._waiting and not self._flushing:
+            self._flush()
+
+    def _exchange(self, commands: list[Command], go_on: Callable[[], None]) -> None:
+        """One round trip to every server concerned, all at the same time; then `go_on`."""
+        self._round_trips += 1
+        by_node: dict[Node | None, list[Command]] = {}
+        for command in commands:
+            by_node.setdefault(command.node, []).append(command)
+        missing = len(by_node)
+
+        def answered() -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
+                go_on()
+
+        for node, its in by_node.items():
+            self._line(node).ask(its, answered)
+
+    def _line(self, node: Node | None) -> _Line:
+        line = self._lines.get(node)
+        if line is None or line.closed:
+            timeout = max(self._budget, SHORTEST_CONNECT)
+            connection = self._place.connection(node, timeout=timeout, asynchronous=True)
+            line = self._lines[node] = _Line(connection, self._budget)
+        return line
+
+
+class _Errand:
+    """A conversation under way: driven by the replies as they come in, without a task of its own."""
+
+    __slots__ = ("_batch", "_conversation", "_store")
+
+    def __init__(
+        self,
+        store: AsyncRedisStore,
+        conversation: Generator[list[Command], None, list[Any]],
+        batch: list[tuple[Call, asyncio.Future[Any]]],
+    ) -> None:
+        self._store = store
+        self._conversation = conversation
+        self._batch = batch
+
+    def go_on(self) -> None:
+        store = self._store
+        try:
+            commands = self._conversation.send(None)
+        except StopIteration as end:
+            answers: list[Any] = end.value
+        except Exception as error:
+            answers = [error] * len(self._batch)
+        else:
+            store._exchange(commands, self.go_on)  # noqa: SLF001 - a part of the store, in its own file
+            return
+        for (_, future), answer in zip(self._batch, answers, strict=True):
+            if not future.done():
+                if isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+        store._back()  # noqa: SLF001
+
+
+class _Line(asyncio.Protocol):
+    """A connection to one server: redis-py opens it, then bytes go and come without it."""
+
+    def __init__(self, connection: Any, budget: float) -> None:
+        self.closed = False
+        self._connection = connection
+        self._budget = budget
+        self._loop = asyncio.get_running_loop()
+        self._reader = Reader()
+        self._transport: asyncio.Transport | None = None
+        self._streams: Any = None
+        self._asked: deque[_Question] = deque()
+        self._opening: asyncio.Task[None] | None = None
+
+    def ask(self, commands: list[Command], answered: Callable[[], None]) -> None:
+        """Send the commands and call back when each has its reply, or an error as such."""
+        question = _Question(commands, answered)
+        self._asked.append(question)
+        if self._transport is None:
+            if self._opening is None:
+                self._opening = self._loop.create_task(self._open())
+            return
+        self._send(question)
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        reader.feed(data)
+        while (reply := reader.gets()) is not False:
+            if self._asked and self._asked[0].take(reply):
+                self._asked.popleft().finish()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(Lost(f"the connection to Redis broke: {error or 'it was closed by the server'}"))
+
+    async def close(self) -> None:
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+        self._fail(Unsent("the limiter was closed"))
+        await asyncio.sleep(0)  # lets the transport close
+
+    async def _open(self) -> None:
+        connection = self._connection
+        try:
+            await connection.connect()
+        except (TimeoutError, redis.RedisError, OSError) as error:
+            self._fail(Unsent(f"cannot reach Redis: {error}"))
+            return
+        # redis-py has no public way to its streams; they stay referenced, as they would close the transport when
+        # collected.
+        self._streams = connection._reader, connection._writer  # noqa: SLF001
+        connection._reader = connection._writer = None  # noqa: SLF001
+        transport = self._streams[1].transport
+        transport.set_protocol(self)
+        transport.resume_reading()
+        if self.closed:
+            transport.abort()
+            return
+        self._transport = transport
+        for question in self._asked:
+            self._send(question)
+
+    def _send(self, question: _Question) -> None:
+        if self._transport is None:
+            return
+        self._transport.write(question.pack())
+        question.timer = self._loop.call_later(self._budget, self._give_up)
+
+    def _give_up(self) -> None:
+        """The budget is used up. A line that failed once is not trusted again."""
+        self._fail(StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms"))
+
+    def _fail(self, error: StoreError) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+        asked, self._asked = self._asked, deque()
+        for question in asked:
+            question.fail(error)
+
+
+class _Question:
+    """Commands that were sent together, and how many of their replies have come."""
+
+    __slots__ = ("_answered", "_commands", "_missing", "timer")
+
+    def __init__(self, commands: list[Command], answered: Callable[[], None]) -> None:
+        self._commands = commands
+        self._answered = answered
+        # Redis answers ASKING by itself, before the command that it goes with.
+        self._missing: deque[Command | None] = deque()
+        for command in commands:
+            if command.asking:
+                self._missing.append(None)
+            self._missing.append(command)
+        self.timer: asyncio.TimerHandle | None = None
+
+    def pack(self) -> bytes:
+        return b"".join([command.pack() for command in self._commands])
+
+    def take(self, reply: Any) -> bool:
+        """Give the reply to the command that it belongs to; whether that was the last one."""
+        command = self._missing.popleft()
+        if command is not None:
+            command.reply = reply
+        return not self._missing
+
+    def finish(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self._answered()
+
+    def fail(self, error: StoreError) -> None:
+        for command in self._missing:
+            if command is not None:
+                command.reply = error
+        self.finish()

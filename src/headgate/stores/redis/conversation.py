@@ -1,0 +1,212 @@
+"""One batch of calls from first byte to last answer: what to send, what to send again, what to give back.
+
+Pure: a generator that yields the commands of one round trip at a time and finds their replies in them. The drivers in
+`sync.py` and `aio.py` only move bytes, so every rule about NOSCRIPT, MOVED or a denial on another shard stands
+here, once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from hiredis import ReplyError
+
+from headgate.decisions import Decision
+from headgate.errors import ScriptError, StoreError, StoreTimeout, StoreUnavailable
+from headgate.stores.calls import Check, Reset
+from headgate.stores.redis.topology import Cluster
+from headgate.stores.redis.wire import Command, Node, Undo, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from headgate.stores.calls import Call
+    from headgate.stores.redis.topology import Topology
+    from headgate.stores.redis.wire import Wire
+
+__all__ = ["Lost", "Unsent", "converse"]
+
+MOST_ROUNDS: Final = 6
+"""How often a command may be sent, with the redirections of a cluster that is being resharded."""
+
+_REFUSALS: Final = (
+    "BUSY",
+    "CLUSTERDOWN",
+    "LOADING",
+    "MASTERDOWN",
+    "MISCONF",
+    "NOAUTH",
+    "NOPERM",
+    "NOREPLICAS",
+    "OOM",
+    "READONLY",
+    "WRONGPASS",
+)
+"""Errors by which a server says that it does not serve now: nothing is wrong with what was asked."""
+
+
+class Unsent(StoreUnavailable):
+    """The server could not be reached; not a byte was sent, so it is safe to ask another."""
+
+
+class Lost(StoreUnavailable):
+    """The connection broke while the answer was on its way; what was asked may have happened."""
+
+
+def converse(calls: Sequence[Call], wire: Wire, topology: Topology) -> Generator[list[Command], None, list[Any]]:
+    """The answers to the calls, in their order; an exception among them is that call's alone."""
+    if isinstance(topology, Cluster):
+        return (yield from _converse_with_shards(calls, wire, topology))
+    commands = wire.encode(calls)
+    yield from _deliver(commands, topology)
+    answers = {id(call): answer for command in commands for call, answer in _answers(command)}
+    return [answers[id(call)] for call in calls]
+
+
+def _converse_with_shards(
+    calls: Sequence[Call], wire: Wire, cluster: Cluster
+) -> Generator[list[Command], None, list[Any]]:
+    """Each key on its own shard. A request over several is asked of all at once, and given back where another one
+    denied."""
+    slots: dict[int, list[Check]] = {}
+    commands: list[Command] = []
+    parts: list[list[Any]] = []
+    for call in calls:
+        if isinstance(call, Check):
+            pieces = _split(call, wire, cluster)
+            for slot, piece in pieces.items():
+                slots.setdefault(slot, []).append(piece)
+            parts.append(list(pieces.values()))
+        elif isinstance(call, Reset):
+            pieces_of_reset = [Reset((key,)) for key in call.keys]
+            commands += map(wire.encode_other, pieces_of_reset)
+            parts.append(pieces_of_reset)
+        else:
+            commands.append(wire.encode_other(call))
+            parts.append([call])
+    commands += [wire.encode_checks(checks) for checks in slots.values()]
+    yield from _deliver(commands, cluster)
+    answers = {id(call): answer for command in commands for call, answer in _answers(command)}
+    undone = yield from _give_back(calls, parts, answers, wire, cluster)
+    return [
+        _join(call, [answers[id(piece)] for piece in pieces], undone) for call, pieces in zip(calls, parts, strict=True)
+    ]
+
+
+def _split(check: Check, wire: Wire, cluster: Cluster) -> dict[int, Check]:
+    pieces: dict[int, Check] = {}
+    for key in check.keys:
+        slot = cluster.slot(wire.name(key))
+        taken = pieces[slot].keys if slot in pieces else ()
+        pieces[slot] = Check((*taken, key), check.cost, check.id)
+    return pieces if len(pieces) > 1 else dict.fromkeys(pieces, check)
+
+
+def _give_back(
+    calls: Sequence[Call], parts: list[list[Any]], answers: dict[int, Any], wire: Wire, cluster: Cluster
+) -> Generator[list[Command], None, dict[tuple[int, str, str], Any]]:
+    """What requests took on one shard while another denied or failed; answered by how the limits stand then."""
+    undos: list[tuple[tuple[int, str, str], Command]] = []
+    for call, pieces in zip(calls, parts, strict=True):
+        told = [answers[id(piece)] for piece in pieces]
+        if isinstance(call, Check) and call.cost and not all(isinstance(one, Decision) and one.allowed for one in told):
+            for decision in told:
+                if isinstance(decision, Decision) and decision.allowed:
+                    for key in decision.keys:
+                        undo = Undo(call, key, decision.at_us)
+                        undos.append(((id(call), key.limit.space, key.identity), wire.encode_other(undo)))
+    if undos:
+        yield from _deliver([command for _, command in undos], cluster)
+    return {
+        name: answer for name, command in undos for _, answer in _answers(command) if not isinstance(answer, Exception)
+    }
+
+
+def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) -> Any:
+    """One answer from those of the shards."""
+    for answer in told:
+        if isinstance(answer, Exception):
+            return answer
+    if not isinstance(call, Check) or len(told) == 1:
+        return told[0]
+    verdicts = {
+        (key.limit.space, key.identity): verdict
+        for decision in told
+        for key, verdict in zip(decision.keys, decision.verdicts, strict=True)
+    }
+    for key in call.keys:
+        name = (key.limit.space, key.identity)
+        verdicts[name] = undone.get((id(call), *name), verdicts[name])
+    return Decision(
+        all(decision.allowed for decision in told),
+        call.keys,
+        tuple(verdicts[key.limit.space, key.identity] for key in call.keys),
+        call.id,
+        None,
+        max(decision.at_us for decision in told),
+    )
+
+
+def _deliver(commands: list[Command], topology: Topology) -> Generator[list[Command], None, None]:
+    """Sends the commands until each has a reply that is final; afterwards each has one."""
+    pending, asked_anew = commands, False
+    try:
+        yield from topology.discover()
+        for command in pending:
+            topology.locate(command)
+        for _ in range(MOST_ROUNDS):
+            yield pending
+            again = [command for command in pending if _redirect(command, topology)]
+            stale = [command for command in pending if _is_stale(command)]
+            if stale:
+                topology.forget()
+            if stale and topology.moves and not asked_anew:
+                asked_anew = True
+                # What may have happened is never asked twice.
+                pending = [command for command in stale if not isinstance(command.reply, Lost | StoreTimeout)]
+                yield from topology.discover()
+                for command in pending:
+                    topology.locate(command)
+                again += pending
+            pending = again
+            if not pending:
+                return
+    except StoreError as error:
+        for command in pending:
+            command.reply = error
+
+
+def _redirect(command: Command, topology: Topology) -> bool:
+    """Whether the server wants the command again: with its text, or at another place."""
+    if not isinstance(command.reply, ReplyError):
+        return False
+    kind, _, rest = str(command.reply).partition(" ")
+    if kind == "NOSCRIPT" and not command.send_text:
+        command.send_text = True
+        return True
+    command.asking = kind == "ASK"
+    if kind in ("MOVED", "ASK") and isinstance(topology, Cluster) and command.node is not None:
+        slot, address = rest.split(" ")[:2]
+        host, _, port = address.rpartition(":")
+        command.node = Node(host.strip("[]") or command.node.host, int(port))
+        if kind == "MOVED":
+            topology.moved(int(slot), command.node)
+        return True
+    return kind == "TRYAGAIN"
+
+
+def _is_stale(command: Command) -> bool:
+    """Whether the reply says that the servers are not where they were thought to be."""
+    if isinstance(command.reply, ReplyError):
+        return str(command.reply).startswith(("READONLY", "CLUSTERDOWN"))
+    return isinstance(command.reply, StoreError)
+
+
+def _answers(command: Command) -> list[tuple[Any, Any]]:
+    """Each call of the command with its answer."""
+    reply = command.reply
+    if isinstance(reply, ReplyError):
+        kind = str(reply).partition(" ")[0]
+        reply = (StoreUnavailable if kind in _REFUSALS else ScriptError)(f"the store answered: {reply}")
+    told = [reply] * len(command.calls) if isinstance(reply, StoreError) else decode(command)
+    return list(zip(command.calls, told, strict=True))

@@ -1,0 +1,237 @@
+"""The Redis store for threads: one connection to each server, and round trips that threads share.
+
+A thread that finds nobody talking to Redis takes all calls that wait, its own among them, and carries them there in
+one round trip; the others wait for it. When it is back, the first that came meanwhile goes next. With one thread
+nothing is added; with many, Redis sees few and full round trips, and the interpreter lock is fought over less.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import redis
+from hiredis import Reader
+
+from headgate.errors import StoreError, StoreTimeout
+from headgate.stores.redis.conversation import Lost, Unsent, converse
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from headgate.stores.calls import Call
+    from headgate.stores.redis.places import Place
+    from headgate.stores.redis.wire import Command, Node, Wire
+
+__all__ = ["RedisStore"]
+
+LARGEST_BATCH: Final = 256
+SHORTEST_CONNECT: Final = 0.25
+"""Seconds that opening a connection may take, whatever the budget for a call is."""
+
+_stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()
+
+
+class RedisStore:
+    """Counts in Redis. Nothing is connected before the first call."""
+
+    def __init__(self, place: Place, wire: Wire, *, budget: float) -> None:
+        self._place = place
+        self._wire = wire
+        self._budget = budget
+        self._mutex = threading.Lock()
+        self._waiting: deque[_Turn] = deque()
+        self._led = False
+        self._lines: dict[Node | None, _Line] = {}
+        self._calls = self._round_trips = 0
+        _stores.add(self)
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """How many calls were carried in how many round trips."""
+        return {"calls": self._calls, "round_trips": self._round_trips}
+
+    def run(self, call: Call) -> Any:
+        """Carry out a call, together with those of other threads that wait at this moment."""
+        turn = _Turn(call)
+        with self._mutex:
+            self._waiting.append(turn)
+            leading, self._led = not self._led, True
+        if not leading:
+            turn.wait()
+        if not turn.answered:
+            self._lead(turn)
+        if isinstance(turn.answer, StoreError):
+            raise turn.answer
+        return turn.answer
+
+    def close(self) -> None:
+        with self._mutex:
+            lines = self._lines
+            self._lines = {}
+        for line in lines.values():
+            line.close()
+
+    def _start_afresh(self) -> None:
+        """In a forked child: it must not talk on its parent's connections, and nobody waits for them here."""
+        self._mutex = threading.Lock()
+        self._waiting.clear()
+        self._led = False
+        self._lines = {}
+
+    def _lead(self, mine: _Turn) -> None:
+        """Carry all that wait, then let the next one lead."""
+        with self._mutex:
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), LARGEST_BATCH))]
+        answers: list[Any] = [StoreError("the call was interrupted")] * len(batch)
+        try:
+            answers = self._drive(converse([turn.call for turn in batch], self._wire, self._place.topology))
+        finally:
+            for turn, answer in zip(batch, answers, strict=True):
+                turn.finish(answer, wake=turn is not mine)
+            with self._mutex:
+                self._calls += len(batch)
+                following = self._waiting[0] if self._waiting else None
+                self._led = following is not None
+            if following is not None:
+                following.wake()
+
+    def _drive(self, conversation: Generator[list[Command], None, list[Any]]) -> list[Any]:
+        try:
+            commands = next(conversation)
+            while True:
+                self._exchange(commands)
+                commands = conversation.send(None)
+        except StopIteration as end:
+            answers: list[Any] = end.value
+            return answers
+
+    def _exchange(self, commands: list[Command]) -> None:
+        """One round trip to every server concerned, all at the same time."""
+        self._round_trips += 1
+        by_node: dict[Node | None, list[Command]] = {}
+        for command in commands:
+            by_node.setdefault(command.node, []).append(command)
+        sent = []
+        for node, its in by_node.items():
+            try:
+                line = self._line(node)
+                line.send(b"".join([command.pack() for command in its]))
+                sent.append((node, line, its))
+            except StoreError as error:
+                self._fail(node, its, error)
+        deadline = time.monotonic() + self._budget
+        for node, line, its in sent:
+            try:
+                for command in its:
+                    if command.asking:
+                        line.receive(deadline)
+                    command.reply = line.receive(deadline)
+            except StoreError as error:
+                self._fail(node, [command for command in its if command.reply is None], error)
+
+    def _line(self, node: Node | None) -> _Line:
+        line = self._lines.get(node)
+        if line is not None and line.is_usable():
+            return line
+        if line is not None:
+            line.close()
+        timeout = max(self._budget, SHORTEST_CONNECT)
+        line = self._lines[node] = _Line(
+            self._place.connection(node, timeout=timeout, asynchronous=False), self._budget
+        )
+        return line
+
+    def _fail(self, node: Node | None, commands: list[Command], error: StoreError) -> None:
+        """A line that failed once is not trusted again: what comes in on it late would answer the wrong question."""
+        line = self._lines.pop(node, None)
+        if line is not None:
+            line.close()
+        for command in commands:
+            command.reply = error
+
+
+class _Turn:
+    """A call that waits for its answer, or for its turn to carry the others'."""
+
+    __slots__ = ("_gate", "answer", "answered", "call")
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.answered = False
+        self.answer: Any = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def wait(self) -> None:
+        self._gate.acquire()
+
+    def wake(self) -> None:
+        self._gate.release()
+
+    def finish(self, answer: Any, *, wake: bool) -> None:
+        self.answer = answer
+        self.answered = True
+        if wake:
+            self._gate.release()
+
+
+class _Line:
+    """A connection to one server: redis-py opens it, then bytes go and come without it."""
+
+    def __init__(self, connection: Any, budget: float) -> None:
+        try:
+            connection.connect()
+        except (redis.RedisError, OSError) as error:
+            raise Unsent(f"cannot reach Redis: {error}") from error
+        self._connection = connection  # kept: it closes the socket when it is collected
+        self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
+        self._budget = budget
+        self._reader = Reader()
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._socket.settimeout(budget)
+
+    def is_usable(self) -> bool:
+        """Whether nothing has come in unasked: a server that went away has sent its end of file."""
+        return not self._poll.poll(0)
+
+    def send(self, packed: bytes) -> None:
+        try:
+            self._socket.sendall(packed)
+        except TimeoutError as error:
+            raise StoreTimeout(f"Redis took nothing within the budget of {self._budget * 1000:g} ms") from error
+        except OSError as error:
+            raise Lost(f"the connection to Redis broke: {error}") from error
+
+    def receive(self, deadline: float) -> Any:
+        """The next reply; one that has arrived already counts, however late this thread comes to see it."""
+        while (reply := self._reader.gets()) is False:
+            try:
+                left = deadline - time.monotonic()
+                self._socket.settimeout(left if left > 0 else 0.000_001)
+                data = self._socket.recv(65536)
+            except TimeoutError as error:
+                raise StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms") from error
+            except OSError as error:
+                raise Lost(f"the connection to Redis broke: {error}") from error
+            if not data:
+                raise Lost("Redis closed the connection while the answer was on its way")
+            self._reader.feed(data)
+        return reply
+
+    def close(self) -> None:
+        self._connection.disconnect()
+
+
+def _forget_connections_of_the_parent() -> None:
+    for store in _stores:
+        store._start_afresh()  # noqa: SLF001 - this module's own
+
+
+os.register_at_fork(after_in_child=_forget_connections_of_the_parent)

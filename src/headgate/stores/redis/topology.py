@@ -1,0 +1,134 @@
+"""Which server a key lives on, asked of the servers themselves: one for all, the primary of a Sentinel set, or a
+slot of a cluster.
+
+Pure, like the conversation that uses it: what must be asked is yielded as commands, for either kind of driver to send.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from redis.crc import key_slot
+
+from headgate.errors import StoreUnavailable
+from headgate.stores.redis.wire import Command, Node
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+__all__ = ["Cluster", "Sentinel", "Standalone", "Topology"]
+
+
+class Topology(Protocol):
+    moves: bool
+    """Whether asking anew can find a server elsewhere."""
+
+    def discover(self) -> Generator[list[Command], None, None]:
+        """Learn where the servers are, if that is not known; raises StoreUnavailable when nobody can tell."""
+
+    def forget(self) -> None:
+        """What was known may be wrong: ask again before the next command."""
+
+    def locate(self, command: Command) -> None:
+        """Say which server the command goes to."""
+
+
+class Standalone:
+    """One server at a fixed address."""
+
+    moves = False
+
+    def discover(self) -> Generator[list[Command], None, None]:
+        yield from ()
+
+    def forget(self) -> None:
+        pass
+
+    def locate(self, command: Command) -> None:
+        command.node = None
+
+
+class Sentinel:
+    """The primary of that name, wherever the sentinels say it is."""
+
+    moves = True
+
+    def __init__(self, sentinels: Sequence[Node], service: str) -> None:
+        self._sentinels = list(sentinels)
+        self._service = service
+        self._primary: Node | None = None
+
+    def discover(self) -> Generator[list[Command], None, None]:
+        if self._primary is not None:
+            return
+        told = "no sentinel was asked"
+        for sentinel in list(self._sentinels):
+            command = Command(None, (), ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service))
+            command.node = sentinel
+            yield [command]
+            if isinstance(command.reply, list):
+                host, port = command.reply
+                self._primary = Node(host.decode(), int(port))
+                # Whoever knew is asked first the next time.
+                self._sentinels.remove(sentinel)
+                self._sentinels.insert(0, sentinel)
+                return
+            told = str(command.reply) if command.reply is not None else f"it knows no primary named {self._service!r}"
+        raise StoreUnavailable(f"no sentinel could name the primary of {self._service!r}; the last one: {told}")
+
+    def forget(self) -> None:
+        self._primary = None
+
+    def locate(self, command: Command) -> None:
+        command.node = self._primary
+
+
+class Cluster:
+    """Slots over several primaries, by the cluster's own map."""
+
+    moves = True
+
+    def __init__(self, seeds: Sequence[Node]) -> None:
+        self._known = list(seeds)
+        self._slots: dict[int, Node] = {}
+
+    def discover(self) -> Generator[list[Command], None, None]:
+        if self._slots:
+            return
+        told = "no server was asked"
+        for node in list(self._known):
+            command = Command(None, (), ("CLUSTER", "SLOTS"))
+            command.node = node
+            yield [command]
+            if isinstance(command.reply, list) and command.reply:
+                self._learn(command.reply, node)
+                return
+            told = str(command.reply)
+        raise StoreUnavailable(f"no server of the cluster could tell its slots; the last one: {told}")
+
+    def forget(self) -> None:
+        self._slots = {}
+
+    def locate(self, command: Command) -> None:
+        slot = self.slot(command.keys[0])
+        node = self._slots.get(slot)
+        if node is None:
+            raise StoreUnavailable(f"no server of the cluster serves slot {slot}")
+        command.node = node
+
+    def slot(self, key: str) -> int:
+        return int(key_slot(key.encode()))
+
+    def moved(self, slot: int, node: Node) -> None:
+        self._slots[slot] = node
+
+    def _learn(self, ranges: list[Any], asked: Node) -> None:
+        slots: dict[int, Node] = {}
+        known: dict[Node, None] = {}
+        for first, last, primary, *replicas in ranges:
+            # A server that does not know its own name leaves it empty: it is the one that we are talking to.
+            nodes = [Node(name.decode() if name else asked.host, port) for name, port, *_ in (primary, *replicas)]
+            slots.update(dict.fromkeys(range(first, last + 1), nodes[0]))
+            known.update(dict.fromkeys(nodes))
+        self._slots = slots
+        self._known = list(dict.fromkeys((*known, *self._known)))

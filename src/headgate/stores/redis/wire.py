@@ -1,0 +1,206 @@
+"""Calls as commands for Redis, and replies as answers: pure, no connection in sight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from hiredis import pack_command
+
+from headgate.decisions import Decision
+from headgate.errors import ScriptError
+from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, refund_memory_us
+from headgate.stores.redis.scripts import Script, script
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headgate.clock import Clock
+    from headgate.keys import Key
+    from headgate.limits import Limit
+    from headgate.stores.calls import Call
+
+__all__ = ["Command", "Node", "Undo", "Wire", "decode"]
+
+SERVER_MARGIN_MS: Final = 1_000
+"""How long a key outlives its debt, where the server's clock rules both."""
+CALLER_MARGIN_MS: Final = 3_600_000
+"""The same where callers bring the time: their clocks may differ from each other, or stand still."""
+
+_new_decision = tuple.__new__
+
+
+class Node(NamedTuple):
+    """A server's address; `role` tells a sentinel from a server that has keys."""
+
+    host: str
+    port: int
+    role: str = "server"
+
+
+class Command:
+    """One command for one server, with the calls that its reply answers."""
+
+    __slots__ = ("args", "asking", "calls", "keys", "node", "reply", "script", "send_text")
+
+    def __init__(
+        self, script: Script | None, keys: Sequence[str], args: Sequence[Any], calls: Sequence[Any] = ()
+    ) -> None:
+        self.script = script
+        """None for a plain command, whose words are `args` and then the keys."""
+        self.keys = keys
+        self.args = args
+        self.calls = calls
+        self.node: Node | None = None
+        """Which server it goes to; None for the only one there is."""
+        self.asking = False
+        self.send_text = False
+        self.reply: Any = None
+        """What came back: a value, an error of the server's (hiredis.ReplyError), or a StoreError of our own."""
+
+    def pack(self) -> bytes:
+        if self.script is None:
+            return bytes(pack_command((*self.args, *self.keys)))
+        name, body = ("EVAL", self.script.text) if self.send_text else ("EVALSHA", self.script.sha)
+        packed: bytes = pack_command((name, body, len(self.keys), *self.keys, *self.args))
+        return b"*1\r\n$6\r\nASKING\r\n" + packed if self.asking else packed
+
+
+class Undo:
+    """Give back what a request took on one shard, as another shard denied it."""
+
+    __slots__ = ("at_us", "check", "key")
+
+    def __init__(self, check: Check, key: Key, at_us: int) -> None:
+        self.check = check
+        self.key = key
+        self.at_us = at_us
+
+
+class Wire:
+    """Speaks for one namespace, by one clock."""
+
+    def __init__(self, namespace: str, clock: Clock | None) -> None:
+        self._prefix = namespace + ":"
+        self._clock = clock
+        self._margin = str(SERVER_MARGIN_MS if clock is None else CALLER_MARGIN_MS)
+
+    def name(self, key: Key) -> str:
+        """The stored key."""
+        return f"{self._prefix}{key.limit.space}:{key.identity}"
+
+    def encode(self, calls: Sequence[Call]) -> list[Command]:
+        """As few commands as carry out all calls on one server: one script run for all checks, one command for each
+        other call."""
+        checks = [call for call in calls if isinstance(call, Check)]
+        commands = [self.encode_checks(checks)] if checks else []
+        commands += [self.encode_other(call) for call in calls if not isinstance(call, Check)]
+        return commands
+
+    def encode_checks(self, checks: Sequence[Check]) -> Command:
+        """One script run. Requests of the same shape that follow each other are described once, so that each costs
+        only its key."""
+        prefix = self._prefix
+        keys: list[str] = []
+        limits: dict[int, int] = {}
+        limit_args: list[Any] = []
+        groups: list[Any] = []
+        algorithms: list[str] = []
+        size_at = -1
+        last: Check | None = None
+        for check in checks:
+            met, cost, lease = check
+            for limit, _, identity in met:
+                keys.append(f"{prefix}{limit.space}:{identity}")
+            if last is not None and _is_alike(check, last):
+                groups[size_at] += 1
+                continue
+            last = check
+            for limit, _, _ in met:
+                if id(limit) not in limits:
+                    limits[id(limit)] = len(limits) + 1
+                    limit_args += _describe(limit)
+                    if limit.algorithm not in algorithms:
+                        algorithms.append(limit.algorithm)
+            # A cost that no limit could bear is unsatisfiable, however large: the script sees no more than that.
+            bearable = min(cost, max([key.limit.capacity for key in met]) + 1)
+            size_at = len(groups)
+            groups += (1, bearable, lease or "", len(met), *[limits[id(key.limit)] for key in met])
+        args = [self._margin, self._now(), len(limits), *limit_args, *groups]
+        return Command(script("check", tuple(sorted(algorithms))), keys, args, checks)
+
+    def encode_other(self, call: Refund | Renew | Leave | Reset | Undo) -> Command:
+        if isinstance(call, Reset):
+            return Command(None, [self.name(key) for key in call.keys], ("UNLINK",), [call])
+        limit = call.key.limit
+        keys = [self.name(call.key)]
+        head = [self._margin, *_describe(limit), self._now()]
+        if isinstance(call, Renew | Leave):
+            verb = "renew" if isinstance(call, Renew) else "leave"
+            return Command(script("lease", (limit.algorithm,)), keys, [*head, verb, call.id], [call])
+        if isinstance(call, Undo):
+            args = [*head, call.check.cost, call.at_us, 0, call.check.id or ""]
+            return Command(script("refund", (limit.algorithm,)), keys, args, [call])
+        if call.id is not None:
+            # In braces, the whole stored key is the hash tag: what remembers the refund lives on the same shard.
+            keys.append(f"{{{keys[0]}}}:refund:{call.id}")
+        args = [*head, call.amount, "" if call.at_us is None else call.at_us, refund_memory_us(call.key) // 1000, ""]
+        return Command(script("refund", (limit.algorithm,)), keys, args, [call])
+
+    def _now(self) -> str | int:
+        return "" if self._clock is None else self._clock.now_us()
+
+
+def decode(command: Command) -> list[Any]:
+    """The answers to a command's calls, in their order; an exception among them is that call's alone."""
+    call = command.calls[0]
+    if isinstance(call, Check):
+        return _decode_checks(command.calls, command.reply)
+    if isinstance(call, Reset):
+        return [None]
+    if isinstance(call, Undo):
+        return [tuple(command.reply[2:6])]
+    if isinstance(call, Refund):
+        if command.reply[2] < 0:
+            return [_foreign(call.key)]
+        return [bool(command.reply[0])]
+    return [bool(command.reply)]
+
+
+def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
+    answers: list[Any] = []
+    now_us = reply[0]
+    at = 1
+    for keys, _, lease in checks:
+        if len(keys) == 1:
+            verdicts: tuple[Any, ...] = (tuple(reply[at : at + 4]),)
+            at += 4
+            allowed = verdicts[0][1] == 0
+        else:
+            verdicts = tuple([tuple(reply[start : start + 4]) for start in range(at, at + 4 * len(keys), 4)])
+            at += 4 * len(keys)
+            allowed = not any(verdict[1] for verdict in verdicts)
+        if verdicts[0][0] < 0:
+            answers.append(_foreign(*keys))
+        else:
+            answers.append(_new_decision(Decision, (allowed, keys, verdicts, lease, None, now_us)))
+    return answers
+
+
+def _describe(limit: Limit) -> tuple[Any, ...]:
+    return limit.algorithm, limit.capacity, limit.tokens, limit.ticks, limit.period_us
+
+
+def _is_alike(check: Check, other: Check) -> bool:
+    """Whether two requests meet the same limits at the same cost: limits by identity, which is quick."""
+    met, cost, lease = check
+    others = other[0]
+    if cost != other[1] or lease is not None or other[2] is not None or len(met) != len(others):
+        return False
+    if len(met) == 1:
+        return met[0][0] is others[0][0]
+    return all(key[0] is its[0] for key, its in zip(met, others, strict=True))
+
+
+def _foreign(*keys: Key) -> ScriptError:
+    names = ", ".join(repr(key.limit.name) for key in keys)
+    return ScriptError(f"a stored value of {names} is not headgate's: reset the key, or use a namespace of your own")
