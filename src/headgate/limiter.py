@@ -18,7 +18,7 @@ from headgate.stores.calls import Leave, Refund, Renew, Reset, checked, checked_
 from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from types import TracebackType
     from typing import Self
 
@@ -290,10 +290,14 @@ class AsyncLimiter(_Gate):
     ) -> None:
         await self.close()
 
-    async def _run(self, call: Any) -> Any:
-        return self._memory.run(call) if self._memory is not None else await self._store.run(call)
+    def _run(self, call: Any) -> Awaitable[Any]:
+        if self._memory is None:
+            answer: Awaitable[Any] = self._store.run(call)
+            return answer
+        return _at_once(self._memory.run(call))
 
     async def _drive(self, steps: flow.Flow) -> Any:
+        run = self._run
         try:
             step = next(steps)
             while True:
@@ -302,7 +306,7 @@ class AsyncLimiter(_Gate):
                     step = steps.send(None)
                     continue
                 try:
-                    answer = await self._run(step)
+                    answer = await run(step)
                 except StoreError as error:
                     step = steps.throw(error)
                 else:
@@ -315,6 +319,10 @@ class AsyncLimiter(_Gate):
         if sleep is not None:
             sleep(seconds)
         await asyncio.sleep(0 if sleep is not None else seconds)
+
+
+async def _at_once(answer: Any) -> Any:
+    return answer
 
 
 def _checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision | None) -> Refund:

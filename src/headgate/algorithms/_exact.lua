@@ -1,4 +1,10 @@
--- Shared by the scripts: whole numbers, exact below 2^53, which is all that Lua's doubles give.
+-- Shared by the scripts: whole numbers, exact below 2^53, which is all that Lua's doubles give. They become text by
+-- format: tostring and .. would round them to 14 digits. Where a C long has 64 bits %d is exact, and twice as fast as %.0f.
+
+local call, pcall, format, match = redis.call, redis.pcall, string.format, string.match
+local WHOLE = format('%d', 4503599627370497) == '4503599627370497' and '%d' or '%.0f'
+local TWO, THREE = WHOLE .. ' ' .. WHOLE, WHOLE .. ' ' .. WHOLE .. ' ' .. WHOLE
+local SIGNED = TWO .. ' %s'
 
 -- floor(a / b) of whole numbers: `a - a % b` is a multiple of b, so the division does not round.
 local function div(a, b)
@@ -42,22 +48,17 @@ local function mul_div(a, b, c)
   return quotient, rest
 end
 
--- A whole number as text: tostring and .. would round it to 14 digits.
-local function text(number)
-  return string.format('%.0f', number)
-end
-
 -- The numbers, separated by blanks, of a stored string; nothing for a key that does not exist, false for a foreign
 -- value.
 local function read(key, pattern)
-  local raw = redis.pcall('GET', key)
+  local raw = pcall('GET', key)
   if not raw then
     return nil
   end
   if type(raw) == 'table' then
     return false
   end
-  local first, second, third = string.match(raw, pattern)
+  local first, second, third = match(raw, pattern)
   if not first then
     return false
   end
@@ -66,6 +67,6 @@ end
 
 -- The numbers of the limit under which a state was written, from its signature.
 local function signature(signed)
-  local tokens, ticks, capacity = string.match(signed, '^(%d+)/(%d+)/(%d+)$')
+  local tokens, ticks, capacity = match(signed, '^(%d+)/(%d+)/(%d+)$')
   return tonumber(tokens), tonumber(ticks), tonumber(capacity)
 end

@@ -5,13 +5,13 @@
 -- The leases that are held, as { id, cost, expiry, taken }, their costs together, the last expiry, and a command
 -- that drops the others.
 local function concurrency_load(key, now)
-  local fields = redis.pcall('HGETALL', key)
+  local fields = pcall('HGETALL', key)
   if fields.err then
     return nil
   end
   local leases, held, last, expired = {}, 0, now, { 'HDEL', key }
   for index = 1, #fields, 2 do
-    local cost, expiry, taken = string.match(fields[index + 1], '^(%d+) (%d+) (%d+)$')
+    local cost, expiry, taken = match(fields[index + 1], '^(%d+) (%d+) (%d+)$')
     if not cost then
       return nil
     end
@@ -35,7 +35,7 @@ local function concurrency_find(leases, id)
 end
 
 local function concurrency_write(key, id, cost, expiry, taken, expired)
-  local commands = { { 'HSET', key, id, string.format('%.0f %.0f %.0f', cost, expiry, taken) } }
+  local commands = { { 'HSET', key, id, format(THREE, cost, expiry, taken) } }
   if #expired > 2 then
     commands[2] = expired
   end
@@ -77,6 +77,8 @@ local function concurrency(key, now, cost, limit, id)
   end
   return math.max(0, quota - held), retry, last - now, 0, commands
 end
+
+-- >8 -- scripts that only decide end here
 
 local function concurrency_renew(key, now, limit, id)
   local leases, _, _, expired = concurrency_load(key, now)

@@ -23,7 +23,7 @@ local function fixed_window(key, now, cost, limit)
   if used + cost <= quota or cost == 0 then
     if cost > 0 then
       used = used + cost
-      state = string.format('%.0f %.0f', te, used)
+      state = format(TWO, te, used)
     end
   else
     retry = cost > quota and -1 or to_next
@@ -31,10 +31,12 @@ local function fixed_window(key, now, cost, limit)
   return math.max(0, quota - used), retry, used > 0 and to_next or 0, 0, state
 end
 
+-- >8 -- scripts that only decide end here
+
 local function fixed_window_refund(key, now, amount, limit, at)
   local ts, _, window, used = fixed_window_load(key, now, limit)
   if not ts or used == 0 or (at and div(at, limit.period) ~= window) then
     return nil
   end
-  return string.format('%.0f %.0f', ts, math.max(0, used - amount))
+  return format(TWO, ts, math.max(0, used - amount))
 end

@@ -31,7 +31,7 @@ local function gcra_load(key, now, limit)
 end
 
 local function gcra_state(now, ahead, rest, limit)
-  return string.format('%.0f %.0f %s', now + ahead, rest, limit.signed)
+  return format(SIGNED, now + ahead, rest, limit.signed)
 end
 
 -- As a queue: the fourth value is how long the request waits for its turn.
@@ -65,6 +65,8 @@ local function gcra(key, now, cost, limit)
   local remaining, retry, reset, _, state = gcra_queue(key, now, cost, limit)
   return remaining, retry, reset, 0, state
 end
+
+-- >8 -- scripts that only decide end here
 
 local function gcra_refund(key, now, amount, limit)
   local known, ahead, rest = gcra_load(key, now, limit)

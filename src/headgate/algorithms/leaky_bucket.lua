@@ -3,4 +3,7 @@
 -- new state or nil.
 
 local leaky_bucket = gcra_queue
+
+-- >8 -- scripts that only decide end here
+
 local leaky_bucket_refund = gcra_refund

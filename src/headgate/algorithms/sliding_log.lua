@@ -3,31 +3,31 @@
 -- (<= quota + 1), limit. Out: remaining, retry (us, -1 never), reset (us), delay, commands or nil.
 
 local function sliding_log_entry(member)
-  local total, cost = string.match(member, '^(%d+):(%d+)$')
+  local total, cost = match(member, '^(%d+):(%d+)$')
   return tonumber(total), tonumber(cost)
 end
 
 local function sliding_log_member(total, cost)
-  return string.format('%016.0f:%.0f', total, cost)
+  return format('%016.0f:%.0f', total, cost)
 end
 
 -- When the entry was made that frees enough: the first whose running total reaches `wanted`, by bisection.
 local function sliding_log_freeing(key, first, wanted)
-  local low, high = redis.call('ZRANK', key, first), redis.call('ZCARD', key) - 1
+  local low, high = call('ZRANK', key, first), call('ZCARD', key) - 1
   while low < high do
     local middle = div(low + high, 2)
-    if sliding_log_entry(redis.call('ZRANGE', key, middle, middle)[1]) < wanted then
+    if sliding_log_entry(call('ZRANGE', key, middle, middle)[1]) < wanted then
       low = middle + 1
     else
       high = middle
     end
   end
-  return tonumber(redis.call('ZRANGE', key, low, low, 'WITHSCORES')[2])
+  return tonumber(call('ZRANGE', key, low, low, 'WITHSCORES')[2])
 end
 
 local function sliding_log(key, now, cost, limit)
   local quota, period = limit.capacity, limit.period
-  local newest = redis.pcall('ZREVRANGE', key, 0, 1, 'WITHSCORES')
+  local newest = pcall('ZREVRANGE', key, 0, 1, 'WITHSCORES')
   if newest.err then
     return nil
   end
@@ -35,7 +35,7 @@ local function sliding_log(key, now, cost, limit)
   local worthless = false
   if newest[1] then
     te = math.max(now, tonumber(newest[2]))
-    first = redis.call('ZRANGEBYSCORE', key, '(' .. text(te - period), '+inf', 'LIMIT', 0, 1)[1]
+    first = call('ZRANGEBYSCORE', key, '(' .. format(WHOLE, te - period), '+inf', 'LIMIT', 0, 1)[1]
     if first then
       local newest_cost
       total, newest_cost = sliding_log_entry(newest[1])
@@ -51,12 +51,12 @@ local function sliding_log(key, now, cost, limit)
       used, last = used + cost, te
       commands = {}
       if newest[1] then
-        commands[1] = { 'ZREMRANGEBYSCORE', key, '-inf', text(te - period) }
+        commands[1] = { 'ZREMRANGEBYSCORE', key, '-inf', format(WHOLE, te - period) }
       end
       if worthless then
         commands[#commands + 1] = { 'ZREM', key, newest[1] }
       end
-      commands[#commands + 1] = { 'ZADD', key, text(te), sliding_log_member(total + cost, cost) }
+      commands[#commands + 1] = { 'ZADD', key, format(WHOLE, te), sliding_log_member(total + cost, cost) }
     end
   elseif cost > quota then
     retry = -1
@@ -66,8 +66,10 @@ local function sliding_log(key, now, cost, limit)
   return math.max(0, quota - used), retry, used > 0 and last + period - now or 0, 0, commands
 end
 
+-- >8 -- scripts that only decide end here
+
 local function sliding_log_refund(key, now, amount, limit, at)
-  local log = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+  local log = call('ZRANGE', key, 0, -1, 'WITHSCORES')
   if #log == 0 then
     return nil
   end
@@ -97,7 +99,7 @@ local function sliding_log_refund(key, now, amount, limit, at)
   for index = #kept, 1, -1 do
     local us, cost = kept[index][1], kept[index][2]
     total = total + cost
-    commands[#commands + 1] = { 'ZADD', key, text(us), sliding_log_member(total, cost) }
+    commands[#commands + 1] = { 'ZADD', key, format(WHOLE, us), sliding_log_member(total, cost) }
   end
   return commands
 end

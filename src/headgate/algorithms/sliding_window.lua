@@ -24,7 +24,7 @@ local function sliding_window(key, now, cost, limit)
   if current + share + cost <= quota or cost == 0 then
     if cost > 0 then
       current = current + cost
-      state = string.format('%.0f %.0f %.0f', te, current, previous)
+      state = format(THREE, te, current, previous)
     end
   elseif cost > quota then
     retry = -1
@@ -42,6 +42,8 @@ local function sliding_window(key, now, cost, limit)
   return math.max(0, quota - current - share), retry, reset, 0, state
 end
 
+-- >8 -- scripts that only decide end here
+
 local function sliding_window_refund(key, now, amount, limit, at)
   local ts, current, previous = read(key, '^(%d+) (%d+) (%d+)$')
   if not ts then
@@ -57,5 +59,5 @@ local function sliding_window_refund(key, now, amount, limit, at)
   else
     return nil
   end
-  return string.format('%.0f %.0f %.0f', ts, current, previous)
+  return format(THREE, ts, current, previous)
 end

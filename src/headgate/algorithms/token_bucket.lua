@@ -46,8 +46,10 @@ local function token_bucket(key, now, cost, limit)
   end
   local reset = level < full and te - now + ceil_div(full - level, limit.tokens) or 0
   return div(level, ticks), retry, reset, 0,
-    write and string.format('%.0f %.0f %s', te, level, limit.signed) or nil
+    write and format(SIGNED, te, level, limit.signed) or nil
 end
+
+-- >8 -- scripts that only decide end here
 
 local function token_bucket_refund(key, now, amount, limit)
   -- Adding before or after the refill comes to the same level, so the instant stays as it is: loaded at 0, nothing
@@ -60,5 +62,5 @@ local function token_bucket_refund(key, now, amount, limit)
     return nil
   end
   level = math.min(limit.full, level + amount * limit.ticks)
-  return string.format('%.0f %.0f %s', te, level, limit.signed)
+  return format(SIGNED, te, level, limit.signed)
 end

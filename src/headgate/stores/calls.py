@@ -24,6 +24,9 @@ __all__ = [
 REFUND_MEMORY_US: Final = 3600 * 1_000_000
 
 
+_new_check = tuple.__new__
+
+
 class Check(NamedTuple):
     """Charge all keys or none; answered by a `Decision`. Cost 0 reads and changes nothing."""
 
@@ -68,6 +71,9 @@ def checked(keys: tuple[Key | Limit, ...], cost: int, id: str | None) -> Check:
     """The call, or an error that names what cannot be: everything is refused here, before anything is touched."""
     if type(cost) is not int or cost < 0:
         raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
+    if len(keys) == 1 and type(keys[0]) is Key and keys[0][0].algorithm != "concurrency":
+        # The common case by itself: this runs on every request.
+        return _new_check(Check, (keys, cost, id))
     made = checked_keys(keys)
     if any(key.limit.algorithm == "concurrency" for key in made):
         if id is None:

@@ -8,83 +8,73 @@
 local margin, now = tonumber(ARGV[1]), current(ARGV[2])
 local limits, position = {}, 4
 for index = 1, tonumber(ARGV[3]) do
-  local limit = parse_limit(position)
-  limit.judge = JUDGE[limit.algorithm]
-  limits[index] = limit
+  limits[index] = parse_limit(position)
   position = position + 5
 end
 
-local reply, replied, key_index = { now }, 1, 0
-
-local function answer(remaining, retry, reset, delay)
-  reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = remaining, retry, reset, delay
-  replied = replied + 4
-end
-
--- One limit by itself: judged and written at once.
-local function decide_one(cost, id, limit)
-  key_index = key_index + 1
-  local key = KEYS[key_index]
-  local remaining, retry, reset, delay, state = limit.judge(key, now, cost, limit, id)
-  if not remaining then
-    return answer(-1, 0, 0, 0)
+-- Writes what a verdict changes. A denial changes nothing, but a key without an expiry (persisted by hand) gets one.
+local function settle(key, retry, reset, state)
+  if state then
+    write(key, state, reset, margin)
+  elseif retry ~= 0 and call('PTTL', key) == -1 then
+    call('PEXPIRE', key, format(WHOLE, ceil_div(reset, 1000) + margin))
   end
-  if cost > 0 then
-    if state then
-      write(key, state, reset, margin)
-    elseif retry ~= 0 then
-      mend_expiry(key, reset, margin)
-    end
-  end
-  return answer(remaining, retry, reset, delay)
 end
 
 -- Several limits: all are judged on the state before the request; then either all are charged or none is.
-local function decide_all(cost, id, met)
-  local judged, allowed, readable = {}, true, true
+local function decide_all(first, cost, id, met, reply)
+  local states, start, allowed, readable = {}, #reply, true, true
   for index, limit in ipairs(met) do
-    local remaining, retry, reset, delay, state = limit.judge(KEYS[key_index + index], now, cost, limit, id)
-    judged[index] = { remaining or -1, retry, reset, delay, state }
-    readable = readable and remaining ~= nil
-    allowed = allowed and retry == 0
+    local remaining, retry, reset, delay, state = JUDGE[limit.algorithm](KEYS[first + index], now, cost, limit, id)
+    local at = start + index * 4
+    reply[at - 3], reply[at - 2], reply[at - 1], reply[at] = remaining or -1, retry or 0, reset or 0, delay or 0
+    states[index] = state
+    readable, allowed = readable and remaining ~= nil, allowed and retry == 0
   end
   for index, limit in ipairs(met) do
-    local key, verdict = KEYS[key_index + index], judged[index]
+    local key, at = KEYS[first + index], start + index * 4
     if not readable then
-      verdict = { -1, 0, 0, 0 }
-    elseif not allowed and verdict[2] == 0 then
+      reply[at - 3], reply[at - 2] = -1, 0
+    elseif not allowed and reply[at - 2] == 0 then
       -- It would have passed here, but nothing is spent: what it says is what a peek says.
-      verdict = { limit.judge(key, now, 0, limit, id) }
+      reply[at - 3], reply[at - 2], reply[at - 1], reply[at], states[index] = JUDGE[limit.algorithm](key, now, 0, limit, id)
     end
     if readable and cost > 0 then
-      if verdict[5] then
-        write(key, verdict[5], verdict[3], margin)
-      elseif verdict[2] ~= 0 then
-        mend_expiry(key, verdict[3], margin)
-      end
+      settle(key, reply[at - 2], reply[at - 1], states[index])
     end
-    answer(verdict[1], verdict[2], verdict[3], verdict[4])
   end
-  key_index = key_index + #met
 end
 
+local reply, replied, keys_before = { now }, 1, 0
 while position <= #ARGV do
   local requests, cost, id = tonumber(ARGV[position]), tonumber(ARGV[position + 1]), ARGV[position + 2]
   local number_met = tonumber(ARGV[position + 3])
   if number_met == 1 then
+    -- One limit by itself, the common case: judged and written at once.
     local limit = limits[tonumber(ARGV[position + 4])]
-    for _ = 1, requests do
-      decide_one(cost, id, limit)
+    local judge = JUDGE[limit.algorithm]
+    for index = keys_before + 1, keys_before + requests do
+      local key = KEYS[index]
+      local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id)
+      if not remaining then
+        remaining, retry, reset, delay = -1, 0, 0, 0
+      elseif cost > 0 then
+        settle(key, retry, reset, state)
+      end
+      reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = remaining, retry, reset, delay
+      replied = replied + 4
     end
   else
     local met = {}
     for index = 1, number_met do
       met[index] = limits[tonumber(ARGV[position + 3 + index])]
     end
-    for _ = 1, requests do
-      decide_all(cost, id, met)
+    for request = 0, requests - 1 do
+      decide_all(keys_before + request * number_met, cost, id, met, reply)
     end
+    replied = #reply
   end
+  keys_before = keys_before + requests * number_met
   position = position + 4 + number_met
 end
 

@@ -16,6 +16,6 @@ end
 write(KEYS[1], commands, limit.period, margin)
 local _, _, reset = concurrency(KEYS[1], now, 0, limit, '')
 if reset then
-  redis.call('PEXPIRE', KEYS[1], lifetime(reset, margin))
+  call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + margin))
 end
 return 1

@@ -10,7 +10,7 @@ local id = ARGV[11]
 
 local first = true
 if KEYS[2] then
-  first = redis.call('SET', KEYS[2], '1', 'PX', ARGV[10], 'NX')
+  first = call('SET', KEYS[2], '1', 'PX', ARGV[10], 'NX')
 end
 local state = first and REFUND[limit.algorithm](KEYS[1], now, tonumber(ARGV[8]), limit, tonumber(ARGV[9]), id) or nil
 if state then
@@ -19,6 +19,6 @@ if state then
 end
 local remaining, retry, reset, delay = JUDGE[limit.algorithm](KEYS[1], now, 0, limit, id)
 if state and remaining then
-  redis.call('PEXPIRE', KEYS[1], lifetime(reset, margin))
+  call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + margin))
 end
 return { state and 1 or 0, now, remaining or -1, retry or 0, reset or 0, delay or 0 }

@@ -107,13 +107,23 @@ class Wire:
         algorithms: list[str] = []
         size_at = -1
         last: Check | None = None
+        last_cost = 0
+        last_limit: Limit | None = None
         for check in checks:
             met, cost, lease = check
-            for limit, _, identity in met:
+            if len(met) == 1:
+                limit, _, identity = met[0]
                 keys.append(f"{prefix}{limit.space}:{identity}")
-            if last is not None and _is_alike(check, last):
-                groups[size_at] += 1
-                continue
+                if limit is last_limit and cost == last_cost and lease is None:
+                    groups[size_at] += 1
+                    continue
+                last_limit, last_cost = (limit, cost) if lease is None else (None, 0)
+            else:
+                keys += [f"{prefix}{limit.space}:{identity}" for limit, _, identity in met]
+                if last is not None and _is_alike(check, last):
+                    groups[size_at] += 1
+                    continue
+                last_limit = None
             last = check
             for limit, _, _ in met:
                 if id(limit) not in limits:
@@ -196,8 +206,6 @@ def _is_alike(check: Check, other: Check) -> bool:
     others = other[0]
     if cost != other[1] or lease is not None or other[2] is not None or len(met) != len(others):
         return False
-    if len(met) == 1:
-        return met[0][0] is others[0][0]
     return all(key[0] is its[0] for key, its in zip(met, others, strict=True))
 
 

@@ -1,0 +1,228 @@
+"""`python -m headgate.demo`: the seven algorithms answer the same requests, side by side, in a terminal.
+
+Nothing is drawn by hand: every mark is a decision of a limiter on the memory store, at the instant that its column
+stands for. A `FakeClock` goes from column to column, so that the seconds shown take no time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from textwrap import wrap
+from typing import TYPE_CHECKING, Final
+
+from headgate.limiter import Limiter
+from headgate.limits import Limit
+from headgate.testing import FakeClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["ARRIVALS", "PURPOSES", "Row", "main", "play"]
+
+QUOTA: Final = 5
+COLUMNS: Final = 48
+COLUMN_US: Final = 50_000
+START_US: Final = 600_000
+"""Fixed windows begin at whole seconds: the burst has to lie across one."""
+ARRIVALS: Final = (*range(3, 13), *range(19, 34, 2))
+"""The columns in which a request comes: ten in half a second, then for a while twice as many as the limit allows."""
+WORK_COLUMNS: Final = 12
+"""How long a request stays inside, for the limit on concurrency."""
+
+PURPOSES: Final = {
+    "fixed_window": "One count per window: quotas and bills. Mind the boundary.",
+    "sliding_window": "Two counts, the older fades out: cheap, for very many keys.",
+    "sliding_log": "Never more than the quota in any second: logins, payments.",
+    "token_bucket": "A burst, then an even rate: the default, for most APIs.",
+    "gcra": "The token bucket's answers, out of one stored instant.",
+    "leaky_bucket": "A queue that drains evenly: for backends that bear no burst.",
+    "concurrency": "How many at once, not how fast: for slow and heavy work.",
+}
+
+EXAMPLE: Final = """\
+from datetime import timedelta
+from headgate import Limit, Limiter
+
+limiter = Limiter("memory://")  # a fleet shares "redis://127.0.0.1:6379/0"
+limit = Limit(5, timedelta(seconds=1), name="api")
+for _ in range(6):
+    decision = limiter.check(limit.by("tenant-7"))
+print(decision.reason)
+"""
+
+NEXT: Final = {
+    "README.md": "the same lines, installed in your own project",
+    "docs/algorithms.md": "which algorithm to take, and what each promises",
+    "make test": "every promise, held to on real Redis servers",
+}
+
+BOLD: Final = "1"
+DIM: Final = "2"
+CODE: Final = "36"
+
+
+class Mark(Enum):
+    """What stands in one column of a row: a glyph, the same in ASCII, and its colour."""
+
+    NOTHING = (" ", " ", "")
+    ARRIVED = ("■", "|", BOLD)
+    PASSED = ("■", "#", "32")
+    WAITS = ("□", "w", "33")
+    DENIED = ("·", ".", "31")
+    INSIDE_1 = ("▁", "1", "34")
+    INSIDE_2 = ("▂", "2", "34")
+    INSIDE_3 = ("▄", "3", "34")
+    INSIDE_4 = ("▆", "4", "34")
+    INSIDE_5 = ("█", "5", "34")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one algorithm made of the requests."""
+
+    algorithm: str
+    answers: Sequence[Mark]
+    effect: Sequence[Mark]
+    """When those who waited leave, or how many are inside; empty where an answer is all there is."""
+    peak: int
+    """The most that got through in any one second: what the backend has to bear."""
+
+    def passed(self, upto: int = COLUMNS) -> int:
+        return sum(mark in (Mark.PASSED, Mark.WAITS) for mark in self.answers[:upto])
+
+
+def play(algorithm: str) -> Row:
+    """Let all requests come in, each at its own instant."""
+    clock = FakeClock()
+    limiter = Limiter(clock=clock)
+    key = Limit(QUOTA, timedelta(seconds=1), algorithm=algorithm, name=algorithm).by("tenant-7")
+    answers, leaving, crowd = ([Mark.NOTHING] * COLUMNS for _ in range(3))
+    through: list[int] = []
+    inside: dict[int, str] = {}
+    for column in range(COLUMNS):
+        clock.set_us(START_US + column * COLUMN_US)
+        if column in inside:
+            limiter.leave(key, id=inside[column])
+        if column in ARRIVALS:
+            decision = limiter.check(key)
+            answers[column] = Mark.DENIED
+            if decision.allowed:
+                leaves = column + decision.delay_us // COLUMN_US
+                through.append(leaves)
+                answers[column] = Mark.WAITS if leaves > column else Mark.PASSED
+                leaving[leaves] = Mark.PASSED
+                if decision.id is not None:
+                    inside[column + WORK_COLUMNS] = decision.id
+        if algorithm == "concurrency" and (held := QUOTA - limiter.peek(key).remaining):
+            crowd[column] = Mark[f"INSIDE_{held}"]
+    effect = {"leaky_bucket": leaving, "concurrency": crowd}.get(algorithm, [])
+    second = range(1_000_000 // COLUMN_US)
+    return Row(algorithm, answers, effect, max(sum(one - start in second for one in through) for start in through))
+
+
+class Screen:
+    """Text as the terminal can take it: in colour or not, in UTF-8 or ASCII, at once or column by column."""
+
+    def __init__(self) -> None:
+        terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        size = os.get_terminal_size() if terminal else os.terminal_size((0, 0))
+        self.moves = size.columns >= 80 and size.lines >= 24
+        self.coloured = (terminal or "FORCE_COLOR" in os.environ) and not os.environ.get("NO_COLOR")
+        self.unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+    def paint(self, text: str, style: str) -> str:
+        return f"\x1b[{style}m{text}\x1b[0m" if self.coloured and text.strip() else text
+
+    def draw(self, mark: Mark) -> str:
+        glyph, plain, style = mark.value
+        return self.paint(glyph if self.unicode else plain, style)
+
+    def show(self, frame: Callable[[int], list[str]]) -> None:
+        """The lines of a frame as it is in the end; where they can move, after all that come before."""
+        for column in range(COLUMNS) if self.moves else ():
+            lines = frame(column)
+            print("\n".join(lines), end=f"\x1b[{len(lines) - 1}A\r", flush=True)
+            time.sleep(0.025)
+        print("\n".join(frame(COLUMNS)))
+
+
+def chart(screen: Screen, rows: list[Row], upto: int) -> list[str]:
+    """The requests, and below them what each algorithm answered, as far as time has come."""
+
+    def line(title: str, cells: str, numbers: str = "", *, style: str = BOLD) -> str:
+        return f"  {screen.paint(f'{title:<14}', style)}  {cells}  {numbers}".rstrip()
+
+    def cells(marks: Sequence[Mark]) -> str:
+        return "".join(screen.draw(mark if column < upto else Mark.NOTHING) for column, mark in enumerate(marks))
+
+    arrived = [Mark.ARRIVED if column in ARRIVALS else Mark.NOTHING for column in range(COLUMNS)]
+    lines = [
+        line("", screen.paint(_axis(screen), DIM), screen.paint("passed peak", DIM)),
+        line("requests", cells(arrived)),
+        "",
+    ]
+    for row in rows:
+        peak = row.peak if upto == COLUMNS else ""
+        lines.append(line(row.algorithm, cells(row.answers), f"{row.passed(upto):>6} {peak:>4}"))
+        if row.effect:
+            caption = "  inside" if row.algorithm == "concurrency" else "  leaving"
+            lines.append(line(caption, cells(row.effect), style=DIM))
+    return lines
+
+
+def _axis(screen: Screen) -> str:
+    """A rule with the whole seconds on it."""
+    axis = list(("─" if screen.unicode else "-") * COLUMNS)
+    for column in range(COLUMNS):
+        seconds, rest_us = divmod(START_US + column * COLUMN_US, 1_000_000)
+        if not rest_us:
+            label = f"{'┬' if screen.unicode else '+'} {seconds} s "
+            axis[column : column + len(label)] = label
+    return "".join(axis)
+
+
+def explain(screen: Screen, rows: list[Row]) -> Iterator[str]:
+    """What the marks mean, what each algorithm is for, the code, and what it says."""
+    meanings = {Mark.PASSED: "passed", Mark.WAITS: "passed, but waits its turn", Mark.DENIED: "denied"}
+    yield f"{'':18}" + "   ".join(f"{screen.draw(mark)} {meaning}" for mark, meaning in meanings.items())
+    yield f"{'':18}peak: the most that got through in any one second"
+    yield ""
+    yield from (f"  {screen.paint(f'{row.algorithm:<14}', BOLD)}  {PURPOSES[row.algorithm]}" for row in rows)
+    yield ""
+    yield "  In your own code it is eight lines:"
+    yield ""
+    yield from (f"    {screen.paint(line, CODE)}".rstrip() for line in EXAMPLE.splitlines())
+    yield ""
+    yield "  They have just printed, as the sixth request was one too many:"
+    yield ""
+    yield from ("    " + screen.paint(line, Mark.DENIED.value[2]) for line in wrap(_run_example(), 75))
+    yield ""
+    yield "  Next:"
+    yield from (f"    {screen.paint(f'{what:<18}', BOLD)}  {why}" for what, why in NEXT.items())
+
+
+def _run_example() -> str:
+    printed: list[str] = []
+    exec(EXAMPLE, {"print": printed.append})
+    return printed[0]
+
+
+def main() -> None:
+    """Show it all."""
+    screen = Screen()
+    rows = [play(algorithm) for algorithm in PURPOSES]
+    name = screen.paint("headgate", BOLD)
+    print(f"\n  {name}: the same {len(ARRIVALS)} requests, a limit of {QUOTA} per second, seven algorithms\n")
+    screen.show(lambda upto: chart(screen, rows, upto))
+    print("", *explain(screen, rows), "", sep="\n")
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()
