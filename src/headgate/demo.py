@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -73,8 +72,8 @@ class Mark(Enum):
     NOTHING = (" ", " ", "")
     ARRIVED = ("■", "|", BOLD)
     PASSED = ("■", "#", "32")
-    WAITS = ("□", "w", "33")
-    DENIED = ("·", ".", "31")
+    WAITS = ("□", "o", "33")
+    DENIED = ("×", "x", "31")
     INSIDE_1 = ("▁", "1", "34")
     INSIDE_2 = ("▂", "2", "34")
     INSIDE_3 = ("▄", "3", "34")
@@ -224,5 +223,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
+    try:
         main()
+        sys.stdout.flush()
+    except (KeyboardInterrupt, BrokenPipeError):
+        # Whoever read along has gone, and the interpreter's own last flush must not complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

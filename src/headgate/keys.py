@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -19,11 +18,8 @@ LONGEST_IDENTITY: Final = 128
 GLOBAL_IDENTITY: Final = "%all"
 """The identity without parts. No text of a caller's can become this: a percent sign is always escaped."""
 
-_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C", "{": "%7B", ":": "%3A"})
-_PART_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C", "{": "%7B"})
-
-
-_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_NAME_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C", "{": "%7B", ":": "%3A"})
+_PART_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C"})
 
 
 class Key(NamedTuple):
@@ -46,29 +42,20 @@ def identify(parts: tuple[str | int, ...]) -> str:
     text = "|".join([_text(part) for part in parts])
     if len(text) <= LONGEST_IDENTITY:
         return text
-    return "%hash-" + blake2b(text.encode(), digest_size=24).hexdigest()
+    return "%hash-" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=24).hexdigest()
 
 
 def escape(name: str) -> str:
     """A name that can stand between colons in a stored key, and that no cluster takes for a hash tag."""
-    return name.translate(_ESCAPES)
+    return name.translate(_NAME_ESCAPES)
 
 
 def _text(part: str | int) -> str:
     if isinstance(part, str):
-        # A lone surrogate is text to Python but not to UTF-8: it gets a name of its own, after a percent sign of ours.
-        return (
-            part.translate(_PART_ESCAPES)
-            if part.isascii()
-            else _SURROGATE.sub(_name_surrogate, part.translate(_PART_ESCAPES))
-        )
+        return part.translate(_PART_ESCAPES)
     if isinstance(part, int) and not isinstance(part, bool):
         return str(part)
     raise InvalidKey(
         f"{part!r} cannot identify a client: by() takes text and whole numbers"
         + ("; decide what callers without an identity are counted by" if part is None else "")
     )
-
-
-def _name_surrogate(found: re.Match[str]) -> str:
-    return f"%u{ord(found[0]):X}"

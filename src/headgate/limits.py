@@ -104,14 +104,7 @@ class Limit:
         if len(parts) == 1:
             # The common case by itself, and without a call: this runs on every request.
             text = parts[0]
-            if (
-                type(text) is str
-                and len(text) <= LONGEST_IDENTITY
-                and text.isascii()
-                and "%" not in text
-                and "|" not in text
-                and "{" not in text
-            ):
+            if type(text) is str and len(text) <= LONGEST_IDENTITY and "%" not in text and "|" not in text:
                 return _new_key(Key, (self, parts, text))
         return _new_key(Key, (self, parts, identify(parts)))
 

@@ -11,7 +11,7 @@ NEVER: Final = -1
 
 Verdict: TypeAlias = tuple[int, int, int, int]
 """(remaining, retry_after_us, reset_after_us, delay_us). Allowed is retry_after_us == 0: a request that is denied now
-has to wait for at least a microsecond. A plain tuple of what the Lua scripts reply, too: a check makes one each time."""
+waits for at least a microsecond. A plain tuple of what the Lua scripts reply, too: a check makes one each time."""
 
 
 class LimitNumbers(Protocol):

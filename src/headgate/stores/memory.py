@@ -1,9 +1,9 @@
 """The store inside the process: exact under threads and tasks, bounded, and without a thread of its own.
 
 Threads. A check of one limit reads the state, decides, and puts the new state in only if the old one is still there
-(compare and set), else it decides again. Between the comparison and the assignment there is no call and no loop,
-and only there could CPython hand the interpreter to another thread: no lock is needed, and none is held while Python
-code runs. Everything that touches several keys (several limits, a new key, a refund) takes the lock and raises
+(compare and set), else it decides again, behind the lock. Between comparison and assignment there is no call and no
+loop, and only there could CPython hand the interpreter to another thread: no lock is needed, and none is held while
+Python runs. Everything that touches several keys (several limits, a new key, a refund) takes the lock and raises
 `_busy`, which keeps the short path out. On interpreters without a global lock, `_busy` is always up.
 
 Memory. Each key is remembered in a bucket of the second in which it is due to be as new. Inserting a key looks at a few
@@ -61,27 +61,19 @@ class _Space:
     """The counters of one limit name and algorithm."""
 
     __slots__ = (
-        "adopt",
-        "buckets",
-        "decide",
-        "due",
-        "leases",
-        "limit",
-        "refund",
-        "states",
-        "tracks_writer",
-        "writers",
-    )
+        "adopt", "buckets", "decide", "due", "limit", "only", "refund", "states", "tracks_writer", "writers",
+    )  # fmt: skip
 
     def __init__(self, limit: Limit) -> None:
         algorithm = ALGORITHMS[limit.algorithm]
         self.decide = algorithm.decide
         self.refund = algorithm.refund
         self.adopt = algorithm.adopt
-        self.leases = algorithm is concurrency
         self.tracks_writer = algorithm.SHAPES_BURST
         self.limit: LimitNumbers = limit
         """Under whose numbers the states were written, but for those in `writers`."""
+        self.only: LimitNumbers | None = limit
+        """The same while there are no others: the one comparison of the short path."""
         self.states: dict[str, Any] = {}
         self.writers: dict[str, LimitNumbers] = {}
         self.buckets: dict[int, list[str]] = {}
@@ -98,6 +90,7 @@ class _Space:
             if _numbers(key.limit) == _numbers(self.limit):
                 self.writers.pop(key.identity, None)
             else:
+                self.only = None
                 self.writers[key.identity] = key.limit
         self.states[key.identity] = state
 
@@ -137,6 +130,8 @@ class MemoryStore:
         self._time_ns = time.time_ns if isinstance(clock, SystemClock) else lambda: clock.now_us() * 1000
         self._max_keys = max_keys
         self._spaces: dict[str, _Space] = {}
+        self._short: dict[str, _Space] = {}
+        """Those that the short path may use."""
         self._refunded: OrderedDict[tuple[str, str, str], int] = OrderedDict()
         self._lock = threading.Lock()
         self._locks_always = not getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -147,40 +142,34 @@ class MemoryStore:
     def stats(self) -> MemoryStats:
         return MemoryStats(self._keys, self._evicted, self._forgiven)
 
-    def check(self, keys: tuple[Key | Limit, ...], cost: int, id: str | None = None) -> Decision:
+    def check(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> Decision:
         """Charge all keys or none."""
-        if len(keys) != 1 or type(keys[0]) is not Key or type(cost) is not int or cost < 0:
-            return self._check_locked(*checked(keys, cost, id))
-        limit, _, identity = keys[0]
-        space = self._spaces.get(limit.space)
-        if space is None or space.leases:
-            return self._check_locked(*checked(keys, cost, id))
-        states = space.states
-        time_ns, decide = self._time_ns, space.decide
-        while True:
-            now_us = time_ns() // 1000
-            # The state before its writer: whoever adopts a state signs it first.
-            state = states.get(identity)
-            if (space.limit is not limit or space.writers) and not space.is_written_by(limit, identity):
-                return self._check_locked(keys, cost, id)  # type: ignore[arg-type]
-            after, verdict = decide(state, now_us, cost, limit)
-            if after is state:
-                break
-            if state is None or self._busy:
-                return self._check_locked(keys, cost, id)  # type: ignore[arg-type] # one Key, as found above
-            try:
-                # Compare and set: no call and no loop may come between the two (see the module's docstring).
-                if not self._busy and states[identity] is state:
-                    states[identity] = after
-                    break
-            except KeyError:  # it was reset or forgotten in the meantime
-                continue
-        return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), id, None, now_us))
+        if len(keys) == 1 and type(keys[0]) is Key and type(cost) is int and cost >= 0:
+            limit, _, identity = keys[0]
+            space = self._short.get(limit.space)
+            if space is not None:
+                now_us = self._time_ns() // 1000
+                states = space.states
+                # The state before its writer: whoever adopts a state signs it first.
+                state = states.get(identity)
+                if space.only is limit or space.is_written_by(limit, identity):
+                    after, verdict = space.decide(state, now_us, cost, limit)
+                    if after is state:
+                        return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), id, None, now_us))
+                    if state is not None:
+                        try:
+                            # Compare and set: no call and no loop may come between the two (see above).
+                            if not self._busy and states[identity] is state:
+                                states[identity] = after
+                                return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), id, None, now_us))
+                        except KeyError:  # it was reset or forgotten in the meantime
+                            pass
+        return self._check_locked(*checked(keys, cost, id))
 
     def run(self, call: Call) -> Any:
         """Carry out any call."""
         if isinstance(call, Check):
-            return self.check(*call)
+            return self.check(*call.keys, cost=call.cost, id=call.id)
         with self._alone():
             if isinstance(call, Reset):
                 for key in call.keys:
@@ -194,6 +183,7 @@ class MemoryStore:
         """Forget everything."""
         with self._alone():
             self._spaces.clear()
+            self._short.clear()
             self._refunded.clear()
             self._keys = 0
 
@@ -259,8 +249,10 @@ class MemoryStore:
         space = self._spaces.get(limit.space)
         if space is None:
             space = self._spaces[limit.space] = _Space(limit)
+            if limit.algorithm != "concurrency":  # whose ids are given out behind the lock
+                self._short[limit.space] = space
         elif not space.states:
-            space.limit = limit
+            space.limit = space.only = limit
         state = space.states.get(key.identity)
         if state is not None and not space.is_written_by(limit, key.identity):
             writer = space.writers.get(key.identity, space.limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hiredis import pack_command
@@ -27,6 +28,7 @@ CALLER_MARGIN_MS: Final = 3_600_000
 """The same where callers bring the time: their clocks may differ from each other, or stand still."""
 
 _new_decision = tuple.__new__
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class Node(NamedTuple):
@@ -86,7 +88,7 @@ class Wire:
 
     def name(self, key: Key) -> str:
         """The stored key."""
-        return f"{self._prefix}{key.limit.space}:{key.identity}"
+        return _safe(f"{self._prefix}{key.limit.space}:{key.identity}")
 
     def encode(self, calls: Sequence[Call]) -> list[Command]:
         """As few commands as carry out all calls on one server: one script run for all checks, one command for each
@@ -136,6 +138,8 @@ class Wire:
             size_at = len(groups)
             groups += (1, bearable, lease or "", len(met), *[limits[id(key.limit)] for key in met])
         args = [self._margin, self._now(), len(limits), *limit_args, *groups]
+        if not (joined := "".join(keys)).isascii() or "{" in joined:
+            keys = [_safe(key) for key in keys]
         return Command(script("check", tuple(sorted(algorithms))), keys, args, checks)
 
     def encode_other(self, call: Refund | Renew | Leave | Reset | Undo) -> Command:
@@ -207,6 +211,15 @@ def _is_alike(check: Check, other: Check) -> bool:
     if cost != other[1] or lease is not None or other[2] is not None or len(met) != len(others):
         return False
     return all(key[0] is its[0] for key, its in zip(met, others, strict=True))
+
+
+def _safe(key: str) -> str:
+    """The stored key without a brace, which a cluster would take for a hash tag, and without what UTF-8 cannot say."""
+    if "{" in key:
+        key = key.replace("{", "%7B")
+    if not key.isascii():
+        key = _SURROGATE.sub(lambda found: f"%u{ord(found[0]):X}", key)
+    return key
 
 
 def _foreign(*keys: Key) -> ScriptError:
