@@ -21,7 +21,7 @@ from bench.server import running_redis
 
 OUTPUT = Path(".build/bench")
 FULL = Plan()
-QUICK = Plan(rounds=1, seconds=0.2, memory_keys=20_000, redis_keys=1_024, footprint_keys=50_000)
+QUICK = Plan(rounds=1, seconds=0.2, tasks=(1, 64, 256), memory_keys=20_000, redis_keys=1_000, footprint_keys=50_000)
 
 
 def main() -> None:
@@ -51,9 +51,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="under a minute, for a first look")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given again)")
-    parser.add_argument(
-        "--contender", choices=everyone, action="append", help="this one (may be given again)"
-    )
+    parser.add_argument("--contender", choices=everyone, action="append", help="this one (may be given again)")
     parser.add_argument("--rounds", type=int, help="how often everybody is asked")
     parser.add_argument("--keys", type=int, help="for bytes per key, such as 1000000")
     parser.add_argument("--uvloop", action="store_true", help="asyncio on uvloop")

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 
-from bench.contenders import Contender, Names, Setting
+from bench.contenders import Contender
 from bench.expressions import opened, verdict
+from bench.openers import Names, Setting
 
 THREE_THEN_NO_MORE = [True, True, True, False, True]
 

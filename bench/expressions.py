@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
-from bench.contenders import Contender, Names, Setting
+from bench.contenders import Contender
+from bench.openers import Names, Setting
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from bench.answers import WrongAnswerError
-from bench.contenders import SYNC, Contender, Setting
+from bench.contenders import SYNC, Contender
 from bench.expressions import opened, verdict
+from bench.openers import Setting
 
 # One check of ten a day is not forgiven for hours: a store cannot look small by forgetting it.
 QUOTA = 10

@@ -30,6 +30,7 @@ COLOURS = {
     HEADGATE_ONE: "#7fb8a3",
     "limits": "#d1495b",
     "throttled-py": "#edae49",
+    "throttled-py, GCRA": "#f6d8a4",
     "pyrate-limiter": "#66788f",
     "fastapi-limiter 0.1": "#5b5ea6",
     "fastapi-limiter 0.2": "#a9abd3",
@@ -82,9 +83,7 @@ def _panels(results: Results) -> dict[str, Callable[[Any], None]]:
         panels["Memory: one check in us, less is better"] = lambda axes: _bars(axes, _spreads(shown, time_us))
     if threads(1) in seen:
         crowds = {f"{n} thread{'s' * (n > 1)}": seen[threads(n)] for n in SYNC_CALLERS}
-        panels["Redis, threads: thousand checks a second"] = lambda axes: _bars(
-            axes, _spreads(crowds, _thousands)
-        )
+        panels["Redis, threads: thousand checks a second"] = lambda axes: _bars(axes, _spreads(crowds, _thousands))
     if THREE_LIMITS in seen:
         panels["Three limits on one request: thousand requests a second"] = lambda axes: _bars(
             axes, _spreads({"": seen[THREE_LIMITS]}, _thousands)
@@ -99,24 +98,25 @@ def _panels(results: Results) -> dict[str, Callable[[Any], None]]:
 def _rates(axes: Any, results: Results) -> None:
     _lines(axes, results, _thousands)
     if results.ceiling:
-        limit = Spread.of(max(results.ceiling.values(), key=max)).middle / 1000
+        limit = Spread.of(results.ceiling[max(results.ceiling)]).middle / 1000
         axes.axhline(limit, color="#333333", linestyle=":", linewidth=1.5)
         above = {"xytext": (0, 5), "textcoords": "offset points"}
         axes.annotate(f"the server's own limit, {limit:.0f}k", (1, limit), **above)
 
 
 def _lines(axes: Any, results: Results, reading: Callable[[Sample], float]) -> None:
+    crowds = [n for n in ASYNC_CALLERS if tasks(n) in results.samples]
     for name, colour in COLOURS.items():
         if name not in results.samples[tasks(1)]:
             continue
-        spreads = [Spread.of(map(reading, results.samples[tasks(n)][name])) for n in ASYNC_CALLERS]
+        spreads = [Spread.of(map(reading, results.samples[tasks(n)][name])) for n in crowds]
         middle, least, most = zip(*[(s.middle, s.least, s.most) for s in spreads], strict=True)
         width = 3.2 if name == HEADGATE else 1.8
-        axes.plot(ASYNC_CALLERS, middle, marker="o", label=name, color=colour, linewidth=width)
-        axes.fill_between(ASYNC_CALLERS, least, most, color=colour, alpha=0.12, linewidth=0)
+        axes.plot(crowds, middle, marker="o", label=name, color=colour, linewidth=width)
+        axes.fill_between(crowds, least, most, color=colour, alpha=0.12, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(ASYNC_CALLERS, [f"{n:,}" for n in ASYNC_CALLERS])
+    axes.set_xticks(crowds, [f"{n:,}" for n in crowds])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("concurrent tasks, log scales")
     axes.grid(axis="y", which="both", alpha=0.2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.contenders import ASYNC, SYNC
 from bench.measure import Sample, Spread
-from bench.scenarios import HEADGATE, HOT_KEY, MANY_KEYS, SHARED_KEYS, THREADS, Plan, Results, memory_threads
+from bench.scenarios import CEILING, HEADGATE, HOT_KEY, MANY_KEYS, SHARED_KEYS, THREADS, Plan, Results, memory_threads
 from bench.targets import Reading, Target, p50_us, p99_us, rate, targets, time_us
 
 PACKAGES = (
@@ -93,9 +93,11 @@ def _latencies(results: Results, part: str) -> Iterator[str]:
 def _ceiling(results: Results) -> Iterator[str]:
     if results.ceiling:
         rows = [
-            [str(checks), _spread(Spread.of(rates), _thousands)] for checks, rates in results.ceiling.items()
+            [f"redis-benchmark, {checks} in one run of the script", _spread(Spread.of(rates), _thousands)]
+            for checks, rates in results.ceiling.items()
         ]
-        yield from _table(["checks per run of the script", "checks/s, k"], rows)
+        rows += [[name, _cell(samples, rate, _thousands)] for name, samples in results.samples[CEILING].items()]
+        yield from _table(["", "checks/s, k"], rows)
 
 
 def _expressions() -> Iterator[str]:

@@ -10,9 +10,10 @@ import redis
 
 from bench.answers import expect_right_answers, expect_right_answers_async
 from bench.ceiling import script_rate
-from bench.contenders import ASYNC, SYNC, Contender, Setting
+from bench.contenders import ASYNC, SYNC, Contender
 from bench.footprint import bytes_per_key
 from bench.measure import Run, Sample, in_memory, in_memory_threads, on_redis, on_redis_async
+from bench.openers import Setting
 from bench.progress import Progress
 
 PARTS = ("memory", "sync", "async", "three", "ceiling")
@@ -20,6 +21,7 @@ THREADS = (1, 2, 8)
 SHARED_KEYS = 1_000
 SYNC_CALLERS = (1, 16)
 ASYNC_CALLERS = (1, 64, 256, 1024)
+BUSY_CALLERS = (256, 1024)  # where headgate's batches are full
 THREE_CALLERS = 64
 CHECKS_PER_RUN = (1, 64)
 
@@ -34,6 +36,7 @@ HEADGATE_ONE = "headgate, one limit"
 
 HOT_KEY = "memory, one hot key"
 MANY_KEYS = "memory, many keys"
+CEILING = "the server's own limit"
 THREE_LIMITS = f"three limits on one request, {THREE_CALLERS} tasks"
 
 
@@ -55,6 +58,7 @@ class Plan:
 
     rounds: int = 5
     seconds: float = 0.6  # the length of one measurement
+    tasks: tuple[int, ...] = ASYNC_CALLERS
     memory_keys: int = 100_000
     redis_keys: int = 2_000
     footprint_keys: int = 200_000
@@ -120,7 +124,7 @@ class Bench:
 
     def _async(self) -> None:
         contenders = self._right_async()
-        for callers in ASYNC_CALLERS:
+        for callers in self.plan.tasks:
             self._rounds(tasks(callers), contenders, self._async_measure(callers, "one"))
 
     def _three(self) -> None:
@@ -135,16 +139,19 @@ class Bench:
         self._rounds(THREE_LIMITS, contenders, measure)
 
     def _ceiling(self) -> None:
-        for _ in range(self.plan.rounds):
+        """The server's own limit, and headgate beside it in the same breath."""
+
+        def measure(contender: Contender) -> Sample:
             for checks in CHECKS_PER_RUN:
-                self.progress.say("the server's own limit", f"{checks} checks a run")
-                self._flush()
                 rate = script_rate(self.url, checks, self.plan.redis_keys, self.plan.seconds)
                 self.results.ceiling.setdefault(checks, []).append(rate)
+                self._flush()
+            crowds = [self._async_measure(callers, "one")(contender) for callers in BUSY_CALLERS]
+            return max(crowds, key=lambda sample: sample.rate)
 
-    def _rounds(
-        self, scenario: str, contenders: Sequence[Contender], measure: Callable[[Contender], Sample]
-    ) -> None:
+        self._rounds(CEILING, [contender for contender in ASYNC if contender.name == HEADGATE], measure)
+
+    def _rounds(self, scenario: str, contenders: Sequence[Contender], measure: Callable[[Contender], Sample]) -> None:
         """Everyone once a round; each round begins with another, so that nobody always follows the same."""
         seen = self.results.samples[scenario] = {}
         for number in range(self.plan.rounds):
@@ -172,7 +179,7 @@ class Bench:
 
 
 def _draws(keys: int) -> Iterator[list[str]]:
-    """Lists of keys drawn at random, each a new string that nobody has hashed yet."""
+    """Lists of keys drawn at random."""
     chance = random.Random(keys)
     while True:
         yield [f"user-{chance.randrange(keys)}" for _ in range(5_000)]

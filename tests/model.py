@@ -30,6 +30,12 @@ class Plan(NamedTuple):
     capacity: int
     name: str = "default"
 
+    @property
+    def numbers(self) -> tuple[Fraction | int, int]:
+        """What a change of plan is a change of: 10 per second and 20 per two seconds fill a bucket alike."""
+        refills = self.algorithm in {"token_bucket", "gcra", "leaky_bucket"}
+        return (Fraction(self.quota, self.period_us) if refills else self.period_us), self.capacity
+
 
 class Subject(NamedTuple):
     """One limit as it applies to one identity."""
@@ -94,7 +100,7 @@ class State:
         self.plan = plan
 
     def admits(self, now: int, cost: int, id: str | None) -> bool:
-        return cost == 0 or self.fits(now, cost)
+        return cost == 0 or (cost <= self.plan.capacity and self.fits(now, cost))
 
     def remaining(self, now: int) -> int:
         too_much = least(lambda cost: cost > 0 and not self.fits(now, cost))
@@ -174,7 +180,7 @@ class SlidingLog(State):
 
     def charge(self, now: int, cost: int, id: str | None) -> None:
         self.last = max(now, self.last)
-        self.entries.append((self.last, cost))
+        self.entries = [*self.live(now), (self.last, cost)]
 
     def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
         entries = self.live(now)
@@ -217,12 +223,14 @@ class TokenBucket(State):
     def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
         if self.is_new(now):
             return False
-        self.put(now, self.level_at(now) + amount)
+        self.level = min(self.level + amount, Fraction(self.plan.capacity))
         return True
 
     def adopt(self, now: int, plan: Plan) -> None:
         level, self.plan = self.level_at(now), plan
-        self.put(now, level)
+        # Kept in units of the new plan. What is finer no decision of that plan could tell, but a third plan might.
+        unit = Fraction(1, Fraction(plan.period_us, plan.quota).numerator)
+        self.put(now, level // unit * unit)
 
 
 @dataclass
@@ -250,7 +258,8 @@ class Gcra(State):
 
     def adopt(self, now: int, plan: Plan) -> None:
         self.plan = plan
-        self.tat = min(self.tat, now + plan.capacity * self.interval)
+        unit = Fraction(1, self.interval.denominator)
+        self.tat = min(-(-self.tat // unit) * unit, now + plan.capacity * self.interval)
 
 
 @dataclass
@@ -284,21 +293,13 @@ class Concurrency(State):
 
     def charge(self, now: int, cost: int, id: str | None) -> None:
         assert id is not None
-        if not self.renew(now, id):
-            self.leases[id] = Lease(cost, now + self.plan.period_us)
+        self.leases = self.held(now)
+        lease = self.leases.get(id, Lease(cost, 0))
+        self.leases[id] = lease._replace(expiry=max(lease.expiry, now + self.plan.period_us))
 
-    def renew(self, now: int, id: str) -> bool:
-        lease = self.held(now).get(id)
-        if lease is None:
-            return False
-        self.leases[id] = Lease(lease.cost, max(lease.expiry, now + self.plan.period_us))
-        return True
-
-    def leave(self, now: int, id: str) -> bool:
-        if id not in self.held(now):
-            return False
+    def leave(self, now: int, id: str) -> None:
+        self.leases = self.held(now)
         del self.leases[id]
-        return True
 
 
 ALGORITHMS: dict[str, type[State]] = {
@@ -321,7 +322,7 @@ class Model:
 
     def check(self, subjects: Sequence[Subject], now: int, cost: int = 1, id: str | None = None) -> Decision:
         states = [self.state(subject, now) for subject in subjects]
-        admitted = [cost <= state.plan.capacity and state.admits(now, cost, id) for state in states]
+        admitted = [state.admits(now, cost, id) for state in states]
         outcomes = tuple(
             self._consume(state, now, cost, id)
             if all(admitted)
@@ -344,14 +345,14 @@ class Model:
         charged_at: int | None = None,
     ) -> bool:
         key = _key(subject)
-        if key not in self.states or (id is not None and (key, id) in self.refunded):
+        if (key, id) in self.refunded:
             return False
+        if id is not None:
+            self.refunded.add((key, id))
         state = self.state(subject, now)
         given_back = state.refund(now, amount, charged_at)
-        if given_back:
+        if key in self.states:
             self.states[key] = state
-            if id is not None:
-                self.refunded.add((key, id))
         return given_back
 
     def reset(self, *subjects: Subject) -> None:
@@ -359,12 +360,10 @@ class Model:
             self.states.pop(_key(subject), None)
 
     def renew(self, subject: Subject, now: int, id: str) -> bool:
-        state = self.states.get(_key(subject))
-        return isinstance(state, Concurrency) and state.renew(now, id)
+        return self._lease(subject, now, id, lambda state: state.charge(now, 0, id))
 
     def leave(self, subject: Subject, now: int, id: str) -> bool:
-        state = self.states.get(_key(subject))
-        return isinstance(state, Concurrency) and state.leave(now, id)
+        return self._lease(subject, now, id, lambda state: state.leave(now, id))
 
     def state(self, subject: Subject, now: int) -> State:
         """A copy of the key's state, brought under the subject's plan at this instant."""
@@ -372,9 +371,18 @@ class Model:
         if stored is None:
             return ALGORITHMS[subject.plan.algorithm](subject.plan)
         state = deepcopy(stored)
-        if state.plan != subject.plan:
+        if state.plan.numbers != subject.plan.numbers:
             state.adopt(now, subject.plan)
         return state
+
+    def _lease(self, subject: Subject, now: int, id: str, change: Callable[[Concurrency], None]) -> bool:
+        state = self.state(subject, now)
+        assert isinstance(state, Concurrency)
+        is_held = id in state.held(now)
+        if is_held:
+            change(state)
+            self.states[_key(subject)] = state
+        return is_held
 
     def _keep(self, subjects: Sequence[Subject], states: Sequence[State], *, charged: bool) -> None:
         # A denial changes no state, so it makes no key; but it is an instant at which a new plan is seen.
@@ -391,7 +399,7 @@ class Model:
 
     @staticmethod
     def _refuse(state: State, now: int, cost: int, id: str | None, admits: bool) -> Outcome:
-        unsatisfiable = cost > state.plan.capacity
+        unsatisfiable = cost > state.plan.capacity and not admits
         retry_after = None if unsatisfiable else state.retry_after(now, cost, id)
         delay = state.delay(now) if admits else 0
         return Outcome(

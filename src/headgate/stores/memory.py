@@ -18,19 +18,19 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from heapq import heappop, heappush
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate.algorithms import ALGORITHMS, concurrency
+from headgate.algorithms import concurrency
 from headgate.clock import SystemClock
 from headgate.decisions import Decision
 from headgate.keys import Key
+from headgate.stores._space import SECOND_BITS, Space
 from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, checked, refund_memory_us
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from headgate.algorithms import LimitNumbers, Verdict
     from headgate.clock import Clock
     from headgate.limits import Limit
     from headgate.stores.calls import Call
@@ -39,8 +39,6 @@ __all__ = ["MemoryStats", "MemoryStore"]
 
 logger = logging.getLogger("headgate")
 
-_SECOND_BITS: Final = 20
-"""A bucket of the sweep is 2**20 microseconds wide."""
 _MARGIN_US: Final = 60 * 1_000_000
 """What is as new is kept for a minute more while there is room: a clock that steps back finds it again."""
 _PROBES: Final = 16
@@ -57,70 +55,6 @@ class MemoryStats(NamedTuple):
     """Those of them that still owed something: if this grows, raise `max_keys`."""
 
 
-class _Space:
-    """The counters of one limit name and algorithm."""
-
-    __slots__ = (
-        "adopt", "buckets", "decide", "due", "limit", "only", "refund", "states", "tracks_writer", "writers",
-    )  # fmt: skip
-
-    def __init__(self, limit: Limit) -> None:
-        algorithm = ALGORITHMS[limit.algorithm]
-        self.decide = algorithm.decide
-        self.refund = algorithm.refund
-        self.adopt = algorithm.adopt
-        self.tracks_writer = algorithm.SHAPES_BURST
-        self.limit: LimitNumbers = limit
-        """Under whose numbers the states were written, but for those in `writers`."""
-        self.only: LimitNumbers | None = limit
-        """The same while there are no others: the one comparison of the short path."""
-        self.states: dict[str, Any] = {}
-        self.writers: dict[str, LimitNumbers] = {}
-        self.buckets: dict[int, list[str]] = {}
-        self.due: list[int] = []
-        """The buckets' seconds, as a heap."""
-
-    def is_written_by(self, limit: LimitNumbers, identity: str) -> bool:
-        """Whether the state can be read with the numbers of `limit` as it stands."""
-        return not self.tracks_writer or _numbers(self.writers.get(identity, self.limit)) == _numbers(limit)
-
-    def write(self, key: Key, state: Any) -> None:
-        """Put a state in, signed first: a reader that finds the new state must find its writer, too."""
-        if self.tracks_writer and (self.writers or key.limit is not self.limit):
-            if _numbers(key.limit) == _numbers(self.limit):
-                self.writers.pop(key.identity, None)
-            else:
-                self.only = None
-                self.writers[key.identity] = key.limit
-        self.states[key.identity] = state
-
-    def drop(self, identity: str) -> None:
-        del self.states[identity]
-        self.writers.pop(identity, None)
-
-    def schedule(self, identity: str, at_us: int) -> None:
-        second = at_us >> _SECOND_BITS
-        bucket = self.buckets.get(second)
-        if bucket is None:
-            bucket = self.buckets[second] = []
-            heappush(self.due, second)
-        bucket.append(identity)
-
-    def take_due(self, before: int) -> str | None:
-        """A key that was due before that second, and is now scheduled no more."""
-        while self.due and self.due[0] < before:
-            bucket = self.buckets[self.due[0]]
-            if bucket:
-                return bucket.pop()
-            del self.buckets[heappop(self.due)]
-        return None
-
-    def reset_us(self, identity: str, state: Any, now_us: int) -> int:
-        """How long until the key is as new."""
-        verdict: Verdict = self.decide(state, now_us, 0, self.writers.get(identity, self.limit))[1]
-        return verdict[2]
-
-
 class MemoryStore:
     """Counters in a dict. `max_keys` bounds them; see `stats`."""
 
@@ -129,8 +63,8 @@ class MemoryStore:
         # The system's clock is read without a Python call in between.
         self._time_ns = time.time_ns if isinstance(clock, SystemClock) else lambda: clock.now_us() * 1000
         self._max_keys = max_keys
-        self._spaces: dict[str, _Space] = {}
-        self._short: dict[str, _Space] = {}
+        self._spaces: dict[str, Space] = {}
+        self._short: dict[str, Space] = {}
         """Those that the short path may use."""
         self._refunded: OrderedDict[tuple[str, str, str], int] = OrderedDict()
         self._lock = threading.Lock()
@@ -193,20 +127,21 @@ class MemoryStore:
     def _check_locked(self, keys: tuple[Key, ...], cost: int, id: str | None) -> Decision:
         with self._alone():
             now_us = self._now_us()
-            found = [self._find(key, now_us, adopt=cost > 0) for key in keys]
-            judged = [
-                space.decide(state, now_us, cost, key.limit, id or "")
-                for key, (space, state) in zip(keys, found, strict=True)
-            ]
-            allowed = not any(verdict[1] for _, verdict in judged)
+            judged = []
+            allowed = True
+            for key in keys:
+                space, state = self._find(key, now_us, adopt=cost > 0)
+                after, verdict = space.decide(state, now_us, cost, key.limit, id or "")
+                judged.append((key, space, state, after, verdict))
+                allowed = allowed and not verdict[1]
             verdicts = []
-            for key, (space, state), (after, verdict) in zip(keys, found, judged, strict=True):
+            for key, space, state, after, verdict in judged:
                 if allowed:
                     if after is not state:
                         self._put(space, key, after, now_us, verdict[2])
                 elif not verdict[1]:
                     # It would have passed here, but nothing is spent: what it says is what a peek says.
-                    verdict = space.decide(state, now_us, 0, key.limit, "")[1]
+                    verdict = space.decide(state, now_us, 0, key.limit)[1]
                 verdicts.append(verdict)
             return Decision(allowed, keys, tuple(verdicts), id, None, now_us)
 
@@ -243,25 +178,25 @@ class MemoryStore:
             space.states[key.identity] = after
         return held
 
-    def _find(self, key: Key, now_us: int, *, adopt: bool = True) -> tuple[_Space, Any]:
+    def _find(self, key: Key, now_us: int, *, adopt: bool = True) -> tuple[Space, Any]:
         """The key's space, and its state as the key's own limit has to see it."""
-        limit = key.limit
+        limit, _, identity = key
         space = self._spaces.get(limit.space)
         if space is None:
-            space = self._spaces[limit.space] = _Space(limit)
+            space = self._spaces[limit.space] = Space(limit)
             if limit.algorithm != "concurrency":  # whose ids are given out behind the lock
                 self._short[limit.space] = space
         elif not space.states:
             space.limit = space.only = limit
-        state = space.states.get(key.identity)
-        if state is not None and not space.is_written_by(limit, key.identity):
-            writer = space.writers.get(key.identity, space.limit)
-            state = space.adopt(state, now_us, writer, limit)
-            if adopt:
-                space.write(key, state)
+        state = space.states.get(identity)
+        if space.only is limit or state is None or space.is_written_by(limit, identity):
+            return space, state
+        state = space.adopt(state, now_us, space.writers.get(identity, space.limit), limit)
+        if adopt:
+            space.write(key, state)
         return space, state
 
-    def _put(self, space: _Space, key: Key, state: Any, now_us: int, reset_us: int) -> None:
+    def _put(self, space: Space, key: Key, state: Any, now_us: int, reset_us: int) -> None:
         if key.identity not in space.states:
             self._make_room(space, now_us)
             space.schedule(key.identity, now_us + reset_us)
@@ -274,60 +209,46 @@ class MemoryStore:
             space.drop(key.identity)
             self._keys -= 1
 
-    def _make_room(self, space: _Space, now_us: int) -> None:
+    def _make_room(self, space: Space, now_us: int) -> None:
         """Forget what is as new; at `max_keys`, whatever is nearest to it."""
         if self._keys < self._max_keys:
             for _ in range(2):
-                identity = space.take_due((now_us - _MARGIN_US) >> _SECOND_BITS)
+                identity = space.take_due((now_us - _MARGIN_US) >> SECOND_BITS)
                 if identity is None:
                     return
-                self._drop_or_reschedule(space, identity, now_us)
+                self._forget_or_keep(space, identity, space.reset_us(identity, now_us), now_us)
             return
-        best: tuple[int, _Space, str] | None = None
-        for crowded, identity in self._nearest():
-            owed_us = self._drop_or_reschedule(crowded, identity, now_us)
-            if not owed_us:
+        probed = sorted(self._nearest(now_us), key=itemgetter(0))
+        for rank, (owed_us, crowded, identity) in enumerate(probed):
+            if rank == 0 or not owed_us:
                 self._evicted += 1
-                return
-            if best is None or owed_us < best[0]:
-                best = owed_us, crowded, identity
-        if best is not None:
-            _, crowded, identity = best
-            crowded.drop(identity)
-            self._keys -= 1
-            self._evicted += 1
-            self._forgiven += 1
-            if self._forgiven & (self._forgiven - 1) == 0:  # at 1, 2, 4, 8 ...: loud, but no flood
-                logger.warning(
-                    "memory store is full at %d keys: %d clients were forgotten while they still owed; raise max_keys",
-                    self._max_keys,
-                    self._forgiven,
-                )
-
-    def _nearest(self) -> Iterator[tuple[_Space, str]]:
-        """A few keys that are due first, over all spaces; each is then scheduled no more."""
-        for _ in range(_PROBES):
-            space = min(
-                (space for space in self._spaces.values() if space.due),
-                key=lambda space: space.due[0],
-                default=None,
+                self._forgiven += owed_us > 0
+                self._forget_or_keep(crowded, identity, 0, now_us)
+            else:
+                self._forget_or_keep(crowded, identity, owed_us, now_us)
+        if probed[0][0] and self._forgiven & (self._forgiven - 1) == 0:  # at 1, 2, 4, 8 ...: loud, but no flood
+            logger.warning(
+                "memory store is full at %d keys: %d clients were forgotten while they still owed; raise max_keys",
+                self._max_keys,
+                self._forgiven,
             )
-            identity = space.take_due(sys.maxsize) if space else None
-            if space is not None and identity is not None and identity in space.states:
-                yield space, identity
 
-    def _drop_or_reschedule(self, space: _Space, identity: str, now_us: int) -> int:
-        """Forget the key if it is as new (0), else look again when it is due: in how many microseconds that is."""
-        state = space.states.get(identity)
-        if state is None:
-            return 0
-        reset_us = space.reset_us(identity, state, now_us)
-        if reset_us:
-            space.schedule(identity, now_us + reset_us)
+    def _nearest(self, now_us: int) -> Iterator[tuple[int, Space, str]]:
+        """A few keys that are due first, over all spaces, with what they owe; each is then scheduled no more."""
+        for _ in range(_PROBES):
+            space = min((one for one in self._spaces.values() if one.states), key=Space.next_due)
+            identity = space.take_due(sys.maxsize)
+            if identity is None:
+                return
+            yield space.reset_us(identity, now_us), space, identity
+
+    def _forget_or_keep(self, space: Space, identity: str, owed_us: int, now_us: int) -> None:
+        """Forget the key if it owes nothing, else look again when it is due."""
+        if owed_us:
+            space.schedule(identity, now_us + owed_us)
         else:
             space.drop(identity)
             self._keys -= 1
-        return reset_us
 
 
 class _Alone:
@@ -345,7 +266,3 @@ class _Alone:
     def __exit__(self, *_: object) -> None:
         self._store._busy = self._store._locks_always  # noqa: SLF001
         self._store._lock.release()  # noqa: SLF001
-
-
-def _numbers(limit: LimitNumbers) -> tuple[int, int, int]:
-    return limit.tokens, limit.ticks, limit.capacity
