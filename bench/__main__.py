@@ -21,7 +21,7 @@ from bench.server import running_redis
 
 OUTPUT = Path(".build/bench")
 FULL = Plan()
-QUICK = Plan(rounds=1, seconds=0.2, tasks=(1, 64, 256), memory_keys=20_000, redis_keys=1_000, footprint_keys=50_000)
+QUICK = Plan(rounds=1, seconds=0.15, tasks=(1, 64, 256), memory_keys=20_000, redis_keys=1_000, footprint_keys=50_000)
 
 
 def main() -> None:

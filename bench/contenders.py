@@ -22,6 +22,7 @@ class Contender:
     algorithm: str
     opened: Callable[[Setting, Any], Any]  # gives the names, or is awaited for them
     one: str
+    headers: str = ""  # the check, and what is left until when, as a response's headers say it
     three: str = ""  # three limits on one request
     allowed: str = "answer"  # how the answer is read
     three_allowed: str = ""  # and that of `three`, where it differs
@@ -50,6 +51,7 @@ SYNC = (
         algorithm="token bucket",
         opened=openers.headgate,
         one="limiter.check(per_ip.by(key))",
+        headers="(d := limiter.check(per_ip.by(key))).allowed, d.remaining, d.retry_after, d.reset_after",
         allowed="answer.allowed",
     ),
     Contender(
@@ -57,6 +59,7 @@ SYNC = (
         algorithm="fixed window",
         opened=openers.limits,
         one="limiter.hit(per_ip, key)",
+        headers="limiter.hit(per_ip, key), limiter.get_window_stats(per_ip, key)",
     ),
     *(
         Contender(
@@ -64,6 +67,7 @@ SYNC = (
             algorithm=algorithm,
             opened=partial(openers.throttled_py, using),
             one="per_ip.limit(key)",
+            headers="(r := per_ip.limit(key)).limited, r.state",
             allowed="not answer.limited",
         )
         for name, algorithm, using in _THROTTLED

@@ -58,14 +58,16 @@ def compiled(keys):
 """
 
 
-def in_memory(contender: Contender, setting: Setting, draws: Iterator[list[str]], seconds: float) -> Sample:
+def in_memory(
+    contender: Contender, setting: Setting, draws: Iterator[list[str]], seconds: float, *, check: str
+) -> Sample:
     """One thread, asking for keys as they are drawn, on the clock of the CPU: neighbours on the machine do not count.
 
     Every key has been seen once before, but its str is new, as in a request: nobody has hashed it yet.
     """
     keys = _keys(setting)
     with opened(contender, setting) as names, all_allowed(contender, names, keys):
-        loop = compiled(_LOOP, {**names, "clock": process_time}, check=contender.one)
+        loop = compiled(_LOOP, {**names, "clock": process_time}, check=check)
         loop(keys)
         gc.collect()
         checks, spent = 0, 0.0

@@ -8,7 +8,18 @@ from pathlib import Path
 
 from bench.contenders import ASYNC, SYNC
 from bench.measure import Sample, Spread
-from bench.scenarios import CEILING, HEADGATE, HOT_KEY, MANY_KEYS, SHARED_KEYS, THREADS, Plan, Results, memory_threads
+from bench.scenarios import (
+    CEILING,
+    HEADERS,
+    HEADGATE,
+    HOT_KEY,
+    MANY_KEYS,
+    SHARED_KEYS,
+    THREADS,
+    Plan,
+    Results,
+    memory_threads,
+)
 from bench.targets import Reading, Target, p50_us, p99_us, rate, targets, time_us
 
 PACKAGES = (
@@ -57,12 +68,13 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _memory(plan: Plan, results: Results) -> Iterator[str]:
     hot = results.samples.get(HOT_KEY, {})
+    told = results.samples.get(HEADERS, {})
     many = results.samples.get(MANY_KEYS, {})
     if not hot:
         return
     crowds = [results.samples[memory_threads(callers)] for callers in THREADS]
     heading = [
-        "", "one hot key, us", f"{plan.memory_keys:,} keys, us",
+        "", "one hot key, us", "and what headers need, us", f"{plan.memory_keys:,} keys, us",
         *(f"{callers} thread{'s' * (callers > 1)} on {SHARED_KEYS:,} keys, k/s" for callers in THREADS),
         f"bytes per key at {plan.footprint_keys:,}",
     ]  # fmt: skip
@@ -70,7 +82,7 @@ def _memory(plan: Plan, results: Results) -> Iterator[str]:
     for name in hot:
         growth = results.bytes_per_key.get(name)
         rows.append([
-            name, _cell(hot.get(name), time_us, _us), _cell(many.get(name), time_us, _us),
+            name, _cell(hot.get(name), time_us, _us), _cell(told.get(name), time_us, _us), _cell(many.get(name), time_us, _us),
             *(_cell(crowd.get(name), rate, _thousands) for crowd in crowds),
             f"{growth:.0f}" if growth else "",
         ])  # fmt: skip

@@ -35,6 +35,7 @@ HEADGATE = "headgate"
 HEADGATE_ONE = "headgate, one limit"
 
 HOT_KEY = "memory, one hot key"
+HEADERS = "memory, one hot key, with what the headers need"
 MANY_KEYS = "memory, many keys"
 CEILING = "the server's own limit"
 THREE_LIMITS = f"three limits on one request, {THREE_CALLERS} tasks"
@@ -101,9 +102,11 @@ class Bench:
         stores = [c for c in contenders if c.name != "slowapi"]  # it keeps its keys in the store of limits
 
         hot = Setting("memory://", *HOT, keys=1)
-        self._rounds(HOT_KEY, contenders, lambda c: in_memory(c, hot, _draws(1), seconds))
+        self._rounds(HOT_KEY, contenders, lambda c: in_memory(c, hot, _draws(1), seconds, check=c.one))
+        telling = [c for c in contenders if c.headers]
+        self._rounds(HEADERS, telling, lambda c: in_memory(c, hot, _draws(1), seconds, check=c.headers))
         many = Setting("memory://", *USUAL, keys=keys)
-        self._rounds(MANY_KEYS, stores, lambda c: in_memory(c, many, _draws(keys), seconds))
+        self._rounds(MANY_KEYS, stores, lambda c: in_memory(c, many, _draws(keys), seconds, check=c.one))
         for callers in THREADS:
             shared = Setting("memory://", *HOT, callers=callers, keys=SHARED_KEYS)
             measure = partial(in_memory_threads, setting=shared, seconds=seconds)

@@ -102,7 +102,11 @@ class Limiter(_Gate):
         """Charge all keys or none, at one instant. A denial is a value, not an exception."""
         if self._memory is not None:
             return self._memory.check(*keys, cost=cost, id=id)
-        decision: Decision = self._drive(flow.check(checked(keys, cost, id), self._failure))
+        call = checked(keys, cost, id)
+        try:
+            decision: Decision = self._store.run(call)
+        except StoreError as error:
+            return self._failure.decide(call, error)
         return decision
 
     def peek(self, *keys: Key | Limit) -> Decision:
@@ -215,7 +219,11 @@ class AsyncLimiter(_Gate):
         """Charge all keys or none, at one instant. A denial is a value, not an exception."""
         if self._memory is not None:
             return self._memory.check(*keys, cost=cost, id=id)
-        decision: Decision = await self._drive(flow.check(checked(keys, cost, id), self._failure))
+        call = checked(keys, cost, id)
+        try:
+            decision: Decision = await self._store.run(call)
+        except StoreError as error:
+            return self._failure.decide(call, error)
         return decision
 
     async def peek(self, *keys: Key | Limit) -> Decision:

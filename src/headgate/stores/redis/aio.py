@@ -42,9 +42,13 @@ class AsyncRedisStore:
         self._wire = wire
         self._budget = budget
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: deque[tuple[Call, asyncio.Future[Any]]] = deque()
+        self._waiting: list[Call] = []
+        self._futures: list[asyncio.Future[Any]] = []
+        """Of those who wait, in the same order."""
         self._flushing = False
         self._on_the_way = 0
+        self._alone = True
+        """Whether the last batch was of one call: then nobody is likely to join the next one, either."""
         self._lines: dict[Node | None, _Line] = {}
         self._calls = self._round_trips = 0
 
@@ -59,16 +63,18 @@ class AsyncRedisStore:
         if loop is not self._loop:
             self._start_afresh(loop)
         future = loop.create_future()
-        self._waiting.append((call, future))
+        self._waiting.append(call)
+        self._futures.append(future)
         if not self._flushing:
-            self._flushing = True
-            loop.call_soon(self._flush)
+            if self._alone and not self._on_the_way:
+                self._flush()
+            else:
+                self._flushing = True
+                loop.call_soon(self._flush)
         return future
 
     async def close(self) -> None:
         """Close the connections; what is still waiting fails."""
-        if self._loop is None:
-            return
         for line in list(self._lines.values()):
             await line.close()
         self._lines.clear()
@@ -76,7 +82,7 @@ class AsyncRedisStore:
     def _start_afresh(self, loop: asyncio.AbstractEventLoop) -> None:
         """In another loop, which cannot use the old one's connections; whoever waited there is gone with it."""
         self._loop = loop
-        self._waiting.clear()
+        self._waiting, self._futures = [], []
         self._flushing = False
         self._on_the_way = 0
         self._lines = {}
@@ -84,13 +90,16 @@ class AsyncRedisStore:
     def _flush(self) -> None:
         self._flushing = False
         while self._waiting and self._on_the_way < MOST_ON_THE_WAY:
-            size = min(len(self._waiting), LARGEST_BATCH)
-            batch = [self._waiting.popleft() for _ in range(size)]
-            batch = [one for one in batch if not one[1].done()]  # who was cancelled while waiting asks for nothing
-            if batch:
+            calls, futures = self._waiting[:LARGEST_BATCH], self._futures[:LARGEST_BATCH]
+            del self._waiting[:LARGEST_BATCH], self._futures[:LARGEST_BATCH]
+            if any(map(_is_done, futures)):  # who was cancelled while waiting asks for nothing
+                kept = [index for index, future in enumerate(futures) if not future.done()]
+                calls, futures = [calls[index] for index in kept], [futures[index] for index in kept]
+            if calls:
                 self._on_the_way += 1
-                self._calls += len(batch)
-                _Errand(self, converse([call for call, _ in batch], self._wire, self._place.topology), batch).go_on()
+                self._alone = len(calls) == 1
+                self._calls += len(calls)
+                _Errand(self, converse(calls, self._wire, self._place.topology), futures).go_on()
 
     def _back(self) -> None:
         """A batch has been answered."""
@@ -101,6 +110,9 @@ class AsyncRedisStore:
     def _exchange(self, commands: list[Command], go_on: Callable[[], None]) -> None:
         """One round trip to every server concerned, all at the same time; then `go_on`."""
         self._round_trips += 1
+        if len(commands) == 1:
+            self._line(commands[0].node).ask(commands, go_on)
+            return
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
             by_node.setdefault(command.node, []).append(command)
@@ -127,17 +139,17 @@ class AsyncRedisStore:
 class _Errand:
     """A conversation under way: driven by the replies as they come in, without a task of its own."""
 
-    __slots__ = ("_batch", "_conversation", "_store")
+    __slots__ = ("_conversation", "_futures", "_store")
 
     def __init__(
         self,
         store: AsyncRedisStore,
         conversation: Generator[list[Command], None, list[Any]],
-        batch: list[tuple[Call, asyncio.Future[Any]]],
+        futures: list[asyncio.Future[Any]],
     ) -> None:
         self._store = store
         self._conversation = conversation
-        self._batch = batch
+        self._futures = futures
 
     def go_on(self) -> None:
         store = self._store
@@ -146,11 +158,11 @@ class _Errand:
         except StopIteration as end:
             answers: list[Any] = end.value
         except Exception as error:
-            answers = [error] * len(self._batch)
+            answers = [error] * len(self._futures)
         else:
             store._exchange(commands, self.go_on)  # noqa: SLF001 - a part of the store, in its own file
             return
-        for (_, future), answer in zip(self._batch, answers, strict=True):
+        for future, answer in zip(self._futures, answers, strict=True):
             if not future.done():
                 if isinstance(answer, Exception):
                     future.set_exception(answer)
@@ -172,6 +184,7 @@ class _Line(asyncio.Protocol):
         self._streams: Any = None
         self._asked: deque[_Question] = deque()
         self._opening: asyncio.Task[None] | None = None
+        self._watching = False
 
     def ask(self, commands: list[Command], answered: Callable[[], None]) -> None:
         """Send the commands and call back when each has its reply, or an error as such."""
@@ -224,11 +237,21 @@ class _Line(asyncio.Protocol):
         if self._transport is None:
             return
         self._transport.write(question.pack())
-        question.timer = self._loop.call_later(self._budget, self._give_up)
+        question.deadline = self._loop.time() + self._budget
+        if not self._watching:
+            self._watching = True
+            self._loop.call_at(question.deadline, self._watch)
 
-    def _give_up(self) -> None:
-        """The budget is used up. A line that failed once is not trusted again."""
-        self._fail(StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms"))
+    def _watch(self) -> None:
+        """One timer for the oldest question, not one for each. A line that failed once is not trusted again."""
+        self._watching = False
+        if self._asked and not self.closed:
+            deadline = self._asked[0].deadline
+            if deadline <= self._loop.time():
+                self._fail(StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms"))
+            else:
+                self._watching = True
+                self._loop.call_at(deadline, self._watch)
 
     def _fail(self, error: StoreError) -> None:
         if self.closed:
@@ -244,36 +267,35 @@ class _Line(asyncio.Protocol):
 class _Question:
     """Commands that were sent together, and how many of their replies have come."""
 
-    __slots__ = ("_answered", "_commands", "_missing", "timer")
+    __slots__ = ("_answered", "_commands", "_missing", "deadline")
 
     def __init__(self, commands: list[Command], answered: Callable[[], None]) -> None:
         self._commands = commands
         self._answered = answered
         # Redis answers ASKING by itself, before the command that it goes with.
-        self._missing: deque[Command | None] = deque()
-        for command in commands:
-            if command.asking:
-                self._missing.append(None)
-            self._missing.append(command)
-        self.timer: asyncio.TimerHandle | None = None
+        self._missing = [
+            step for command in reversed(commands) for step in ((command, None) if command.asking else (command,))
+        ]
+        self.deadline = 0.0
 
     def pack(self) -> bytes:
         return b"".join([command.pack() for command in self._commands])
 
     def take(self, reply: Any) -> bool:
         """Give the reply to the command that it belongs to; whether that was the last one."""
-        command = self._missing.popleft()
+        command = self._missing.pop()
         if command is not None:
             command.reply = reply
         return not self._missing
 
     def finish(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
         self._answered()
 
     def fail(self, error: StoreError) -> None:
         for command in self._missing:
             if command is not None:
                 command.reply = error
-        self.finish()
+        self._answered()
+
+
+_is_done = asyncio.Future.done

@@ -59,6 +59,8 @@ def converse(calls: Sequence[Call], wire: Wire, topology: Topology) -> Generator
         return (yield from _converse_with_shards(calls, wire, topology))
     commands = wire.encode(calls)
     yield from _deliver(commands, topology)
+    if len(commands) == 1:
+        return _told(commands[0])
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
     return [answers[id(call)] for call in calls]
 
@@ -204,9 +206,13 @@ def _is_stale(command: Command) -> bool:
 
 def _answers(command: Command) -> list[tuple[Any, Any]]:
     """Each call of the command with its answer."""
+    return list(zip(command.calls, _told(command), strict=True))
+
+
+def _told(command: Command) -> list[Any]:
+    """The answers to a command's calls, in their order."""
     reply = command.reply
     if isinstance(reply, ReplyError):
         kind = str(reply).partition(" ")[0]
         reply = (StoreUnavailable if kind in _REFUSALS else ScriptError)(f"the store answered: {reply}")
-    told = [reply] * len(command.calls) if isinstance(reply, StoreError) else decode(command)
-    return list(zip(command.calls, told, strict=True))
+    return [reply] * len(command.calls) if isinstance(reply, StoreError) else decode(command)

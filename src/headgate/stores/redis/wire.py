@@ -94,6 +94,8 @@ class Wire:
         """As few commands as carry out all calls on one server: one script run for all checks, one command for each
         other call."""
         checks = [call for call in calls if isinstance(call, Check)]
+        if len(checks) == len(calls):
+            return [self.encode_checks(checks)]
         commands = [self.encode_checks(checks)] if checks else []
         commands += [self.encode_other(call) for call in calls if not isinstance(call, Check)]
         return commands
