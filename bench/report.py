@@ -67,26 +67,23 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _memory(plan: Plan, results: Results) -> Iterator[str]:
-    hot = results.samples.get(HOT_KEY, {})
-    told = results.samples.get(HEADERS, {})
-    many = results.samples.get(MANY_KEYS, {})
-    if not hot:
+    hot = results.samples.get(HOT_KEY)
+    if hot is None:
         return
-    crowds = [results.samples[memory_threads(callers)] for callers in THREADS]
-    heading = [
-        "", "one hot key, us", "and what headers need, us", f"{plan.memory_keys:,} keys, us",
-        *(f"{callers} thread{'s' * (callers > 1)} on {SHARED_KEYS:,} keys, k/s" for callers in THREADS),
-        f"bytes per key at {plan.footprint_keys:,}",
-    ]  # fmt: skip
+    columns: list[tuple[str, str, Reading, Callable[[float], str]]] = [
+        ("one hot key, us", HOT_KEY, time_us, _us),
+        ("and what headers need, us", HEADERS, time_us, _us),
+        (f"{plan.memory_keys:,} keys, us", MANY_KEYS, time_us, _us),
+    ]
+    for callers in THREADS:
+        title = f"{callers} thread{'s' * (callers > 1)} on {SHARED_KEYS:,} keys, k/s"
+        columns.append((title, memory_threads(callers), rate, _thousands))
     rows = []
     for name in hot:
+        cells = [_cell(results.samples[scenario].get(name), reading, show) for _, scenario, reading, show in columns]
         growth = results.bytes_per_key.get(name)
-        rows.append([
-            name, _cell(hot.get(name), time_us, _us), _cell(told.get(name), time_us, _us), _cell(many.get(name), time_us, _us),
-            *(_cell(crowd.get(name), rate, _thousands) for crowd in crowds),
-            f"{growth:.0f}" if growth else "",
-        ])  # fmt: skip
-    yield from _table(heading, rows)
+        rows.append([name, *cells, f"{growth:.0f}" if growth else ""])
+    yield from _table(["", *(title for title, *_ in columns), f"bytes per key at {plan.footprint_keys:,}"], rows)
 
 
 def _latencies(results: Results, part: str) -> Iterator[str]:

@@ -58,7 +58,7 @@ class Plan:
     """How much of everything, and of what."""
 
     rounds: int = 5
-    seconds: float = 0.6  # the length of one measurement
+    seconds: float = 0.5  # the length of one measurement
     tasks: tuple[int, ...] = ASYNC_CALLERS
     memory_keys: int = 100_000
     redis_keys: int = 2_000

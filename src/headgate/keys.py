@@ -18,7 +18,7 @@ LONGEST_IDENTITY: Final = 128
 GLOBAL_IDENTITY: Final = "%all"
 """The identity without parts. No text of a caller's can become this: a percent sign is always escaped."""
 
-_NAME_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C", "{": "%7B", ":": "%3A"})
+_NAME_ESCAPES: Final = str.maketrans({"%": "%25", ":": "%3A"})
 _PART_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C"})
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 from headgate.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from headgate.keys import Key
 
-__all__ = ["Renewals", "renew_forever"]
+__all__ = ["Renewals", "leaving", "renew_forever"]
 
 logger = logging.getLogger("headgate")
 
@@ -64,11 +65,8 @@ class Renewals:
     def _work(self) -> None:
         while (due := self._next()) is not None:
             key, id, renew = due
-            try:
-                if not renew(key, id=id):
-                    logger.warning("lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name)
-            except StoreError as error:
-                logger.warning("lease %r on limit %r could not be renewed: %s", id, key.limit.name, error)
+            with _renewing(key, id) as told:
+                told.append(renew(key, id=id))
 
     def _next(self) -> tuple[Key, str, Callable[..., bool]] | None:
         """The lease to renew now, put back for its next time; None when nothing is held any more."""
@@ -93,11 +91,29 @@ async def renew_forever(keys: list[Key], id: str, renew: Callable[..., Awaitable
     while True:
         await asyncio.sleep(min(map(_interval, keys)))
         for key in keys:
-            try:
-                if not await renew(key, id=id):
-                    logger.warning("lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name)
-            except StoreError as error:
-                logger.warning("lease %r on limit %r could not be renewed: %s", id, key.limit.name, error)
+            with _renewing(key, id) as told:
+                told.append(await renew(key, id=id))
+
+
+@contextmanager
+def leaving(key: Key, id: str) -> Iterator[None]:
+    """A store that fails at the end of a hold does not fail the work that was held for: the lease ends by itself."""
+    try:
+        yield
+    except StoreError as error:
+        logger.warning("lease %r on limit %r could not be left, and ends by itself: %s", id, key.limit.name, error)
+
+
+@contextmanager
+def _renewing(key: Key, id: str) -> Iterator[list[bool]]:
+    """A renewal that failed, or came too late, is told to the log: the holder goes on, and the next one may succeed."""
+    held: list[bool] = []
+    try:
+        yield held
+    except StoreError as error:
+        logger.warning("lease %r on limit %r could not be renewed: %s", id, key.limit.name, error)
+    if held == [False]:
+        logger.warning("lease %r on limit %r was lost: it was not renewed in time", id, key.limit.name)
 
 
 def _interval(key: Key) -> float:

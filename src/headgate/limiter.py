@@ -12,9 +12,9 @@ from headgate.clock import SystemClock
 from headgate.errors import InvalidConfiguration, InvalidCost, InvalidKey, StoreError
 from headgate.failure import FailurePolicy
 from headgate.keys import Key, escape
-from headgate.leases import Renewals, renew_forever
+from headgate.leases import Renewals, leaving, renew_forever
 from headgate.stores import open_store
-from headgate.stores.calls import Leave, Refund, Renew, Reset, checked, checked_keys
+from headgate.stores.calls import Leave, Refund, Renew, Reset, checked, checked_id, checked_keys
 from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ class _Gate:
         )
         # The memory store answers at once and cannot fail: it is asked without the flow, in a third of the time.
         self._memory: MemoryStore | None = self._store if isinstance(self._store, MemoryStore) else None
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        """What one kind of limiter needs beside."""
 
     @property
     def stats(self) -> Any:
@@ -90,6 +94,7 @@ class Limiter(_Gate):
     exception.
 
     >>> from datetime import timedelta
+    >>> from headgate import Limit, Limiter
     >>> limiter = Limiter()
     >>> per_ip = Limit(2, timedelta(minutes=1), name="per-ip")
     >>> [limiter.check(per_ip.by("203.0.113.9")).allowed for _ in range(3)]
@@ -161,25 +166,25 @@ class Limiter(_Gate):
         finally:
             stop()
             for key in leased:
-                self.leave(key, id=decision.id)
+                with leaving(key, decision.id):
+                    self.leave(key, id=decision.id)
 
     def close(self) -> None:
         """Close the connections. The limiter must not be used after."""
         self._renewals.close()
         self._store.close()
 
-    def __init__(self, url: Any = "memory://", **options: Any) -> None:
-        super().__init__(url, **options)
-        self._renewals = Renewals()
-        if self._memory is not None and type(self).check is Limiter.check:
-            # Its answers need neither waiting nor failure modes: a call in between would cost a tenth of the check.
-            self.check = self._memory.check  # type: ignore[method-assign]
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _make_ready(self) -> None:
+        self._renewals = Renewals()
+        if self._memory is not None and type(self).check is Limiter.check:
+            # Its answers need neither waiting nor failure modes: a call in between would cost a tenth of the check.
+            self.check = self._memory.check  # type: ignore[method-assign]
 
     def _drive(self, steps: flow.Flow) -> Any:
         run = self._store.run
@@ -205,6 +210,7 @@ class AsyncLimiter(_Gate):
     """The same as `Limiter`, with methods to await; nothing in it ever blocks the event loop.
 
     >>> from datetime import timedelta
+    >>> from headgate import AsyncLimiter, Limit
     >>> async def main():
     ...     async with AsyncLimiter() as limiter:
     ...         decision = await limiter.check(Limit(2, timedelta(minutes=1)).by("ada"), cost=2)
@@ -284,7 +290,8 @@ class AsyncLimiter(_Gate):
         finally:
             renewing.cancel()
             for key in leased:
-                await self.leave(key, id=decision.id)
+                with leaving(key, decision.id):
+                    await self.leave(key, id=decision.id)
 
     async def close(self) -> None:
         """Close the connections. The limiter must not be used after."""
@@ -340,8 +347,8 @@ def _checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision 
     (checked,) = checked_keys((key,))
     if type(amount) is not int or amount < 0:
         raise InvalidCost(f"amount {amount!r} is not a whole number >= 0")
-    if id is not None and (not isinstance(id, str) or not id or len(id) > 128):
-        raise InvalidKey(f"refund id {id!r}: use a text of 1 to 128 characters")
+    if id is not None:
+        checked_id("refund", id)
     if checked.limit.algorithm == "concurrency":
         raise InvalidKey(f"limit {checked.limit.name!r} counts leases: give one back with leave(key, id=...)")
     return Refund(checked, min(amount, checked.limit.capacity), id, of.at_us if of is not None else None)
@@ -353,9 +360,7 @@ def _checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
         raise InvalidKey(
             f"limit {checked.limit.name!r} is a {checked.limit.algorithm}: only concurrency limits have leases"
         )
-    if not isinstance(id, str) or not id:
-        raise InvalidKey(f"lease id {id!r}: give the id that entered")
-    return checked, id
+    return checked, checked_id("lease", id)
 
 
 def _checked_timeout(timeout: float | None) -> float | None:

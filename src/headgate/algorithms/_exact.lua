@@ -1,5 +1,5 @@
 -- Shared by the scripts: whole numbers, exact below 2^53, which is all that Lua's doubles give. They become text by
--- format: tostring and .. would round them to 14 digits. Where a C long has 64 bits %d is exact, and twice as fast as %.0f.
+-- format: tostring and .. would round them to 14 digits. Where a C long has 64 bits, %d is exact and twice as fast.
 
 local call, pcall, format, match = redis.call, redis.pcall, string.format, string.match
 local WHOLE = format('%d', 4503599627370497) == '4503599627370497' and '%d' or '%.0f'

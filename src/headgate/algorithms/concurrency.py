@@ -23,7 +23,7 @@ _expiry_us = itemgetter(2)
 
 
 def peak(limit: LimitNumbers) -> int:
-    return limit.quota
+    return 2 * limit.quota + 1
 
 
 def decide(

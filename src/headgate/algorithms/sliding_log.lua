@@ -25,6 +25,18 @@ local function sliding_log_freeing(key, first, wanted)
   return tonumber(call('ZRANGE', key, low, low, 'WITHSCORES')[2])
 end
 
+-- Commands that write the live entries anew with totals from 1 on, before the totals leave exactness; and the new total.
+local function sliding_log_renumber(key, after)
+  local log = call('ZRANGEBYSCORE', key, '(' .. after, '+inf', 'WITHSCORES')
+  local commands, total = { { 'DEL', key } }, 0
+  for index = 1, #log, 2 do
+    local _, cost = sliding_log_entry(log[index])
+    total = total + cost
+    commands[#commands + 1] = { 'ZADD', key, log[index + 1], sliding_log_member(total, cost) }
+  end
+  return commands, total
+end
+
 local function sliding_log(key, now, cost, limit)
   local quota, period = limit.capacity, limit.period
   local newest = pcall('ZREVRANGE', key, 0, 1, 'WITHSCORES')
@@ -50,7 +62,9 @@ local function sliding_log(key, now, cost, limit)
     if cost > 0 then
       used, last = used + cost, te
       commands = {}
-      if newest[1] then
+      if total + cost >= 4503599627370496 then
+        commands, total = sliding_log_renumber(key, format(WHOLE, te - period))
+      elseif newest[1] then
         commands[1] = { 'ZREMRANGEBYSCORE', key, '-inf', format(WHOLE, te - period) }
       end
       if worthless then

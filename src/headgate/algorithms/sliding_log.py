@@ -26,7 +26,7 @@ _total = itemgetter(1)
 
 
 def peak(limit: LimitNumbers) -> int:
-    return limit.quota
+    return 2 * limit.quota + 1
 
 
 def decide(

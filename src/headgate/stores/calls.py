@@ -17,6 +17,7 @@ __all__ = [
     "Renew",
     "Reset",
     "checked",
+    "checked_id",
     "checked_keys",
     "refund_memory_us",
 ]
@@ -76,11 +77,15 @@ def checked(keys: tuple[Key | Limit, ...], cost: int, id: str | None) -> Check:
         return _new_check(Check, (keys, cost, id))
     made = checked_keys(keys)
     if any(key.limit.algorithm == "concurrency" for key in made):
-        if id is None:
-            id = uuid4().hex
-        elif not isinstance(id, str) or not 1 <= len(id) <= 128:
-            raise InvalidKey(f"lease id {id!r}: use a text of 1 to 128 characters")
+        id = uuid4().hex if id is None else checked_id("lease", id)
     return Check(made, cost, id)
+
+
+def checked_id(what: str, id: str) -> str:
+    """The id of a lease or a refund."""
+    if not isinstance(id, str) or not 1 <= len(id) <= 128 or not id.isprintable():
+        raise InvalidKey(f"{what} id {id!r}: use a text of 1 to 128 printable characters")
+    return id
 
 
 def checked_keys(keys: tuple[Key | Limit, ...]) -> tuple[Key, ...]:

@@ -23,8 +23,8 @@ local function parse_limit(first)
   }
 end
 
--- A state is the text of a string, or the commands that change a collection. Its expiry is set in the same run: when the
--- key is as new, and the margin.
+-- A state is the text of a string, or the commands that change a collection. Its expiry is set in the same run: when
+-- the key is as new, and the margin.
 local function write(key, state, reset, margin)
   local lifetime = format(WHOLE, ceil_div(reset, 1000) + margin)
   if type(state) == 'string' then

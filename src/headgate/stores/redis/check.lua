@@ -37,7 +37,8 @@ local function decide_all(first, cost, id, met, reply)
       reply[at - 3], reply[at - 2] = -1, 0
     elseif not allowed and reply[at - 2] == 0 then
       -- It would have passed here, but nothing is spent: what it says is what a peek says.
-      reply[at - 3], reply[at - 2], reply[at - 1], reply[at], states[index] = JUDGE[limit.algorithm](key, now, 0, limit, id)
+      local judge = JUDGE[limit.algorithm]
+      reply[at - 3], reply[at - 2], reply[at - 1], reply[at], states[index] = judge(key, now, 0, limit, id)
     end
     if readable and cost > 0 then
       settle(key, reply[at - 2], reply[at - 1], states[index])

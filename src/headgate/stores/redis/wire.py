@@ -140,7 +140,7 @@ class Wire:
             size_at = len(groups)
             groups += (1, bearable, lease or "", len(met), *[limits[id(key.limit)] for key in met])
         args = [self._margin, self._now(), len(limits), *limit_args, *groups]
-        if not (joined := "".join(keys)).isascii() or "{" in joined:
+        if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
             keys = [_safe(key) for key in keys]
         return Command(script("check", tuple(sorted(algorithms))), keys, args, checks)
 
@@ -216,9 +216,8 @@ def _is_alike(check: Check, other: Check) -> bool:
 
 
 def _safe(key: str) -> str:
-    """The stored key without a brace, which a cluster would take for a hash tag, and without what UTF-8 cannot say."""
-    if "{" in key:
-        key = key.replace("{", "%7B")
+    """The stored key without braces, which a cluster takes for hash tags, and without what UTF-8 cannot say."""
+    key = key.replace("{", "%7B").replace("}", "%7D")
     if not key.isascii():
         key = _SURROGATE.sub(lambda found: f"%u{ord(found[0]):X}", key)
     return key

@@ -1,0 +1,259 @@
+"""The shape of the source: what is exported, what may import what, and what each kind of file may say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import headgate
+from headgate import AsyncLimiter, Limiter
+from headgate.algorithms import ALGORITHMS
+from headgate.stores.redis.scripts import script
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "headgate"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+EXPORTS = [
+    "AsyncLimiter",
+    "Clock",
+    "Decision",
+    "HeadgateError",
+    "InvalidConfiguration",
+    "InvalidCost",
+    "InvalidInput",
+    "InvalidKey",
+    "InvalidLimit",
+    "Key",
+    "Limit",
+    "Limiter",
+    "Outcome",
+    "ScriptError",
+    "StoreError",
+    "StoreTimeout",
+    "StoreUnavailable",
+    "__version__",
+]
+
+LAYERS = (
+    {"demo"},
+    {"__init__"},
+    {"limiter"},
+    {"failure", "flow", "leases", "testing"},
+    {"stores"},
+    {"_grammar", "clock", "decisions", "keys", "limits"},
+    {"algorithms", "errors"},
+)
+"""From the top down. What stands beside each other may know each other, but nobody looks up."""
+
+MAY_AWAIT = {"limiter.py", "leases.py", "stores/redis/aio.py"}
+
+
+def module_name(file: Path) -> str:
+    """The module's dotted name below the package: "stores.redis.wire"; "__init__" for the package itself."""
+    return ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(file): file for file in sorted(SOURCE.rglob("*.py"))}
+LUA = sorted(SOURCE.rglob("*.lua"))
+
+every_module = pytest.mark.parametrize("name", MODULES)
+every_lua_file = pytest.mark.parametrize("file", LUA, ids=lambda file: file.name)
+
+
+def syntax(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text("utf-8"))
+
+
+def imports(name: str) -> Iterator[str]:
+    """The full names of all modules that a module imports, those for type checkers included."""
+    for node in ast.walk(syntax(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            # `from headgate import flow` imports a module, `from headgate.flow import check` a name out of one.
+            submodules = [alias.name for alias in node.names if f"{node.module}.{alias.name}" in ours()]
+            yield from [f"{node.module}.{module}" for module in submodules] or [node.module]
+
+
+def ours() -> set[str]:
+    return {"headgate" if name == "__init__" else f"headgate.{name}" for name in MODULES}
+
+
+def imports_of_ours(name: str) -> set[str]:
+    found = {imported.removeprefix("headgate.") for imported in imports(name) if imported in ours()}
+    return {"__init__" if imported == "headgate" else imported for imported in found}
+
+
+def layer(name: str) -> int:
+    room = name.partition(".")[0]
+    for height, rooms in enumerate(reversed(LAYERS)):
+        if room in rooms:
+            return height
+    raise AssertionError(f"{room!r} stands in no layer: give it a place in LAYERS")
+
+
+# ------------------------------------------------------------------ exports
+
+
+def test_the_package_exports_exactly_what_is_listed() -> None:
+    assert headgate.__all__ == EXPORTS
+    public = {name for name, value in vars(headgate).items() if not name.startswith("_") and not is_incidental(value)}
+    assert public == set(EXPORTS) - {"__version__"}
+
+
+def is_incidental(value: Any) -> bool:
+    return isinstance(value, ModuleType) or type(value).__name__ == "_Feature"
+
+
+@every_module
+def test_all_is_sorted_and_true(name: str) -> None:
+    module = importlib.import_module("headgate" if name == "__init__" else f"headgate.{name}")
+    exported = getattr(module, "__all__", None)
+    if exported is None:
+        assert name.startswith("algorithms."), "only the modules of the algorithms, which share one shape, do without"
+        return
+    assert exported == sorted(exported, key=constants_then_classes_then_functions)
+    assert all(hasattr(module, each) for each in exported)
+
+
+def constants_then_classes_then_functions(name: str) -> tuple[int, str]:
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+# ---------------------------------------------------------------- direction
+
+
+@every_module
+def test_imports_point_down(name: str) -> None:
+    for imported in imports_of_ours(name):
+        assert layer(imported) <= layer(name), f"{name} imports {imported}, which stands above it"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("algorithms")])
+def test_algorithms_are_pure(name: str) -> None:
+    assert {imported.partition(".")[0] for imported in imports_of_ours(name)} <= {"algorithms"}
+    assert not set(imports(name)) & {"asyncio", "datetime", "logging", "random", "redis", "threading", "time"}
+
+
+def test_the_flow_knows_no_store() -> None:
+    assert {imported for imported in imports_of_ours("flow") if imported.startswith("stores")} == {"stores.calls"}
+
+
+def test_nobody_imports_the_demonstration() -> None:
+    assert not [name for name in MODULES if "demo" in imports_of_ours(name)]
+
+
+def test_only_the_redis_store_needs_more_than_python() -> None:
+    needy = {name for name in MODULES if {"redis", "hiredis"} & {each.partition(".")[0] for each in imports(name)}}
+    assert all(name.startswith("stores.redis") for name in needy)
+    assert PROJECT["project"]["dependencies"] == []
+
+
+@every_module
+def test_only_the_drivers_await(name: str) -> None:
+    waiting = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
+    awaits = any(isinstance(node, waiting) for node in ast.walk(syntax(name)))
+    assert not awaits or str(MODULES[name].relative_to(SOURCE)) in MAY_AWAIT
+
+
+@every_module
+def test_no_module_is_longer_than_400_lines(name: str) -> None:
+    assert len(MODULES[name].read_text("utf-8").splitlines()) <= 400
+
+
+# ------------------------------------------------------------- Python and Lua
+
+
+def test_every_algorithm_has_a_python_and_a_lua_file_of_its_name() -> None:
+    for kind in ("py", "lua"):
+        found = {file.stem for file in (SOURCE / "algorithms").glob(f"*.{kind}") if not file.stem.startswith("_")}
+        assert found == set(ALGORITHMS)
+    for name, module in ALGORITHMS.items():
+        assert isinstance(module, ModuleType)
+        assert module.__name__ == f"headgate.algorithms.{name}"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_lua_names_the_python_that_it_mirrors(name: str) -> None:
+    header = (SOURCE / "algorithms" / f"{name}.lua").read_text("utf-8")
+    assert header.startswith(f"-- Mirrors {name}.py")
+
+
+@every_lua_file
+def test_lua_makes_text_of_numbers_only_by_format(file: Path) -> None:
+    code = re.sub(r"--.*", "", file.read_text("utf-8"))
+    assert "tostring" not in code
+    # Literals and constants are text, and so is what format makes; the names in lower case are texts out of ARGV.
+    marked = re.sub(r"'[^'\n]*'|format\([^)\n]*\)|\b(?:[A-Z]+|tokens|ticks|capacity)\b", "TEXT", code)
+    assert not re.findall(r".*(?:(?<!TEXT )\.\.|\.\.(?! TEXT)).*", marked)
+
+
+def test_a_script_holds_only_the_algorithms_that_it_is_asked_for() -> None:
+    text = script("check", ("fixed_window", "gcra")).text.decode()
+    held = {name for name in ALGORITHMS if f"Mirrors {name}.py" in text}
+    assert held == {"fixed_window", "gcra"}
+
+
+# ------------------------------------------------------------- the two limiters
+
+
+def public_members(kind: type) -> dict[str, Any]:
+    return {name: member for name, member in inspect.getmembers(kind) if not name.startswith("_")}
+
+
+def test_both_limiters_have_the_same_methods() -> None:
+    assert public_members(Limiter).keys() == public_members(AsyncLimiter).keys()
+
+
+@pytest.mark.parametrize("name", public_members(Limiter))
+def test_a_method_is_the_same_in_both_limiters(name: str) -> None:
+    one, other = public_members(Limiter)[name], public_members(AsyncLimiter)[name]
+    assert inspect.getdoc(one)
+    assert inspect.getdoc(one) == inspect.getdoc(other)
+    if callable(one):
+        assert inspect.signature(one).parameters == inspect.signature(other).parameters
+
+
+def test_both_limiters_are_made_alike() -> None:
+    assert inspect.signature(Limiter) == inspect.signature(AsyncLimiter)
+
+
+# -------------------------------------------------------------- what is shipped
+
+
+def test_the_licence_is_apache_2() -> None:
+    licence = (ROOT / "LICENSE").read_text("utf-8")
+    assert re.search(r"Apache License\s+Version 2\.0, January 2004", licence)
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    assert PROJECT["project"]["license-files"] == ["LICENSE"]
+
+
+def test_the_version_is_said_once_and_the_same() -> None:
+    assert PROJECT["project"]["version"] == headgate.__version__
+
+
+def test_the_wheel_takes_the_whole_package() -> None:
+    """Types and Lua included: the build takes all of the directory, and nothing in .gitignore takes any of it away."""
+    assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/headgate"]}
+    ignored = (ROOT / ".gitignore").read_text("utf-8").split()
+    shipped = [file.relative_to(ROOT) for file in (*LUA, SOURCE / "py.typed", *MODULES.values())]
+    assert not [(file, pattern) for file in shipped for pattern in ignored if file.match(pattern.strip("/"))]
+
+
+def test_the_installed_package_holds_types_and_lua() -> None:
+    assert (files("headgate") / "py.typed").is_file()
+    for file in LUA:
+        assert files("headgate").joinpath(*file.relative_to(SOURCE).parts).is_file()
