@@ -324,9 +324,7 @@ class Model:
         states = [self.state(subject, now) for subject in subjects]
         admitted = [state.admits(now, cost, id) for state in states]
         outcomes = tuple(
-            self._consume(state, now, cost, id)
-            if all(admitted)
-            else self._refuse(state, now, cost, id, admits)
+            self._consume(state, now, cost, id) if all(admitted) else self._refuse(state, now, cost, id, admits)
             for state, admits in zip(states, admitted, strict=True)
         )
         if cost > 0:
@@ -375,6 +373,10 @@ class Model:
             state.adopt(now, subject.plan)
         return state
 
+    def counted_at(self, subject: Subject) -> int | None:
+        """The instant at which the key's last charge counts, for the algorithms that date their charges."""
+        return getattr(self.states[_key(subject)], "last", None)
+
     def _lease(self, subject: Subject, now: int, id: str, change: Callable[[Concurrency], None]) -> bool:
         state = self.state(subject, now)
         assert isinstance(state, Concurrency)
@@ -402,9 +404,7 @@ class Model:
         unsatisfiable = cost > state.plan.capacity and not admits
         retry_after = None if unsatisfiable else state.retry_after(now, cost, id)
         delay = state.delay(now) if admits else 0
-        return Outcome(
-            admits, state.remaining(now), retry_after, state.reset_after(now), delay, unsatisfiable
-        )
+        return Outcome(admits, state.remaining(now), retry_after, state.reset_after(now), delay, unsatisfiable)
 
 
 def _key(subject: Subject) -> tuple[str, str, str]:
@@ -422,9 +422,7 @@ def _combine(subjects: Sequence[Subject], outcomes: tuple[Outcome, ...]) -> Deci
         delay_us=max(outcome.delay_us for outcome in outcomes) if allowed else 0,
         unsatisfiable=unsatisfiable,
         denied_by=tuple(
-            subject.plan.name
-            for subject, outcome in zip(subjects, outcomes, strict=True)
-            if not outcome.allowed
+            subject.plan.name for subject, outcome in zip(subjects, outcomes, strict=True) if not outcome.allowed
         ),
         outcomes=outcomes,
     )

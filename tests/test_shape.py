@@ -174,6 +174,11 @@ def test_no_module_is_longer_than_400_lines(name: str) -> None:
     assert len(MODULES[name].read_text("utf-8").splitlines()) <= 400
 
 
+def test_no_test_sleeps_or_is_skipped() -> None:
+    forbidden = re.compile(r"time\.sle[e]p|pytest\.sk[i]p|mark\.sk[i]p|importorsk[i]p|mark\.xf[a]il")
+    assert not [file.name for file in ROOT.glob("tests/test_*.py") if forbidden.search(file.read_text("utf-8"))]
+
+
 # ------------------------------------------------------------- Python and Lua
 
 
@@ -196,8 +201,9 @@ def test_the_lua_names_the_python_that_it_mirrors(name: str) -> None:
 def test_lua_makes_text_of_numbers_only_by_format(file: Path) -> None:
     code = re.sub(r"--.*", "", file.read_text("utf-8"))
     assert "tostring" not in code
-    # Literals and constants are text, and so is what format makes; the names in lower case are texts out of ARGV.
-    marked = re.sub(r"'[^'\n]*'|format\([^)\n]*\)|\b(?:[A-Z]+|tokens|ticks|capacity)\b", "TEXT", code)
+    # Literals and constants are text, and so is what format makes; the names in lower case hold texts, out of ARGV or
+    # made by format before.
+    marked = re.sub(r"'[^'\n]*'|format\([^)\n]*\)|\b(?:[A-Z]+|tokens|ticks|capacity|after)\b", "TEXT", code)
     assert not re.findall(r".*(?:(?<!TEXT )\.\.|\.\.(?! TEXT)).*", marked)
 
 

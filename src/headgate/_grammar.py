@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from headgate.errors import InvalidLimit
 
-__all__ = ["Phrase", "parse", "suggest"]
+__all__ = ["Phrase", "parse", "spell", "suggest"]
 
 _UNITS: Final[dict[str, timedelta]] = {
     word: length
@@ -50,6 +50,19 @@ def parse(text: str) -> Phrase:
         raise InvalidLimit(f"cannot read the limit {text!r}: {_FORM}")
     burst, algorithm = _options(text, rate["options"])
     return Phrase(_number(text, rate["quota"]), _period(text, rate["count"], rate["unit"]), burst, algorithm)
+
+
+def spell(period: timedelta) -> str:
+    """A period in the largest unit that it is a whole number of.
+
+    >>> spell(timedelta(minutes=1)), spell(timedelta(seconds=90)), spell(timedelta(days=30))
+    ('minute', '90 seconds', '30 days')
+    """
+    unit = next(unit for unit in ("day", "hour", "minute", "second", "millisecond", "us") if not period % _UNITS[unit])
+    count = period // _UNITS[unit]
+    if count == 1:
+        return unit
+    return f"{count} {unit}" if unit == "us" else f"{count} {unit}s"
 
 
 def suggest(word: str, known: list[str]) -> str:

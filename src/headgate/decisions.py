@@ -136,9 +136,9 @@ class Decision(NamedTuple):
         >>> from headgate.testing import FakeClock
         >>> limiter, login = Limiter(clock=FakeClock()), Limit(1, timedelta(minutes=1), name="login")
         >>> limiter.check(login.by("ada")).reason
-        'allowed: 0 left of login (1 per 0:01:00, token_bucket)'
+        'allowed: 0 left of login (1 per minute, token_bucket)'
         >>> limiter.check(login.by("ada")).reason
-        'denied by login (1 per 0:01:00, token_bucket): 0 left, passes in 60 s'
+        'denied by login (1 per minute, token_bucket): 0 left, passes in 60 s'
         """
         answer = "; ".join(map(_denial, (outcome for outcome in self.outcomes if not outcome.allowed)))
         if self.allowed:

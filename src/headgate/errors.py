@@ -9,8 +9,7 @@
     └── StoreError                            the shared store could not answer
         ├── StoreUnavailable                  it could not be reached, or it refused
         ├── StoreTimeout                      it did not answer within the budget; what was asked may have happened
-        └── ScriptError                       it answered with an error of the script: a bug, or a foreign value in
-        a key
+        └── ScriptError                       it answered with an error of the script: a bug, or a foreign value
 
 A denied request is not an exception: it is a `Decision` whose `allowed` is false.
 """

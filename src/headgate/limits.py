@@ -109,8 +109,12 @@ class Limit:
         return _new_key(Key, (self, parts, identify(parts)))
 
     def __str__(self) -> str:
+        """The limit in words; but for concurrency, they are those that `parse` reads."""
+        length = _grammar.spell(self.period)
+        if self.algorithm == "concurrency":
+            return f"{self.quota} at once, leases of {length if length[0].isdigit() else f'1 {length}'}"
         burst = f", burst {self.burst}" if self.burst != self.quota else ""
-        return f"{self.quota} per {self.period}{burst}, {self.algorithm}"
+        return f"{self.quota} per {length}{burst}, {self.algorithm}"
 
     def _check_exactness(self, peak: int) -> None:
         if peak >= EXACT:

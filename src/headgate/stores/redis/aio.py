@@ -16,7 +16,7 @@ import redis
 from hiredis import Reader
 
 from headgate.errors import StoreError, StoreTimeout
-from headgate.stores.redis.conversation import Lost, Unsent, converse
+from headgate.stores.redis.conversation import Lost, Stuck, Unsent, converse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -50,6 +50,7 @@ class AsyncRedisStore:
         self._alone = True
         """Whether the last batch was of one call: then nobody is likely to join the next one, either."""
         self._lines: dict[Node | None, _Line] = {}
+        self._stuck = Stuck()
         self._calls = self._round_trips = 0
 
     @property
@@ -110,9 +111,6 @@ class AsyncRedisStore:
     def _exchange(self, commands: list[Command], go_on: Callable[[], None]) -> None:
         """One round trip to every server concerned, all at the same time; then `go_on`."""
         self._round_trips += 1
-        if len(commands) == 1:
-            self._line(commands[0].node).ask(commands, go_on)
-            return
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
             by_node.setdefault(command.node, []).append(command)
@@ -125,14 +123,21 @@ class AsyncRedisStore:
                 go_on()
 
         for node, its in by_node.items():
-            self._line(node).ask(its, answered)
+            try:
+                self._line(node).ask(its, answered)
+            except Unsent as error:
+                for command in its:
+                    command.reply = error
+                # Not before this function is left: the conversation must not go on inside itself.
+                asyncio.get_running_loop().call_soon(answered)
 
     def _line(self, node: Node | None) -> _Line:
         line = self._lines.get(node)
         if line is None or line.closed:
+            self._stuck.check(node)
             timeout = max(self._budget, SHORTEST_CONNECT)
             connection = self._place.connection(node, timeout=timeout, asynchronous=True)
-            line = self._lines[node] = _Line(connection, self._budget)
+            line = self._lines[node] = _Line(connection, self._budget, lambda error: self._stuck.note(node, error))
         return line
 
 
@@ -174,8 +179,9 @@ class _Errand:
 class _Line(asyncio.Protocol):
     """A connection to one server: redis-py opens it, then bytes go and come without it."""
 
-    def __init__(self, connection: Any, budget: float) -> None:
+    def __init__(self, connection: Any, budget: float, cannot_open: Callable[[Unsent], None]) -> None:
         self.closed = False
+        self._cannot_open = cannot_open
         self._connection = connection
         self._budget = budget
         self._loop = asyncio.get_running_loop()
@@ -217,7 +223,10 @@ class _Line(asyncio.Protocol):
         try:
             await connection.connect()
         except (TimeoutError, redis.RedisError, OSError) as error:
-            self._fail(Unsent(f"cannot reach Redis: {error}"))
+            unsent = Unsent(f"cannot reach Redis: {error}")
+            unsent.__cause__ = error
+            self._cannot_open(unsent)
+            self._fail(unsent)
             return
         # redis-py has no public way to its streams; they stay referenced, as they would close the transport when
         # collected.

@@ -6,11 +6,6 @@
 -- key that holds a foreign value answers -1 as its remaining, and its request changes nothing.
 
 local margin, now = tonumber(ARGV[1]), current(ARGV[2])
-local limits, position = {}, 4
-for index = 1, tonumber(ARGV[3]) do
-  limits[index] = parse_limit(position)
-  position = position + 5
-end
 
 -- Writes what a verdict changes. A denial changes nothing, but a key without an expiry (persisted by hand) gets one.
 local function settle(key, retry, reset, state)
@@ -19,6 +14,25 @@ local function settle(key, retry, reset, state)
   elseif retry ~= 0 and call('PTTL', key) == -1 then
     call('PEXPIRE', key, format(WHOLE, ceil_div(reset, 1000) + margin))
   end
+end
+
+-- One request over one limit, by itself on its way: the shortest path, as it has to pay for all of the run.
+if #KEYS == 1 then
+  local limit, cost = parse_limit(4), tonumber(ARGV[10])
+  local remaining, retry, reset, delay, state = JUDGE[limit.algorithm](KEYS[1], now, cost, limit, ARGV[11])
+  if not remaining then
+    return { now, -1, 0, 0, 0 }
+  end
+  if cost > 0 then
+    settle(KEYS[1], retry, reset, state)
+  end
+  return { now, remaining, retry, reset, delay }
+end
+
+local limits, position = {}, 4
+for index = 1, tonumber(ARGV[3]) do
+  limits[index] = parse_limit(position)
+  position = position + 5
 end
 
 -- Several limits: all are judged on the state before the request; then either all are charged or none is.

@@ -7,8 +7,10 @@ here, once.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Final
 
+import redis
 from hiredis import ReplyError
 
 from headgate.decisions import Decision
@@ -24,23 +26,17 @@ if TYPE_CHECKING:
     from headgate.stores.redis.topology import Topology
     from headgate.stores.redis.wire import Wire
 
-__all__ = ["Lost", "Unsent", "converse"]
+__all__ = ["Lost", "Stuck", "Unsent", "converse"]
 
 MOST_ROUNDS: Final = 6
 """How often a command may be sent, with the redirections of a cluster that is being resharded."""
 
+STUCK: Final = 1.0
+"""Seconds."""
+
 _REFUSALS: Final = (
-    "BUSY",
-    "CLUSTERDOWN",
-    "LOADING",
-    "MASTERDOWN",
-    "MISCONF",
-    "NOAUTH",
-    "NOPERM",
-    "NOREPLICAS",
-    "OOM",
-    "READONLY",
-    "WRONGPASS",
+    *("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOPERM", "NOREPLICAS", "OOM", "READONLY"),
+    *("WRONGPASS", "ERR The user executing the script"),  # so Redis 7.0 says NOPERM inside a script
 )
 """Errors by which a server says that it does not serve now: nothing is wrong with what was asked."""
 
@@ -51,6 +47,24 @@ class Unsent(StoreUnavailable):
 
 class Lost(StoreUnavailable):
     """The connection broke while the answer was on its way; what was asked may have happened."""
+
+
+class Stuck:
+    """Servers that took too long to open a connection: for a second, nobody waits for them again."""
+
+    def __init__(self) -> None:
+        self._until: dict[Node | None, tuple[float, Unsent]] = {}
+
+    def check(self, node: Node | None) -> None:
+        if node in self._until:
+            until, error = self._until[node]
+            if time.monotonic() < until:
+                raise error
+            del self._until[node]
+
+    def note(self, node: Node | None, error: Unsent) -> None:
+        if isinstance(error.__cause__, redis.TimeoutError | TimeoutError):
+            self._until[node] = time.monotonic() + STUCK, error
 
 
 def converse(calls: Sequence[Call], wire: Wire, topology: Topology) -> Generator[list[Command], None, list[Any]]:
@@ -213,6 +227,8 @@ def _told(command: Command) -> list[Any]:
     """The answers to a command's calls, in their order."""
     reply = command.reply
     if isinstance(reply, ReplyError):
-        kind = str(reply).partition(" ")[0]
-        reply = (StoreUnavailable if kind in _REFUSALS else ScriptError)(f"the store answered: {reply}")
+        refused = str(reply).startswith(_REFUSALS)
+        reply = (StoreUnavailable if refused else ScriptError)(f"the store answered: {reply}")
+    elif isinstance(reply, Unsent | Lost):  # the difference matters only in here
+        reply = StoreUnavailable(str(reply))
     return [reply] * len(command.calls) if isinstance(reply, StoreError) else decode(command)

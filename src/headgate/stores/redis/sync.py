@@ -8,7 +8,11 @@ nothing is added; with many, Redis sees few and full round trips, and the interp
 from __future__ import annotations
 
 import os
-import select
+import selectors
+import socket
+import ssl
+import struct
+import sys
 import threading
 import time
 import weakref
@@ -19,7 +23,7 @@ import redis
 from hiredis import Reader
 
 from headgate.errors import StoreError, StoreTimeout
-from headgate.stores.redis.conversation import Lost, Unsent, converse
+from headgate.stores.redis.conversation import Lost, Stuck, Unsent, converse
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -33,6 +37,8 @@ __all__ = ["RedisStore"]
 LARGEST_BATCH: Final = 256
 SHORTEST_CONNECT: Final = 0.25
 """Seconds that opening a connection may take, whatever the budget for a call is."""
+IDLE: Final = 0.05
+"""Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
 
 _stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()
 
@@ -48,6 +54,7 @@ class RedisStore:
         self._waiting: deque[_Turn] = deque()
         self._led = False
         self._lines: dict[Node | None, _Line] = {}
+        self._stuck = Stuck()
         self._calls = self._round_trips = 0
         _stores.add(self)
 
@@ -141,10 +148,14 @@ class RedisStore:
             return line
         if line is not None:
             line.close()
+        self._stuck.check(node)
         timeout = max(self._budget, SHORTEST_CONNECT)
-        line = self._lines[node] = _Line(
-            self._place.connection(node, timeout=timeout, asynchronous=False), self._budget
-        )
+        try:
+            line = _Line(self._place.connection(node, timeout=timeout, asynchronous=False), self._budget)
+        except Unsent as error:
+            self._stuck.note(node, error)
+            raise
+        self._lines[node] = line
         return line
 
     def _fail(self, node: Node | None, commands: list[Command], error: StoreError) -> None:
@@ -193,18 +204,19 @@ class _Line:
         self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
         self._budget = budget
         self._reader = Reader()
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-        self._socket.settimeout(budget)
+        self._used = time.monotonic()
+        self._watch = selectors.DefaultSelector()
+        self._watch.register(self._socket, selectors.EVENT_READ)
+        _set_timeout(self._socket, budget)
 
     def is_usable(self) -> bool:
         """Whether nothing has come in unasked: a server that went away has sent its end of file."""
-        return not self._poll.poll(0)
+        return time.monotonic() - self._used < IDLE or not self._watch.select(0)
 
     def send(self, packed: bytes) -> None:
         try:
             self._socket.sendall(packed)
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError) as error:
             raise StoreTimeout(f"Redis took nothing within the budget of {self._budget * 1000:g} ms") from error
         except OSError as error:
             raise Lost(f"the connection to Redis broke: {error}") from error
@@ -213,20 +225,40 @@ class _Line:
         """The next reply; one that has arrived already counts, however late this thread comes to see it."""
         while (reply := self._reader.gets()) is False:
             try:
-                left = deadline - time.monotonic()
-                self._socket.settimeout(left if left > 0 else 0.000_001)
                 data = self._socket.recv(65536)
-            except TimeoutError as error:
+            except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as error:
                 raise StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms") from error
             except OSError as error:
                 raise Lost(f"the connection to Redis broke: {error}") from error
             if not data:
                 raise Lost("Redis closed the connection while the answer was on its way")
             self._reader.feed(data)
+            self._used = time.monotonic()
+            if self._used > deadline:  # each piece came in time, but all of them together must
+                reply = self._reader.gets()
+                if reply is False:
+                    raise StoreTimeout(f"Redis did not finish within the budget of {self._budget * 1000:g} ms")
+                break
         return reply
 
     def close(self) -> None:
+        self._watch.close()
         self._connection.disconnect()
+
+
+def _set_timeout(connected: socket.socket, budget: float) -> None:
+    """Let the kernel count the budget: Python's own timeouts cost two more system calls for each round trip.
+
+    But the kernel counts in ticks of up to 10 ms, which is too coarse for a short one.
+    """
+    if budget < 0.1 or sys.platform == "win32":
+        connected.settimeout(budget)
+        return
+    seconds, rest = divmod(round(budget * 1_000_000), 1_000_000)
+    timeval = struct.pack("@ll", seconds, rest)
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 def _forget_connections_of_the_parent() -> None:
