@@ -156,7 +156,7 @@ def test_a_check_answers_all_that_one_may_want_to_know(gate: Gate, unique: str, 
 
 def test_a_decision_says_why(gate: Gate, unique: str) -> None:
     limit = Limit(1, timedelta(minutes=1), name=unique)
-    words = f"{unique} (1 per 0:01:00, token_bucket)"
+    words = f"{unique} ({limit})"
     assert gate.check(limit.by("ada")).reason == f"allowed: 0 left of {words}"
     assert gate.check(limit.by("ada")).reason == f"denied by {words}: 0 left, passes in 60 s"
     assert gate.check(limit.by("bob"), cost=2).reason == (
@@ -338,8 +338,8 @@ def test_a_lease_has_a_cost(gate: Gate, unique: str) -> None:
     assert gate.enter(room, id="b", cost=5).allowed
 
 
-@pytest.mark.parametrize("id", ["a b", "a%b", "{a}", "\0\n", "ü", "x" * 128, "1 2 3"])
-def test_any_text_can_be_the_id_of_a_lease(gate: Gate, unique: str, id: str) -> None:
+@pytest.mark.parametrize("id", ["a b", "a%b", "{a}", "ü", "x" * 128, "1 2 3"])
+def test_any_printable_text_can_be_the_id_of_a_lease(gate: Gate, unique: str, id: str) -> None:
     room = limit_of("concurrency", 2, unique).by("ada")
     assert [gate.enter(room, id=id).remaining for _ in range(2)] == [1, 1]
     assert not gate.leave(room, id=id + "x")

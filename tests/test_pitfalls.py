@@ -80,9 +80,7 @@ def desk(store_url: str) -> Iterator[Desk]:
         yield Desk(limiter, clock, f"pitfall-{next(serial)}")
 
 
-def limit_of(
-    algorithm: str, quota: int, period: timedelta, burst: int | None = None, name: str = "x"
-) -> Limit:
+def limit_of(algorithm: str, quota: int, period: timedelta, burst: int | None = None, name: str = "x") -> Limit:
     return Limit(quota, period, burst=burst, algorithm=algorithm, name=name)
 
 
@@ -365,9 +363,7 @@ def test_a_peek_reads_all_that_the_check_said_and_writes_nothing(desk: Desk, alg
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_layered_limits_take_all_or_nothing(desk: Desk, algorithm: str) -> None:
     """Pitfall 12: the limits that would have allowed keep what they have."""
-    layers = [
-        limit_of(algorithm, quota, HOUR, name=name) for name, quota in (("ip", 10), ("user", 5), ("key", 3))
-    ]
+    layers = [limit_of(algorithm, quota, HOUR, name=name) for name, quota in (("ip", 10), ("user", 5), ("key", 3))]
     keys = [desk.key(limit) for limit in layers]
     assert desk.limiter.check(*keys, cost=3).allowed
     denied = desk.limiter.check(*keys, cost=1)
@@ -492,11 +488,33 @@ def test_a_refund_belongs_to_the_window_that_was_charged(desk: Desk, algorithm: 
     key = desk.key(limit)
     first = desk.at(0).check(key, cost=2)
     assert not desk.at(1_000).refund(key, 2)
+    assert not desk.limiter.refund(key, 2, of=first)
     second = desk.at(2_500).check(key, cost=2)
     assert not desk.limiter.refund(key, 2, of=first)
     assert desk.remaining(limit) == 2
     assert desk.limiter.refund(key, 2, of=second)
     assert desk.remaining(limit) == 4
+
+
+@pytest.mark.parametrize("algorithm", [*WINDOWS, *REFILLED])
+def test_a_refund_to_a_key_that_is_as_new_gives_nothing_back(desk: Desk, algorithm: str) -> None:
+    """Pitfall 32: and it says so, whether the key is new, was paid back already, or has recovered by itself."""
+    limit = limit_of(algorithm, 4, SECOND)
+    key = desk.key(limit)
+    assert not desk.at(0).refund(key, 1)
+    desk.limiter.check(key, cost=4)
+    assert [desk.limiter.refund(key, 2) for _ in range(3)] == [True, True, False]
+    recovered_us = desk.limiter.check(key, cost=3).reset_after_us
+    assert not desk.at(recovered_us / 1000).refund(key, 1)
+
+
+@pytest.mark.parametrize("algorithm", WINDOWS)
+def test_a_refund_gives_back_what_a_larger_plan_was_charged(desk: Desk, algorithm: str) -> None:
+    """Pitfalls 30 and 32: 100 charged before the plan shrank to 20 are 100 to give back."""
+    desk.answer(limit_of(algorithm, 100, HOUR), 0, 100)
+    smaller = limit_of(algorithm, 20, HOUR)
+    assert desk.limiter.refund(desk.key(smaller), 100)
+    assert desk.remaining(smaller) == 20
 
 
 def test_a_refund_takes_back_the_newest_entries_of_a_log(desk: Desk) -> None:
@@ -521,6 +539,14 @@ def test_a_late_release_frees_nobody_elses_place(desk: Desk) -> None:
     assert not desk.limiter.leave(place, id="a")
     assert not desk.limiter.renew(place, id="a")
     assert not desk.limiter.enter(place, id="c").allowed
+
+
+def test_whoever_lost_a_place_can_take_one_again(desk: Desk) -> None:
+    """Pitfall 44: the same id after its lease expired is a new lease, at its new cost."""
+    place = desk.key(limit_of("concurrency", 3, SECOND))
+    desk.at(0).enter(place, id="a", cost=2)
+    assert desk.at(1_000).enter(place, id="a", cost=3).remaining == 0
+    assert desk.at(1_999).peek(place).remaining == 0
 
 
 def test_a_place_is_released_once(desk: Desk) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
+    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -138,7 +139,6 @@ class LimiterBesideModel(RuleBasedStateMachine):
         self.fresh_ids = (f"nobody-{number}" for number in itertools.count())
         self.now = self.decided_at = start
         self.clock.set_us(start)
-        self.look(step="stay", mask=7)
 
     @rule(step=steps, cost=costs, mask=masks, id=st.none() | lease_ids)
     def check(self, step: str | int, cost: str, mask: int, id: str | None) -> None:
@@ -152,11 +152,9 @@ class LimiterBesideModel(RuleBasedStateMachine):
         if decision.allowed and units > 0:
             self.charges.update((subject.plan.name, self.dated(subject, decision)) for subject in subjects)
 
-    @rule(step=steps, mask=masks)
-    def look(self, step: str | int, mask: int) -> None:
-        self.move(step)
-        subjects = self.subjects(mask)
-        self.compare(self.limiter.peek(*map(key, subjects)), self.model.peek(subjects, self.now))
+    @rule()
+    def use_up(self) -> None:
+        self.check(step="stay", cost="all that remains", mask=7, id=None)
 
     @precondition(lambda self: set(self.algorithms) - {"concurrency"})
     @rule(step=steps, mask=masks, amount=amounts, id=st.none() | st.sampled_from("xyz"), of_last=st.booleans())
@@ -199,6 +197,11 @@ class LimiterBesideModel(RuleBasedStateMachine):
         for subject in self.leased():
             assert self.limiter.leave(key(subject), id=id) == self.model.leave(subject, self.now, id)
 
+    @invariant()
+    def all_limits_stand_where_the_model_does(self) -> None:
+        subjects = self.subjects(7)
+        self.compare(self.limiter.peek(*map(key, subjects)), self.model.peek(subjects, self.now))
+
     def move(self, step: str | int) -> None:
         target = self.now + step if isinstance(step, int) else STEPS[step](self)
         self.now = min(max(0, target), LATEST)
@@ -237,7 +240,7 @@ def run(url: str, algorithms: Sequence[str], examples: int) -> None:
 
 @pytest.mark.parametrize("algorithms", MACHINES.values(), ids=MACHINES)
 def test_every_decision_in_memory_is_the_models(algorithms: Sequence[str]) -> None:
-    run("memory://", algorithms, examples=EXAMPLES)
+    run("memory://", algorithms, examples=2 * EXAMPLES)
 
 
 @pytest.mark.parametrize("algorithms", MACHINES.values(), ids=MACHINES)
@@ -253,7 +256,6 @@ def test_retry_and_reset_are_exact_to_the_microsecond(store_url: str, algorithm:
     clock = FakeClock()
     with Limiter(store_url, clock=clock) as limiter:
 
-        @settings(max_examples=EXAMPLES // 4)
         @given(exact_plans(algorithm), traffic)
         def probe(plan: Plan, events: list[tuple[int, int]]) -> None:
             subject = key(Subject(plan, str(next(serial))))

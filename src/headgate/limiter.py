@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate import flow
 from headgate.clock import SystemClock
-from headgate.errors import InvalidConfiguration, InvalidCost, InvalidKey, StoreError
+from headgate.errors import InvalidConfiguration, StoreError
 from headgate.failure import FailurePolicy
 from headgate.keys import Key, escape
 from headgate.leases import Renewals, leaving, renew_forever
 from headgate.stores import open_store
-from headgate.stores.calls import Leave, Refund, Renew, Reset, checked, checked_id, checked_keys
+from headgate.stores.calls import Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Limiter(_Gate):
     def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
         """Give back what was not used; whether anything was. With an `id`, at most once. `of` is the decision that
         charged it."""
-        done: bool = self._drive(flow.ask(_checked_refund(key, amount, id, of), self._failure))
+        done: bool = self._drive(flow.ask(checked_refund(key, amount, id, of), self._failure))
         return done
 
     def reset(self, *keys: Key | Limit) -> None:
@@ -143,12 +143,12 @@ class Limiter(_Gate):
 
     def renew(self, key: Key | Limit, *, id: str) -> bool:
         """Prolong a lease by the limit's period from now; False if it was not held any more."""
-        done: bool = self._drive(flow.ask(Renew(*_checked_lease(key, id)), self._failure))
+        done: bool = self._drive(flow.ask(Renew(*checked_lease(key, id)), self._failure))
         return done
 
     def leave(self, key: Key | Limit, *, id: str) -> bool:
         """Give a lease up; False if it was not held any more, and then nothing changes."""
-        done: bool = self._drive(flow.ask(Leave(*_checked_lease(key, id)), self._failure))
+        done: bool = self._drive(flow.ask(Leave(*checked_lease(key, id)), self._failure))
         return done
 
     @contextmanager
@@ -254,7 +254,7 @@ class AsyncLimiter(_Gate):
     async def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
         """Give back what was not used; whether anything was. With an `id`, at most once. `of` is the decision that
         charged it."""
-        done: bool = await self._drive(flow.ask(_checked_refund(key, amount, id, of), self._failure))
+        done: bool = await self._drive(flow.ask(checked_refund(key, amount, id, of), self._failure))
         return done
 
     async def reset(self, *keys: Key | Limit) -> None:
@@ -267,12 +267,12 @@ class AsyncLimiter(_Gate):
 
     async def renew(self, key: Key | Limit, *, id: str) -> bool:
         """Prolong a lease by the limit's period from now; False if it was not held any more."""
-        done: bool = await self._drive(flow.ask(Renew(*_checked_lease(key, id)), self._failure))
+        done: bool = await self._drive(flow.ask(Renew(*checked_lease(key, id)), self._failure))
         return done
 
     async def leave(self, key: Key | Limit, *, id: str) -> bool:
         """Give a lease up; False if it was not held any more, and then nothing changes."""
-        done: bool = await self._drive(flow.ask(Leave(*_checked_lease(key, id)), self._failure))
+        done: bool = await self._drive(flow.ask(Leave(*checked_lease(key, id)), self._failure))
         return done
 
     @asynccontextmanager
@@ -341,26 +341,6 @@ class AsyncLimiter(_Gate):
 
 async def _at_once(answer: Any) -> Any:
     return answer
-
-
-def _checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision | None) -> Refund:
-    (checked,) = checked_keys((key,))
-    if type(amount) is not int or amount < 0:
-        raise InvalidCost(f"amount {amount!r} is not a whole number >= 0")
-    if id is not None:
-        checked_id("refund", id)
-    if checked.limit.algorithm == "concurrency":
-        raise InvalidKey(f"limit {checked.limit.name!r} counts leases: give one back with leave(key, id=...)")
-    return Refund(checked, min(amount, checked.limit.capacity), id, of.at_us if of is not None else None)
-
-
-def _checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
-    (checked,) = checked_keys((key,))
-    if checked.limit.algorithm != "concurrency":
-        raise InvalidKey(
-            f"limit {checked.limit.name!r} is a {checked.limit.algorithm}: only concurrency limits have leases"
-        )
-    return checked, checked_id("lease", id)
 
 
 def _checked_timeout(timeout: float | None) -> float | None:

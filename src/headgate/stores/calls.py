@@ -1,13 +1,16 @@
-"""What a store can be asked to do, as values: the flow makes them, a store carries them out."""
+"""What a store can be asked to do, as values, made from what callers pass: all that cannot be is refused here."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from uuid import uuid4
 
 from headgate.errors import InvalidCost, InvalidKey
 from headgate.keys import Key
 from headgate.limits import Limit
+
+if TYPE_CHECKING:
+    from headgate.decisions import Decision
 
 __all__ = [
     "Call",
@@ -19,6 +22,8 @@ __all__ = [
     "checked",
     "checked_id",
     "checked_keys",
+    "checked_lease",
+    "checked_refund",
     "refund_memory_us",
 ]
 
@@ -79,6 +84,28 @@ def checked(keys: tuple[Key | Limit, ...], cost: int, id: str | None) -> Check:
     if any(key.limit.algorithm == "concurrency" for key in made):
         id = uuid4().hex if id is None else checked_id("lease", id)
     return Check(made, cost, id)
+
+
+def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision | None) -> Refund:
+    """What to give back, to whom."""
+    (checked,) = checked_keys((key,))
+    if type(amount) is not int or amount < 0:
+        raise InvalidCost(f"amount {amount!r} is not a whole number >= 0")
+    if id is not None:
+        checked_id("refund", id)
+    if checked.limit.algorithm == "concurrency":
+        raise InvalidKey(f"limit {checked.limit.name!r} counts leases: give one back with leave(key, id=...)")
+    return Refund(checked, amount, id, of.at_us if of is not None else None)
+
+
+def checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
+    """The key and the id of a lease that is to be renewed or left."""
+    (checked,) = checked_keys((key,))
+    if checked.limit.algorithm != "concurrency":
+        raise InvalidKey(
+            f"limit {checked.limit.name!r} is a {checked.limit.algorithm}: only concurrency limits have leases"
+        )
+    return checked, checked_id("lease", id)
 
 
 def checked_id(what: str, id: str) -> str:

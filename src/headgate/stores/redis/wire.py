@@ -9,6 +9,7 @@ from hiredis import pack_command
 
 from headgate.decisions import Decision
 from headgate.errors import ScriptError
+from headgate.limits import EXACT, Limit
 from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, refund_memory_us
 from headgate.stores.redis.scripts import Script, script
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from headgate.clock import Clock
     from headgate.keys import Key
-    from headgate.limits import Limit
     from headgate.stores.calls import Call
 
 __all__ = ["Command", "Node", "Undo", "Wire", "decode"]
@@ -159,7 +159,9 @@ class Wire:
         if call.id is not None:
             # In braces, the whole stored key is the hash tag: what remembers the refund lives on the same shard.
             keys.append(f"{{{keys[0]}}}:refund:{call.id}")
-        args = [*head, call.amount, "" if call.at_us is None else call.at_us, refund_memory_us(call.key) // 1000, ""]
+        # As far as whole numbers are exact, which is more than any key can owe.
+        amount = min(call.amount, (EXACT - 1) // max(2, limit.ticks))
+        args = [*head, amount, "" if call.at_us is None else call.at_us, refund_memory_us(call.key) // 1000, ""]
         return Command(script("refund", (limit.algorithm,)), keys, args, [call])
 
     def _now(self) -> str | int:
