@@ -11,6 +11,8 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
+import redis
+
 from bench.answers import all_allowed, expect_allowed_async
 from bench.contenders import Contender
 from bench.expressions import compiled, opened
@@ -27,6 +29,8 @@ class Sample:
     rate: float  # checks (or whole requests) a second
     p50_us: float = 0.0
     p99_us: float = 0.0
+    client_us: float = 0.0  # CPU time for each, in this process
+    server_us: float = 0.0  # and in the server's
 
     @property
     def time_us(self) -> float:
@@ -125,8 +129,10 @@ def on_redis(contender: Contender, setting: Setting, seconds: float) -> Sample:
 
         _in_threads(warm, setting.callers, 0)
         gc.collect()
+        cpu_before = _cpu_seconds(setting)
         spent = _in_threads(call, setting.callers, seconds)
-    return _sample(laps, spent)
+        cpu_after = _cpu_seconds(setting)
+    return _sample(laps, spent, cpu_before, cpu_after)
 
 
 async def on_redis_async(contender: Contender, setting: Setting, seconds: float, *, check: str) -> Sample:
@@ -139,11 +145,13 @@ async def on_redis_async(contender: Contender, setting: Setting, seconds: float,
         caller = compiled(_CALLER, names, check=check, define="async def")
         await asyncio.gather(*[caller(keys[n :: setting.callers], FOR_EVER, []) for n in everyone])
         gc.collect()
+        cpu_before = _cpu_seconds(setting)
         began = perf_counter()
         await asyncio.gather(*[caller(_round(keys, n, setting), began + seconds, laps) for n in everyone])
         spent = perf_counter() - began
+        cpu_after = _cpu_seconds(setting)
         await expect_allowed_async(contender, names, check, keys)
-    return _sample(laps, spent)
+    return _sample(laps, spent, cpu_before, cpu_after)
 
 
 def _keys(setting: Setting) -> list[str]:
@@ -155,10 +163,23 @@ def _round(keys: list[str], caller: int, setting: Setting) -> Iterator[str]:
     return islice(cycle(keys), caller * len(keys) // setting.callers, None)
 
 
-def _sample(laps: list[float], spent: float) -> Sample:
+def _cpu_seconds(setting: Setting) -> tuple[float, float]:
+    """What this process and the server have worked so far."""
+    with redis.Redis.from_url(setting.url) as client:
+        used = client.info("cpu")
+    return process_time(), used["used_cpu_user"] + used["used_cpu_sys"]
+
+
+def _sample(laps: list[float], spent: float, cpu_before: tuple[float, ...], cpu_after: tuple[float, ...]) -> Sample:
     laps.sort()
-    middle, late = laps[len(laps) // 2], laps[len(laps) * 99 // 100]
-    return Sample(rate=len(laps) / spent, p50_us=middle * 1e6, p99_us=late * 1e6)
+    client, server = (after - before for before, after in zip(cpu_before, cpu_after, strict=True))
+    return Sample(
+        rate=len(laps) / spent,
+        p50_us=laps[len(laps) // 2] * 1e6,
+        p99_us=laps[len(laps) * 99 // 100] * 1e6,
+        client_us=client / len(laps) * 1e6,
+        server_us=server / len(laps) * 1e6,
+    )
 
 
 def _in_threads(call: Callable[[int, float], None], callers: int, seconds: float) -> float:

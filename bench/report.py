@@ -20,7 +20,7 @@ from bench.scenarios import (
     Results,
     memory_threads,
 )
-from bench.targets import Reading, Target, p50_us, p99_us, rate, targets, time_us
+from bench.targets import Reading, Target, client_us, p50_us, p99_us, rate, server_us, targets, time_us
 
 PACKAGES = (
     "headgate", "limits", "throttled-py", "pyrate-limiter", "fastapi-limiter", "slowapi", "redis", "hiredis",
@@ -91,11 +91,17 @@ def _latencies(results: Results, part: str) -> Iterator[str]:
         if not scenario.startswith(part):
             continue
         unit = "requests/s, k" if part.startswith("three") else "checks/s, k"
-        rows = [
-            [name, *(_cell(samples, *shown) for shown in ((rate, _thousands), (p50_us, _ms), (p99_us, _ms)))]
-            for name, samples in seen.items()
+        columns: list[tuple[str, Reading, Callable[[float], str]]] = [
+            (unit, rate, _thousands),
+            ("p50, ms", p50_us, _ms),
+            ("p99, ms", p99_us, _ms),
+            ("CPU here, us", client_us, _whole),
+            ("CPU of the server, us", server_us, _whole),
         ]
-        yield from _table([scenario, unit, "p50, ms", "p99, ms"], rows)
+        rows = [
+            [name, *(_cell(samples, reading, show) for _, reading, show in columns)] for name, samples in seen.items()
+        ]
+        yield from _table([scenario, *(title for title, *_ in columns)], rows)
         yield ""
 
 
@@ -143,6 +149,10 @@ def _got(target: Target) -> str:
 
 def _us(value: float) -> str:
     return f"{value:.2f}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
 
 
 def _ms(value_us: float) -> str:

@@ -49,6 +49,14 @@ def p99_us(sample: Sample) -> float:
     return sample.p99_us
 
 
+def client_us(sample: Sample) -> float:
+    return sample.client_us
+
+
+def server_us(sample: Sample) -> float:
+    return sample.server_us
+
+
 def targets(results: Results) -> list[Target]:
     """Those that the run can answer."""
     return list(_targets(results))

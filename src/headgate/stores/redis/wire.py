@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hiredis import pack_command
 
+from headgate.algorithms import ALGORITHMS
 from headgate.decisions import Decision
 from headgate.errors import ScriptError
 from headgate.limits import EXACT, Limit
@@ -160,7 +161,8 @@ class Wire:
             # In braces, the whole stored key is the hash tag: what remembers the refund lives on the same shard.
             keys.append(f"{{{keys[0]}}}:refund:{call.id}")
         # As far as whole numbers are exact, which is more than any key can owe.
-        amount = min(call.amount, (EXACT - 1) // max(2, limit.ticks))
+        unit = limit.ticks if ALGORITHMS[limit.algorithm].SHAPES_BURST else 2
+        amount = min(call.amount, (EXACT - 1) // unit)
         args = [*head, amount, "" if call.at_us is None else call.at_us, refund_memory_us(call.key) // 1000, ""]
         return Command(script("refund", (limit.algorithm,)), keys, args, [call])
 
