@@ -122,8 +122,7 @@ def test_a_bucket_admits_its_burst_and_a_minutes_refill_in_the_first_minute() ->
 def test_layered_limits_are_all_or_nothing() -> None:
     model = Model()
     layers = [
-        Subject(plan("token_bucket", quota, MINUTE, name=name))
-        for name, quota in (("ip", 10), ("user", 5), ("key", 3))
+        Subject(plan("token_bucket", quota, MINUTE, name=name)) for name, quota in (("ip", 10), ("user", 5), ("key", 3))
     ]
     assert model.check(layers, 0, 3).allowed
     denied = model.check(layers, 0, 1)
