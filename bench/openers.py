@@ -174,7 +174,7 @@ async def fastapi_limiter(setting: Setting, stack: AsyncExitStack) -> Names:
 
 
 # fastapi-limiter up to 0.1.6 counted in a script of its own, called with evalsha on a redis-py client: still
-# what many run, and the shortest way of all the peers. It cannot be installed beside 0.2, so that the script
+# what many run, and a short way to Redis. It cannot be installed beside 0.2, so that the script
 # is written anew here: the same commands in the same order, the same arguments, the same call.
 _COUNTER = """
 local used = tonumber(redis.call('GET', KEYS[1]) or '0')

@@ -323,6 +323,16 @@ def test_a_lease_ends_by_itself_on_the_microsecond(gate: Gate, clock: FakeClock,
     assert gate.enter(room, id="b").allowed
 
 
+def test_who_comes_back_after_their_lease_has_ended_is_counted_again(gate: Gate, clock: FakeClock, unique: str) -> None:
+    room = limit_of("concurrency", 1, unique, TEN_SECONDS).by("ada")
+    gate.enter(room, id="a")
+    clock.advance(11)
+    assert gate.enter(room, id="a").remaining == 0
+    assert not gate.enter(room, id="b").allowed
+    assert gate.renew(room, id="a")
+    assert gate.leave(room, id="a")
+
+
 def test_who_brings_no_id_is_given_one(gate: Gate, unique: str) -> None:
     room = limit_of("concurrency", 3, unique).by("ada")
     ids = [gate.enter(room).id for _ in range(3)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headgate import InvalidLimit, Key, Limit, Limiter
+from headgate import Decision, InvalidLimit, Key, Limit, Limiter
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ class Twins:
     said: list[str] = field(default_factory=list)
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
-        self.said.append(f"@{self.clock.now_us()} {method}{args}{options}")
+        words = [f"{word.limit}" if isinstance(word, Key) else f"{word}" for word in args]
+        words += [f"{name}={word.at_us if isinstance(word, Decision) else word}" for name, word in options.items()]
+        self.said.append(f"@{self.clock.now_us()} {method} {'; '.join(words)}")
         answers = [getattr(limiter, method)(*args, **options) for limiter in (self.here, self.there)]
         assert answers[0] == answers[1], "memory and Redis differ after\n" + "\n".join(self.said[-12:])
         return answers[0]
@@ -82,15 +84,17 @@ def any_step(rng: random.Random, limit: Limit, waits_us: list[int]) -> int:
     )
 
 
-def wander(twins: Twins, rng: random.Random, algorithms: tuple[str, ...], name: str, steps: int) -> None:
-    """A random life of some keys: charged alone and together, looked at, given back, reset, and their plans changed."""
+def wander(twins: Twins, seed: str, algorithms: tuple[str, ...], name: str, *, back: bool, change: bool) -> None:
+    """A random life of some keys: charged alone and together, looked at, given back and reset, and, if so wanted, with
+    a clock that goes back and with plans that change."""
+    rng = random.Random(seed)
     limits = [any_limit(rng, algorithm, f"{name}-{place}") for place, algorithm in enumerate(algorithms)]
     twins.clock.set_us(rng.choice([0, 1, NOW_US, LATEST_US // 2]))
     charged, waits_us, remaining = None, [0], 1
-    for turn in range(steps):
+    for turn in range(120):
         limit = rng.choice(limits)
         step_us = any_step(rng, limit, waits_us)
-        twins.clock.set_us(min(max(0, twins.clock.now_us() + step_us), LATEST_US))
+        twins.clock.set_us(min(max(0, twins.clock.now_us() + (step_us if back else abs(step_us))), LATEST_US))
         key, lease = limit.by("ada"), rng.choice("abc")
         what = rng.choice(["check"] * 8 + ["together"] * 2 + ["look", "refund", "refund", "lease", "change", "reset"])
         if what in ("check", "together", "look"):
@@ -108,24 +112,27 @@ def wander(twins: Twins, rng: random.Random, algorithms: tuple[str, ...], name: 
                 twins.ask("refund", key, amount, id=id, of=rng.choice([None, charged]))
         elif what == "lease" and limit.algorithm == "concurrency":
             twins.ask(rng.choice(["renew", "leave"]), key, id=lease)
-        elif what == "change":
-            place = limits.index(limit)
-            limits[place] = any_limit(rng, limit.algorithm, limit.name)
+        elif what == "change" and change:
+            limits[limits.index(limit)] = any_limit(rng, limit.algorithm, limit.name)
         elif what == "reset" and not rng.randrange(4):
             twins.ask("reset", key)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("back", "change"), [(True, False), (False, True), (True, True)], ids=["back", "change", "both"]
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_limit_answers_alike(twins: Twins, unique: str, algorithm: str, seed: int) -> None:
-    wander(twins, random.Random(f"{algorithm} {seed}"), (algorithm,), unique, steps=120)
+def test_one_limit_answers_alike(
+    twins: Twins, unique: str, algorithm: str, back: bool, change: bool, seed: int
+) -> None:
+    wander(twins, f"{algorithm} {seed}", (algorithm,), unique, back=back, change=change)
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(10))
 def test_all_limits_together_answer_alike(twins: Twins, unique: str, seed: int) -> None:
-    rng = random.Random(seed)
-    algorithms = tuple(rng.sample(ALGORITHMS, rng.randint(2, len(ALGORITHMS))))
-    wander(twins, rng, algorithms, unique, steps=120)
+    algorithms = random.Random(seed).sample(ALGORITHMS, 2 + seed % 6)
+    wander(twins, f"together {seed}", tuple(algorithms), unique, back=True, change=seed % 2 == 0)
 
 
 # The largest limits of each kind, which the seeds may miss
@@ -176,13 +183,12 @@ def test_a_billion_a_day_slides_exactly(twins: Twins, unique: str, cost: int) ->
 def test_a_log_that_is_never_empty_counts_on_for_ever(twins: Twins, unique: str) -> None:
     """Its running total has no end: it must not run out of exact numbers, or of the digits that keep its order."""
     limit = widest("sliding_log", unique)
-    key, half = limit.by("ada"), limit.capacity // 2
+    key, half = limit.by("ada"), limit.capacity // 2 - 4
     for turn in range(40):
-        decision = twins.ask("check", key, cost=half + turn % 2)
-        assert decision.allowed
+        assert twins.ask("check", key, cost=half - turn % 2)
         twins.ask("check", key, cost=3)
         twins.ask("check", key, cost=1)
-        twins.clock.set_us(NOW_US + (turn + 1) * limit.period_us // 2 + turn % 2)
+        twins.clock.set_us(NOW_US + (turn + 1) * limit.period_us // 2)
 
 
 @pytest.mark.parametrize("algorithm", REFILLED)

@@ -242,13 +242,13 @@ def run(url: str, algorithms: Sequence[str], examples: int) -> None:
 @pytest.mark.timeout(SHRINKING)
 @pytest.mark.parametrize("algorithms", MACHINES.values(), ids=MACHINES)
 def test_every_decision_in_memory_is_the_models(algorithms: Sequence[str]) -> None:
-    run("memory://", algorithms, examples=2 * EXAMPLES)
+    run("memory://", algorithms, examples=EXAMPLES)
 
 
 @pytest.mark.timeout(SHRINKING)
 @pytest.mark.parametrize("algorithms", MACHINES.values(), ids=MACHINES)
 def test_every_decision_on_redis_is_the_models(redis7: Any, algorithms: Sequence[str]) -> None:
-    run(redis7.url, algorithms, examples=EXAMPLES)
+    run(redis7.url, algorithms, examples=EXAMPLES // 2)
 
 
 traffic = st.lists(st.tuples(st.integers(0, 2_000), st.integers(1, 5)), min_size=1, max_size=12)

@@ -75,14 +75,14 @@ def _period(text: str, count: str | None, unit: str) -> timedelta:
     if unit.lower() in ("mo", "month", "months", "y", "year", "years"):
         raise InvalidLimit(f'{text!r}: a {unit.lower()} has no fixed length; say how many days, like "1000/30 days"')
     if unit.lower() not in _UNITS:
-        words = [word for word in _UNITS if len(word) > 3 and not word.endswith("s")]
+        words = [word for word in _UNITS if f"{word}s" in _UNITS and word not in ("sec", "min", "hr", "m")]
         raise InvalidLimit(f"{text!r}: unknown unit {unit!r}; {suggest(unit, words)}")
     if count is None:
         return _UNITS[unit.lower()]
     if "." in count:
         raise InvalidLimit(f"{text!r}: a period is a whole number of units; write {count} {unit} in a smaller unit")
     try:
-        return int(count) * _UNITS[unit.lower()]
+        return _number(text, count) * _UNITS[unit.lower()]
     except OverflowError:
         raise InvalidLimit(f"{text!r}: the period {count} {unit} is too long; at most ten years") from None
 
@@ -94,7 +94,7 @@ def _options(text: str, options: str) -> tuple[int | None, str | None]:
     while position < len(options):
         option = _OPTION.match(options, position)
         if option is None or (option["algorithm"] or "").lower() == "burst":
-            raise InvalidLimit(f"{text!r}: cannot read {options[position:].strip(', ')!r}; {_FORM}")
+            raise InvalidLimit(f"{text!r}: cannot read {options[position:].strip(', ') or ','!r}; {_FORM}")
         if option["burst"] is not None:
             if burst is not None:
                 raise InvalidLimit(f"{text!r}: burst is given twice; keep one")
@@ -108,7 +108,7 @@ def _options(text: str, options: str) -> tuple[int | None, str | None]:
 
 
 def _number(text: str, digits: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,2}(_\d{3})+|0|[1-9]\d*", digits):
+    if not re.fullmatch(r"[1-9][0-9]{0,2}(_[0-9]{3})+|0|[1-9][0-9]*", digits):
         raise InvalidLimit(f"{text!r}: {digits!r} is not a plain number; write it like 1000 or 1_000")
     if len(digits) > 24:
         raise InvalidLimit(f"{text!r}: {digits} is beyond 2**53, where counting stops being exact")

@@ -14,6 +14,7 @@ from headgate.stores.calls import Call, Check, Leave, Refund, Renew
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from headgate.algorithms import Verdict
     from headgate.decisions import Decision
     from headgate.keys import Key
 
@@ -60,7 +61,8 @@ def acquire(call: Check, fallback: Fallback, timeout: float | None, elapsed: Cal
         if decision.allowed:
             if left is not None and decision.delay > left:
                 yield from _give_back(call.keys, call.cost, decision, fallback)
-                return decision._replace(allowed=False, verdicts=_as_denied(decision))
+                standing: Decision = yield from check(call._replace(cost=0), fallback)
+                return standing._replace(allowed=False, verdicts=_as_denied(standing, decision))
             if decision.delay_us:
                 yield Pause(decision.delay)
             return decision
@@ -79,6 +81,9 @@ def _give_back(keys: tuple[Key, ...], cost: int, decision: Decision, fallback: F
             yield from ask(Refund(key, cost, at_us=decision.at_us or None), fallback)
 
 
-def _as_denied(decision: Decision) -> tuple[tuple[int, int, int, int], ...]:
-    """The verdicts of a request that was admitted only to wait too long: its turn is its retry."""
-    return tuple((remaining, delay_us, reset_us, 0) for remaining, _, reset_us, delay_us in decision.verdicts)
+def _as_denied(standing: Decision, admitted: Decision) -> tuple[Verdict, ...]:
+    """How the limits stand without a request that was admitted only to wait too long: its turn is its retry."""
+    return tuple(
+        (remaining, delay_us, reset_us, 0)
+        for (remaining, _, reset_us, _), (_, _, _, delay_us) in zip(standing.verdicts, admitted.verdicts, strict=True)
+    )

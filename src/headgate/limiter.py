@@ -48,6 +48,8 @@ class _Gate:
         budget: float | None = None,
         max_keys: int = 1_000_000,
     ) -> None:
+        if clock is not None and not callable(getattr(clock, "now_us", None)):
+            raise InvalidConfiguration(f"{clock!r} is no clock: it must have a method now_us()")
         default_clock = SystemClock()
         self._failure = FailurePolicy(on_failure, clock or default_clock)
         self._clock = clock
@@ -344,7 +346,7 @@ async def _at_once(answer: Any) -> Any:
 
 
 def _checked_timeout(timeout: float | None) -> float | None:
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0):
         raise InvalidConfiguration(f"timeout {timeout!r} is not a number of seconds >= 0; None waits for ever")
     return timeout
 

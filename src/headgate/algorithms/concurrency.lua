@@ -9,7 +9,7 @@ local function concurrency_load(key, now)
   if fields.err then
     return nil
   end
-  local leases, held, last, expired = {}, 0, now, { 'HDEL', key }
+  local leases, held, last, expired = {}, 0, now, {}
   for index = 1, #fields, 2 do
     local cost, expiry, taken = match(fields[index + 1], '^(%d+) (%d+) (%d+)$')
     if not cost then
@@ -35,10 +35,12 @@ local function concurrency_find(leases, id)
 end
 
 local function concurrency_write(key, id, cost, expiry, taken, expired)
-  local commands = { { 'HSET', key, id, format(THREE, cost, expiry, taken) } }
-  if #expired > 2 then
-    commands[2] = expired
+  -- The expired go first: the lease that is written may be one of them, come back.
+  local commands = {}
+  for first = 1, #expired, 1000 do -- Lua passes some thousand arguments at most
+    commands[#commands + 1] = { 'HDEL', key, unpack(expired, first, math.min(first + 999, #expired)) }
   end
+  commands[#commands + 1] = { 'HSET', key, id, format(THREE, cost, expiry, taken) }
   return commands
 end
 

@@ -4,7 +4,7 @@
 
 -- How far ahead of now the instant lies, in us and 1/tokens of one; 0, 0 if it is past. Then whether it was adopted.
 local function gcra_load(key, now, limit)
-  local tat, rest, signed = read(key, '^(%d+) (%d+) (%S+)$')
+  local tat, rest, signed = read(key, '^(%d+) (%d+) (%d+/%d+/%d+)$')
   if not tat then
     return tat, 0, 0
   end

@@ -52,6 +52,9 @@ local function sliding_log(key, now, cost, limit)
       local newest_cost
       total, newest_cost = sliding_log_entry(newest[1])
       local first_total, first_cost = sliding_log_entry(first)
+      if not total or not first_total then
+        return nil
+      end
       used = total - (first_total - first_cost)
       worthless = newest_cost == 0
       last = tonumber(newest[worthless and 4 or 2])
@@ -88,20 +91,20 @@ local function sliding_log_refund(key, now, amount, limit, at)
     return nil
   end
   local te = math.max(now, tonumber(log[#log]))
-  local kept = {}
+  local kept, left = {}, amount
   for index = #log - 1, 1, -2 do
     local _, cost = sliding_log_entry(log[index])
     local us = tonumber(log[index + 1])
     if te - us < limit.period then
-      local taken = (not at or us <= at) and math.min(cost, amount) or 0
-      amount = amount - taken
+      local taken = (not at or us <= at) and math.min(cost, left) or 0
+      left = left - taken
       -- The newest entry stays even when it is worth nothing: it holds the instant that time may not fall behind.
       if taken < cost or index == #log - 1 then
         kept[#kept + 1] = { us, cost - taken }
       end
     end
   end
-  if #kept == 0 then
+  if left == amount then
     return nil
   end
   -- In a sorted set, a worthless entry would stand before one of the same instant and total; that one holds the

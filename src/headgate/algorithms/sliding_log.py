@@ -63,20 +63,23 @@ def refund(
     if not state:
         return state
     te_us = max(now_us, state[-1][0])
+    left = amount
     kept = []
     for index in range(len(state) - 1, bisect_right(state, te_us - limit.period_us, key=_at_us) - 1, -1):
         entry_us, _, cost = state[index]
-        taken = min(cost, amount) if at_us is None or entry_us <= at_us else 0
-        amount -= taken
+        taken = min(cost, left) if at_us is None or entry_us <= at_us else 0
+        left -= taken
         # The newest entry stays even when it is worth nothing: it holds the instant that time may not fall behind.
         if taken < cost or index == len(state) - 1:
             kept.append((entry_us, cost - taken))
+    if left == amount:
+        return state
     total = 0
     renumbered = []
     for entry_us, cost in reversed(kept):
         total += cost
         renumbered.append((entry_us, total, cost))
-    return tuple(renumbered) or state
+    return tuple(renumbered)
 
 
 def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:

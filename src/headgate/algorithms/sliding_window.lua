@@ -44,17 +44,18 @@ end
 
 -- >8 -- scripts that only decide end here
 
-local function sliding_window_refund(key, now, amount, limit, at)
+-- An undo also reaches into the window before: it is over, but it still weighs.
+local function sliding_window_refund(key, now, amount, limit, at, _, undo)
   local ts, current, previous = read(key, '^(%d+) (%d+) (%d+)$')
   if not ts then
     return nil
   end
   previous = tonumber(previous)
-  local counted = div(ts, limit.period)
-  local charged = div(at or math.max(now, ts), limit.period)
-  if charged == counted then
+  local counted, window = div(ts, limit.period), div(math.max(now, ts), limit.period)
+  local charged = at and div(at, limit.period) or window
+  if charged == counted and (charged == window or undo) and current > 0 then
     current = math.max(0, current - amount)
-  elseif charged == counted - 1 and at then
+  elseif charged == counted - 1 and undo then
     previous = math.max(0, previous - amount)
   else
     return nil

@@ -53,14 +53,11 @@ def refund(
     if state is None:
         return None
     ts_us, current, previous = state
-    counted = ts_us // limit.period_us
-    # Only who knows the instant of the charge can reach into a window that is over but still weighs.
-    charged = (max(now_us, ts_us) if at_us is None else at_us) // limit.period_us
-    if charged == counted:
-        return ts_us, max(0, current - amount), previous
-    if charged == counted - 1 and at_us is not None:
-        return ts_us, current, max(0, previous - amount)
-    return state
+    window = max(now_us, ts_us) // limit.period_us
+    charged = window if at_us is None else at_us // limit.period_us
+    if not charged == window == ts_us // limit.period_us:
+        return state
+    return ts_us, max(0, current - amount), previous
 
 
 def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:

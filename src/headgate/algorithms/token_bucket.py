@@ -57,6 +57,8 @@ def refund(state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_
         return None
     # Adding before or after the refill comes to the same level, so the instant can stay as it is.
     ts_us, level = state >> 53, state & _LEVEL
+    if level + max(0, now_us - ts_us) * limit.tokens >= limit.full:
+        return state
     return ts_us << 53 | min(limit.full, level + amount * limit.ticks)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 from uuid import uuid4
 
-from headgate.errors import InvalidCost, InvalidKey
+from headgate.decisions import Decision
+from headgate.errors import InvalidCost, InvalidInput, InvalidKey
 from headgate.keys import Key
 from headgate.limits import Limit
-
-if TYPE_CHECKING:
-    from headgate.decisions import Decision
 
 __all__ = [
     "Call",
@@ -77,12 +75,14 @@ def checked(keys: tuple[Key | Limit, ...], cost: int, id: str | None) -> Check:
     """The call, or an error that names what cannot be: everything is refused here, before anything is touched."""
     if type(cost) is not int or cost < 0:
         raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
-    if len(keys) == 1 and type(keys[0]) is Key and keys[0][0].algorithm != "concurrency":
+    if id is not None:
+        checked_id("lease", id)
+    elif len(keys) == 1 and type(keys[0]) is Key and keys[0][0].algorithm != "concurrency":
         # The common case by itself: this runs on every request.
         return _new_check(Check, (keys, cost, id))
     made = checked_keys(keys)
-    if any(key.limit.algorithm == "concurrency" for key in made):
-        id = uuid4().hex if id is None else checked_id("lease", id)
+    if id is None and any(key.limit.algorithm == "concurrency" for key in made):
+        id = uuid4().hex
     return Check(made, cost, id)
 
 
@@ -95,6 +95,8 @@ def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision |
         checked_id("refund", id)
     if checked.limit.algorithm == "concurrency":
         raise InvalidKey(f"limit {checked.limit.name!r} counts leases: give one back with leave(key, id=...)")
+    if of is not None and not isinstance(of, Decision):
+        raise InvalidInput(f"{of!r} is not a decision: of= takes what check returned")
     return Refund(checked, amount, id, of.at_us if of is not None else None)
 
 

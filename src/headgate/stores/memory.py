@@ -78,7 +78,7 @@ class MemoryStore:
 
     def check(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> Decision:
         """Charge all keys or none."""
-        if len(keys) == 1 and type(keys[0]) is Key and type(cost) is int and cost >= 0:
+        if len(keys) == 1 and type(keys[0]) is Key and type(cost) is int and cost >= 0 and id is None:
             limit, _, identity = keys[0]
             space = self._short.get(limit.space)
             if space is not None:
@@ -89,13 +89,13 @@ class MemoryStore:
                 if space.only is limit or space.is_written_by(limit, identity):
                     after, verdict = space.decide(state, now_us, cost, limit)
                     if after is state:
-                        return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), id, None, now_us))
+                        return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us))
                     if state is not None:
                         try:
                             # Compare and set: no call and no loop may come between the two (see above).
                             if not self._busy and states[identity] is state:
                                 states[identity] = after
-                                return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), id, None, now_us))
+                                return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us))
                         except KeyError:  # it was reset or forgotten in the meantime
                             pass
         return self._check_locked(*checked(keys, cost, id))

@@ -7,12 +7,16 @@
 
 local margin, now = tonumber(ARGV[1]), current(ARGV[2])
 
--- Writes what a verdict changes. A denial changes nothing, but a key without an expiry (persisted by hand) gets one.
-local function settle(key, retry, reset, state)
+-- Writes what a verdict changes. A denial changes nothing; but a key that would live for ever (persisted by hand), or not
+-- long enough for what it owes (its window has become longer), is given its time.
+local function settle(key, reset, state)
   if state then
     write(key, state, reset, margin)
-  elseif retry ~= 0 and call('PTTL', key) == -1 then
-    call('PEXPIRE', key, format(WHOLE, ceil_div(reset, 1000) + margin))
+  else
+    local left, needed = call('PTTL', key), ceil_div(reset, 1000)
+    if left == -1 or (left >= 0 and left < needed) then
+      call('PEXPIRE', key, format(WHOLE, needed + margin))
+    end
   end
 end
 
@@ -24,7 +28,7 @@ if #KEYS == 1 then
     return { now, -1, 0, 0, 0 }
   end
   if cost > 0 then
-    settle(KEYS[1], retry, reset, state)
+    settle(KEYS[1], reset, state)
   end
   return { now, remaining, retry, reset, delay }
 end
@@ -55,7 +59,7 @@ local function decide_all(first, cost, id, met, reply)
       reply[at - 3], reply[at - 2], reply[at - 1], reply[at], states[index] = judge(key, now, 0, limit, id)
     end
     if readable and cost > 0 then
-      settle(key, reply[at - 2], reply[at - 1], states[index])
+      settle(key, reply[at - 1], states[index])
     end
   end
 end
@@ -74,7 +78,7 @@ while position <= #ARGV do
       if not remaining then
         remaining, retry, reset, delay = -1, 0, 0, 0
       elseif cost > 0 then
-        settle(key, retry, reset, state)
+        settle(key, reset, state)
       end
       reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = remaining, retry, reset, delay
       replied = replied + 4

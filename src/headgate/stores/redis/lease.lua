@@ -4,6 +4,10 @@
 
 local margin, limit = tonumber(ARGV[1]), parse_limit(2)
 local now = current(ARGV[7])
+local remaining = concurrency(KEYS[1], now, 0, limit, '')
+if not remaining then
+  return -1
+end
 local commands
 if ARGV[8] == 'renew' then
   commands = concurrency_renew(KEYS[1], now, limit, ARGV[9])
@@ -15,7 +19,5 @@ if not commands then
 end
 write(KEYS[1], commands, limit.period, margin)
 local _, _, reset = concurrency(KEYS[1], now, 0, limit, '')
-if reset then
-  call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + margin))
-end
+call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + margin))
 return 1

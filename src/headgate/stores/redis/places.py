@@ -7,6 +7,7 @@ redis-py opens a connection and does the handshake; what travels on it afterward
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -58,6 +59,10 @@ _HANDSHAKE: Final = [
 """The options of a redis-py connection that say where to and as whom; all others are ours to set."""
 
 
+_AUTHORITY: Final = re.compile(r"([^/?]*)(.*)", re.DOTALL)
+_DIGITS: Final = re.compile(r"[0-9]{1,5}")
+
+
 class Place(NamedTuple):
     """What is needed to open connections: to the server of the URL, or to any node of its topology."""
 
@@ -92,31 +97,47 @@ def _place_of_url(url: str) -> Place:
     scheme, _, rest = url.partition("://")
     transport, _, kind = scheme.partition("+")
     if transport == "unix":
-        return Place(_options_of_url(url), {}, False, Standalone())
+        options = _options_of_url(url)
+        if not options.get("path"):
+            raise InvalidConfiguration("a unix URL names the socket's file: unix:///path/to/redis.sock")
+        return _tried(Place(options, {}, False, Standalone()))
     # A comma list of hosts is no URL to the standard library: the first host stands for it, the others are seeds.
-    authority, slash, tail = rest.partition("/")
+    authority, tail = _AUTHORITY.fullmatch(rest).groups()  # type: ignore[union-attr] # it matches any text
     credentials, at, hosts = authority.rpartition("@")
+    if "," in hosts and not all(hosts.split(",")):
+        raise InvalidConfiguration(f"a host is missing in {hosts!r}: write host:6379,host:6380")
     nodes = [_node(host, kind) for host in hosts.split(",")]
-    if kind == "sentinel":
-        name, question, query = tail.partition("?")
-        service, _, database = unquote(name).partition("/")
-        if not service:
-            raise InvalidConfiguration(
-                "a Sentinel URL ends with the name of its primary: redis+sentinel://host:26379/NAME, or /NAME/DB"
-            )
-        first = f"{transport}://{credentials}{at}{nodes[0].host}:{nodes[0].port}/{database or 0}{question}{query}"
-        options = _options_of_url(first)
-        topology: Topology = Sentinel(nodes, service)
-        return Place(options, _sentinel_options(query, options), transport == "rediss", topology)
+    path, question, query = tail.partition("?")
+    service, _, database = unquote(path.strip("/")).rpartition("/") if kind == "sentinel" else ("", "", path.strip("/"))
+    if kind == "sentinel" and not service:
+        service, database = database, ""
+    if kind == "sentinel" and not service:
+        raise InvalidConfiguration(
+            "a Sentinel URL ends with the name of its primary: redis+sentinel://host:26379/NAME, or /NAME/DB"
+        )
+    if database and not _DIGITS.fullmatch(database):
+        raise InvalidConfiguration(f"{database!r} is no database: give its number, like redis://host:6379/0")
     host = f"[{nodes[0].host}]" if ":" in nodes[0].host else nodes[0].host
-    options = _options_of_url(f"{transport}://{credentials}{at}{host}:{nodes[0].port}{slash}{tail}")
+    options = _options_of_url(f"{transport}://{credentials}{at}{host}:{nodes[0].port}/{database}{question}{query}")
+    tls = transport == "rediss"
+    if kind == "sentinel":
+        return _tried(Place(options, _sentinel_options(query, options), tls, Sentinel(nodes, service)))
     if kind == "cluster":
         if options.get("db"):
             raise InvalidConfiguration(f"a Redis Cluster has only database 0, not {options['db']}")
-        return Place(options, {}, transport == "rediss", Cluster(nodes))
+        return _tried(Place(options, {}, tls, Cluster(nodes)))
     if len(nodes) > 1:
         raise InvalidConfiguration("several hosts in one URL: use redis+cluster:// or redis+sentinel://")
-    return Place(options, {}, transport == "rediss", Standalone())
+    return _tried(Place(options, {}, tls, Standalone()))
+
+
+def _tried(place: Place) -> Place:
+    """The place, once redis-py has taken its options: what it refuses is better known now than at the first request."""
+    try:
+        place.connection(None, timeout=1, asynchronous=False)
+    except (redis.RedisError, TypeError, ValueError) as error:
+        raise InvalidConfiguration(f"cannot read the Redis URL: {error}") from None
+    return place
 
 
 def _node(text: str, kind: str) -> Node:
@@ -124,6 +145,10 @@ def _node(text: str, kind: str) -> Node:
     try:
         port = parts.port
     except ValueError:
+        raise InvalidConfiguration(f"{text!r} is no host and port: write host:6379") from None
+    try:
+        (parts.hostname or "localhost").encode("idna")
+    except UnicodeError:
         raise InvalidConfiguration(f"{text!r} is no host and port: write host:6379") from None
     default, role = (26379, "sentinel") if kind == "sentinel" else (6379, "server")
     return Node(parts.hostname or "localhost", default if port is None else port, role)
@@ -134,6 +159,8 @@ def _options_of_url(url: str) -> dict[str, Any]:
         parsed: dict[str, Any] = dict(redis.connection.parse_url(url))  # type: ignore[no-untyped-call] # redis-py has none
     except ValueError as error:
         raise InvalidConfiguration(f"cannot read the Redis URL: {error}") from None
+    if "db" in parsed and not isinstance(parsed["db"], int):
+        raise InvalidConfiguration(f"{parsed['db']!r} is no database: give its number, like redis://host:6379/0")
     known = _handshake(parsed)
     ours = {"connection_class", "sentinel_username", "sentinel_password"}
     unknown = sorted(set(parsed) - set(known) - ours)

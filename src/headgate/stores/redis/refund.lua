@@ -1,24 +1,27 @@
 -- Gives an amount back, at most once for an id.
 -- KEYS: the key; with an id, also the key that remembers it (in the same slot).
--- ARGV: margin (ms), the limit (see parse_limit), now (us; empty for the server's clock), amount, the instant it
--- was charged (us; empty if unknown), how long to remember the id (ms), lease id. Reply: 1 if anything was given
--- back, else 0; now (us); then remaining, retry, reset, delay, as they are after it.
+-- ARGV: margin (ms), the limit (see parse_limit), now (us; empty for the server's clock), amount, the instant it was
+--   charged (us; empty if unknown), how long to remember the id (ms), lease id, "undo" where a shard takes back its own.
+-- Reply: 1 if anything was given back, else 0, -1 if the key holds a foreign value; then remaining, retry, reset, delay,
+--   as they are after it.
 
 local margin, limit = tonumber(ARGV[1]), parse_limit(2)
-local now = current(ARGV[7])
-local id = ARGV[11]
+local now, amount, at, id = current(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[11]
+local judge = JUDGE[limit.algorithm]
 
-local first = true
-if KEYS[2] then
-  first = call('SET', KEYS[2], '1', 'PX', ARGV[10], 'NX')
+local remaining, retry, reset, delay = judge(KEYS[1], now, 0, limit, id)
+if not remaining then
+  return { -1, 0, 0, 0, 0 }
 end
-local state = first and REFUND[limit.algorithm](KEYS[1], now, tonumber(ARGV[8]), limit, tonumber(ARGV[9]), id) or nil
-if state then
-  -- Written before it is known how long it must live, and then given just that.
-  write(KEYS[1], state, limit.period, margin)
+if amount == 0 or (KEYS[2] and not call('SET', KEYS[2], '1', 'PX', ARGV[10], 'NX')) then
+  return { 0, remaining, retry, reset, delay }
 end
-local remaining, retry, reset, delay = JUDGE[limit.algorithm](KEYS[1], now, 0, limit, id)
-if state and remaining then
-  call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + margin))
+local state = REFUND[limit.algorithm](KEYS[1], now, amount, limit, at, id, ARGV[12] == 'undo')
+if not state then
+  return { 0, remaining, retry, reset, delay }
 end
-return { state and 1 or 0, now, remaining or -1, retry or 0, reset or 0, delay or 0 }
+-- It owes less than before, so that its lifetime is known only after it is written.
+write(KEYS[1], state, reset, margin)
+remaining, retry, reset, delay = judge(KEYS[1], now, 0, limit, id)
+call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + margin))
+return { 1, remaining, retry, reset, delay }

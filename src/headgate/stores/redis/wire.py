@@ -155,7 +155,7 @@ class Wire:
             verb = "renew" if isinstance(call, Renew) else "leave"
             return Command(script("lease", (limit.algorithm,)), keys, [*head, verb, call.id], [call])
         if isinstance(call, Undo):
-            args = [*head, call.check.cost, call.at_us, 0, call.check.id or ""]
+            args = [*head, call.check.cost, call.at_us, 0, call.check.id or "", "undo"]
             return Command(script("refund", (limit.algorithm,)), keys, args, [call])
         if call.id is not None:
             # In braces, the whole stored key is the hash tag: what remembers the refund lives on the same shard.
@@ -163,7 +163,7 @@ class Wire:
         # As far as whole numbers are exact, which is more than any key can owe.
         unit = limit.ticks if ALGORITHMS[limit.algorithm].SHAPES_BURST else 2
         amount = min(call.amount, (EXACT - 1) // unit)
-        args = [*head, amount, "" if call.at_us is None else call.at_us, refund_memory_us(call.key) // 1000, ""]
+        args = [*head, amount, "" if call.at_us is None else call.at_us, refund_memory_us(call.key) // 1000, "", ""]
         return Command(script("refund", (limit.algorithm,)), keys, args, [call])
 
     def _now(self) -> str | int:
@@ -177,13 +177,10 @@ def decode(command: Command) -> list[Any]:
         return _decode_checks(command.calls, command.reply)
     if isinstance(call, Reset):
         return [None]
-    if isinstance(call, Undo):
-        return [tuple(command.reply[2:6])]
-    if isinstance(call, Refund):
-        if command.reply[2] < 0:
-            return [_foreign(call.key)]
-        return [bool(command.reply[0])]
-    return [bool(command.reply)]
+    told = command.reply if isinstance(call, Renew | Leave) else command.reply[0]
+    if told < 0:
+        return [_foreign(call.key)]
+    return [tuple(command.reply[1:5])] if isinstance(call, Undo) else [bool(told)]
 
 
 def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
