@@ -174,7 +174,7 @@ def test_the_least_debt_goes_before_the_greatest(open_limiter: Callable[[int], L
     assert (limiter.stats.evicted, limiter.stats.forgiven) == (40, 40)
 
 
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in ("fixed_window", "concurrency")])
+@pytest.mark.parametrize("algorithm", ["gcra", "leaky_bucket", "token_bucket"])
 def test_a_flood_of_strangers_does_not_free_who_is_blocked(
     open_limiter: Callable[[int], Limiter], clock: FakeClock, algorithm: str
 ) -> None:
@@ -185,10 +185,8 @@ def test_a_flood_of_strangers_does_not_free_who_is_blocked(
         limiter.check(limit.by("early", number))
     clock.advance(1)
     limiter.check(limit.by("blocked"), cost=100)
-    for number in range(5_000):
+    for number in range(2_000):
         limiter.check(limit.by("stranger", number))
-        if algorithm in ("sliding_log", "sliding_window"):
-            break
     assert not limiter.check(limit.by("blocked")).allowed
 
 

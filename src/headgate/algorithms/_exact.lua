@@ -2,9 +2,10 @@
 -- format: tostring and .. would round them to 14 digits. Where a C long has 64 bits, %d is exact and twice as fast.
 
 local call, pcall, format, match = redis.call, redis.pcall, string.format, string.match
-local WHOLE = format('%d', 4503599627370497) == '4503599627370497' and '%d' or '%.0f'
-local TWO, THREE = WHOLE .. ' ' .. WHOLE, WHOLE .. ' ' .. WHOLE .. ' ' .. WHOLE
-local SIGNED = TWO .. ' %s'
+local WHOLE, TWO, THREE, SIGNED = '%d', '%d %d', '%d %d %d', '%d %d %s'
+if format(WHOLE, 4503599627370497) ~= '4503599627370497' then
+  WHOLE, TWO, THREE, SIGNED = '%.0f', '%.0f %.0f', '%.0f %.0f %.0f', '%.0f %.0f %s'
+end
 
 -- floor(a / b) of whole numbers: `a - a % b` is a multiple of b, so the division does not round.
 local function div(a, b)
@@ -65,7 +66,7 @@ local function read(key, pattern)
   return tonumber(first), tonumber(second), third
 end
 
--- The numbers of the limit under which a state was written, from its signature.
+-- The numbers of the limit under which a state was written, from its signature; nothing if it is none.
 local function signature(signed)
   local tokens, ticks, capacity = match(signed, '^(%d+)/(%d+)/(%d+)$')
   return tonumber(tokens), tonumber(ticks), tonumber(capacity)

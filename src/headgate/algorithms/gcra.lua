@@ -4,14 +4,17 @@
 
 -- How far ahead of now the instant lies, in us and 1/tokens of one; 0, 0 if it is past. Then whether it was adopted.
 local function gcra_load(key, now, limit)
-  local tat, rest, signed = read(key, '^(%d+) (%d+) (%d+/%d+/%d+)$')
+  local tat, rest, signed = read(key, '^(%d+) (%d+) (.+)')
   if not tat then
     return tat, 0, 0
   end
   local changed = signed ~= limit.signed
   if changed then
-    local left
-    rest, left = mul_div(rest, limit.tokens, (signature(signed)))
+    local tokens, left = signature(signed), nil
+    if not tokens then
+      return false
+    end
+    rest, left = mul_div(rest, limit.tokens, tokens)
     if left > 0 then -- rounding up loses no decision
       rest = rest + 1
     end

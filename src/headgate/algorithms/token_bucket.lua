@@ -3,7 +3,7 @@
 -- delay, new state or nil.
 
 local function token_bucket_load(key, now, limit)
-  local te, level, signed = read(key, '^(%d+) (%d+) (%d+/%d+/%d+)$')
+  local te, level, signed = read(key, '^(%d+) (%d+) (.+)')
   if not te then
     return te, now, limit.full
   end
@@ -12,6 +12,9 @@ local function token_bucket_load(key, now, limit)
   if changed then
     local capacity
     tokens, ticks, capacity = signature(signed)
+    if not tokens then
+      return false
+    end
     full = capacity * ticks
   end
   if now > te then

@@ -9,15 +9,14 @@ local function current(given)
   return time[1] * 1000000 + time[2]
 end
 
--- A limit from ARGV[first ..]: algorithm, capacity, tokens, ticks, period (us).
+-- A limit from ARGV[first ..]: capacity, tokens, ticks, period (us).
 local function parse_limit(first)
-  local capacity, tokens, ticks = ARGV[first + 1], ARGV[first + 2], ARGV[first + 3]
+  local capacity, tokens, ticks = ARGV[first], ARGV[first + 1], ARGV[first + 2]
   return {
-    algorithm = ARGV[first],
     capacity = tonumber(capacity),
     tokens = tonumber(tokens),
     ticks = tonumber(ticks),
-    period = tonumber(ARGV[first + 4]),
+    period = tonumber(ARGV[first + 3]),
     full = capacity * ticks,
     signed = tokens .. '/' .. ticks .. '/' .. capacity,
   }
@@ -25,8 +24,8 @@ end
 
 -- A state is the text of a string, or the commands that change a collection. Its expiry is set in the same run: when
 -- the key is as new, and the margin.
-local function write(key, state, reset, margin)
-  local lifetime = format(WHOLE, ceil_div(reset, 1000) + margin)
+local function write(key, state, reset)
+  local lifetime = format(WHOLE, ceil_div(reset, 1000) + MARGIN)
   if type(state) == 'string' then
     call('SET', key, state, 'PX', lifetime)
   else
@@ -34,5 +33,18 @@ local function write(key, state, reset, margin)
       call(unpack(command))
     end
     call('PEXPIRE', key, lifetime)
+  end
+end
+
+-- Writes what a verdict changes. A denial changes nothing; but a key that would live for ever (persisted by hand), or not
+-- long enough for what it owes (its window has become longer), is given its time.
+local function settle(key, reset, state)
+  if state then
+    write(key, state, reset)
+  else
+    local left, needed = call('PTTL', key), ceil_div(reset, 1000)
+    if left == -1 or (left >= 0 and left < needed) then
+      call('PEXPIRE', key, format(WHOLE, needed + MARGIN))
+    end
   end
 end

@@ -1,27 +1,25 @@
 -- Gives an amount back, at most once for an id.
 -- KEYS: the key; with an id, also the key that remembers it (in the same slot).
--- ARGV: margin (ms), the limit (see parse_limit), now (us; empty for the server's clock), amount, the instant it was
---   charged (us; empty if unknown), how long to remember the id (ms), lease id, "undo" where a shard takes back its own.
+-- ARGV: the limit (see parse_limit), now (us; empty for the server's clock), amount, the instant it was charged (us; empty
+--   if unknown), how long to remember the id (ms), lease id, "undo" where a shard takes back its own.
 -- Reply: 1 if anything was given back, else 0, -1 if the key holds a foreign value; then remaining, retry, reset, delay,
 --   as they are after it.
 
-local margin, limit = tonumber(ARGV[1]), parse_limit(2)
-local now, amount, at, id = current(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[11]
-local judge = JUDGE[limit.algorithm]
+local limit, now, amount, at, id = parse_limit(1), current(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[9]
 
-local remaining, retry, reset, delay = judge(KEYS[1], now, 0, limit, id)
+local remaining, retry, reset, delay = JUDGE(KEYS[1], now, 0, limit, id)
 if not remaining then
   return { -1, 0, 0, 0, 0 }
 end
-if amount == 0 or (KEYS[2] and not call('SET', KEYS[2], '1', 'PX', ARGV[10], 'NX')) then
+if amount == 0 or (KEYS[2] and not call('SET', KEYS[2], '1', 'PX', ARGV[8], 'NX')) then
   return { 0, remaining, retry, reset, delay }
 end
-local state = REFUND[limit.algorithm](KEYS[1], now, amount, limit, at, id, ARGV[12] == 'undo')
+local state = REFUND(KEYS[1], now, amount, limit, at, id, ARGV[10] == 'undo')
 if not state then
   return { 0, remaining, retry, reset, delay }
 end
 -- It owes less than before, so that its lifetime is known only after it is written.
-write(KEYS[1], state, reset, margin)
-remaining, retry, reset, delay = judge(KEYS[1], now, 0, limit, id)
-call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + margin))
+write(KEYS[1], state, reset)
+remaining, retry, reset, delay = JUDGE(KEYS[1], now, 0, limit, id)
+call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + MARGIN))
 return { 1, remaining, retry, reset, delay }

@@ -24,18 +24,24 @@ class Script(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def script(main: str, algorithms: tuple[str, ...]) -> Script:
-    """The script of that name ("check", "refund" or "lease") for those algorithms."""
+def script(main: str, algorithms: tuple[str, ...], margin_ms: int) -> Script:
+    """The script of that name ("one", "check", "refund" or "lease") for those algorithms.
+
+    Keys outlive their debt by the margin. "check" finds the algorithms by name; the others are for one.
+    """
     parts = dict.fromkeys(part for name in algorithms for part in (*_NEEDS.get(name, ()), name))
-    tables = [f"local JUDGE = {{ {', '.join(f'{name} = {name}' for name in algorithms)} }}"]
-    if main == "refund":
-        tables.append(f"local REFUND = {{ {', '.join(f'{name} = {name}_refund' for name in algorithms)} }}")
+    names = [f"local JUDGE = {algorithms[0]}"]
+    if main == "check":
+        names = [f"local JUDGES = {{ {', '.join(f'{name} = {name}' for name in algorithms)} }}"]
+    elif main == "refund":
+        names.append(f"local REFUND = {algorithms[0]}_refund")
     text = "\n".join(
         [
             f"-- headgate: {main} for {', '.join(algorithms)}",
             _lua("headgate.algorithms", "_exact"),
-            *(_lua("headgate.algorithms", part, whole=main != "check") for part in parts),
-            *tables,
+            *(_lua("headgate.algorithms", part, whole=main not in ("one", "check")) for part in parts),
+            *names,
+            f"local MARGIN = {margin_ms}",
             _lua("headgate.stores.redis", "_script"),
             _lua("headgate.stores.redis", main),
         ]

@@ -85,7 +85,7 @@ class Wire:
     def __init__(self, namespace: str, clock: Clock | None) -> None:
         self._prefix = namespace + ":"
         self._clock = clock
-        self._margin = str(SERVER_MARGIN_MS if clock is None else CALLER_MARGIN_MS)
+        self._margin = SERVER_MARGIN_MS if clock is None else CALLER_MARGIN_MS
 
     def name(self, key: Key) -> str:
         """The stored key."""
@@ -101,9 +101,18 @@ class Wire:
         commands += [self.encode_other(call) for call in calls if not isinstance(call, Check)]
         return commands
 
+    def encode_one(self, check: Check) -> Command:
+        """A check of one limit that goes alone."""
+        (key,), cost, lease = check
+        limit = key.limit
+        args = [*_describe(limit), self._now(), min(cost, limit.capacity + 1), lease or ""]
+        return Command(script("one", (limit.algorithm,), self._margin), [self.name(key)], args, [check])
+
     def encode_checks(self, checks: Sequence[Check]) -> Command:
-        """One script run. Requests of the same shape that follow each other are described once, so that each costs
-        only its key."""
+        """One script run for all of them. Requests of one shape that follow each other are described once, so that
+        each costs only its key."""
+        if len(checks) == 1 and len(checks[0].keys) == 1:
+            return self.encode_one(checks[0])
         prefix = self._prefix
         keys: list[str] = []
         limits: dict[int, int] = {}
@@ -133,30 +142,30 @@ class Wire:
             for limit, _, _ in met:
                 if id(limit) not in limits:
                     limits[id(limit)] = len(limits) + 1
-                    limit_args += _describe(limit)
+                    limit_args += (limit.algorithm, *_describe(limit))
                     if limit.algorithm not in algorithms:
                         algorithms.append(limit.algorithm)
             # A cost that no limit could bear is unsatisfiable, however large: the script sees no more than that.
             bearable = min(cost, max([key.limit.capacity for key in met]) + 1)
             size_at = len(groups)
             groups += (1, bearable, lease or "", len(met), *[limits[id(key.limit)] for key in met])
-        args = [self._margin, self._now(), len(limits), *limit_args, *groups]
+        args = [self._now(), len(limits), *limit_args, *groups]
         if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
             keys = [_safe(key) for key in keys]
-        return Command(script("check", tuple(sorted(algorithms))), keys, args, checks)
+        return Command(script("check", tuple(sorted(algorithms)), self._margin), keys, args, checks)
 
     def encode_other(self, call: Refund | Renew | Leave | Reset | Undo) -> Command:
         if isinstance(call, Reset):
             return Command(None, [self.name(key) for key in call.keys], ("UNLINK",), [call])
         limit = call.key.limit
         keys = [self.name(call.key)]
-        head = [self._margin, *_describe(limit), self._now()]
+        head = [*_describe(limit), self._now()]
         if isinstance(call, Renew | Leave):
             verb = "renew" if isinstance(call, Renew) else "leave"
-            return Command(script("lease", (limit.algorithm,)), keys, [*head, verb, call.id], [call])
+            return Command(script("lease", (limit.algorithm,), self._margin), keys, [*head, verb, call.id], [call])
         if isinstance(call, Undo):
             args = [*head, call.check.cost, call.at_us, 0, call.check.id or "", "undo"]
-            return Command(script("refund", (limit.algorithm,)), keys, args, [call])
+            return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
         if call.id is not None:
             # In braces, the whole stored key is the hash tag: what remembers the refund lives on the same shard.
             keys.append(f"{{{keys[0]}}}:refund:{call.id}")
@@ -164,7 +173,7 @@ class Wire:
         unit = limit.ticks if ALGORITHMS[limit.algorithm].SHAPES_BURST else 2
         amount = min(call.amount, (EXACT - 1) // unit)
         args = [*head, amount, "" if call.at_us is None else call.at_us, refund_memory_us(call.key) // 1000, "", ""]
-        return Command(script("refund", (limit.algorithm,)), keys, args, [call])
+        return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
 
     def _now(self) -> str | int:
         return "" if self._clock is None else self._clock.now_us()
@@ -204,7 +213,7 @@ def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
 
 
 def _describe(limit: Limit) -> tuple[Any, ...]:
-    return limit.algorithm, limit.capacity, limit.tokens, limit.ticks, limit.period_us
+    return limit.capacity, limit.tokens, limit.ticks, limit.period_us
 
 
 def _is_alike(check: Check, other: Check) -> bool:
