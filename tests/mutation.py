@@ -1,45 +1,43 @@
 """Changes every comparison and constant of the algorithms, one at a time, and sees that a test notices: `make mutate`.
 
-Python's mutants are those of mutmut (its mutator alone: its own runner reads a private field of pytest's that is gone);
-Lua's are made here, from its tokens. Each is put into a copy of the package, which the tests then import in place of
+Python's mutants are those of mutmut (only its mutator: its runner reads a private field of pytest's that is gone);
+Lua's are made here, from its tokens. Each is put into a copy of the package, which the tests then import instead of
 the original. Most die in the tests of their own algorithm in test_differential.py; what survives that file is shown to
-the wider tests, and what survives those, too, is listed at the end. Mutants that provably change nothing are in
+the wider tests, and what survives those, too, is listed at the end. Mutants that provably change nothing stand in
 EQUIVALENT, with the proof, and do not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import pytest
 from equivalent import EQUIVALENT
-from mutmut.mutation.file_mutation import create_mutations, deep_replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "src" / "headgate"
-PYTHON = sorted((PACKAGE / "algorithms").glob("[!_]*.py")) + [PACKAGE / "algorithms" / "_shape.py"]
-LUA = sorted(PACKAGE.rglob("*.lua"))
+ROOT: Final = Path(__file__).parents[1]
+PACKAGE: Final = ROOT / "src" / "headgate"
+PYTHON: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.py")), PACKAGE / "algorithms" / "_shape.py"]
+LUA: Final = sorted(PACKAGE.rglob("*.lua"))
 
-AT_ONCE = 2
-PATIENCE = 60
+NARROW: Final = ["tests/test_differential.py"]
+WIDE: Final = ["tests/test_pitfalls.py", "tests/test_properties.py", "-k", "memory or redis"]
+AT_ONCE: Final = 2
+PATIENCE: Final = 60
 """Seconds for one test; what hangs counts as noticed."""
-
-NARROW = ["tests/test_differential.py"]
-WIDE = ["tests/test_pitfalls.py", "tests/test_properties.py", "-k", "memory or redis"]
 
 
 class Mutant(NamedTuple):
@@ -54,10 +52,6 @@ class Mutant(NamedTuple):
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.before}  ->  {self.after}"
 
-    @property
-    def why_equivalent(self) -> str | None:
-        return EQUIVALENT.get((self.file, self.before, self.after))
-
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
     original = file.read_text("utf-8")
@@ -70,19 +64,21 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
 def difference(original: str, text: str) -> tuple[int, str, str]:
     """The first line that differs, and what stands there before and after."""
     before, after = original.splitlines(), text.splitlines()
-    start = next(at for at, lines in enumerate(zip(before, after, strict=False)) if lines[0] != lines[1])
+    start = next(at for at, (one, other) in enumerate(zip(before, after, strict=False)) if one != other)
     while before[-1] == after[-1] and min(len(before), len(after)) > start + 1:
-        before.pop(), after.pop()
-    return start + 1, *(" ".join(map(str.strip, lines[start:])) for lines in (before, after))
+        del before[-1], after[-1]
+    return start + 1, " ".join(map(str.strip, before[start:])), " ".join(map(str.strip, after[start:]))
 
 
 # ------------------------------------------------------------------- Python
 
-SAYS_NOTHING = re.compile(r"__all__ = |: TypeAlias = |if TYPE_CHECKING|raise AssertionError")
-"""Lines that do nothing as long as the program is right."""
+SAYS_NOTHING: Final = re.compile(r"__all__ = |: TypeAlias = |if TYPE_CHECKING|raise AssertionError")
+"""Lines of Python that do nothing while the program is right."""
 
 
 def python_mutants(original: str) -> Iterator[str]:
+    from mutmut.mutation.file_mutation import create_mutations, deep_replace  # noqa: PLC0415 - not for each test run
+
     module, mutations, *_ = create_mutations("", original)
     for mutation in mutations:
         yield deep_replace(module, mutation.original_node, mutation.mutated_node).code
@@ -90,12 +86,11 @@ def python_mutants(original: str) -> Iterator[str]:
 
 # ---------------------------------------------------------------------- Lua
 
-TOKEN = re.compile(
+TOKEN: Final = re.compile(
     r"(?P<skipped>--.*|'(?:\\.|[^'\\])*'|\s+)|(?P<number>\d+)|(?P<word>[A-Za-z_]\w*(?:\.\w+)?)"
     r"|(?P<symbol>\.{2,3}|[<>=~]=|.)"
 )
-
-SWAPS = {
+SWAPS: Final = {
     "<": ["<=", ">="],
     "<=": ["<", ">"],
     ">": [">=", "<="],
@@ -115,9 +110,8 @@ SWAPS = {
     "math.min": ["math.max"],
     "math.max": ["math.min"],
 }
-
-BEFORE_A_SIGN = re.compile(r"[-+*/%<>=~({\[,]|\b(?:and|or|not|return)$")
-"""What a minus follows that is not a subtraction."""
+BEFORE_A_SIGN: Final = re.compile(r"[-+*/%<>=~({\[,]|and|or|not|return")
+"""What stands before a minus that subtracts nothing."""
 
 
 def lua_mutants(original: str) -> Iterator[str]:
@@ -133,9 +127,9 @@ def lua_mutants(original: str) -> Iterator[str]:
 def replacements(token: re.Match[str], last: str) -> list[str]:
     if token.lastgroup == "number":
         number = int(token[0])
-        return [str(number + 1), *(["0"] if number == 1 else [])]
-    if token[0] == "-" and BEFORE_A_SIGN.search(last[-6:]):
-        # The sign of a constant changes with the constant: -1 becomes -2 and -0.
+        return [str(number + 1), "0"] if number == 1 else [str(number + 1)]
+    if token[0] == "-" and BEFORE_A_SIGN.fullmatch(last):
+        # A constant's sign goes with the constant: -1 becomes -2 and -0.
         return [] if token.string[token.end()].isdigit() else [""]
     return SWAPS.get(token[0], [])
 
@@ -143,113 +137,73 @@ def replacements(token: re.Match[str], last: str) -> list[str]:
 # ------------------------------------------------------------------ running
 
 
-class Workshop:
-    """Copies of the package, one for each mutant that is under test, and of the tests: neither the repository nor
-    whoever works in it meanwhile is disturbed."""
-
-    def __init__(self) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="headgate-mutation-")
-        self._place = Path(self._temporary.name)
-        self._benches: SimpleQueue[Path] = SimpleQueue()
-
-    def __enter__(self) -> Self:
-        litter = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "tests", self._place / "tests", ignore=litter)
-        shutil.copy(ROOT / "pyproject.toml", self._place)
-        for number in range(AT_ONCE):
-            bench = self._place / f"bench-{number}"
-            shutil.copytree(PACKAGE, bench / "headgate", ignore=litter)
-            self._benches.put(bench)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._temporary.cleanup()
-
-    def passes(self, tests: Sequence[str], mutant: Mutant | None = None) -> bool:
-        """Whether the tests pass, with the mutant in place of the original."""
-        bench = self._benches.get()
-        try:
-            if mutant is None:
-                return self._run(tests, bench, {})
-            file = bench / "headgate" / mutant.file
-            original = file.rename(file.with_suffix(".original"))
-            file.write_text(mutant.text, "utf-8")
-            try:
-                # The bytecode of a mutant could be taken for the original's, or for that of the next one.
-                return self._run(tests, bench, {"PYTHONDONTWRITEBYTECODE": "1"})
-            finally:
-                original.rename(file)
-        finally:
-            self._benches.put(bench)
-
-    def _run(self, tests: Sequence[str], bench: Path, settings: dict[str, str]) -> bool:
-        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout", f"--timeout={PATIENCE}"]
-        environment = {
-            **os.environ,
-            **settings,
-            "PYTHONPATH": str(bench),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # half of the time it takes to start
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(bench / "hypothesis"),
-        }
-        command = [sys.executable, "-m", "pytest", *options, *tests]
-        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, cwd=self._place, env=environment, **silent) as process:
-            try:
-                return process.wait(3 * PATIENCE) in (0, 5)  # 5: there is no such test
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return False
+def judge(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """The survivors. All runs in copies of the package and of the tests, so that nobody who works on them is
+    disturbed, nor disturbs."""
+    with tempfile.TemporaryDirectory(prefix="headgate-mutation-") as name:
+        place = Path(name)
+        for directory in (PACKAGE, ROOT / "tests"):
+            shutil.copytree(directory, place / directory.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", place)
+        if not passing(place, NARROW):
+            sys.exit(f"{NARROW[0]} fails on the package as it is: mutants cannot be told from it")
+        survivors = passing(place, NARROW, mutants)
+        if survivors and not passing(place, WIDE):
+            print("the wider tests fail on the package as it is, and are left out")
+            return survivors
+        return passing(place, WIDE, survivors)
 
 
-def survives(workshop: Workshop, mutant: Mutant) -> bool:
-    """Whether no test of the narrow ones notices; those of the mutant's own algorithm are asked first."""
-    own = [*NARROW, "-k", Path(mutant.file).stem.strip("_")]
-    return workshop.passes(own, mutant) and workshop.passes(NARROW, mutant)
-
-
-def those_that(
-    holds: Callable[[Mutant], bool], mutants: Sequence[Mutant], what: str, *, started: float
-) -> list[Mutant]:
-    """Those for which it holds, some at the same time, with a line of progress now and then."""
-    found = []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for done, (mutant, held) in enumerate(zip(mutants, pool.map(holds, mutants), strict=True), 1):
-            if held:
+def passing(place: Path, tests: list[str], mutants: Sequence[Mutant | None] = (None,)) -> list[Mutant]:
+    """Those that the tests do not notice; None is the package as it is."""
+    # Each test run is a fork of a process that has done the slow imports, and sees one mutant only.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "hiredis", "hypothesis.stateful", "pytest", "redis.asyncio"])
+    found, started = [], time.monotonic()
+    with context.Pool(AT_ONCE, maxtasksperchild=1) as pool:
+        results = pool.imap(partial(passes, place, tests), mutants)
+        for done, (mutant, passed) in enumerate(zip(mutants, results, strict=True), 1):
+            if passed:
                 found.append(mutant)
-                print(f"  survived: {mutant}", flush=True)
-            if done % 25 == 0 or done == len(mutants):
+            if len(mutants) > 1 and (done % 50 == 0 or done == len(mutants)):
                 minutes = (time.monotonic() - started) / 60
-                print(f"{what}: {done} of {len(mutants)}, {len(found)} survived, {minutes:.1f} min", flush=True)
+                print(f"{tests[0]}: {done} of {len(mutants)}, {len(found)} survive, {minutes:.1f} min", flush=True)
     return found
 
 
-def judge(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """The survivors."""
-    started = time.monotonic()
-    with Workshop() as workshop:
-        # One after the other on every bench, which also compiles everything there.
-        if not all(workshop.passes(NARROW) for _ in range(AT_ONCE)):
-            sys.exit(f"{NARROW[0]} fails on the package as it is: mutants cannot be told from it")
-        survivors = those_that(lambda mutant: survives(workshop, mutant), mutants, "mutants", started=started)
-        if survivors and workshop.passes(WIDE):
-            survivors = those_that(
-                lambda mutant: workshop.passes(WIDE, mutant), survivors, "wider tests", started=started
-            )
-        elif survivors:
-            print("the wider tests fail on the package as it is: they are left out")
-    return survivors
+def passes(place: Path, tests: list[str], mutant: Mutant | None) -> bool:
+    """Whether the tests pass with the mutant in place of the original. Leaves this process unfit for another."""
+    os.chdir(place)
+    sys.dont_write_bytecode = mutant is not None
+    # What is half of the time to start a test run, and nothing to these tests.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(place / "hypothesis")
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1), os.dup2(silence, 2)
+    if mutant is None:
+        sys.path.insert(0, str(place))
+        return run(tests)
+    with tempfile.TemporaryDirectory(dir=place) as bench:
+        shutil.copytree(place / PACKAGE.name, Path(bench) / PACKAGE.name)
+        (Path(bench) / PACKAGE.name / mutant.file).write_text(mutant.text, "utf-8")
+        sys.path.insert(0, bench)
+        own = [*tests, "-k", Path(mutant.file).stem.strip("_")]
+        return run(own if "-k" not in tests else tests) and run(tests)
+
+
+def run(tests: list[str]) -> bool:
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout", f"--timeout={PATIENCE}"]
+    return pytest.main([*options, *tests]) in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 # ---------------------------------------------------------------- reporting
 
 
 def report(mutants: Sequence[Mutant], survivors: Sequence[Mutant]) -> None:
-    total, survived = Counter(mutant.file for mutant in mutants), Counter(mutant.file for mutant in survivors)
+    made, lived = Counter(mutant.file for mutant in mutants), Counter(mutant.file for mutant in survivors)
     print(f"\n{'file':34}{'mutants':>9}{'killed':>9}{'survived':>10}{'score':>9}")
-    for file in [*total, "all"]:
-        made = total[file] or len(mutants)
-        lived = survived[file] if file in total else len(survivors)
-        print(f"{file:34}{made:>9}{made - lived:>9}{lived:>10}{(made - lived) / made:>9.1%}")
+    for file, total, survived in [*((file, made[file], lived[file]) for file in made), ("all", len(mutants), len(survivors))]:
+        print(f"{file:34}{total:>9}{total - survived:>9}{survived:>10}{(total - survived) / total:>9.1%}")
     if survivors:
         print("\nsurvivors:", *survivors, sep="\n  ")
 
@@ -266,13 +220,12 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     os.chdir(ROOT)  # where mutmut looks for its settings
     asked = arguments()
-    files = [*PYTHON] * (asked.python or not asked.lua) + [*LUA] * (asked.lua or not asked.python)
+    files = PYTHON * (asked.python or not asked.lua) + LUA * (asked.lua or not asked.python)
     made = [mutant for file in files for mutant in mutants_of(file) if asked.only in str(mutant)]
-    equivalent = [mutant for mutant in made if mutant.why_equivalent]
-    mutants = [mutant for mutant in made if not mutant.why_equivalent]
+    mutants = [mutant for mutant in made if (mutant.file, mutant.before, mutant.after) not in EQUIVALENT]
     if asked.list:
         print(*mutants, sep="\n")
-    print(f"{len(mutants)} mutants, and {len(equivalent)} that change nothing")
+    print(f"{len(mutants)} mutants, beside {len(made) - len(mutants)} that change nothing", flush=True)
     if asked.list or not mutants:
         return 0
     survivors = judge(mutants)

@@ -16,7 +16,8 @@ import redis
 from hiredis import Reader
 
 from headgate.errors import StoreError, StoreTimeout
-from headgate.stores.redis.conversation import Lost, Stuck, Unsent, converse
+from headgate.stores.redis.conversation import Lost, Stuck, Unsent, converse, public
+from headgate.stores.redis.wire import decode_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -68,7 +69,8 @@ class AsyncRedisStore:
         self._futures.append(future)
         if not self._flushing:
             if self._alone and not self._on_the_way:
-                self._flush()
+                if not self._ask_shortly():
+                    self._flush()
             else:
                 self._flushing = True
                 loop.call_soon(self._flush)
@@ -102,11 +104,28 @@ class AsyncRedisStore:
                 self._calls += len(calls)
                 _Errand(self, converse(calls, self._wire, self._place.topology), futures).go_on()
 
+    def _ask_shortly(self) -> bool:
+        """Send the commonest call when it goes alone; false if it has to go the long way."""
+        line = self._lines.get(None)
+        packed = self._wire.pack_one(self._waiting[0])
+        if line is None or packed is None or len(self._waiting) > 1 or not line.is_open():
+            return False
+        self._on_the_way += 1
+        self._calls += 1
+        self._round_trips += 1
+        line.send(_Single(self, packed, self._waiting.pop(), self._futures.pop()))
+        return True
+
     def _back(self) -> None:
         """A batch has been answered."""
         self._on_the_way -= 1
         if self._waiting and not self._flushing:
             self._flush()
+
+    def _take_long_way(self, call: Call, future: asyncio.Future[Any]) -> None:
+        self._waiting.append(call)
+        self._futures.append(future)
+        self._flush()
 
     def _exchange(self, commands: list[Command], go_on: Callable[[], None]) -> None:
         """One round trip to every server concerned, all at the same time; then `go_on`."""
@@ -168,11 +187,7 @@ class _Errand:
             store._exchange(commands, self.go_on)  # noqa: SLF001 - a part of the store, in its own file
             return
         for future, answer in zip(self._futures, answers, strict=True):
-            if not future.done():
-                if isinstance(answer, Exception):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
+            _tell(future, answer)
         store._back()  # noqa: SLF001
 
 
@@ -188,19 +203,24 @@ class _Line(asyncio.Protocol):
         self._reader = Reader()
         self._transport: asyncio.Transport | None = None
         self._streams: Any = None
-        self._asked: deque[_Question] = deque()
+        self._asked: deque[_Question | _Single] = deque()
         self._opening: asyncio.Task[None] | None = None
         self._watching = False
 
     def ask(self, commands: list[Command], answered: Callable[[], None]) -> None:
         """Send the commands and call back when each has its reply, or an error as such."""
-        question = _Question(commands, answered)
+        self.send(_Question(commands, answered))
+
+    def is_open(self) -> bool:
+        return self._transport is not None and not self.closed
+
+    def send(self, question: _Question | _Single) -> None:
+        """Send a question, or keep it until the connection is open."""
         self._asked.append(question)
-        if self._transport is None:
-            if self._opening is None:
-                self._opening = self._loop.create_task(self._open())
-            return
-        self._send(question)
+        if self._transport is not None:
+            self._send(question)
+        elif self._opening is None:
+            self._opening = self._loop.create_task(self._open())
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
@@ -242,7 +262,7 @@ class _Line(asyncio.Protocol):
         for question in self._asked:
             self._send(question)
 
-    def _send(self, question: _Question) -> None:
+    def _send(self, question: _Question | _Single) -> None:
         if self._transport is None:
             return
         self._transport.write(question.pack())
@@ -305,6 +325,49 @@ class _Question:
             if command is not None:
                 command.reply = error
         self._answered()
+
+
+class _Single:
+    """The commonest call, sent by itself."""
+
+    __slots__ = ("_call", "_future", "_packed", "_reply", "_store", "deadline")
+
+    def __init__(self, store: AsyncRedisStore, packed: bytes, call: Any, future: asyncio.Future[Any]) -> None:
+        self._store = store
+        self._packed = packed
+        self._call = call
+        self._future = future
+        self._reply: Any = None
+        self.deadline = 0.0
+
+    def pack(self) -> bytes:
+        return self._packed
+
+    def take(self, reply: Any) -> bool:
+        self._reply = reply
+        return True
+
+    def finish(self) -> None:
+        if type(self._reply) is list:
+            _tell(self._future, decode_one(self._call, self._reply))
+            self._store._back()  # noqa: SLF001 - a part of the store, in its own file
+        else:
+            # An error of the server's: nothing was done, and the long way knows what to do about each.
+            self._store._back()  # noqa: SLF001
+            self._store._take_long_way(self._call, self._future)  # noqa: SLF001
+
+    def fail(self, error: StoreError) -> None:
+        _tell(self._future, public(error))
+        self._store._back()  # noqa: SLF001
+
+
+def _tell(future: asyncio.Future[Any], answer: Any) -> None:
+    """Give the answer to whoever still waits for it."""
+    if not future.done():
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
 
 _is_done = asyncio.Future.done

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headgate.stores.redis.topology import Topology
     from headgate.stores.redis.wire import Wire
 
-__all__ = ["Lost", "Stuck", "Unsent", "converse"]
+__all__ = ["Lost", "Stuck", "Unsent", "converse", "public"]
 
 MOST_ROUNDS: Final = 6
 """How often a command may be sent, with the redirections of a cluster that is being resharded."""
@@ -47,6 +47,11 @@ class Unsent(StoreUnavailable):
 
 class Lost(StoreUnavailable):
     """The connection broke while the answer was on its way; what was asked may have happened."""
+
+
+def public(error: StoreError) -> StoreError:
+    """The error as callers know it: whether a byte was sent matters only in here."""
+    return StoreUnavailable(str(error)) if isinstance(error, Unsent | Lost) else error
 
 
 class Stuck:
@@ -229,6 +234,6 @@ def _told(command: Command) -> list[Any]:
     if isinstance(reply, ReplyError):
         refused = str(reply).startswith(_REFUSALS)
         reply = (StoreUnavailable if refused else ScriptError)(f"the store answered: {reply}")
-    elif isinstance(reply, Unsent | Lost):  # the difference matters only in here
-        reply = StoreUnavailable(str(reply))
+    elif isinstance(reply, StoreError):
+        reply = public(reply)
     return [reply] * len(command.calls) if isinstance(reply, StoreError) else decode(command)

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.stores.calls import Call
 
-__all__ = ["Command", "Node", "Undo", "Wire", "decode"]
+__all__ = ["Command", "Node", "Undo", "Wire", "decode", "decode_one"]
 
 SERVER_MARGIN_MS: Final = 1_000
 """How long a key outlives its debt, where the server's clock rules both."""
 CALLER_MARGIN_MS: Final = 3_600_000
 """The same where callers bring the time: their clocks may differ from each other, or stand still."""
+
+MOST_PACKED: Final = 1_000
+"""Limits whose packed form is kept."""
 
 _new_decision = tuple.__new__
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
@@ -85,11 +88,13 @@ class Wire:
     def __init__(self, namespace: str, clock: Clock | None) -> None:
         self._prefix = namespace + ":"
         self._clock = clock
+        self._packed: dict[int, tuple[Limit, bytes, bytes]] = {}
         self._margin = SERVER_MARGIN_MS if clock is None else CALLER_MARGIN_MS
 
     def name(self, key: Key) -> str:
         """The stored key."""
-        return _safe(f"{self._prefix}{key.limit.space}:{key.identity}")
+        name = f"{self._prefix}{key.limit.space}:{key.identity}"
+        return name if name.isascii() and "{" not in name and "}" not in name else _safe(name)
 
     def encode(self, calls: Sequence[Call]) -> list[Command]:
         """As few commands as carry out all calls on one server: one script run for all checks, one command for each
@@ -100,6 +105,38 @@ class Wire:
         commands = [self.encode_checks(checks)] if checks else []
         commands += [self.encode_other(call) for call in calls if not isinstance(call, Check)]
         return commands
+
+    def pack_one(self, call: Call) -> bytes | None:
+        """The commonest of all calls, packed and ready: a check at cost 1 of one limit. None for any other.
+
+        All but the key stays the same for a limit, and is kept: a call that goes alone pays for all of this by itself.
+        """
+        if (
+            type(call) is not Check
+            or call[1] != 1
+            or call[2] is not None
+            or len(call[0]) != 1
+            or self._clock is not None
+        ):
+            return None
+        key = call[0][0]
+        packed = self._packed.get(id(key.limit))
+        if packed is None:
+            packed = self._pack_around(call)
+        _, head, tail = packed
+        name = self.name(key).encode()
+        return b"%b$%d\r\n%b\r\n%b" % (head, len(name), name, tail)
+
+    def _pack_around(self, check: Check) -> tuple[Limit, bytes, bytes]:
+        """What stands before and after the key in a packed check of its limit."""
+        limit = check.keys[0].limit
+        if len(self._packed) >= MOST_PACKED:
+            self._packed.clear()
+        name = self.name(check.keys[0]).encode()
+        head, tail = self.encode_one(check).pack().split(b"$%d\r\n%b\r\n" % (len(name), name), 1)
+        # With the limit itself, so that its id stays its own.
+        packed = self._packed[id(limit)] = limit, head, tail
+        return packed
 
     def encode_one(self, check: Check) -> Command:
         """A check of one limit that goes alone."""
@@ -190,6 +227,16 @@ def decode(command: Command) -> list[Any]:
     if told < 0:
         return [_foreign(call.key)]
     return [tuple(command.reply[1:5])] if isinstance(call, Undo) else [bool(told)]
+
+
+def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
+    """The answer to a check that went alone."""
+    now_us, remaining, retry_us, reset_us, delay_us = reply
+    if remaining < 0:
+        return _foreign(*check.keys)
+    keys, _, lease = check
+    verdicts = ((remaining, retry_us, reset_us, delay_us),)
+    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us))
 
 
 def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
