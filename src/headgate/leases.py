@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
+from headgate._forks import renew_in_children
 from headgate.errors import StoreError
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ class Renewals:
         self._held: set[int] = set()
         self._numbers = count()
         self._thread: threading.Thread | None = None
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """The parent keeps its own leases alive; a child has none yet, and no thread."""
+        self._changed = threading.Condition()
+        self._due, self._held, self._thread = [], set(), None
 
     def start(self, keys: list[Key], id: str, renew: Callable[..., bool]) -> Callable[[], None]:
         """Keep the leases alive until the returned function is called."""

@@ -437,11 +437,13 @@ def test_a_loop_that_ended_without_a_word_leaves_the_limiter_usable(
 def test_one_limiter_serves_two_loops_at_the_same_time(store_url: str, unique: str, unclosed_is_fine: None) -> None:
     """Each loop has connections of its own: nobody in one of them waits for ever because of the other."""
     key, limiter = key_of(unique, quota=1_000), AsyncLimiter(store_url)
+    together = threading.Barrier(2, timeout=5)
 
     async def work() -> int:
         count = 0
         async with asyncio.timeout(5):
             for _ in range(40):
+                together.wait()
                 count += passed(await ask_from_tasks(limiter, key, requests=5))
         return count
 

@@ -55,13 +55,13 @@ end
 -- >8 -- scripts that only decide end here
 
 local function token_bucket_refund(key, now, amount, limit)
-  local known, _, level, changed = token_bucket_load(key, now, limit)
+  local known, te, level = token_bucket_load(key, now, limit)
   if not known or level >= limit.full then
     return nil
   end
-  local te
-  -- Adding before or after the refill comes to the same level, so the instant stays as it is: loaded at 0, nothing refills.
-  known, te, level = token_bucket_load(key, changed and now or 0, limit)
+  -- Adding before or after the refill comes to the same level, so the instant stays as it is: loaded at 0, nothing
+  -- refills. (What was written under another limit has been adopted by now.)
+  known, te, level = token_bucket_load(key, 0, limit)
   level = math.min(limit.full, level + amount * limit.ticks)
   return format(SIGNED, te, level, limit.signed)
 end

@@ -23,7 +23,7 @@ class Space:
     """The counters of one limit name and algorithm."""
 
     __slots__ = (
-        "adopt", "buckets", "decide", "due", "limit", "only", "refund", "states", "tracks_writer", "writers",
+        "adopt", "buckets", "decide", "due", "limit", "only", "refund", "states", "tracks_writer", "was_reset", "writers",
     )  # fmt: skip
 
     def __init__(self, limit: Limit) -> None:
@@ -39,6 +39,8 @@ class Space:
         self.states: dict[str, Any] = {}
         self.writers: dict[str, LimitNumbers] = {}
         self.buckets: dict[int, list[str]] = {}
+        self.was_reset: set[str] = set()
+        """Keys that are gone, but still stand in a bucket: if they come back, they have their place already."""
         self.due: list[int] = []
         """The buckets' seconds, as a heap."""
 
@@ -60,6 +62,17 @@ class Space:
         del self.states[identity]
         self.writers.pop(identity, None)
 
+    def reset(self, identity: str) -> None:
+        self.drop(identity)
+        self.was_reset.add(identity)
+
+    def enlist(self, identity: str, at_us: int) -> None:
+        """Give a new key its place in the schedule."""
+        if identity in self.was_reset:
+            self.was_reset.remove(identity)
+        else:
+            self.schedule(identity, at_us)
+
     def schedule(self, identity: str, at_us: int) -> None:
         second = at_us >> SECOND_BITS
         bucket = self.buckets.get(second)
@@ -73,8 +86,10 @@ class Space:
         while self.due and self.due[0] < before:
             bucket = self.buckets[self.due[0]]
             while bucket:
-                if (identity := bucket.pop()) in self.states:  # else it was reset
+                identity = bucket.pop()
+                if identity in self.states:
                     return identity
+                self.was_reset.discard(identity)
             del self.buckets[heappop(self.due)]
         return None
 

@@ -21,6 +21,7 @@ from collections import OrderedDict
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from headgate._forks import renew_in_children
 from headgate.algorithms import concurrency
 from headgate.clock import SystemClock
 from headgate.decisions import Decision
@@ -71,6 +72,12 @@ class MemoryStore:
         self._locks_always = not getattr(sys, "_is_gil_enabled", lambda: True)()
         self._busy = self._locks_always
         self._keys = self._evicted = self._forgiven = 0
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """Whoever held the lock is not in the child to release it."""
+        self._lock = threading.Lock()
+        self._busy = self._locks_always
 
     @property
     def stats(self) -> MemoryStats:
@@ -199,14 +206,14 @@ class MemoryStore:
     def _put(self, space: Space, key: Key, state: Any, now_us: int, reset_us: int) -> None:
         if key.identity not in space.states:
             self._make_room(space, now_us)
-            space.schedule(key.identity, now_us + reset_us)
+            space.enlist(key.identity, now_us + reset_us)
             self._keys += 1
         space.write(key, state)
 
     def _forget(self, key: Key) -> None:
         space = self._spaces.get(key.limit.space)
         if space is not None and key.identity in space.states:
-            space.drop(key.identity)
+            space.reset(key.identity)
             self._keys -= 1
 
     def _make_room(self, space: Space, now_us: int) -> None:

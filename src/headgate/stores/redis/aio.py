@@ -9,19 +9,16 @@ read.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-import redis
-from hiredis import Reader
-
-from headgate.errors import StoreError, StoreTimeout
-from headgate.stores.redis.conversation import Lost, Stuck, Unsent, converse, public
+from headgate.stores.redis.aio_line import Line
+from headgate.stores.redis.conversation import Stuck, Unsent, converse, public
 from headgate.stores.redis.wire import decode_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from headgate.errors import StoreError
     from headgate.stores.calls import Call
     from headgate.stores.redis.places import Place
     from headgate.stores.redis.wire import Command, Node, Wire
@@ -42,7 +39,49 @@ class AsyncRedisStore:
         self._place = place
         self._wire = wire
         self._budget = budget
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._desk: _Desk | None = None
+        """That of the loop that called last."""
+        self._desks: dict[asyncio.AbstractEventLoop, _Desk] = {}
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """How many calls were carried in how many round trips, by the loops that are still there."""
+        desks = list(self._desks.values())
+        return {"calls": sum(desk.calls for desk in desks), "round_trips": sum(desk.round_trips for desk in desks)}
+
+    def run(self, call: Call) -> asyncio.Future[Any]:
+        """Carry out a call, together with those of other tasks that wait at this moment."""
+        loop = asyncio.get_running_loop()
+        desk = self._desk
+        if desk is None or desk.loop is not loop:
+            desk = self._desk = self._desk_of(loop)
+        return desk.ask(call)
+
+    async def close(self) -> None:
+        """Close the connections of this loop; what is still waiting fails."""
+        desk = self._desks.pop(asyncio.get_running_loop(), None)
+        self._desk = None
+        if desk is not None:
+            await desk.close()
+
+    def _desk_of(self, loop: asyncio.AbstractEventLoop) -> _Desk:
+        desk = self._desks.get(loop)
+        if desk is None:
+            for other in [other for other in list(self._desks) if other.is_closed()]:
+                self._desks.pop(other, None)
+            desk = self._desks[loop] = _Desk(loop, self._place, self._wire, self._budget)
+        return desk
+
+
+class _Desk:
+    """Where the calls of one event loop wait for each other."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, place: Place, wire: Wire, budget: float) -> None:
+        self.loop = loop
+        self.calls = self.round_trips = 0
+        self._place = place
+        self._wire = wire
+        self._budget = budget
         self._waiting: list[Call] = []
         self._futures: list[asyncio.Future[Any]] = []
         """Of those who wait, in the same order."""
@@ -50,21 +89,11 @@ class AsyncRedisStore:
         self._on_the_way = 0
         self._alone = True
         """Whether the last batch was of one call: then nobody is likely to join the next one, either."""
-        self._lines: dict[Node | None, _Line] = {}
+        self._lines: dict[Node | None, Line] = {}
         self._stuck = Stuck()
-        self._calls = self._round_trips = 0
 
-    @property
-    def stats(self) -> dict[str, int]:
-        """How many calls were carried in how many round trips."""
-        return {"calls": self._calls, "round_trips": self._round_trips}
-
-    def run(self, call: Call) -> asyncio.Future[Any]:
-        """Carry out a call, together with those of other tasks that wait at this moment."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._start_afresh(loop)
-        future = loop.create_future()
+    def ask(self, call: Call) -> asyncio.Future[Any]:
+        future = self.loop.create_future()
         self._waiting.append(call)
         self._futures.append(future)
         if not self._flushing:
@@ -73,22 +102,13 @@ class AsyncRedisStore:
                     self._flush()
             else:
                 self._flushing = True
-                loop.call_soon(self._flush)
+                self.loop.call_soon(self._flush)
         return future
 
     async def close(self) -> None:
-        """Close the connections; what is still waiting fails."""
         for line in list(self._lines.values()):
             await line.close()
         self._lines.clear()
-
-    def _start_afresh(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In another loop, which cannot use the old one's connections; whoever waited there is gone with it."""
-        self._loop = loop
-        self._waiting, self._futures = [], []
-        self._flushing = False
-        self._on_the_way = 0
-        self._lines = {}
 
     def _flush(self) -> None:
         self._flushing = False
@@ -101,7 +121,7 @@ class AsyncRedisStore:
             if calls:
                 self._on_the_way += 1
                 self._alone = len(calls) == 1
-                self._calls += len(calls)
+                self.calls += len(calls)
                 _Errand(self, converse(calls, self._wire, self._place.topology), futures).go_on()
 
     def _ask_shortly(self) -> bool:
@@ -111,8 +131,8 @@ class AsyncRedisStore:
         if line is None or packed is None or len(self._waiting) > 1 or not line.is_open():
             return False
         self._on_the_way += 1
-        self._calls += 1
-        self._round_trips += 1
+        self.calls += 1
+        self.round_trips += 1
         line.send(_Single(self, packed, self._waiting.pop(), self._futures.pop()))
         return True
 
@@ -129,7 +149,7 @@ class AsyncRedisStore:
 
     def _exchange(self, commands: list[Command], go_on: Callable[[], None]) -> None:
         """One round trip to every server concerned, all at the same time; then `go_on`."""
-        self._round_trips += 1
+        self.round_trips += 1
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
             by_node.setdefault(command.node, []).append(command)
@@ -148,35 +168,35 @@ class AsyncRedisStore:
                 for command in its:
                     command.reply = error
                 # Not before this function is left: the conversation must not go on inside itself.
-                asyncio.get_running_loop().call_soon(answered)
+                self.loop.call_soon(answered)
 
-    def _line(self, node: Node | None) -> _Line:
+    def _line(self, node: Node | None) -> Line:
         line = self._lines.get(node)
         if line is None or line.closed:
             self._stuck.check(node)
             timeout = max(self._budget, SHORTEST_CONNECT)
             connection = self._place.connection(node, timeout=timeout, asynchronous=True)
-            line = self._lines[node] = _Line(connection, self._budget, lambda error: self._stuck.note(node, error))
+            line = self._lines[node] = Line(connection, self._budget, lambda error: self._stuck.note(node, error))
         return line
 
 
 class _Errand:
     """A conversation under way: driven by the replies as they come in, without a task of its own."""
 
-    __slots__ = ("_conversation", "_futures", "_store")
+    __slots__ = ("_conversation", "_desk", "_futures")
 
     def __init__(
         self,
-        store: AsyncRedisStore,
+        desk: _Desk,
         conversation: Generator[list[Command], None, list[Any]],
         futures: list[asyncio.Future[Any]],
     ) -> None:
-        self._store = store
+        self._desk = desk
         self._conversation = conversation
         self._futures = futures
 
     def go_on(self) -> None:
-        store = self._store
+        desk = self._desk
         try:
             commands = self._conversation.send(None)
         except StopIteration as end:
@@ -184,156 +204,20 @@ class _Errand:
         except Exception as error:
             answers = [error] * len(self._futures)
         else:
-            store._exchange(commands, self.go_on)  # noqa: SLF001 - a part of the store, in its own file
+            desk._exchange(commands, self.go_on)  # noqa: SLF001 - a part of the desk, in its own file
             return
         for future, answer in zip(self._futures, answers, strict=True):
             _tell(future, answer)
-        store._back()  # noqa: SLF001
-
-
-class _Line(asyncio.Protocol):
-    """A connection to one server: redis-py opens it, then bytes go and come without it."""
-
-    def __init__(self, connection: Any, budget: float, cannot_open: Callable[[Unsent], None]) -> None:
-        self.closed = False
-        self._cannot_open = cannot_open
-        self._connection = connection
-        self._budget = budget
-        self._loop = asyncio.get_running_loop()
-        self._reader = Reader()
-        self._transport: asyncio.Transport | None = None
-        self._streams: Any = None
-        self._asked: deque[_Question | _Single] = deque()
-        self._opening: asyncio.Task[None] | None = None
-        self._watching = False
-
-    def ask(self, commands: list[Command], answered: Callable[[], None]) -> None:
-        """Send the commands and call back when each has its reply, or an error as such."""
-        self.send(_Question(commands, answered))
-
-    def is_open(self) -> bool:
-        return self._transport is not None and not self.closed
-
-    def send(self, question: _Question | _Single) -> None:
-        """Send a question, or keep it until the connection is open."""
-        self._asked.append(question)
-        if self._transport is not None:
-            self._send(question)
-        elif self._opening is None:
-            self._opening = self._loop.create_task(self._open())
-
-    def data_received(self, data: bytes) -> None:
-        reader = self._reader
-        reader.feed(data)
-        while (reply := reader.gets()) is not False:
-            if self._asked and self._asked[0].take(reply):
-                self._asked.popleft().finish()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._fail(Lost(f"the connection to Redis broke: {error or 'it was closed by the server'}"))
-
-    async def close(self) -> None:
-        if self._opening is not None and not self._opening.done():
-            self._opening.cancel()
-        self._fail(Unsent("the limiter was closed"))
-        await asyncio.sleep(0)  # lets the transport close
-
-    async def _open(self) -> None:
-        connection = self._connection
-        try:
-            await connection.connect()
-        except (TimeoutError, redis.RedisError, OSError) as error:
-            unsent = Unsent(f"cannot reach Redis: {error}")
-            unsent.__cause__ = error
-            self._cannot_open(unsent)
-            self._fail(unsent)
-            return
-        # redis-py has no public way to its streams; they stay referenced, as they would close the transport when
-        # collected.
-        self._streams = connection._reader, connection._writer  # noqa: SLF001
-        connection._reader = connection._writer = None  # noqa: SLF001
-        transport = self._streams[1].transport
-        transport.set_protocol(self)
-        transport.resume_reading()
-        if self.closed:
-            transport.abort()
-            return
-        self._transport = transport
-        for question in self._asked:
-            self._send(question)
-
-    def _send(self, question: _Question | _Single) -> None:
-        if self._transport is None:
-            return
-        self._transport.write(question.pack())
-        question.deadline = self._loop.time() + self._budget
-        if not self._watching:
-            self._watching = True
-            self._loop.call_at(question.deadline, self._watch)
-
-    def _watch(self) -> None:
-        """One timer for the oldest question, not one for each. A line that failed once is not trusted again."""
-        self._watching = False
-        if self._asked and not self.closed:
-            deadline = self._asked[0].deadline
-            if deadline <= self._loop.time():
-                self._fail(StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms"))
-            else:
-                self._watching = True
-                self._loop.call_at(deadline, self._watch)
-
-    def _fail(self, error: StoreError) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        if self._transport is not None:
-            self._transport.abort()
-        asked, self._asked = self._asked, deque()
-        for question in asked:
-            question.fail(error)
-
-
-class _Question:
-    """Commands that were sent together, and how many of their replies have come."""
-
-    __slots__ = ("_answered", "_commands", "_missing", "deadline")
-
-    def __init__(self, commands: list[Command], answered: Callable[[], None]) -> None:
-        self._commands = commands
-        self._answered = answered
-        # Redis answers ASKING by itself, before the command that it goes with.
-        self._missing = [
-            step for command in reversed(commands) for step in ((command, None) if command.asking else (command,))
-        ]
-        self.deadline = 0.0
-
-    def pack(self) -> bytes:
-        return b"".join([command.pack() for command in self._commands])
-
-    def take(self, reply: Any) -> bool:
-        """Give the reply to the command that it belongs to; whether that was the last one."""
-        command = self._missing.pop()
-        if command is not None:
-            command.reply = reply
-        return not self._missing
-
-    def finish(self) -> None:
-        self._answered()
-
-    def fail(self, error: StoreError) -> None:
-        for command in self._missing:
-            if command is not None:
-                command.reply = error
-        self._answered()
+        desk._back()  # noqa: SLF001
 
 
 class _Single:
     """The commonest call, sent by itself."""
 
-    __slots__ = ("_call", "_future", "_packed", "_reply", "_store", "deadline")
+    __slots__ = ("_call", "_desk", "_future", "_packed", "_reply", "deadline")
 
-    def __init__(self, store: AsyncRedisStore, packed: bytes, call: Any, future: asyncio.Future[Any]) -> None:
-        self._store = store
+    def __init__(self, desk: _Desk, packed: bytes, call: Any, future: asyncio.Future[Any]) -> None:
+        self._desk = desk
         self._packed = packed
         self._call = call
         self._future = future
@@ -350,15 +234,15 @@ class _Single:
     def finish(self) -> None:
         if type(self._reply) is list:
             _tell(self._future, decode_one(self._call, self._reply))
-            self._store._back()  # noqa: SLF001 - a part of the store, in its own file
+            self._desk._back()  # noqa: SLF001 - a part of the desk, in its own file
         else:
             # An error of the server's: nothing was done, and the long way knows what to do about each.
-            self._store._back()  # noqa: SLF001
-            self._store._take_long_way(self._call, self._future)  # noqa: SLF001
+            self._desk._back()  # noqa: SLF001
+            self._desk._take_long_way(self._call, self._future)  # noqa: SLF001
 
     def fail(self, error: StoreError) -> None:
         _tell(self._future, public(error))
-        self._store._back()  # noqa: SLF001
+        self._desk._back()  # noqa: SLF001
 
 
 def _tell(future: asyncio.Future[Any], answer: Any) -> None:

@@ -7,14 +7,17 @@
 
 local limit, now, amount, at, id = parse_limit(1), current(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[9]
 
-local remaining, retry, reset, delay = JUDGE(KEYS[1], now, 0, limit, id)
+local remaining, retry, reset, delay, adopted = JUDGE(KEYS[1], now, 0, limit, id)
 if not remaining then
   return { -1, 0, 0, 0, 0 }
 end
-if amount == 0 or (KEYS[2] and not call('SET', KEYS[2], '1', 'PX', ARGV[8], 'NX')) then
+if KEYS[2] and not call('SET', KEYS[2], '1', 'PX', ARGV[8], 'NX') then
   return { 0, remaining, retry, reset, delay }
 end
-local state = REFUND(KEYS[1], now, amount, limit, at, id, ARGV[10] == 'undo')
+if adopted then
+  write(KEYS[1], adopted, reset)
+end
+local state = amount > 0 and REFUND(KEYS[1], now, amount, limit, at, id, ARGV[10] == 'undo')
 if not state then
   return { 0, remaining, retry, reset, delay }
 end

@@ -7,7 +7,6 @@ nothing is added; with many, Redis sees few and full round trips, and the interp
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import ssl
@@ -15,13 +14,13 @@ import struct
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import redis
 from hiredis import Reader
 
+from headgate._forks import renew_in_children
 from headgate.errors import StoreError, StoreTimeout
 from headgate.stores.redis.conversation import Lost, Stuck, Unsent, converse, public
 from headgate.stores.redis.wire import decode_one
@@ -41,8 +40,6 @@ SHORTEST_CONNECT: Final = 0.25
 IDLE: Final = 0.05
 """Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
 
-_stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()
-
 
 class RedisStore:
     """Counts in Redis. Nothing is connected before the first call."""
@@ -57,7 +54,7 @@ class RedisStore:
         self._lines: dict[Node | None, _Line] = {}
         self._stuck = Stuck()
         self._calls = self._round_trips = 0
-        _stores.add(self)
+        renew_in_children(self)
 
     @property
     def stats(self) -> dict[str, int]:
@@ -89,8 +86,8 @@ class RedisStore:
         for line in lines.values():
             line.close()
 
-    def _start_afresh(self) -> None:
-        """In a forked child: it must not talk on its parent's connections, and nobody waits for them here."""
+    def renew_after_fork(self) -> None:
+        """A child must not talk on its parent's connections, and nobody waits for them here."""
         self._mutex = threading.Lock()
         self._waiting.clear()
         self._led = False
@@ -301,11 +298,3 @@ def _set_timeout(connected: socket.socket, budget: float) -> None:
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-
-
-def _forget_connections_of_the_parent() -> None:
-    for store in _stores:
-        store._start_afresh()  # noqa: SLF001 - this module's own
-
-
-os.register_at_fork(after_in_child=_forget_connections_of_the_parent)

@@ -1,0 +1,170 @@
+"""A connection on asyncio: redis-py opens it, then replies come in through a protocol of our own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+import redis
+from hiredis import Reader
+
+from headgate.errors import StoreError, StoreTimeout
+from headgate.stores.redis.conversation import Lost, Unsent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headgate.stores.redis.wire import Command
+
+__all__ = ["Line", "Question"]
+
+
+class Question(Protocol):
+    """Something that was sent on a line and gets its replies from there, or an error."""
+
+    deadline: float
+
+    def pack(self) -> bytes: ...
+
+    def take(self, reply: Any) -> bool:
+        """Take the next reply; whether it was the last one."""
+
+    def finish(self) -> None: ...
+    def fail(self, error: StoreError) -> None: ...
+
+
+class Line(asyncio.Protocol):
+    """A connection to one server: redis-py opens it, then bytes go and come without it."""
+
+    def __init__(self, connection: Any, budget: float, cannot_open: Callable[[Unsent], None]) -> None:
+        self.closed = False
+        self._cannot_open = cannot_open
+        self._connection = connection
+        self._budget = budget
+        self._loop = asyncio.get_running_loop()
+        self._reader = Reader()
+        self._transport: asyncio.Transport | None = None
+        self._streams: Any = None
+        self._asked: deque[Question] = deque()
+        self._opening: asyncio.Task[None] | None = None
+        self._watching = False
+
+    def ask(self, commands: list[Command], answered: Callable[[], None]) -> None:
+        """Send the commands and call back when each has its reply, or an error as such."""
+        self.send(_Commands(commands, answered))
+
+    def is_open(self) -> bool:
+        return self._transport is not None and not self.closed
+
+    def send(self, question: Question) -> None:
+        """Send a question, or keep it until the connection is open."""
+        self._asked.append(question)
+        if self._transport is not None:
+            self._send(question)
+        elif self._opening is None:
+            self._opening = self._loop.create_task(self._open())
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        reader.feed(data)
+        while (reply := reader.gets()) is not False:
+            if self._asked and self._asked[0].take(reply):
+                self._asked.popleft().finish()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(Lost(f"the connection to Redis broke: {error or 'it was closed by the server'}"))
+
+    async def close(self) -> None:
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+        self._fail(Unsent("the limiter was closed"))
+        await asyncio.sleep(0)  # lets the transport close
+
+    async def _open(self) -> None:
+        connection = self._connection
+        try:
+            await connection.connect()
+        except (TimeoutError, redis.RedisError, OSError) as error:
+            unsent = Unsent(f"cannot reach Redis: {error}")
+            unsent.__cause__ = error
+            self._cannot_open(unsent)
+            self._fail(unsent)
+            return
+        # redis-py has no public way to its streams; they stay referenced, as they would close the transport when
+        # collected.
+        self._streams = connection._reader, connection._writer  # noqa: SLF001
+        connection._reader = connection._writer = None  # noqa: SLF001
+        transport = self._streams[1].transport
+        transport.set_protocol(self)
+        transport.resume_reading()
+        if self.closed:
+            transport.abort()
+            return
+        self._transport = transport
+        for question in self._asked:
+            self._send(question)
+
+    def _send(self, question: Question) -> None:
+        if self._transport is None:
+            return
+        self._transport.write(question.pack())
+        question.deadline = self._loop.time() + self._budget
+        if not self._watching:
+            self._watching = True
+            self._loop.call_at(question.deadline, self._watch)
+
+    def _watch(self) -> None:
+        """One timer for the oldest question, not one for each. A line that failed once is not trusted again."""
+        self._watching = False
+        if self._asked and not self.closed:
+            deadline = self._asked[0].deadline
+            if deadline <= self._loop.time():
+                self._fail(StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms"))
+            else:
+                self._watching = True
+                self._loop.call_at(deadline, self._watch)
+
+    def _fail(self, error: StoreError) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+        asked, self._asked = self._asked, deque()
+        for question in asked:
+            question.fail(error)
+
+
+class _Commands:
+    """Commands that were sent together, and how many of their replies have come."""
+
+    __slots__ = ("_answered", "_commands", "_missing", "deadline")
+
+    def __init__(self, commands: list[Command], answered: Callable[[], None]) -> None:
+        self._commands = commands
+        self._answered = answered
+        # Redis answers ASKING by itself, before the command that it goes with.
+        self._missing = [
+            step for command in reversed(commands) for step in ((command, None) if command.asking else (command,))
+        ]
+        self.deadline = 0.0
+
+    def pack(self) -> bytes:
+        return b"".join([command.pack() for command in self._commands])
+
+    def take(self, reply: Any) -> bool:
+        """Give the reply to the command that it belongs to; whether that was the last one."""
+        command = self._missing.pop()
+        if command is not None:
+            command.reply = reply
+        return not self._missing
+
+    def finish(self) -> None:
+        self._answered()
+
+    def fail(self, error: StoreError) -> None:
+        for command in self._missing:
+            if command is not None:
+                command.reply = error
+        self._answered()
