@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import pytest
 from equivalent import EQUIVALENT
@@ -53,6 +53,9 @@ class Mutant(NamedTuple):
         return f"{self.file}:{self.line}: {self.before}  ->  {self.after}"
 
 
+AnyMutant = TypeVar("AnyMutant", bound=Mutant | None)
+
+
 def mutants_of(file: Path) -> Iterator[Mutant]:
     original = file.read_text("utf-8")
     for text in (python_mutants if file.suffix == ".py" else lua_mutants)(original):
@@ -77,7 +80,8 @@ SAYS_NOTHING: Final = re.compile(r"__all__ = |: TypeAlias = |if TYPE_CHECKING|ra
 
 
 def python_mutants(original: str) -> Iterator[str]:
-    from mutmut.mutation.file_mutation import create_mutations, deep_replace  # noqa: PLC0415 - not for each test run
+    # Here, as every test run imports this module, and only this needs mutmut.
+    from mutmut.mutation.file_mutation import create_mutations, deep_replace
 
     module, mutations, *_ = create_mutations("", original)
     for mutation in mutations:
@@ -145,17 +149,17 @@ def judge(mutants: Sequence[Mutant]) -> list[Mutant]:
         for directory in (PACKAGE, ROOT / "tests"):
             shutil.copytree(directory, place / directory.name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", place)
-        if not passing(place, NARROW):
-            sys.exit(f"{NARROW[0]} fails on the package as it is: mutants cannot be told from it")
+        if not passing(place, NARROW, [None]):
+            sys.exit(f"{NARROW[0]} fails on the package as it is: no mutant can be told from it")
         survivors = passing(place, NARROW, mutants)
-        if survivors and not passing(place, WIDE):
+        if survivors and not passing(place, WIDE, [None]):
             print("the wider tests fail on the package as it is, and are left out")
             return survivors
         return passing(place, WIDE, survivors)
 
 
-def passing(place: Path, tests: list[str], mutants: Sequence[Mutant | None] = (None,)) -> list[Mutant]:
-    """Those that the tests do not notice; None is the package as it is."""
+def passing(place: Path, tests: list[str], mutants: Sequence[AnyMutant]) -> list[AnyMutant]:
+    """Those that the tests do not notice; None stands for the package as it is."""
     # Each test run is a fork of a process that has done the slow imports, and sees one mutant only.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "hiredis", "hypothesis.stateful", "pytest", "redis.asyncio"])
@@ -165,7 +169,7 @@ def passing(place: Path, tests: list[str], mutants: Sequence[Mutant | None] = (N
         for done, (mutant, passed) in enumerate(zip(mutants, results, strict=True), 1):
             if passed:
                 found.append(mutant)
-            if len(mutants) > 1 and (done % 50 == 0 or done == len(mutants)):
+            if mutant is not None and (done % 50 == 0 or done == len(mutants)):
                 minutes = (time.monotonic() - started) / 60
                 print(f"{tests[0]}: {done} of {len(mutants)}, {len(found)} survive, {minutes:.1f} min", flush=True)
     return found
@@ -174,21 +178,21 @@ def passing(place: Path, tests: list[str], mutants: Sequence[Mutant | None] = (N
 def passes(place: Path, tests: list[str], mutant: Mutant | None) -> bool:
     """Whether the tests pass with the mutant in place of the original. Leaves this process unfit for another."""
     os.chdir(place)
-    sys.dont_write_bytecode = mutant is not None
-    # What is half of the time to start a test run, and nothing to these tests.
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(place / "hypothesis")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # it would take longer than most of the tests
     silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1), os.dup2(silence, 2)
+    for output in (1, 2):
+        os.dup2(silence, output)
     if mutant is None:
+        sys.dont_write_bytecode = False
         sys.path.insert(0, str(place))
         return run(tests)
     with tempfile.TemporaryDirectory(dir=place) as bench:
-        shutil.copytree(place / PACKAGE.name, Path(bench) / PACKAGE.name)
-        (Path(bench) / PACKAGE.name / mutant.file).write_text(mutant.text, "utf-8")
+        package = shutil.copytree(place / PACKAGE.name, Path(bench) / PACKAGE.name)
+        (package / mutant.file).write_text(mutant.text, "utf-8")
         sys.path.insert(0, bench)
-        own = [*tests, "-k", Path(mutant.file).stem.strip("_")]
-        return run(own if "-k" not in tests else tests) and run(tests)
+        # The tests of its own algorithm are the likeliest to notice.
+        return run([*NARROW, "-k", Path(mutant.file).stem.strip("_")]) and run(tests)
 
 
 def run(tests: list[str]) -> bool:
@@ -202,7 +206,8 @@ def run(tests: list[str]) -> bool:
 def report(mutants: Sequence[Mutant], survivors: Sequence[Mutant]) -> None:
     made, lived = Counter(mutant.file for mutant in mutants), Counter(mutant.file for mutant in survivors)
     print(f"\n{'file':34}{'mutants':>9}{'killed':>9}{'survived':>10}{'score':>9}")
-    for file, total, survived in [*((file, made[file], lived[file]) for file in made), ("all", len(mutants), len(survivors))]:
+    rows = [(file, made[file], lived[file]) for file in made]
+    for file, total, survived in [*rows, ("all", len(mutants), len(survivors))]:
         print(f"{file:34}{total:>9}{total - survived:>9}{survived:>10}{(total - survived) / total:>9.1%}")
     if survivors:
         print("\nsurvivors:", *survivors, sep="\n  ")

@@ -126,10 +126,10 @@ def subject_of(key: Key) -> Subject:
 
 
 RECORDING = """
-local issued = {}
+local issued, lifetime = {}, %s
 local function call(...)
   issued[#issued + 1] = { ... }
-  return redis.call(...)
+  return ... == 'PTTL' and lifetime or redis.call(...)
 end
 local reply = (function(redis)
 %s
@@ -146,6 +146,8 @@ class InRedis:
         self.clock = FakeClock()
         self.wire = Wire(f"differential-{next(serial)}", None if server_clock else self.clock)
         self.issued: list[list[str]] = []
+        self.pretended_ms: str | None = None
+        """What PTTL shall say, where a real one would go on running."""
 
     def run(self, call: Call | Undo, now_us: int = 0) -> Any:
         (answer,) = self.run_together([call], now_us)
@@ -158,7 +160,7 @@ class InRedis:
         if command.script is None:
             self.client.execute_command(*command.args, *command.keys)
             return [None]
-        recording = RECORDING % command.script.text.decode()
+        recording = RECORDING % (self.pretended_ms or "nil", command.script.text.decode())
         command.reply, self.issued = self.client.eval(recording, len(command.keys), *command.keys, *command.args)
         return decode(command)
 
@@ -342,14 +344,20 @@ def test_lua_writes_nothing_for_a_peek_or_a_denial(lua: InRedis, algorithm: str)
             assert not lua.client.exists(lua.wire.name(other))
 
 
-@each_algorithm
-def test_lua_gives_an_expiry_to_a_key_that_lost_it(lua: InRedis, algorithm: str) -> None:
-    key, other = drained(algorithm, lua), limit_of(algorithm, 5, SECOND, name="other").by("ada")
-    name = lua.wire.name(key)
-    for calls in ([Check((key,), 1, "b")], [Check((key,), 1, "b")] * 2, [Check((other, key), 1, "b")]):
-        lua.client.persist(name)
-        (denied, *_) = lua.run_together(calls, NOW + 1)
-        assert lua.lifetimes_ms == {name: lifetime_of(denied._replace(verdicts=denied.verdicts[-1:]))}
+@pytest.mark.parametrize(("left_ms", "is_given_more"), [(-2, 0), (-1, 1), (0, 1), (1999, 1), (2000, 0), (2001, 0)])
+def test_lua_gives_its_time_to_a_key_that_would_live_too_long_or_too_short(
+    lua: InRedis, left_ms: int, is_given_more: bool
+) -> None:
+    """Here the key owes for two seconds."""
+    key, other = drained("sliding_window", lua), limit_of("sliding_window", 5, SECOND, name="other").by("ada")
+    lua.pretended_ms = str(left_ms)
+    alone, beside, peek = Check((key,), 1), Check((key, other), 1), Check((key,), 0)
+    for checks in ([alone], [beside], [alone, peek], [beside, peek]):
+        assert not lua.run_together(checks, NOW)[0]
+        assert lua.lifetimes_ms.get(lua.wire.name(key)) == (2000 + CALLER_MARGIN_MS if is_given_more else None)
+    for checks in ([peek], [peek, peek], [Check((key, other), 0)]):
+        lua.run_together(checks, NOW)
+        assert lua.lifetimes_ms == {}
 
 
 def test_lua_reads_the_servers_clock_where_no_other_is_given(client: Redis) -> None:
@@ -491,3 +499,12 @@ def test_a_limit_may_be_as_large_as_its_arithmetic_is_exact(algorithm: str, quot
 @each_algorithm
 def test_the_stored_form_has_a_version(algorithm: str) -> None:
     assert limit_of(algorithm, 1, 1).space == f"x:{algorithm}.1"
+
+
+@each_algorithm
+def test_only_buckets_have_a_burst(algorithm: str) -> None:
+    if algorithm in BUCKETS:
+        assert limit_of(algorithm, 5, SECOND, burst=3).capacity == 3
+    else:
+        with pytest.raises(InvalidLimit, match="burst 3 means nothing"):
+            limit_of(algorithm, 5, SECOND, burst=3)

@@ -23,7 +23,8 @@ class Space:
     """The counters of one limit name and algorithm."""
 
     __slots__ = (
-        "adopt", "buckets", "decide", "due", "limit", "only", "refund", "states", "tracks_writer", "was_reset", "writers",
+        "adopt", "buckets", "decide", "due", "limit", "only", "refund", "states", "tracks_writer",
+        "was_reset", "writers",
     )  # fmt: skip
 
     def __init__(self, limit: Limit) -> None:

@@ -81,7 +81,7 @@ def checked(keys: tuple[Key | Limit, ...], cost: int, id: str | None) -> Check:
         # The common case by itself: this runs on every request.
         return _new_check(Check, (keys, cost, id))
     made = checked_keys(keys)
-    if id is None and any(key.limit.algorithm == "concurrency" for key in made):
+    if id is None and "concurrency" in [key.limit.algorithm for key in made]:
         id = uuid4().hex
     return Check(made, cost, id)
 
@@ -121,17 +121,17 @@ def checked_keys(keys: tuple[Key | Limit, ...]) -> tuple[Key, ...]:
     """The keys of a call, a bare limit standing for its one counter for everybody."""
     if not keys:
         raise InvalidKey("no key given: say which limit is met by whom, like check(limit.by(client))")
-    made = []
-    for key in keys:
-        if isinstance(key, Limit):
-            key = key.by()
-        elif not isinstance(key, Key):
-            raise InvalidKey(f"{key!r} is not a key: make one with limit.by(...)")
-        made.append(key)
-    if len(made) > 1 and len({(key.limit.space, key.identity) for key in made}) < len(made):
+    made = tuple([key if type(key) is Key else _key_of(key) for key in keys])
+    if len({key.limit.space for key in made}) < len(made) > len({(key.limit.space, key.identity) for key in made}):
         names = ", ".join(repr(key.limit.name) for key in made)
         raise InvalidKey(f"two of the limits {names} would share one counter: give each limit its own name=")
-    return tuple(made)
+    return made
+
+
+def _key_of(key: object) -> Key:
+    if isinstance(key, Limit):
+        return key.by()
+    raise InvalidKey(f"{key!r} is not a key: make one with limit.by(...)")
 
 
 def refund_memory_us(key: Key) -> int:

@@ -27,24 +27,19 @@ end
 local function write(key, state, reset)
   local lifetime = format(WHOLE, ceil_div(reset, 1000) + MARGIN)
   if type(state) == 'string' then
-    call('SET', key, state, 'PX', lifetime)
-  else
-    for _, command in ipairs(state) do
-      call(unpack(command))
-    end
-    call('PEXPIRE', key, lifetime)
+    return call('SET', key, state, 'PX', lifetime)
   end
+  for _, command in ipairs(state) do
+    call(unpack(command))
+  end
+  call('PEXPIRE', key, lifetime)
 end
 
--- Writes what a verdict changes. A denial changes nothing; but a key that would live for ever (persisted by hand), or not
--- long enough for what it owes (its window has become longer), is given its time.
-local function settle(key, reset, state)
-  if state then
-    write(key, state, reset)
-  else
-    local left, needed = call('PTTL', key), ceil_div(reset, 1000)
-    if left == -1 or (left >= 0 and left < needed) then
-      call('PEXPIRE', key, format(WHOLE, needed + MARGIN))
-    end
+-- A denial changes nothing; but a key that would live for ever (persisted by hand), or not long enough for what it owes
+-- (its window has become longer), is given its time.
+local function mend_expiry(key, reset)
+  local left, needed = call('PTTL', key), ceil_div(reset, 1000)
+  if left == -1 or (left >= 0 and left < needed) then
+    call('PEXPIRE', key, format(WHOLE, needed + MARGIN))
   end
 end

@@ -28,6 +28,8 @@ __all__ = ["AsyncRedisStore"]
 LARGEST_BATCH: Final = 256
 MOST_ON_THE_WAY: Final = 2
 """Batches under way at the same time: Redis works on one while this process makes and reads the other."""
+WORTH_SPLITTING: Final = 16
+"""Calls that are better sent as two batches than as one."""
 SHORTEST_CONNECT: Final = 0.25
 """Seconds that opening a connection may take, whatever the budget for a call is."""
 
@@ -113,8 +115,11 @@ class _Desk:
     def _flush(self) -> None:
         self._flushing = False
         while self._waiting and self._on_the_way < MOST_ON_THE_WAY:
-            calls, futures = self._waiting[:LARGEST_BATCH], self._futures[:LARGEST_BATCH]
-            del self._waiting[:LARGEST_BATCH], self._futures[:LARGEST_BATCH]
+            size = min(len(self._waiting), LARGEST_BATCH)
+            if not self._on_the_way and size >= WORTH_SPLITTING:
+                size = (size + 1) // 2  # else all callers would wait for one batch, and Redis for all callers, in turn
+            calls, futures = self._waiting[:size], self._futures[:size]
+            del self._waiting[:size], self._futures[:size]
             if any(map(_is_done, futures)):  # who was cancelled while waiting asks for nothing
                 kept = [index for index, future in enumerate(futures) if not future.done()]
                 calls, futures = [calls[index] for index in kept], [futures[index] for index in kept]

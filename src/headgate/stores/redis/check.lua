@@ -31,8 +31,10 @@ local function decide_all(first, cost, id, met, reply)
         local judge, limit = judges[which], limits[which]
         reply[at - 3], reply[at - 2], reply[at - 1], reply[at], states[index] = judge(key, now, 0, limit, id)
       end
-      if cost > 0 then
-        settle(key, reply[at - 1], states[index])
+      if states[index] and cost > 0 then
+        write(key, states[index], reply[at - 1])
+      elseif not allowed then
+        mend_expiry(key, reply[at - 1])
       end
     end
   end
@@ -51,8 +53,10 @@ while position <= #ARGV do
       local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id)
       if not remaining then
         remaining, retry, reset, delay = -1, 0, 0, 0
-      elseif cost > 0 then
-        settle(key, reset, state)
+      elseif state and cost > 0 then
+        write(key, state, reset)
+      elseif retry ~= 0 then
+        mend_expiry(key, reset)
       end
       reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = remaining, retry, reset, delay
       replied = replied + 4

@@ -7,7 +7,9 @@ local remaining, retry, reset, delay, state = JUDGE(KEYS[1], now, cost, limit, A
 if not remaining then
   return { now, -1, 0, 0, 0 }
 end
-if cost > 0 then
-  settle(KEYS[1], reset, state)
+if state and cost > 0 then
+  write(KEYS[1], state, reset)
+elseif retry ~= 0 then
+  mend_expiry(KEYS[1], reset)
 end
 return { now, remaining, retry, reset, delay }

@@ -157,25 +157,19 @@ class Wire:
         groups: list[Any] = []
         algorithms: list[str] = []
         size_at = -1
-        last: Check | None = None
-        last_cost = 0
-        last_limit: Limit | None = None
+        last: tuple[list[Limit], int] | None = None
         for check in checks:
             met, cost, lease = check
             if len(met) == 1:
                 limit, _, identity = met[0]
                 keys.append(f"{prefix}{limit.space}:{identity}")
-                if limit is last_limit and cost == last_cost and lease is None:
-                    groups[size_at] += 1
-                    continue
-                last_limit, last_cost = (limit, cost) if lease is None else (None, 0)
             else:
                 keys += [f"{prefix}{limit.space}:{identity}" for limit, _, identity in met]
-                if last is not None and _is_alike(check, last):
-                    groups[size_at] += 1
-                    continue
-                last_limit = None
-            last = check
+            shape = [key[0] for key in met], cost
+            if shape == last:
+                groups[size_at] += 1
+                continue
+            last = shape if lease is None else None
             for limit, _, _ in met:
                 if id(limit) not in limits:
                     limits[id(limit)] = len(limits) + 1
@@ -251,7 +245,7 @@ def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
         else:
             verdicts = tuple([tuple(reply[start : start + 4]) for start in range(at, at + 4 * len(keys), 4)])
             at += 4 * len(keys)
-            allowed = not any(verdict[1] for verdict in verdicts)
+            allowed = not any([verdict[1] for verdict in verdicts])  # noqa: C419 - a list is quicker than a generator
         if verdicts[0][0] < 0:
             answers.append(_foreign(*keys))
         else:
@@ -261,15 +255,6 @@ def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
 
 def _describe(limit: Limit) -> tuple[Any, ...]:
     return limit.capacity, limit.tokens, limit.ticks, limit.period_us
-
-
-def _is_alike(check: Check, other: Check) -> bool:
-    """Whether two requests meet the same limits at the same cost: limits by identity, which is quick."""
-    met, cost, lease = check
-    others = other[0]
-    if cost != other[1] or lease is not None or other[2] is not None or len(met) != len(others):
-        return False
-    return all(key[0] is its[0] for key, its in zip(met, others, strict=True))
 
 
 def _safe(key: str) -> str:
