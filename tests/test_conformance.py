@@ -352,7 +352,7 @@ def test_a_lease_has_a_cost(gate: Gate, unique: str) -> None:
 def test_any_printable_text_can_be_the_id_of_a_lease(gate: Gate, unique: str, id: str) -> None:
     room = limit_of("concurrency", 2, unique).by("ada")
     assert [gate.enter(room, id=id).remaining for _ in range(2)] == [1, 1]
-    assert not gate.leave(room, id=id + "x")
+    assert not gate.leave(room, id=id[1:] + "y")
     assert gate.renew(room, id=id)
     assert gate.leave(room, id=id)
 

@@ -34,12 +34,17 @@ local function concurrency_find(leases, id)
   end
 end
 
-local function concurrency_write(key, id, cost, expiry, taken, expired)
-  -- The expired go first: the lease that is written may be one of them, come back.
+-- Commands that forget the expired. They come first: the lease that is written then may be one of them, come back.
+local function concurrency_forget(key, expired)
   local commands = {}
   for first = 1, #expired, 1000 do -- Lua passes some thousand arguments at most
     commands[#commands + 1] = { 'HDEL', key, unpack(expired, first, math.min(first + 999, #expired)) }
   end
+  return commands
+end
+
+local function concurrency_write(key, id, cost, expiry, taken, expired)
+  local commands = concurrency_forget(key, expired)
   commands[#commands + 1] = { 'HSET', key, id, format(THREE, cost, expiry, taken) }
   return commands
 end
@@ -84,7 +89,7 @@ end
 
 local function concurrency_renew(key, now, limit, id)
   local leases, _, _, expired = concurrency_load(key, now)
-  local mine = leases and concurrency_find(leases, id)
+  local mine = concurrency_find(leases, id)
   if not mine then
     return nil
   end
@@ -92,13 +97,17 @@ local function concurrency_renew(key, now, limit, id)
 end
 
 local function concurrency_leave(key, now, id)
-  local leases = concurrency_load(key, now)
-  return leases and concurrency_find(leases, id) and { { 'HDEL', key, id } } or nil
+  local leases, _, _, expired = concurrency_load(key, now)
+  if not concurrency_find(leases, id) then
+    return nil
+  end
+  local commands = concurrency_forget(key, expired)
+  commands[#commands + 1] = { 'HDEL', key, id }
+  return commands
 end
 
 -- Undoes what was taken at that instant: a lease that was only renewed then stays.
 local function concurrency_refund(key, now, _, _, at, id)
-  local leases = concurrency_load(key, now)
-  local mine = leases and concurrency_find(leases, id)
+  local mine = concurrency_find(concurrency_load(key, now), id)
   return mine and mine[4] == at and { { 'HDEL', key, id } } or nil
 end
