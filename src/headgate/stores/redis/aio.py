@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate.errors import StoreUnavailable
 from headgate.stores.redis.aio_line import Line
 from headgate.stores.redis.conversation import Stuck, Unsent, converse, public
 from headgate.stores.redis.wire import decode_one
@@ -93,6 +94,7 @@ class _Desk:
         """Whether the last batch was of one call: then nobody is likely to join the next one, either."""
         self._lines: dict[Node | None, Line] = {}
         self._stuck = Stuck()
+        self._closed = False
 
     def ask(self, call: Call) -> asyncio.Future[Any]:
         future = self.loop.create_future()
@@ -108,9 +110,12 @@ class _Desk:
         return future
 
     async def close(self) -> None:
+        self._closed = True
+        waiting, self._waiting, self._futures = self._futures, [], []
+        for future in waiting:
+            _tell(future, StoreUnavailable("the limiter was closed"))
         for line in list(self._lines.values()):
             await line.close()
-        self._lines.clear()
 
     def _flush(self) -> None:
         self._flushing = False
@@ -178,6 +183,8 @@ class _Desk:
     def _line(self, node: Node | None) -> Line:
         line = self._lines.get(node)
         if line is None or line.closed:
+            if self._closed:
+                raise Unsent("the limiter was closed")
             self._stuck.check(node)
             timeout = max(self._budget, SHORTEST_CONNECT)
             connection = self._place.connection(node, timeout=timeout, asynchronous=True)

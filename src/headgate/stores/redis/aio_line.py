@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 import redis
-from hiredis import Reader
+from hiredis import HiredisError, Reader
 
 from headgate.errors import StoreError, StoreTimeout
 from headgate.stores.redis.conversation import Lost, Unsent
@@ -68,9 +68,12 @@ class Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         reader = self._reader
         reader.feed(data)
-        while (reply := reader.gets()) is not False:
-            if self._asked and self._asked[0].take(reply):
-                self._asked.popleft().finish()
+        try:
+            while (reply := reader.gets()) is not False:
+                if self._asked and self._asked[0].take(reply):
+                    self._asked.popleft().finish()
+        except HiredisError as error:
+            self._fail(Lost(f"what came from Redis is no answer: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._fail(Lost(f"the connection to Redis broke: {error or 'it was closed by the server'}"))
@@ -78,6 +81,8 @@ class Line(asyncio.Protocol):
     async def close(self) -> None:
         if self._opening is not None and not self._opening.done():
             self._opening.cancel()
+            await asyncio.wait([self._opening])
+            await self._connection.disconnect(nowait=True)
         self._fail(Unsent("the limiter was closed"))
         await asyncio.sleep(0)  # lets the transport close
 

@@ -36,7 +36,7 @@ STUCK: Final = 1.0
 
 _REFUSALS: Final = (
     *("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOPERM", "NOREPLICAS", "OOM", "READONLY"),
-    *("WRONGPASS", "ERR The user executing the script"),  # so Redis 7.0 says NOPERM inside a script
+    *("TRYAGAIN", "WRONGPASS", "ERR The user executing the script"),  # so Redis 7.0 says NOPERM inside a script
 )
 """Errors by which a server says that it does not serve now: nothing is wrong with what was asked."""
 
@@ -89,14 +89,14 @@ def _converse_with_shards(
 ) -> Generator[list[Command], None, list[Any]]:
     """Each key on its own shard. A request over several is asked of all at once, and given back where another one
     denied."""
-    slots: dict[int, list[Check]] = {}
+    by_key: dict[str, list[Check]] = {}
     commands: list[Command] = []
     parts: list[list[Any]] = []
     for call in calls:
         if isinstance(call, Check):
-            pieces = _split(call, wire, cluster)
-            for slot, piece in pieces.items():
-                slots.setdefault(slot, []).append(piece)
+            pieces = _split(call, wire)
+            for name, piece in pieces.items():
+                by_key.setdefault(name, []).append(piece)
             parts.append(list(pieces.values()))
         elif isinstance(call, Reset):
             pieces_of_reset = [Reset((key,)) for key in call.keys]
@@ -105,7 +105,7 @@ def _converse_with_shards(
         else:
             commands.append(wire.encode_other(call))
             parts.append([call])
-    commands += [wire.encode_checks(checks) for checks in slots.values()]
+    commands += [wire.encode_checks(checks) for checks in by_key.values()]
     yield from _deliver(commands, cluster)
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
     undone = yield from _give_back(calls, parts, answers, wire, cluster)
@@ -114,13 +114,11 @@ def _converse_with_shards(
     ]
 
 
-def _split(check: Check, wire: Wire, cluster: Cluster) -> dict[int, Check]:
-    pieces: dict[int, Check] = {}
-    for key in check.keys:
-        slot = cluster.slot(wire.name(key))
-        taken = pieces[slot].keys if slot in pieces else ()
-        pieces[slot] = Check((*taken, key), check.cost, check.id)
-    return pieces if len(pieces) > 1 else dict.fromkeys(pieces, check)
+def _split(check: Check, wire: Wire) -> dict[str, Check]:
+    """A check for each key: only commands of one key are answered at any moment while slots are moved."""
+    if len(check.keys) == 1:
+        return {wire.name(check.keys[0]): check}
+    return {wire.name(key): Check((key,), check.cost, check.id) for key in check.keys}
 
 
 def _give_back(

@@ -18,7 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import redis
-from hiredis import Reader
+from hiredis import HiredisError, Reader
 
 from headgate._forks import renew_in_children
 from headgate.errors import StoreError, StoreTimeout
@@ -71,7 +71,7 @@ class RedisStore:
         if turn is None:
             answer = self._run_leading(call)
         else:
-            turn.wait()
+            self._wait(turn)
             if not turn.answered:
                 self._lead(turn)
             answer = turn.answer
@@ -97,7 +97,8 @@ class RedisStore:
         """The answer to a call that found nobody talking to Redis."""
         try:
             answer = self._ask_shortly(call)
-        except BaseException:
+        except BaseException:  # an interrupt: the answer that is on its way must not be taken for another
+            self.close()
             self._let_next_lead()
             raise
         if answer is not None:
@@ -117,6 +118,9 @@ class RedisStore:
         answers: list[Any] = [StoreError("the call was interrupted")] * len(batch)
         try:
             answers = self._drive(converse([turn.call for turn in batch], self._wire, self._place.topology))
+        except BaseException:
+            self.close()
+            raise
         finally:
             self._calls += len(batch)
             for turn, answer in zip(batch, answers, strict=True):
@@ -127,8 +131,21 @@ class RedisStore:
         with self._mutex:
             following = self._waiting[0] if self._waiting else None
             self._led = following is not None
+            if following is not None:
+                following.leads = True
         if following is not None:
             following.wake()
+
+    def _wait(self, turn: _Turn) -> None:
+        try:
+            turn.wait()
+        except BaseException:  # an interrupt: whoever goes must not be waited for
+            with self._mutex:
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+            if turn.leads:
+                self._let_next_lead()
+            raise
 
     def _ask_shortly(self, call: Call) -> Any:
         """The answer to the commonest call when it goes alone; None if it has to go the long way.
@@ -162,6 +179,7 @@ class RedisStore:
         self._round_trips += 1
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
+            command.reply = None
             by_node.setdefault(command.node, []).append(command)
         sent = []
         for node, its in by_node.items():
@@ -209,12 +227,13 @@ class RedisStore:
 class _Turn:
     """A call that waits for its answer, or for its turn to carry the others'."""
 
-    __slots__ = ("_gate", "answer", "answered", "call")
+    __slots__ = ("_gate", "answer", "answered", "call", "leads")
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.answered = False
         self.answer: Any = None
+        self.leads = False
         self._gate = threading.Lock()
         self._gate.acquire()
 
@@ -262,7 +281,7 @@ class _Line:
 
     def receive(self, deadline: float) -> Any:
         """The next reply; one that has arrived already counts, however late this thread comes to see it."""
-        while (reply := self._reader.gets()) is False:
+        while (reply := self._next_reply()) is False:
             try:
                 data = self._socket.recv(65536)
             except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as error:
@@ -274,7 +293,7 @@ class _Line:
             self._reader.feed(data)
             self._used = time.monotonic()
             if self._used > deadline:  # each piece came in time, but all of them together must
-                reply = self._reader.gets()
+                reply = self._next_reply()
                 if reply is False:
                     raise StoreTimeout(f"Redis did not finish within the budget of {self._budget * 1000:g} ms")
                 break
@@ -283,6 +302,12 @@ class _Line:
     def close(self) -> None:
         self._watch.close()
         self._connection.disconnect()
+
+    def _next_reply(self) -> Any:
+        try:
+            return self._reader.gets()
+        except HiredisError as error:
+            raise Lost(f"what came from Redis is no answer: {error}") from error
 
 
 def _set_timeout(connected: socket.socket, budget: float) -> None:

@@ -110,14 +110,11 @@ class Cluster:
         self._slots = {}
 
     def locate(self, command: Command) -> None:
-        slot = self.slot(command.keys[0])
+        slot = int(key_slot(command.keys[0].encode()))
         node = self._slots.get(slot)
         if node is None:
             raise StoreUnavailable(f"no server of the cluster serves slot {slot}")
         command.node = node
-
-    def slot(self, key: str) -> int:
-        return int(key_slot(key.encode()))
 
     def moved(self, slot: int, node: Node) -> None:
         self._slots[slot] = node

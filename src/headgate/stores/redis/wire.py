@@ -65,9 +65,10 @@ class Command:
 
     def pack(self) -> bytes:
         if self.script is None:
-            return bytes(pack_command((*self.args, *self.keys)))
-        name, body = ("EVAL", self.script.text) if self.send_text else ("EVALSHA", self.script.sha)
-        packed: bytes = pack_command((name, body, len(self.keys), *self.keys, *self.args))
+            packed: bytes = pack_command((*self.args, *self.keys))
+        else:
+            name, body = ("EVAL", self.script.text) if self.send_text else ("EVALSHA", self.script.sha)
+            packed = pack_command((name, body, len(self.keys), *self.keys, *self.args))
         return b"*1\r\n$6\r\nASKING\r\n" + packed if self.asking else packed
 
 
