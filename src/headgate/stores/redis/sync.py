@@ -7,10 +7,9 @@ nothing is added; with many, Redis sees few and full round trips, and the interp
 
 from __future__ import annotations
 
+import os
 import selectors
-import socket
 import ssl
-import struct
 import sys
 import threading
 import time
@@ -265,7 +264,8 @@ class _Line:
         self._used = time.monotonic()
         self._watch = selectors.DefaultSelector()
         self._watch.register(self._socket, selectors.EVENT_READ)
-        _set_timeout(self._socket, budget)
+        self._socket.settimeout(budget)
+        self._can_write = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
 
     def is_usable(self) -> bool:
         """Whether nothing has come in unasked: a server that went away has sent its end of file."""
@@ -273,53 +273,46 @@ class _Line:
 
     def send(self, packed: bytes) -> None:
         try:
+            if self._can_write:
+                # Without asking first whether the socket can take it, as Python would: it nearly always can.
+                packed = packed[os.write(self._socket.fileno(), packed) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Lost(f"the connection to Redis broke: {error}") from error
+        if packed:
+            self._send_patiently(packed)
+
+    def _send_patiently(self, packed: bytes) -> None:
+        try:
             self._socket.sendall(packed)
-        except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError) as error:
+        except TimeoutError as error:
             raise StoreTimeout(f"Redis took nothing within the budget of {self._budget * 1000:g} ms") from error
         except OSError as error:
             raise Lost(f"the connection to Redis broke: {error}") from error
 
     def receive(self, deadline: float) -> Any:
         """The next reply; one that has arrived already counts, however late this thread comes to see it."""
-        while (reply := self._next_reply()) is False:
-            try:
+        reader = self._reader
+        late = False
+        try:
+            while (reply := reader.gets()) is False:
+                if late:  # each piece came in time, but all of them together did not
+                    raise TimeoutError
                 data = self._socket.recv(65536)
-            except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as error:
-                raise StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms") from error
-            except OSError as error:
-                raise Lost(f"the connection to Redis broke: {error}") from error
-            if not data:
-                raise Lost("Redis closed the connection while the answer was on its way")
-            self._reader.feed(data)
-            self._used = time.monotonic()
-            if self._used > deadline:  # each piece came in time, but all of them together must
-                reply = self._next_reply()
-                if reply is False:
-                    raise StoreTimeout(f"Redis did not finish within the budget of {self._budget * 1000:g} ms")
-                break
+                if not data:
+                    raise Lost("Redis closed the connection while the answer was on its way")
+                reader.feed(data)
+                self._used = time.monotonic()
+                late = self._used > deadline
+        except TimeoutError as error:
+            raise StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms") from error
+        except OSError as error:
+            raise Lost(f"the connection to Redis broke: {error}") from error
+        except HiredisError as error:
+            raise Lost(f"what came from Redis is no answer: {error}") from error
         return reply
 
     def close(self) -> None:
         self._watch.close()
         self._connection.disconnect()
-
-    def _next_reply(self) -> Any:
-        try:
-            return self._reader.gets()
-        except HiredisError as error:
-            raise Lost(f"what came from Redis is no answer: {error}") from error
-
-
-def _set_timeout(connected: socket.socket, budget: float) -> None:
-    """Let the kernel count the budget: Python's own timeouts cost two more system calls for each round trip.
-
-    But the kernel counts in ticks of up to 10 ms, which is too coarse for a short one.
-    """
-    if budget < 0.1 or sys.platform == "win32":
-        connected.settimeout(budget)
-        return
-    seconds, rest = divmod(round(budget * 1_000_000), 1_000_000)
-    timeval = struct.pack("@ll", seconds, rest)
-    connected.settimeout(None)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
