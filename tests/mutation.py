@@ -169,6 +169,8 @@ def passing(place: Path, tests: list[str], mutants: Sequence[AnyMutant]) -> list
         for done, (mutant, passed) in enumerate(zip(mutants, results, strict=True), 1):
             if passed:
                 found.append(mutant)
+                if mutant is not None:
+                    print(f"  not noticed: {mutant}", flush=True)
             if mutant is not None and (done % 50 == 0 or done == len(mutants)):
                 minutes = (time.monotonic() - started) / 60
                 print(f"{tests[0]}: {done} of {len(mutants)}, {len(found)} survive, {minutes:.1f} min", flush=True)

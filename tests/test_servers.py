@@ -186,9 +186,10 @@ def test_an_acl_user_may_do_what_the_rules_say_and_nothing_else(kind: servers.Ki
 
 
 def test_a_cluster_has_three_primaries_with_a_replica_each(cluster: RedisCluster) -> None:
-    roles = [role_of(node) for node in cluster.nodes]
-    assert roles == ["master"] * 3 + ["slave"] * 3
-    assert {cluster.primary_for(key) for key in "abc"} == set(cluster.nodes[:3])
+    """Which is which may have changed: other tests share this cluster, and a busy machine may make it fail over."""
+    primaries = {node for node in cluster.nodes if role_of(node) == "master"}
+    assert [role_of(node) for node in cluster.nodes].count("slave") == len(primaries) == 3
+    assert {cluster.primary_for(key) for key in "abc"} == primaries
 
 
 def test_a_cluster_serves_a_key_again_after_its_primary_crashed() -> None:
