@@ -126,6 +126,21 @@ def test_a_planned_switch_under_sentinels_is_followed(unique: str) -> None:
         assert [threaded.check(key).remaining, looped.check(key).remaining] == [97, 96]
 
 
+@pytest.mark.parametrize("kind", [Threaded, Looped])
+def test_several_primaries_that_stall_take_one_budget_together(unique: str, kind: type[Threaded | Looped]) -> None:
+    keys = [key_of(f"{unique}-{number}") for number in range(12)]  # on all primaries, by any luck
+    with RedisCluster() as cluster, kind(cluster.url, on_failure="open", budget=0.3) as gate:
+        assert gate.check(*keys).degraded is None
+        for node in cluster.nodes:
+            node.pause()
+        told = timed(lambda: gate.check(*keys))
+        for node in cluster.nodes:
+            node.resume()
+    assert told.answer.allowed
+    assert "300 ms" in told.answer.degraded
+    assert told.seconds < 0.3 + SLACK
+
+
 # Slots that move
 
 

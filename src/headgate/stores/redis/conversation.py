@@ -179,14 +179,15 @@ def _deliver(commands: list[Command], topology: Topology) -> Generator[list[Comm
             stale = [command for command in pending if _is_stale(command)]
             if stale:
                 topology.forget()
-            if stale and topology.moves and not asked_anew:
+            # What may have happened is never asked twice.
+            unheard = [command for command in stale if not isinstance(command.reply, Lost | StoreTimeout)]
+            if unheard and topology.moves and not asked_anew:
                 asked_anew = True
-                # What may have happened is never asked twice.
-                pending = [command for command in stale if not isinstance(command.reply, Lost | StoreTimeout)]
+                pending = [*again, *unheard]  # whose answer it is if nobody can be found
                 yield from topology.discover()
-                for command in pending:
+                for command in unheard:
                     topology.locate(command)
-                again += pending
+                again += unheard
             pending = again
             if not pending:
                 return

@@ -191,6 +191,8 @@ class RedisStore:
         deadline = time.monotonic() + self._budget
         for node, line, its in sent:
             try:
+                if len(sent) > 1:  # all of them together have the budget of one
+                    line.hurry(deadline)
                 for command in its:
                     if command.asking:
                         line.receive(deadline)
@@ -265,6 +267,7 @@ class _Line:
         self._watch = selectors.DefaultSelector()
         self._watch.register(self._socket, selectors.EVENT_READ)
         self._socket.settimeout(budget)
+        self._hurried = False
         self._can_write = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
 
     def is_usable(self) -> bool:
@@ -272,6 +275,9 @@ class _Line:
         return time.monotonic() - self._used < IDLE or not self._watch.select(0)
 
     def send(self, packed: bytes) -> None:
+        if self._hurried:
+            self._socket.settimeout(self._budget)
+            self._hurried = False
         try:
             if self._can_write:
                 # Without asking first whether the socket can take it, as Python would: it nearly always can.
@@ -312,6 +318,11 @@ class _Line:
         except HiredisError as error:
             raise Lost(f"what came from Redis is no answer: {error}") from error
         return reply
+
+    def hurry(self, deadline: float) -> None:
+        """Wait no longer than until then, in what is received next."""
+        self._socket.settimeout(max(deadline - time.monotonic(), 0.000_001))
+        self._hurried = True
 
     def close(self) -> None:
         self._watch.close()
