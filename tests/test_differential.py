@@ -145,6 +145,7 @@ class InRedis:
         self.client = client
         self.clock = FakeClock()
         self.wire = Wire(f"differential-{next(serial)}", None if server_clock else self.clock)
+        self.reply: Any = None
         self.issued: list[list[str]] = []
         self.pretended_ms: str | None = None
         """What PTTL shall say, where a real one would go on running."""
@@ -162,6 +163,7 @@ class InRedis:
             return [None]
         recording = RECORDING % (self.pretended_ms or "nil", command.script.text.decode())
         command.reply, self.issued = self.client.eval(recording, len(command.keys), *command.keys, *command.args)
+        self.reply = command.reply
         return decode(command)
 
     @property
@@ -322,6 +324,47 @@ def test_lua_decides_requests_that_ride_together_as_if_one_by_one(lua: InRedis, 
         assert lua.run_together(checks, now_us) == [python.run(check, now_us) for check in checks]
 
 
+# ------------------------------------------------------------------ stories
+
+
+def check(limit: Limit, cost: int, id: str | None = None) -> Check:
+    return Check((limit.by("ada"),), cost, id)
+
+
+LOG = limit_of("sliding_log", 5, SECOND)
+LEASES = limit_of("concurrency", 8, SECOND)
+SLOW, SLOW_AND_SMALL = (limit_of("gcra", 3, 7, burst) for burst in (4, 3))
+LARGE, SMALL = (limit_of("token_bucket", 1, 2, burst) for burst in (9, 5))
+
+STORIES: dict[str, tuple[list[tuple[int, Call]], tuple[int, int, int, int]]] = {
+    "a refund that reaches over several charges leaves the oldest": (
+        [(0, check(LOG, 1)), (1, check(LOG, 1)), (2, check(LOG, 1)), (3, Refund(LOG.by("ada"), 2)), (3, check(LOG, 0))],
+        (4, 0, SECOND - 3, 0),
+    ),
+    "a debt is cut to the new plan's, also by a part of a microsecond": (
+        [(0, check(SLOW, 4)), (2, check(SLOW_AND_SMALL, 0))],
+        (0, 0, 7, 0),
+    ),
+    "a level is cut to the new plan's, also by a part of a token": (
+        [(0, check(LARGE, 4)), (1, check(SMALL, 5)), (1, check(SMALL, 1))],
+        (0, 2, 10, 0),
+    ),
+    "leases that end together are freed together": (
+        [*((0, check(LEASES, 1, id)) for id in "abcdefgh"), (1, check(LEASES, 5, "i"))],
+        (0, SECOND - 1, SECOND - 1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize(("calls", "verdict"), STORIES.values(), ids=STORIES)
+def test_all_tell_the_same_story(
+    lua: InRedis, calls: list[tuple[int, Call]], verdict: tuple[int, int, int, int]
+) -> None:
+    for store in (InTheory(), InMemory(), lua):
+        *_, last = [store.run(call, NOW + after_us) for after_us, call in calls]
+        assert last.verdicts == (verdict,)
+
+
 # ---------------------------------------------------------- what is written
 
 
@@ -377,24 +420,36 @@ def time_us(client: Redis) -> int:
     return seconds * SECOND + microseconds
 
 
-@pytest.mark.parametrize("kind", ["text", "list", "hash"])
+FOREIGN = {
+    "a text": ("SET", "nonsense"),
+    "a text that begins well": ("SET", "1 2 nonsense"),
+    "a list": ("RPUSH", "nonsense"),
+    "a hash": ("HSET", "a", "nonsense"),
+    "a log that ends well": ("ZADD", NOW, "nonsense", NOW + 1, "2:1"),
+    "a log that begins well": ("ZADD", NOW, "1:1", NOW + 1, "nonsense"),
+}
+
+
+@pytest.mark.parametrize("command", FOREIGN.values(), ids=FOREIGN)
 @each_algorithm
-def test_lua_leaves_what_is_not_headgates_as_it_is(lua: InRedis, algorithm: str, kind: str) -> None:
+def test_lua_leaves_what_is_not_headgates_as_it_is(lua: InRedis, algorithm: str, command: tuple[Any, ...]) -> None:
     key, other = (limit_of(algorithm, 5, SECOND, name=name).by("ada") for name in ("foreign", "other"))
     name = lua.wire.name(key)
-    {
-        "text": lambda: lua.client.set(name, "nonsense"),
-        "list": lambda: lua.client.rpush(name, "nonsense"),
-        "hash": lambda: lua.client.hset(name, "a", "nonsense"),
-    }[kind]()
+    lua.client.execute_command(command[0], name, *command[1:])
     before = lua.client.dump(name)
-    alone, beside, peek = Check((key,), 1, "a"), Check((other, key), 1, "a"), Check((other,), 0, "a")
-    for checks in ([alone], [beside], [alone, peek], [beside, peek]):
-        refused, *answers = lua.run_together(checks, NOW)
-        assert isinstance(refused, ScriptError)
-        assert answers == [InMemory().run(check, NOW) for check in checks[1:]]
+    alone, beside, peek = Check((key,), 1, "a"), Check((other, key), 6, "a"), Check((other,), 0, "a")
+    as_new, refused = [5, 0, 0, 0], [-1, 0, 0, 0]
+    for checks, reply in (
+        ([alone], refused),
+        ([beside], refused * 2),
+        ([alone, peek], refused + as_new),
+        ([beside, peek], refused * 2 + as_new),
+    ):
+        assert isinstance(lua.run_together(checks, NOW)[0], ScriptError)
+        assert lua.reply == [NOW, *reply]
     for call in [Renew(key, "a"), Leave(key, "a")] if algorithm == "concurrency" else [Refund(key, 1)]:
         assert isinstance(lua.run(call, NOW), ScriptError)
+        assert lua.reply in (-1, [-1, 0, 0, 0, 0])
     assert lua.client.dump(name) == before
     assert not lua.client.exists(lua.wire.name(other))
 
@@ -410,6 +465,17 @@ def test_lua_undoes_what_another_shard_denied(lua: InRedis, algorithm: str) -> N
     assert lua.lifetimes_ms == {lua.wire.name(key): lifetime_of(before)}
 
 
+def test_lua_undoes_what_lies_in_the_window_before(lua: InRedis) -> None:
+    """It is over, but it still weighs: all of it at the first instant of the next one."""
+    limit = limit_of("sliding_window", 9, SECOND)
+    key = limit.by("ada")
+    for at_us, cost in ((NOW - SECOND - 1, 1), (NOW - 1, 4), (NOW, 1)):
+        lua.run(check(limit, cost), at_us)
+    assert lua.run(check(limit, 0), NOW).remaining == 4
+    for at_us, cost, remaining in ((NOW - 1, 2, 6), (NOW - SECOND - 1, 1, 6), (NOW - 1, 3, 8), (NOW, 1, 9)):
+        assert lua.run(Undo(check(limit, cost), key, at_us), NOW)[0] == remaining
+
+
 def test_lua_does_not_undo_a_lease_that_was_only_renewed(lua: InRedis) -> None:
     key = limit_of("concurrency", 5, SECOND).by("ada")
     entered = Check((key,), 2, "a")
@@ -417,6 +483,23 @@ def test_lua_does_not_undo_a_lease_that_was_only_renewed(lua: InRedis) -> None:
     assert lua.run(Undo(entered, key, NOW + 1), NOW + 1) == (3, 0, SECOND, 0)
     assert lua.run(Undo(entered, key, NOW), NOW + 1) == (5, 0, 0, 0)
     assert lua.run(Undo(entered, key, NOW), NOW + 1) == (5, 0, 0, 0)
+
+
+def test_lua_forgets_any_number_of_expired_leases(lua: InRedis) -> None:
+    """More of them than Lua can pass to one command."""
+    limit = limit_of("concurrency", 5, SECOND)
+    name = lua.wire.name(limit.by("ada"))
+    lua.client.hset(name, mapping={f"expired-{number}": f"1 {NOW} {NOW - 1}" for number in range(9_000)})
+    assert lua.run(check(limit, 1, "a"), NOW)
+    assert lua.client.hkeys(name) == ["a"]
+
+
+@pytest.mark.parametrize("algorithm", [*BUCKETS, *WINDOWS])
+def test_nothing_given_back_is_nothing(lua: InRedis, algorithm: str) -> None:
+    for store in (InMemory(), lua):
+        key = drained(algorithm, store)
+        assert not store.run(Refund(key, 0), NOW)
+    assert lua.lifetimes_ms == {}
 
 
 def test_lua_gives_back_once_for_an_id(lua: InRedis) -> None:

@@ -25,19 +25,19 @@ def peak(limit: LimitNumbers) -> int:
 
 
 def decide(state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[int | None, Verdict]:
-    ticks = limit.ticks
-    full = limit.full
+    ticks, tokens, full = limit.ticks, limit.tokens, limit.full
     if state is None:
-        te_us = now_us
+        te_us, ahead_us = now_us, 0
         level = full
     else:
         te_us = state >> 53
         level = state & _LEVEL
-        if now_us > te_us:
-            level += (now_us - te_us) * limit.tokens
+        ahead_us = te_us - now_us
+        if ahead_us < 0:
+            level -= ahead_us * tokens
             if level > full:
                 level = full
-            te_us = now_us
+            te_us, ahead_us = now_us, 0
     need = cost * ticks
     if need <= level:
         if cost:
@@ -47,8 +47,8 @@ def decide(state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: s
     elif need > full:
         retry_us = NEVER
     else:
-        retry_us = te_us - now_us - (level - need) // limit.tokens
-    reset_us = te_us - now_us - (level - full) // limit.tokens if level < full else 0
+        retry_us = ahead_us - (level - need) // tokens
+    reset_us = ahead_us - (level - full) // tokens if level < full else 0
     return state, (level // ticks, retry_us, reset_us, 0)
 
 
