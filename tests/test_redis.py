@@ -377,6 +377,22 @@ def test_a_key_that_was_made_to_live_for_ever_is_mended_by_the_next_check_but_no
     assert left_for_ever == []
 
 
+@pytest.mark.parametrize("algorithm", ["token_bucket", "gcra", "leaky_bucket"])
+def test_peeks_that_travel_together_adopt_no_plan(
+    server: RedisServer, client: redis.Redis, unique: str, algorithm: str
+) -> None:
+    old, new = limit_of(algorithm, 5, unique).by("ada"), limit_of(algorithm, 3, unique).by("ada")
+
+    async def main() -> None:
+        async with AsyncLimiter(server.url) as limiter:
+            await limiter.check(old, cost=2)
+            before = trace(client, old)
+            await asyncio.gather(*[limiter.peek(new) for _ in range(5)])
+            assert trace(client, old)[0] == before[0]
+
+    asyncio.run(main())
+
+
 # What is not ours
 
 FOREIGN: dict[str, Callable[[redis.Redis, str], Any]] = {
