@@ -5,7 +5,8 @@
     │   ├── InvalidLimit                      a limit that cannot exist, or a text that is not a limit
     │   ├── InvalidKey                        an identity that cannot be counted by
     │   ├── InvalidCost                       a cost or amount that is not a whole number >= 0
-    │   └── InvalidConfiguration              a URL or an option of a limiter
+    │   ├── InvalidConfiguration              a URL or an option of a limiter
+    │   └── InvalidPolicy                     a policy file with mistakes in it, all of them listed with their places
     └── StoreError                            the shared store could not answer
         ├── StoreUnavailable                  it could not be reached, or it refused
         ├── StoreTimeout                      it did not answer within the budget; what was asked may have happened
@@ -16,6 +17,11 @@ A denied request is not an exception: it is a `Decision` whose `allowed` is fals
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = [
     "HeadgateError",
     "InvalidConfiguration",
@@ -23,6 +29,7 @@ __all__ = [
     "InvalidInput",
     "InvalidKey",
     "InvalidLimit",
+    "InvalidPolicy",
     "ScriptError",
     "StoreError",
     "StoreTimeout",
@@ -52,6 +59,14 @@ class InvalidCost(InvalidInput):
 
 class InvalidConfiguration(InvalidInput):
     """A store's URL or an option of a limiter that means nothing."""
+
+
+class InvalidPolicy(InvalidInput):
+    """A policy with mistakes in it. None of it was applied; `problems` lists each mistake with its place."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
 
 
 class StoreError(HeadgateError):
