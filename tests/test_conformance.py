@@ -486,6 +486,38 @@ def test_what_one_limit_denies_no_other_has_counted(
         assert [state(gate, key) for key in ada] == [state(gate, key) for key in twin]
 
 
+def test_each_limit_may_have_a_cost_of_its_own(gate: Gate, clock: FakeClock, unique: str) -> None:
+    """One request and its 4, 3, 2, 1 or 0 units: each key is charged its own, all or nothing."""
+    keys = [limit.by("ada") for limit in one_of_each(unique)]
+    costs = (4, 3, 2, 1, 0, 5, 1)
+    charged = gate.check(*keys, cost=costs)
+    assert [outcome.remaining for outcome in charged.outcomes] == [1, 2, 3, 4, 5, 0, 4]
+    clock.advance(1)
+    denied = gate.check(*keys, cost=(1, 2, 3, 4, 5, 1, 1), id="another")
+    assert denied.denied_by == (f"{unique}-sliding_window",)
+    assert [gate.peek(key).remaining for key in keys] == [1, 2, 3, 4, 5, 0, 4]
+    never = gate.check(*keys[2:5], cost=(1, 6, 1))
+    assert [outcome.unsatisfiable for outcome in never.outcomes] == [False, True, False]
+    assert gate.check(*keys[2:5], cost=(3, 4, 5)).allowed
+
+
+def test_costs_that_are_all_alike_are_one(gate: Gate, unique: str) -> None:
+    keys = [Limit(5, HOUR, name=f"{unique}-{name}").by("ada") for name in "ab"]
+    assert gate.check(*keys, cost=(2, 2)) == gate.check(*keys, cost=2)._replace(
+        verdicts=((3, 0, 1_440_000_000, 0), (3, 0, 1_440_000_000, 0))
+    )
+
+
+def test_who_waits_for_limits_of_several_costs_gives_each_its_own_back(
+    gate: Gate, clock: FakeClock, unique: str
+) -> None:
+    queue = Limit(5, TEN_SECONDS, algorithm="leaky_bucket", name=f"{unique}-queue").by("ada")
+    units = Limit(9, HOUR, name=f"{unique}-units").by("ada")
+    gate.check(queue, cost=2)
+    gate.acquire(queue, units, cost=(1, 7), timeout=3)
+    assert (gate.peek(queue).remaining, gate.peek(units).remaining) == (3, 9)
+
+
 def test_every_limit_that_denies_is_named_and_the_longest_wait_is_given(gate: Gate, unique: str) -> None:
     quick, slow, wide = (
         Limit(2, timedelta(seconds=seconds), name=f"{unique}-{name}").by("ada")

@@ -186,10 +186,11 @@ class InRedisForLongEnough(InRedis):
         if isinstance(call, Reset):
             return answer
         lifetimes_ms = self.lifetimes_ms
-        for key in call.keys if isinstance(call, Check) else (call.key,):
+        changes = zip(call.keys, call.costs, strict=True) if isinstance(call, Check) else [(call.key, call[1])]
+        for key, amount in changes:
             lifetime_ms = lifetimes_ms.get(self.wire.name(key))
             if lifetime_ms is None:
-                assert not answer or call[1] == 0, "what was charged or given back must be written"
+                assert not answer or amount == 0, "what was charged or given back must be written"
             else:
                 assert lifetime_ms == lifetime_of(super().run(Check((key,), 0), now_us))
         return answer
@@ -251,7 +252,7 @@ class Scene:
         leased = [key for key in keys if key.limit.algorithm == "concurrency"]
         id = draw.choice("abc") if leased else None
         if kind < 0.7:
-            return Check(keys, self._cost(), id)
+            return Check(keys, tuple(self._cost() for _ in keys) if kind < 0.3 and len(keys) > 1 else self._cost(), id)
         key = draw.choice(keys)
         if kind < 0.72:
             return Reset((key,))
@@ -272,7 +273,7 @@ class Scene:
                 answer.retry_after_us or 0,
                 answer.reset_after_us,
             )
-            if answer.allowed and call.cost:
+            if answer.allowed and any(call.costs):
                 self.charged_at_us.append(self.now_us)
 
     def _cost(self) -> int:
@@ -317,6 +318,8 @@ def test_lua_decides_requests_that_ride_together_as_if_one_by_one(lua: InRedis, 
         checks: list[Check] = []
         for _ in range(4):
             met, cost = draw.sample(limits, draw.choice([1, 1, 2, 3])), draw.choice([0, 1, 1, 2])
+            if len(met) > 1 and draw.random() < 0.5:
+                cost = tuple(draw.choice([0, 1, 2]) for _ in met)
             id = "a" if any(limit.algorithm == "concurrency" for limit in met) else None
             # Alike but for the identity: these are described to the script once, as a group.
             identities = draw.sample(["ada", "bob", "eve"], draw.choice([1, 2, 3]))
@@ -383,9 +386,11 @@ def drained(algorithm: str, store: Store, now_us: int = NOW, name: str = "x") ->
 @each_algorithm
 def test_lua_writes_nothing_for_a_peek_or_a_denial(lua: InRedis, algorithm: str) -> None:
     key, other = drained(algorithm, lua), limit_of(algorithm, 5, SECOND, name="other").by("ada")
+    changed = limit_of(algorithm, 3, SECOND).by("ada")
     before = lua.client.dump(lua.wire.name(key))
-    for calls in ([Check((key,), 0, "b")], [Check((key,), 1, "b")], [Check((key, other), 1, "b")]):
-        for together in (calls, [*calls, Check((other,), 0, "c")]):
+    for keys, cost in (((key,), 0), ((changed,), 0), ((changed, other), 0), ((key,), 1), ((key, other), 1)):
+        request = Check(keys, cost, "b")
+        for together in ([request], [request, Check((other,), 0, "c")]):
             lua.run_together(together, NOW + 1)
             assert lua.lifetimes_ms == {}
             assert lua.client.dump(lua.wire.name(key)) == before
@@ -510,10 +515,19 @@ def test_nothing_given_back_is_nothing(lua: InRedis, algorithm: str) -> None:
 def test_lua_gives_back_once_for_an_id(lua: InRedis) -> None:
     key = drained("fixed_window", lua)
     assert lua.run(Refund(key, 1, "once"), NOW)
-    remembered = lua.lifetimes_ms
+    assert lua.reply == [1, 1, 0, SECOND, 0]
+    assert sorted(lua.lifetimes_ms.values()) == [3_600_000, CALLER_MARGIN_MS + 1000]
     assert not lua.run(Refund(key, 1, "once"), NOW)
+    assert lua.reply == [0, 1, 0, SECOND, 0]
     assert lua.run(Refund(key, 1, "twice"), NOW)
-    assert sorted(remembered.values()) == [3_600_000, CALLER_MARGIN_MS + 1000]
+    assert lua.reply == [1, 2, 0, 0, 0]
+
+
+def test_lua_says_whether_a_lease_was_held(lua: InRedis) -> None:
+    key = drained("concurrency", lua)
+    for call, reply in ((Renew(key, "a"), 1), (Renew(key, "b"), 0), (Leave(key, "a"), 1), (Leave(key, "a"), 0)):
+        assert lua.run(call, NOW) is bool(reply)
+        assert lua.reply == reply
 
 
 def test_lua_numbers_a_log_anew_before_its_totals_leave_exactness(lua: InRedis) -> None:

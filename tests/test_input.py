@@ -280,6 +280,22 @@ REFUSED_CALLS: list[tuple[Callable[[Any], Any], type[InvalidInput], str]] = [
     ],
     (lambda it: it.check(ada, seat, cost=-1), InvalidCost, "cost -1 is not a whole number >= 0"),
     (lambda it: it.check(rate, cost=-1), InvalidCost, "cost -1 is not a whole number >= 0"),
+    (
+        lambda it: it.check(ada, seat, cost=(1, -1)),
+        InvalidCost,
+        "cost -1 among (1, -1) is not a whole number >= 0",
+    ),
+    (
+        lambda it: it.check(ada, seat, cost=(1, 2.0)),
+        InvalidCost,
+        "cost 2.0 among (1, 2.0) is not a whole number >= 0",
+    ),
+    (
+        lambda it: it.check(ada, seat, cost=(1, 2, 3)),
+        InvalidCost,
+        "3 costs (1, 2, 3) for 2 keys: give one for all, or one for each",
+    ),
+    (lambda it: it.check(ada, cost=()), InvalidCost, "0 costs () for 1 keys: give one for all, or one for each"),
     (lambda it: it.acquire(ada, cost=1.5), InvalidCost, "cost 1.5 is not a whole number >= 0"),
     (lambda it: it.enter(seat, cost=True), InvalidCost, "cost True is not a whole number >= 0"),
     *[

@@ -44,8 +44,8 @@ class FailurePolicy:
         why = f"{self._mode}: {error}"
         if self._mode == "local":
             keys = tuple(_local_key(key) for key in call.keys)
-            return self._local.check(*keys, cost=call.cost, id=call.id)._replace(keys=call.keys, degraded=why)
-        wait_us = CLOSED_RETRY_US if self._mode == "closed" and call.cost else 0
+            return self._local.decide(call._replace(keys=keys))._replace(keys=call.keys, degraded=why)
+        wait_us = CLOSED_RETRY_US if self._mode == "closed" and any(call.costs) else 0
         verdicts = tuple((0, wait_us, wait_us, 0) for _ in call.keys)
         return Decision(not wait_us, call.keys, verdicts, call.id, why)
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from headgate.algorithms import Verdict
     from headgate.decisions import Decision
-    from headgate.keys import Key
 
 __all__ = ["Fallback", "Flow", "Pause", "acquire", "ask", "check"]
 
@@ -60,7 +59,7 @@ def acquire(call: Check, fallback: Fallback, timeout: float | None, elapsed: Cal
         left = None if timeout is None else timeout - elapsed()
         if decision.allowed:
             if left is not None and decision.delay > left:
-                yield from _give_back(call.keys, call.cost, decision, fallback)
+                yield from _give_back(call, decision, fallback)
                 standing: Decision = yield from check(call._replace(cost=0), fallback)
                 return standing._replace(allowed=False, verdicts=_as_denied(standing, decision))
             if decision.delay_us:
@@ -72,9 +71,9 @@ def acquire(call: Check, fallback: Fallback, timeout: float | None, elapsed: Cal
         yield Pause(wait)
 
 
-def _give_back(keys: tuple[Key, ...], cost: int, decision: Decision, fallback: Fallback) -> Flow:
+def _give_back(call: Check, decision: Decision, fallback: Fallback) -> Flow:
     """Its turn in the queue would come too late: it does not take the place of another."""
-    for key in keys:
+    for key, cost in zip(call.keys, call.costs, strict=True):
         if key.limit.algorithm == "concurrency":
             yield from ask(Leave(key, decision.id or ""), fallback)
         else:

@@ -105,8 +105,9 @@ class Limiter(_Gate):
 
     _asynchronous = False
 
-    def check(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> Decision:
-        """Charge all keys or none, at one instant. A denial is a value, not an exception."""
+    def check(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
+        """Charge all keys or none, at one instant: `cost` on each, or a cost for each key, in their order. A denial is
+        a value, not an exception."""
         if self._memory is not None:
             return self._memory.check(*keys, cost=cost, id=id)
         call = checked(keys, cost, id)
@@ -121,7 +122,7 @@ class Limiter(_Gate):
         return self.check(*keys, cost=0)
 
     def acquire(
-        self, *keys: Key | Limit, cost: int = 1, timeout: float | None = None, id: str | None = None
+        self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, timeout: float | None = None, id: str | None = None
     ) -> Decision:
         """Like `check`, but waits until the request may pass; a denial comes back as soon as waiting cannot help in
         `timeout` seconds."""
@@ -139,7 +140,7 @@ class Limiter(_Gate):
         """Forget all that is known of the keys: they are as new."""
         self._store.run(Reset(checked_keys(keys)))
 
-    def enter(self, *keys: Key | Limit, id: str | None = None, cost: int = 1) -> Decision:
+    def enter(self, *keys: Key | Limit, id: str | None = None, cost: int | tuple[int, ...] = 1) -> Decision:
         """Take a lease on the concurrency limits among the keys (and charge the others); `decision.id` names it."""
         return self.check(*keys, cost=cost, id=id)
 
@@ -154,7 +155,7 @@ class Limiter(_Gate):
         return done
 
     @contextmanager
-    def hold(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> Iterator[Decision]:
+    def hold(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Iterator[Decision]:
         """Enter, renew in the background while the block runs, leave. Look at the decision: the block runs also
         when it is denied."""
         decision = self.enter(*keys, cost=cost, id=id)
@@ -223,8 +224,9 @@ class AsyncLimiter(_Gate):
 
     _asynchronous = True
 
-    async def check(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> Decision:
-        """Charge all keys or none, at one instant. A denial is a value, not an exception."""
+    async def check(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
+        """Charge all keys or none, at one instant: `cost` on each, or a cost for each key, in their order. A denial is
+        a value, not an exception."""
         if self._memory is not None:
             return self._memory.check(*keys, cost=cost, id=id)
         call = checked(keys, cost, id)
@@ -241,7 +243,7 @@ class AsyncLimiter(_Gate):
     async def acquire(
         self,
         *keys: Key | Limit,
-        cost: int = 1,
+        cost: int | tuple[int, ...] = 1,
         timeout: float | None = None,
         id: str | None = None,
     ) -> Decision:
@@ -263,7 +265,7 @@ class AsyncLimiter(_Gate):
         """Forget all that is known of the keys: they are as new."""
         await self._run(Reset(checked_keys(keys)))
 
-    async def enter(self, *keys: Key | Limit, id: str | None = None, cost: int = 1) -> Decision:
+    async def enter(self, *keys: Key | Limit, id: str | None = None, cost: int | tuple[int, ...] = 1) -> Decision:
         """Take a lease on the concurrency limits among the keys (and charge the others); `decision.id` names it."""
         return await self.check(*keys, cost=cost, id=id)
 
@@ -278,7 +280,9 @@ class AsyncLimiter(_Gate):
         return done
 
     @asynccontextmanager
-    async def hold(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> AsyncIterator[Decision]:
+    async def hold(
+        self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None
+    ) -> AsyncIterator[Decision]:
         """Enter, renew in the background while the block runs, leave. Look at the decision: the block runs also
         when it is denied."""
         decision = await self.enter(*keys, cost=cost, id=id)

@@ -13,6 +13,7 @@ from headgate.limits import Limit
 __all__ = [
     "Call",
     "Check",
+    "Cost",
     "Leave",
     "Refund",
     "Renew",
@@ -28,6 +29,9 @@ __all__ = [
 REFUND_MEMORY_US: Final = 3600 * 1_000_000
 
 
+Cost: TypeAlias = "int | tuple[int, ...]"
+"""What a request costs: the same on all its keys, or, where they differ, so much on each."""
+
 _new_check = tuple.__new__
 
 
@@ -35,8 +39,13 @@ class Check(NamedTuple):
     """Charge all keys or none; answered by a `Decision`. Cost 0 reads and changes nothing."""
 
     keys: tuple[Key, ...]
-    cost: int
+    cost: Cost
     id: str | None = None
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """What it costs on each key."""
+        return self.cost if type(self.cost) is tuple else (self.cost,) * len(self.keys)  # type: ignore[return-value]
 
 
 class Refund(NamedTuple):
@@ -71,9 +80,11 @@ class Leave(NamedTuple):
 Call: TypeAlias = Check | Refund | Reset | Renew | Leave
 
 
-def checked(keys: tuple[Key | Limit, ...], cost: int, id: str | None) -> Check:
+def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
     """The call, or an error that names what cannot be: everything is refused here, before anything is touched."""
-    if type(cost) is not int or cost < 0:
+    if type(cost) is not int:
+        cost = _checked_costs(cost, keys)
+    elif cost < 0:
         raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
     if id is not None:
         checked_id("lease", id)
@@ -84,6 +95,18 @@ def checked(keys: tuple[Key | Limit, ...], cost: int, id: str | None) -> Check:
     if id is None and "concurrency" in [key.limit.algorithm for key in made]:
         id = uuid4().hex
     return Check(made, cost, id)
+
+
+def _checked_costs(costs: object, keys: tuple[Key | Limit, ...]) -> Cost:
+    """A cost for each key; as one number, if they are all the same."""
+    if type(costs) is not tuple:
+        raise InvalidCost(f"cost {costs!r} is not a whole number >= 0")
+    for cost in costs:
+        if type(cost) is not int or cost < 0:
+            raise InvalidCost(f"cost {cost!r} among {costs!r} is not a whole number >= 0")
+    if len(costs) != len(keys):
+        raise InvalidCost(f"{len(costs)} costs {costs!r} for {len(keys)} keys: give one for all, or one for each")
+    return costs[0] if len(set(costs)) == 1 else costs
 
 
 def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision | None) -> Refund:

@@ -32,9 +32,10 @@ from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, checked, r
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from headgate.algorithms import Verdict
     from headgate.clock import Clock
     from headgate.limits import Limit
-    from headgate.stores.calls import Call
+    from headgate.stores.calls import Call, Cost
 
 __all__ = ["MemoryStats", "MemoryStore"]
 
@@ -83,7 +84,7 @@ class MemoryStore:
     def stats(self) -> MemoryStats:
         return MemoryStats(self._keys, self._evicted, self._forgiven)
 
-    def check(self, *keys: Key | Limit, cost: int = 1, id: str | None = None) -> Decision:
+    def check(self, *keys: Key | Limit, cost: Cost = 1, id: str | None = None) -> Decision:
         """Charge all keys or none."""
         if len(keys) == 1 and type(keys[0]) is Key and type(cost) is int and cost >= 0 and id is None:
             limit, _, identity = keys[0]
@@ -105,12 +106,12 @@ class MemoryStore:
                                 return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us))
                         except KeyError:  # it was reset or forgotten in the meantime
                             pass
-        return self._check_locked(*checked(keys, cost, id))
+        return self.decide(checked(keys, cost, id))
 
     def run(self, call: Call) -> Any:
         """Carry out any call."""
         if isinstance(call, Check):
-            return self.check(*call.keys, cost=call.cost, id=call.id)
+            return self.decide(call)
         with self._alone():
             if isinstance(call, Reset):
                 for key in call.keys:
@@ -131,26 +132,45 @@ class MemoryStore:
     def _alone(self) -> _Alone:
         return _Alone(self)
 
-    def _check_locked(self, keys: tuple[Key, ...], cost: int, id: str | None) -> Decision:
-        with self._alone():
-            now_us = self._now_us()
-            judged = []
-            allowed = True
-            for key in keys:
-                space, state = self._find(key, now_us, adopt=cost > 0)
-                after, verdict = space.decide(state, now_us, cost, key.limit, id or "")
-                judged.append((key, space, state, after, verdict))
-                allowed = allowed and not verdict[1]
-            verdicts = []
-            for key, space, state, after, verdict in judged:
+    def decide(self, call: Check) -> Decision:
+        """The answer to a check, behind the lock."""
+        keys, _, id = call
+        lease = id or ""
+        with self._lock:
+            self._busy = True
+            try:
+                now_us = self._time_ns() // 1000
+                judged, verdicts, allowed = [], [], True
+                for key, cost in zip(keys, call.costs, strict=True):
+                    limit, _, identity = key
+                    space = self._spaces.get(limit.space)
+                    if space is not None and space.only is limit and identity in space.states:
+                        state = space.states[identity]
+                    else:
+                        space, state = self._find(key, now_us, adopt=cost > 0)
+                    after, verdict = space.decide(state, now_us, cost, limit, lease)
+                    judged.append((key, space, state, after))
+                    verdicts.append(verdict)
+                    if verdict[1]:
+                        allowed = False
                 if allowed:
-                    if after is not state:
-                        self._put(space, key, after, now_us, verdict[2])
-                elif not verdict[1]:
-                    # It would have passed here, but nothing is spent: what it says is what a peek says.
-                    verdict = space.decide(state, now_us, 0, key.limit)[1]
-                verdicts.append(verdict)
-            return Decision(allowed, keys, tuple(verdicts), id, None, now_us)
+                    self._charge(judged, verdicts, now_us)
+                else:
+                    for index, (key, space, state, _) in enumerate(judged):
+                        if not verdicts[index][1]:
+                            # It would have passed here, but nothing is spent: what it says is what a peek says.
+                            verdicts[index] = space.decide(state, now_us, 0, key.limit)[1]
+            finally:
+                self._busy = self._locks_always
+        return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us))
+
+    def _charge(self, judged: list[tuple[Key, Space, Any, Any]], verdicts: list[Verdict], now_us: int) -> None:
+        for (key, space, state, after), verdict in zip(judged, verdicts, strict=True):
+            if after is not state:
+                if state is not None and space.only is key.limit:
+                    space.states[key.identity] = after
+                else:
+                    self._put(space, key, after, now_us, verdict[2])
 
     def _refund(self, call: Refund) -> bool:
         now_us = self._now_us()

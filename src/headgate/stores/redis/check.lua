@@ -1,7 +1,8 @@
 -- Decides a batch of requests, each over one or more limits, all or nothing, in one atomic run.
 -- KEYS: the keys of all requests, one after the other.
 -- ARGV: now (us; empty for the server's clock), number of limits, for each its algorithm and the limit (see parse_limit),
---   then groups of requests of one shape: requests in the group, cost, lease id, limits per request, the limits' indices.
+--   then groups of requests of one shape: requests in the group, lease id, limits per request, and for each of these the
+--   limit's index and the cost on it.
 -- Reply: now (us), then for each key remaining, retry (us, 0 allowed, -1 never), reset (us), delay (us).
 --   A key that holds a foreign value answers -1 as its remaining, and its request changes nothing.
 
@@ -12,10 +13,10 @@ for index = 1, tonumber(ARGV[2]) do
 end
 
 -- Several limits: all are judged on the state before the request; then either all are charged or none is.
-local function decide_all(first, cost, id, met, reply)
+local function decide_all(first, id, met, costs, reply)
   local states, start, allowed, readable = {}, #reply, true, true
   for index, which in ipairs(met) do
-    local remaining, retry, reset, delay, state = judges[which](KEYS[first + index], now, cost, limits[which], id)
+    local remaining, retry, reset, delay, state = judges[which](KEYS[first + index], now, costs[index], limits[which], id)
     local at = start + index * 4
     reply[at - 3], reply[at - 2], reply[at - 1], reply[at] = remaining or -1, retry or 0, reset or 0, delay or 0
     states[index] = state
@@ -31,7 +32,7 @@ local function decide_all(first, cost, id, met, reply)
         local judge, limit = judges[which], limits[which]
         reply[at - 3], reply[at - 2], reply[at - 1], reply[at], states[index] = judge(key, now, 0, limit, id)
       end
-      if states[index] and cost > 0 then
+      if states[index] and costs[index] > 0 then
         write(key, states[index], reply[at - 1])
       elseif not allowed then
         mend_expiry(key, reply[at - 1])
@@ -42,11 +43,10 @@ end
 
 local reply, replied, keys_before = { now }, 1, 0
 while position <= #ARGV do
-  local requests, cost, id = tonumber(ARGV[position]), tonumber(ARGV[position + 1]), ARGV[position + 2]
-  local number_met = tonumber(ARGV[position + 3])
+  local requests, id, number_met = tonumber(ARGV[position]), ARGV[position + 1], tonumber(ARGV[position + 2])
   if number_met == 1 then
     -- One limit by itself: judged and written at once.
-    local which = tonumber(ARGV[position + 4])
+    local which, cost = tonumber(ARGV[position + 3]), tonumber(ARGV[position + 4])
     local judge, limit = judges[which], limits[which]
     for index = keys_before + 1, keys_before + requests do
       local key = KEYS[index]
@@ -62,17 +62,18 @@ while position <= #ARGV do
       replied = replied + 4
     end
   else
-    local met = {}
+    local met, costs = {}, {}
     for index = 1, number_met do
-      met[index] = tonumber(ARGV[position + 3 + index])
+      local at = position + 1 + index * 2
+      met[index], costs[index] = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
     end
     for request = 0, requests - 1 do
-      decide_all(keys_before + request * number_met, cost, id, met, reply)
+      decide_all(keys_before + request * number_met, id, met, costs, reply)
     end
     replied = #reply
   end
   keys_before = keys_before + requests * number_met
-  position = position + 4 + number_met
+  position = position + 3 + number_met * 2
 end
 
 return reply

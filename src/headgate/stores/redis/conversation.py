@@ -118,7 +118,7 @@ def _split(check: Check, wire: Wire) -> dict[str, Check]:
     """A check for each key: only commands of one key are answered at any moment while slots are moved."""
     if len(check.keys) == 1:
         return {wire.name(check.keys[0]): check}
-    return {wire.name(key): Check((key,), check.cost, check.id) for key in check.keys}
+    return {wire.name(key): Check((key,), cost, check.id) for key, cost in zip(check.keys, check.costs, strict=True)}
 
 
 def _give_back(
@@ -128,12 +128,12 @@ def _give_back(
     undos: list[tuple[tuple[int, str, str], Command]] = []
     for call, pieces in zip(calls, parts, strict=True):
         told = [answers[id(piece)] for piece in pieces]
-        if isinstance(call, Check) and call.cost and not all(isinstance(one, Decision) and one.allowed for one in told):
-            for decision in told:
-                if isinstance(decision, Decision) and decision.allowed:
-                    for key in decision.keys:
-                        undo = Undo(call, key, decision.at_us)
-                        undos.append(((id(call), key.limit.space, key.identity), wire.encode_other(undo)))
+        if isinstance(call, Check) and not all(isinstance(one, Decision) and one.allowed for one in told):
+            for piece, decision in zip(pieces, told, strict=True):
+                if piece.cost and isinstance(decision, Decision) and decision.allowed:
+                    (key,) = piece.keys
+                    undo = Undo(piece, key, decision.at_us)
+                    undos.append(((id(call), key.limit.space, key.identity), wire.encode_other(undo)))
     if undos:
         yield from _deliver([command for _, command in undos], cluster)
     return {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from headgate.clock import Clock
     from headgate.keys import Key
-    from headgate.stores.calls import Call
+    from headgate.stores.calls import Call, Cost
 
 __all__ = ["Command", "Node", "Undo", "Wire", "decode", "decode_one"]
 
@@ -141,9 +141,9 @@ class Wire:
 
     def encode_one(self, check: Check) -> Command:
         """A check of one limit that goes alone."""
-        (key,), cost, lease = check
+        (key,), _, lease = check
         limit = key.limit
-        args = [*_describe(limit), self._now(), min(cost, limit.capacity + 1), lease or ""]
+        args = [*_describe(limit), self._now(), min(check.costs[0], limit.capacity + 1), lease or ""]
         return Command(script("one", (limit.algorithm,), self._margin), [self.name(key)], args, [check])
 
     def encode_checks(self, checks: Sequence[Check]) -> Command:
@@ -158,7 +158,7 @@ class Wire:
         groups: list[Any] = []
         algorithms: list[str] = []
         size_at = -1
-        last: tuple[list[Limit], int] | None = None
+        last: tuple[list[Limit], Cost] | None = None
         for check in checks:
             met, cost, lease = check
             if len(met) == 1:
@@ -177,10 +177,11 @@ class Wire:
                     limit_args += (limit.algorithm, *_describe(limit))
                     if limit.algorithm not in algorithms:
                         algorithms.append(limit.algorithm)
-            # A cost that no limit could bear is unsatisfiable, however large: the script sees no more than that.
-            bearable = min(cost, max([key.limit.capacity for key in met]) + 1)
             size_at = len(groups)
-            groups += (1, bearable, lease or "", len(met), *[limits[id(key.limit)] for key in met])
+            groups += (1, lease or "", len(met))
+            for (limit, _, _), each in zip(met, check.costs, strict=True):
+                # A cost that the limit could never bear is unsatisfiable, however large: the script sees no more.
+                groups += (limits[id(limit)], min(each, limit.capacity + 1))
         args = [self._now(), len(limits), *limit_args, *groups]
         if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
             keys = [_safe(key) for key in keys]
