@@ -134,43 +134,41 @@ class MemoryStore:
 
     def decide(self, call: Check) -> Decision:
         """The answer to a check, behind the lock."""
-        keys, _, id = call
+        keys, cost, id = call
+        costs = call.costs if type(cost) is tuple else (cost,) * len(keys)
         lease = id or ""
+        charges: list[tuple[Space, Key, Any, Any]] = []
+        verdicts: list[Verdict] = []
+        allowed = True
+        spaces = self._spaces
         with self._lock:
             self._busy = True
             try:
                 now_us = self._time_ns() // 1000
-                judged, verdicts, allowed = [], [], True
-                for key, cost in zip(keys, call.costs, strict=True):
+                for key, cost in zip(keys, costs, strict=True):
                     limit, _, identity = key
-                    space = self._spaces.get(limit.space)
-                    if space is not None and space.only is limit and identity in space.states:
-                        state = space.states[identity]
-                    else:
+                    space = spaces.get(limit.space)
+                    if space is None or space.only is not limit or (state := space.states.get(identity)) is None:
                         space, state = self._find(key, now_us, adopt=cost > 0)
                     after, verdict = space.decide(state, now_us, cost, limit, lease)
-                    judged.append((key, space, state, after))
+                    charges.append((space, key, state, after))
                     verdicts.append(verdict)
                     if verdict[1]:
                         allowed = False
                 if allowed:
-                    self._charge(judged, verdicts, now_us)
+                    for index, (space, key, state, after) in enumerate(charges):
+                        if state is not None and space.only is key[0]:
+                            space.states[key[2]] = after
+                        elif after is not state:
+                            self._put(space, key, after, now_us, verdicts[index][2])
                 else:
-                    for index, (key, space, state, _) in enumerate(judged):
+                    for index, (space, key, state, _) in enumerate(charges):
                         if not verdicts[index][1]:
                             # It would have passed here, but nothing is spent: what it says is what a peek says.
                             verdicts[index] = space.decide(state, now_us, 0, key.limit)[1]
             finally:
                 self._busy = self._locks_always
         return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us))
-
-    def _charge(self, judged: list[tuple[Key, Space, Any, Any]], verdicts: list[Verdict], now_us: int) -> None:
-        for (key, space, state, after), verdict in zip(judged, verdicts, strict=True):
-            if after is not state:
-                if state is not None and space.only is key.limit:
-                    space.states[key.identity] = after
-                else:
-                    self._put(space, key, after, now_us, verdict[2])
 
     def _refund(self, call: Refund) -> bool:
         now_us = self._now_us()

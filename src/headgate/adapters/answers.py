@@ -1,0 +1,299 @@
+"""What a client is told: the header fields of every answer, and the refusals with their bodies. See docs/http.md.
+
+Pure values, and no framework: names and values of fields are bytes in lower case, as ASGI wants them. What stands here
+reaches strangers, so it says what a client can act on, and never who was counted, why somebody is blocked, or what
+failed inside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from math import inf
+from random import random
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from headgate.algorithms import NEVER
+from headgate.errors import InvalidConfiguration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headgate.algorithms import Verdict
+    from headgate.decisions import Decision
+    from headgate.limits import Limit
+    from headgate.policy.model import AnswerSettings
+
+__all__ = ["Answers", "Description", "Header", "Refusal", "RefusalBody", "RefusalFacts"]
+
+logger = logging.getLogger("headgate")
+
+Header: TypeAlias = tuple[bytes, bytes]
+
+SECOND_US: Final = 1_000_000
+LARGEST: Final = 999_999_999_999_999
+"""The largest integer of a structured field (RFC 9651); quotas can be larger."""
+UNKNOWN_RETRY_US: Final = SECOND_US
+"""When to come back if nobody knows: soon, but not at once."""
+
+QUOTA_EXCEEDED: Final = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+
+
+class Refusal(NamedTuple):
+    """A whole answer that is sent instead of the app's own. To HEAD, send it without the body."""
+
+    status: int
+    headers: list[Header]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalFacts:
+    """What a body can be made of. All but `decision` may be shown to the client."""
+
+    status: int
+    error: str
+    """For programs: "rate_limit_exceeded", "limiter_unavailable" or "blocked"."""
+    message: str
+    """For people: what happened, and when to come back."""
+    retry_after_seconds: int | None
+    """As in Retry-After; None where that is left out."""
+    violated_policies: tuple[str, ...] = ()
+    """The names of the limits that denied."""
+    decision: Decision | None = None
+    """With keys and identities in it; None where nothing was decided."""
+
+
+RefusalBody: TypeAlias = Callable[[RefusalFacts], tuple[bytes | str | dict[str, Any], str | None]]
+"""Makes another body, and says its content type; None for the usual one of bytes, text or JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The limits of one kind of request, as header fields tell them. Made once by `Answers.describe`."""
+
+    names: tuple[str, ...]
+    quotas: tuple[bytes, ...]
+    capacities: tuple[int, ...]
+    policy: Header
+    """RateLimit-Policy, which is always the same."""
+    template: bytes
+    """The value of RateLimit, with a place for `r` and `t` of each limit."""
+    x_ratelimit: bool
+    ratelimit: bool
+
+    def headers(self, verdicts: Sequence[Verdict], now_us: int) -> list[Header]:
+        """The fields for an answer, from what each limit said, in the order of the description.
+
+        X-RateLimit speaks of the tightest limit: of those that denied, the one with the longest wait; if none did,
+        the one with the least share left. This runs on every request, hence one loop and one formatting for all.
+        """
+        if not verdicts or not (self.x_ratelimit or self.ratelimit):
+            return []
+        capacities = self.capacities
+        numbers: list[int] = []
+        tightest, which = inf, 0
+        for index, (remaining, retry_us, reset_us, _) in enumerate(verdicts):
+            if retry_us == 0:
+                room, wait_us = remaining / capacities[index], reset_us
+            elif retry_us == NEVER:
+                room, wait_us = -inf, reset_us
+            else:
+                room, wait_us = -retry_us, retry_us
+            if remaining > LARGEST:
+                remaining = LARGEST
+            numbers += remaining, -(wait_us // -SECOND_US)
+            # Of two that are equally tight the slower one, so that the order of the limits does not matter.
+            if room < tightest or (room == tightest and reset_us > verdicts[which][2]):
+                tightest, which = room, index
+        headers: list[Header] = []
+        if self.x_ratelimit:
+            reset_at_us = now_us + verdicts[which][2]
+            headers = [
+                (b"x-ratelimit-limit", self.quotas[which]),
+                (b"x-ratelimit-remaining", b"%d" % verdicts[which][0]),
+                (b"x-ratelimit-reset", b"%d" % -(reset_at_us // -SECOND_US)),
+            ]
+        if self.ratelimit:
+            headers += self.policy, (b"ratelimit", self.template % (*numbers,))
+        return headers
+
+
+class Answers:
+    """Turns decisions into header fields and refusals, as the policy's settings want them.
+
+    >>> from datetime import timedelta
+    >>> from headgate import Limit
+    >>> from headgate.policy.model import AnswerSettings
+    >>> answers = Answers(AnswerSettings(x_ratelimit=False))
+    >>> search = answers.describe([Limit(1000, timedelta(minutes=1), name="search")], ["requests"])
+    >>> search.headers([(50, 0, 57_000_000, 0)], now_us=0)
+    [(b'ratelimit-policy', b'"search";q=1000;w=60'), (b'ratelimit', b'"search";r=50;t=57')]
+    """
+
+    def __init__(
+        self, settings: AnswerSettings, *, body: RefusalBody | None = None, chance: Callable[[], float] = random
+    ) -> None:
+        """`body` replaces the bodies of refusals; `chance` draws from [0, 1), for the jitter."""
+        if settings.jitter < timedelta():
+            raise InvalidConfiguration(f"jitter {settings.jitter} would send clients back too early; use 0 or more")
+        self._settings = settings
+        self._jitter_us = settings.jitter // timedelta(microseconds=1)
+        self._body = body
+        self._body_failed = False
+        self._chance = chance
+
+    def describe(self, limits: Sequence[Limit], units: Sequence[str]) -> Description:
+        """What `headers` and `denied` need to know of the limits that a request meets, and of what each counts."""
+        names = [_quoted(limit.name) for limit in limits]
+        items = [name + _allowance(limit, unit) for name, limit, unit in zip(names, limits, units, strict=True)]
+        return Description(
+            names=tuple(limit.name for limit in limits),
+            quotas=tuple(b"%d" % limit.quota for limit in limits),
+            capacities=tuple(limit.capacity for limit in limits),
+            policy=(b"ratelimit-policy", ", ".join(items).encode("ascii")),
+            template=", ".join(name.replace("%", "%%") + ";r=%d;t=%d" for name in names).encode("ascii"),
+            x_ratelimit=self._settings.x_ratelimit,
+            ratelimit=self._settings.ratelimit,
+        )
+
+    def denied(self, decision: Decision, description: Description) -> Refusal:
+        """429, for a request that is over a limit. The description is that of the decision's limits, in their order."""
+        waits = [verdict[1] for verdict in decision.verdicts]
+        violated = tuple([name for name, wait_us in zip(description.names, waits, strict=True) if wait_us])
+        if NEVER in waits:
+            retry = None
+            beyond = [name for name, wait_us in zip(description.names, waits, strict=True) if wait_us == NEVER]
+            message = f"This request costs more than {_limits(beyond)} can ever allow: waiting does not help."
+        else:
+            retry = self._seconds(max(waits, default=0))
+            has = "has" if len(violated) < 2 else "have"
+            message = _sentence(f"{_limits(violated)} {has} been reached. {_advice(retry)}")
+        facts = RefusalFacts(429, "rate_limit_exceeded", message, retry, violated, decision)
+        return self._refuse(facts, description.headers(decision.verdicts, decision.at_us))
+
+    def unavailable(self, decision: Decision | None = None) -> Refusal:
+        """503, for a request that nobody could decide on a route that fails closed. Nothing is known of its limits."""
+        wait_us = decision.retry_after_us if decision is not None else None
+        retry = self._seconds(wait_us or UNKNOWN_RETRY_US)
+        message = f"This request cannot be checked right now. {_advice(retry)}"
+        return self._refuse(RefusalFacts(503, "limiter_unavailable", message, retry, decision=decision))
+
+    def blocked(self, retry_us: int | None = None) -> Refusal:
+        """403, for somebody who does not get in: until `retry_us` have passed, if the block has an end. Not why."""
+        retry = None if retry_us is None else self._seconds(retry_us)
+        message = "Access is blocked." if retry is None else f"Access is blocked. {_advice(retry)}"
+        return self._refuse(RefusalFacts(403, "blocked", message, retry))
+
+    def _seconds(self, wait_us: int) -> int:
+        """Whole seconds, never earlier than the wait and at least 1, spread by the jitter."""
+        later_us = int(self._jitter_us * self._chance()) if self._jitter_us else 0
+        return max(1, -((wait_us + later_us) // -SECOND_US))
+
+    def _refuse(self, facts: RefusalFacts, headers: Sequence[Header] = ()) -> Refusal:
+        content_type, body = self._content(facts)
+        retry = [] if facts.retry_after_seconds is None else [(b"retry-after", b"%d" % facts.retry_after_seconds)]
+        return Refusal(
+            facts.status,
+            [
+                *headers,
+                *retry,
+                (b"cache-control", b"no-store"),
+                (b"content-type", content_type),
+                (b"content-length", b"%d" % len(body)),
+            ],
+            body,
+        )
+
+    def _content(self, facts: RefusalFacts) -> tuple[bytes, bytes]:
+        if self._body is not None:
+            try:
+                return _encoded(*self._body(facts))
+            except Exception:
+                # A refusal must get out whatever the hook does, and a flood of them must not flood the log.
+                if not self._body_failed:
+                    self._body_failed = True
+                    logger.exception("refusal_body failed on a %d; such refusals get the usual body", facts.status)
+        return b"application/problem+json", _problem(facts, self._settings.doc_url)
+
+
+_TYPES_AND_TITLES: Final = {
+    429: (QUOTA_EXCEEDED, "Quota exceeded"),
+    503: ("about:blank", "Service Unavailable"),
+    403: ("about:blank", "Forbidden"),
+}
+"""A problem of type about:blank says no more than its status, whose phrase is then its title (RFC 9457)."""
+
+
+def _problem(facts: RefusalFacts, doc_url: str | None) -> bytes:
+    kind, title = _TYPES_AND_TITLES[facts.status]
+    members: dict[str, object] = {"type": kind, "title": title, "status": facts.status, "detail": facts.message}
+    if facts.violated_policies:
+        members["violated-policies"] = facts.violated_policies
+    members["error"] = facts.error
+    members["message"] = facts.message
+    members["retry_after_seconds"] = facts.retry_after_seconds
+    if doc_url is not None:
+        members["doc_url"] = doc_url
+    return json.dumps(members).encode("ascii")
+
+
+def _encoded(content: bytes | str | dict[str, Any], content_type: str | None) -> tuple[bytes, bytes]:
+    """Content type and body of what a hook gave."""
+    if isinstance(content, bytes):
+        usual, body = "application/octet-stream", content
+    elif isinstance(content, str):
+        usual, body = "text/plain; charset=utf-8", content.encode("utf-8")
+    else:
+        usual, body = "application/json", json.dumps(content, allow_nan=False).encode("ascii")
+    kind = usual if content_type is None else content_type
+    if not kind.isprintable():
+        raise ValueError(f"content type {kind!r} cannot stand in a header; use printable ASCII characters")
+    return kind.encode("ascii"), body
+
+
+def _allowance(limit: Limit, unit: str) -> str:
+    """The parameters of a limit in RateLimit-Policy.
+
+    Windows are whole seconds there. A period that is not is rounded up, and its quota grows in proportion, rounded
+    down: the rate is told as it is, or a little lower, but never higher. Concurrency has no window: it is not a rate.
+    """
+    if limit.algorithm == "concurrency":
+        quota, window = limit.quota, ""
+        unit = "concurrent-requests" if unit == "requests" else unit
+    else:
+        seconds = -(limit.period_us // -SECOND_US)
+        quota, window = limit.quota * seconds * SECOND_US // limit.period_us, f";w={seconds}"
+    counted = "" if unit == "requests" else f";qu={_quoted(unit)}"
+    return f";q={min(quota, LARGEST)}{window}{counted}"
+
+
+def _quoted(text: str) -> str:
+    """A string of a structured field."""
+    if not (text and text.isascii() and text.isprintable()):
+        raise InvalidConfiguration(f"{text!r} cannot stand in a header; use printable ASCII characters")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _limits(names: Sequence[str]) -> str:
+    """'the limits "a", "b" and "c"'."""
+    quoted = [f'"{name}"' for name in names]
+    if len(quoted) < 2:
+        return f"the limit {quoted[0]}" if quoted else "a limit"
+    return f"the limits {', '.join(quoted[:-1])} and {quoted[-1]}"
+
+
+def _advice(seconds: int) -> str:
+    """When to come back, for people: rounded up to what they would say."""
+    for size, unit in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"Try again in {-(seconds // -size)} {unit}."
+    return f"Try again in {seconds} second{'' if seconds == 1 else 's'}."
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]

@@ -1,0 +1,269 @@
+"""The gate that adapters put in front of an app: a policy, a store, and two drivers of the one way of a request."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from headgate.adapters import way
+from headgate.adapters.answers import Answers
+from headgate.adapters.credentials import ApiKeys
+from headgate.adapters.identities import Identities
+from headgate.adapters.way import FREE, Admission, Rules, Shadow
+from headgate.clock import SystemClock
+from headgate.errors import InvalidConfiguration, StoreError
+from headgate.failure import FailurePolicy
+from headgate.limiter import AsyncLimiter, Limiter
+from headgate.policy.model import Policy
+from headgate.policy.snapshot import CLIENT_KINDS, Snapshot
+from headgate.policy.watching import Watch
+from headgate.stores.calls import Check
+from headgate.stores.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from os import PathLike
+
+    from headgate.adapters.answers import RefusalBody
+    from headgate.adapters.identities import IdentityFunction
+    from headgate.adapters.way import Arrival
+    from headgate.clock import Clock
+
+__all__ = ["AsyncGate", "Gate"]
+
+BUDGET: Final = 0.005
+"""Seconds that the store may take before a route's failure mode answers."""
+
+SECRET_VARIABLE: Final = "HEADGATE_SECRET"
+
+_new_check = tuple.__new__
+
+
+class _Door:
+    """What both gates are made of."""
+
+    _limiter_type: type[Any]
+
+    doors: WeakSet[Any] = WeakSet()
+    """All gates of this process, for tests that take hold of them."""
+
+    def __init__(
+        self,
+        policy: Policy | str | PathLike[str],
+        store: Any = "memory://",
+        *,
+        identities: Mapping[str, IdentityFunction] | None = None,
+        secret: str | bytes | None = None,
+        refusal_body: RefusalBody | None = None,
+        on_decision: Callable[[Arrival, Admission], None] | None = None,
+        reload_every: float | None = 1.0,
+        clock: Clock | None = None,
+        namespace: str = "headgate",
+        budget: float = BUDGET,
+        max_keys: int = 1_000_000,
+    ) -> None:
+        self._functions = dict(identities or {})
+        self._refusal_body = refusal_body
+        self._on_decision = on_decision
+        self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
+        self.is_on = True
+        """Whether requests are counted at all."""
+        self._options: dict[str, Any] = {"namespace": namespace, "budget": budget, "max_keys": max_keys}
+        self.use(self._limiter_type(store, clock=clock, **self._options), clock)
+        self._random_secret = secrets.token_bytes(32)
+        self._watch: Watch[Rules] | None = None
+        if isinstance(policy, Policy):
+            self._rules = self._made(policy)
+        else:
+            self._watch = Watch(policy, self._made, every=reload_every)
+        self.doors.add(self)
+
+    @property
+    def rules(self) -> Rules:
+        """What holds for requests that begin now."""
+        return self._rules if self._watch is None else self._watch.current
+
+    @property
+    def policy_version(self) -> str | None:
+        """A hash of the policy file's content in force; None for a policy that is no file."""
+        return None if self._watch is None else self._watch.version
+
+    @property
+    def policy_error(self) -> str | None:
+        """Why the newest content of the policy file is not in force; None if it is."""
+        return None if self._watch is None or self._watch.error is None else str(self._watch.error)
+
+    def use(self, limiter: Any, clock: Clock | None) -> tuple[Any, Clock | None]:
+        """Count with another limiter from now on, by that clock; the ones before."""
+        before = getattr(self, "_limiter", None), getattr(self, "_clock", None)
+        self._limiter, self._clock = limiter, clock
+        self._now_us = (clock or SystemClock()).now_us
+        store = limiter._store  # noqa: SLF001 - the way is as close to the store as the limiters' own
+        self._run: Callable[[Any], Any] = store.run
+        self._answers_at_once = isinstance(store, MemoryStore)
+        self._fallbacks = {
+            mode: FailurePolicy(mode, clock or SystemClock()) for mode in ("open", "closed", "local")
+        }
+        return before
+
+    def _made(self, policy: Policy) -> Rules:
+        """The policy, ready for requests."""
+        api_keys = ApiKeys(policy.identity, self._secret(policy))
+        return Rules(
+            Snapshot(policy, api_keys.fingerprint),
+            Answers(policy.answers, body=self._refusal_body),
+            Identities(policy.identity, api_keys, self._functions),
+            self._fallbacks,
+        )
+
+    def _secret(self, policy: Policy) -> bytes:
+        """What API keys are hashed with: the same on all machines that count together."""
+        given = self._given_secret
+        if given is not None:
+            return given.encode() if isinstance(given, str) else given
+        if not self._answers_at_once and _counts_api_keys(policy):
+            raise InvalidConfiguration(
+                "the policy counts by API keys, which are stored as keyed hashes, and there is no secret to key them with: "
+                f"give secret=, or set {SECRET_VARIABLE}, to the same 16 or more random bytes on every machine"
+            )
+        return self._random_secret
+
+    def _told(self, arrival: Arrival, admission: Admission) -> Admission:
+        if self._on_decision is not None:
+            self._on_decision(arrival, admission)
+        return admission
+
+
+class Gate(_Door):
+    """Lets requests in, or not, for code with threads. Adapters make one from their own arguments."""
+
+    _limiter_type = Limiter
+
+    def admit(self, arrival: Arrival) -> Admission:
+        """How the request is let in, or its refusal."""
+        if not self.is_on:
+            return FREE
+        rules = self.rules
+        route = rules.snapshot.route(arrival.method, arrival.path)
+        if route.is_exempt:
+            return FREE
+        who = rules.identities.read(arrival, route.kinds)
+        for kind in who:
+            if type(who[kind]) is not str:
+                raise _asynchronous_function(kind, who[kind])
+        met = rules.snapshot.resolve(route, who, self._now_us())
+        if met.block is not None or not met.keys:
+            return self._told(arrival, rules.unasked(met))
+        held: Any = self._limiter.hold(*met.keys, cost=met.cost) if route.leases else None
+        try:
+            decision = self._run(Check(met.keys, met.cost)) if held is None else held.__enter__()
+        except StoreError as error:
+            decision = rules.without_store(met, error)
+        admission = rules.conclude(met, decision)
+        if held is not None:
+            admission.held = held
+        if route.shadows and admission.allowed:
+            with suppress(StoreError):  # nothing depends on it
+                admission.shadows = [Shadow(one, self._run(Check((one.key,), one.cost))) for one in met.shadows]
+        return admission if self._on_decision is None else self._told(arrival, admission)
+
+    def finish(self, admission: Admission, status: int) -> None:
+        """The answer is out: leave what was held, settle what was reserved."""
+        if admission.held is not None:
+            admission.held.__exit__(None, None, None)
+        steps = way.settle(admission, status)
+        with suppress(StopIteration):
+            step = next(steps)
+            while True:
+                try:
+                    answer = self._run(step)
+                except StoreError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+
+    def close(self) -> None:
+        """Close the store, and watch the policy no more."""
+        if self._watch is not None:
+            self._watch.close()
+        self._limiter.close()
+
+
+class AsyncGate(_Door):
+    """The same as `Gate`, with methods to await; nothing in it blocks the event loop."""
+
+    _limiter_type = AsyncLimiter
+
+    async def admit(self, arrival: Arrival) -> Admission:
+        """How the request is let in, or its refusal."""
+        if not self.is_on:
+            return FREE
+        rules = self.rules
+        route = rules.snapshot.route(arrival.method, arrival.path)
+        if route.is_exempt:
+            return FREE
+        who = rules.identities.read(arrival, route.kinds)
+        for kind in who:
+            if type(who[kind]) is not str:
+                who[kind] = await rules.identities.awaited(kind, who[kind])
+        met = rules.snapshot.resolve(route, who, self._now_us())
+        if met.block is not None or not met.keys:
+            return self._told(arrival, rules.unasked(met))
+        held: Any = self._limiter.hold(*met.keys, cost=met.cost) if route.leases else None
+        try:
+            if held is not None:
+                decision = await held.__aenter__()
+            else:
+                check = _new_check(Check, (met.keys, met.cost, None))
+                decision = self._run(check) if self._answers_at_once else await self._run(check)
+        except StoreError as error:
+            decision = rules.without_store(met, error)
+        admission = rules.conclude(met, decision)
+        if held is not None:
+            admission.held = held
+        if route.shadows and admission.allowed:
+            with suppress(StoreError):  # nothing depends on it
+                admission.shadows = [Shadow(one, await self._answer(Check((one.key,), one.cost))) for one in met.shadows]
+        return admission if self._on_decision is None else self._told(arrival, admission)
+
+    async def finish(self, admission: Admission, status: int) -> None:
+        """The answer is out: leave what was held, settle what was reserved."""
+        if admission.held is not None:
+            await admission.held.__aexit__(None, None, None)
+        steps = way.settle(admission, status)
+        with suppress(StopIteration):
+            step = next(steps)
+            while True:
+                try:
+                    answer = await self._answer(step)
+                except StoreError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+
+    async def close(self) -> None:
+        """Close the store, and watch the policy no more."""
+        if self._watch is not None:
+            self._watch.close()
+        await self._limiter.close()
+
+    async def _answer(self, call: Any) -> Any:
+        answer = self._run(call)
+        return answer if self._answers_at_once else await answer
+
+
+def _counts_api_keys(policy: Policy) -> bool:
+    reads = policy.identity.api_key_header is not None or policy.identity.bearer_token
+    return reads and any("api_key" in rule.by or ("client" in rule.by and "api_key" in CLIENT_KINDS) for rule in policy.rules)
+
+
+def _asynchronous_function(kind: str, value: Any) -> InvalidConfiguration:
+    close = getattr(value, "close", None)
+    if close is not None:  # so that nobody is warned of what was never awaited
+        close()
+    return InvalidConfiguration(
+        f"the function for {kind!r} is asynchronous, but this app runs with threads: give a plain function"
+    )

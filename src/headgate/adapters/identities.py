@@ -1,0 +1,88 @@
+"""Who sends a request: its address, its API key, and what the app's own functions say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from headgate.adapters.addresses import Addresses
+from headgate.adapters.credentials import ApiKeys
+
+if TYPE_CHECKING:
+    from headgate.adapters.way import Arrival
+    from headgate.policy.model import IdentitySettings
+
+__all__ = ["Identities", "IdentityFunction"]
+
+logger = logging.getLogger("headgate")
+
+IdentityFunction: TypeAlias = Callable[[Any], Any]
+"""Given the `Arrival`, says who sends it: text, a whole number, or None; or gives an awaitable of these."""
+
+
+class Identities:
+    """Reads the identities of requests, those that are asked for only."""
+
+    def __init__(
+        self, settings: IdentitySettings, api_keys: ApiKeys, functions: Mapping[str, IdentityFunction] | None = None
+    ) -> None:
+        self._addresses = Addresses(settings)
+        self._forwarded_by = settings.forwarded_by if settings.proxies else None
+        self._api_keys = api_keys
+        self._api_key_header = settings.api_key_header
+        self._bearer_token = settings.bearer_token
+        self._functions = dict(functions or {})
+
+    def read(self, arrival: Arrival, kinds: frozenset[str]) -> dict[str, Any]:
+        """The request's identities of these kinds, its address always; a value may still have to be awaited."""
+        forwarded = arrival.header(self._forwarded_by) if self._forwarded_by is not None else ()
+        address = self._addresses.client(arrival.peer, forwarded)
+        who: dict[str, Any] = {"address": address, "ip": self._addresses.identity(address)}
+        if "subnet" in kinds:
+            who["subnet"] = self._addresses.subnet(address)
+        if "api_key" in kinds and "api_key" not in self._functions:
+            key = self._api_key(arrival)
+            if key is not None:
+                who["api_key"] = key
+        if self._functions:
+            for kind, function in self._functions.items():
+                if kind in kinds or kind == "tier":
+                    value = self._ask(kind, function, arrival)
+                    if value is not None:
+                        who[kind] = value
+        return who
+
+    def checked(self, kind: str, value: Any) -> str | None:
+        """What a function said, as an identity: None where it is none."""
+        if value is None or value == "":
+            return None
+        if isinstance(value, str) or type(value) is int:
+            return self._api_keys.hashed(str(value)) if kind == "api_key" else str(value)
+        logger.error("the function for %r gave %r, which is neither text nor a whole number: ignored", kind, value)
+        return None
+
+    async def awaited(self, kind: str, value: Any) -> str | None:
+        """What an asynchronous function said."""
+        try:
+            return self.checked(kind, await value)
+        except Exception:
+            logger.exception("the function for %r failed: the request is counted without it", kind)
+            return None
+
+    def _api_key(self, arrival: Arrival) -> str | None:
+        header = arrival.header(self._api_key_header) if self._api_key_header is not None else ()
+        authorization = arrival.header("authorization") if self._bearer_token and not header else ()
+        if len(header) > 1 or len(authorization) > 1:  # which of them would the app believe?
+            return None
+        return self._api_keys.from_headers(header[0] if header else None, authorization[0] if authorization else None)
+
+    def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival) -> Any:
+        try:
+            value = function(arrival)
+        except Exception:
+            # Who cannot be told is counted by address: neither let through, nor answered by a 500.
+            logger.exception("the function for %r failed: the request is counted without it", kind)
+            return None
+        return value if isawaitable(value) else self.checked(kind, value)

@@ -1,0 +1,202 @@
+"""One request's way through the gate, written once: who is it, what does it meet, what is it told, what did it cost?
+
+Nothing here waits. `gate.py` asks these questions in their order, and knows how to wait for a store between them.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+
+from headgate.errors import InvalidCost, InvalidInput, StoreError
+from headgate.stores.calls import Check, Refund
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    from headgate.adapters.answers import Answers, Description, Header, Refusal
+    from headgate.adapters.identities import Identities
+    from headgate.decisions import Decision
+    from headgate.failure import FailurePolicy
+    from headgate.policy.model import Block
+    from headgate.policy.snapshot import Met, Resolution, Snapshot
+
+__all__ = ["FREE", "Admission", "Arrival", "Rules", "Settling", "Shadow", "current_admission", "enter_context", "settle"]
+
+logger = logging.getLogger("headgate")
+
+
+class Arrival(Protocol):
+    """A request as adapters hand it in, the same for every framework. Functions that identify clients get it, too."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path(self) -> str:
+        """Decoded, as the framework routes by it."""
+
+    @property
+    def peer(self) -> str | None:
+        """The address of whoever opened the connection."""
+
+    @property
+    def native(self) -> Any:
+        """The framework's own: an ASGI scope, a WSGI environ, a Django or aiohttp request, a gRPC context."""
+
+    def header(self, name: str) -> list[str]:
+        """The values of all lines of a header; the name in lower case."""
+
+
+class Shadow(NamedTuple):
+    """What a limit that is only watched would have said."""
+
+    met: Met
+    decision: Decision
+
+
+Settling: TypeAlias = "Generator[Check | Refund, Any, None]"
+
+
+class Admission:
+    """How a request was let in, or not. The app finds its own with `current_admission()`."""
+
+    __slots__ = ("_committed", "_description", "decision", "held", "refusal", "resolution", "shadows")
+
+    def __init__(
+        self,
+        resolution: Resolution | None = None,
+        decision: Decision | None = None,
+        refusal: Refusal | None = None,
+        description: Description | None = None,
+    ) -> None:
+        self.resolution = resolution
+        """The limits that it meets; None where no limit is looked at."""
+        self.decision = decision
+        """What the limits said; None where none is met."""
+        self.refusal = refusal
+        """The answer to send instead of the app's own; None for a request that may pass."""
+        self.shadows: Sequence[Shadow] = ()
+        """What limits that are only watched would have said."""
+        self.held: Any = None
+        """The block that holds its leases."""
+        self._description = description
+        self._committed: dict[str, int] | None = None
+
+    @property
+    def allowed(self) -> bool:
+        return self.refusal is None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do when the answer is out."""
+        return self.held is None and (self.resolution is None or not self.resolution.route.settles)
+
+    @property
+    def headers(self) -> list[Header]:
+        """The fields for the app's answer."""
+        if self._description is None or self.decision is None:
+            return []
+        return self._description.headers(self.decision.verdicts, self.decision.at_us)
+
+    def commit(self, cost: int, limit: str | None = None) -> None:
+        """Say what the request has really cost, on limits that had only reserved an estimate (`reserve:`).
+
+        It is settled when the answer is out: what was too much is given back, what was too little is charged as far
+        as the limit has it. `limit` names one, where several are reserved.
+        """
+        if type(cost) is not int or cost < 0:
+            raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
+        reserved = [met.rule.name for met in (self.resolution.met if self.resolution else ()) if met.rule.settled]
+        if limit is not None and limit not in reserved:
+            raise InvalidInput(f"this request has reserved nothing on a limit {limit!r}; it has on: {reserved}")
+        self._committed = (self._committed or {}) | dict.fromkeys(reserved if limit is None else [limit], cost)
+
+    def cost_of(self, met: Met, status: int) -> int:
+        """What the request has cost on a limit in the end, given the app's answer."""
+        if met.rule.count_when is not None and not met.rule.count_when(status):
+            return 0
+        return met.cost if self._committed is None else self._committed.get(met.rule.name, met.cost)
+
+
+FREE: Final = Admission()
+"""For requests that meet no limit at all."""
+
+_current: ContextVar[Admission] = ContextVar("headgate_admission", default=FREE)
+enter_context: Final = _current.set
+
+
+def current_admission() -> Admission:
+    """How the request that is being served was let in: its decision, and where to `commit` its real cost."""
+    return _current.get()
+
+
+class Rules:
+    """All that holds for the requests that begin now; swapped whole when the policy changes."""
+
+    __slots__ = ("_answers", "_descriptions", "_fallbacks", "identities", "snapshot")
+
+    def __init__(
+        self, snapshot: Snapshot, answers: Answers, identities: Identities, fallbacks: Mapping[str, FailurePolicy]
+    ) -> None:
+        self.snapshot = snapshot
+        self.identities = identities
+        self._answers = answers
+        self._fallbacks = fallbacks
+        """What answers when the store fails, for each mode that a route may ask for."""
+        self._descriptions: dict[Any, Description] = {}
+        """Of the limits that requests have met so far; the snapshot keeps those alive whose ids stand here."""
+
+    def unasked(self, resolution: Resolution) -> Admission:
+        """How a request is let in that is blocked, or meets no limit: the store need not be asked."""
+        if resolution.block is None:
+            return Admission(resolution)
+        return Admission(resolution, None, self._answers.blocked(_time_left(resolution.block, resolution.now_us)))
+
+    def without_store(self, resolution: Resolution, error: StoreError) -> Decision:
+        """The answer of the route's failure mode."""
+        return self._fallbacks[resolution.route.on_failure].decide(Check(resolution.keys, resolution.cost), error)
+
+    def conclude(self, resolution: Resolution, decision: Decision) -> Admission:
+        """How the request is let in, or its refusal."""
+        if decision.degraded is not None and resolution.route.on_failure != "local":
+            # Nothing is known of the limits: the client is told no numbers.
+            refusal = None if decision.allowed else self._answers.unavailable(decision)
+            return Admission(resolution, decision, refusal)
+        rules = resolution.rules
+        # By what the numbers come from: the route's own rules, or the very limits where they differ by client.
+        shape: Any = rules if resolution.route.is_uniform and type(rules) is tuple else tuple(
+            [id(key[0]) for key in resolution.keys]
+        )
+        description = self._descriptions.get(shape)
+        if description is None:
+            description = self._descriptions[shape] = self._answers.describe(
+                [key.limit for key in resolution.keys], [rule.rule.unit for rule in rules]
+            )
+        refusal = None if decision.allowed else self._answers.denied(decision, description)
+        return Admission(resolution, decision, refusal, description)
+
+
+def settle(admission: Admission, status: int) -> Settling:
+    """Give back, or charge beside, what the request has really cost. The answer is out already: nobody waits for it."""
+    resolution, decision = admission.resolution, admission.decision
+    if resolution is None or decision is None or not decision.allowed or decision.degraded is not None:
+        return
+    for met in resolution.met:
+        cost = admission.cost_of(met, status)
+        if cost == met.cost:
+            continue
+        try:
+            if cost < met.cost:
+                yield Refund(met.key, met.cost - cost, None, decision.at_us)
+            else:
+                beside: Decision = yield Check((met.key,), cost - met.cost)
+                if not beside.allowed and beside.remaining:
+                    yield Check((met.key,), beside.remaining)
+        except StoreError as error:
+            logger.warning("the cost of a request on limit %r could not be settled: %s", met.rule.name, error)
+
+
+def _time_left(block: Block, now_us: int) -> int | None:
+    until = block.validity.until
+    return None if until is None else max(0, int(until.timestamp() * 1_000_000) - now_us)

@@ -1,0 +1,314 @@
+"""A policy made ready for requests: which limits does this one meet, under which numbers, counted by whom?
+
+All that depends on the route alone is worked out when a route is first seen, and kept. For each request only what
+depends on the client is left: its tier, its overrides, and its identities as keys. Pure, and never changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from headgate.policy.model import ADDRESSES, Identity, Policy
+from headgate.adapters.addresses import Networks
+from headgate.policy.routes import Matcher, Template, normal_method
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from headgate.keys import Key
+    from headgate.limits import Limit
+    from headgate.policy.model import Block, Override, RouteMode, RouteRule, Rule, Validity
+    from headgate.stores.calls import Cost
+
+    Who: TypeAlias = Mapping[str, str]
+    """The identities of a request, by kind; `address` is the client's whole address, `ip` what it is counted by."""
+
+__all__ = ["CLIENT_KINDS", "UNMATCHED", "CompiledRule", "Met", "Resolution", "RoutePlan", "Snapshot", "Who"]
+
+CLIENT_KINDS: Final = ("tenant", "api_key", "user", "ip")
+"""What `by: client` counts by: the first of these that a request has."""
+
+UNMATCHED: Final = "unmatched"
+"""The endpoint of all paths that no template fits: they share their counters."""
+
+STRICTNESS: Final = ("closed", "local", "open")
+_MOST_ROUTES: Final = 4096
+
+_new_tuple = tuple.__new__
+
+
+class Met(NamedTuple):
+    """One limit that a request meets."""
+
+    rule: Rule
+    key: Key
+    cost: int
+    origin: Override | str | None
+    """Why these numbers: the client's override, its tier, or None for those of everybody."""
+    lacks: str | None
+    """The identity that the request lacks, so that it is counted by its address instead."""
+
+
+class Resolution(NamedTuple):
+    """What a request meets."""
+
+    route: RoutePlan
+    keys: tuple[Key, ...]
+    cost: Cost
+    """For `keys`, as stores take it."""
+    rules: Sequence[CompiledRule]
+    """Whose keys they are."""
+    who: Who
+    tier: str | None
+    now_us: int
+    block: Block | None
+
+    @property
+    def met(self) -> tuple[Met, ...]:
+        """The limits, in the order of the policy, with the reasons for each."""
+        return tuple(rule.met(key, self) for rule, key in zip(self.rules, self.keys, strict=True))
+
+    @property
+    def shadows(self) -> tuple[Met, ...]:
+        """The limits that are only watched."""
+        return tuple(
+            rule.met(key, self)
+            for rule in self.route.shadows
+            if (key := rule.key(self.who, self.tier, self.now_us)) is not None
+        )
+
+
+class RoutePlan:
+    """What is the same for all requests of a route and method."""
+
+    __slots__ = (
+        "cost", "costs", "endpoint", "has_address_rule", "is_exempt", "is_uniform", "kinds", "leases", "on_failure", "route_class",
+        "rules", "settles", "shadows",
+    )  # fmt: skip
+
+    def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
+        policy = snapshot.policy
+        route = _route_of(policy.routes, templates, method)
+        self.endpoint = templates[0].text if templates else UNMATCHED
+        self.route_class = route.route_class if route else None
+        self.cost = route.cost if route else 1
+        self.is_exempt = self.cost == 0
+        rules = [rule for rule in policy.rules if _meets(rule, templates, method, self.route_class)]
+        enforced = [rule for rule in rules if not rule.shadow]
+        self.has_address_rule = any(set(rule.by) & set(ADDRESSES) for rule in enforced)
+        compiled = [] if self.is_exempt else [CompiledRule(rule, snapshot, self) for rule in rules]
+        self.rules = tuple(each for each in compiled if not each.rule.shadow)
+        self.shadows = tuple(each for each in compiled if each.rule.shadow)
+        self.costs = _joined([rule.cost for rule in self.rules])
+        """What requests cost that meet all rules."""
+        self.on_failure: RouteMode = min(
+            [mode for mode in (route and route.on_failure, *(rule.on_failure for rule in rules)) if mode],
+            key=STRICTNESS.index,
+            default=policy.on_failure,
+        )
+        self.kinds: frozenset[str] = snapshot.kinds | {kind for rule in compiled for kind in rule.kinds}
+        """All kinds of identity that may matter to the route's requests."""
+        self.leases = any(limit.algorithm == "concurrency" for rule in enforced for limit in rule.limits)
+        self.is_uniform = all(rule.is_uniform for rule in self.rules)
+        self.settles = any(rule.settled or rule.count_when is not None for rule in enforced)
+
+
+class Snapshot:
+    """A policy, compiled. `fingerprint` makes keyed hashes of the API keys that stand in it."""
+
+    def __init__(self, policy: Policy, fingerprint: Callable[[str], str] = str) -> None:
+        self.policy = policy
+        self._fingerprint = fingerprint
+        self._templates = list(
+            dict.fromkeys(
+                [
+                    *(route.template for route in policy.routes),
+                    *(template for rule in policy.rules for template in rule.templates),
+                ]
+            )
+        )
+        self._matcher = Matcher(self._templates)
+        self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
+        self._tiers = self._lookups((client.identity, client.tier) for client in policy.clients if client.tier)
+        self._blocks = self._lookups((block.identity, block) for block in policy.blocked)
+        self._overrides: dict[str, list[Override]] = {}
+        for override in policy.overrides:
+            self._overrides.setdefault(override.rule, []).append(override)
+        self._lookups_of_rules = {
+            name: self._lookups((override.identity, override) for override in overrides)
+            for name, overrides in self._overrides.items()
+        }
+        self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks))
+        self.tiers = frozenset(policy.tiers)
+        if policy.default_tier is not None:
+            self.tiers |= {policy.default_tier}
+
+    def route(self, method: str, path: str) -> RoutePlan:
+        """The plan for requests of this method to this path."""
+        matched = self._matcher.match(path)
+        plan = self._routes.get((matched, method))
+        return plan if plan is not None else self._plan(matched, method)
+
+    def resolve(self, route: RoutePlan, who: Who, now_us: int) -> Resolution:
+        """Which limits the request meets; `who` has those of the route's `kinds` that the request has."""
+        block = self.find(self._blocks, who, now_us) if self._blocks else None
+        tier = self._tier(who, now_us) if self.tiers else None
+        keys: list[Key] = []
+        rules: Sequence[CompiledRule] = route.rules
+        for rule in rules:
+            # The common cases by themselves: the same numbers for everybody, and no identity, or one that is there.
+            if rule.shared_key is not None:
+                keys.append(rule.shared_key)
+            elif (value := who.get(rule.simple_kind)) is not None:
+                keys.append(rule.limit.by(value))
+            elif (key := rule.key(who, tier, now_us)) is not None:
+                keys.append(key)
+        cost = route.costs
+        if len(keys) < len(rules):
+            rules = [rule for rule in rules if rule.key(who, tier, now_us) is not None]
+            cost = _joined([rule.cost for rule in rules])
+        return _new_tuple(Resolution, (route, tuple(keys), cost, rules, who, tier, now_us, block))
+
+    def lookups_of(self, rule: Rule, route_class: str | None) -> list[_Lookup]:
+        """Where the overrides of a rule are found that hold on routes of that class."""
+        if all(override.route_class is None for override in self._overrides.get(rule.name, ())):
+            return self._lookups_of_rules.get(rule.name, [])
+        return self._lookups(
+            (override.identity, override)
+            for override in self._overrides[rule.name]
+            if override.route_class in (None, route_class)
+        )
+
+    def _plan(self, matched: tuple[int, ...], method: str) -> RoutePlan:
+        known = normal_method(method)
+        plan = self._routes.get((matched, known))
+        if plan is None:
+            plan = RoutePlan(self, tuple(self._templates[index] for index in matched), known)
+        if len(self._routes) >= _MOST_ROUTES:  # methods can be made up
+            self._routes = {}
+        self._routes[matched, known] = self._routes[matched, method] = plan
+        return plan
+
+    def _tier(self, who: Who, now_us: int) -> str | None:
+        told = who.get("tier")
+        if told is not None and told in self.tiers:
+            return told
+        found: str | None = self.find(self._tiers, who, now_us) if self._tiers else None
+        return found or self.policy.default_tier
+
+    def _lookups(self, entries: Iterable[tuple[Identity, Any]]) -> list[_Lookup]:
+        """The entries by kind of identity and value; several of one identity stay in their order."""
+        kinds: dict[str, dict[str, list[Any]]] = {}
+        for (kind, value), entry in entries:
+            if kind == "api_key":
+                value = self._fingerprint(value)
+            kinds.setdefault(kind, {}).setdefault(value, []).append(entry)
+        return [
+            # An address may lie in a network, so that it is not looked up as it stands.
+            ("address", Networks(values).find) if kind == "ip" else (kind, values.get)
+            for kind, values in kinds.items()
+        ]
+
+    @staticmethod
+    def find(lookups: list[_Lookup], who: Who, now_us: int) -> Any:
+        """The first entry for any of the identities that holds now."""
+        for kind, get in lookups:
+            value = who.get(kind)
+            if value is not None:
+                for entry in get(value) or ():
+                    if not hasattr(entry, "validity") or _holds(entry.validity, now_us):
+                        return entry
+        return None
+
+
+if TYPE_CHECKING:
+    _Lookup: TypeAlias = tuple[str, Callable[[str], list[Any] | None]]
+
+
+class CompiledRule:
+    """A rule on one route."""
+
+    __slots__ = ("_lookups", "_missing", "_said", "cost", "is_uniform", "kinds", "limit", "rule", "shared_key", "simple_kind")
+
+    def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
+        self.rule = rule
+        self._lookups = snapshot.lookups_of(rule, route.route_class)
+        self._missing = rule.missing or ("skip" if route.has_address_rule else "ip")
+        self._said = {"endpoint": route.endpoint}
+        """Identities that are the route's, and not the request's."""
+        self.cost = route.cost if rule.cost is None else rule.cost
+        self.kinds = {*rule.by, "ip", *(kind for kind, _ in self._lookups)}
+        if "client" in rule.by:
+            self.kinds.update(CLIENT_KINDS)
+        self.is_uniform = rule.limit is not None and not rule.tiers and not self._lookups
+        """Whether its numbers are the same for everybody."""
+        is_simple = self.is_uniform and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
+        self.simple_kind = rule.by[0] if is_simple else ""
+        self.limit = cast("Limit", rule.limit)  # used only where the kind is simple
+        self.shared_key = self.limit.by() if self.is_uniform and not rule.by else None
+
+    def key(self, who: Who, tier: str | None, now_us: int) -> Key | None:
+        """What the request is counted under; None if it does not meet the rule."""
+        limit, _ = self._numbers(who, tier, now_us)
+        if limit is None:
+            return None
+        parts: list[str] = []
+        for kind in self.rule.by:
+            if kind == "client":
+                parts += next((each, who[each]) for each in CLIENT_KINDS if each in who)
+            elif (value := self._said.get(kind) or who.get(kind)) is not None:
+                parts.append(value)
+            elif self._missing == "skip":
+                return None
+            else:
+                # Nobody gets free by leaving an identity out. An empty part comes first, which no identity is: this
+                # counter is never somebody else's.
+                return limit.by("", "ip", who["ip"])
+        return limit.by(*parts)
+
+    def met(self, key: Key, resolution: Resolution) -> Met:
+        """The same, with the reasons."""
+        who = resolution.who
+        _, origin = self._numbers(who, resolution.tier, resolution.now_us)
+        lacking = [kind for kind in self.rule.by if kind != "client" and kind not in self._said and kind not in who]
+        return Met(self.rule, key, self.cost, origin, lacking[0] if lacking else None)
+
+    def _numbers(self, who: Who, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
+        """The limit for this client, and why that: its override, its tier, or None for what holds for everybody."""
+        if self._lookups:
+            override = Snapshot.find(self._lookups, who, now_us)
+            if override is not None:
+                return override.limit, override
+        if tier is not None and tier in self.rule.tiers:
+            return self.rule.tiers[tier], tier
+        return self.rule.limit, None
+
+
+def _joined(costs: list[int]) -> Cost:
+    """The costs as stores take them: one for all, where they are alike."""
+    return costs[0] if len(set(costs)) == 1 else tuple(costs)
+
+
+def _route_of(routes: Iterable[RouteRule], templates: tuple[Template, ...], method: str) -> RouteRule | None:
+    """What holds for the route: said by the most specific template that has something to say on the method."""
+    fitting = [route for route in routes if route.template in templates and _fits(route.methods, method)]
+    return min(fitting, key=lambda route: (templates.index(route.template), not route.methods), default=None)
+
+
+def _meets(rule: Rule, templates: tuple[Template, ...], method: str, route_class: str | None) -> bool:
+    if not _fits(rule.methods, method):
+        return False
+    if not rule.templates and not rule.classes:
+        return True
+    return route_class in rule.classes or any(template in templates for template in rule.templates)
+
+
+def _fits(methods: frozenset[str], method: str) -> bool:
+    return not methods or method in map(normal_method, methods)
+
+
+def _holds(validity: Validity, now_us: int) -> bool:
+    since, until = validity.since, validity.until
+    now = now_us / 1_000_000
+    return (since is None or since.timestamp() <= now) and (until is None or now < until.timestamp())

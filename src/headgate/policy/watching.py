@@ -1,0 +1,100 @@
+"""A policy file that is watched: each good version replaces the one before it whole, a bad one changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from headgate._forks import renew_in_children
+from headgate.errors import InvalidPolicy
+from headgate.policy.loading import read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from os import PathLike
+
+    from headgate.policy.model import Policy
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger("headgate")
+
+Made = TypeVar("Made")
+
+
+class Watch(Generic[Made]):
+    """The newest good version of a policy file, made ready by `make`. The first one has to be good."""
+
+    def __init__(self, path: str | PathLike[str], make: Callable[[Policy], Made], *, every: float | None = 1.0) -> None:
+        """Looks at the file `every` so many seconds, from a thread of its own; never by itself, if None."""
+        self._path = Path(path)
+        self._make = make
+        self._every = every
+        content = self._path.read_bytes()
+        self._seen = _digest(content)
+        self.current = self._made(content)
+        self.version = self._seen
+        """A hash of the content in force."""
+        self.error: InvalidPolicy | None = None
+        """Why the newest content is not in force; None if it is."""
+        self._stop = threading.Event()
+        self._start()
+        renew_in_children(self)
+
+    def look(self) -> bool:
+        """Read the file now; whether a new version is in force."""
+        try:
+            content = self._path.read_bytes()
+        except OSError as error:
+            return self._keep(InvalidPolicy([f"{self._path}: cannot be read: {error.strerror}"]), "")
+        digest = _digest(content)
+        if digest == self._seen:
+            return False
+        try:
+            made = self._made(content)
+        except InvalidPolicy as error:
+            return self._keep(error, digest)
+        self._seen = self.version = digest
+        self.current, self.error = made, None
+        logger.warning("policy %s: version %s is in force", self._path, digest)
+        return True
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stop.set()
+
+    def renew_after_fork(self) -> None:
+        """Threads stay with the parent; a child watches by itself."""
+        stopped = self._stop.is_set()
+        self._stop = threading.Event()
+        if not stopped:
+            self._start()
+
+    def _made(self, content: bytes) -> Made:
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidPolicy([f"{self._path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
+        return self._make(read(text, file=str(self._path)))
+
+    def _keep(self, error: InvalidPolicy, digest: str) -> bool:
+        if digest != self._seen or self.error is None:
+            logger.error("policy %s: the new version is refused, %s stays in force:\n%s", self._path, self.version, error)
+        self._seen, self.error = digest, error
+        return False
+
+    def _start(self) -> None:
+        if self._every is not None:
+            stop = self._stop
+            threading.Thread(target=self._watch, args=(stop,), name="headgate-policy", daemon=True).start()
+
+    def _watch(self, stop: threading.Event) -> None:
+        while not stop.wait(self._every):
+            self.look()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=6).hexdigest()
