@@ -49,10 +49,13 @@ local function mul_div(a, b, c)
   return quotient, rest
 end
 
+-- What is known of stored strings already, by key.
+local known = {}
+
 -- The numbers, separated by blanks, of a stored string; nothing for a key that does not exist, false for a foreign
 -- value.
 local function read(key, pattern)
-  local raw = pcall('GET', key)
+  local raw = known[key] or pcall('GET', key)
   if not raw then
     return nil
   end
@@ -63,7 +66,7 @@ local function read(key, pattern)
   if not first then
     return false
   end
-  return tonumber(first), tonumber(second), third
+  return first + 0, second + 0, third -- digits all: adding is three times as quick as tonumber
 end
 
 -- The numbers of the limit under which a state was written, from its signature; nothing if it is none.

@@ -12,6 +12,22 @@ for index = 1, tonumber(ARGV[2]) do
   position = position + 5
 end
 
+-- Each key is read once and written once, at the end: many requests of a batch may meet the same.
+local resets = {}
+
+local function keep(key, state, reset)
+  if type(state) ~= 'string' then
+    return write(key, state, reset)
+  end
+  known[key], resets[key] = state, reset
+end
+
+local function mend(key, reset)
+  if not resets[key] then
+    mend_expiry(key, reset)
+  end
+end
+
 -- Several limits: all are judged on the state before the request; then either all are charged or none is.
 local function decide_all(first, id, met, costs, reply)
   local states, start, allowed, readable = {}, #reply, true, true
@@ -33,9 +49,9 @@ local function decide_all(first, id, met, costs, reply)
         reply[at - 3], reply[at - 2], reply[at - 1], reply[at], states[index] = judge(key, now, 0, limit, id)
       end
       if states[index] and costs[index] > 0 then
-        write(key, states[index], reply[at - 1])
+        keep(key, states[index], reply[at - 1])
       elseif not allowed then
-        mend_expiry(key, reply[at - 1])
+        mend(key, reply[at - 1])
       end
     end
   end
@@ -54,9 +70,9 @@ while position <= #ARGV do
       if not remaining then
         remaining, retry, reset, delay = -1, 0, 0, 0
       elseif state and cost > 0 then
-        write(key, state, reset)
+        keep(key, state, reset)
       elseif retry ~= 0 then
-        mend_expiry(key, reset)
+        mend(key, reset)
       end
       reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = remaining, retry, reset, delay
       replied = replied + 4
@@ -76,4 +92,7 @@ while position <= #ARGV do
   position = position + 3 + number_met * 2
 end
 
+for key, reset in pairs(resets) do
+  write(key, known[key], reset)
+end
 return reply
