@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from headgate._forks import renew_in_children
-from headgate.errors import InvalidPolicy
+from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy.loading import read
 
 if TYPE_CHECKING:
@@ -33,12 +33,11 @@ class Watch(Generic[Made]):
         self._path = Path(path)
         self._make = make
         self._every = every
-        content = self._path.read_bytes()
-        self._seen = _digest(content)
+        content = self._read()
+        self._seen = self.version = _digest(content)
+        """The content that was looked at last, and the content in force, as hashes."""
         self.current = self._made(content)
-        self.version = self._seen
-        """A hash of the content in force."""
-        self.error: InvalidPolicy | None = None
+        self.error: InvalidInput | None = None
         """Why the newest content is not in force; None if it is."""
         self._stop = threading.Event()
         self._start()
@@ -46,21 +45,26 @@ class Watch(Generic[Made]):
 
     def look(self) -> bool:
         """Read the file now; whether a new version is in force."""
+        seen = ""
         try:
-            content = self._path.read_bytes()
-        except OSError as error:
-            return self._keep(InvalidPolicy([f"{self._path}: cannot be read: {error.strerror}"]), "")
-        digest = _digest(content)
-        if digest == self._seen:
-            return False
-        try:
+            content = self._read()
+            seen = _digest(content)
+            if seen == self._seen:
+                return False
             made = self._made(content)
-        except InvalidPolicy as error:
-            return self._keep(error, digest)
-        self._seen = self.version = digest
+        except InvalidInput as error:
+            if seen != self._seen:  # told once, however often it is looked at
+                logger.error(
+                    "policy %s: the new version is refused, %s stays in force:\n%s", self._path, self.version, error
+                )
+            self._seen, self.error = seen, error
+            return False
         self.current, self.error = made, None
-        logger.warning("policy %s: version %s is in force", self._path, digest)
-        return True
+        is_new = seen != self.version
+        self._seen = self.version = seen
+        if is_new:
+            logger.warning("policy %s: version %s is in force", self._path, seen)
+        return is_new
 
     def close(self) -> None:
         """Watch no more."""
@@ -70,8 +74,16 @@ class Watch(Generic[Made]):
         """Threads stay with the parent; a child watches by itself."""
         stopped = self._stop.is_set()
         self._stop = threading.Event()
-        if not stopped:
+        if stopped:
+            self._stop.set()
+        else:
             self._start()
+
+    def _read(self) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except OSError as error:
+            raise InvalidPolicy([f"{self._path}: cannot be read: {error.strerror}"]) from None
 
     def _made(self, content: bytes) -> Made:
         try:
@@ -80,20 +92,16 @@ class Watch(Generic[Made]):
             raise InvalidPolicy([f"{self._path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
         return self._make(read(text, file=str(self._path)))
 
-    def _keep(self, error: InvalidPolicy, digest: str) -> bool:
-        if digest != self._seen or self.error is None:
-            logger.error("policy %s: the new version is refused, %s stays in force:\n%s", self._path, self.version, error)
-        self._seen, self.error = digest, error
-        return False
-
     def _start(self) -> None:
         if self._every is not None:
-            stop = self._stop
-            threading.Thread(target=self._watch, args=(stop,), name="headgate-policy", daemon=True).start()
+            threading.Thread(target=self._watch, args=(self._stop,), name="headgate-policy", daemon=True).start()
 
     def _watch(self, stop: threading.Event) -> None:
         while not stop.wait(self._every):
-            self.look()
+            try:
+                self.look()
+            except Exception:  # a bug of ours must not end the watch: the next version may be read
+                logger.exception("policy %s: could not be looked at; %s stays in force", self._path, self.version)
 
 
 def _digest(content: bytes) -> str:
