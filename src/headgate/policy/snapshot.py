@@ -6,25 +6,24 @@ depends on the client is left: its tier, its overrides, and its identities as ke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
+from headgate.policy.addresses import Networks
 from headgate.policy.model import ADDRESSES, Identity, Policy
-from headgate.adapters.addresses import Networks
-from headgate.policy.routes import Matcher, Template, normal_method
+from headgate.policy.routes import METHODS, Matcher, Template, normal_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import TypeAlias
 
     from headgate.keys import Key
     from headgate.limits import Limit
     from headgate.policy.model import Block, Override, RouteMode, RouteRule, Rule, Validity
     from headgate.stores.calls import Cost
 
-    Who: TypeAlias = Mapping[str, str]
-    """The identities of a request, by kind; `address` is the client's whole address, `ip` what it is counted by."""
-
 __all__ = ["CLIENT_KINDS", "UNMATCHED", "CompiledRule", "Met", "Resolution", "RoutePlan", "Snapshot", "Who"]
+
+Who: TypeAlias = "Mapping[str, str]"
+"""The identities of a request, by kind; `address` is the client's whole address, `ip` what it is counted by."""
 
 CLIENT_KINDS: Final = ("tenant", "api_key", "user", "ip")
 """What `by: client` counts by: the first of these that a request has."""
@@ -33,7 +32,6 @@ UNMATCHED: Final = "unmatched"
 """The endpoint of all paths that no template fits: they share their counters."""
 
 STRICTNESS: Final = ("closed", "local", "open")
-_MOST_ROUTES: Final = 4096
 
 _new_tuple = tuple.__new__
 
@@ -96,14 +94,14 @@ class RoutePlan:
         self.is_exempt = self.cost == 0
         rules = [rule for rule in policy.rules if _meets(rule, templates, method, self.route_class)]
         enforced = [rule for rule in rules if not rule.shadow]
-        self.has_address_rule = any(set(rule.by) & set(ADDRESSES) for rule in enforced)
+        self.has_address_rule = any(map(_counts_everybody_by_address, enforced))
         compiled = [] if self.is_exempt else [CompiledRule(rule, snapshot, self) for rule in rules]
         self.rules = tuple(each for each in compiled if not each.rule.shadow)
         self.shadows = tuple(each for each in compiled if each.rule.shadow)
         self.costs = _joined([rule.cost for rule in self.rules])
         """What requests cost that meet all rules."""
         self.on_failure: RouteMode = min(
-            [mode for mode in (route and route.on_failure, *(rule.on_failure for rule in rules)) if mode],
+            [mode for mode in (route and route.on_failure, *(rule.on_failure for rule in enforced)) if mode],
             key=STRICTNESS.index,
             default=policy.on_failure,
         )
@@ -130,6 +128,9 @@ class Snapshot:
         )
         self._matcher = Matcher(self._templates)
         self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
+        named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
+        self._methods = frozenset([*METHODS, *(normal_method(method) for methods in named for method in methods)])
+        """The methods that may make a difference; all others are alike."""
         self._tiers = self._lookups((client.identity, client.tier) for client in policy.clients if client.tier)
         self._blocks = self._lookups((block.identity, block) for block in policy.blocked)
         self._overrides: dict[str, list[Override]] = {}
@@ -160,7 +161,7 @@ class Snapshot:
             # The common cases by themselves: the same numbers for everybody, and no identity, or one that is there.
             if rule.shared_key is not None:
                 keys.append(rule.shared_key)
-            elif (value := who.get(rule.simple_kind)) is not None:
+            elif value := who.get(rule.simple_kind):
                 keys.append(rule.limit.by(value))
             elif (key := rule.key(who, tier, now_us)) is not None:
                 keys.append(key)
@@ -182,12 +183,14 @@ class Snapshot:
 
     def _plan(self, matched: tuple[int, ...], method: str) -> RoutePlan:
         known = normal_method(method)
+        if known not in self._methods:
+            known = "UNKNOWN"
         plan = self._routes.get((matched, known))
         if plan is None:
             plan = RoutePlan(self, tuple(self._templates[index] for index in matched), known)
-        if len(self._routes) >= _MOST_ROUTES:  # methods can be made up
-            self._routes = {}
-        self._routes[matched, known] = self._routes[matched, method] = plan
+            plan = self._routes.setdefault((matched, known), plan)
+        if method in METHODS:  # HEAD; spellings that are made up are not kept, there is no end of them
+            self._routes[matched, method] = plan
         return plan
 
     def _tier(self, who: Who, now_us: int) -> str | None:
@@ -206,7 +209,7 @@ class Snapshot:
             kinds.setdefault(kind, {}).setdefault(value, []).append(entry)
         return [
             # An address may lie in a network, so that it is not looked up as it stands.
-            ("address", Networks(values).find) if kind == "ip" else (kind, values.get)
+            ("address", _flat(Networks(values))) if kind == "ip" else (kind, values.get)
             for kind, values in kinds.items()
         ]
 
@@ -256,8 +259,8 @@ class CompiledRule:
         parts: list[str] = []
         for kind in self.rule.by:
             if kind == "client":
-                parts += next((each, who[each]) for each in CLIENT_KINDS if each in who)
-            elif (value := self._said.get(kind) or who.get(kind)) is not None:
+                parts += next((each, who[each]) for each in CLIENT_KINDS if who.get(each))
+            elif value := self._said.get(kind) or who.get(kind):
                 parts.append(value)
             elif self._missing == "skip":
                 return None
@@ -271,7 +274,7 @@ class CompiledRule:
         """The same, with the reasons."""
         who = resolution.who
         _, origin = self._numbers(who, resolution.tier, resolution.now_us)
-        lacking = [kind for kind in self.rule.by if kind != "client" and kind not in self._said and kind not in who]
+        lacking = [kind for kind in self.rule.by if kind != "client" and not (self._said.get(kind) or who.get(kind))]
         return Met(self.rule, key, self.cost, origin, lacking[0] if lacking else None)
 
     def _numbers(self, who: Who, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
@@ -283,6 +286,17 @@ class CompiledRule:
         if tier is not None and tier in self.rule.tiers:
             return self.rule.tiers[tier], tier
         return self.rule.limit, None
+
+
+def _counts_everybody_by_address(rule: Rule) -> bool:
+    """Whether a limit lets nobody go uncounted: one for some tiers only, or by an identity beside the address, does."""
+    kinds = set(rule.by)
+    return rule.limit is not None and bool(kinds & {*ADDRESSES}) and kinds <= {*ADDRESSES, "endpoint"}
+
+
+def _flat(networks: Networks[list[Any]]) -> Callable[[str], list[Any]]:
+    """All entries around an address, those of the smallest network first: where one is over, a wider one may hold."""
+    return lambda address: [entry for entries in networks.find_all(address) for entry in entries]
 
 
 def _joined(costs: list[int]) -> Cost:

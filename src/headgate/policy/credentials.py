@@ -1,0 +1,82 @@
+"""API keys as identities: only ever as keyed hashes, so that no counter, log or answer can give one away."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final
+
+from headgate.errors import InvalidConfiguration, InvalidInput
+
+if TYPE_CHECKING:
+    from headgate.policy.model import IdentitySettings
+
+__all__ = ["LONGEST_KEY", "SHORTEST_SECRET", "ApiKeys"]
+
+LONGEST_KEY: Final = 4096
+SHORTEST_SECRET: Final = 16
+"""In bytes: what is shorter can be guessed, and with it every weak key by its hash."""
+
+PREFIX: Final = "hmac:"
+DIGEST_SIZE: Final = 16
+PURPOSE: Final = b"headgate api key"
+"""Keeps these hashes apart from others that are made with the same secret."""
+
+
+class ApiKeys:
+    """Turns the API key of a request into the name that it is counted by.
+
+    The secret must be the same in all processes of an app. Whoever has it and a hash can only try keys out.
+    """
+
+    __slots__ = ("_bearer", "_hash", "_header")
+
+    def __init__(self, settings: IdentitySettings, secret: bytes) -> None:
+        if not isinstance(secret, bytes):
+            raise InvalidConfiguration(f"the secret for API keys is a {type(secret).__name__}; give bytes")
+        if len(secret) < SHORTEST_SECRET:
+            raise InvalidConfiguration(
+                f"the secret for API keys has {len(secret)} bytes and can be guessed; "
+                f"give at least {SHORTEST_SECRET}, as from secrets.token_bytes(32)"
+            )
+        key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
+        self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=PURPOSE)
+        self._header = settings.api_key_header is not None
+        self._bearer = settings.bearer_token
+
+    def from_headers(self, api_key: str | None, authorization: str | None) -> str | None:
+        """The hash of the request's key, or None if it has none: of its own header first, then of a bearer token.
+
+        What cannot be a key (empty, several words, not printable ASCII, above 4 KB) is no identity.
+        """
+        found = None
+        if api_key is not None and self._header:
+            found = self.hashed(api_key.strip(" \t"))
+        if found is None and authorization is not None and self._bearer and authorization[:7].lower() == "bearer ":
+            found = self.hashed(authorization[7:].strip(" \t"))
+        return found
+
+    def hashed(self, sent: str) -> str | None:
+        """The hash of a key that a client sent, whatever it looks like, or None if it cannot be a key."""
+        if not (0 < len(sent) <= LONGEST_KEY and sent.isascii() and sent.isprintable() and " " not in sent):
+            return None
+        hash = self._hash.copy()
+        hash.update(sent.encode("ascii"))
+        return PREFIX + hash.hexdigest()
+
+    def fingerprint(self, written: str) -> str:
+        """The hash of a key that a policy names; one that is written as a hash stays.
+
+        Only for policies, never for what a client sent: else a hash would be as good as its key.
+        """
+        if written.startswith(PREFIX):
+            digits = written.removeprefix(PREFIX).lower()
+            if len(digits) != DIGEST_SIZE * 2 or digits.strip("0123456789abcdef"):
+                raise InvalidInput(f"an API key starts with {PREFIX!r}, but {DIGEST_SIZE * 2} hex digits don't follow")
+            return PREFIX + digits
+        hashed = self.hashed(written)
+        if hashed is None:
+            raise InvalidInput(
+                f"an API key of {len(written)} characters can be no key; "
+                f"it is one word of printable ASCII, of up to {LONGEST_KEY} characters"
+            )
+        return hashed
