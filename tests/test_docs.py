@@ -20,6 +20,7 @@ import pytest
 import headgate
 from headgate import _grammar
 from headgate.algorithms import ALGORITHMS
+from headgate.policy.loading import read
 from servers import AclUser, RedisServer
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def test_every_example_runs_and_says_what_it_shows(page: Path, server: RedisServ
             for command, shown in transcript(text):
                 if command.startswith("redis-cli "):
                     assert redis_cli(command, server) == shown, f"{where}: {command}"
+        elif block.language in ("yaml", "toml", "json"):
+            assert read(text, file=where, format=block.language).warnings == (), where
         else:
             assert block.language == "text", f"{where}: a block in {block.language!r} is run by nobody"
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -48,17 +49,43 @@ EXPORTS = [
 ]
 
 LAYERS = (
-    {"demo"},
+    {"__main__", "cli", "demo", "pytest_plugin", "testing"},
+    {"adapters"},
+    {"policy"},
     {"__init__"},
     {"limiter"},
-    {"failure", "flow", "leases", "testing"},
+    {"failure", "flow", "leases"},
     {"stores"},
     {"_grammar", "clock", "decisions", "keys", "limits"},
     {"_forks", "algorithms", "errors"},
 )
 """From the top down. What stands beside each other may know each other, but nobody looks up."""
 
-MAY_AWAIT = {"limiter.py", "leases.py", "stores/redis/aio.py", "stores/redis/aio_line.py"}
+MAY_AWAIT = {
+    "limiter.py",
+    "leases.py",
+    "stores/redis/aio.py",
+    "stores/redis/aio_line.py",
+    *(f"adapters/{name}.py" for name in ("aiohttp", "asgi", "django", "fastapi", "functions", "gate", "grpc")),
+    "adapters/identities.py",
+}
+
+DEPENDENCIES = {
+    "redis": "stores.redis",
+    "hiredis": "stores.redis",
+    "yaml": "policy.formats.from_yaml",
+    "starlette": "adapters.fastapi",
+    "fastapi": "adapters.fastapi",
+    "flask": "adapters.flask",
+    "django": "adapters.django",
+    "asgiref": "adapters.django",
+    "aiohttp": "adapters.aiohttp",
+    "grpc": "adapters.grpc",
+    "grpc_status": "adapters.grpc",
+    "google": "adapters.grpc",
+    "pytest": "pytest_plugin",
+}
+"""Who may import what does not come with Python."""
 
 
 def module_name(file: Path) -> str:
@@ -152,13 +179,17 @@ def test_the_flow_knows_no_store() -> None:
     assert {imported for imported in imports_of_ours("flow") if imported.startswith("stores")} == {"stores.calls"}
 
 
-def test_nobody_imports_the_demonstration() -> None:
-    assert not [name for name in MODULES if "demo" in imports_of_ours(name)]
+def test_only_the_command_line_shows_the_demonstration() -> None:
+    assert [name for name in MODULES if "demo" in imports_of_ours(name)] == ["cli"]
 
 
-def test_only_the_redis_store_needs_more_than_python() -> None:
-    needy = {name for name in MODULES if {"redis", "hiredis"} & {each.partition(".")[0] for each in imports(name)}}
-    assert all(name.startswith("stores.redis") for name in needy)
+@every_module
+def test_only_those_who_may_need_more_than_python(name: str) -> None:
+    foreign = {each.partition(".")[0] for each in imports(name)} - sys.stdlib_module_names - {"headgate"}
+    assert all(name.startswith(DEPENDENCIES.get(each, "nobody")) for each in foreign), foreign
+
+
+def test_the_core_has_no_dependencies() -> None:
     assert PROJECT["project"]["dependencies"] == []
 
 
