@@ -13,6 +13,7 @@ from pathlib import Path
 import redis
 
 from bench import plot, report
+from bench.apps import ALONE, FASTAPI, FLASK
 from bench.contenders import ASYNC, SYNC
 from bench.measure import Run
 from bench.progress import Progress
@@ -21,7 +22,10 @@ from bench.server import running_redis
 
 OUTPUT = Path(".build/bench")
 FULL = Plan()
-QUICK = Plan(rounds=1, seconds=0.15, tasks=(1, 64, 256), memory_keys=20_000, redis_keys=1_000, footprint_keys=50_000)
+QUICK = Plan(
+    rounds=1, seconds=0.15, tasks=(1, 64, 256), memory_keys=20_000, redis_keys=1_000, footprint_keys=50_000,
+    http_seconds=1.0, yaml=False,
+)  # fmt: skip
 
 
 def main() -> None:
@@ -47,9 +51,9 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    everyone = sorted({contender.name for contender in (*SYNC, *ASYNC)})
+    everyone = sorted({contender.name for contender in (*SYNC, *ASYNC, *FASTAPI, *FLASK)} - {ALONE})
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under a minute, for a first look")
+    parser.add_argument("--quick", action="store_true", help="two minutes or so, for a first look")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given again)")
     parser.add_argument("--contender", choices=everyone, action="append", help="this one (may be given again)")
     parser.add_argument("--rounds", type=int, help="how often everybody is asked")

@@ -13,6 +13,9 @@ from typing import Any
 from bench import openers
 from bench.openers import THREE, Setting
 
+HEADGATE = "headgate"
+HEADGATE_ONE = "headgate, one limit"  # beside itself, where it has three
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -47,7 +50,7 @@ _THROTTLED = (("throttled-py", "fixed window", "fixed_window"), ("throttled-py, 
 
 SYNC = (
     Contender(
-        name="headgate",
+        name=HEADGATE,
         algorithm="token bucket",
         opened=openers.headgate,
         one="limiter.check(per_ip.by(key))",
@@ -91,7 +94,7 @@ SYNC = (
 
 ASYNC = (
     Contender(
-        name="headgate",
+        name=HEADGATE,
         algorithm="token bucket",
         opened=openers.headgate_async,
         one="await limiter.check(per_ip.by(key))",

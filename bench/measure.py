@@ -165,9 +165,15 @@ def _round(keys: list[str], caller: int, setting: Setting) -> Iterator[str]:
 
 def _cpu_seconds(setting: Setting) -> tuple[float, float]:
     """What this process and the server have worked so far."""
-    with redis.Redis.from_url(setting.url) as client:
+    return process_time(), redis_cpu_seconds(setting.url)
+
+
+def redis_cpu_seconds(url: str) -> float:
+    """What the server has worked so far."""
+    with redis.Redis.from_url(url) as client:
         used = client.info("cpu")
-    return process_time(), used["used_cpu_user"] + used["used_cpu_sys"]
+    seconds: float = used["used_cpu_user"] + used["used_cpu_sys"]
+    return seconds
 
 
 def _sample(laps: list[float], spent: float, cpu_before: tuple[float, ...], cpu_after: tuple[float, ...]) -> Sample:

@@ -32,6 +32,10 @@ class Setting:
     def seconds(self) -> int:
         return int(self.period.total_seconds())
 
+    @property
+    def in_memory(self) -> bool:
+        return self.url.startswith("memory")
+
 
 # -- headgate ------------------------------------------------------------------------------------------------
 
@@ -70,7 +74,7 @@ def limits(setting: Setting, stack: ExitStack) -> Names:
     from limits.strategies import FixedWindowRateLimiter
 
     storage: Any = storage_from_string(setting.url)
-    if not setting.url.startswith("memory"):
+    if not setting.in_memory:
         stack.callback(storage.storage.close)
     return {"limiter": FixedWindowRateLimiter(storage)} | _limits_items(setting)
 
@@ -95,7 +99,7 @@ def _throttles(flavour: Any, store: Any, using: str, setting: Setting) -> Names:
 def throttled_py(using: str, setting: Setting, stack: ExitStack) -> Names:
     import throttled
 
-    if setting.url.startswith("memory"):
+    if setting.in_memory:
         # Its default store keeps 1,024 keys and forgets the rest.
         memory = throttled.MemoryStore(options={"MAX_SIZE": setting.keys})
         return _throttles(throttled, memory, using, setting)
@@ -116,7 +120,7 @@ async def throttled_py_async(using: str, setting: Setting, stack: AsyncExitStack
 # -- pyrate-limiter, and fastapi-limiter which stands on it --------------------------------------------------
 
 
-def _pyrate_limiters(setting: Setting, client: Any = None) -> dict[str, Any]:
+def pyrate_limiters(setting: Setting, client: Any = None) -> dict[str, Any]:
     from pyrate_limiter import (
         BucketFactory,
         Limiter,
@@ -152,13 +156,13 @@ def _pyrate_limiters(setting: Setting, client: Any = None) -> dict[str, Any]:
 
 
 def pyrate_limiter(setting: Setting, stack: ExitStack) -> Names:
-    if setting.url.startswith("memory"):
-        return _pyrate_limiters(setting)
-    return _pyrate_limiters(setting, stack.enter_context(redis.Redis.from_url(setting.url)))
+    if setting.in_memory:
+        return pyrate_limiters(setting)
+    return pyrate_limiters(setting, stack.enter_context(redis.Redis.from_url(setting.url)))
 
 
 async def pyrate_limiter_async(setting: Setting, stack: AsyncExitStack) -> Names:
-    return _pyrate_limiters(setting, _async_client(setting, stack))
+    return pyrate_limiters(setting, async_client(setting, stack))
 
 
 async def fastapi_limiter(setting: Setting, stack: AsyncExitStack) -> Names:
@@ -166,7 +170,7 @@ async def fastapi_limiter(setting: Setting, stack: AsyncExitStack) -> Names:
     from fastapi_limiter.depends import RateLimiter
     from starlette.responses import Response
 
-    limiters = _pyrate_limiters(setting, _async_client(setting, stack))
+    limiters = pyrate_limiters(setting, async_client(setting, stack))
     dependencies = {n: RateLimiter(limiter=limiter) for n, limiter in limiters.items()}
     app = FastAPI(openapi_url=None)
     app.get("/", dependencies=[Depends(d) for d in dependencies.values()])(lambda: None)
@@ -190,7 +194,7 @@ return 0
 
 
 async def counter_script(setting: Setting, stack: AsyncExitStack) -> Names:
-    client = _async_client(setting, stack)
+    client = async_client(setting, stack)
     return {
         "redis": client,
         "sha": await client.script_load(_COUNTER),
@@ -229,7 +233,7 @@ def _slowapi_views(setting: Setting, stack: Any, one: Callable[..., Any], three:
     from slowapi.util import get_remote_address
 
     limiter: Any = Limiter(key_func=get_remote_address, storage_uri=setting.url)
-    if not setting.url.startswith("memory"):
+    if not setting.in_memory:
         stack.callback(limiter._storage.storage.close)  # noqa: SLF001 - it cannot be closed
     limit = f"{setting.quota} per {setting.seconds} seconds"
     for name in THREE:
@@ -270,5 +274,5 @@ def _async_pool(setting: Setting, stack: AsyncExitStack) -> redis.asyncio.Connec
     return pool
 
 
-def _async_client(setting: Setting, stack: AsyncExitStack) -> redis.asyncio.Redis:
+def async_client(setting: Setting, stack: AsyncExitStack) -> redis.asyncio.Redis:
     return redis.asyncio.Redis(connection_pool=_async_pool(setting, stack))

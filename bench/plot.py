@@ -1,6 +1,7 @@
 """The run in one picture."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,24 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from bench.apps import ALONE
+from bench.contenders import HEADGATE, HEADGATE_ONE
 from bench.measure import Sample, Spread
 from bench.scenarios import (
     ASYNC_CALLERS,
-    HEADGATE,
-    HEADGATE_ONE,
+    CPU_CALLERS,
     HOT_KEY,
     MANY_KEYS,
+    STORES,
     SYNC_CALLERS,
     THREE_LIMITS,
     Results,
+    cpu,
+    http,
     tasks,
     threads,
 )
-from bench.targets import p99_us, rate, time_us
+from bench.targets import added_us, kept, p99_us, rate, time_us
 
 COLOURS = {
     HEADGATE: "#0b6e4f",
@@ -35,6 +40,9 @@ COLOURS = {
     "fastapi-limiter 0.1": "#5b5ea6",
     "fastapi-limiter 0.2": "#a9abd3",
     "slowapi": "#8c5e3c",
+    "slowapi's middleware": "#c3a68f",
+    "throttled-py, no headers": "#f6d8a4",
+    "flask-limiter": "#d1495b",
 }
 STYLE: dict[Any, Any] = {
     "font.size": 11,
@@ -92,7 +100,31 @@ def _panels(results: Results) -> dict[str, Callable[[Any], None]]:
         panels["Memory: bytes to remember a key, less is better"] = lambda axes: _bars(
             axes, {"": {name: Spread.of([growth]) for name, growth in results.bytes_per_key.items()}}
         )
+    for framework in ("FastAPI", "Flask"):
+        loads = {store: seen[http(framework, store)] for store in STORES if http(framework, store) in seen}
+        if loads:
+            panels[f"{framework}: per cent of its requests/s kept"] = partial(
+                _bars, groups=_against_the_app(loads, kept, times=100)
+            )
+    direct = {store: seen[cpu(store, CPU_CALLERS[-1])] for store in STORES if cpu(store, CPU_CALLERS[-1]) in seen}
+    if direct:
+        panels["FastAPI: CPU added to a request in us, less is better"] = partial(
+            _bars, groups=_against_the_app(direct, added_us)
+        )
     return panels
+
+
+def _against_the_app(
+    loads: Mapping[str, Mapping[str, list[Sample]]],
+    reading: Callable[[list[Sample], list[Sample]], Spread],
+    times: float = 1,
+) -> dict[str, dict[str, Spread]]:
+    """What everybody makes of the app alone, which itself is not drawn."""
+    groups: dict[str, dict[str, Spread]] = {}
+    for store, seen in loads.items():
+        spreads = {name: reading(samples, seen[ALONE]) for name, samples in seen.items() if name != ALONE}
+        groups[store] = {name: Spread(s.middle * times, s.least * times, s.most * times) for name, s in spreads.items()}
+    return groups
 
 
 def _rates(axes: Any, results: Results) -> None:

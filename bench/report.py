@@ -6,24 +6,43 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from bench.contenders import ASYNC, SYNC
+from bench.apps import ALONE, FASTAPI, FLASK
+from bench.contenders import ASYNC, HEADGATE, SYNC
 from bench.measure import Sample, Spread
+from bench.policies import LARGE, SMALL
 from bench.scenarios import (
     CEILING,
+    CPU_CALLERS,
     HEADERS,
-    HEADGATE,
     HOT_KEY,
     MANY_KEYS,
     SHARED_KEYS,
+    STORES,
     THREADS,
     Plan,
     Results,
+    cpu,
+    http,
     memory_threads,
 )
-from bench.targets import Reading, Target, client_us, p50_us, p99_us, rate, server_us, targets, time_us
+from bench.targets import (
+    Reading,
+    Target,
+    added_share,
+    added_us,
+    client_us,
+    kept,
+    p50_us,
+    p99_us,
+    rate,
+    server_us,
+    targets,
+    time_us,
+)
 
 PACKAGES = (
-    "headgate", "limits", "throttled-py", "pyrate-limiter", "fastapi-limiter", "slowapi", "redis", "hiredis",
+    "headgate", "limits", "throttled-py", "pyrate-limiter", "fastapi-limiter", "slowapi", "flask-limiter", "redis",
+    "hiredis", "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "flask", "gunicorn",
 )  # fmt: skip
 
 NOTES = Path(__file__).with_name("notes.md")
@@ -56,6 +75,8 @@ def _lines(plan: Plan, results: Results, server: str, loop: str, seconds: float)
     yield from _section("Redis, asyncio", _latencies(results, "tasks"))
     yield from _section("Three limits on one request", _latencies(results, "three limits"))
     yield from _section("The server's own limit", _ceiling(results))
+    yield from _section("HTTP", [*_http(results), *_cpu(results)])
+    yield from _section("Policy", _policy(results))
     yield from _section("What is timed", _expressions())
     yield from _section("How it was measured", [NOTES.read_text()])
 
@@ -115,11 +136,72 @@ def _ceiling(results: Results) -> Iterator[str]:
         yield from _table(["", "checks/s, k"], rows)
 
 
+def _http(results: Results) -> Iterator[str]:
+    for scenario in (http(framework, store) for framework in ("FastAPI", "Flask") for store in STORES):
+        seen = results.samples.get(scenario)
+        if seen is None:
+            continue
+        columns: list[tuple[str, Reading, Callable[[float], str]]] = [
+            ("requests/s, k", rate, _thousands),
+            ("p50, ms", p50_us, _ms),
+            ("p99, ms", p99_us, _ms),
+            ("CPU of the app, us", client_us, _whole),
+            ("CPU of Redis, us", server_us, _whole),
+        ]
+        rows = [
+            [name, _spread(kept(samples, seen[ALONE]), _percent), *(_cell(samples, r, show) for _, r, show in columns)]
+            for name, samples in seen.items()
+        ]
+        yield from _table([scenario, "requests/s kept", *(title for title, *_ in columns)], rows)
+        yield ""
+
+
+def _cpu(results: Results) -> Iterator[str]:
+    for scenario in (cpu(store, callers) for store in STORES for callers in CPU_CALLERS):
+        seen = results.samples.get(scenario)
+        if seen is None:
+            continue
+        alone = seen[ALONE]
+        rows = [
+            [
+                name,
+                _cell(samples, client_us, _whole),
+                _spread(added_us(samples, alone), _tenths),
+                _spread(added_share(samples, alone), _percent),
+            ]
+            for name, samples in seen.items()
+        ]
+        yield from _table([scenario, "CPU of a request, us", "added, us", "added, as a share"], rows)
+        yield ""
+
+
+def _policy(results: Results) -> Iterator[str]:
+    if not results.policies:
+        return
+    questions: list[tuple[str, str, Callable[[float], str]]] = [
+        (f"to load {LARGE}, from JSON, s", "load_s", _us),
+        ("of which to read, check and build it, s", "read_s", _us),
+        (f"to resolve a request against {SMALL}, us", "small_us", _us),
+        (f"to resolve a request against {LARGE}, us", "large_us", _us),
+        ("the first request to a route of it, us", "first_us", _whole),
+    ]
+    rows = [
+        [title, _spread(Spread.of(getattr(sample, name) for sample in results.policies), show)]
+        for title, name, show in questions
+    ]
+    if results.yaml_s is not None:
+        rows.append(["to read, check and build it from YAML, s", _us(results.yaml_s)])
+    yield from _table(["", "CPU time"], rows)
+
+
 def _expressions() -> Iterator[str]:
     rows = []
     for flavour, contenders in (("threads", SYNC), ("asyncio", ASYNC)):
         rows += [[c.name, flavour, c.algorithm, f"`{c.one}`"] for c in contenders]
     yield from _table(["", "", "algorithm", "one check"], rows)
+    yield ""
+    apps = [[c.name, framework, c.how] for framework, each in (("FastAPI", FASTAPI), ("Flask", FLASK)) for c in each]
+    yield from _table(["", "", "how it stands before the app"], apps)
 
 
 def _cell(samples: Sequence[Sample] | None, reading: Reading, show: Callable[[float], str]) -> str:
@@ -140,11 +222,11 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def _wanted(target: Target) -> str:
-    return f"{'at least' if target.at_least else 'at most'} {target.wanted:.2f}"
+    return f"{'at least' if target.at_least else 'at most'} {target.wanted:.2f}{target.unit}"
 
 
 def _got(target: Target) -> str:
-    return _spread(target.got, "{:.2f}".format)
+    return _spread(target.got, f"{{:.2f}}{target.unit}".format)
 
 
 def _us(value: float) -> str:
@@ -153,6 +235,14 @@ def _us(value: float) -> str:
 
 def _whole(value: float) -> str:
     return f"{value:.0f}"
+
+
+def _tenths(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _ms(value_us: float) -> str:

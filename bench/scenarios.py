@@ -5,18 +5,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Protocol, TypeVar
 
 import redis
 
 from bench.answers import expect_right_answers, expect_right_answers_async
+from bench.apps import ALONE, FASTAPI, FLASK, AppContender
 from bench.ceiling import script_rate
-from bench.contenders import ASYNC, SYNC, Contender
+from bench.contenders import ASYNC, HEADGATE, HEADGATE_ONE, SYNC, Contender
 from bench.footprint import bytes_per_key
+from bench.in_process import cpu_time, expect_limits
 from bench.measure import Run, Sample, in_memory, in_memory_threads, on_redis, on_redis_async
 from bench.openers import Setting
+from bench.policies import LARGE, PolicySample, policy_costs, yaml_seconds
 from bench.progress import Progress
+from bench.serving import CONNECTIONS, under_load
 
-PARTS = ("memory", "sync", "async", "three", "ceiling")
+PARTS = ("memory", "sync", "async", "three", "ceiling", "http", "policy")
 THREADS = (1, 2, 8)
 SHARED_KEYS = 1_000
 SYNC_CALLERS = (1, 16)
@@ -24,6 +29,8 @@ ASYNC_CALLERS = (1, 64, 256, 1024)
 BUSY_CALLERS = (256, 1024)  # where headgate's batches are full
 THREE_CALLERS = 64
 CHECKS_PER_RUN = (1, 64)
+STORES = ("memory", "Redis")
+CPU_CALLERS = (1, 64)
 
 # The limits are never met while the clock runs. The hot one takes all that a fast loop can ask of one key.
 # Under the usual one a key still owes something when it comes again, so that no store can have forgotten it.
@@ -31,14 +38,12 @@ HOT = (10_000_000, timedelta(minutes=1))
 USUAL = (1_000, timedelta(hours=1))
 TINY = (3, timedelta(hours=1))
 
-HEADGATE = "headgate"
-HEADGATE_ONE = "headgate, one limit"
-
 HOT_KEY = "memory, one hot key"
 HEADERS = "memory, one hot key, with what the headers need"
 MANY_KEYS = "memory, many keys"
 CEILING = "the server's own limit"
 THREE_LIMITS = f"three limits on one request, {THREE_CALLERS} tasks"
+POLICY = f"a policy of {LARGE}"
 
 
 def memory_threads(callers: int) -> str:
@@ -53,6 +58,23 @@ def tasks(callers: int) -> str:
     return f"tasks, {callers:,}"
 
 
+def http(framework: str, store: str) -> str:
+    server = {"FastAPI": "uvicorn", "Flask": "gunicorn"}[framework]
+    return f"{framework} under {server}, {CONNECTIONS} connections, {store}"
+
+
+def cpu(store: str, callers: int) -> str:
+    return f"FastAPI called directly, {callers} at once, {store}"
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Someone = TypeVar("Someone", bound=Named)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How much of everything, and of what."""
@@ -63,11 +85,14 @@ class Plan:
     memory_keys: int = 100_000
     redis_keys: int = 2_000
     footprint_keys: int = 200_000
+    http_seconds: float = 4.0  # the length of a run of wrk
+    yaml: bool = True  # whether to wait for the large policy as YAML, too
     parts: frozenset[str] = frozenset(PARTS)
     contenders: frozenset[str] = frozenset()  # empty: all of them
 
-    def chosen(self, contenders: Sequence[Contender]) -> list[Contender]:
-        return [c for c in contenders if not self.contenders or c.name in self.contenders]
+    def chosen(self, contenders: Sequence[Someone]) -> list[Someone]:
+        """Those that were asked for, and what they are held against."""
+        return [c for c in contenders if not self.contenders or c.name in (*self.contenders, ALONE)]
 
 
 @dataclass(slots=True)
@@ -77,6 +102,8 @@ class Results:
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)  # by scenario and contender
     ceiling: dict[int, list[float]] = field(default_factory=dict)  # checks a second, by checks per run
     bytes_per_key: dict[str, float] = field(default_factory=dict)
+    policies: list[PolicySample] = field(default_factory=list)
+    yaml_s: float | None = None
 
 
 class Bench:
@@ -154,7 +181,40 @@ class Bench:
 
         self._rounds(CEILING, [contender for contender in ASYNC if contender.name == HEADGATE], measure)
 
-    def _rounds(self, scenario: str, contenders: Sequence[Contender], measure: Callable[[Contender], Sample]) -> None:
+    def _http(self) -> None:
+        for store in STORES:
+            self._http_on(store, "memory://" if store == "memory" else self.url)
+
+    def _http_on(self, store: str, url: str) -> None:
+        for framework, everyone in (("FastAPI", FASTAPI), ("Flask", FLASK)):
+            contenders = self.plan.chosen(everyone)
+            for contender in contenders:
+                self._flush()
+                self.run(expect_limits(framework, contender, Setting(url, *TINY)))
+
+            def measure(contender: AppContender, framework: str = framework) -> Sample:
+                return under_load(framework, contender, Setting(url, *HOT), self.url, self.plan.http_seconds)
+
+            self._rounds(http(framework, store), contenders, measure)
+        contenders = self.plan.chosen(FASTAPI)
+        for callers in CPU_CALLERS:
+            seen = self.results.samples[cpu(store, callers)] = {}
+            for number in range(self.plan.rounds):
+                self.progress.say(cpu(store, callers), f"round {number + 1} of {self.plan.rounds}")
+                self._flush()
+                setting = Setting(url, *HOT, callers=callers)
+                for name, sample in self.run(cpu_time(contenders, setting, self.plan.seconds)).items():
+                    seen.setdefault(name, []).append(sample)
+
+    def _policy(self) -> None:
+        for number in range(self.plan.rounds):
+            self.progress.say(POLICY, f"round {number + 1} of {self.plan.rounds}")
+            self.results.policies.append(policy_costs())
+        if self.plan.yaml:
+            self.progress.say(POLICY, "as YAML")
+            self.results.yaml_s = yaml_seconds()
+
+    def _rounds(self, scenario: str, contenders: Sequence[Someone], measure: Callable[[Someone], Sample]) -> None:
         """Everyone once a round; each round begins with another, so that nobody always follows the same."""
         seen = self.results.samples[scenario] = {}
         for number in range(self.plan.rounds):

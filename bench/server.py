@@ -17,7 +17,7 @@ def running_redis() -> Iterator[str]:
     program = shutil.which("redis-server")
     if program is None:
         raise SystemExit("redis-server is not on PATH: run scripts/install-servers first")
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="headgate-bench-") as directory:
         options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         server = subprocess.Popen([program, *options, "--dir", directory], stdout=subprocess.DEVNULL)
@@ -30,7 +30,7 @@ def running_redis() -> Iterator[str]:
             server.wait(10)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,18 +1,22 @@
 """What headgate set out to be, as ratios to the best peer of the same run, and whether it is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bench.apps import ALONE
+from bench.contenders import HEADGATE, HEADGATE_ONE
 from bench.measure import Sample, Spread
+from bench.policies import SMALL
 from bench.scenarios import (
     CEILING,
     CHECKS_PER_RUN,
-    HEADGATE,
-    HEADGATE_ONE,
     HOT_KEY,
     MANY_KEYS,
+    POLICY,
     THREE_LIMITS,
     Results,
+    cpu,
+    http,
     tasks,
     threads,
 )
@@ -27,6 +31,7 @@ class Target:
     at_least: bool
     got: Spread
     against: str
+    unit: str = ""  # where it is no ratio
 
     @property
     def met(self) -> bool:
@@ -75,6 +80,33 @@ def _targets(results: Results) -> Iterator[Target]:
     yield from _at_least(results, THREE_LIMITS, rate, 6)
     yield from _against(results, THREE_LIMITS, time_us, 1.6, HEADGATE_ONE)
     yield from _half_of_the_ceiling(results)
+    for framework, store, wanted in (("FastAPI", "memory", 0.85), ("FastAPI", "Redis", 0.8), ("Flask", "memory", 0.9)):
+        yield from _kept(results, http(framework, store), wanted)
+    # Microseconds where the app alone takes 52: a share, since machines differ.
+    for store, callers, wanted_us in (("memory", 1, 12), ("memory", 64, 12), ("Redis", 64, 25)):
+        yield from _added(results, cpu(store, callers), wanted_us / 52)
+    if results.policies:
+        loads = Spread.of(sample.load_s for sample in results.policies)
+        yield Target(f"{POLICY}: to load", 2, False, loads, "", " s")
+        more = Spread.of(sample.more_us for sample in results.policies)
+        yield Target(f"{POLICY}: added to a request", 10, False, more, f"one of {SMALL}", " us")
+
+
+def kept(samples: Sequence[Sample], alone: Sequence[Sample]) -> Spread:
+    """The share of the requests a second that is left, round by round."""
+    return Spread.of(with_limits.rate / without.rate for with_limits, without in zip(samples, alone, strict=True))
+
+
+def added_us(samples: Sequence[Sample], alone: Sequence[Sample]) -> Spread:
+    """The CPU time that comes on top of the app's own, round by round."""
+    pairs = zip(samples, alone, strict=True)
+    return Spread.of(with_limits.client_us - without.client_us for with_limits, without in pairs)
+
+
+def added_share(samples: Sequence[Sample], alone: Sequence[Sample]) -> Spread:
+    """The same, as a share of the app's own."""
+    pairs = zip(samples, alone, strict=True)
+    return Spread.of(with_limits.client_us / without.client_us - 1 for with_limits, without in pairs)
 
 
 def best_peer(results: Results, scenario: str, reading: Reading, *, most: bool) -> str | None:
@@ -113,6 +145,18 @@ def _compared(results: Results, scenario: str, reading: Reading, wanted: float, 
     names: dict[Reading, str] = {rate: "checks/s", time_us: "time", p50_us: "p50", p99_us: "p99"}
     got = Spread.of(reading(ours) / reading(theirs) for ours, theirs in pairs)
     return Target(f"{scenario}: {names[reading]}", wanted, at_least, got, peer)
+
+
+def _kept(results: Results, scenario: str, wanted: float) -> Iterator[Target]:
+    seen = results.samples.get(scenario, {})
+    if HEADGATE in seen:
+        yield Target(f"{scenario}: requests/s", wanted, True, kept(seen[HEADGATE], seen[ALONE]), ALONE)
+
+
+def _added(results: Results, scenario: str, wanted: float) -> Iterator[Target]:
+    seen = results.samples.get(scenario, {})
+    if HEADGATE in seen:
+        yield Target(f"{scenario}: CPU added", wanted, False, added_share(seen[HEADGATE], seen[ALONE]), ALONE)
 
 
 def _half_of_the_ceiling(results: Results) -> Iterator[Target]:

@@ -7,17 +7,18 @@
     │   ├── InvalidCost                       a cost or amount that is not a whole number >= 0
     │   ├── InvalidConfiguration              a URL or an option of a limiter
     │   └── InvalidPolicy                     a policy file with mistakes in it, all of them listed with their places
+    ├── RequestDenied                         a function that is limited may not run now; carries the decision
     └── StoreError                            the shared store could not answer
         ├── StoreUnavailable                  it could not be reached, or it refused
         ├── StoreTimeout                      it did not answer within the budget; what was asked may have happened
         └── ScriptError                       it answered with an error of the script: a bug, or a foreign value
 
-A denied request is not an exception: it is a `Decision` whose `allowed` is false.
+To a limiter, a denied request is not an exception: it is a `Decision` whose `allowed` is false.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +31,7 @@ __all__ = [
     "InvalidKey",
     "InvalidLimit",
     "InvalidPolicy",
+    "RequestDenied",
     "ScriptError",
     "StoreError",
     "StoreTimeout",
@@ -67,6 +69,18 @@ class InvalidPolicy(InvalidInput):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+
+
+class RequestDenied(HeadgateError):
+    """A function behind `limited` was not run, because a limit denied; `decision` says which, and when to come back."""
+
+    def __init__(self, decision: Any) -> None:
+        super().__init__(decision)
+        self.decision = decision
+        """The `Decision`, which errors, standing below everything, cannot know by its type."""
+
+    def __str__(self) -> str:
+        return str(self.decision.reason)
 
 
 class StoreError(HeadgateError):

@@ -58,7 +58,7 @@ def acquire(call: Check, fallback: Fallback, timeout: float | None, elapsed: Cal
         decision: Decision = yield from check(call, fallback)
         left = None if timeout is None else timeout - elapsed()
         if decision.allowed:
-            if left is not None and decision.delay > left:
+            if decision.delay_us and left is not None and decision.delay > left:
                 yield from _give_back(call, decision, fallback)
                 standing: Decision = yield from check(call._replace(cost=0), fallback)
                 return standing._replace(allowed=False, verdicts=_as_denied(standing, decision))

@@ -1,10 +1,168 @@
-"""Tools for your own tests: time that stands still until you move it."""
+"""Tools for your own tests: time that stands still until you move it, and gates that count from nothing, or not at
+all."""
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
 from headgate.errors import InvalidInput
 
-__all__ = ["FakeClock"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from headgate.adapters.way import Admission, Arrival
+
+__all__ = ["FakeClock", "IsolatedLimits", "Passage", "isolated_limits", "limits_off"]
+
+DAY_US: Final = 86_400_000_000
+
+
+@contextmanager
+def isolated_limits(*, start_us: int | None = None) -> Iterator[IsolatedLimits]:
+    """All gates of this process count from nothing, in memory, by a clock that stands still; then all is as before.
+
+    Gates that are made inside the block do so, too. The clock starts at `start_us`, or else at the last midnight (UTC):
+    so windows of up to a day are at their beginning, and what the policy says of dates holds as it does today.
+    """
+    limits = IsolatedLimits(FakeClock(time.time_ns() // 1000 // DAY_US * DAY_US if start_us is None else start_us))
+    with _every_gate(limits.take):
+        yield limits
+
+
+@contextmanager
+def limits_off() -> Iterator[None]:
+    """All gates of this process let everything through and count nothing, those included that are made in the block."""
+
+    def turn_off(gate: Any) -> Callable[[], None]:
+        was_on, gate.is_on = gate.is_on, False
+        return lambda: setattr(gate, "is_on", was_on)
+
+    with _every_gate(turn_off):
+        yield
+
+
+@contextmanager
+def _every_gate(change: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
+    """Changes all gates there are and those to come; each change gives the function that undoes it."""
+    from headgate.adapters.gate import Gate  # whoever needs only a clock has no use for the adapters
+
+    with ExitStack() as undoing:
+
+        def take(gate: Any) -> None:
+            undoing.callback(change(gate))
+
+        for gate in list(Gate.doors):
+            take(gate)
+        Gate.newcomers.append(take)
+        undoing.callback(Gate.newcomers.remove, take)
+        yield
+
+
+class Passage(NamedTuple):
+    """A request that came to a gate, and what became of it. As text it says why."""
+
+    method: str
+    path: str
+    admission: Admission
+
+    @property
+    def allowed(self) -> bool:
+        return self.admission.allowed
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the policy does not let its sender in at all."""
+        return self.admission.resolution is not None and self.admission.resolution.block is not None
+
+    @property
+    def denied_by(self) -> tuple[str, ...]:
+        """The names of the limits that denied it."""
+        decision = self.admission.decision
+        return () if self.allowed or decision is None else decision.denied_by
+
+    @property
+    def would_be_denied_by(self) -> tuple[str, ...]:
+        """The names of the limits with `shadow: true` that would have denied it."""
+        return tuple(shadow.met.rule.name for shadow in self.admission.shadows if not shadow.decision.allowed)
+
+    def __str__(self) -> str:
+        decision = self.admission.decision
+        undecided = "blocked" if self.blocked else "allowed: it meets no limit"
+        return f"{self.method} {self.path} was {undecided if decision is None else decision.reason}"
+
+
+class IsolatedLimits:
+    """What `isolated_limits()` gives: the clock, what the gates decided, and assertions that say what happened."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.decisions: list[Passage] = []
+        """Every request that the gates decided on, the newest last. Routes that cost nothing are not among them."""
+        self._gates: list[Any] = []
+
+    def reset(self) -> None:
+        """Forget all counts and decisions; the clock stays where it is."""
+        self.decisions.clear()
+        for gate in self._gates:
+            gate.use_memory(self.clock)
+
+    def assert_allowed(self, on: str | None = None) -> None:
+        """The last request was let in; `on` narrows it to the last of a route: "/login", or "POST /login"."""
+        __tracebackhide__ = True
+        if not (last := self._last(on)).allowed:
+            raise AssertionError(f"not allowed: {last}")
+
+    def assert_denied_by(self, *names: str, on: str | None = None) -> None:
+        """The last request was denied by each of these limits, whichever others denied it, too."""
+        __tracebackhide__ = True
+        last = self._last(on)
+        for name in [name for name in names if name not in last.denied_by]:
+            told = f"not denied by {name!r}: {last}"
+            if name in last.would_be_denied_by:
+                told += f"; {name!r} would deny it, but is a shadow"
+            elif name not in (known := self._names()):
+                told += f"; no limit is called {name!r}, only {', '.join(map(repr, known)) or 'none at all'}"
+            raise AssertionError(told)
+        if last.allowed or last.blocked:
+            raise AssertionError(f"not denied: {last}")
+
+    def assert_blocked(self, on: str | None = None) -> None:
+        """The last request came from somebody whom the policy does not let in at all."""
+        __tracebackhide__ = True
+        if not (last := self._last(on)).blocked:
+            raise AssertionError(f"not blocked: {last}")
+
+    def take(self, gate: Any) -> Callable[[], None]:
+        """Count and watch at one gate more; gives the function that ends it."""
+        before, told_before = gate.use_memory(self.clock), gate.on_decision
+
+        def record(arrival: Arrival, admission: Admission) -> None:
+            self.decisions.append(Passage(arrival.method, arrival.path, admission))
+            if told_before is not None:
+                told_before(arrival, admission)
+
+        def put_back() -> None:
+            gate.use(*before)
+            gate.on_decision = told_before
+
+        gate.on_decision = record
+        self._gates.append(gate)
+        return put_back
+
+    def _last(self, on: str | None) -> Passage:
+        __tracebackhide__ = True
+        method, _, path = (on or "").rpartition(" ")
+        for passage in reversed(self.decisions):
+            if path in ("", passage.path) and method in ("", passage.method):
+                return passage
+        seen = ", ".join(dict.fromkeys(f"{passage.method} {passage.path}" for passage in self.decisions))
+        others = f"were: {seen}" if seen else "was none at all" if self._gates else "is no gate in this process"
+        raise AssertionError(f"no request{f' to {on}' if on else ''} was decided on; there {others}")
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(rule.name for gate in self._gates for rule in gate.rules.snapshot.policy.rules))
 
 
 class FakeClock:

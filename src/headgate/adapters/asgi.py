@@ -1,10 +1,10 @@
-"""ASGI: Starlette, FastAPI, Litestar, Quart and every other app. Streams, background tasks and lifespan are untouched."""
+"""ASGI: Starlette, FastAPI, Litestar, Quart, every other app. Streams, background tasks and lifespan are untouched."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate.adapters.gate import AsyncGate
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
     from os import PathLike
 
-    from headgate.adapters.answers import Refusal
-    from headgate.adapters.way import Admission
+    from headgate.adapters.answers import Header, Refusal
     from headgate.policy.model import Policy
 
     Scope: TypeAlias = MutableMapping[str, Any]
@@ -24,12 +23,14 @@ if TYPE_CHECKING:
     Send: TypeAlias = Callable[[Message], Awaitable[None]]
     App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-__all__ = ["AsgiArrival", "HeadgateMiddleware", "signed_in_user"]
+__all__ = ["AsgiArrival", "HeadgateMiddleware", "live", "refuse", "serve", "signed_in_user", "whatever_happens"]
 
 _encoded = lru_cache(maxsize=64)(str.encode)
 
 ANSWERS: Final = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 """The messages that begin an answer, and carry its header fields."""
+
+BODIES: Final = frozenset({"http.response.body", "websocket.http.response.body"})
 
 TRY_AGAIN_LATER: Final = 1013
 """The close code of a websocket whose server cannot say 429."""
@@ -81,44 +82,92 @@ class HeadgateMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
         if kind == "lifespan":
-            return await self._lifespan(scope, receive, send)
+            return await live(self.app, scope, receive, send, self.gate)
         if kind not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         admission = await self.gate.admit(AsgiArrival(scope))
         if admission.refusal is not None:
-            return await _refuse(admission.refusal, scope, receive, send)
+            return await refuse(admission.refusal, scope, receive, send)
         if admission is FREE:
             return await self.app(scope, receive, send)
-        status = 500
-
-        def send_with_headers(message: Message) -> Awaitable[None]:
-            nonlocal status
-            if message["type"] in ANSWERS:
-                status = message.get("status", 101)
-                message["headers"] = [*message.get("headers", ()), *admission.headers]
-            return send(message)
-
-        enter_context(admission)
+        context = enter_context(admission)
         try:
-            await self.app(scope, receive, send_with_headers)
-        finally:
             if not admission.is_over:
-                await _whatever_happens(self.gate.finish(admission, status))
-        return None
+                finish = partial(self.gate.finish, admission)
+                return await serve(self.app, scope, receive, send, lambda: admission.headers, finish)
 
-    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
+            def send_with_headers(message: Message) -> Awaitable[None]:
+                if message["type"] in ANSWERS:
+                    message = {**message, "headers": [*message.get("headers", ()), *admission.headers]}
+                return send(message)
 
-        async def watched_send(message: Message) -> None:
-            nonlocal has_started
-            has_started = has_started or message["type"] == "lifespan.startup.complete"
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watched_send)
+            return await self.app(scope, receive, send_with_headers)
         finally:
-            if has_started:  # apps without a lifespan fail here at once, and serve nevertheless
-                await self.gate.close()
+            context.var.reset(context)  # servers may serve the next request of a connection in the same task
+
+
+async def serve(
+    app: App,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    headers: Callable[[], list[Header]],
+    finish: Callable[[int], Awaitable[None]],
+) -> None:
+    """Run the app, add header fields to its answer, and call `finish` with its status as soon as it is out.
+
+    What runs after the answer, as background tasks do, is no longer held against the client.
+    """
+    status = 500
+    is_finished = False
+
+    async def end() -> None:
+        nonlocal is_finished
+        if not is_finished:
+            is_finished = True
+            await whatever_happens(finish(status))
+
+    async def watched_send(message: Message) -> None:
+        nonlocal status
+        kind = message["type"]
+        if kind in ANSWERS:
+            status = message.get("status", 101)
+            message = {**message, "headers": [*message.get("headers", ()), *headers()]}
+        elif kind == "websocket.close" and status == 500:  # it was never accepted
+            status = 403
+        await send(message)
+        if kind in BODIES and not message.get("more_body", False):
+            await end()
+
+    try:
+        await app(scope, receive, watched_send)
+    finally:
+        await end()
+
+
+async def live(app: App, scope: Scope, receive: Receive, send: Send, gate: AsyncGate) -> None:
+    """Run the app's lifespan, and close the gate at its end; also of an app that has none."""
+    is_heard = False
+
+    async def watched_receive() -> Message:
+        nonlocal is_heard
+        is_heard = True
+        return await receive()
+
+    async def closing_send(message: Message) -> None:
+        if message["type"].startswith("lifespan.shutdown."):  # once that is sent, the server may stop the event loop
+            await gate.close()
+        await send(message)
+
+    try:
+        await app(scope, watched_receive, closing_send)
+    except Exception:
+        if is_heard:
+            raise
+    if not is_heard:
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        await closing_send({"type": "lifespan.shutdown.complete"})
 
 
 def signed_in_user(arrival: Any) -> str | None:
@@ -134,7 +183,8 @@ def signed_in_user(arrival: Any) -> str | None:
     return None
 
 
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a refusal: to a websocket without being able to say why, where the server has no way to."""
     kind = "http.response" if scope["type"] == "http" else "websocket.http.response"
     if kind == "websocket.http.response" and kind not in (scope.get("extensions") or ()):
         await receive()  # a server without the extension can only close, which its client sees as a 403
@@ -147,7 +197,7 @@ async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) 
 _unfinished: set[asyncio.Future[None]] = set()
 
 
-async def _whatever_happens(work: Any) -> None:
+async def whatever_happens(work: Any) -> None:
     """Finish it, even if the client has gone and this task is cancelled: nothing that was held may stay held."""
     task = asyncio.ensure_future(work)
     _unfinished.add(task)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakSet
 
 from headgate.adapters import way
 from headgate.adapters.answers import Answers
-from headgate.adapters.credentials import ApiKeys
 from headgate.adapters.identities import Identities
 from headgate.adapters.way import FREE, Admission, Rules, Shadow
 from headgate.clock import SystemClock
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.failure import FailurePolicy
 from headgate.limiter import AsyncLimiter, Limiter
+from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import Policy
 from headgate.policy.snapshot import CLIENT_KINDS, Snapshot
 from headgate.policy.watching import Watch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncGate", "Gate"]
 
+logger = logging.getLogger("headgate")
+
 BUDGET: Final = 0.005
 """Seconds that the store may take before a route's failure mode answers."""
 
@@ -47,8 +50,11 @@ class _Door:
 
     _limiter_type: type[Any]
 
-    doors: WeakSet[Any] = WeakSet()
+    doors: ClassVar[WeakSet[Any]] = WeakSet()
     """All gates of this process, for tests that take hold of them."""
+
+    newcomers: ClassVar[list[Callable[[Any], None]]] = []
+    """Told of each gate as it is made, for the same tests."""
 
     def __init__(
         self,
@@ -67,7 +73,8 @@ class _Door:
     ) -> None:
         self._functions = dict(identities or {})
         self._refusal_body = refusal_body
-        self._on_decision = on_decision
+        self.on_decision = on_decision
+        """Told of every decision as it is made; those on routes that are exempt are none."""
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self.is_on = True
         """Whether requests are counted at all."""
@@ -76,10 +83,12 @@ class _Door:
         self._random_secret = secrets.token_bytes(32)
         self._watch: Watch[Rules] | None = None
         if isinstance(policy, Policy):
-            self._rules = self._made(policy)
+            self._rules = self.made(policy)
         else:
-            self._watch = Watch(policy, self._made, every=reload_every)
+            self._watch = Watch(policy, self.made, every=reload_every)
         self.doors.add(self)
+        for tell in self.newcomers:
+            tell(self)
 
     @property
     def rules(self) -> Rules:
@@ -109,7 +118,11 @@ class _Door:
         }
         return before
 
-    def _made(self, policy: Policy) -> Rules:
+    def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
+        """Count afresh from now on, in memory and by that clock; what counted before, as `use` takes it."""
+        return self.use(self._limiter_type(clock=clock), clock)
+
+    def made(self, policy: Policy) -> Rules:
         """The policy, ready for requests."""
         api_keys = ApiKeys(policy.identity, self._secret(policy))
         return Rules(
@@ -132,8 +145,11 @@ class _Door:
         return self._random_secret
 
     def _told(self, arrival: Arrival, admission: Admission) -> Admission:
-        if self._on_decision is not None:
-            self._on_decision(arrival, admission)
+        if self.on_decision is not None:
+            try:
+                self.on_decision(arrival, admission)
+            except Exception:
+                logger.exception("on_decision failed; the request goes on")
         return admission
 
 
@@ -164,11 +180,14 @@ class Gate(_Door):
             decision = rules.without_store(met, error)
         admission = rules.conclude(met, decision)
         if held is not None:
-            admission.held = held
+            if admission.allowed:
+                admission.held = held
+            else:
+                held.__exit__(None, None, None)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._run(Check((one.key,), one.cost))) for one in met.shadows]
-        return admission if self._on_decision is None else self._told(arrival, admission)
+        return admission if self.on_decision is None else self._told(arrival, admission)
 
     def finish(self, admission: Admission, status: int) -> None:
         """The answer is out: leave what was held, settle what was reserved."""
@@ -197,11 +216,12 @@ class AsyncGate(_Door):
 
     _limiter_type = AsyncLimiter
 
-    async def admit(self, arrival: Arrival) -> Admission:
-        """How the request is let in, or its refusal."""
+    async def admit(self, arrival: Arrival, rules: Rules | None = None) -> Admission:
+        """How the request is let in, or its refusal: by the policy, or by rules that `made` has made of another."""
         if not self.is_on:
             return FREE
-        rules = self.rules
+        if rules is None:
+            rules = self.rules
         route = rules.snapshot.route(arrival.method, arrival.path)
         if route.is_exempt:
             return FREE
@@ -223,11 +243,14 @@ class AsyncGate(_Door):
             decision = rules.without_store(met, error)
         admission = rules.conclude(met, decision)
         if held is not None:
-            admission.held = held
+            if admission.allowed:
+                admission.held = held
+            else:
+                await held.__aexit__(None, None, None)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, await self._answer(Check((one.key,), one.cost))) for one in met.shadows]
-        return admission if self._on_decision is None else self._told(arrival, admission)
+        return admission if self.on_decision is None else self._told(arrival, admission)
 
     async def finish(self, admission: Admission, status: int) -> None:
         """The answer is out: leave what was held, settle what was reserved."""

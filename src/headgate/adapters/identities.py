@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from headgate.adapters.addresses import Addresses
-from headgate.adapters.credentials import ApiKeys
+from headgate.policy.addresses import Addresses
+from headgate.policy.credentials import ApiKeys
 
 if TYPE_CHECKING:
     from headgate.adapters.way import Arrival
@@ -74,7 +74,9 @@ class Identities:
     def _api_key(self, arrival: Arrival) -> str | None:
         header = arrival.header(self._api_key_header) if self._api_key_header is not None else ()
         authorization = arrival.header("authorization") if self._bearer_token and not header else ()
-        if len(header) > 1 or len(authorization) > 1:  # which of them would the app believe?
+        lines = header or authorization
+        # Which of several would the app believe? WSGI servers, and proxies, join them by commas.
+        if len(lines) > 1 or (lines and "," in lines[0]):
             return None
         return self._api_keys.from_headers(header[0] if header else None, authorization[0] if authorization else None)
 

@@ -107,9 +107,12 @@ class Admission:
         """
         if type(cost) is not int or cost < 0:
             raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
-        reserved = [met.rule.name for met in (self.resolution.met if self.resolution else ()) if met.rule.settled]
+        if self.resolution is None:  # the gate is off, or the route exempt: nothing was reserved, nothing is to settle
+            return
+        # Also those that only other clients meet: the app need not know whom a limit leaves out.
+        reserved = [each.rule.name for each in self.resolution.route.rules if each.rule.settled]
         if limit is not None and limit not in reserved:
-            raise InvalidInput(f"this request has reserved nothing on a limit {limit!r}; it has on: {reserved}")
+            raise InvalidInput(f"requests to this route reserve nothing on a limit {limit!r}; they do on: {reserved}")
         self._committed = (self._committed or {}) | dict.fromkeys(reserved if limit is None else [limit], cost)
 
     def cost_of(self, met: Met, status: int) -> int:

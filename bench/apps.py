@@ -1,0 +1,239 @@
+"""One small app behind each contender, put there as its own documentation says.
+
+The app answers `GET /items/{id}`. headgate stands there with three layered limits, and with one; everybody else with one,
+by the client's address: their best case.
+"""
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from bench.contenders import HEADGATE, HEADGATE_ONE
+from bench.openers import Setting, async_client, pyrate_limiters
+
+ALONE = "the app alone"
+
+# Where the store fails, the answer is a 503, which no measurement lets pass: no failure is ever counted as speed.
+POLICY = """
+on_failure: closed
+limits:
+  - {{name: per-ip, by: ip, limit: "{quota} per {seconds} seconds"}}
+"""
+TWO_MORE = """
+  - {{name: per-key, by: api_key, limit: "{quota} per {seconds} seconds"}}
+  - {{name: everybody, by: global, limit: "{many} per {seconds} seconds"}}
+"""
+SECRET = "sixteen or more bytes that all machines share"
+BUDGET = 1.0  # seconds for the store: on a busy machine, neighbours take the usual 5 ms away
+
+
+@dataclass(frozen=True, slots=True)
+class AppContender:
+    """An app, and what stands before it."""
+
+    name: str
+    how: str
+    """In the words of its documentation."""
+    opened: Callable[[Setting, AsyncExitStack], Any]
+    """Makes the app; what must be closed it leaves on the stack."""
+    stores: tuple[str, ...] = ("memory", "Redis")
+    limits: int = 1
+
+
+def _policy(setting: Setting, *, limits: int) -> Any:
+    from headgate.policy.loading import read
+
+    text = POLICY + TWO_MORE * (limits > 1)
+    return read(text.format(quota=setting.quota, many=10 * setting.quota, seconds=setting.seconds))
+
+
+# -- FastAPI -------------------------------------------------------------------------------------------------
+
+
+def _fastapi() -> Any:
+    from fastapi import FastAPI
+
+    return FastAPI(openapi_url=None)
+
+
+async def item(id: int) -> dict[str, int]:
+    return {"id": id}
+
+
+def fastapi_alone(setting: Setting, stack: AsyncExitStack) -> Any:
+    app = _fastapi()
+    app.get("/items/{id}")(item)
+    return app
+
+
+def fastapi_headgate(setting: Setting, stack: AsyncExitStack, *, limits: int = 3) -> Any:
+    from headgate.adapters.asgi import HeadgateMiddleware
+
+    app = fastapi_alone(setting, stack)
+    app.add_middleware(HeadgateMiddleware, _policy(setting, limits=limits), setting.url, secret=SECRET, budget=BUDGET)
+    return app
+
+
+def fastapi_headgate_one(setting: Setting, stack: AsyncExitStack) -> Any:
+    return fastapi_headgate(setting, stack, limits=1)
+
+
+def slowapi_decorator(setting: Setting, stack: AsyncExitStack) -> Any:
+    from starlette.requests import Request
+
+    app, limiter = _slowapi(setting, stack)
+
+    async def item(request: Request, id: int) -> dict[str, int]:
+        return {"id": id}
+
+    app.get("/items/{id}")(limiter.limit(_words(setting))(item))
+    return app
+
+
+def slowapi_middleware(setting: Setting, stack: AsyncExitStack) -> Any:
+    from slowapi.middleware import SlowAPIASGIMiddleware
+
+    app, _ = _slowapi(setting, stack, default_limits=[_words(setting)])
+    app.get("/items/{id}")(item)
+    app.add_middleware(SlowAPIASGIMiddleware)
+    return app
+
+
+def _slowapi(setting: Setting, stack: AsyncExitStack, **options: Any) -> tuple[Any, Any]:
+    from slowapi import Limiter, _rate_limit_exceeded_handler
+    from slowapi.errors import RateLimitExceeded
+    from slowapi.util import get_remote_address
+
+    limiter: Any = Limiter(key_func=get_remote_address, storage_uri=setting.url, **options)
+    if not setting.in_memory:
+        stack.callback(limiter._storage.storage.close)  # noqa: SLF001 - it cannot be closed
+    app = _fastapi()
+    app.state.limiter = limiter
+    app.add_exception_handler(RateLimitExceeded, _rate_limit_exceeded_handler)
+    return app, limiter
+
+
+def fastapi_throttled(setting: Setting, stack: AsyncExitStack) -> Any:
+    from throttled.asyncio.contrib.fastapi import RateLimitMiddleware
+
+    app = fastapi_throttled_bare(setting, stack)
+    app.add_middleware(RateLimitMiddleware)
+    return app
+
+
+def fastapi_throttled_bare(setting: Setting, stack: AsyncExitStack) -> Any:
+    from starlette.requests import Request
+    from throttled.asyncio import MemoryStore, RedisStore
+    from throttled.asyncio.contrib import fastapi as throttled
+    from throttled.asyncio.rate_limiter import per_duration
+
+    store: Any = MemoryStore() if setting.in_memory else RedisStore(setting.url)
+    if not setting.in_memory:
+        stack.push_async_callback(store._backend.get_client().connection_pool.disconnect)  # noqa: SLF001 - as above
+    quota = per_duration(setting.period, setting.quota)
+    limiter = throttled.Limiter(quota, store=store, using="fixed_window", key_func=throttled.get_remote_address)
+    app = _fastapi()
+    app.add_exception_handler(throttled.RateLimitExceededError, throttled.rate_limit_exceeded_handler)
+
+    async def item(request: Request, id: int) -> dict[str, int]:
+        return {"id": id}
+
+    app.get("/items/{id}")(limiter.limit()(item))
+    return app
+
+
+def fastapi_limiter(setting: Setting, stack: AsyncExitStack) -> Any:
+    from fastapi import Depends
+    from fastapi_limiter.depends import RateLimiter
+
+    client = None if setting.in_memory else async_client(setting, stack)
+    limiter = pyrate_limiters(setting, client)["per_ip"]
+    app = _fastapi()
+    app.get("/items/{id}", dependencies=[Depends(RateLimiter(limiter=limiter))])(item)
+    return app
+
+
+# -- Flask ---------------------------------------------------------------------------------------------------
+
+
+def flask_alone(setting: Setting, stack: AsyncExitStack) -> Any:
+    from flask import Flask
+
+    app = Flask("bench")
+    app.get("/items/<int:id>")(flask_item)
+    return app
+
+
+def flask_item(id: int) -> dict[str, int]:
+    return {"id": id}
+
+
+def flask_headgate(setting: Setting, stack: AsyncExitStack, *, limits: int = 3) -> Any:
+    from headgate.adapters.wsgi import HeadgateMiddleware
+
+    app = flask_alone(setting, stack)
+    gate = HeadgateMiddleware(app.wsgi_app, _policy(setting, limits=limits), setting.url, secret=SECRET, budget=BUDGET)
+    stack.callback(gate.gate.close)
+    app.wsgi_app = gate
+    return app
+
+
+def flask_headgate_one(setting: Setting, stack: AsyncExitStack) -> Any:
+    return flask_headgate(setting, stack, limits=1)
+
+
+def flask_limiter(setting: Setting, stack: AsyncExitStack) -> Any:
+    from flask_limiter import Limiter
+    from flask_limiter.util import get_remote_address
+
+    app = flask_alone(setting, stack)
+    Limiter(get_remote_address, app=app, default_limits=[_words(setting)], storage_uri=setting.url)
+    return app
+
+
+def flask_throttled(setting: Setting, stack: AsyncExitStack) -> Any:
+    from flask import Flask
+    from throttled import MemoryStore, RedisStore
+    from throttled.contrib import flask as throttled
+    from throttled.rate_limiter import per_duration
+
+    app = Flask("bench")
+    limiter = throttled.Limiter(
+        per_duration(setting.period, setting.quota),
+        app=app,
+        store=MemoryStore() if setting.in_memory else RedisStore(setting.url),
+        using="fixed_window",
+        key_func=throttled.get_remote_address,
+    )
+    app.get("/items/<int:id>")(limiter.limit()(flask_item))
+    return app
+
+
+def _words(setting: Setting) -> str:
+    return f"{setting.quota} per {setting.seconds} seconds"
+
+
+# -- who is measured -----------------------------------------------------------------------------------------
+
+_MIDDLEWARE = "`HeadgateMiddleware` with {}"
+_THREE = _MIDDLEWARE.format("three limits: by address, by API key, and for all together")
+_ONE = _MIDDLEWARE.format("one limit, by address")
+
+FASTAPI = (
+    AppContender(ALONE, "FastAPI, one route", fastapi_alone, limits=0),
+    AppContender(HEADGATE, _THREE, fastapi_headgate, limits=3),
+    AppContender(HEADGATE_ONE, _ONE, fastapi_headgate_one),
+    AppContender("slowapi", "`@limiter.limit` on the route", slowapi_decorator),
+    AppContender("slowapi's middleware", "`SlowAPIASGIMiddleware` with `default_limits`", slowapi_middleware),
+    AppContender("throttled-py", "`@limiter.limit` and `RateLimitMiddleware`", fastapi_throttled),
+    AppContender("throttled-py, no headers", "`@limiter.limit` alone", fastapi_throttled_bare),
+    AppContender("fastapi-limiter 0.2", "`Depends(RateLimiter(...))`", fastapi_limiter),
+)
+FLASK = (
+    AppContender(ALONE, "Flask, one route", flask_alone, limits=0),
+    AppContender(HEADGATE, _THREE, flask_headgate, limits=3),
+    AppContender(HEADGATE_ONE, _ONE, flask_headgate_one),
+    AppContender("flask-limiter", "`Limiter` with `default_limits`", flask_limiter),
+    AppContender("throttled-py", "`@limiter.limit` on the route", flask_throttled),
+)

@@ -1,0 +1,118 @@
+"""Apps behind a real server, and wrk in front of it: a child process each, on a free loopback port."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from bench.answers import WrongAnswerError
+from bench.apps import FASTAPI, FLASK, AppContender
+from bench.measure import Sample, redis_cpu_seconds
+from bench.openers import Setting
+from bench.server import free_port
+
+CONNECTIONS = 64
+SCRIPT = Path(__file__).with_name("load.lua")
+LISTS = {"FastAPI": FASTAPI, "Flask": FLASK}
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def under_load(framework: str, contender: AppContender, setting: Setting, redis_url: str, seconds: float) -> Sample:
+    """What wrk gets out of the contender's app behind one worker of its server, after a moment to warm up."""
+    with _served(framework, contender, setting) as (address, pid):
+        _wrk(contender, address, max(0.3, seconds / 4))
+        app_before, redis_before = _cpu_seconds(pid), redis_cpu_seconds(redis_url)
+        seen = _wrk(contender, address, seconds)
+        app_after, redis_after = _cpu_seconds(pid), redis_cpu_seconds(redis_url)
+    requests = seen["requests"]
+    return Sample(
+        rate=requests / seen["duration_us"] * 1e6,
+        p50_us=seen["p50_us"],
+        p99_us=seen["p99_us"],
+        client_us=(app_after - app_before) / requests * 1e6,
+        server_us=(redis_after - redis_before) / requests * 1e6,
+    )
+
+
+def made(framework: str, name: str, url: str, quota: int, seconds: int) -> Any:
+    """The app of a contender, for a process that ends with it: what servers are given."""
+    contender = next(each for each in LISTS[framework] if each.name == name)
+    return contender.opened(Setting(url, quota, timedelta(seconds=seconds)), AsyncExitStack())
+
+
+@contextmanager
+def _served(framework: str, contender: AppContender, setting: Setting) -> Iterator[tuple[str, int]]:
+    """The address of the app behind its server, and the server's process."""
+    port = free_port()
+    given = (framework, contender.name, setting.url, setting.quota, setting.seconds)
+    if framework == "FastAPI":
+        command = ["bench.serving", str(port), *map(str, given)]
+    else:
+        options = ["--workers", "1", "--worker-class", "sync", "--log-level", "warning", "--no-control-socket"]
+        command = ["gunicorn", *options, "--bind", f"127.0.0.1:{port}", f"bench.serving:made{given!r}"]
+    with tempfile.TemporaryFile("w+") as said:
+        server = subprocess.Popen([sys.executable, "-m", *command], stdout=said, stderr=said)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            if not _answers(address, server):
+                said.seek(0)
+                raise SystemExit(f"the server of {contender.name} did not start:\n{said.read()}")
+            yield address, server.pid
+        finally:
+            server.terminate()
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _answers(address: str, server: subprocess.Popen[bytes]) -> bool:
+    """Whether the app is there: a server may listen before it has even imported it."""
+    give_up_at = time.monotonic() + 30
+    while server.poll() is None and time.monotonic() < give_up_at:
+        with suppress(OSError):
+            urlopen(f"{address}/items/1", timeout=10).close()
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _wrk(contender: AppContender, address: str, seconds: float) -> dict[str, int]:
+    program = shutil.which("wrk")
+    if program is None:
+        raise SystemExit("wrk is not on PATH: run scripts/install-servers first")
+    # Whole seconds are all that it takes as a duration.
+    options = ["--threads", "1", "--connections", str(CONNECTIONS), "--duration", f"{max(1, round(seconds))}s"]
+    command = [program, *options, "--script", str(SCRIPT), address]
+    finished = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60 + seconds)
+    seen: dict[str, int] = json.loads(finished.stdout.strip().splitlines()[-1])
+    if seen["refused"] or seen["broken"] or not seen["requests"]:
+        raise WrongAnswerError(f"{contender.name}: not every request was served: {seen}")
+    return seen
+
+
+def _cpu_seconds(pid: int) -> float:
+    """What a process and its children have worked so far: a gunicorn serves in a child."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / TICKS + sum(_cpu_seconds(int(child)) for child in children)
+
+
+if __name__ == "__main__":
+    import uvicorn
+
+    port, framework, name, url, quota, period = sys.argv[1:]
+    app = made(framework, name, url, int(quota), int(period))
+    uvicorn.run(
+        app, host="127.0.0.1", port=int(port), loop="uvloop", http="httptools", log_level="warning", access_log=False
+    )

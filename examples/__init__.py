@@ -1,0 +1,1 @@
+"""Apps to look at, to run and to copy from."""

@@ -1,0 +1,94 @@
+"""The shop: a FastAPI app like any other. Headgate is the one middleware; its limits stand in `policy.yaml`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from base64 import b64decode
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import Depends, FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPBasic, HTTPBasicCredentials
+
+from examples.shop.live import show
+from headgate.adapters.asgi import HeadgateMiddleware
+from headgate.adapters.way import current_admission
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headgate.adapters.way import Arrival
+
+PASSWORDS = {"ada": "analytical"}
+WORDS = ["Warm", "the", "pot.", "Steep", "the", "tea", "for", "three", "minutes,", "and", "not", "for", "one", "more."]
+
+app = FastAPI(title="Shop")
+
+
+def login_name(arrival: Arrival) -> str | None:
+    """Whose password is tried: what limits `by: user` count. Called before the app, so it reads the request itself."""
+    scheme, _, credentials = ",".join(arrival.header("authorization")).partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    return b64decode(credentials).decode().partition(":")[0]  # nonsense raises, and is counted without a user
+
+
+app.add_middleware(
+    HeadgateMiddleware,
+    policy=os.environ.get("SHOP_POLICY") or Path(__file__).with_name("policy.yaml"),
+    store=os.environ.get("SHOP_STORE") or "memory://",  # redis://... counts for all workers and machines together
+    identities={"user": login_name},
+    on_decision=show,
+)
+
+
+@app.get("/health")
+async def health() -> str:
+    return "fine"
+
+
+@app.post("/login")
+async def login(who: Annotated[HTTPBasicCredentials, Depends(HTTPBasic())]) -> dict[str, str]:
+    if PASSWORDS.get(who.username) != who.password:
+        raise HTTPException(401, "wrong name or password")
+    return {"hello": who.username}
+
+
+@app.get("/search")
+async def search(q: str) -> list[str]:
+    return [word for word in WORDS if q in word]
+
+
+@app.get("/posts")
+async def posts() -> list[str]:
+    return ["We have a new teapot."]
+
+
+@app.post("/posts", status_code=201)
+async def write(post: dict[str, Any]) -> dict[str, Any]:
+    return post
+
+
+@app.post("/complete")
+async def complete() -> StreamingResponse:
+    """Streams words as a language model does. What that costs is only known in the end."""
+
+    async def words() -> AsyncIterator[str]:
+        spoken = 0
+        try:
+            for word in WORDS:
+                spoken += 1
+                yield f"{word} "
+                await asyncio.sleep(0.02)
+        finally:  # also if the client hangs up: what was spoken is paid for
+            admission.commit(spoken)
+
+    admission = current_admission()
+    return StreamingResponse(words(), media_type="text/plain")
+
+
+@app.post("/webhooks/{source}", status_code=202)
+async def webhook(source: str) -> dict[str, str]:
+    return {"received_from": source}

@@ -1,0 +1,146 @@
+"""A few requests that show what the policy does, each as the curl line that you can repeat."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from base64 import b64encode
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
+from typing import NamedTuple
+
+from examples.shop.live import BOLD, DIM, paint
+
+__all__ = ["STEPS", "Ask", "Reply", "Step", "run", "wait_until_ready"]
+
+VISITOR = "203.0.113.9"
+"""Where the tour says that it comes from, as a proxy on loopback would: so it uses up nothing of yours."""
+
+
+class Ask(NamedTuple):
+    """A request, as curl would send it."""
+
+    method: str
+    path: str
+    key: str | None = None
+    login: str | None = None
+    json: str | None = None
+    visitor: str = VISITOR
+    """The address; $i stands for how often it was sent."""
+
+    def curl(self, base: str) -> str:
+        words = ["curl -i"]
+        words += ["-X POST"] if self.method == "POST" and self.json is None else []
+        words += [f'-H "X-Forwarded-For: {self.visitor}"'] if self.visitor != VISITOR else []
+        words += [f"-H 'X-API-Key: {self.key}'"] if self.key else []
+        words += [f"-u {self.login}"] if self.login else []
+        words += [f"--json '{self.json}'"] if self.json else []
+        return " ".join([*words, f"'{base}{self.path}'" if "?" in self.path else f"{base}{self.path}"])
+
+    def headers(self, count: int) -> dict[str, str]:
+        sent = {
+            "X-Forwarded-For": self.visitor.replace("$i", str(count)),
+            "X-API-Key": self.key,
+            "Authorization": self.login and f"Basic {b64encode(self.login.encode()).decode()}",
+            "Content-Type": self.json and "application/json",
+        }
+        return {name: value for name, value in sent.items() if value}
+
+
+class Reply(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: str
+
+
+class Step(NamedTuple):
+    """Something to show."""
+
+    title: str
+    asks: tuple[Ask, ...]
+    times: int = 1
+    shows: tuple[str, ...] = ()
+    """The header fields of the last answer to point at."""
+    pause: float = 0
+    """Seconds between the requests."""
+
+
+SEARCH = Ask("GET", "/search?q=tea")
+COMPLETE = Ask("POST", "/complete", key="demo-free-key")
+
+STEPS = (
+    Step(
+        "Every answer says what is left. A search costs 5, and without a key you have 60 a minute:",
+        (SEARCH,),
+        shows=("x-ratelimit-limit", "x-ratelimit-remaining", "ratelimit"),
+    ),
+    Step("Twelve more are too many, and the refusal says when to come back:", (SEARCH,), 12, ("retry-after",)),
+    Step(
+        "Keys have tiers, and one of them has an override for its launch:",
+        (
+            SEARCH._replace(key="demo-pro-key"),
+            SEARCH._replace(key="demo-enterprise-key"),
+            SEARCH._replace(key="demo-launch-key"),
+        ),
+    ),
+    Step(
+        "Five wrong passwords for one account are enough, from wherever they come; right ones never count:",
+        (Ask("POST", "/login", login="ada:guess", visitor="203.0.113.$i"),),
+        6,
+    ),
+    Step("A model's answer reserves 500 tokens, and is settled by what it really took: 14.", (COMPLETE,), 2, pause=0.3),
+    Step(
+        "A shadow only watches: the fourth post in a minute gets through, and is reported:",
+        (Ask("POST", "/posts", key="demo-pro-key", json='{"text": "hello"}'),),
+        4,
+    ),
+    Step("A key that leaked is blocked:", (SEARCH._replace(key="demo-leaked-key"),)),
+)
+
+
+def run(host: str, port: int) -> list[Reply]:
+    """Go through all steps; the last answer of each."""
+    base = f"http://{host}:{port}"
+    connection = HTTPConnection(host, port, timeout=10)
+    replies = []
+    for number, step in enumerate(STEPS, 1):
+        print(f"\n  {paint(f'{number}. {step.title}', BOLD)}")
+        for ask in step.asks:
+            curl = ask.curl(base)
+            print(paint(f"     {curl if step.times == 1 else f'for i in $(seq {step.times}); do {curl}; done'}", DIM))
+            sys.stdout.flush()
+            for count in range(1, step.times + 1):
+                reply = _send(connection, ask, count)
+                time.sleep(step.pause)
+        replies.append(reply)
+        for name in step.shows:
+            print(f"     {name}: {reply.headers.get(name)}")
+        if reply.headers.get("content-type") == "application/problem+json":
+            print(f"     {json.loads(reply.body)['message']}")
+        if sys.stdout.isatty():
+            time.sleep(0.5)  # at a pace that can be followed
+    connection.close()
+    return replies
+
+
+def wait_until_ready(host: str, port: int, *, timeout: float = 20) -> None:
+    """Return as soon as the shop is open."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        with suppress(OSError, HTTPException):
+            connection = HTTPConnection(host, port, timeout=1)
+            _send(connection, Ask("GET", "/health"))
+            connection.close()
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"the shop has not opened at {host}:{port} for {timeout:g} s")
+
+
+def _send(connection: HTTPConnection, ask: Ask, count: int = 1) -> Reply:
+    connection.request(ask.method, ask.path, body=ask.json, headers=ask.headers(count))
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    return Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body)

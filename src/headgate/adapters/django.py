@@ -1,0 +1,174 @@
+"""Django: a middleware for its sync and its async stack, set up by `settings.HEADGATE`. See docs/django.md."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
+from django import conf
+from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpResponse
+from django.utils.functional import LazyObject
+from django.utils.module_loading import import_string
+
+from headgate.adapters.gate import AsyncGate, Gate
+from headgate.adapters.way import enter_context
+from headgate.adapters.wsgi import check_settings, header_lines, native_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.http import HttpRequest
+    from django.http.response import HttpResponseBase
+
+    from headgate.adapters.answers import Refusal
+    from headgate.adapters.way import Admission
+
+__all__ = ["DjangoArrival", "HeadgateMiddleware", "asigned_in_user", "signed_in_user"]
+
+FUNCTIONS: Final = ("on_decision", "refusal_body")
+"""The settings that may also be the name of a function."""
+
+
+class DjangoArrival:
+    """A request. `native` is Django's own."""
+
+    __slots__ = ("method", "native", "path", "peer")
+
+    def __init__(self, request: HttpRequest) -> None:
+        self.native = request
+        self.method: str = request.method or "GET"
+        self.path: str = request.path
+        self.peer: str | None = request.META.get("REMOTE_ADDR")
+
+    def header(self, name: str) -> list[str]:
+        """The value of a header, the name in lower case. Its lines are joined by commas: it is one."""
+        return header_lines(self.native.META, name)
+
+
+class HeadgateMiddleware:
+    """Puts the policy of `settings.HEADGATE` in front of all that stands below it in `settings.MIDDLEWARE`.
+
+    `request.headgate` is how the request was let in. Users who have signed in are the identity `user`, unless a
+    function for `user` is given.
+    """
+
+    sync_capable = True
+    async_capable = True
+
+    def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
+        self.get_response = get_response
+        self._is_async = iscoroutinefunction(get_response)
+        if self._is_async:
+            markcoroutinefunction(self)
+        self.gate: Any = _gate(AsyncGate if self._is_async else Gate)
+
+    def __call__(self, request: HttpRequest) -> Any:
+        return self._respond_async(request) if self._is_async else self._respond(request)
+
+    def _respond(self, request: HttpRequest) -> HttpResponseBase:
+        admission = _entered(request, self.gate.admit(DjangoArrival(request)))
+        if admission.refusal is not None:
+            return _refuse(admission.refusal, request)
+        try:
+            response: HttpResponseBase = self.get_response(request)
+        except BaseException:
+            if not admission.is_over:
+                self.gate.finish(admission, 500)
+            raise
+        return _leave(response, admission, self.gate.finish)
+
+    async def _respond_async(self, request: HttpRequest) -> HttpResponseBase:
+        admission = _entered(request, await self.gate.admit(DjangoArrival(request)))
+        if admission.refusal is not None:
+            return _refuse(admission.refusal, request)
+        try:
+            response: HttpResponseBase = await self.get_response(request)
+        except BaseException:  # as when the client has gone, and Django cancels the view
+            if not admission.is_over:
+                await self.gate.finish(admission, 500)
+            raise
+        return _leave(response, admission, partial(_finish_soon, self.gate, asyncio.get_running_loop()))
+
+
+def signed_in_user(arrival: DjangoArrival) -> str | None:
+    """The key of the user whom a middleware further out has found out. Without a session, no database is asked."""
+    return _key(getattr(arrival.native, "user", None))
+
+
+async def asigned_in_user(arrival: DjangoArrival) -> str | None:
+    """The same, without blocking the event loop."""
+    request = arrival.native
+    user = getattr(request, "user", None)
+    if not isinstance(user, LazyObject):
+        return _key(user)
+    if hasattr(request, "auser"):
+        return _key(await request.auser())
+    return await sync_to_async(_key)(user)
+
+
+def _key(user: Any) -> str | None:
+    return str(user.pk) if getattr(user, "is_authenticated", False) else None
+
+
+def _entered(request: HttpRequest, admission: Admission) -> Admission:
+    request.headgate = admission  # type: ignore[attr-defined]  # what a middleware adds, types don't know
+    enter_context(admission)
+    return admission
+
+
+def _refuse(refusal: Refusal, request: HttpRequest) -> HttpResponse:
+    body = b"" if request.method == "HEAD" else refusal.body
+    return HttpResponse(body, status=refusal.status, headers=dict(native_headers(refusal.headers)))
+
+
+def _leave(
+    response: HttpResponseBase, admission: Admission, finish: Callable[[Admission, int], None]
+) -> HttpResponseBase:
+    for name, value in native_headers(admission.headers):
+        response[name] = value
+    if not admission.is_over:
+        # Where Django itself, too, puts what has to end with the answer, be it a stream or not.
+        closers = response._resource_closers  # type: ignore[attr-defined]  # noqa: SLF001
+        closers.append(partial(finish, admission, response.status_code))
+    return response
+
+
+def _finish_soon(gate: AsyncGate, loop: asyncio.AbstractEventLoop, admission: Admission, status: int) -> None:
+    """Finish in the loop of the request: Django closes answers in a thread, but its test client does so in the loop."""
+    asyncio.run_coroutine_threadsafe(gate.finish(admission, status), loop)
+
+
+_gates: dict[type, tuple[object, Gate | AsyncGate]] = {}
+
+
+def _gate(kind: type[Gate | AsyncGate]) -> Gate | AsyncGate:
+    """The process's one gate for these settings: each of Django's test clients makes its middleware anew."""
+    said = getattr(conf.settings, "HEADGATE", None)
+    known = _gates.get(kind)
+    if known is None or known[0] is not said:
+        known = _gates[kind] = said, _opened(kind, said)
+    return known[1]
+
+
+def _opened(kind: type[Gate | AsyncGate], said: Any) -> Gate | AsyncGate:
+    if not isinstance(said, dict):
+        raise ImproperlyConfigured(
+            f"HEADGATE is {said!r}; give a dict: HEADGATE = {{'policy': BASE_DIR / 'limits.yaml'}}"
+        )
+    try:
+        check_settings(said, repr)
+        options = {**said, **{name: _imported(said[name]) for name in FUNCTIONS if name in said}}
+        options["identities"] = {
+            "user": signed_in_user if kind is Gate else asigned_in_user,
+            **{name: _imported(function) for name, function in (said.get("identities") or {}).items()},
+        }
+        return kind(**options)
+    except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
+        raise ImproperlyConfigured(f"HEADGATE: {error}") from error
+
+
+def _imported(function: Any) -> Any:
+    return import_string(function) if isinstance(function, str) else function

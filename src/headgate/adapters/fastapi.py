@@ -1,0 +1,244 @@
+"""FastAPI: limits that stand beside the routes they hold for, as dependencies."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import HTTPException, Response
+from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the annotations of dependencies
+
+from headgate._grammar import suggest
+from headgate.adapters.answers import Answers
+from headgate.adapters.asgi import TRY_AGAIN_LATER, AsgiArrival, live, serve, signed_in_user
+from headgate.adapters.gate import AsyncGate
+from headgate.adapters.way import FREE, Admission, current_admission, enter_context
+from headgate.errors import InvalidConfiguration
+from headgate.limits import Limit
+from headgate.policy import words
+from headgate.policy.model import AnswerSettings, IdentitySettings, Policy, Rule, StatusTest
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+    from typing import TypeAlias
+
+    from fastapi import FastAPI, WebSocket
+
+    from headgate.adapters.answers import Header, Refusal
+    from headgate.adapters.asgi import App, Receive, Scope, Send
+    from headgate.adapters.identities import IdentityFunction
+    from headgate.policy.model import RouteMode
+
+    By: TypeAlias = str | Callable[[HTTPConnection], Any]
+
+__all__ = ["FastAPILimits", "Refused", "admission"]
+
+ADMISSIONS: Final = "headgate.admissions"
+"""Where a request's scope keeps those that its dependencies have got."""
+
+ANSWERED: Final = frozenset(words.STATUSES)
+NOT_SERVED: Final = 0
+"""The status of a request that another limit refused afterwards: no answer of the app's has it, so it is given back."""
+
+
+class Refused(HTTPException):
+    """Raised by a dependency for a request that may not pass. `FastAPILimits.install` lets it become the refusal."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        headers = {name.decode(): value.decode() for name, value in refusal.headers if not name.startswith(b"content-")}
+        super().__init__(refusal.status, "this request may not pass now", headers)
+        self.refusal = refusal
+
+
+class FastAPILimits:
+    """Makes dependencies that let a request pass, or refuse it. One for an app; `install` it there.
+
+    `store` and the options are those of `AsyncGate`; `identity`, `answers` and `on_failure` are what a policy would say
+    under these names. The functions in `identities` get an arrival whose `native` is the request or the websocket.
+    """
+
+    def __init__(
+        self,
+        store: Any = "memory://",
+        *,
+        identity: IdentitySettings | None = None,
+        answers: AnswerSettings | None = None,
+        on_failure: RouteMode = "open",
+        identities: Mapping[str, IdentityFunction] | None = None,
+        **options: Any,
+    ) -> None:
+        functions = {"user": signed_in_user, **(identities or {})}
+        self._kinds = ["ip", "subnet", "api_key", "client", "endpoint", *functions]
+        self._policy = Policy(
+            identity=identity or IdentitySettings(), answers=answers or AnswerSettings(), on_failure=on_failure
+        )
+        self._answers = Answers(self._policy.answers)
+        functions |= {"caller": lambda arrival: arrival.by(arrival.native), "route": _route}
+        self.gate = AsyncGate(self._policy, store, identities=functions, **options)
+
+    def allow(
+        self,
+        *limits: str | Limit,
+        by: By = "ip",
+        name: str | None = None,
+        cost: int = 1,
+        count_when: str | None = None,
+        on_failure: RouteMode | None = None,
+    ) -> Callable[[HTTPConnection], Awaitable[Admission]]:
+        """A dependency: `Depends(limits.allow("10/minute", by="ip"))`. Several limits are charged all or none.
+
+        `by` is a kind of identity ("ip", "user", "tenant+user", "global"), or a function of the request, which may be
+        asynchronous. A text counts each route for itself; with a `name`, or as a `Limit`, which has one, it counts all
+        routes together that use the name.
+        """
+        kinds = self._checked_kinds(by)
+        test = None if count_when is None else words.status_test(count_when)
+        word = by if isinstance(by, str) else getattr(by, "__name__", "caller")
+        rules = []
+        for given in limits:
+            if isinstance(given, Limit):
+                limit, counted = given, kinds
+            elif name is None:
+                limit, counted = Limit.parse(given, name=f"{given} by {word}"), ("route", *kinds)
+            else:
+                limit, counted = Limit.parse(given, name=name if len(limits) == 1 else f"{name} {given}"), kinds
+            rules.append(
+                Rule(limit.name, limit, counted, cost=cost, count_when=_counted(limit, test), on_failure=on_failure)
+            )
+        names = [rule.name for rule in rules]
+        if not names or len(set(names)) < len(names):
+            raise InvalidConfiguration(f"allow() takes one or more limits, each of its own name, but got {names}")
+        made = self.gate.made(
+            Policy(
+                tuple(rules),
+                identity=self._policy.identity,
+                answers=self._policy.answers,
+                on_failure=self._policy.on_failure,
+            )
+        )
+
+        async def allowed(connection: HTTPConnection) -> Admission:
+            admissions = connection.scope.get(ADMISSIONS)
+            if admissions is None:
+                raise InvalidConfiguration("the app does not know its limits: call limits.install(app) once")
+            admission = await self.gate.admit(_FastapiArrival(connection, by), made)
+            if admission.refusal is not None:
+                for earlier in admissions:
+                    await self.gate.finish(earlier, NOT_SERVED)
+                admissions.clear()
+                raise Refused(admission.refusal)
+            if admission is not FREE:
+                admissions.append(admission)
+                if current_admission() is FREE:
+                    enter_context(admission)
+            return admission
+
+        return allowed
+
+    def install(self, app: FastAPI) -> None:
+        """Let the app send refusals and header fields, and close the store when it ends. Once, before it starts."""
+        app.add_exception_handler(Refused, _answer)  # type: ignore[arg-type]  # for both kinds of connection
+        app.add_middleware(_Layer, limits=self)
+
+    def headers(self, admissions: list[Admission]) -> list[Header]:
+        """The fields for all admissions of a request, as if they were one."""
+        if len(admissions) < 2:
+            return admissions[0].headers if admissions else []
+        decisions = [each.decision for each in admissions if each.decision is not None and each.headers]
+        limits = [key.limit for decision in decisions for key in decision.keys]
+        verdicts = [verdict for decision in decisions for verdict in decision.verdicts]
+        description = self._answers.describe(limits, ["requests"] * len(limits))
+        return description.headers(verdicts, decisions[-1].at_us) if decisions else []
+
+    async def finish(self, admissions: list[Admission], status: int) -> None:
+        """The answer is out."""
+        for each in admissions:
+            await self.gate.finish(each, status)
+
+    def _checked_kinds(self, by: By) -> tuple[str, ...]:
+        if not isinstance(by, str):
+            return ("caller",)
+        kinds = words.by(by)
+        for kind in kinds:
+            if kind not in self._kinds:
+                hint = suggest(kind, self._kinds)
+                raise InvalidConfiguration(
+                    f"nobody says who the {kind!r} of a request is: give identities={{{kind!r}: function}}, or {hint}"
+                )
+        return tuple("route" if kind == "endpoint" else kind for kind in kinds)
+
+
+async def admission() -> Admission:
+    """A dependency that gives how the request was let in: `Annotated[Admission, Depends(admission)]`."""
+    return current_admission()
+
+
+class _FastapiArrival(AsgiArrival):
+    """A request or a websocket on its way to a route."""
+
+    __slots__ = ("by",)
+
+    def __init__(self, connection: HTTPConnection, by: By) -> None:
+        super().__init__(connection)  # type: ignore[arg-type]  # it reads like its scope
+        self.by = by
+
+
+class _Layer:
+    """The middleware around the app's routes that tells, settles and leaves what their dependencies were granted."""
+
+    def __init__(self, app: App, limits: FastAPILimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await live(self._app, scope, receive, send, self._limits.gate)
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        admissions: list[Admission] = []
+        scope[ADMISSIONS] = admissions
+        context = enter_context(current_admission())
+        try:
+            headers, finish = partial(self._limits.headers, admissions), partial(self._limits.finish, admissions)
+            return await serve(self._app, scope, receive, send, headers, finish)
+        finally:
+            context.var.reset(context)
+
+
+async def _answer(connection: HTTPConnection, error: Exception) -> Response | None:
+    """The refusal, the same that the middleware would have sent."""
+    assert isinstance(error, Refused)
+    refusal = error.refusal
+    body = b"" if connection.scope.get("method") == "HEAD" else refusal.body
+    response = Response(body, refusal.status)
+    response.raw_headers = refusal.headers
+    if connection.scope["type"] == "http":
+        return response
+    websocket: WebSocket = connection  # type: ignore[assignment]
+    if "websocket.http.response" in (connection.scope.get("extensions") or ()):
+        await websocket.send_denial_response(response)
+    else:
+        await websocket.close(TRY_AGAIN_LATER)
+    return None
+
+
+def _counted(limit: Limit, test: StatusTest | None) -> StatusTest | None:
+    """Every answer of the app counts, or those that were named; but never a request that was not served."""
+    if limit.algorithm != "concurrency":
+        return test or StatusTest("any answer", ANSWERED)
+    if test is not None:
+        raise InvalidConfiguration(f"limit {limit.name!r} counts leases, which end with the answer: no count_when")
+    return None
+
+
+def _route(arrival: AsgiArrival) -> str:
+    """The methods and the template of the route that was found, never the URL itself."""
+    scope: Any = arrival.native
+    route = scope["route"]
+    with suppress(KeyError):
+        # In newer versions of FastAPI, a route of an included router does not know its prefix, but this does.
+        found = scope["fastapi"]["effective_route_context"]
+        route = getattr(found, "starlette_route", None) or found
+    methods = getattr(route, "methods", None) or ["WEBSOCKET"]
+    return f"{'|'.join(sorted(methods))} {route.path_format}"

@@ -1,0 +1,196 @@
+"""Plain functions: tasks of a queue, scripts, clients of other APIs. They run when they may, or not at all."""
+
+from __future__ import annotations
+
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from functools import wraps
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from headgate.errors import InvalidConfiguration, InvalidLimit, RequestDenied
+from headgate.limiter import AsyncLimiter, Limiter
+from headgate.limits import Limit
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from types import TracebackType
+    from typing import TypeAlias
+
+    from headgate.decisions import Decision
+    from headgate.keys import Key
+
+    Who: TypeAlias = str | int | tuple[str | int, ...]
+
+__all__ = ["limited"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class limited:  # noqa: N801 - a decorator, and used as one
+    """Lets a function, or a block, run only when its limits allow it; else raises `RequestDenied`, and nothing runs.
+
+    As a decorator, for functions and generators, asynchronous or not; what runs holds its leases until it has ended:
+
+    >>> from headgate import Limiter
+    >>> from headgate.testing import FakeClock
+    >>> limiter = Limiter(clock=FakeClock())
+    >>> @limited("2/minute", by=lambda recipient: recipient, name="mail", limiter=limiter)
+    ... def send_mail(recipient):
+    ...     return f"sent to {recipient}"
+    >>> [send_mail("ada"), send_mail("ada"), send_mail("bob")]
+    ['sent to ada', 'sent to ada', 'sent to bob']
+    >>> send_mail("ada")
+    Traceback (most recent call last):
+        ...
+    headgate.errors.RequestDenied: denied by mail (2 per minute, token_bucket): 0 left, passes in 30 s
+
+    As a block, `with limited(exports, by="tenant-7", limiter=limiter) as decision:`, or `async with`.
+
+    `by` is whom to count: text, a number, a tuple of these, or a function of the call's arguments that gives one; None
+    for one counter for all. A limit that is a text has the function's name, or `name`. `limiter` is a `Limiter`, and an
+    `AsyncLimiter` for what is asynchronous. With `wait`, a call waits for its turn, for so many seconds at most.
+    """
+
+    def __init__(
+        self,
+        *limits: str | Limit,
+        limiter: Limiter | AsyncLimiter,
+        by: Who | Callable[..., Who] | None = None,
+        cost: int = 1,
+        name: str | None = None,
+        wait: float | None = None,
+    ) -> None:
+        if not limits:
+            raise InvalidConfiguration('no limit given: write it like limited("10/minute", limiter=limiter)')
+        self._limits = limits
+        self._limiter: Any = limiter
+        self._by = by
+        self._cost = cost
+        self._name = name
+        self._wait = wait
+        self._blocks: list[Any] = []
+        """Those that are entered. All have the same keys, so that it does not matter who leaves which."""
+        for limit in self._named("some name"):
+            if limit.algorithm == "leaky_bucket" and wait is None:
+                raise InvalidConfiguration(
+                    f"the limit {limit} gives each call its turn, but nobody waits for it: "
+                    "say with wait= for how many seconds at most"
+                )
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        self._check_limiter(iscoroutinefunction(function) or isasyncgenfunction(function), function.__qualname__)
+        try:
+            limits = self._named(self._name or f"{function.__module__}.{function.__qualname__}")
+        except InvalidLimit as error:
+            raise InvalidLimit(f"{error}; give name=") from None
+        run: Any = function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._entered(self._keys(limits, args, kwargs)):
+                return run(*args, **kwargs)
+
+        def iterate(*args: Any, **kwargs: Any) -> Any:
+            with self._entered(self._keys(limits, args, kwargs)):
+                return (yield from run(*args, **kwargs))
+
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            async with self._entered_async(self._keys(limits, args, kwargs)):
+                return await run(*args, **kwargs)
+
+        async def iterate_async(*args: Any, **kwargs: Any) -> Any:
+            async with self._entered_async(self._keys(limits, args, kwargs)), aclosing(run(*args, **kwargs)) as values:
+                async for value in values:
+                    yield value
+
+        wrapper: Any = call
+        for is_one, fitting in (
+            (isgeneratorfunction, iterate),
+            (iscoroutinefunction, call_async),
+            (isasyncgenfunction, iterate_async),
+        ):
+            if is_one(function):
+                wrapper = fitting
+        return wraps(function)(wrapper)
+
+    def __enter__(self) -> Decision:
+        self._check_limiter(False, "a block of `with`")
+        block = self._entered(self._keys(self._named(self._name), None, {}))
+        decision = block.__enter__()
+        self._blocks.append(block)
+        return decision
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._blocks.pop().__exit__(None, None, None)
+
+    async def __aenter__(self) -> Decision:
+        self._check_limiter(True, "a block of `async with`")
+        block = self._entered_async(self._keys(self._named(self._name), None, {}))
+        decision = await block.__aenter__()
+        self._blocks.append(block)
+        return decision
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._blocks.pop().__aexit__(None, None, None)
+
+    @contextmanager
+    def _entered(self, keys: list[Key]) -> Iterator[Decision]:
+        if self._wait is None:
+            with self._limiter.hold(*keys, cost=self._cost) as decision:
+                yield _allowed(decision)
+        else:
+            decision = _allowed(self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait))
+            with self._kept(decision):
+                yield decision
+
+    @asynccontextmanager
+    async def _entered_async(self, keys: list[Key]) -> AsyncIterator[Decision]:
+        if self._wait is None:
+            async with self._limiter.hold(*keys, cost=self._cost) as decision:
+                yield _allowed(decision)
+        else:
+            decision = _allowed(await self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait))
+            async with self._kept(decision):
+                yield decision
+
+    def _kept(self, decision: Decision) -> Any:
+        """A block that keeps the leases which the decision has got: to enter again what is held costs nothing."""
+        leased = [key for key in decision.keys if key.limit.algorithm == "concurrency"]
+        return self._limiter.hold(*leased, cost=self._cost, id=decision.id) if leased else nullcontext()
+
+    def _named(self, name: str | None) -> list[Limit]:
+        """The limits; those that are texts under the name, each with its text where there are several."""
+        texts = [limit for limit in self._limits if not isinstance(limit, Limit)]
+        if texts and name is None:
+            raise InvalidConfiguration(f"the limit {texts[0]!r} of a block has no name to be counted under: give name=")
+        return [
+            limit
+            if isinstance(limit, Limit)
+            else Limit.parse(limit, name=f"{name}" if len(texts) == 1 else f"{name} {limit}")
+            for limit in self._limits
+        ]
+
+    def _keys(self, limits: list[Limit], args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> list[Key]:
+        who: Any = self._by
+        if who is None:
+            return [limit.by() for limit in limits]
+        if callable(who):
+            if args is None:
+                raise InvalidConfiguration(
+                    "a block has no arguments that by= could be asked of: give by= whom to count"
+                )
+            who = who(*args, **kwargs)
+        return [limit.by(*who) if isinstance(who, tuple) else limit.by(who) for limit in limits]
+
+    def _check_limiter(self, is_asynchronous: bool, what: str) -> None:
+        needed = AsyncLimiter if is_asynchronous else Limiter
+        if not isinstance(self._limiter, needed):
+            raise InvalidConfiguration(f"{what} needs limiter= to be a {needed.__name__}, not {self._limiter!r}")
+
+
+def _allowed(decision: Decision) -> Decision:
+    if not decision.allowed:
+        raise RequestDenied(decision)
+    return decision

@@ -1,0 +1,190 @@
+"""WSGI: Flask, Pyramid, Bottle, Falcon and every other app. Streams, files and `write()` are untouched."""
+
+from __future__ import annotations
+
+import inspect
+from difflib import get_close_matches
+from functools import lru_cache
+from http.client import responses
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from headgate.adapters.gate import Gate
+from headgate.adapters.way import FREE, enter_context
+from headgate.errors import InvalidConfiguration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from os import PathLike
+
+    from headgate.adapters.answers import Header, Refusal
+    from headgate.adapters.way import Admission, Arrival
+    from headgate.policy.model import Policy
+
+    Environ: TypeAlias = dict[str, Any]
+    StartResponse: TypeAlias = Callable[..., Callable[[bytes], object]]
+    App: TypeAlias = Callable[[Environ, StartResponse], Iterable[bytes]]
+
+__all__ = [
+    "HeadgateMiddleware",
+    "WsgiArrival",
+    "check_settings",
+    "header_lines",
+    "native_headers",
+    "signed_in_user",
+]
+
+
+class WsgiArrival:
+    """A request. `native` is its environ."""
+
+    __slots__ = ("method", "native", "path", "peer")
+
+    def __init__(self, environ: Environ) -> None:
+        self.native = environ
+        self.method: str = environ["REQUEST_METHOD"]
+        self.path = _decoded(environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")) or "/"
+        self.peer: str | None = environ.get("REMOTE_ADDR")
+
+    def header(self, name: str) -> list[str]:
+        """The value of a header, the name in lower case. Servers have joined its lines by commas: it is one."""
+        return header_lines(self.native, name)
+
+
+class HeadgateMiddleware:
+    """Puts a policy in front of a WSGI app. Make it the outermost middleware that may refuse.
+
+    `policy` is a file, or a `Policy`; `store` and all other options are those of `Gate`. Users whom the server has
+    signed in (`REMOTE_USER`) are the identity `user`, unless a function for `user` is given. `arrival` makes of an
+    environ what such functions get.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        policy: Policy | str | PathLike[str] | None = None,
+        store: Any = "memory://",
+        *,
+        gate: Gate | None = None,
+        arrival: Callable[[Environ], Arrival] = WsgiArrival,
+        **options: Any,
+    ) -> None:
+        self.app = app
+        self._arrival = arrival
+        if gate is None:
+            if policy is None:
+                raise TypeError("give a policy (a file's path, or a Policy), or a gate")
+            options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
+            gate = Gate(policy, store, **options)
+        self.gate = gate
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        admission = self.gate.admit(self._arrival(environ))
+        # Also for requests that meet no limit: the thread may still have the admission of the one before.
+        enter_context(admission)
+        if admission.refusal is not None:
+            return _refuse(admission.refusal, environ, start_response)
+        if admission is FREE:
+            return self.app(environ, start_response)
+        answer = _Answer(self.gate, admission, start_response)
+        if admission.is_over:
+            return self.app(environ, answer.start)
+        try:
+            answer.body = self.app(environ, answer.start)
+        except BaseException:
+            self.gate.finish(admission, 500)
+            raise
+        return answer
+
+
+class _Answer:
+    """The app's answer: its header fields are added to, and where something is left to settle, its end is seen."""
+
+    __slots__ = ("_admission", "_gate", "_is_closed", "_start_response", "_status", "body")
+
+    def __init__(self, gate: Gate, admission: Admission, start_response: StartResponse) -> None:
+        self._gate = gate
+        self._admission = admission
+        self._start_response = start_response
+        self._status = 500
+        self._is_closed = False
+        self.body: Iterable[bytes] = ()
+
+    def start(self, status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Callable[[bytes], object]:
+        """What the app gets as `start_response`. It may be called again, if the app fails before anything is sent."""
+        self._status = int(status[:3])
+        headers = [*headers, *native_headers(self._admission.headers)]
+        if exc_info is None:
+            return self._start_response(status, headers)
+        return self._start_response(status, headers, exc_info)
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            # Not `yield from`: if it is left half way, that closes the body, and `close` would do so once more.
+            for chunk in self.body:  # noqa: UP028
+                yield chunk
+        except Exception:
+            self._status = 500
+            raise
+
+    def close(self) -> None:
+        """What the server calls when the answer is out, or the client has gone."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            close = getattr(self.body, "close", None)
+            if close is not None:
+                close()
+        finally:
+            self._gate.finish(self._admission, self._status)
+
+
+def signed_in_user(arrival: Any) -> str | None:
+    """Whoever the server, or a middleware further out, has found out."""
+    user: str | None = arrival.native.get("REMOTE_USER")
+    return user
+
+
+def header_lines(environ: Mapping[str, Any], name: str) -> list[str]:
+    """The value of a header, as a list of none or one; the name in lower case."""
+    value = environ.get(_variable(name))
+    return [] if value is None else [value]
+
+
+def native_headers(headers: list[Header]) -> list[tuple[str, str]]:
+    """Header fields as text."""
+    return [(str(name, "latin-1"), str(value, "latin-1")) for name, value in headers]
+
+
+def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -> None:
+    """Nothing, if a framework's settings are options of a gate; else InvalidConfiguration, spelt as the framework does.
+
+    >>> check_settings({"policy": "limits.yaml", "stroe": "memory://"}, lambda name: f"HEADGATE_{name.upper()}")
+    Traceback (most recent call last):
+        ...
+    headgate.errors.InvalidConfiguration: HEADGATE_STROE is no setting; did you mean HEADGATE_STORE?
+    """
+    known = list(inspect.signature(Gate).parameters)
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(str(name), known, 1)
+            remedy = f"did you mean {spelled(near[0])}?" if near else f"there are {', '.join(map(spelled, known))}"
+            raise InvalidConfiguration(f"{spelled(name)} is no setting; {remedy}")
+    if settings.get("policy") is None:
+        raise InvalidConfiguration(f"{spelled('policy')} is not set; give the path of a policy file")
+
+
+def _refuse(refusal: Refusal, environ: Environ, start_response: StartResponse) -> list[bytes]:
+    start_response(f"{refusal.status} {responses[refusal.status]}", native_headers(refusal.headers))
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [refusal.body]
+
+
+def _decoded(path: str) -> str:
+    """A path as frameworks route by it: WSGI's text holds a byte in each character, which are UTF-8 in truth."""
+    return path if path.isascii() else path.encode("latin-1").decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=64)
+def _variable(name: str) -> str:
+    variable = name.upper().replace("-", "_")
+    return variable if variable in ("CONTENT_LENGTH", "CONTENT_TYPE") else f"HTTP_{variable}"

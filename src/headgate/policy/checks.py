@@ -1,0 +1,117 @@
+"""What is well written, but cannot work, or is probably not meant."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Final
+
+from headgate.policy.model import ADDRESSES
+from headgate.policy.routes import Template
+from headgate.policy.rules import Meetings
+from headgate.policy.words import IDENTITIES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from headgate.limits import Limit
+    from headgate.policy.formats.document import Path
+    from headgate.policy.model import RouteRule
+    from headgate.policy.problems import Problems
+    from headgate.policy.rules import Draft
+
+__all__ = ["Costs", "addresses", "costs", "identities", "routes_given_twice"]
+
+EVERYWHERE: Final = Template.parse("*")
+
+
+def routes_given_twice(routes: list[tuple[RouteRule, Path]], problems: Problems) -> None:
+    """Two answers to what a route is. That one names its methods and the other does not is fine: the former wins."""
+
+    def answer(route: RouteRule) -> object:
+        return route.route_class, route.cost, route.on_failure
+
+    by_template: dict[Template, list[tuple[RouteRule, Path]]] = {}
+    for route, path in routes:
+        for other, place in by_template.setdefault(route.template, []):
+            overlap = route.methods & other.methods or route.methods == other.methods
+            if overlap and answer(route) != answer(other):
+                before = f"{route.template.text} is declared twice, first at "
+                problems.add(path, before, other=place, after="; keep one, or give them methods that differ")
+                break
+        by_template[route.template].append((route, path))
+
+
+class Costs:
+    """What requests cost at most on each rule."""
+
+    def __init__(self, drafts: Collection[Draft], routes: list[RouteRule], meetings: Meetings) -> None:
+        self._dearest: dict[tuple[str, str | None], tuple[int, str]] = {}
+        for route in sorted(routes, key=lambda route: -route.cost):
+            cost = (route.cost, f"a request to {route.template.text}")
+            for draft in meetings.of(route.template, route.methods, route.route_class) if route.cost > 1 else ():
+                self._dearest.setdefault((draft.name, None), cost)
+                self._dearest.setdefault((draft.name, route.route_class), cost)
+        self._own = {draft.name: draft.get("cost", draft.get("reserve")) for draft in drafts}
+
+    def objection(self, draft: Draft, limit: Limit, route_class: str | None = None) -> str | None:
+        """Why some request could never pass, however long it waits; None if all can."""
+        cost, what = self._own[draft.name], "a request"
+        if cost is None:
+            cost, what = self._dearest.get((draft.name, route_class), (1, what))
+        if cost <= limit.capacity:
+            return None
+        return (
+            f"{what} costs {cost}, but limit {draft.name!r} lets at most {limit.capacity} pass at once: "
+            "it never gets in; lower the cost, or allow more at once"
+        )
+
+
+def costs(drafts: list[Draft], known: Costs, problems: Problems) -> None:
+    for draft in drafts:
+        for tier, limit in draft.limits.items():
+            if (cannot := known.objection(draft, limit)) is not None:
+                problems.add(draft.numbers[tier][1], cannot)
+
+
+def addresses(drafts: list[Draft], routes: list[RouteRule], warnings: Problems) -> None:
+    """Limits that somebody escapes by sending another key with each request."""
+    guards = Meetings([each for each in drafts if not each.get("shadow") and _counts_strangers(each)])
+    by_class: dict[str | None, list[RouteRule]] = defaultdict(list)
+    for route in routes:
+        by_class[route.route_class].append(route)
+    for draft in drafts:
+        kind = next((kind for kind in ("api_key", "client") if kind in draft.by), None)
+        if kind is None or _counts_strangers(draft):
+            continue
+        met: list[tuple[Template, str | None]] = [
+            *((template, None) for template in draft.templates),
+            *((route.template, name) for name in draft.classes for route in by_class[name]),
+        ]
+        for template, route_class in met or [(EVERYWHERE, None)]:
+            if not any(_holds_for(guard, draft) for guard in guards.of(template, draft.methods, route_class)):
+                warnings.add(
+                    draft.path,
+                    f"limit {draft.name!r} is counted by {kind}, and no limit by ip, subnet or global meets all of its "
+                    "routes: who sends another key each time is never stopped; add a limit by ip",
+                )
+                break
+
+
+def identities(drafts: list[Draft], warnings: Problems) -> None:
+    """Names of the app's own that look like a slip of the pen."""
+    for draft in drafts:
+        for kind in draft.by:
+            near = get_close_matches(kind.lower(), IDENTITIES, n=1, cutoff=0.75)
+            if kind not in IDENTITIES and near:
+                told = f"{kind!r} is an identity that the app has to supply; did you mean {near[0]!r}?"
+                warnings.add(draft.at("by"), told)
+
+
+def _counts_strangers(draft: Draft) -> bool:
+    return not draft.by or not set(ADDRESSES).isdisjoint(draft.by)
+
+
+def _holds_for(guard: Draft, draft: Draft) -> bool:
+    """Whether the guard meets all methods that the rule does."""
+    return not guard.methods or (bool(draft.methods) and draft.methods <= guard.methods)

@@ -1,0 +1,121 @@
+"""JSON: read at the speed of the standard library; places are looked up only where there is something to say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from json import JSONDecodeError, JSONDecoder
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate.policy.formats.document import (
+    Document,
+    Malformed,
+    Path,
+    Place,
+    Spot,
+    Unreadable,
+    decimal,
+    place_of,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+__all__ = ["parse"]
+
+_BLANKS: Final = re.compile(r"[ \t\n\r]*")
+
+
+def parse(text: str) -> Document:
+    doubled: list[dict[str, Any]] = []
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            doubled.append(made)
+        return made
+
+    decoder = JSONDecoder(
+        object_pairs_hook=mapping, parse_float=decimal, parse_int=whole, parse_constant=_refuse_constant
+    )
+    try:
+        document = _Json(decoder.decode(text), text=text)
+    except JSONDecodeError as error:
+        raise Malformed(f"not JSON: {error.msg}", Place(error.lineno, error.colno)) from None
+    except RecursionError:
+        raise Malformed("nested too deep; a policy needs no more than a few levels") from None
+    if doubled:
+        document.mistakes += _given_twice(text, document.value, {id(each) for each in doubled})
+    return document
+
+
+@dataclass(slots=True)
+class _Json(Document):
+    text: str = ""
+
+    def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
+        found = _offsets(self.text, {spot.path for spot in spots})
+        return {spot: place_of(self.text, offsets[-1]) for spot, offsets in found.items()}
+
+
+def _refuse_constant(word: str) -> Unreadable:
+    return Unreadable(f"{word} is not JSON; write a plain number, like 16.67")
+
+
+def _given_twice(text: str, value: object, doubled: Collection[int]) -> Iterator[tuple[Place, str]]:
+    """Each key that stands twice in one of these mappings, where its last one stands."""
+    keys = {(*path, key) for path, mapping in _mappings(value, ()) if id(mapping) in doubled for key in mapping}
+    for spot, offsets in _offsets(text, keys).items():
+        if spot.at_key and len(offsets) > 1:
+            first = place_of(text, offsets[0])
+            yield place_of(text, offsets[-1]), f"{spot.path[-1]!r} is given twice, first at {first}; keep one"
+
+
+def _mappings(value: object, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    if isinstance(value, dict):
+        yield path, value
+        for key, each in value.items():
+            yield from _mappings(each, (*path, key))
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _mappings(each, (*path, index))
+
+
+def _offsets(text: str, wanted: Collection[Path]) -> dict[Spot, list[int]]:
+    """Where these values and their keys start in a text that is known to be JSON, and where else they do.
+
+    Only what leads to them is walked through: the rest is skipped by the standard library's scanner.
+    """
+    scan = JSONDecoder(parse_float=str, parse_int=str).raw_decode
+    on_the_way = {path[:length] for path in wanted for length in range(len(path))}
+    found: dict[Spot, list[int]] = {}
+
+    def blanks(index: int) -> int:
+        return _BLANKS.match(text, index).end()  # type: ignore[union-attr]  # it matches nothing, too
+
+    def walk(index: int, path: Path) -> int:
+        """Where the value that starts here ends."""
+        if path in wanted:
+            found.setdefault(Spot(path), []).append(index)
+        if path not in on_the_way or text[index] not in "{[":
+            return scan(text, index)[1]
+        is_mapping, position = text[index] == "{", 0
+        index = blanks(index + 1)
+        while text[index] not in "}]":
+            if is_mapping:
+                key, after = scan(text, index)
+                inner = (*path, key)
+                if inner in wanted:
+                    found.setdefault(Spot(inner, at_key=True), []).append(index)
+                index = blanks(blanks(after) + 1)
+            else:
+                inner = (*path, position)
+                position += 1
+            index = blanks(walk(index, inner))
+            if text[index] == ",":
+                index = blanks(index + 1)
+        return index + 1
+
+    walk(blanks(0), ())
+    return found

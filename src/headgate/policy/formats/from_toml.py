@@ -1,0 +1,163 @@
+"""TOML: values by the standard library, places by a scanner of keys and headers."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from headgate.policy.formats.document import Document, Malformed, Path, Place, Spot, decimal, place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["parse"]
+
+DEEPEST: Final = 20
+"""Below that no policy has anything to say."""
+
+_AT: Final = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
+_BLANKS: Final = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_KEY: Final = re.compile(r"""[ \t]*([A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*""")
+_SCALAR: Final = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""+|\'\'\'.*?\'\'\'+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^,\]}#\n]+''', re.DOTALL
+)
+
+
+def parse(text: str) -> Document:
+    try:
+        return _Toml(tomllib.loads(text, parse_float=decimal), text=text)
+    except RecursionError:
+        raise Malformed("nested too deep; a policy needs no more than a few levels") from None
+    except ValueError as error:  # TOMLDecodeError is one, and so is a number with too many digits
+        raise _malformed(text, str(error)) from None
+
+
+@dataclass(slots=True)
+class _Toml(Document):
+    text: str = ""
+
+    def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
+        found = _Scan(self.text).offsets
+        return {spot: place_of(self.text, found[spot]) for spot in spots if spot in found}
+
+
+def _malformed(text: str, told: str) -> Malformed:
+    match = _AT.fullmatch(told)
+    if match is None:
+        return Malformed(f"not TOML: {told}")
+    place = Place(int(match[2]), int(match[3])) if match[2] else place_of(text, len(text))
+    if re.match("Cannot (overwrite|declare|mutate)", told):
+        lines = text.splitlines(keepends=True)[: place.line]
+        read = "".join([*lines[:-1], lines[-1][: place.column]])  # so far it is TOML
+        if twice := _Scan(read).twice:
+            spot, first, last = twice
+            told = f"{spot.path[-1]!r} is given twice, first at {place_of(text, first)}; keep one"
+            return Malformed(told, place_of(text, last))
+    return Malformed(f"not TOML: {match[1]}", place)
+
+
+class _Scan:
+    """Where each key and each value of a text starts, which is known to be TOML."""
+
+    def __init__(self, text: str) -> None:
+        self.offsets: dict[Spot, int] = {}
+        self.twice: tuple[Spot, int, int] | None = None
+        """The last key that was there already, and its places."""
+        self._text = text.replace("\r\n", " \n")  # as long as before, and lines end in one way
+        self._index = 0
+        self._lengths: dict[Path, int] = {}
+        table: Path = ()
+        self._note((), 0, 0)
+        while self._skip_blanks():
+            if self._next() == "[":
+                table = self._header()
+            else:
+                self._pair(table)
+
+    def _header(self) -> Path:
+        start, is_list = self._index, self._text.startswith("[[", self._index)
+        self._index += 2 if is_list else 1
+        path: Path = ()
+        keys = self._keys()
+        for key in keys[:-1]:
+            path = self._latest((*path, key))
+            self._note(path, start, start)
+        path = (*path, keys[-1])
+        if not is_list:
+            self._see(path, start)
+        self._note(path, start, start)
+        if is_list:
+            self._lengths[path] = self._lengths.get(path, 0) + 1
+            path = self._latest(path)
+            self._note(path, start, start)
+        self._index += 2 if is_list else 1
+        return path
+
+    def _pair(self, table: Path) -> None:
+        start = self._index
+        keys = self._keys()
+        self._index += 1
+        self._skip_blanks()
+        for length in range(1, min(len(keys), DEEPEST)):
+            self._note((*table, *keys[:length]), start, self._index)
+        path = (*table, *keys)
+        self._see(path, start)
+        self._note(path, start, self._index)
+        self._value(path)
+
+    def _value(self, path: Path) -> None:
+        opening = self._next()
+        if opening not in ("[", "{"):
+            match = _SCALAR.match(self._text, self._index)
+            self._index = match.end() if match else len(self._text)
+            return
+        self._index += 1
+        position = 0
+        while self._skip_blanks() and self._next() not in ("]", "}"):
+            if opening == "{":
+                self._pair(path)
+            else:
+                inner = (*path, position)
+                self._note(inner, self._index, self._index)
+                self._value(inner)
+                position += 1
+            if self._skip_blanks() and self._next() == ",":
+                self._index += 1
+        self._index += 1
+
+    def _keys(self) -> list[str]:
+        """The parts of a dotted key; the index stands behind them afterwards."""
+        keys: list[str] = []
+        while match := _KEY.match(self._text, self._index):
+            quoted = match[1][0] in "\"'"
+            keys.append(tomllib.loads(f"key = {match[1]}")["key"] if quoted else match[1])
+            self._index = match.end()
+            if self._next() != ".":
+                break
+            self._index += 1
+        return keys
+
+    def _latest(self, path: Path) -> Path:
+        """Headers below a list of tables mean the last table of it."""
+        length = self._lengths.get(path)
+        return path if length is None else (*path, length - 1)
+
+    def _see(self, path: Path, offset: int) -> None:
+        spot = Spot(path, at_key=True)
+        if spot in self.offsets:
+            self.twice = (spot, self.offsets[spot], offset)
+
+    def _note(self, path: Path, key: int, value: int) -> None:
+        self.offsets.setdefault(Spot(path, at_key=True), key)
+        self.offsets.setdefault(Spot(path), value)
+
+    def _skip_blanks(self) -> bool:
+        """Whether anything follows."""
+        match = _BLANKS.match(self._text, self._index)
+        self._index = match.end() if match else len(self._text)
+        return self._index < len(self._text)
+
+    def _next(self) -> str:
+        return self._text[self._index : self._index + 1]

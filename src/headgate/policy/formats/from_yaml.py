@@ -1,0 +1,176 @@
+"""YAML, strictly: what readers of YAML disagree on is refused, and nothing is ever made of a tag.
+
+Built on the parser's events, where tags, anchors and the style of each scalar are still to be seen. Scalars get their
+type by the rules of this module alone, which are those of JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from headgate.policy.formats.document import Document, Malformed, Place, Spot, Unreadable, decimal, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["parse"]
+
+DEEPEST: Final = 20
+TOP: Final = Place(1, 1)
+
+_CONSTANTS: Final[dict[str, object]] = {"true": True, "false": False, "null": None, "": None}
+_WHOLE: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_DECIMAL: Final = re.compile(r"-?(?:0|[1-9][0-9]*)\.[0-9]+")
+_TRUTH: Final = re.compile(r"(?i:y|yes|n|no|on|off|true|false)")
+_NOTHING: Final = re.compile(r"~|(?i:null)")
+_NUMBER: Final = re.compile(
+    r"""[-+]?(?:
+        0[xXoObB][0-9a-fA-F_]+                              # 0x10, 0o17
+        | [0-9][0-9_]*(?::[0-9_]+)+(?:\.[0-9_]*)?           # 1:30, which is 90 to some
+        | (?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?
+        | \.(?i:inf|nan)
+    )""",
+    re.VERBOSE,
+)
+
+
+def parse(text: str) -> Document:
+    # The loader's class brings nothing but the parser here: events are all that is asked of it.
+    events = yaml.parse(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+    try:
+        return _Reading(events).document()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(filter(None, (error.context, error.problem)))
+        hint = "; indent with spaces, not with tabs" if mark and _has_tab(text, mark.line) else ""
+        raise Malformed(f"not YAML: {what}{hint}", _place(mark) if mark else None) from None
+    except yaml.YAMLError as error:
+        raise Malformed(f"not YAML: {' '.join(str(error).split())}") from None
+
+
+@dataclass(slots=True)
+class _Yaml(Document):
+    marks: dict[int, dict[Any, tuple[Place, Place]]] = field(default_factory=dict)
+    """By the id of a container, where the key and the value of each of its entries stand."""
+    top: Place = TOP
+
+    def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
+        return {spot: place for spot in spots if (place := self._place(spot)) is not None}
+
+    def _place(self, spot: Spot) -> Place | None:
+        container, places = self.value, (self.top, self.top)
+        for step in spot.path:
+            entries = self.marks.get(id(container), {})
+            if step not in entries:
+                return None
+            places = entries[step]
+            container = container[step]  # type: ignore[index]  # what has marks is a dict or a list
+        return places[0 if spot.at_key else 1]
+
+
+class _Reading:
+    """One pass over the events of a text."""
+
+    def __init__(self, events: Iterator[yaml.Event]) -> None:
+        self._events = events
+        self._mistakes: list[tuple[Place, str]] = []
+        self._marks: dict[int, dict[Any, tuple[Place, Place]]] = {}
+
+    def document(self) -> _Yaml:
+        next(self._events)  # the start of the stream
+        if isinstance(next(self._events), yaml.StreamEndEvent):
+            return _Yaml(None)
+        first = next(self._events)
+        value = self._value(first, depth=0)
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                raise Malformed("a second document starts here; a policy is one", _place(event.start_mark))
+        return _Yaml(value, self._mistakes, marks=self._marks, top=_place(first.start_mark))
+
+    def _value(self, event: Any, depth: int) -> object:
+        if isinstance(event, yaml.AliasEvent):
+            return Unreadable(f"*{event.anchor} is an alias; a policy has none: write it out")
+        if event.anchor is not None:
+            self._mistake(event, f"&{event.anchor} is an anchor; a policy has none: remove it")
+        if event.tag is not None:
+            self._mistake(event, f"{event.tag!r} is a tag; a policy has none: remove it")
+        if isinstance(event, yaml.ScalarEvent):
+            return _plain(event.value) if event.style in (None, "") else event.value
+        if depth == DEEPEST:
+            raise Malformed("nested too deep; a policy needs no more than a few levels", _place(event.start_mark))
+        return self._list(depth) if isinstance(event, yaml.SequenceStartEvent) else self._mapping(depth)
+
+    def _list(self, depth: int) -> list[object]:
+        made: list[object] = []
+        marks = self._marks[id(made)] = {}
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            place = _place(event.start_mark)
+            marks[len(made)] = (place, place)
+            made.append(self._value(event, depth + 1))
+        return made
+
+    def _mapping(self, depth: int) -> dict[str, object]:
+        made: dict[str, object] = {}
+        marks = self._marks[id(made)] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key = self._key(event, self._value(event, depth + 1))
+            content = next(self._events)
+            value = self._value(content, depth + 1)
+            if key is None:
+                continue
+            if key in made:
+                self._mistake(event, f"{key!r} is given twice, first at {marks[key][0]}; keep one")
+            marks[key] = (_place(event.start_mark), _place(content.start_mark))
+            made[key] = value
+        return made
+
+    def _key(self, event: Any, value: object) -> str | None:
+        if value == "<<" and not event.style:
+            self._mistake(event, "<< merges mappings in some readers only; write the fields out")
+            return None
+        if isinstance(value, str):
+            return value
+        if isinstance(value, Unreadable):
+            self._mistake(event, value.remedy)
+        elif isinstance(value, (dict, list)) or not event.value:
+            self._mistake(event, "a key must be text")
+        else:
+            self._mistake(event, f'the key {event.value} is not text; write it in quotes: "{event.value}"')
+        return None
+
+    def _mistake(self, event: Any, text: str) -> None:
+        self._mistakes.append((_place(event.start_mark), text))
+
+
+def _plain(text: str) -> object:
+    """What a scalar without quotes is: as in JSON, or text, or something that readers disagree on."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if text[0].isalpha():
+        return Unreadable(_disagreement(text, "true or false")) if _TRUTH.fullmatch(text) else _nothing(text)
+    if _WHOLE.fullmatch(text):
+        return whole(text)
+    if _DECIMAL.fullmatch(text):
+        return decimal(text)
+    return Unreadable(_disagreement(text, "a plain number")) if _NUMBER.fullmatch(text) else _nothing(text)
+
+
+def _nothing(text: str) -> str | Unreadable:
+    return Unreadable(_disagreement(text, "null")) if _NOTHING.fullmatch(text) else text
+
+
+def _disagreement(text: str, plain: str) -> str:
+    return f'{text} is read in different ways by different readers of YAML; write {plain}, or text as "{text}"'
+
+
+def _place(mark: Any) -> Place:
+    return Place(mark.line + 1, mark.column + 1)
+
+
+def _has_tab(text: str, line: int) -> bool:
+    lines = text.splitlines()
+    return line < len(lines) and "\t" in lines[line]

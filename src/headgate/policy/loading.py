@@ -1,0 +1,95 @@
+"""Reads a policy: strictly, whole or not at all, and with every mistake told at once and by its place."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headgate.errors import InvalidInput, InvalidPolicy
+from headgate.policy import schema, words
+from headgate.policy.building import Builder
+from headgate.policy.kinds import Entry
+from headgate.policy.model import Policy
+from headgate.policy.problems import Problems
+from headgate.policy.source import LARGEST, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from os import PathLike
+
+__all__ = ["load", "read"]
+
+
+def load(path: str | PathLike[str]) -> Policy:
+    """The policy in a file: .yaml, .yml, .toml or .json; InvalidPolicy, if it has mistakes."""
+    file = Path(path)
+    try:
+        if file.stat().st_size > LARGEST:
+            raise InvalidPolicy([f"{path}: larger than {LARGEST >> 20} MB, which no policy is"])
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise InvalidPolicy([f"{path}: cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        raise InvalidPolicy([f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
+    return read(text, file=str(path))
+
+
+def read(text: str, *, file: str = "policy.yaml", format: str | None = None) -> Policy:
+    """The policy in a text; InvalidPolicy, if it has mistakes. `file` is what they are told about.
+
+    `format` is "yaml", "toml" or "json"; by the file's name, if not given.
+
+    >>> read("limits: [{by: ip, bucket: 10/minute}]").rules[0].name
+    'every route by ip'
+    >>> read("limits: [{by: ip, bukcet: 10/minute}]")
+    Traceback (most recent call last):
+        ...
+    headgate.errors.InvalidPolicy: policy.yaml:1:19: unknown field 'bukcet'; did you mean 'bucket'?
+    """
+    with _no_search_for_cycles():
+        source = Source(text, file, format)
+        problems, warnings = Problems(), Problems()
+        policy = _build(source.value, problems, warnings)
+        if refusal := source.refusal(problems):
+            raise refusal
+        return replace(policy, warnings=tuple(source.tell(warnings))) if warnings else policy
+
+
+def _build(value: object, problems: Problems, warnings: Problems) -> Policy:
+    """The policy, as far as there are no problems."""
+    if value in (None, {}):
+        # Half a file that was being written is no reason to let everybody in.
+        problems.add((), "holds nothing; a policy has at least limits:")
+        return Policy()
+    kinds = _kinds_of_the_app(value)
+    entry = schema.policy(kinds).read(value, (), problems)
+    if not isinstance(entry, Entry) or problems.full:
+        return Policy()
+    return Builder(entry, kinds, problems, warnings).policy()
+
+
+def _kinds_of_the_app(value: object) -> list[str]:
+    """The identities that limits count by and only the app knows: clients and overrides may name them, too."""
+    limits = value.get("limits") if isinstance(value, dict) else None
+    kinds: dict[str, None] = {}
+    for limit in limits if isinstance(limits, list) else ():
+        try:
+            kinds.update(dict.fromkeys(words.by(limit.get("by"))) if isinstance(limit, dict) else {})
+        except InvalidInput:
+            continue  # told when the limit is read
+    return [kind for kind in kinds if kind not in words.IDENTITIES]
+
+
+@contextmanager
+def _no_search_for_cycles() -> Iterator[None]:
+    """A policy may be a hundred thousand values, none in a cycle: to look for some took a fourth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,267 @@
+"""The rules of a policy, out of its `limits` and its `tiers`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate._grammar import suggest
+from headgate.errors import InvalidLimit
+from headgate.limits import Limit
+from headgate.policy import words
+from headgate.policy.model import Rule
+from headgate.policy.routes import Matcher
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from headgate._grammar import Phrase
+    from headgate.policy.formats.document import Path
+    from headgate.policy.kinds import Entry
+    from headgate.policy.problems import Problems
+    from headgate.policy.routes import Template
+
+__all__ = ["CONCURRENCY", "MIXED", "Draft", "Meetings", "RuleBook", "nearest"]
+
+CONCURRENCY: Final = "concurrency"
+MIXED: Final = "it counts what is inside at once for some and a rate for others; write two limits"
+MOST_NAMES: Final = 12
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A rule in the making, which still knows where it was written."""
+
+    name: str
+    path: Path
+    entry: Entry | None = None
+    by: tuple[str, ...] = ("client",)
+    templates: tuple[Template, ...] = ()
+    methods: frozenset[str] = frozenset()
+    classes: tuple[str, ...] = ()
+    algorithm: str | None = None
+    """For numbers that don't name one."""
+    numbers: dict[str | None, tuple[Phrase, Path]] = field(default_factory=dict)
+    """By tier, None for those who are in none of them."""
+    limits: dict[str | None, Limit] = field(default_factory=dict)
+    is_concurrency: bool = False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return default if self.entry is None else self.entry.get(name, default)
+
+    def at(self, name: str) -> Path:
+        return self.path if self.entry is None else self.entry.at(name)
+
+    @property
+    def is_everywhere(self) -> bool:
+        return not self.templates and not self.classes
+
+    def rule(self) -> Rule:
+        reserve = self.get("reserve")
+        return Rule(
+            self.name,
+            self.limits.get(None),
+            self.by,
+            tiers={tier: limit for tier, limit in self.limits.items() if tier is not None},
+            templates=self.templates,
+            methods=self.methods,
+            classes=self.classes,
+            cost=self.get("cost", reserve),
+            settled=reserve is not None,
+            count_when=self.get("count_when"),
+            shadow=self.get("shadow", False),
+            on_failure=self.get("on_failure"),
+            missing=self.get("missing"),
+            unit=self.get("unit", "concurrent-requests" if self.is_concurrency else "requests"),
+        )
+
+
+class Meetings:
+    """Who meets whom: found by one match of a path for all rules, as there may be a thousand of them."""
+
+    def __init__(self, drafts: Collection[Draft]) -> None:
+        self._everywhere = [draft for draft in drafts if draft.is_everywhere]
+        self._by_class: dict[str, list[Draft]] = {}
+        self._templates: list[tuple[Template, Draft]] = []
+        for draft in drafts:
+            self._templates += [(template, draft) for template in draft.templates]
+            for name in draft.classes:
+                self._by_class.setdefault(name, []).append(draft)
+        self._matcher = Matcher([template for template, _ in self._templates])
+
+    def of(self, template: Template, methods: frozenset[str], route_class: str | None = None) -> list[Draft]:
+        """The rules that all requests to these paths meet, if they are of one of the methods."""
+        # Taken as a path, a template fits those that cover it: no segment but a parameter fits "{id}".
+        path = template.text.removesuffix("*")
+        covering = [self._templates[index] for index in self._matcher.match(path)]
+        found = [
+            *self._everywhere,
+            *self._by_class.get(route_class or "", ()),
+            *(draft for wide, draft in covering if wide.open_ended or not template.open_ended),
+        ]
+        return [draft for draft in found if not (draft.methods and methods and draft.methods.isdisjoint(methods))]
+
+
+class RuleBook:
+    """All rules by name. Those with mistakes are among them as far as they could be read."""
+
+    def __init__(self, policy: Entry, classes: Collection[str], problems: Problems) -> None:
+        self.drafts: dict[str, Draft] = {}
+        self.is_complete = True
+        """Whether the names of all limits are known."""
+        self._classes = classes
+        self._problems = problems
+        self._limits: dict[tuple[str, Phrase, str], Limit] = {}
+        limits = policy.get("limits", ())
+        if isinstance(limits, dict):
+            self._add_numbers(limits, policy.get("tier"), policy.at("limits"))
+        else:
+            for entry in limits:
+                self._declare(entry)
+        for tier, numbers in policy.get("tiers", {}).items():
+            self._add_numbers(numbers.get("limits", {}), tier, numbers.at("limits"))
+        for draft in self.drafts.values():
+            self._make_limits(draft)
+
+    def limit(self, draft: Draft, phrase: Phrase, algorithm: str | None = None) -> Limit:
+        """The limit of that name with these numbers, made once; InvalidLimit, if there can be none."""
+        algorithm = phrase.algorithm or algorithm or draft.algorithm or "token_bucket"
+        asked = (draft.name, phrase, algorithm)
+        made = self._limits.get(asked)
+        if made is None:
+            quota, period, burst, _ = phrase
+            made = self._limits[asked] = Limit(quota, period, burst=burst, algorithm=algorithm, name=draft.name)
+        return made
+
+    # ------------------------------------------------------------------ limits
+
+    def _declare(self, entry: Entry) -> None:
+        """A limit as `limits` lists it."""
+        paths = entry.get("path", ())
+        draft = Draft(
+            "",
+            entry.path,
+            entry,
+            by=entry.get("by", ("client",)),
+            templates=tuple([template for _, template in paths]),
+            methods=self._methods(entry, paths),
+            classes=entry.get("class", ()),
+        )
+        bucket = entry.get("bucket")
+        draft.algorithm = entry.get("algorithm") or (bucket.algorithm if bucket else None)
+        if bucket is not None:
+            draft.numbers[None] = (bucket, entry.at("bucket"))
+        for tier, phrase in entry.get("tiers", {}).items():
+            draft.numbers[tier] = (phrase, (*entry.at("tiers"), tier))
+        if not entry.broken:
+            self._check_entry(draft, entry)
+        name = self._name(draft, entry)
+        if name is None:
+            self.is_complete = False
+            return
+        draft.name = name
+        twin = self.drafts.setdefault(name, draft)
+        if twin is not draft:
+            remedy = f"; {'rename one of them' if 'name' in entry.fields else 'give one of them a name:'}"
+            self._problems.add(
+                entry.at("name"), f"two limits are called {name!r}, the other at ", other=twin.at("name"), after=remedy
+            )
+
+    def _name(self, draft: Draft, entry: Entry) -> str | None:
+        if "name" in entry.fields:
+            return str(entry.fields["name"])
+        if not entry.unread.isdisjoint(("name", "path", "class", "by")):
+            return None  # what the name would be made of
+        routes = [template.text for template in draft.templates] or list(draft.classes) or ["every route"]
+        made = f"{', '.join(routes)} by {'+'.join(draft.by) or 'global'}"
+        try:
+            return words.name(made)
+        except ValueError:
+            self._problems.add(
+                entry.path, f"its name would be {made[:60]!r}, which headers cannot hold; give it a name:"
+            )
+            return None
+
+    def _methods(self, entry: Entry, paths: tuple[tuple[str | None, Template], ...]) -> frozenset[str]:
+        prefixes = {method for method, _ in paths}
+        if prefixes <= {None}:
+            return frozenset(entry.get("methods", ()))
+        if len(prefixes) > 1:
+            self._problems.add(entry.at("path"), "these paths differ in their methods; write a limit for each method")
+        elif "methods" in entry.fields:
+            self._problems.add(entry.at("methods"), "methods are given here and in front of the path; keep one")
+        return frozenset([method for method in prefixes if method is not None])
+
+    def _check_entry(self, draft: Draft, entry: Entry) -> None:
+        fields, add = entry.fields, self._problems.add
+        if "path" in fields and "class" in fields:
+            add(entry.at("class"), "a limit is for paths or for classes; keep one, or write two limits")
+        phrase = fields.get("bucket")
+        algorithm = fields.get("algorithm")
+        if phrase is not None and None not in (phrase.algorithm, algorithm) and phrase.algorithm != algorithm:
+            add(entry.at("algorithm"), f"the numbers name {phrase.algorithm}, this field {algorithm}; keep one")
+        if "cost" in fields and "reserve" in fields:
+            add(entry.at("reserve"), "cost is what is taken, reserve an estimate of it; keep one")
+        if "count_when" in fields and "reserve" in fields:
+            add(entry.at("count_when"), "count_when and reserve both say later what counts; keep one")
+        for name in ("count_when", "reserve"):
+            if name in fields and fields.get("shadow"):
+                add(entry.at(name), f"{name} has no meaning in shadow, where nothing is taken; leave out one of them")
+
+    # ------------------------------------------------------------------ tiers
+
+    def _add_numbers(self, numbers: dict[str, Phrase], tier: str | None, path: Path) -> None:
+        """Numbers by name: for a limit that is declared, or for one that this declares."""
+        for name, phrase in numbers.items():
+            where = (*path, name)
+            draft = self.drafts.get(name)
+            if draft is None:
+                known = name in self._classes
+                # A name that nobody declares makes a limit for every route: not what a slip of the pen should do.
+                if not known and (near := get_close_matches(name, self._declared(), n=1, cutoff=0.8)):
+                    told = f"no limit and no class is called {name!r}; did you mean {near[0]!r}?"
+                    self._problems.add(where, told, at_key=True)
+                    continue
+                draft = self.drafts[name] = Draft(name, where, classes=(name,) if known else ())
+            if tier in draft.numbers:
+                other = draft.numbers[tier][1]
+                self._problems.add(
+                    where, f"tier {tier!r} has numbers for limit {name!r} already, at ", other=other, after="; keep one"
+                )
+                continue
+            draft.numbers[tier] = (phrase, where)
+
+    def _declared(self) -> set[str]:
+        return {*self._classes, *(name for name, draft in self.drafts.items() if draft.entry is not None)}
+
+    def _make_limits(self, draft: Draft) -> None:
+        if not draft.numbers and draft.entry is not None and not draft.entry.broken:
+            self._problems.add(draft.path, 'a limit without numbers; add bucket: "10/minute", or numbers for tiers:')
+        for tier, (phrase, path) in draft.numbers.items():
+            try:
+                draft.limits[tier] = self.limit(draft, phrase)
+            except InvalidLimit as error:
+                self._problems.add(path, str(error))
+        draft.is_concurrency = any(limit.algorithm == CONCURRENCY for limit in draft.limits.values())
+        if not draft.is_concurrency:
+            return
+        if any(limit.algorithm != CONCURRENCY for limit in draft.limits.values()):
+            self._problems.add(draft.path, MIXED)
+        if draft.get("cost") == 0:
+            self._problems.add(
+                draft.at("cost"), "cost 0 would let everybody in at once; write at least 1, or leave it out"
+            )
+        for name in ("count_when", "reserve"):
+            if draft.get(name) is not None:
+                self._problems.add(
+                    draft.at(name), f"{name} has no meaning for concurrency, where all is given back; leave it out"
+                )
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of a message about a name that is not there: the nearest one, some of them, or what to do without any."""
+    names = sorted(known)
+    if len(names) > MOST_NAMES and not get_close_matches(word.lower(), names, n=1):
+        return f"known are {', '.join(names[:MOST_NAMES])} and {len(names) - MOST_NAMES} more"
+    return suggest(word, names) if names else otherwise

@@ -1,0 +1,301 @@
+"""What may stand in a policy: the tables that the loader reads by, and that editors check by as JSON Schema."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate._grammar import Phrase
+from headgate.algorithms import ALGORITHMS
+from headgate.policy import words
+from headgate.policy.kinds import (
+    BROKEN,
+    Entry,
+    Field,
+    Leaf,
+    ListOf,
+    MapOf,
+    OneOf,
+    OneOrMany,
+    Record,
+    StreamOf,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from headgate.policy.problems import Problems
+
+__all__ = ["json_schema", "policy"]
+
+_TEXT: Final = {"type": "string", "minLength": 1}
+_NAME: Final = {**_TEXT, "maxLength": 100, "pattern": r"^[ !#-\[\]-~]+$"}
+
+NAME: Final = Leaf(words.name, _NAME)
+LABEL: Final = Leaf(words.label, {**_TEXT, "maxLength": 500})
+FLAG: Final = Leaf(words.flag, {"type": "boolean"})
+DURATION: Final = Leaf(words.duration, {**_TEXT, "examples": ["500 ms", "5 seconds", "2 minutes"]})
+INSTANT: Final = Leaf(words.instant, {"type": "string", "format": "date-time", "examples": ["2026-05-28T02:01:00Z"]})
+METHODS: Final = OneOrMany(
+    Leaf(words.method, {**_TEXT, "pattern": "^[A-Z]{1,20}$", "examples": ["GET"]}), "[GET, POST]"
+)
+ROUTE: Final = Leaf(words.route, {**_TEXT, "examples": ["/users/{id}", "/static/*", "GET /search", "*"]})
+IDENTITY: Final = Leaf(words.identity, {"type": ["string", "integer"]})
+ADDRESS: Final = Leaf(words.address, {**_TEXT, "examples": ["203.0.113.9", "203.0.113.0/24", "2001:db8::/48"]})
+
+
+def _choice(*known: str) -> Leaf:
+    return Leaf(words.choice(*known), {"enum": list(known)})
+
+
+def _whole(least: int, most: int | None = None, *, example: int) -> Leaf:
+    form = {"type": "integer", "minimum": least, "examples": [example]} | ({} if most is None else {"maximum": most})
+    return Leaf(words.whole(least, most, example=example), form)
+
+
+COST: Final = _whole(0, example=5)
+ALGORITHM: Final = _choice(*ALGORITHMS)
+ON_FAILURE: Final = _choice("open", "closed", "local")
+
+
+def _spelled_out(numbers: Entry, problems: Problems) -> Any:
+    """Numbers that were given field by field."""
+    given = numbers.fields.keys() - {"algorithm"}
+    algorithm = numbers.get("algorithm")
+    if given == {"bucket_size", "refill_rate"}:
+        rate = numbers.get("refill_rate")
+        return Phrase(rate.numerator, timedelta(seconds=rate.denominator), numbers.get("bucket_size"), algorithm)
+    if {"quota", "period"} <= given <= {"quota", "period", "burst"}:
+        return Phrase(numbers.get("quota"), numbers.get("period"), numbers.get("burst"), algorithm)
+    problems.add(
+        numbers.path,
+        f"numbers need bucket_size and refill_rate, or quota and period (and burst, if you like); "
+        f"here {'is ' + ', '.join(sorted(given)) if given else 'is neither'}",
+    )
+    return BROKEN
+
+
+NUMBERS: Final = OneOf(
+    {
+        str: Leaf(
+            words.numbers, {**_TEXT, "examples": ["10/minute", "1000/minute, burst 200", "5/30 s, sliding_window"]}
+        ),
+        dict: Record(
+            "numbers",
+            {
+                "algorithm": Field(ALGORITHM, "How it is counted."),
+                "bucket_size": Field(_whole(1, example=200), "How many may pass at once."),
+                "refill_rate": Field(
+                    Leaf(words.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]}),
+                    "How many come back per second; taken exactly as written.",
+                ),
+                "quota": Field(_whole(1, example=1000), "How many per period."),
+                "period": Field(DURATION, "In what time."),
+                "burst": Field(_whole(1, example=200), "How many may pass at once; the quota, if not given."),
+            },
+            _spelled_out,
+        ),
+    },
+    'a limit like "10/minute", or a mapping with bucket_size and refill_rate',
+)
+
+BY_NAME: Final = MapOf(NAME, NUMBERS, '{search: "1000/minute"}')
+
+TIERS: Final = MapOf(
+    NAME,
+    Record(
+        "a tier", {"limits": Field(BY_NAME, "The numbers of this tier, by the names of limits or of route classes.")}
+    ),
+    '{pro: {limits: {search: "1000/minute"}}}',
+)
+
+ROUTES: Final = ListOf(
+    Record(
+        "a route",
+        {
+            "path": Field(ROUTE, "Which paths it is: a template like /users/{id} or /static/*, or * for all."),
+            "endpoint": Field(ROUTE, "The same as path.", "path"),
+            "route": Field(ROUTE, "The same as path.", "path"),
+            "methods": Field(METHODS, "Which methods; all, if not given."),
+            "method": Field(METHODS, "The same as methods.", "methods"),
+            "class": Field(NAME, "The class that it belongs to; limits and overrides may name it."),
+            "cost": Field(COST, "What a request costs on limits that don't say otherwise; 0 exempts the route."),
+            "on_failure": Field(ON_FAILURE, "What happens when the store fails."),
+        },
+    ),
+    "[{path: /search, class: search, cost: 5}]",
+)
+
+_PATHS: Final = OneOrMany(ROUTE, "[/login, /signup]")
+_CLASSES: Final = OneOrMany(NAME, "[search, export]")
+
+LIMIT: Final = Record(
+    "a limit",
+    {
+        "name": Field(NAME, "What it is called in headers, reasons and overrides; counters go by it."),
+        "path": Field(
+            _PATHS, "The routes that meet it: one template, or a list. All, if neither path nor class is given."
+        ),
+        "endpoint": Field(_PATHS, "The same as path.", "path"),
+        "route": Field(_PATHS, "The same as path.", "path"),
+        "class": Field(_CLASSES, "The classes of routes that meet it."),
+        "classes": Field(_CLASSES, "The same as class.", "class"),
+        "methods": Field(METHODS, "The methods that meet it; all, if not given."),
+        "method": Field(METHODS, "The same as methods.", "methods"),
+        "by": Field(
+            Leaf(
+                words.by, {"type": ["string", "array"], "items": {"type": "string"}, "examples": ["ip", "tenant+user"]}
+            ),
+            f"Who is counted: {', '.join(words.IDENTITIES)}, global, or a name of the app's. client, if not given.",
+        ),
+        "bucket": Field(NUMBERS, "How many, how often."),
+        "limit": Field(NUMBERS, "The same as bucket.", "bucket"),
+        "algorithm": Field(ALGORITHM, "How it is counted, if the numbers don't say."),
+        "tiers": Field(MapOf(NAME, NUMBERS, '{pro: "1000/minute"}'), "Other numbers for the clients of a tier."),
+        "cost": Field(COST, "What a request costs here; the route's cost, if not given."),
+        "reserve": Field(_whole(1, example=500), "An estimate of the cost, which the app corrects afterwards."),
+        "count_when": Field(
+            Leaf(words.status_test, {**_TEXT, "examples": ["status in [401, 403]", "status >= 500"]}),
+            "Counts only requests that the app answers so.",
+        ),
+        "shadow": Field(FLAG, "Evaluated and reported, but never rejects."),
+        "on_failure": Field(ON_FAILURE, "What happens when the store fails."),
+        "missing": Field(
+            _choice("skip", "ip"), "For requests without the identity: leave the limit out, or count by ip."
+        ),
+        "unit": Field(
+            _choice("requests", "content-bytes", "concurrent-requests", "tokens"), "What is counted, as headers say it."
+        ),
+    },
+)
+
+LIMITS: Final = OneOf(
+    {list: ListOf(LIMIT, "[{by: ip, bucket: 10/minute}]"), dict: BY_NAME},
+    "a list of limits, like [{by: ip, bucket: 10/minute}]",
+)
+
+SETTINGS: Final = Record(
+    "settings",
+    {
+        "proxies": Field(
+            ListOf(Leaf(words.proxy, {**_TEXT, "examples": ["10.0.0.0/8"]}), "[10.0.0.0/8]"),
+            "The networks of your own proxies, whose word on a client's address is taken.",
+        ),
+        "forwarded_by": Field(_choice("x-forwarded-for", "forwarded"), "The header in which they give it."),
+        "ipv6_prefix": Field(_whole(32, 128, example=64), "How much of an IPv6 address is one client."),
+        "subnet": Field(
+            Record(
+                "settings",
+                {
+                    "ipv4": Field(_whole(8, 32, example=24), "How much of an IPv4 address is one subnet."),
+                    "ipv6": Field(_whole(16, 128, example=48), "How much of an IPv6 address is one subnet."),
+                },
+            ),
+            "What `by: subnet` counts together.",
+        ),
+        "api_key": Field(
+            Record(
+                "settings",
+                {
+                    "header": Field(
+                        Leaf(words.header, {"type": ["string", "null"]}),
+                        "The header that holds the key; none for no header.",
+                    ),
+                    "bearer": Field(FLAG, "Whether a bearer token is a key, too."),
+                },
+            ),
+            "Where API keys stand.",
+        ),
+    },
+)
+
+ANSWERS: Final = Record(
+    "settings",
+    {
+        "headers": Field(
+            ListOf(_choice("x-ratelimit", "ratelimit"), "[x-ratelimit, ratelimit]"), "Which are sent; [] for none."
+        ),
+        "jitter": Field(DURATION, "Retry-After is spread over so much more, against herds."),
+        "doc_url": Field(
+            Leaf(words.url, {"type": "string", "format": "uri", "pattern": "^https?://"}), "Where limits are explained."
+        ),
+    },
+)
+
+WHO: Final = {
+    "ip": Field(ADDRESS, "An address, or a network."),
+    "user": Field(IDENTITY, "A user."),
+    "tenant": Field(IDENTITY, "A tenant."),
+    "api_key": Field(
+        Leaf(words.api_key, {"type": ["string", "integer"]}),
+        "A key as the client sends it, or hmac: and its fingerprint.",
+    ),
+}
+SUBNET: Final = {"subnet": Field(Leaf(words.subnet, {**_TEXT, "examples": ["203.0.113.0/24"]}), "A subnet.")}
+VALIDITY: Final = {
+    "valid_from": Field(INSTANT, "From when it holds."),
+    "valid_until": Field(INSTANT, "Until when it holds."),
+    "reason": Field(LABEL, "Why; for those who read the policy, and the decision log."),
+}
+
+
+def policy(kinds: Iterable[str] = ()) -> Record:
+    """A whole policy, in which also the identities of these kinds may be named."""
+    own = {kind: Field(IDENTITY, f"A {kind}, as the app supplies it.") for kind in kinds}
+    client = {
+        **WHO,
+        **own,
+        "tier": Field(NAME, "The tier that the client is in."),
+        "label": Field(LABEL, "Who it is; for people."),
+    }
+    override = {
+        **WHO,
+        **SUBNET,
+        **own,
+        "limit": Field(NAME, "The name of the limit whose numbers change."),
+        "class": Field(NAME, "Only on routes of this class."),
+        "bucket": Field(NUMBERS, "The other numbers."),
+        "algorithm": Field(ALGORITHM, "How it is counted; as the limit, if not given."),
+        **VALIDITY,
+    }
+    return Record(
+        "a policy",
+        {
+            "name": Field(NAME, "What the policy is called."),
+            "tier": Field(NAME, "The tier of everybody whom `clients` does not place."),
+            "on_failure": Field(ON_FAILURE, "What happens when the store fails, where routes and limits don't say."),
+            "identity": Field(SETTINGS, "Where identities come from."),
+            "answers": Field(ANSWERS, "How answers look."),
+            "routes": Field(ROUTES, "What routes are: their class, their cost."),
+            "limits": Field(LIMITS, "The limits: which requests meet them, who is counted, how many may pass."),
+            "tiers": Field(TIERS, "Numbers by tier, written from the tier's side."),
+            "clients": Field(
+                StreamOf(Record("a client", client, others=IDENTITY), "[{tenant: acme, tier: pro}]"),
+                "Clients that are known by name.",
+            ),
+            "overrides": Field(
+                StreamOf(
+                    Record("an override", override, others=IDENTITY),
+                    "[{tenant: acme, limit: search, bucket: 10000/minute}]",
+                ),
+                "Other numbers for one client, perhaps for a time.",
+            ),
+            "blocked": Field(
+                StreamOf(
+                    Record("a block", {**WHO, **own, **VALIDITY}, others=IDENTITY),
+                    "[{ip: 203.0.113.0/24, reason: scraping}]",
+                ),
+                "Who does not get in at all.",
+            ),
+        },
+    )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a policy, for editors that complete and check as one types."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Headgate policy",
+        "description": "Which limits a request meets.",
+        **policy().schema(),
+    }

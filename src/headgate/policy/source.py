@@ -1,0 +1,83 @@
+"""A policy's text as a document, and what there is to say about its places."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Final
+
+from headgate.errors import InvalidPolicy
+from headgate.policy.formats import FORMATS, SUFFIXES
+from headgate.policy.formats.document import Malformed, Place, Spot
+
+if TYPE_CHECKING:
+    from headgate.policy.problems import Problem, Problems
+
+__all__ = ["LARGEST", "Source"]
+
+LARGEST: Final = 32 * 1024 * 1024
+"""In bytes, or in characters of a text."""
+
+
+class Source:
+    """A text that is well-formed; InvalidPolicy, if it is not."""
+
+    def __init__(self, text: str, file: str, format: str | None) -> None:
+        self.file = file
+        format = format or SUFFIXES.get(PurePath(file).suffix.lower())
+        if format not in FORMATS:
+            raise InvalidPolicy(
+                [f"{file}: cannot tell its format; name the file .yaml, .yml, .toml or .json, or say format="]
+            )
+        if len(text) > LARGEST:
+            raise InvalidPolicy([f"{file}: larger than {LARGEST >> 20} MB, which no policy is"])
+        _check_characters(text, file)
+        try:
+            self._document = FORMATS[format](text)
+        except Malformed as error:
+            raise InvalidPolicy([_line(file, error.place, str(error))]) from None
+        self.value = self._document.value
+
+    def tell(self, problems: Problems) -> list[str]:
+        """All that is wrong or odd, one line for each, in the order of their places."""
+        spots = {each for problem in problems.kept for each in (problem.spot, problem.other) if isinstance(each, Spot)}
+        around = {Spot(spot.path[:length]) for spot in spots for length in range(len(spot.path))}
+        places = self._document.places(spots | around)
+
+        def place(spot: Spot | Place) -> Place:
+            """Its own, or that of what it stands in."""
+            if isinstance(spot, Place):
+                return spot
+            while spot not in places and spot.path:
+                spot = Spot(spot.path[:-1])
+            return places.get(spot, Place(1, 1))
+
+        def text(problem: Problem) -> str:
+            other = "" if problem.other is None else str(place(problem.other))
+            return f"{problem.before}{other}{problem.after}"
+
+        told = {(place(problem.spot), text(problem)) for problem in problems.kept}
+        return [_line(self.file, where, what) for where, what in sorted(told)]
+
+    def refusal(self, problems: Problems) -> InvalidPolicy | None:
+        """The error that lists all mistakes; None, if there are none."""
+        for where, what in self._document.mistakes:
+            problems.add_placed(where, what)
+        if not problems:
+            return None
+        told = self.tell(problems)
+        if problems.full:
+            told.append(f"{self.file}: these are the first {len(told)} mistakes; there may be more")
+        return InvalidPolicy(told)
+
+
+def _check_characters(text: str, file: str) -> None:
+    if text.startswith("\ufeff"):
+        raise InvalidPolicy([f"{file}:1:1: starts with a byte order mark; save the file as UTF-8 without one"])
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidPolicy([f"{file}: half a character at offset {error.start}; save the file as UTF-8"]) from None
+
+
+def _line(file: str, place: Place | None, text: str) -> str:
+    return f"{file}: {text}" if place is None else f"{file}:{place}: {text}"

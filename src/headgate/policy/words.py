@@ -1,0 +1,386 @@
+"""The words of a policy: each function reads one plain value strictly, or raises InvalidInput with the remedy."""
+
+from __future__ import annotations
+
+import re
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from difflib import get_close_matches
+from fractions import Fraction
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from typing import TYPE_CHECKING, Final, TypeAlias
+from urllib.parse import urlsplit
+
+from headgate import _grammar
+from headgate._grammar import Phrase, suggest
+from headgate.errors import InvalidInput, InvalidLimit
+from headgate.policy.formats.document import Unreadable
+from headgate.policy.kinds import refusal, show
+from headgate.policy.model import StatusTest
+from headgate.policy.routes import Template
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "IDENTITIES",
+    "address",
+    "api_key",
+    "by",
+    "choice",
+    "duration",
+    "flag",
+    "header",
+    "identity",
+    "instant",
+    "label",
+    "method",
+    "name",
+    "numbers",
+    "proxy",
+    "rate",
+    "route",
+    "status_test",
+    "subnet",
+    "text",
+    "url",
+    "whole",
+]
+
+IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "client")
+"""The kinds that are known without the app's help, and "client": the best of them that a request has."""
+
+LONGEST_LABEL: Final = 500
+
+STATUSES: Final = range(100, 600)
+
+_NAME: Final = re.compile(r"[ !#-\[\]-~]{1,100}")
+_KIND: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,49}")
+_TOKEN: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+_STATUS: Final = re.compile(
+    r"\s*status\s*(?P<sign>==|!=|<=|>=|<|>|\bnot\s+in\b|\bin\b)\s*(?P<operand>.*?)\s*", re.DOTALL
+)
+_STATUS_FORM: Final = 'write it like "status in [401, 403]", "status not in [2xx, 404]" or "status >= 500"'
+_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE", "QUERY")
+
+_SPELLINGS: Final = {re.sub("[-_]", "", kind): kind for kind in (*IDENTITIES, "global")} | {"address": "ip"}
+"""Identities as they are called, by how they are often misspelled."""
+
+_FIELDS: Final = frozenset(
+    ["limit", "class", "bucket", "algorithm", "tier", "label", "reason", "valid_from", "valid_until"]
+)
+"""What stands beside an identity in clients and overrides."""
+
+_Network: TypeAlias = IPv4Network | IPv6Network
+
+
+# ------------------------------------------------------------------ simple values
+
+
+def text(value: object) -> str:
+    if type(value) is str and value and value.isprintable():
+        return value
+    if isinstance(value, str) and value:
+        raise InvalidInput(f"{show(value)} holds characters that cannot be printed; leave them out")
+    if isinstance(value, (int, Decimal)) or value is None:
+        raise refusal(value, f'text in quotes: "{show(value)}"')
+    raise refusal(value, "text")
+
+
+def name(value: object) -> str:
+    """A text that can be quoted in headers, in reasons and on the command line."""
+    if type(value) is str and _NAME.fullmatch(value):
+        return value
+    raise InvalidInput(f"{show(text(value))}: use 1 to 100 printable ASCII characters, no quote and no backslash")
+
+
+def label(value: object) -> str:
+    if type(value) is str and 0 < len(value) <= LONGEST_LABEL and value.isprintable():
+        return value
+    raise InvalidInput(f"{show(text(value))} has too many characters; use at most {LONGEST_LABEL}")
+
+
+def flag(value: object) -> bool:
+    if type(value) is bool:
+        return value
+    raise refusal(value, "true or false")
+
+
+def whole(least: int, most: int | None = None, *, example: int) -> Callable[[object], int]:
+    """A reader of whole numbers in a range."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def read(value: object) -> int:
+        if type(value) is not int:
+            raise refusal(value, f"a whole number {bounds}, like {example}")
+        if value < least or (most is not None and value > most):
+            raise InvalidInput(f"{value} is out of bounds; write a whole number {bounds}, like {example}")
+        return value
+
+    return read
+
+
+def choice(*known: str) -> Callable[[object], str]:
+    """A reader of one word out of a few."""
+
+    def read(value: object) -> str:
+        if type(value) is not str:
+            raise refusal(value, f"one of {', '.join(known)}")
+        if value not in known:
+            raise InvalidInput(f"unknown word {show(value)}; {suggest(value, list(known))}")
+        return value
+
+    return read
+
+
+def rate(value: object) -> Fraction:
+    """Tokens per second, exactly as written."""
+    if isinstance(value, bool) or not isinstance(value, (int, Decimal)):
+        raise refusal(value, "a number of tokens per second, like 16.67")
+    found = Fraction(value)
+    if found <= 0:
+        raise InvalidInput(f"{value} refills nothing; write a number above 0, like 16.67")
+    if found.denominator > 10**9:
+        raise InvalidInput(f"{value} has too many digits; at most nine may follow the point")
+    return found
+
+
+# ------------------------------------------------------------------ limits and times
+
+
+def numbers(value: object) -> Phrase:
+    """What the text of a limit says."""
+    if type(value) is not str:
+        raise refusal(value, 'a limit like "10/minute" or "1000/minute, burst 200"')
+    return _phrase(value)
+
+
+# Policies repeat themselves: a hundred thousand overrides hold a handful of different texts.
+_phrase: Final = lru_cache(maxsize=8192)(_grammar.parse)
+
+
+def duration(value: object) -> timedelta:
+    wanted = 'a duration, like "500 ms", "5 seconds" or "2 minutes"'
+    if type(value) is not str:
+        raise refusal(value, wanted)
+    if re.fullmatch(r"\s*[0-9]*\s*[A-Za-z]+\s*", value):
+        try:
+            return _grammar.parse(f"1/{value}").period
+        except InvalidLimit:
+            pass
+    raise InvalidInput(f"cannot read {show(value)}; write {wanted}")
+
+
+def instant(value: object) -> datetime:
+    """A moment that is the same one everywhere."""
+    if type(value) is str:
+        return _moment(value)
+    if isinstance(value, datetime):
+        return _zoned(value)
+    if isinstance(value, date):
+        raise InvalidInput(f"{value} is a day, not a moment; write it like {value}T00:00:00Z")
+    raise refusal(value, "a time, like 2026-05-28T02:01:00Z")
+
+
+@lru_cache(maxsize=1024)
+def _moment(written: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(written)
+    except ValueError:
+        raise InvalidInput(f"{show(written)} is not a time; write it like 2026-05-28T02:01:00Z") from None
+    if len(written) < len("20260528T02Z"):
+        raise InvalidInput(f"{written} is a day, not a moment; write it like {found.date()}T00:00:00Z")
+    return _zoned(found)
+
+
+def _zoned(moment: datetime) -> datetime:
+    if moment.utcoffset() is None:
+        raise InvalidInput(
+            f"{moment} is another moment in every zone; write {moment.isoformat()}Z for UTC, "
+            "or add an offset like +02:00"
+        )
+    return moment
+
+
+def status_test(value: object) -> StatusTest:
+    """Which answers count, out of `status in [401, 403]` and its kin."""
+    if type(value) is not str:
+        raise refusal(value, 'a test in quotes, like "status in [401, 403]"')
+    match = _STATUS.fullmatch(value)
+    if match is None:
+        raise InvalidInput(f"cannot read {show(value)}; {_STATUS_FORM}")
+    sign, operand = " ".join(match["sign"].split()), match["operand"]
+    if sign.endswith("in"):
+        if not (operand.startswith("[") and operand.endswith("]")):
+            raise InvalidInput(f"cannot read {show(value)}; {_STATUS_FORM}")
+        named = frozenset[int]().union(*[_statuses(item.strip(), value) for item in operand[1:-1].split(",")])
+        found = named if sign == "in" else frozenset(STATUSES) - named
+    else:
+        found = _compared(sign, _statuses(operand, value), value)
+    if not 0 < len(found) < len(STATUSES):
+        raise InvalidInput(f"{show(value)} is true for {'every answer' if found else 'no answer'}; {_STATUS_FORM}")
+    return StatusTest(value, found)
+
+
+def _statuses(item: str, value: str) -> frozenset[int]:
+    if re.fullmatch(r"[1-5][0-9][0-9]", item):
+        return frozenset([int(item)])
+    if re.fullmatch(r"[1-5]xx", item):
+        return frozenset(range(int(item[0]) * 100, int(item[0]) * 100 + 100))
+    raise InvalidInput(f"{show(value)}: {show(item)} is not a status; write 100 to 599, or 4xx for all of its kind")
+
+
+def _compared(sign: str, operand: frozenset[int], value: str) -> frozenset[int]:
+    if sign == "==":
+        return operand
+    if sign == "!=":
+        return frozenset(STATUSES) - operand
+    if len(operand) > 1:
+        raise InvalidInput(f"{show(value)}: {sign} needs one status, like 500")
+    (bound,) = operand
+    keeps = {"<": bound.__gt__, "<=": bound.__ge__, ">": bound.__lt__, ">=": bound.__le__}[sign]
+    return frozenset(filter(keeps, STATUSES))
+
+
+# ------------------------------------------------------------------ who
+
+
+def by(value: object) -> tuple[str, ...]:
+    """Kinds of identity; none for one counter for all."""
+    words = value.split("+") if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words) or not words:
+        odd = next((word for word in words if not isinstance(word, str)), value) if isinstance(words, list) else value
+        raise refusal(odd, 'kinds of identity, like ip, "tenant+user" or [tenant, user]')
+    kinds = [word.strip() for word in words]
+    for kind in kinds:
+        meant = _SPELLINGS.get(re.sub("[-_]", "", kind.lower()), kind)
+        if meant != kind:
+            raise InvalidInput(f"unknown identity {show(kind)}; did you mean {meant!r}?")
+        if not _KIND.fullmatch(kind) or kind in _FIELDS:
+            raise InvalidInput(f"{show(kind)} cannot name an identity; use letters, digits, _ and -, like device_id")
+    if len(set(kinds)) < len(kinds):
+        raise InvalidInput(f"{'+'.join(kinds)} names the same identity twice; keep one")
+    if "global" in kinds and len(kinds) > 1:
+        raise InvalidInput(
+            f"{'+'.join(kinds)}: global is one counter for all, and stands alone; leave out one or the other"
+        )
+    return () if kinds == ["global"] else tuple(kinds)
+
+
+def identity(value: object) -> str:
+    """Who, in the app's own words; a whole number is as good as its digits."""
+    if type(value) is str:
+        return label(value)
+    if type(value) is int:
+        return str(value)
+    raise refusal(value, "who is meant, as text or a whole number")
+
+
+def api_key(value: object) -> str:
+    """A key as clients send it, or its fingerprint. No message shows it."""
+    if isinstance(value, Unreadable) or type(value) not in (str, int):
+        raise InvalidInput("this is no key; write it as text in quotes")
+    found = str(value)
+    if not found or not found.isprintable() or len(found) > 4096 or found != found.strip():
+        raise InvalidInput("no client can send this key; write 1 to 4096 printable characters")
+    if found.startswith("hmac:") and not re.fullmatch(r"hmac:[0-9a-f]{32}", found):
+        raise InvalidInput("this is no fingerprint; write hmac: and 32 hexadecimal digits, or the key itself")
+    return found
+
+
+def address(value: object) -> str:
+    """An address or a network in its one spelling."""
+    found = _network(value, "203.0.113.9 or 203.0.113.0/24")
+    return str(found.network_address) if found.prefixlen == found.max_prefixlen else str(found)
+
+
+def subnet(value: object) -> str:
+    return str(_network(value, "203.0.113.0/24"))
+
+
+def proxy(value: object) -> str:
+    """A network that is narrow enough to be trusted."""
+    found = _network(value, "10.0.0.0/8")
+    least = 8 if found.version == 4 else 16
+    if found.prefixlen < least:
+        raise InvalidInput(
+            f"{found} lets strangers say what their address is; name the proxies' own network, /{least} or narrower"
+        )
+    return str(found)
+
+
+def _network(value: object, example: str) -> _Network:
+    if type(value) is not str:
+        raise refusal(value, f"an address or a network, like {example}")
+    written, _, prefix = value.partition("/")
+    try:
+        start = ip_address(written)
+        width = int(prefix) if "/" in value else start.max_prefixlen
+        if "%" in written or (prefix and str(width) != prefix):
+            raise ValueError
+        start, width = _unmapped(start, width)
+        kind = IPv4Network if start.version == 4 else IPv6Network
+        found = kind((int(start), width), strict=False)
+    except ValueError:
+        raise InvalidInput(f"{show(value)} is no address; write it like {example}") from None
+    if found.network_address != start:
+        raise InvalidInput(f"{show(value)} starts in the middle of its network; write {found}")
+    return found
+
+
+def _unmapped(start: IPv4Address | IPv6Address, width: int) -> tuple[IPv4Address | IPv6Address, int]:
+    """An IPv4 address that came as IPv6 is what it was: ::ffff:1.2.3.4/64 would be everybody."""
+    if isinstance(start, IPv6Address) and start.ipv4_mapped is not None:
+        return start.ipv4_mapped, width - 96
+    return start, width
+
+
+# ------------------------------------------------------------------ HTTP
+
+
+def method(value: object) -> str:
+    if type(value) is not str:
+        raise refusal(value, "a method, like GET")
+    if value.upper() == "HEAD":
+        raise InvalidInput("HEAD counts as GET; write GET")
+    if value not in _METHODS:
+        near = get_close_matches(value.upper(), _METHODS, n=1, cutoff=0.7)
+        if near:
+            raise InvalidInput(f"unknown method {show(value)}; did you mean {near[0]!r}?")
+        if not re.fullmatch(r"[A-Z]{1,20}", value):
+            raise InvalidInput(f"{show(value)} is no method; write one like GET, in capital letters")
+    return value
+
+
+def route(value: object) -> tuple[str | None, Template]:
+    """The paths of a route, and the method if one stands in front: "GET /users/{id}"."""
+    found = text(value)
+    verb, _, path = found.partition(" ")
+    if verb.isalpha() and path:
+        return method(verb), Template.parse(path.strip())
+    return None, Template.parse(found)
+
+
+def header(value: object) -> str | None:
+    """The name of a header in lower case; None to read none."""
+    if value is None or value == "none":
+        return None
+    if type(value) is not str:
+        raise refusal(value, "the name of a header, like x-api-key, or none")
+    if not _TOKEN.fullmatch(value):
+        raise InvalidInput(f"{show(value)} cannot name a header; write it like x-api-key, or none")
+    return value.lower()
+
+
+def url(value: object) -> str:
+    wanted = "an address like https://example.com/limits"
+    if type(value) is not str:
+        raise refusal(value, wanted)
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.netloc or not re.fullmatch(r"[!-~]{1,2000}", value):
+        raise InvalidInput(f"{show(value)} cannot be followed; write {wanted}")
+    return value
