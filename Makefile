@@ -12,8 +12,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-run: $(VENV)/.ready ## show the seven algorithms answering the same burst, side by side
-	@$(BIN)/python -m headgate.demo
+run: $(VENV)/.run ## open the example API: a tour of its policy, then it is yours to try (RUN_ARGS="--demo" only shows it)
+	@$(BIN)/python -m examples.shop $(RUN_ARGS)
 
 test: check servers $(VENV)/.test ## everything that must hold: lint, types, and the tests on real servers
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -44,6 +44,10 @@ $(VENV)/.ready: pyproject.toml
 	@echo "installing headgate into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	@$(PIP) --editable '.[all]'
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.ready
+	@$(PIP) --group run
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.ready

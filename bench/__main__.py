@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    everyone = sorted({contender.name for contender in (*SYNC, *ASYNC, *FASTAPI, *FLASK)} - {ALONE})
+    everyone = sorted({c.name for c in (*SYNC, *ASYNC)} | {c.name for c in (*FASTAPI, *FLASK)} - {ALONE})
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two minutes or so, for a first look")
+    parser.add_argument("--quick", action="store_true", help="a few minutes, for a first look")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given again)")
     parser.add_argument("--contender", choices=everyone, action="append", help="this one (may be given again)")
     parser.add_argument("--rounds", type=int, help="how often everybody is asked")

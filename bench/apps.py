@@ -1,7 +1,7 @@
 """One small app behind each contender, put there as its own documentation says.
 
-The app answers `GET /items/{id}`. headgate stands there with three layered limits, and with one; everybody else with one,
-by the client's address: their best case.
+The app answers `GET /items/{id}`. headgate stands there with three layered limits, and with one; everybody else with
+one, by the client's address: their best case.
 """
 
 from collections.abc import Callable
@@ -216,9 +216,8 @@ def _words(setting: Setting) -> str:
 
 # -- who is measured -----------------------------------------------------------------------------------------
 
-_MIDDLEWARE = "`HeadgateMiddleware` with {}"
-_THREE = _MIDDLEWARE.format("three limits: by address, by API key, and for all together")
-_ONE = _MIDDLEWARE.format("one limit, by address")
+_THREE = "`HeadgateMiddleware` with three limits: by address, by API key, and for all together"
+_ONE = "`HeadgateMiddleware` with one limit, by address"
 
 FASTAPI = (
     AppContender(ALONE, "FastAPI, one route", fastapi_alone, limits=0),

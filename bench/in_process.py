@@ -14,19 +14,20 @@ from bench.measure import Sample
 from bench.openers import Setting
 
 SLICE = 256  # requests of one app before the next has its turn
-ADDRESSES = MANY = 1000
+MANY = 1000  # items and API keys, as in load.lua
 
-Caller = tuple[str, str]  # an address, and an API key
-# Another caller with the key of somebody who has used it up.
-SOMEBODY_ELSE, WITH_A_KEY_THAT_IS_USED_UP = ("127.0.0.2", "sk_live_b"), ("127.0.0.3", "sk_live_a")
-CALLERS: list[Caller] = [*[("127.0.0.1", "sk_live_a")] * 4, SOMEBODY_ELSE, WITH_A_KEY_THAT_IS_USED_UP]
+# Addresses and API keys: somebody four times, somebody else, and a third with the key of the first.
+CALLERS = [*[("127.0.0.1", "sk_live_a")] * 4, ("127.0.0.2", "sk_live_b"), ("127.0.0.3", "sk_live_a")]
 
 
 # -- right answers first -------------------------------------------------------------------------------------
 
 
 async def expect_limits(framework: str, contender: AppContender, setting: Setting) -> None:
-    """A limit of three lets three pass and no more, and another client is none the wiser."""
+    """A limit of three lets three pass and no more, and another client is none the wiser.
+
+    Where API keys are counted, too, one that is used up is denied from wherever it comes.
+    """
     async with AsyncExitStack() as stack:
         app = contender.opened(setting, stack)
         if framework == "FastAPI":
@@ -35,7 +36,7 @@ async def expect_limits(framework: str, contender: AppContender, setting: Settin
         else:
             statuses = [_wsgi_status(app, *caller) for caller in CALLERS]
     passes = THREE_THEN_NO_MORE if contender.limits else [True] * len(THREE_THEN_NO_MORE)
-    expected = [200 if each else 429 for each in [*passes, contender.limits < 2]]
+    expected = [200 if each else 429 for each in (*passes, contender.limits < 2)]
     if statuses != expected:
         raise WrongAnswerError(f"{contender.name} on {setting.url}: answered {statuses} instead of {expected}")
 

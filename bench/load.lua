@@ -1,4 +1,4 @@
--- What wrk asks for: many items with many API keys, round and round; and at the end one line of JSON for bench/serving.py.
+-- What wrk asks for: many items with many API keys, round and round. At the end, one line of JSON for serving.py.
 local MANY = 1000
 local requests, last = {}, 0
 

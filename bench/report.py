@@ -32,6 +32,7 @@ from bench.targets import (
     added_us,
     client_us,
     kept,
+    kept_by_cpu,
     p50_us,
     p99_us,
     rate,
@@ -149,10 +150,15 @@ def _http(results: Results) -> Iterator[str]:
             ("CPU of Redis, us", server_us, _whole),
         ]
         rows = [
-            [name, _spread(kept(samples, seen[ALONE]), _percent), *(_cell(samples, r, show) for _, r, show in columns)]
+            [
+                name,
+                _spread(kept(samples, seen[ALONE]), _percent),
+                _spread(kept_by_cpu(samples, seen[ALONE]), _percent),
+                *(_cell(samples, reading, show) for _, reading, show in columns),
+            ]
             for name, samples in seen.items()
         ]
-        yield from _table([scenario, "requests/s kept", *(title for title, *_ in columns)], rows)
+        yield from _table([scenario, "requests/s kept", "by CPU time", *(title for title, *_ in columns)], rows)
         yield ""
 
 

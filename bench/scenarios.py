@@ -85,7 +85,7 @@ class Plan:
     memory_keys: int = 100_000
     redis_keys: int = 2_000
     footprint_keys: int = 200_000
-    http_seconds: float = 4.0  # the length of a run of wrk
+    http_seconds: float = 3.0  # the length of a run of wrk
     yaml: bool = True  # whether to wait for the large policy as YAML, too
     parts: frozenset[str] = frozenset(PARTS)
     contenders: frozenset[str] = frozenset()  # empty: all of them

@@ -177,7 +177,14 @@ def test_an_encoded_slash_leads_to_no_other_limit() -> None:
     assert run(app, conversation) == [200, 429, 429]
 
 
-def test_answers_are_settled_by_their_status() -> None:
+@pytest.mark.parametrize(
+    ("counted", "sent", "expected"),
+    [
+        ("401", (200, 401, 500, 200, 401, 200), [200, 401, 500, 200, 401, 429]),
+        ("500", (200, 500, 401, 200, 500, 200), [200, 500, 401, 200, 500, 429]),
+    ],
+)
+def test_answers_are_settled_by_their_status(counted: str, sent: tuple[int, ...], expected: list[int]) -> None:
     async def login(request: web.Request) -> web.Response:
         status = int(request.query["status"])
         if status == 401:
@@ -187,12 +194,12 @@ def test_answers_are_settled_by_their_status() -> None:
         return web.Response(status=status)
 
     app = application(web.get("/login", login))
-    setup(app, read("limits: [{by: ip, bucket: 2/minute, count_when: 'status in [401, 500]'}]"), clock=FakeClock())
+    setup(app, read(f"limits: [{{by: ip, bucket: 2/minute, count_when: 'status == {counted}'}}]"), clock=FakeClock())
 
     async def conversation(client: TestClient[Any, Any]) -> list[int]:
-        return [(await client.get(f"/login?status={status}")).status for status in (200, 401, 200, 500, 200)]
+        return [(await client.get(f"/login?status={status}")).status for status in sent]
 
-    assert run(app, conversation) == [200, 401, 200, 500, 429]
+    assert run(app, conversation) == expected
 
 
 def test_the_app_says_what_a_request_has_cost() -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from headgate.adapters.way import Admission
     from servers import RedisServer
 
 LIMIT_FIELDS = {"x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset", "ratelimit-policy", "ratelimit"}
@@ -380,6 +381,41 @@ def test_a_client_that_goes_away_settles_and_leaves(answers_first: bool) -> None
         assert (await talk(gate, scope()))[0]["status"] == (429 if answers_first else 200)
 
     asyncio.run(run())
+
+
+def test_what_was_held_is_left_even_if_the_server_loses_patience() -> None:
+    class Slow(AsyncGate):
+        async def finish(self, admission: Admission, status: int) -> None:
+            await leaving.wait()
+            await super().finish(admission, status)
+            left.set()
+
+    leaving, left, started = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        gate = Slow(read(ONE_AT_ONCE))
+        task = asyncio.create_task(talk(HeadgateMiddleware(app, gate=gate), scope()))
+        await started.wait()
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        leaving.set()
+        await asyncio.wait_for(left.wait(), 5)
+        assert (await gate.admit(AsgiArrival(scope()))).allowed
+
+    asyncio.run(run())
+
+
+def test_a_refusal_of_head_has_no_body() -> None:
+    gate = gated(only_http, per_ip("1/minute"))
+    _, (start, body) = (asyncio.run(talk(gate, scope(method="HEAD"))) for _ in range(2))
+    assert (start["status"], int(fields(start)["content-length"]) > 0, body["body"]) == (429, True, b"")
 
 
 @every_framework

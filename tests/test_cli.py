@@ -23,16 +23,22 @@ from hypothesis import strategies as st
 
 import headgate
 from headgate import cli
+from headgate.cli.reasons import explain
+from headgate.cli.request import Request
 from headgate.cli.table import GAP, NARROWEST, table
 from headgate.errors import InvalidPolicy
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.loading import read
 from headgate.policy.model import IdentitySettings
 from headgate.policy.schema import json_schema
+from headgate.policy.snapshot import Snapshot
+from test_snapshot import policies, requests
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Callable, Iterator, Sequence
+
+    from headgate.policy.model import Policy
 
 PAGE = (Path(__file__).parents[1] / "docs" / "cli.md").read_text("utf-8")
 COMMAND = [sys.executable, "-m", "headgate.cli"]
@@ -438,6 +444,23 @@ def test_an_override_that_is_passed_over_is_told(call: Callable[..., tuple[int, 
 def test_no_limit_is_told(call: Callable[..., tuple[int, str, str]], folder: Path) -> None:
     (folder / "few.yaml").write_text("limits: [{path: /a, by: ip, bucket: 1/second}]")
     assert call("explain", "few.yaml", "GET", "/b")[1].endswith("\nno limit: it passes, and nothing is counted\n")
+
+
+@given(policy=policies(), asked=requests())
+def test_every_limit_of_a_route_is_explained_once(policy: Policy, asked: Any) -> None:
+    api_keys = ApiKeys(policy.identity, SECRET.encode())
+    who = {kind: value for kind, value in asked.who.items() if value}
+    found = explain(policy, Request(asked.method, asked.path, who, asked.at, api_keys, True))
+    snapshot = Snapshot(policy, api_keys.fingerprint)
+    resolution = snapshot.resolve(snapshot.route(asked.method, asked.path), who, asked.now_us)
+    met = [] if found.blocked or found.is_exempt else [*resolution.met, *resolution.shadows]
+    assert [(each.name, each.limit, each.identity) for each in found.limits] == [
+        (each.rule.name, each.key.limit, each.key.identity) for each in met
+    ]
+    left_out = [each.name for each in found.left_out if not each.why.startswith("the override for ")]
+    if not found.blocked:
+        on_route = [each.rule.name for each in (*resolution.route.rules, *resolution.route.shadows)]
+        assert sorted([*left_out, *(each.name for each in found.limits)]) == sorted(on_route)
 
 
 # ------------------------------------------------------------------ keys and secrets

@@ -1,4 +1,4 @@
-"""What `make run` shows: the whole of it, in any terminal, and nothing that was not decided."""
+"""What `headgate demo` shows: the whole of it, in any terminal, and nothing that was not decided."""
 
 from __future__ import annotations
 

@@ -189,19 +189,25 @@ def test_a_generator_can_be_sent_values_and_returns_one() -> None:
 
 
 def test_an_async_generator_holds_its_lease_until_it_has_ended() -> None:
+    held_at_the_end: list[bool] = []
+
     async def main() -> list[int]:
         async with AsyncLimiter() as limiter:
 
             @limited(ONE, limiter=limiter)
             async def numbers() -> AsyncIterator[int]:
-                for number in (1, 2):
-                    yield number
+                try:
+                    for number in (1, 2):
+                        yield number
+                finally:
+                    held_at_the_end.append((await limiter.peek(ONE)).remaining == 0)
 
             running = numbers()
             assert await anext(running) == 1
             with pytest.raises(RequestDenied):
                 await anext(numbers())
             await running.aclose()  # type: ignore[attr-defined]
+            assert held_at_the_end == [True]
             return [number async for number in numbers()]
 
     assert asyncio.run(main()) == [1, 2]

@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 
 from headgate import Limit
 from headgate.adapters.grpc import AsyncHeadgateInterceptor, GrpcArrival, HeadgateInterceptor, _address
-from headgate.adapters.way import current_admission
+from headgate.adapters.way import FREE, current_admission
 from headgate.policy.loading import read
 from headgate.policy.model import Policy, Rule
 from headgate.testing import FakeClock
@@ -92,7 +92,7 @@ async def stream_stream_async(requests: AsyncIterator[bytes], context: Any) -> N
 
 
 def plain(request: bytes, context: Any) -> bytes:
-    return request
+    return b"free" if current_admission() is FREE else b"counted"
 
 
 def handlers(suffix: str) -> grpc.GenericRpcHandler:
@@ -261,6 +261,14 @@ def test_answers_are_settled_by_their_code(serving: Any, kind: str, request_: by
     with serving(rules, clock=FakeClock()) as ask:
         assert ask(kind, request_).code.name == code
         assert ask(kind).code is (EXHAUSTED if counts else OK)
+
+
+def test_an_rpc_that_meets_no_limit_finds_no_admission_of_another() -> None:
+    rules = read("routes: [{path: /test.Echo/plain, cost: 0}]\nlimits: [{by: ip, bucket: 99/minute}]")
+    with threaded(rules) as ask:
+        for _ in range(8):  # more than there are threads
+            assert ask().code is OK
+        assert [ask(path="/test.Echo/plain").messages for _ in range(8)] == [[b"free"]] * 8
 
 
 @both

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from base64 import b64decode
+from contextlib import suppress
 from pathlib import Path
+from secrets import compare_digest
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from headgate.adapters.way import Arrival
 
-PASSWORDS = {"ada": "analytical"}
+PASSWORDS = {"ada": "analytical"}  # yours are hashed
 WORDS = ["Warm", "the", "pot.", "Steep", "the", "tea", "for", "three", "minutes,", "and", "not", "for", "one", "more."]
 
 app = FastAPI(title="Shop")
@@ -30,9 +32,10 @@ app = FastAPI(title="Shop")
 def login_name(arrival: Arrival) -> str | None:
     """Whose password is tried: what limits `by: user` count. Called before the app, so it reads the request itself."""
     scheme, _, credentials = ",".join(arrival.header("authorization")).partition(" ")
-    if scheme.lower() != "basic":
-        return None
-    return b64decode(credentials).decode().partition(":")[0]  # nonsense raises, and is counted without a user
+    if scheme.lower() == "basic":
+        with suppress(ValueError):  # nonsense names nobody, and is counted by its address
+            return b64decode(credentials).decode().partition(":")[0]
+    return None
 
 
 app.add_middleware(
@@ -51,7 +54,8 @@ async def health() -> str:
 
 @app.post("/login")
 async def login(who: Annotated[HTTPBasicCredentials, Depends(HTTPBasic())]) -> dict[str, str]:
-    if PASSWORDS.get(who.username) != who.password:
+    password = PASSWORDS.get(who.username)
+    if password is None or not compare_digest(password.encode(), who.password.encode()):
         raise HTTPException(401, "wrong name or password")
     return {"hello": who.username}
 

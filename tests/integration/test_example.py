@@ -204,11 +204,20 @@ def test_right_passwords_never_count(client: TestClient, limits: IsolatedLimits)
     limits.assert_denied_by("login-failures", on="POST /login")
 
 
-def test_nonsense_for_a_login_is_counted_by_address(client: TestClient, limits: IsolatedLimits) -> None:
-    for _ in range(10):
-        assert client.post("/login", headers={"Authorization": "Basic ?"}).status_code in (401, 422)
-    assert client.post("/login").status_code == 429
-    limits.assert_denied_by("login-ip")
+@pytest.mark.parametrize(
+    ("sent", "limit"),
+    [
+        ("Basic ?", "login-ip"),
+        ("Basic /w==", "login-ip"),
+        ("Basic", "login-ip"),
+        ("Bearer x", "login-ip"),
+        ("Basic bm9ib2R5Og==", "login-failures"),  # "nobody", with an empty password
+    ],
+)
+def test_every_failed_login_is_counted(client: TestClient, limits: IsolatedLimits, sent: str, limit: str) -> None:
+    answers = {client.post("/login", headers={"Authorization": sent}).status_code for _ in range(11)}
+    assert answers == {401, 429}
+    limits.assert_denied_by(limit)
 
 
 def left(limits: IsolatedLimits, name: str) -> int:

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from serving import Reply, WebServer
 
 from servers import RedisServer, wait_until
+from serving import Reply, WebServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from headgate.adapters.way import Admission, Arrival, current_admission
+
+__all__ = ["Admission", "Arrival", "current_admission"]

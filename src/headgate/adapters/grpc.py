@@ -7,21 +7,25 @@ stands in the trailing metadata, which a handler cannot have sent already.
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
-from google.rpc.error_details_pb2 import ErrorInfo, QuotaFailure, RetryInfo  # type: ignore[import-untyped]
-from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
 
 from headgate.adapters.asgi import whatever_happens
 from headgate.adapters.gate import AsyncGate, Gate
 from headgate.adapters.way import enter_context
 from headgate.errors import InvalidConfiguration
+
+try:  # which grpcio alone does not bring along
+    from google.protobuf.any_pb2 import Any as AnyMessage
+    from google.protobuf.duration_pb2 import Duration
+    from google.rpc.error_details_pb2 import ErrorInfo, QuotaFailure, RetryInfo  # type: ignore[import-untyped]
+    from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+except ImportError as missing:
+    raise ImportError(f"{missing}: refusals need it for their details; pip install 'headgate[grpc]'") from missing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -127,7 +131,7 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         if admission.refusal is not None:
             context.set_trailing_metadata(_refusal_metadata(admission))
             context.abort(CODES[admission.refusal.status], MESSAGES[admission.refusal.status])
-        token = enter_context(admission)
+        enter_context(admission)  # also where nothing is met: the thread has served others before
         failure: BaseException | None = None
         try:
             yield
@@ -135,8 +139,6 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
             failure = error
             raise
         finally:
-            with suppress(ValueError):  # a stream that its client has left may be closed by another thread
-                token.var.reset(token)
             _tell(context, admission)
             if not admission.is_over:
                 self.gate.finish(admission, _status(context, failure))

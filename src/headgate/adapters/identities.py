@@ -74,9 +74,7 @@ class Identities:
     def _api_key(self, arrival: Arrival) -> str | None:
         header = arrival.header(self._api_key_header) if self._api_key_header is not None else ()
         authorization = arrival.header("authorization") if self._bearer_token and not header else ()
-        lines = header or authorization
-        # Which of several would the app believe? WSGI servers, and proxies, join them by commas.
-        if len(lines) > 1 or (lines and "," in lines[0]):
+        if len(header) > 1 or len(authorization) > 1:  # which of them would the app believe?
             return None
         return self._api_keys.from_headers(header[0] if header else None, authorization[0] if authorization else None)
 

@@ -152,8 +152,8 @@ def header_lines(environ: Mapping[str, Any], name: str) -> list[str]:
 
 
 def native_headers(headers: list[Header]) -> list[tuple[str, str]]:
-    """Header fields as text."""
-    return [(str(name, "latin-1"), str(value, "latin-1")) for name, value in headers]
+    """Header fields as text: ours are ASCII."""
+    return [(name.decode(), value.decode()) for name, value in headers]
 
 
 def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -> None:

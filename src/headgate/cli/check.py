@@ -116,7 +116,7 @@ def tell(report: Report, err: Screen) -> None:
     lines: list[str] = []
     if err.is_terminal and report.problems:
         with suppress(OSError, ValueError):
-            lines = Path(report.file).read_text("utf-8").splitlines()
+            lines = Path(report.file).read_text("utf-8").split("\n")
     for problem in report.problems:
         place = report.file if problem.line is None else f"{report.file}:{problem.line}:{problem.column}"
         kind = err.paint("warning: ", ODD) if problem.is_warning else ""

@@ -72,12 +72,9 @@ def explain(policy: Policy, request: Request) -> Explanation:
     resolution = snapshot.resolve(plan, request.who, request.now_us)
     # As gates do: on an exempt route they look at nothing, for somebody who is blocked at no limit.
     block = None if plan.is_exempt else resolution.block
-    met = () if plan.is_exempt or block else (*resolution.met, *resolution.shadows)
-    left_out = (
-        []
-        if plan.is_exempt or block
-        else [*_rules_left_out(resolution), *_overrides_left_out(policy, resolution, request)]
-    )
+    is_counted = not plan.is_exempt and block is None
+    met = (*resolution.met, *resolution.shadows) if is_counted else ()
+    left_out = (*_rules_left_out(resolution), *_overrides_left_out(policy, resolution, request)) if is_counted else ()
     counts_as = normal_method(request.method)
     return Explanation(
         request=f"{request.method} {request.path}" + (f" (as {counts_as})" if counts_as != request.method else ""),
@@ -90,7 +87,7 @@ def explain(policy: Policy, request: Request) -> Explanation:
         is_exempt=plan.is_exempt,
         blocked=None if block is None else f"{_shown(block.identity, request)}{_terms(block)}",
         limits=tuple([_limit(each, resolution, request) for each in met]),
-        left_out=tuple(left_out),
+        left_out=left_out,
         notes=(_MADE_UP,) if "api_key" in request.who and not request.secret_is_known else (),
     )
 

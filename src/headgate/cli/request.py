@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "given_secret"]
 
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _NOT_SAID: Final = {
     "address": "give --ip",
     "client": "it is the tenant, API key, user or address",
@@ -67,7 +68,7 @@ class Request:
 
     @property
     def now_us(self) -> int:
-        return round(self.at.timestamp() * 1_000_000)
+        return (self.at - _EPOCH) // timedelta(microseconds=1)
 
 
 def given_secret(file: str | None) -> bytes | None:

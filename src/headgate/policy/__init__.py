@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from headgate.policy.loading import load, read
+from headgate.policy.model import Policy
+
+__all__ = ["Policy", "load", "read"]

@@ -46,7 +46,8 @@ class ApiKeys:
     def from_headers(self, api_key: str | None, authorization: str | None) -> str | None:
         """The hash of the request's key, or None if it has none: of its own header first, then of a bearer token.
 
-        What cannot be a key (empty, several words, not printable ASCII, above 4 KB) is no identity.
+        What cannot be a key (empty, several words, not printable ASCII, above 4 KB) is no identity. Nor is what has a
+        comma: by that, several lines are joined on their way, and which of them would the app believe?
         """
         found = None
         if api_key is not None and self._header:
@@ -57,7 +58,7 @@ class ApiKeys:
 
     def hashed(self, sent: str) -> str | None:
         """The hash of a key that a client sent, whatever it looks like, or None if it cannot be a key."""
-        if not (0 < len(sent) <= LONGEST_KEY and sent.isascii() and sent.isprintable() and " " not in sent):
+        if not (0 < len(sent) <= LONGEST_KEY and sent.isascii() and sent.isprintable()) or " " in sent or "," in sent:
             return None
         hash = self._hash.copy()
         hash.update(sent.encode("ascii"))
@@ -77,6 +78,6 @@ class ApiKeys:
         if hashed is None:
             raise InvalidInput(
                 f"an API key of {len(written)} characters can be no key; "
-                f"it is one word of printable ASCII, of up to {LONGEST_KEY} characters"
+                f"it is one word of printable ASCII, without commas, of up to {LONGEST_KEY} characters"
             )
         return hashed

@@ -134,8 +134,7 @@ class MemoryStore:
 
     def decide(self, call: Check) -> Decision:
         """The answer to a check, behind the lock."""
-        keys, cost, id = call
-        costs = call.costs if type(cost) is tuple else (cost,) * len(keys)
+        keys, _, id = call
         lease = id or ""
         charges: list[tuple[Space, Key, Any, Any]] = []
         verdicts: list[Verdict] = []
@@ -145,7 +144,7 @@ class MemoryStore:
             self._busy = True
             try:
                 now_us = self._time_ns() // 1000
-                for key, cost in zip(keys, costs, strict=True):
+                for key, cost in zip(keys, call.costs, strict=True):
                     limit, _, identity = key
                     space = spaces.get(limit.space)
                     if space is None or space.only is not limit or (state := space.states.get(identity)) is None:
