@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -153,6 +154,13 @@ def test_the_file_is_looked_at_by_itself_until_the_watch_is_closed(file: Path) -
     file.write_text(policy_of(20))
     wait_until(lambda: watch.current == 20, "the new version is in force")
     watch.close()
+    wait_until(lambda: not is_watched(), "the thread has ended")
+
+
+def test_a_watch_that_nobody_needs_any_more_ends_by_itself(file: Path) -> None:
+    watch = Watch(file, quota_of, every=0.01)
+    del watch
+    gc.collect()
     wait_until(lambda: not is_watched(), "the thread has ended")
 
 

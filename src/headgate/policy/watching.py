@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headgate._forks import renew_in_children
 from headgate.errors import InvalidInput, InvalidPolicy
@@ -94,14 +95,21 @@ class Watch(Generic[Made]):
 
     def _start(self) -> None:
         if self._every is not None:
-            threading.Thread(target=self._watch, args=(self._stop,), name="headgate-policy", daemon=True).start()
+            arguments = weakref.ref(self), self._stop, self._every
+            threading.Thread(target=_look_forever, args=arguments, name="headgate-policy", daemon=True).start()
 
-    def _watch(self, stop: threading.Event) -> None:
-        while not stop.wait(self._every):
-            try:
-                self.look()
-            except Exception:  # a bug of ours must not end the watch: the next version may be read
-                logger.exception("policy %s: could not be looked at; %s stays in force", self._path, self.version)
+
+def _look_forever(watching: weakref.ref[Watch[Any]], stop: threading.Event, every: float) -> None:
+    """Until the watch is closed, or forgotten with what it was made for."""
+    while not stop.wait(every):
+        watch = watching()
+        if watch is None:
+            return
+        try:
+            watch.look()
+        except Exception:  # a bug of ours must not end the watch: the next version may be read
+            logger.exception("a policy could not be looked at; version %s stays in force", watch.version)
+        del watch
 
 
 def _digest(content: bytes) -> str:
