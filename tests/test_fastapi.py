@@ -17,7 +17,7 @@ from headgate import Limit
 from headgate.adapters.asgi import HeadgateMiddleware
 from headgate.adapters.fastapi import FastAPILimits, admission
 from headgate.adapters.way import Admission, current_admission
-from headgate.errors import InvalidConfiguration, InvalidInput, InvalidLimit
+from headgate.errors import InvalidConfiguration, InvalidCost, InvalidInput, InvalidLimit
 from headgate.policy.model import AnswerSettings, IdentitySettings, Policy, Rule
 from headgate.testing import FakeClock
 
@@ -255,6 +255,9 @@ def test_policy_and_dependencies_work_side_by_side() -> None:
     policy = Policy((Rule("everything", everything, ("ip",)),))
     answers = ask(HeadgateMiddleware(app, policy, clock=FakeClock()), "/", "/", "/", "/")
     assert statuses(answers) == [200, 429, 429, 429]
+    assert [answer.headers.get_list("x-ratelimit-limit") for answer in answers] == [["1"], ["1"], ["1"], ["3"]]
+    assert answers[0].headers["ratelimit"] == '"everything";r=2;t=20, "1/minute by ip";r=0;t=60'
+    assert answers[1].headers["ratelimit"] == '"everything";r=1;t=40, "1/minute by ip";r=0;t=60'
     violated = [json.loads(answer.content)["violated-policies"] for answer in answers[1:]]
     assert violated == [["1/minute by ip"], ["1/minute by ip"], ["everything"]]
 
@@ -320,6 +323,8 @@ def test_a_websocket_is_told_of_its_limits_and_refused() -> None:
         (("1/minute",), {"by": "usr"}, InvalidConfiguration, "did you mean 'user'"),
         (("1/minute",), {"by": "ip+ip"}, InvalidInput, "twice"),
         (("1/minute",), {"count_when": "sometimes"}, InvalidInput, "status in"),
+        (("1/minute",), {"cost": -1}, InvalidCost, "cost -1"),
+        (("1/minute",), {"cost": 0}, InvalidCost, "needs no limit"),
         (
             (Limit(1, timedelta(minutes=1), algorithm="concurrency"),),
             {"count_when": "status in [401]"},
@@ -340,6 +345,26 @@ def test_an_app_without_its_limits_is_told_so() -> None:
     app.websocket("/", dependencies=[Depends(limits.allow("1/minute"))])(lambda: None)
     with pytest.raises(InvalidConfiguration, match=r"limits\.install\(app\)"):
         knock(app, "/")
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_mounted_app_refuses_too(is_installed: bool) -> None:
+    """Where the limits are not installed in it, with FastAPI's own body; status and fields are right all the same."""
+    app, limits = made()
+    mounted = FastAPI()
+    if is_installed:
+        limits.install(mounted)
+    mounted.get("/{id}", dependencies=[Depends(limits.allow("1/minute"))])(lambda: None)
+    app.mount("/sub", mounted)
+    first, refused = ask(app, "/sub/1", "/sub/2")
+    assert (first.status_code, first.headers.get_list("x-ratelimit-remaining")) == (200, ["0"])
+    assert (refused.status_code, refused.headers["retry-after"], refused.headers["x-ratelimit-limit"]) == (
+        429,
+        "60",
+        "1",
+    )
+    kind = "application/problem+json" if is_installed else "application/json"
+    assert (refused.headers["content-type"], refused.headers["cache-control"]) == (kind, "no-store")
 
 
 def test_a_request_is_what_functions_get() -> None:

@@ -127,7 +127,7 @@ class Model:
 
     def tier(self) -> str | None:
         told = self.who.get("tier")
-        if told in {*self.policy.tiers, self.policy.default_tier}:
+        if told is not None and told in {*self.policy.tiers, self.policy.default_tier}:
             return told
         client = self.first([client for client in self.policy.clients if client.tier])
         if not self.policy.tiers and not self.policy.default_tier:

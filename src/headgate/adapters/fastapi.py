@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,7 @@ from headgate.adapters.answers import Answers
 from headgate.adapters.asgi import TRY_AGAIN_LATER, AsgiArrival, live, serve, signed_in_user
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, Admission, current_admission, enter_context
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, InvalidCost
 from headgate.limits import Limit
 from headgate.policy import words
 from headgate.policy.model import AnswerSettings, IdentitySettings, Policy, Rule, StatusTest
@@ -37,6 +38,13 @@ __all__ = ["FastAPILimits", "Refused", "admission"]
 ADMISSIONS: Final = "headgate.admissions"
 """Where a request's scope keeps those that its dependencies have got."""
 
+CALLER: Final = "headgate:caller"
+ROUTE: Final = "headgate:route"
+"""Identities that no app can mean by its own names: what the function of a dependency says, and the route."""
+
+TOLD_FOR_ALL: Final = (b"x-ratelimit-", b"ratelimit")
+"""How the names of fields start that are told once for all limits of a request."""
+
 ANSWERED: Final = frozenset(words.STATUSES)
 NOT_SERVED: Final = 0
 """The status of a request that another limit refused afterwards: no answer of the app's has it, so it is given back."""
@@ -46,9 +54,10 @@ class Refused(HTTPException):
     """Raised by a dependency for a request that may not pass. `FastAPILimits.install` lets it become the refusal."""
 
     def __init__(self, refusal: Refusal) -> None:
-        headers = {name.decode(): value.decode() for name, value in refusal.headers if not name.startswith(b"content-")}
-        super().__init__(refusal.status, "this request may not pass now", headers)
         self.refusal = refusal
+        self.fields = [field for field in refusal.headers if not field[0].startswith(TOLD_FOR_ALL)]
+        headers = {name.decode(): value.decode() for name, value in self.fields if not name.startswith(b"content-")}
+        super().__init__(refusal.status, "this request may not pass now", headers)
 
 
 class FastAPILimits:
@@ -74,7 +83,7 @@ class FastAPILimits:
             identity=identity or IdentitySettings(), answers=answers or AnswerSettings(), on_failure=on_failure
         )
         self._answers = Answers(self._policy.answers)
-        functions |= {"caller": lambda arrival: arrival.by(arrival.native), "route": _route}
+        functions |= {CALLER: lambda arrival: arrival.by(arrival.native), ROUTE: _route}
         self.gate = AsyncGate(self._policy, store, identities=functions, **options)
 
     def allow(
@@ -92,6 +101,8 @@ class FastAPILimits:
         asynchronous. A text counts each route for itself; with a `name`, or as a `Limit`, which has one, it counts all
         routes together that use the name.
         """
+        if type(cost) is not int or cost < 1:
+            raise InvalidCost(f"cost {cost!r} is not a whole number >= 1; a route that costs nothing needs no limit")
         kinds = self._checked_kinds(by)
         test = None if count_when is None else words.status_test(count_when)
         word = by if isinstance(by, str) else getattr(by, "__name__", "caller")
@@ -100,7 +111,7 @@ class FastAPILimits:
             if isinstance(given, Limit):
                 limit, counted = given, kinds
             elif name is None:
-                limit, counted = Limit.parse(given, name=f"{given} by {word}"), ("route", *kinds)
+                limit, counted = Limit.parse(given, name=f"{given} by {word}"), (ROUTE, *kinds)
             else:
                 limit, counted = Limit.parse(given, name=name if len(limits) == 1 else f"{name} {given}"), kinds
             rules.append(
@@ -109,14 +120,7 @@ class FastAPILimits:
         names = [rule.name for rule in rules]
         if not names or len(set(names)) < len(names):
             raise InvalidConfiguration(f"allow() takes one or more limits, each of its own name, but got {names}")
-        made = self.gate.made(
-            Policy(
-                tuple(rules),
-                identity=self._policy.identity,
-                answers=self._policy.answers,
-                on_failure=self._policy.on_failure,
-            )
-        )
+        made = self.gate.made(replace(self._policy, rules=tuple(rules)))
 
         async def allowed(connection: HTTPConnection) -> Admission:
             admissions = connection.scope.get(ADMISSIONS)
@@ -126,7 +130,7 @@ class FastAPILimits:
             if admission.refusal is not None:
                 for earlier in admissions:
                     await self.gate.finish(earlier, NOT_SERVED)
-                admissions.clear()
+                admissions[:] = [admission]
                 raise Refused(admission.refusal)
             if admission is not FREE:
                 admissions.append(admission)
@@ -141,15 +145,20 @@ class FastAPILimits:
         app.add_exception_handler(Refused, _answer)  # type: ignore[arg-type]  # for both kinds of connection
         app.add_middleware(_Layer, limits=self)
 
-    def headers(self, admissions: list[Admission]) -> list[Header]:
-        """The fields for all admissions of a request, as if they were one."""
-        if len(admissions) < 2:
-            return admissions[0].headers if admissions else []
-        decisions = [each.decision for each in admissions if each.decision is not None and each.headers]
-        limits = [key.limit for decision in decisions for key in decision.keys]
-        verdicts = [verdict for decision in decisions for verdict in decision.verdicts]
-        description = self._answers.describe(limits, ["requests"] * len(limits))
-        return description.headers(verdicts, decisions[-1].at_us) if decisions else []
+    def headers(self, admissions: list[Admission], policy: Admission) -> list[Header]:
+        """The fields for all admissions of a request, and for what a policy has granted before, as if they were one."""
+        if not any(each.headers for each in admissions):
+            return []
+        told = [each for each in (policy, *admissions) if each.headers]
+        if len(told) == 1:
+            return told[0].headers
+        policy.hush()
+        decisions = [each.decision for each in told if each.decision is not None]
+        rules = [rule for each in told if each.resolution is not None for rule in each.resolution.rules]
+        description = self._answers.describe(
+            [key.limit for decision in decisions for key in decision.keys], [rule.rule.unit for rule in rules]
+        )
+        return description.headers([each for decision in decisions for each in decision.verdicts], decisions[-1].at_us)
 
     async def finish(self, admissions: list[Admission], status: int) -> None:
         """The answer is out."""
@@ -158,7 +167,7 @@ class FastAPILimits:
 
     def _checked_kinds(self, by: By) -> tuple[str, ...]:
         if not isinstance(by, str):
-            return ("caller",)
+            return (CALLER,)
         kinds = words.by(by)
         for kind in kinds:
             if kind not in self._kinds:
@@ -166,7 +175,7 @@ class FastAPILimits:
                 raise InvalidConfiguration(
                     f"nobody says who the {kind!r} of a request is: give identities={{{kind!r}: function}}, or {hint}"
                 )
-        return tuple("route" if kind == "endpoint" else kind for kind in kinds)
+        return tuple(ROUTE if kind == "endpoint" else kind for kind in kinds)
 
 
 async def admission() -> Admission:
@@ -200,8 +209,8 @@ class _Layer:
         scope[ADMISSIONS] = admissions
         context = enter_context(current_admission())
         try:
-            headers, finish = partial(self._limits.headers, admissions), partial(self._limits.finish, admissions)
-            return await serve(self._app, scope, receive, send, headers, finish)
+            headers = partial(self._limits.headers, admissions, current_admission())
+            return await serve(self._app, scope, receive, send, headers, partial(self._limits.finish, admissions))
         finally:
             context.var.reset(context)
 
@@ -212,7 +221,7 @@ async def _answer(connection: HTTPConnection, error: Exception) -> Response | No
     refusal = error.refusal
     body = b"" if connection.scope.get("method") == "HEAD" else refusal.body
     response = Response(body, refusal.status)
-    response.raw_headers = refusal.headers
+    response.raw_headers = list(error.fields)
     if connection.scope["type"] == "http":
         return response
     websocket: WebSocket = connection  # type: ignore[assignment]

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from headgate.policy.model import Block
     from headgate.policy.snapshot import Met, Resolution, Snapshot
 
-__all__ = ["FREE", "Admission", "Arrival", "Rules", "Settling", "Shadow", "current_admission", "enter_context", "settle"]
+__all__ = [
+    "FREE",
+    "Admission",
+    "Arrival",
+    "Rules",
+    "Settling",
+    "Shadow",
+    "current_admission",
+    "enter_context",
+    "settle",
+]
 
 logger = logging.getLogger("headgate")
 
@@ -99,6 +109,10 @@ class Admission:
             return []
         return self._description.headers(self.decision.verdicts, self.decision.at_us)
 
+    def hush(self) -> None:
+        """Give no fields any more: somebody further in tells them together with its own."""
+        self._description = None
+
     def commit(self, cost: int, limit: str | None = None) -> None:
         """Say what the request has really cost, on limits that had only reserved an estimate (`reserve:`).
 
@@ -168,8 +182,10 @@ class Rules:
             return Admission(resolution, decision, refusal)
         rules = resolution.rules
         # By what the numbers come from: the route's own rules, or the very limits where they differ by client.
-        shape: Any = rules if resolution.route.is_uniform and type(rules) is tuple else tuple(
-            [id(key[0]) for key in resolution.keys]
+        shape: Any = (
+            rules
+            if resolution.route.is_uniform and type(rules) is tuple
+            else tuple([id(key[0]) for key in resolution.keys])
         )
         description = self._descriptions.get(shape)
         if description is None:
