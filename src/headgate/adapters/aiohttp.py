@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from aiohttp import web
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
     from headgate.adapters.answers import Refusal
+    from headgate.adapters.gate import GateOptions
     from headgate.policy.model import Policy
 
 __all__ = ["ADMISSION", "AiohttpArrival", "setup"]
@@ -46,7 +47,7 @@ def setup(
     store: Any = "memory://",
     *,
     gate: AsyncGate | None = None,
-    **options: Any,
+    **options: Unpack[GateOptions],
 ) -> AsyncGate:
     """Put a policy in front of an application, and close the store at its end. Returns the gate.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, enter_context
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from headgate.adapters.answers import Header, Refusal
+    from headgate.adapters.gate import GateOptions
     from headgate.policy.model import Policy
 
     Scope: TypeAlias = MutableMapping[str, Any]
@@ -69,7 +70,7 @@ class HeadgateMiddleware:
         store: Any = "memory://",
         *,
         gate: AsyncGate | None = None,
-        **options: Any,
+        **options: Unpack[GateOptions],
     ) -> None:
         self.app = app
         if gate is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from fastapi import HTTPException, Response
 from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the annotations of dependencies
@@ -21,14 +21,14 @@ from headgate.policy import words
 from headgate.policy.model import AnswerSettings, IdentitySettings, Policy, Rule, StatusTest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
     from fastapi import FastAPI, WebSocket
 
     from headgate.adapters.answers import Header, Refusal
     from headgate.adapters.asgi import App, Receive, Scope, Send
-    from headgate.adapters.identities import IdentityFunction
+    from headgate.adapters.gate import GateOptions
     from headgate.policy.model import RouteMode
 
     By: TypeAlias = str | Callable[[HTTPConnection], Any]
@@ -74,17 +74,17 @@ class FastAPILimits:
         identity: IdentitySettings | None = None,
         answers: AnswerSettings | None = None,
         on_failure: RouteMode = "open",
-        identities: Mapping[str, IdentityFunction] | None = None,
-        **options: Any,
+        **options: Unpack[GateOptions],
     ) -> None:
-        functions = {"user": signed_in_user, **(identities or {})}
+        functions = {"user": signed_in_user, **(options.get("identities") or {})}
         self._kinds = ["ip", "subnet", "api_key", "client", "endpoint", *functions]
         self._policy = Policy(
             identity=identity or IdentitySettings(), answers=answers or AnswerSettings(), on_failure=on_failure
         )
         self._answers = Answers(self._policy.answers)
         functions |= {CALLER: lambda arrival: arrival.by(arrival.native), ROUTE: _route}
-        self.gate = AsyncGate(self._policy, store, identities=functions, **options)
+        options["identities"] = functions
+        self.gate = AsyncGate(self._policy, store, **options)
 
     def allow(
         self,

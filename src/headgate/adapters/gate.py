@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict
 from weakref import WeakSet
 
 from headgate.adapters import way
@@ -19,7 +19,7 @@ from headgate.failure import FailurePolicy
 from headgate.limiter import AsyncLimiter, Limiter
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import Policy
-from headgate.policy.snapshot import CLIENT_KINDS, Snapshot
+from headgate.policy.snapshot import Snapshot
 from headgate.policy.watching import Watch
 from headgate.stores.calls import Check
 from headgate.stores.memory import MemoryStore
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headgate.adapters.way import Arrival
     from headgate.clock import Clock
 
-__all__ = ["AsyncGate", "Gate"]
+__all__ = ["AsyncGate", "Gate", "GateOptions"]
 
 logger = logging.getLogger("headgate")
 
@@ -43,6 +43,26 @@ BUDGET: Final = 0.005
 SECRET_VARIABLE: Final = "HEADGATE_SECRET"
 
 _new_check = tuple.__new__
+
+
+class GateOptions(TypedDict, total=False):
+    """What can be said of a gate beside its policy and its store; every adapter takes these."""
+
+    identities: Mapping[str, IdentityFunction] | None
+    """Functions that say who sends a request, by kind of identity: {"user": ..., "tenant": ...}."""
+    secret: str | bytes | None
+    """What API keys are hashed with: 16 bytes or more, the same on all machines. HEADGATE_SECRET, if not given."""
+    refusal_body: RefusalBody | None
+    """Makes the bodies of refusals."""
+    on_decision: Callable[[Arrival, Admission], None] | None
+    """Told of every decision as it is made."""
+    reload_every: float | None
+    """Seconds between looks at the policy file; None never to look again."""
+    clock: Clock | None
+    namespace: str
+    budget: float
+    """Seconds that the store may take before a route's failure mode answers."""
+    max_keys: int
 
 
 class _Door:
@@ -113,9 +133,7 @@ class _Door:
         store = limiter._store  # noqa: SLF001 - the way is as close to the store as the limiters' own
         self._run: Callable[[Any], Any] = store.run
         self._answers_at_once = isinstance(store, MemoryStore)
-        self._fallbacks = {
-            mode: FailurePolicy(mode, clock or SystemClock()) for mode in ("open", "closed", "local")
-        }
+        self._fallbacks = {mode: FailurePolicy(mode, clock or SystemClock()) for mode in ("open", "closed", "local")}
         return before
 
     def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
@@ -139,8 +157,8 @@ class _Door:
             return given.encode() if isinstance(given, str) else given
         if not self._answers_at_once and _counts_api_keys(policy):
             raise InvalidConfiguration(
-                "the policy counts by API keys, which are stored as keyed hashes, and there is no secret to key them with: "
-                f"give secret=, or set {SECRET_VARIABLE}, to the same 16 or more random bytes on every machine"
+                "the policy counts by API keys, which are stored as keyed hashes, and there is no secret to key them "
+                f"with: give secret=, or set {SECRET_VARIABLE}, to the same 16 or more random bytes on every machine"
             )
         return self._random_secret
 
@@ -249,7 +267,9 @@ class AsyncGate(_Door):
                 await held.__aexit__(None, None, None)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
-                admission.shadows = [Shadow(one, await self._answer(Check((one.key,), one.cost))) for one in met.shadows]
+                admission.shadows = [
+                    Shadow(one, await self._answer(Check((one.key,), one.cost))) for one in met.shadows
+                ]
         return admission if self.on_decision is None else self._told(arrival, admission)
 
     async def finish(self, admission: Admission, status: int) -> None:
@@ -280,7 +300,7 @@ class AsyncGate(_Door):
 
 def _counts_api_keys(policy: Policy) -> bool:
     reads = policy.identity.api_key_header is not None or policy.identity.bearer_token
-    return reads and any("api_key" in rule.by or ("client" in rule.by and "api_key" in CLIENT_KINDS) for rule in policy.rules)
+    return reads and any({"api_key", "client"} & {*rule.by} for rule in policy.rules)
 
 
 def _asynchronous_function(kind: str, value: Any) -> InvalidConfiguration:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from inspect import isasyncgenfunction, iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 from urllib.parse import unquote
 
 import grpc
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from headgate.adapters.answers import Header
+    from headgate.adapters.gate import GateOptions
     from headgate.adapters.way import Admission
     from headgate.policy.model import Policy
 
@@ -98,7 +99,7 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         store: Any = "memory://",
         *,
         gate: Gate | None = None,
-        **options: Any,
+        **options: Unpack[GateOptions],
     ) -> None:
         self.gate = gate or Gate(_given(policy), store, **options)
 
@@ -153,7 +154,7 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         store: Any = "memory://",
         *,
         gate: AsyncGate | None = None,
-        **options: Any,
+        **options: Unpack[GateOptions],
     ) -> None:
         self.gate = gate or AsyncGate(_given(policy), store, **options)
 

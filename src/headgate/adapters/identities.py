@@ -8,10 +8,10 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from headgate.policy.addresses import Addresses
-from headgate.policy.credentials import ApiKeys
 
 if TYPE_CHECKING:
     from headgate.adapters.way import Arrival
+    from headgate.policy.credentials import ApiKeys
     from headgate.policy.model import IdentitySettings
 
 __all__ = ["Identities", "IdentityFunction"]

@@ -6,7 +6,7 @@ import inspect
 from difflib import get_close_matches
 from functools import lru_cache
 from http.client import responses
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from headgate.adapters.gate import Gate
 from headgate.adapters.way import FREE, enter_context
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from headgate.adapters.answers import Header, Refusal
+    from headgate.adapters.gate import GateOptions
     from headgate.adapters.way import Admission, Arrival
     from headgate.policy.model import Policy
 
@@ -66,7 +67,7 @@ class HeadgateMiddleware:
         *,
         gate: Gate | None = None,
         arrival: Callable[[Environ], Arrival] = WsgiArrival,
-        **options: Any,
+        **options: Unpack[GateOptions],
     ) -> None:
         self.app = app
         self._arrival = arrival

@@ -252,6 +252,10 @@ class RuleBook:
             self._problems.add(
                 draft.at("cost"), "cost 0 would let everybody in at once; write at least 1, or leave it out"
             )
+        if draft.get("shadow"):
+            self._problems.add(
+                draft.at("shadow"), "a limit of concurrency counts who is inside, which a shadow never is; leave it out"
+            )
         for name in ("count_when", "reserve"):
             if draft.get(name) is not None:
                 self._problems.add(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 from headgate.policy.addresses import Networks
-from headgate.policy.model import ADDRESSES, Identity, Policy
+from headgate.policy.model import ADDRESSES, Identity, Policy, Validity
 from headgate.policy.routes import METHODS, Matcher, Template, normal_method
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from headgate.keys import Key
     from headgate.limits import Limit
-    from headgate.policy.model import Block, Override, RouteMode, RouteRule, Rule, Validity
+    from headgate.policy.model import Block, Override, RouteMode, RouteRule, Rule
     from headgate.stores.calls import Cost
 
 __all__ = ["CLIENT_KINDS", "UNMATCHED", "CompiledRule", "Met", "Resolution", "RoutePlan", "Snapshot", "Who"]
@@ -32,6 +32,7 @@ UNMATCHED: Final = "unmatched"
 """The endpoint of all paths that no template fits: they share their counters."""
 
 STRICTNESS: Final = ("closed", "local", "open")
+ALWAYS: Final = Validity()
 
 _new_tuple = tuple.__new__
 
@@ -81,8 +82,8 @@ class RoutePlan:
     """What is the same for all requests of a route and method."""
 
     __slots__ = (
-        "cost", "costs", "endpoint", "has_address_rule", "is_exempt", "is_uniform", "kinds", "leases", "on_failure", "route_class",
-        "rules", "settles", "shadows",
+        "cost", "costs", "endpoint", "has_address_rule", "is_exempt", "is_uniform", "kinds", "leases", "on_failure",
+        "route_class", "rules", "settles", "shadows",
     )  # fmt: skip
 
     def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
@@ -201,12 +202,12 @@ class Snapshot:
         return found or self.policy.default_tier
 
     def _lookups(self, entries: Iterable[tuple[Identity, Any]]) -> list[_Lookup]:
-        """The entries by kind of identity and value; several of one identity stay in their order."""
-        kinds: dict[str, dict[str, list[Any]]] = {}
-        for (kind, value), entry in entries:
+        """The entries by kind of identity and value, each with its rank: where several hold, the lowest does."""
+        kinds: dict[str, dict[str, list[_Ranked]]] = {}
+        for rank, ((kind, value), entry) in enumerate(sorted(entries, key=_generality)):
             if kind == "api_key":
                 value = self._fingerprint(value)
-            kinds.setdefault(kind, {}).setdefault(value, []).append(entry)
+            kinds.setdefault(kind, {}).setdefault(value, []).append((rank, entry))
         return [
             # An address may lie in a network, so that it is not looked up as it stands.
             ("address", _flat(Networks(values))) if kind == "ip" else (kind, values.get)
@@ -215,24 +216,30 @@ class Snapshot:
 
     @staticmethod
     def find(lookups: list[_Lookup], who: Who, now_us: int) -> Any:
-        """The first entry for any of the identities that holds now."""
+        """What holds now for any of the identities: of several, that of the lowest rank."""
+        best: _Ranked | None = None
         for kind, get in lookups:
             value = who.get(kind)
             if value is not None:
-                for entry in get(value) or ():
-                    if not hasattr(entry, "validity") or _holds(entry.validity, now_us):
-                        return entry
-        return None
+                for ranked in get(value) or ():
+                    if best is None or ranked[0] < best[0]:
+                        validity = getattr(ranked[1], "validity", None)
+                        if validity is None or _holds(validity, now_us):
+                            best = ranked
+        return best and best[1]
 
 
 if TYPE_CHECKING:
-    _Lookup: TypeAlias = tuple[str, Callable[[str], list[Any] | None]]
+    _Ranked: TypeAlias = tuple[int, Any]
+    _Lookup: TypeAlias = tuple[str, Callable[[str], list[_Ranked] | None]]
 
 
 class CompiledRule:
     """A rule on one route."""
 
-    __slots__ = ("_lookups", "_missing", "_said", "cost", "is_uniform", "kinds", "limit", "rule", "shared_key", "simple_kind")
+    __slots__ = (
+        "_lookups", "_missing", "_said", "cost", "is_uniform", "kinds", "limit", "rule", "shared_key", "simple_kind",
+    )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
         self.rule = rule
@@ -288,14 +295,23 @@ class CompiledRule:
         return self.rule.limit, None
 
 
+def _generality(of: tuple[Identity, Any]) -> tuple[bool, bool, int]:
+    """What is said of one class of routes, for a time, or of a small network goes before what is said in general."""
+    (kind, value), entry = of
+    validity = getattr(entry, "validity", ALWAYS)
+    # A network is as general as its prefix is short; an address without one is the least.
+    prefix = value.partition("/")[2] if kind == "ip" else ""
+    return getattr(entry, "route_class", None) is None, validity == ALWAYS, -int(prefix or 128)
+
+
 def _counts_everybody_by_address(rule: Rule) -> bool:
     """Whether a limit lets nobody go uncounted: one for some tiers only, or by an identity beside the address, does."""
     kinds = set(rule.by)
     return rule.limit is not None and bool(kinds & {*ADDRESSES}) and kinds <= {*ADDRESSES, "endpoint"}
 
 
-def _flat(networks: Networks[list[Any]]) -> Callable[[str], list[Any]]:
-    """All entries around an address, those of the smallest network first: where one is over, a wider one may hold."""
+def _flat(networks: Networks[list[_Ranked]]) -> Callable[[str], list[_Ranked]]:
+    """All entries around an address: where that of a small network is over, a wider one may hold."""
     return lambda address: [entry for entries in networks.find_all(address) for entry in entries]
 
 

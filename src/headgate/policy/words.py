@@ -282,8 +282,10 @@ def api_key(value: object) -> str:
     if isinstance(value, Unreadable) or type(value) not in (str, int):
         raise InvalidInput("this is no key; write it as text in quotes")
     found = str(value)
-    if not found or not found.isprintable() or len(found) > 4096 or found != found.strip():
-        raise InvalidInput("no client can send this key; write 1 to 4096 printable characters")
+    if not (found.isascii() and found.isprintable() and 0 < len(found) <= 4096) or " " in found or "," in found:
+        raise InvalidInput(
+            "no client can send this key; write 1 to 4096 printable ASCII characters, no blanks or commas"
+        )
     if found.startswith("hmac:") and not re.fullmatch(r"hmac:[0-9a-f]{32}", found):
         raise InvalidInput("this is no fingerprint; write hmac: and 32 hexadecimal digits, or the key itself")
     return found
