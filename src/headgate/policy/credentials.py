@@ -16,6 +16,8 @@ LONGEST_KEY: Final = 4096
 SHORTEST_SECRET: Final = 16
 """In bytes: what is shorter can be guessed, and with it every weak key by its hash."""
 
+MOST_KNOWN: Final = 4096
+
 PREFIX: Final = "hmac:"
 DIGEST_SIZE: Final = 16
 PURPOSE: Final = b"headgate api key"
@@ -28,7 +30,7 @@ class ApiKeys:
     The secret must be the same in all processes of an app. Whoever has it and a hash can only try keys out.
     """
 
-    __slots__ = ("_bearer", "_hash", "_header")
+    __slots__ = ("_bearer", "_hash", "_header", "_known")
 
     def __init__(self, settings: IdentitySettings, secret: bytes) -> None:
         if not isinstance(secret, bytes):
@@ -40,6 +42,8 @@ class ApiKeys:
             )
         key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
         self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=PURPOSE)
+        self._known: dict[int, str] = {}
+        """Hashes of busy keys, by what Python's own hash makes of the key: the keys themselves are not kept."""
         self._header = settings.api_key_header is not None
         self._bearer = settings.bearer_token
 
@@ -58,11 +62,8 @@ class ApiKeys:
 
     def hashed(self, sent: str) -> str | None:
         """The hash of a key that a client sent, whatever it looks like, or None if it cannot be a key."""
-        if not (0 < len(sent) <= LONGEST_KEY and sent.isascii() and sent.isprintable()) or " " in sent or "," in sent:
-            return None
-        hash = self._hash.copy()
-        hash.update(sent.encode("ascii"))
-        return PREFIX + hash.hexdigest()
+        known = self._known.get(hash(sent))
+        return known if known is not None else self._hashed(sent)
 
     def fingerprint(self, written: str) -> str:
         """The hash of a key that a policy names; one that is written as a hash stays.
@@ -80,4 +81,15 @@ class ApiKeys:
                 f"an API key of {len(written)} characters can be no key; "
                 f"it is one word of printable ASCII, without commas, of up to {LONGEST_KEY} characters"
             )
+        return hashed
+
+    def _hashed(self, sent: str) -> str | None:
+        if not (0 < len(sent) <= LONGEST_KEY and sent.isascii() and sent.isprintable()) or " " in sent or "," in sent:
+            return None
+        keyed = self._hash.copy()
+        keyed.update(sent.encode("ascii"))
+        if len(self._known) >= MOST_KNOWN:
+            # Starting anew is cheaper than to choose whom to forget: busy keys are back with their next request.
+            self._known.clear()
+        hashed = self._known[hash(sent)] = PREFIX + keyed.hexdigest()
         return hashed

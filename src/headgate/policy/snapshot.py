@@ -6,7 +6,7 @@ depends on the client is left: its tier, its overrides, and its identities as ke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.policy.addresses import Networks
 from headgate.policy.model import ADDRESSES, Identity, Policy, Validity
@@ -159,11 +159,11 @@ class Snapshot:
         keys: list[Key] = []
         rules: Sequence[CompiledRule] = route.rules
         for rule in rules:
-            # The common cases by themselves: the same numbers for everybody, and no identity, or one that is there.
+            # The common cases by themselves: no overrides, and no identity, or one that is there.
             if rule.shared_key is not None:
                 keys.append(rule.shared_key)
-            elif value := who.get(rule.simple_kind):
-                keys.append(rule.limit.by(value))
+            elif (value := who.get(rule.simple_kind)) and (limit := rule.tiers.get(tier, rule.limit)) is not None:
+                keys.append(limit.by(value))
             elif (key := rule.key(who, tier, now_us)) is not None:
                 keys.append(key)
         cost = route.costs
@@ -239,6 +239,7 @@ class CompiledRule:
 
     __slots__ = (
         "_lookups", "_missing", "_said", "cost", "is_uniform", "kinds", "limit", "rule", "shared_key", "simple_kind",
+        "tiers",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
@@ -253,10 +254,11 @@ class CompiledRule:
             self.kinds.update(CLIENT_KINDS)
         self.is_uniform = rule.limit is not None and not rule.tiers and not self._lookups
         """Whether its numbers are the same for everybody."""
-        is_simple = self.is_uniform and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
+        is_simple = not self._lookups and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
         self.simple_kind = rule.by[0] if is_simple else ""
-        self.limit = cast("Limit", rule.limit)  # used only where the kind is simple
-        self.shared_key = self.limit.by() if self.is_uniform and not rule.by else None
+        self.limit = rule.limit
+        self.tiers: Mapping[str | None, Limit] = dict(rule.tiers)
+        self.shared_key = rule.limit.by() if self.is_uniform and not rule.by and rule.limit is not None else None
 
     def key(self, who: Who, tier: str | None, now_us: int) -> Key | None:
         """What the request is counted under; None if it does not meet the rule."""
