@@ -257,7 +257,7 @@ class CompiledRule:
         is_simple = not self._lookups and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
         self.simple_kind = rule.by[0] if is_simple else ""
         self.limit = rule.limit
-        self.tiers: Mapping[str | None, Limit] = dict(rule.tiers)
+        self.tiers: dict[str | None, Limit] = {**rule.tiers}
         self.shared_key = rule.limit.by() if self.is_uniform and not rule.by and rule.limit is not None else None
 
     def key(self, who: Who, tier: str | None, now_us: int) -> Key | None:
