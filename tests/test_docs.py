@@ -20,7 +20,7 @@ import pytest
 import headgate
 from headgate import _grammar
 from headgate.algorithms import ALGORITHMS
-from headgate.policy.loading import read
+from headgate.policy import read
 from servers import AclUser, RedisServer
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ def server(redis7: RedisServer) -> Iterator[RedisServer]:
 
 
 @every_page
-def test_every_example_runs_and_says_what_it_shows(page: Path, server: RedisServer) -> None:
+def test_every_example_runs_and_says_what_it_shows(
+    page: Path, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block, after in pairwise([*blocks(page), Block("", "", 0, False)]):
         text = block.text.replace(DOCUMENTED_URL, f"redis://127.0.0.1:{server.port}/{DATABASE}")
@@ -86,6 +89,8 @@ def test_every_example_runs_and_says_what_it_shows(page: Path, server: RedisServ
                     assert redis_cli(command, server) == shown, f"{where}: {command}"
         elif block.language in ("yaml", "toml", "json"):
             assert read(text, file=where, format=block.language).warnings == (), where
+            if name := re.match(r"# (\w+\.\w+)\n", text):  # a file that the examples below it open
+                Path(name[1]).write_text(text, "utf-8")
         else:
             assert block.language == "text", f"{where}: a block in {block.language!r} is run by nobody"
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from examples.shop import tour
 from examples.shop.live import BOLD, DIM, RED, paint
 from headgate.errors import HeadgateError
-from headgate.policy.loading import load
+from headgate.policy import load
 
 HOST = "127.0.0.1"
 POLICY = Path(__file__).with_name("policy.yaml")
+REDIS = "redis://127.0.0.1:6379/0"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,22 +71,23 @@ class Guide(threading.Thread):
             os.kill(os.getpid(), signal.SIGINT)
 
     def _hand_over(self) -> None:
-        policy = self._options.policy
-        shown = policy.relative_to(Path.cwd()) if policy.is_relative_to(Path.cwd()) else policy
-        print(f"\n  {paint('Now it is yours.', BOLD)} The tour has used up nothing of what you have. Some ideas:")
-        for idea in (
-            "repeat a line of the tour: each decision appears here as it is made",
-            f"edit {shown}: the next request meets the new numbers, and a mistake changes nothing",
-            f"headgate explain {shown} GET /search --api-key demo-pro-key: which limits, and why",
-            "count in a Redis, from four processes: make run RUN_ARGS='--store redis://127.0.0.1:6379/0 --workers 4'",
+        policy, headgate = _from_here(self._options.policy), _from_here(Path(sys.executable).with_name("headgate"))
+        print(f"\n  {paint('Now it is yours.', BOLD)} The tour has used up nothing of what you have.")
+        for idea, how in (
+            ("Repeat a line of the tour: each decision appears here.", None),
+            ("Change the policy: a good version holds within a second, a bad one never.", f"edit {policy}"),
+            ("Ask which limits a request meets, and why:", f"{headgate} explain {policy} GET /search"),
+            ("Count in a Redis, from four processes:", f"make run RUN_ARGS='--store {REDIS} --workers 4'"),
         ):
-            print(f"     {idea}")
+            print(f"\n     {idea}")
+            if how is not None:
+                print(paint(f"     {how}", DIM))
         print(paint("\n  Ctrl-C closes the shop.\n", DIM), flush=True)
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m examples.shop", description="A shop's API behind a policy, to try out.")
-    parser.add_argument("--store", default="memory://", help="where to count, like redis://127.0.0.1:6379/0")
+    parser.add_argument("--store", default="memory://", help=f"where to count, like {REDIS}")
     parser.add_argument("--workers", type=int, default=1, help="processes to serve with; several need a Redis store")
     parser.add_argument("--port", type=int, default=8000, help="the port, or the next free one after it")
     parser.add_argument("--policy", type=Path, default=POLICY, help="another policy file")
@@ -95,9 +97,14 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     if options.workers > 1 and options.store.startswith("memory:"):
         parser.error(
             f"{options.workers} workers would count apart from each other in memory; "
-            "give them a store to share: --store redis://127.0.0.1:6379/0"
+            f"give them a store to share: --store {REDIS}"
         )
     return options
+
+
+def _from_here(path: Path) -> Path:
+    """As somebody in this folder would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _free_port(first: int) -> int:

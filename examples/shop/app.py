@@ -15,13 +15,13 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from examples.shop.live import show
+from headgate.adapters import current_admission
 from headgate.adapters.asgi import HeadgateMiddleware
-from headgate.adapters.way import current_admission
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headgate.adapters.way import Arrival
+    from headgate.adapters import Arrival
 
 PASSWORDS = {"ada": "analytical"}  # yours are hashed
 WORDS = ["Warm", "the", "pot.", "Steep", "the", "tea", "for", "three", "minutes,", "and", "not", "for", "one", "more."]

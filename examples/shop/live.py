@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headgate.adapters.way import Admission, Arrival
+    from headgate.adapters import Admission, Arrival
     from headgate.policy.snapshot import Resolution
 
 __all__ = ["BOLD", "DIM", "GREEN", "RED", "YELLOW", "line", "paint", "show"]
 
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+
+WIDEST = 120
+"""Columns that a whole line takes; a narrower terminal gets one without the time, the tier and the cost."""
 
 
 def show(arrival: Arrival, admission: Admission) -> None:
@@ -24,20 +28,21 @@ def show(arrival: Arrival, admission: Admission) -> None:
 
 
 def line(arrival: Arrival, admission: Admission, now: datetime) -> str:
-    """When, what was decided, on what, whose it was, what is left, and what it cost."""
+    """When, what was decided, on what, whose it was, what it cost, and what is left."""
     answer, style = _answer(admission)
+    answer = paint(f"{answer:<22}", style)
+    method, path = _safe(arrival.method, 6), _safe(arrival.path, 14)
+    who = tier = cost = left = ""
     resolution, decision = admission.resolution, admission.decision
-    cells = [
-        f"{now:%H:%M:%S}",
-        paint(f"{answer:<22}", style),
-        f"{_safe(arrival.method, 6):<4} {_safe(arrival.path, 14):<14}",
-        f"{_who(resolution) if resolution else '':<26}",
-    ]
-    if decision is not None and resolution is not None:
+    if resolution is not None:
+        who, tier = _who(resolution), resolution.tier or "-"
+    if decision is not None and resolution is not None and not _is_unknown(admission):
         tightest = min(decision.outcomes, key=lambda outcome: outcome.remaining / outcome.limit.capacity)
-        cost = next(met.cost for met in resolution.met if met.key == tightest.key)
-        cells.append(f"cost {cost:<3}  {tightest.remaining:>5} left of {tightest.limit.name}")
-    return "  ".join(cells).rstrip()
+        cost = f"cost {next(met.cost for met in resolution.met if met.key == tightest.key)}"
+        left = f"{tightest.remaining:>5} left of {tightest.limit.name}"
+    if sys.stdout.isatty() and shutil.get_terminal_size().columns < WIDEST:
+        return f"{answer} {f'{method} {path}':<14} {who:<11} {left}".rstrip()
+    return f"{now:%H:%M:%S}  {answer}  {method:<4} {path:<14}  {tier:<10} {who:<15}  {cost:<8}  {left}".rstrip()
 
 
 def paint(text: str, style: str) -> str:
@@ -49,7 +54,9 @@ def paint(text: str, style: str) -> str:
 def _answer(admission: Admission) -> tuple[str, str]:
     decision, refusal = admission.decision, admission.refusal
     if refusal is not None:
-        why = "blocked" if decision is None else ", ".join(decision.denied_by) or "store is away"
+        if decision is None:
+            return f"{refusal.status} blocked", RED
+        why = "store is away" if _is_unknown(admission) else ", ".join(decision.denied_by)
         return f"{refusal.status} {why}", RED
     if decision is not None and decision.degraded is not None:
         return "allowed, store is away", YELLOW
@@ -57,11 +64,17 @@ def _answer(admission: Admission) -> tuple[str, str]:
     return (f"allowed, not by {watched[0]}", YELLOW) if watched else ("allowed", GREEN)
 
 
+def _is_unknown(admission: Admission) -> bool:
+    """Whether the store is away, and nobody counts in its place: then there is nothing to say of what is left."""
+    resolution, decision = admission.resolution, admission.decision
+    is_counted_here = resolution is not None and resolution.route.on_failure == "local"
+    return decision is not None and decision.degraded is not None and not is_counted_here
+
+
 def _who(resolution: Resolution) -> str:
-    """The tier, and what the client is known by. Of a key there is only a hash, and of that a piece is enough."""
+    """What the client is known by. Of a key there is only a hash, and of that a piece is enough."""
     who = resolution.who
-    name = f"key {who['api_key'][-6:]}" if "api_key" in who else _safe(who.get("user") or who["ip"], 15)
-    return f"{resolution.tier or '-':<10} {name}"
+    return f"key {who['api_key'][-6:]}" if "api_key" in who else _safe(who.get("user") or who["ip"], 15)
 
 
 def _safe(text: str, width: int) -> str:

@@ -73,7 +73,7 @@ COMPLETE = Ask("POST", "/complete", key="demo-free-key")
 
 STEPS = (
     Step(
-        "Every answer says what is left. A search costs 5, and without a key you have 60 a minute:",
+        "Every answer says what is left. A search costs 5 of your 60 a minute:",
         (SEARCH,),
         shows=("x-ratelimit-limit", "x-ratelimit-remaining", "ratelimit"),
     ),
@@ -87,13 +87,13 @@ STEPS = (
         ),
     ),
     Step(
-        "Five wrong passwords for one account are enough, from wherever they come; right ones never count:",
+        "Five wrong passwords for one account are enough, from wherever they come:",
         (Ask("POST", "/login", login="ada:guess", visitor="203.0.113.$i"),),
         6,
     ),
-    Step("A model's answer reserves 500 tokens, and is settled by what it really took: 14.", (COMPLETE,), 2, pause=0.3),
+    Step("A model's answer reserves 500 tokens, and then pays the 14 it took:", (COMPLETE,), 2, pause=0.3),
     Step(
-        "A shadow only watches: the fourth post in a minute gets through, and is reported:",
+        "A shadow only watches: a fourth post passes, and is reported:",
         (Ask("POST", "/posts", key="demo-pro-key", json='{"text": "hello"}'),),
         4,
     ),

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
+from urllib.parse import urlparse
 
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, enter_context
@@ -45,14 +46,19 @@ class AsgiArrival:
     def __init__(self, scope: Scope) -> None:
         self.native = scope
         self.method: str = scope.get("method", "GET")
-        self.path: str = scope["path"]
+        path: str = scope["path"]
+        self.path = path if path[:1] == "/" else _path_of(path)
         client = scope.get("client")
         self.peer: str | None = client[0] if client else None
 
     def header(self, name: str) -> list[str]:
         """The values of all lines of a header; the name in lower case."""
         wanted = _encoded(name)
-        return [value.decode("latin-1") for key, value in self.native["headers"] if key == wanted]
+        found = []
+        for key, value in self.native["headers"]:  # a comprehension would cost a call more, on each request
+            if key == wanted:
+                found.append(value.decode("latin-1"))
+        return found
 
 
 class HeadgateMiddleware:
@@ -193,6 +199,14 @@ async def refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -
     body = b"" if scope.get("method") == "HEAD" else refusal.body
     await send({"type": f"{kind}.start", "status": refusal.status, "headers": refusal.headers})
     return await send({"type": f"{kind}.body", "body": body})
+
+
+def _path_of(target: str) -> str:
+    """The path of a whole URL, which h11 lets through: what Quart routes by, and others answer with a 404."""
+    try:
+        return urlparse(target).path
+    except ValueError:
+        return target
 
 
 _unfinished: set[asyncio.Future[None]] = set()

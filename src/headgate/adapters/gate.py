@@ -101,19 +101,16 @@ class _Door:
         self._options: dict[str, Any] = {"namespace": namespace, "budget": budget, "max_keys": max_keys}
         self.use(self._limiter_type(store, clock=clock, **self._options), clock)
         self._random_secret = secrets.token_bytes(32)
-        self._watch: Watch[Rules] | None = None
+        self._watch: Watch[None] | None = None
+        self.rules: Rules
+        """What holds for requests that begin now."""
         if isinstance(policy, Policy):
-            self._rules = self.made(policy)
+            self._swap(policy)
         else:
-            self._watch = Watch(policy, self.made, every=reload_every)
+            self._watch = Watch(policy, self._swap, every=reload_every)
         self.doors.add(self)
         for tell in self.newcomers:
             tell(self)
-
-    @property
-    def rules(self) -> Rules:
-        """What holds for requests that begin now."""
-        return self._rules if self._watch is None else self._watch.current
 
     @property
     def policy_version(self) -> str | None:
@@ -150,6 +147,9 @@ class _Door:
             self._fallbacks,
         )
 
+    def _swap(self, policy: Policy) -> None:
+        self.rules = self.made(policy)
+
     def _secret(self, policy: Policy) -> bytes:
         """What API keys are hashed with: the same on all machines that count together."""
         given = self._given_secret
@@ -185,9 +185,10 @@ class Gate(_Door):
         if route.is_exempt:
             return FREE
         who = rules.identities.read(arrival, route.kinds)
-        for kind in who:
-            if type(who[kind]) is not str:
-                raise _asynchronous_function(kind, who[kind])
+        if self._functions:
+            for kind in who:
+                if type(who[kind]) is not str:
+                    raise _asynchronous_function(kind, who[kind])
         met = rules.snapshot.resolve(route, who, self._now_us())
         if met.block is not None or not met.keys:
             return self._told(arrival, rules.unasked(met))
@@ -195,7 +196,7 @@ class Gate(_Door):
         try:
             decision = self._run(Check(met.keys, met.cost)) if held is None else held.__enter__()
         except StoreError as error:
-            decision = rules.without_store(met, error)
+            held, decision = None, rules.without_store(met, error)
         admission = rules.conclude(met, decision)
         if held is not None:
             if admission.allowed:
@@ -244,9 +245,10 @@ class AsyncGate(_Door):
         if route.is_exempt:
             return FREE
         who = rules.identities.read(arrival, route.kinds)
-        for kind in who:
-            if type(who[kind]) is not str:
-                who[kind] = await rules.identities.awaited(kind, who[kind])
+        if self._functions:
+            for kind in who:
+                if type(who[kind]) is not str:
+                    who[kind] = await rules.identities.awaited(kind, who[kind])
         met = rules.snapshot.resolve(route, who, self._now_us())
         if met.block is not None or not met.keys:
             return self._told(arrival, rules.unasked(met))
@@ -258,7 +260,7 @@ class AsyncGate(_Door):
                 check = _new_check(Check, (met.keys, met.cost, None))
                 decision = self._run(check) if self._answers_at_once else await self._run(check)
         except StoreError as error:
-            decision = rules.without_store(met, error)
+            held, decision = None, rules.without_store(met, error)
         admission = rules.conclude(met, decision)
         if held is not None:
             if admission.allowed:

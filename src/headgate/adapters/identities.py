@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Addresses
 
 if TYPE_CHECKING:
@@ -14,12 +17,22 @@ if TYPE_CHECKING:
     from headgate.policy.credentials import ApiKeys
     from headgate.policy.model import IdentitySettings
 
-__all__ = ["Identities", "IdentityFunction"]
+__all__ = ["AMBIGUOUS", "Identities", "IdentityFunction"]
 
 logger = logging.getLogger("headgate")
 
 IdentityFunction: TypeAlias = Callable[[Any], Any]
 """Given the `Arrival`, says who sends it: text, a whole number, or None; or gives an awaitable of these."""
+
+
+AMBIGUOUS: Final = "ambiguous"
+"""The one API key of all requests that send several: a client who is served under either gets no counter of its own."""
+
+OUR_OWN: Final = frozenset({"address", "ip", "subnet", "endpoint", "client", "global"})
+"""The kinds that no function tells."""
+
+QUIET: Final = 1.0
+"""Seconds between two words on the same function in the log: clients may be able to make it fail."""
 
 
 class Identities:
@@ -34,6 +47,13 @@ class Identities:
         self._api_key_header = settings.api_key_header
         self._bearer_token = settings.bearer_token
         self._functions = dict(functions or {})
+        self._complained: dict[str, float] = {}
+        """When something was last said about each function."""
+        if taken := sorted(OUR_OWN & self._functions.keys()):
+            raise InvalidConfiguration(
+                f"no function is asked for {taken[0]!r}, which is not the app's to say; give it another name, "
+                "or name your proxies under identity: in the policy"
+            )
 
     def read(self, arrival: Arrival, kinds: frozenset[str]) -> dict[str, Any]:
         """The request's identities of these kinds, its address always; a value may still have to be awaited."""
@@ -56,33 +76,44 @@ class Identities:
 
     def checked(self, kind: str, value: Any) -> str | None:
         """What a function said, as an identity: None where it is none."""
-        if value is None or value == "":
+        if isinstance(value, str):
+            text = str.__str__(value)  # the text itself, whatever its type makes of it: enums, Django's safe strings
+        elif type(value) is int:
+            text = str(value)
+        else:
+            if value is not None:  # not shown: it may be a secret, or a megabyte
+                self._complain(kind, f"gave a {type(value).__name__}, which is neither text nor a whole number")
             return None
-        if isinstance(value, str) or type(value) is int:
-            return self._api_keys.hashed(str(value)) if kind == "api_key" else str(value)
-        logger.error("the function for %r gave %r, which is neither text nor a whole number: ignored", kind, value)
-        return None
+        return self._api_keys.hashed(text) if kind == "api_key" else text or None
 
     async def awaited(self, kind: str, value: Any) -> str | None:
         """What an asynchronous function said."""
         try:
             return self.checked(kind, await value)
         except Exception:
-            logger.exception("the function for %r failed: the request is counted without it", kind)
+            self._complain(kind, "failed", with_traceback=True)
             return None
 
     def _api_key(self, arrival: Arrival) -> str | None:
         header = arrival.header(self._api_key_header) if self._api_key_header is not None else ()
-        authorization = arrival.header("authorization") if self._bearer_token and not header else ()
+        authorization = arrival.header("authorization") if self._bearer_token else ()
         if len(header) > 1 or len(authorization) > 1:  # which of them would the app believe?
-            return None
+            return AMBIGUOUS
         return self._api_keys.from_headers(header[0] if header else None, authorization[0] if authorization else None)
 
     def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival) -> Any:
         try:
             value = function(arrival)
+            return value if isawaitable(value) else self.checked(kind, value)
         except Exception:
             # Who cannot be told is counted by address: neither let through, nor answered by a 500.
-            logger.exception("the function for %r failed: the request is counted without it", kind)
+            self._complain(kind, "failed", with_traceback=True)
             return None
-        return value if isawaitable(value) else self.checked(kind, value)
+
+    def _complain(self, kind: str, what: str, *, with_traceback: bool = False) -> None:
+        now = monotonic()
+        if now - self._complained.get(kind, -inf) >= QUIET:
+            self._complained[kind] = now
+            logger.error(
+                "the function for %r %s: the request is counted without it", kind, what, exc_info=with_traceback
+            )

@@ -180,17 +180,15 @@ class Rules:
             # Nothing is known of the limits: the client is told no numbers.
             refusal = None if decision.allowed else self._answers.unavailable(decision)
             return Admission(resolution, decision, refusal)
-        rules = resolution.rules
-        # By what the numbers come from: the route's own rules, or the very limits where they differ by client.
-        shape: Any = (
-            rules
-            if resolution.route.is_uniform and type(rules) is tuple
-            else tuple([id(key[0]) for key in resolution.keys])
-        )
+        # What the numbers depend on: the tier, or, where rules are left out or overridden, the very limits.
+        if resolution.rules is resolution.route.rules and not resolution.route.has_overrides:
+            shape: Any = resolution.route, resolution.tier
+        else:
+            shape = tuple([id(key[0]) for key in resolution.keys])
         description = self._descriptions.get(shape)
         if description is None:
             description = self._descriptions[shape] = self._answers.describe(
-                [key.limit for key in resolution.keys], [rule.rule.unit for rule in rules]
+                [key.limit for key in resolution.keys], [rule.rule.unit for rule in resolution.rules]
             )
         refusal = None if decision.allowed else self._answers.denied(decision, description)
         return Admission(resolution, decision, refusal, description)

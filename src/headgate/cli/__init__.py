@@ -164,7 +164,8 @@ def _parser() -> ArgumentParser:
         headgate explain policy.yaml POST /login --user ada --at 2026-05-28T02:00:00Z
         headgate explain policy.yaml GET / --identity device=4711 --json
 
-        exit code: 0 here is the answer, 1 mistakes in the policy, 2 a question that cannot be asked
+        exit code: 0 here is the answer, 1 mistakes in the policy,
+        2 a question that cannot be asked
         """,
     )
     explaining.add_argument("file", metavar="FILE", help="a policy: .yaml, .yml, .toml or .json")

@@ -23,10 +23,12 @@ def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[st
 
     >>> table([["limit", "cost"], ["per-ip", "1"], ["search", "50"]])
     ['limit   cost', 'per-ip     1', 'search    50']
+    >>> table([["note:", "too wide for one line"]], width=19)
+    ['note:  too wide for', '       one line']
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = _fitting([max(map(len, column)) for column in zip(*rows, strict=True)], width)
-    are_numbers = [all(cell.isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]
+    are_numbers = [all(cell.isdigit() for cell in column[1:] or column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [wrap(cell, room, break_on_hyphens=False) or [""] for cell, room in zip(row, widths, strict=True)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import stat
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headgate.errors import InvalidInput, InvalidPolicy
@@ -20,21 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-__all__ = ["load", "read"]
+__all__ = ["decoded", "file_content", "load", "read"]
 
 
 def load(path: str | PathLike[str]) -> Policy:
     """The policy in a file: .yaml, .yml, .toml or .json; InvalidPolicy, if it has mistakes."""
-    file = Path(path)
-    try:
-        if file.stat().st_size > LARGEST:
-            raise InvalidPolicy([f"{path}: larger than {LARGEST >> 20} MB, which no policy is"])
-        text = file.read_text("utf-8")
-    except OSError as error:
-        raise InvalidPolicy([f"{path}: cannot be read: {error.strerror}"]) from None
-    except UnicodeDecodeError as error:
-        raise InvalidPolicy([f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
-    return read(text, file=str(path))
+    return read(decoded(file_content(path), path), file=str(path))
 
 
 def read(text: str, *, file: str = "policy.yaml", format: str | None = None) -> Policy:
@@ -56,6 +48,33 @@ def read(text: str, *, file: str = "policy.yaml", format: str | None = None) -> 
         if refusal := source.refusal(problems):
             raise refusal
         return replace(policy, warnings=tuple(source.tell(warnings))) if warnings else policy
+
+
+def file_content(path: str | PathLike[str]) -> bytes:
+    """The bytes of a policy file, at once and never without end: no pipe is waited for, no device is read."""
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidPolicy([f"{path}: is no regular file; write the policy to one"])
+            content = file.read(LARGEST) if status.st_size <= LARGEST else b""
+            if len(content) < status.st_size or file.read(1):  # it may still grow, too
+                raise InvalidPolicy([f"{path}: larger than {LARGEST >> 20} MB, which no policy is"])
+    except OSError as error:
+        raise InvalidPolicy([f"{path}: cannot be read: {error.strerror}"]) from None
+    return content
+
+
+def decoded(content: bytes, path: str | PathLike[str]) -> str:
+    """The text of a policy file."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidPolicy([f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _build(value: object, problems: Problems, warnings: Problems) -> Policy:

@@ -2,11 +2,13 @@
 
 A path is read as frameworks route it, because a limit must meet the handler that will run. Slashes are forgiven, since
 some frameworks forgive them. Dot segments are not resolved, since none resolves them: "/files/../health" runs the
-handler of "/files/{path}", and must not pass for "/health".
+handler of "/files/{path}", and must not pass for "/health". A line's end after the path is forgiven, as `$` does in
+the patterns of Starlette and Django: "/login\\n" runs the handler of "/login".
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -29,10 +31,12 @@ LONGEST_REMEMBERED: Final = 200
 MOST_STATES: Final = 20_000
 """A policy of a thousand routes has about as many states; only one that is made for it has more."""
 
-LONGEST_UNTIDY: Final = 8192
-"""How much of a path is put in order. Tidy paths are read to their end, however long: nobody escapes by length."""
+LONGEST_RESOLVED: Final = 8192
+"""Dots are followed in paths up to this length."""
 
 LONGEST_METHOD: Final = 20
+
+_SLASHES: Final = re.compile("//+")
 
 METHODS: Final = {
     method: "GET" if method == "HEAD" else method
@@ -106,7 +110,7 @@ class Matcher:
         return self._remembered(path) if len(path) <= LONGEST_REMEMBERED else self._find(path)
 
     def _find(self, path: str) -> tuple[int, ...]:
-        state, spelled = self._start, normal(path)
+        state, spelled = self._start, normal(path.removesuffix("\n"))
         if spelled != "/":
             # Below the deepest template all segments are alike: they stay together, however many there are.
             for segment in spelled[1:].split("/", self._depth):
@@ -131,15 +135,13 @@ class Matcher:
 def normal(path: str) -> str:
     """The one spelling of a decoded path: without doubled slashes, and without one at the end.
 
-    Of a path with doubled slashes, which no framework takes for a parameter, what is beyond 8 KB is cut off.
+    However long it is: what is cut off could be what the framework routes by.
 
     >>> normal("/users//7/"), normal(""), normal("/a/../b")
     ('/users/7', '/', '/a/../b')
     """
     if "//" in path:
-        path = ("/" + path.lstrip("/"))[:LONGEST_UNTIDY] if len(path) > LONGEST_UNTIDY else path
-        while "//" in path:
-            path = path.replace("//", "/")
+        path = _SLASHES.sub("/", path)
     if path[:1] != "/":
         path = "/" + path
     return path if path[-1] != "/" or path == "/" else path[:-1]
@@ -154,7 +156,7 @@ def resolved(path: str) -> str:
     '/c'
     """
     path = normal(path)
-    if "/." not in path or len(path) > LONGEST_UNTIDY:
+    if "/." not in path or len(path) > LONGEST_RESOLVED:
         return path
     kept: list[str] = []
     for segment in path[1:].split("/"):

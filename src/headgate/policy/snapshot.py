@@ -82,7 +82,7 @@ class RoutePlan:
     """What is the same for all requests of a route and method."""
 
     __slots__ = (
-        "cost", "costs", "endpoint", "has_address_rule", "is_exempt", "is_uniform", "kinds", "leases", "on_failure",
+        "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases", "on_failure",
         "route_class", "rules", "settles", "shadows",
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ class RoutePlan:
         self.kinds: frozenset[str] = snapshot.kinds | {kind for rule in compiled for kind in rule.kinds}
         """All kinds of identity that may matter to the route's requests."""
         self.leases = any(limit.algorithm == "concurrency" for rule in enforced for limit in rule.limits)
-        self.is_uniform = all(rule.is_uniform for rule in self.rules)
+        self.has_overrides = any(rule.has_overrides for rule in self.rules)
         self.settles = any(rule.settled or rule.count_when is not None for rule in enforced)
 
 
@@ -238,7 +238,7 @@ class CompiledRule:
     """A rule on one route."""
 
     __slots__ = (
-        "_lookups", "_missing", "_said", "cost", "is_uniform", "kinds", "limit", "rule", "shared_key", "simple_kind",
+        "_lookups", "_missing", "_said", "cost", "has_overrides", "kinds", "limit", "rule", "shared_key", "simple_kind",
         "tiers",
     )  # fmt: skip
 
@@ -252,13 +252,13 @@ class CompiledRule:
         self.kinds = {*rule.by, "ip", *(kind for kind, _ in self._lookups)}
         if "client" in rule.by:
             self.kinds.update(CLIENT_KINDS)
-        self.is_uniform = rule.limit is not None and not rule.tiers and not self._lookups
-        """Whether its numbers are the same for everybody."""
+        self.has_overrides = bool(self._lookups)
         is_simple = not self._lookups and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
         self.simple_kind = rule.by[0] if is_simple else ""
         self.limit = rule.limit
-        self.tiers: dict[str | None, Limit] = {**rule.tiers}
-        self.shared_key = rule.limit.by() if self.is_uniform and not rule.by and rule.limit is not None else None
+        self.tiers: Mapping[Any, Limit] = rule.tiers
+        is_shared = not (rule.by or rule.tiers or self._lookups)
+        self.shared_key = rule.limit.by() if is_shared and rule.limit is not None else None
 
     def key(self, who: Who, tier: str | None, now_us: int) -> Key | None:
         """What the request is counted under; None if it does not meet the rule."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headgate._forks import renew_in_children
-from headgate.errors import InvalidInput, InvalidPolicy
-from headgate.policy.loading import read
+from headgate.errors import InvalidInput
+from headgate.policy.loading import decoded, file_content, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ class Watch(Generic[Made]):
         self._path = Path(path)
         self._make = make
         self._every = every
-        content = self._read()
+        content = file_content(self._path)
         self._seen = self.version = _digest(content)
         """The content that was looked at last, and the content in force, as hashes."""
         self.current = self._made(content)
@@ -48,7 +48,7 @@ class Watch(Generic[Made]):
         """Read the file now; whether a new version is in force."""
         seen = ""
         try:
-            content = self._read()
+            content = file_content(self._path)
             seen = _digest(content)
             if seen == self._seen:
                 return False
@@ -80,18 +80,8 @@ class Watch(Generic[Made]):
         else:
             self._start()
 
-    def _read(self) -> bytes:
-        try:
-            return self._path.read_bytes()
-        except OSError as error:
-            raise InvalidPolicy([f"{self._path}: cannot be read: {error.strerror}"]) from None
-
     def _made(self, content: bytes) -> Made:
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidPolicy([f"{self._path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
-        return self._make(read(text, file=str(self._path)))
+        return self._make(read(decoded(content, self._path), file=str(self._path)))
 
     def _start(self) -> None:
         if self._every is not None:

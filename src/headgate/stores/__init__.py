@@ -50,7 +50,7 @@ def open_store(
         if missing.name not in ("redis", "hiredis"):
             raise
         raise InvalidConfiguration(
-            f"a Redis store needs the package {missing.name!r}: install it with  pip install 'headgate[redis]'"
+            f"a Redis store needs the package {missing.name!r}: pip install 'headgate[redis]'"
         ) from None
     return open_redis(url, clock=clock, namespace=namespace, budget=budget, asynchronous=asynchronous)
 

@@ -136,7 +136,8 @@ class MemoryStore:
         """The answer to a check, behind the lock."""
         keys, _, id = call
         lease = id or ""
-        charges: list[tuple[Space, Key, Any, Any]] = []
+        known: list[tuple[dict[str, Any], str, Any]] = []
+        others: list[tuple[Space, Key, Any, int]] = []
         verdicts: list[Verdict] = []
         allowed = True
         spaces = self._spaces
@@ -147,27 +148,35 @@ class MemoryStore:
                 for key, cost in zip(keys, call.costs, strict=True):
                     limit, _, identity = key
                     space = spaces.get(limit.space)
-                    if space is None or space.only is not limit or (state := space.states.get(identity)) is None:
+                    # The common case by itself: a key that is there, written under the same numbers.
+                    if space is not None and space.only is limit and (state := space.states.get(identity)) is not None:
+                        after, verdict = space.decide(state, now_us, cost, limit, lease)
+                        known.append((space.states, identity, after))
+                    else:
                         space, state = self._find(key, now_us, adopt=cost > 0)
-                    after, verdict = space.decide(state, now_us, cost, limit, lease)
-                    charges.append((space, key, state, after))
+                        after, verdict = space.decide(state, now_us, cost, limit, lease)
+                        if after is not state:
+                            others.append((space, key, after, verdict[2]))
                     verdicts.append(verdict)
                     if verdict[1]:
                         allowed = False
                 if allowed:
-                    for index, (space, key, state, after) in enumerate(charges):
-                        if state is not None and space.only is key[0]:
-                            space.states[key[2]] = after
-                        elif after is not state:
-                            self._put(space, key, after, now_us, verdicts[index][2])
+                    for states, identity, after in known:
+                        states[identity] = after
+                    for space, key, after, reset_us in others:
+                        self._put(space, key, after, now_us, reset_us)
                 else:
-                    for index, (space, key, state, _) in enumerate(charges):
-                        if not verdicts[index][1]:
-                            # It would have passed here, but nothing is spent: what it says is what a peek says.
-                            verdicts[index] = space.decide(state, now_us, 0, key.limit)[1]
+                    self._leave_unspent(keys, verdicts, now_us)
             finally:
                 self._busy = self._locks_always
         return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us))
+
+    def _leave_unspent(self, keys: tuple[Key, ...], verdicts: list[Verdict], now_us: int) -> None:
+        """Where a request that was denied would have passed, nothing is spent: what it is told is what a peek says."""
+        for index, key in enumerate(keys):
+            if not verdicts[index][1]:
+                space, state = self._find(key, now_us, adopt=False)
+                verdicts[index] = space.decide(state, now_us, 0, key.limit)[1]
 
     def _refund(self, call: Refund) -> bool:
         now_us = self._now_us()
