@@ -207,7 +207,8 @@ def judge(mutants: Sequence[Mutant]) -> list[Mutant]:
     with tempfile.TemporaryDirectory(prefix="headgate-mutation-") as name:
         place = Path(name)
         for directory in (PACKAGE, ROOT / "tests"):
-            shutil.copytree(directory, place / directory.name, ignore=shutil.ignore_patterns("__pycache__"))
+            copy = place / directory.relative_to(ROOT)
+            shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", place)
         if not passing(place, NARROW, [None]):
             sys.exit(f"{NARROW[0]} fails on the package as it is: no mutant can be told from it")
@@ -247,10 +248,10 @@ def passes(place: Path, tests: list[str], mutant: Mutant | None) -> bool:
         os.dup2(silence, output)
     if mutant is None:
         sys.dont_write_bytecode = False
-        sys.path.insert(0, str(place))
+        sys.path.insert(0, str(place / "src"))
         return run(tests)
     with tempfile.TemporaryDirectory(dir=place) as bench:
-        package = shutil.copytree(place / PACKAGE.name, Path(bench) / PACKAGE.name)
+        package = shutil.copytree(place / "src" / PACKAGE.name, Path(bench) / PACKAGE.name)
         (package / mutant.file).write_text(mutant.text, "utf-8")
         sys.path.insert(0, bench)
         # The tests of its own algorithm are the likeliest to notice.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-Headers = "Iterable[tuple[str, str]]"
+    Headers = Iterable[tuple[str, str]]
 
 END_OF_BODY = {"type": "http.request", "body": b"", "more_body": False}
 
@@ -78,8 +78,8 @@ class AsgiSite(Site):
     kind = "asgi"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.loop = asyncio.new_event_loop()
         super().__init__(*arguments, **options)
+        self.loop = asyncio.new_event_loop()
 
     def ask_all(self, requests: Sequence[dict[str, Any]]) -> list[Answer]:
         async def all_of_them() -> list[Answer]:

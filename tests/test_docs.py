@@ -20,6 +20,7 @@ import pytest
 import headgate
 from headgate import _grammar
 from headgate.algorithms import ALGORITHMS
+from headgate.cli import main
 from headgate.policy import read
 from servers import AclUser, RedisServer
 
@@ -87,6 +88,8 @@ def test_every_example_runs_and_says_what_it_shows(
             for command, shown in transcript(text):
                 if command.startswith("redis-cli "):
                     assert redis_cli(command, server) == shown, f"{where}: {command}"
+                elif command.startswith("headgate explain "):
+                    assert explained(command) == shown, f"{where}: {command}"
         elif block.language in ("yaml", "toml", "json"):
             assert read(text, file=where, format=block.language).warnings == (), where
             if name := re.match(r"# (\w+\.\w+)\n", text):  # a file that the examples below it open
@@ -122,6 +125,13 @@ def transcript(text: str) -> Iterator[tuple[str, str]]:
     for entry in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, shown = entry.partition("\n")
         yield command, shown.strip()
+
+
+def explained(command: str) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        main(command.split()[1:])
+    return printed.getvalue().strip()
 
 
 def redis_cli(command: str, server: RedisServer) -> str:

@@ -57,12 +57,11 @@ def file_content(path: str | PathLike[str]) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise InvalidPolicy([f"{path}: is no regular file; write the policy to one"])
-            content = file.read(LARGEST) if status.st_size <= LARGEST else b""
-            if len(content) < status.st_size or file.read(1):  # it may still grow, too
+            if status.st_size > LARGEST:
                 raise InvalidPolicy([f"{path}: larger than {LARGEST >> 20} MB, which no policy is"])
+            return file.read(status.st_size)  # and no more, should it grow meanwhile
     except OSError as error:
         raise InvalidPolicy([f"{path}: cannot be read: {error.strerror}"]) from None
-    return content
 
 
 def decoded(content: bytes, path: str | PathLike[str]) -> str:
