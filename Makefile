@@ -23,7 +23,8 @@ check: $(VENV)/.test ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: servers $(VENV)/.bench ## headgate beside its peers, in one interleaved run: a table and a plot in .build/bench/
+bench: $(VENV)/.bench ## headgate beside its peers, in one interleaved run: a table and a plot in .build/bench/
+	@scripts/install-servers wrk
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
 mutate: servers $(VENV)/.mutate ## change every comparison and constant of the algorithms, and see that a test notices

@@ -2,8 +2,8 @@
 
 A path is read as frameworks route it, because a limit must meet the handler that will run. Slashes are forgiven, since
 some frameworks forgive them. Dot segments are not resolved, since none resolves them: "/files/../health" runs the
-handler of "/files/{path}", and must not pass for "/health". A line's end after the path is forgiven, as `$` does in
-the patterns of Starlette and Django: "/login\\n" runs the handler of "/login".
+handler of "/files/{path}", and must not pass for "/health". A line's end after the path is forgiven, as by the `$`
+in Starlette's patterns: "/login\\n" runs the handler of "/login".
 """
 
 from __future__ import annotations
