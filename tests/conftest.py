@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from headgate.adapters.way import FREE, enter_context
 from servers import RedisCluster, RedisServer, SentinelSet
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 settings.register_profile("ci", max_examples=60, derandomize=False, deadline=None, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("ci"), max_examples=2000)
 settings.load_profile(os.environ.get("HEADGATE_HYPOTHESIS", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_request() -> None:
+    """Threads that serve one request after the other keep the last one's admission until the next comes."""
+    enter_context(FREE)
+
 
 REMOTE = ("redis7", "valkey9", "cluster", "sentinel")
 

@@ -100,12 +100,15 @@ def test_a_bad_version_keeps_the_last_good_one_and_is_told_once(
     assert (watch.current, watch.error) == (30, None)
 
 
-def test_a_bad_version_that_is_taken_back_is_forgotten(file: Path, watch: Watch[int]) -> None:
+def test_a_bad_version_that_is_taken_back_is_forgotten(
+    file: Path, watch: Watch[int], caplog: pytest.LogCaptureFixture
+) -> None:
     file.write_text("limits: what?\n")
     watch.look()
     file.write_text(policy_of(10))
     watch.look()
     assert (watch.current, watch.error) == (10, None)
+    assert f"version {watch.version} is in force again" in caplog.text
 
 
 def test_a_file_that_goes_missing_keeps_the_last_good_one(

@@ -117,7 +117,8 @@ def run(host: str, port: int) -> list[Reply]:
                 time.sleep(step.pause)
         replies.append(reply)
         for name in step.shows:
-            print(f"     {name}: {reply.headers.get(name)}")
+            if name in reply.headers:  # none of them is, while the store is away
+                print(f"     {name}: {reply.headers[name]}")
         if reply.headers.get("content-type") == "application/problem+json":
             print(f"     {json.loads(reply.body)['message']}")
         if sys.stdout.isatty():

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from headgate.adapters import way
 from headgate.adapters.answers import Answers
 from headgate.adapters.identities import Identities
+from headgate.adapters.outages import Outage
 from headgate.adapters.way import FREE, Admission, Rules, Shadow
 from headgate.clock import SystemClock
 from headgate.errors import InvalidConfiguration, StoreError
@@ -39,6 +40,9 @@ logger = logging.getLogger("headgate")
 
 BUDGET: Final = 0.005
 """Seconds that the store may take before a route's failure mode answers."""
+
+BUILT_IN: Final = ("ip", "subnet", "api_key", "client", "endpoint")
+"""The identities that a gate finds out by itself."""
 
 SECRET_VARIABLE: Final = "HEADGATE_SECRET"
 
@@ -96,6 +100,8 @@ class _Door:
         self.on_decision = on_decision
         """Told of every decision as it is made; those on routes that are exempt are none."""
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
+        self.outage = Outage()
+        """Whether the store is away, and since when."""
         self.is_on = True
         """Whether requests are counted at all."""
         self._options: dict[str, Any] = {"namespace": namespace, "budget": budget, "max_keys": max_keys}
@@ -139,6 +145,13 @@ class _Door:
 
     def made(self, policy: Policy) -> Rules:
         """The policy, ready for requests."""
+        unknown = {kind for rule in policy.rules for kind in rule.by} - {*BUILT_IN} - {*self._functions}
+        if unknown:
+            logger.warning(
+                "the policy counts by %s, for which no function is given in identities=: such limits see nobody's, "
+                "and count by address where nothing else does",
+                ", ".join(sorted(unknown)),
+            )
         api_keys = ApiKeys(policy.identity, self._secret(policy))
         return Rules(
             Snapshot(policy, api_keys.fingerprint),
@@ -197,6 +210,10 @@ class Gate(_Door):
             decision = self._run(Check(met.keys, met.cost)) if held is None else held.__enter__()
         except StoreError as error:
             held, decision = None, rules.without_store(met, error)
+            self.outage.note_failure(error)
+        else:
+            if self.outage.failures:
+                self.outage.note_answer()
         admission = rules.conclude(met, decision)
         if held is not None:
             if admission.allowed:
@@ -261,6 +278,10 @@ class AsyncGate(_Door):
                 decision = self._run(check) if self._answers_at_once else await self._run(check)
         except StoreError as error:
             held, decision = None, rules.without_store(met, error)
+            self.outage.note_failure(error)
+        else:
+            if self.outage.failures:
+                self.outage.note_answer()
         admission = rules.conclude(met, decision)
         if held is not None:
             if admission.allowed:

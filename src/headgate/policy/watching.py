@@ -60,11 +60,11 @@ class Watch(Generic[Made]):
                 )
             self._seen, self.error = seen, error
             return False
+        is_new, was_refused = seen != self.version, self.error is not None
         self.current, self.error = made, None
-        is_new = seen != self.version
         self._seen = self.version = seen
-        if is_new:
-            logger.warning("policy %s: version %s is in force", self._path, seen)
+        if is_new or was_refused:
+            logger.warning("policy %s: version %s is in force%s", self._path, seen, "" if is_new else " again")
         return is_new
 
     def close(self) -> None:

@@ -284,7 +284,7 @@ def api_key(value: object) -> str:
     found = str(value)
     if not (found.isascii() and found.isprintable() and 0 < len(found) <= 4096) or " " in found or "," in found:
         raise InvalidInput(
-            "no client can send this key; write 1 to 4096 printable ASCII characters, no blanks or commas"
+            "no client can send this key; write up to 4096 printable ASCII characters, no blanks or commas"
         )
     if found.startswith("hmac:") and not re.fullmatch(r"hmac:[0-9a-f]{32}", found):
         raise InvalidInput("this is no fingerprint; write hmac: and 32 hexadecimal digits, or the key itself")
