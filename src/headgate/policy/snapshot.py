@@ -33,6 +33,7 @@ UNMATCHED: Final = "unmatched"
 
 STRICTNESS: Final = ("closed", "local", "open")
 ALWAYS: Final = Validity()
+ANYWHERE: Final = object()
 
 _new_tuple = tuple.__new__
 
@@ -88,12 +89,12 @@ class RoutePlan:
 
     def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
         policy = snapshot.policy
-        route = _route_of(policy.routes, templates, method)
+        route = snapshot.route_rule(templates, method)
         self.endpoint = templates[0].text if templates else UNMATCHED
         self.route_class = route.route_class if route else None
         self.cost = route.cost if route else 1
         self.is_exempt = self.cost == 0
-        rules = [rule for rule in policy.rules if _meets(rule, templates, method, self.route_class)]
+        rules = snapshot.rules_met(templates, method, self.route_class)
         enforced = [rule for rule in rules if not rule.shadow]
         self.has_address_rule = any(map(_counts_everybody_by_address, enforced))
         compiled = [] if self.is_exempt else [CompiledRule(rule, snapshot, self) for rule in rules]
@@ -128,6 +129,14 @@ class Snapshot:
             )
         )
         self._matcher = Matcher(self._templates)
+        self._route_rules: dict[Template, list[RouteRule]] = {}
+        for route in policy.routes:
+            self._route_rules.setdefault(route.template, []).append(route)
+        self._rules_by_place: dict[object, list[int]] = {}
+        """The numbers of the rules that are for a template, for a class, or for all routes."""
+        for number, rule in enumerate(policy.rules):
+            for place in (*rule.templates, *rule.classes) or (ANYWHERE,):
+                self._rules_by_place.setdefault(place, []).append(number)
         self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
         named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
         self._methods = frozenset([*METHODS, *(normal_method(method) for methods in named for method in methods)])
@@ -171,6 +180,21 @@ class Snapshot:
             rules = [rule for rule in rules if rule.key(who, tier, now_us) is not None]
             cost = _joined([rule.cost for rule in rules])
         return _new_tuple(Resolution, (route, tuple(keys), cost, rules, who, tier, now_us, block))
+
+    def route_rule(self, templates: tuple[Template, ...], method: str) -> RouteRule | None:
+        """What holds for the route: said by the most specific template that has something to say on the method."""
+        for template in templates:
+            fitting = [route for route in self._route_rules.get(template, ()) if _fits(route.methods, method)]
+            if fitting:
+                return min(fitting, key=lambda route: not route.methods)
+        return None
+
+    def rules_met(self, templates: tuple[Template, ...], method: str, route_class: str | None) -> list[Rule]:
+        """The rules that requests of the route meet, in the order of the policy."""
+        places = (ANYWHERE, route_class, *templates)
+        numbers = sorted({number for place in places for number in self._rules_by_place.get(place, ())})
+        rules = [self.policy.rules[number] for number in numbers]
+        return [rule for rule in rules if _fits(rule.methods, method)]
 
     def lookups_of(self, rule: Rule, route_class: str | None) -> list[_Lookup]:
         """Where the overrides of a rule are found that hold on routes of that class."""
@@ -320,20 +344,6 @@ def _flat(networks: Networks[list[_Ranked]]) -> Callable[[str], list[_Ranked]]:
 def _joined(costs: list[int]) -> Cost:
     """The costs as stores take them: one for all, where they are alike."""
     return costs[0] if len(set(costs)) == 1 else tuple(costs)
-
-
-def _route_of(routes: Iterable[RouteRule], templates: tuple[Template, ...], method: str) -> RouteRule | None:
-    """What holds for the route: said by the most specific template that has something to say on the method."""
-    fitting = [route for route in routes if route.template in templates and _fits(route.methods, method)]
-    return min(fitting, key=lambda route: (templates.index(route.template), not route.methods), default=None)
-
-
-def _meets(rule: Rule, templates: tuple[Template, ...], method: str, route_class: str | None) -> bool:
-    if not _fits(rule.methods, method):
-        return False
-    if not rule.templates and not rule.classes:
-        return True
-    return route_class in rule.classes or any(template in templates for template in rule.templates)
 
 
 def _fits(methods: frozenset[str], method: str) -> bool:
