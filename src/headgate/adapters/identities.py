@@ -44,8 +44,10 @@ class Identities:
         self._addresses = Addresses(settings)
         self._forwarded_by = settings.forwarded_by if settings.proxies else None
         self._api_keys = api_keys
-        self._api_key_header = settings.api_key_header
-        self._bearer_token = settings.bearer_token
+        self._places = [(settings.api_key_header, False)] if settings.api_key_header is not None else []
+        """The headers in which a key may stand, and whether it is a bearer token there."""
+        if settings.bearer_token:
+            self._places.append(("authorization", True))
         self._functions = dict(functions or {})
         self._complained: dict[str, float] = {}
         """When something was last said about each function."""
@@ -95,11 +97,15 @@ class Identities:
             return None
 
     def _api_key(self, arrival: Arrival) -> str | None:
-        header = arrival.header(self._api_key_header) if self._api_key_header is not None else ()
-        authorization = arrival.header("authorization") if self._bearer_token else ()
-        if len(header) > 1 or len(authorization) > 1:  # which of them would the app believe?
-            return AMBIGUOUS
-        return self._api_keys.from_headers(header[0] if header else None, authorization[0] if authorization else None)
+        for name, is_bearer in self._places:
+            lines = arrival.header(name)
+            if len(lines) > 1:  # which of them would the app believe?
+                return AMBIGUOUS
+            if lines:
+                found = self._api_keys.from_headers(*((None, lines[0]) if is_bearer else (lines[0], None)))
+                if found is not None:
+                    return found
+        return None
 
     def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival) -> Any:
         try:
