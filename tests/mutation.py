@@ -57,6 +57,8 @@ EQUIVALENT: Final = [  # in the files, what stands there, what it becomes, and w
     ("*/_exact.lua", "a > 0", "a >= 0", "each of the two ways is right for any sign"),
     ("*/_exact.lua", "a > 0", "a <= 0", "each of the two ways is right for any sign"),
     ("*/_exact.lua", "a > 0", "a > 1", "each of the two ways is right for any sign"),
+    ("*/_exact.lua", "first + 0", "first - 0", "either makes the same number of the digits"),
+    ("*/_exact.lua", "second + 0", "second - 0", "either makes the same number of the digits"),
     ("*/_exact.lua", "9007199254740992", "9007199254740993", "to Lua, the same number"),
     ("*/concurrency.lua", "first + 999", "first + 1000", "some ids are named twice"),
     ("*/gcra.lua", "rest >= limit.tokens", "rest > limit.tokens", "tokens/tokens are a microsecond in either form"),
