@@ -550,7 +550,7 @@ def test_a_fake_clock_shows_only_times_that_can_be(call: Callable[[], Any], mess
 def test_all_refusals_are_value_errors_and_all_errors_are_headgates() -> None:
     errors = [made for name in headgate.__all__ if isinstance(made := getattr(headgate, name), type)]
     errors = [made for made in errors if issubclass(made, Exception)]
-    assert len(errors) == 10
+    assert len(errors) == 12
     assert all(issubclass(made, HeadgateError) for made in errors)
     assert all(issubclass(made, ValueError) == issubclass(made, InvalidInput) for made in errors)
     assert all(made.__doc__ for made in errors)

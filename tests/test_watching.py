@@ -30,8 +30,8 @@ def quota_of(policy: Policy) -> int:
     return policy.rules[0].limit.quota
 
 
-def is_watched() -> bool:
-    return any(thread.name == "headgate-policy" for thread in threading.enumerate())
+def is_watched(file: Path) -> bool:
+    return any(thread.name == f"headgate-policy {file}" for thread in threading.enumerate())
 
 
 @pytest.fixture
@@ -157,14 +157,15 @@ def test_the_file_is_looked_at_by_itself_until_the_watch_is_closed(file: Path) -
     file.write_text(policy_of(20))
     wait_until(lambda: watch.current == 20, "the new version is in force")
     watch.close()
-    wait_until(lambda: not is_watched(), "the thread has ended")
+    wait_until(lambda: not is_watched(file), "the thread has ended")
 
 
 def test_a_watch_that_nobody_needs_any_more_ends_by_itself(file: Path) -> None:
     watch = Watch(file, quota_of, every=0.01)
+    assert is_watched(file)
     del watch
     gc.collect()
-    wait_until(lambda: not is_watched(), "the thread has ended")
+    wait_until(lambda: not is_watched(file), "the thread has ended")
 
 
 def test_a_forked_child_watches_by_itself(file: Path) -> None:

@@ -86,7 +86,8 @@ class Watch(Generic[Made]):
     def _start(self) -> None:
         if self._every is not None:
             arguments = weakref.ref(self), self._stop, self._every
-            threading.Thread(target=_look_forever, args=arguments, name="headgate-policy", daemon=True).start()
+            name = f"headgate-policy {self._path}"
+            threading.Thread(target=_look_forever, args=arguments, name=name, daemon=True).start()
 
 
 def _look_forever(watching: weakref.ref[Watch[Any]], stop: threading.Event, every: float) -> None:
