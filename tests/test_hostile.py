@@ -164,6 +164,18 @@ def test_several_keys_share_one_counter_and_leave_no_limit_out(make: Make) -> No
     assert got == ([200, 429, 429] if site.kind == "asgi" else [200, 200, 200])
 
 
+@pytest.mark.parametrize("name", ["x-api-key", "authorization"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_blocked_key_among_several_lines_is_blocked(make: Make, name: str, place: int) -> None:
+    """Where lines reach the app one by one, it may believe any of them; where they are joined, it gets no key."""
+    keys = ["first", "second"]
+    keys.insert(place, "leaked")
+    sent = [(name, f"Bearer {key}" if name == "authorization" else key) for key in keys]
+    site = make(policy({"by": "ip", "bucket": "9/hour"}, blocked=[{"api_key": "leaked"}]))
+    assert site.ask(headers=sent).status == (403 if site.kind == "asgi" else 200)
+    assert site.ask(headers=[each for each in sent if "leaked" not in each[1]]).status == 200
+
+
 NAMES = [
     "a", "b", "a|b", "a%7Cb", "|", "||", "%", "%all", "%25all", "%hash-00", "{a}", "{", "a:b", "a/b", "a b", "A",
     "a\r\nset-cookie: x=1", "\0", "ä", "a\u0308", "鍵", "\ud800", "ip", "|ip|203.0.113.9", "unknown", "ambiguous",

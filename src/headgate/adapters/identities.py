@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Addresses
+from headgate.policy.snapshot import ALL_API_KEYS
 
 if TYPE_CHECKING:
     from headgate.adapters.way import Arrival
@@ -27,6 +28,9 @@ IdentityFunction: TypeAlias = Callable[[Any], Any]
 
 AMBIGUOUS: Final = "ambiguous"
 """The one API key of all requests that send several: a client who is served under either gets no counter of its own."""
+
+MOST_LINES: Final = 16
+"""Of a header in which one was meant to stand; a request with more is somebody's game, and counted as ambiguous."""
 
 OUR_OWN: Final = frozenset({"address", "ip", "subnet", "endpoint", "client", "global"})
 """The kinds that no function tells."""
@@ -65,9 +69,7 @@ class Identities:
         if "subnet" in kinds:
             who["subnet"] = self._addresses.subnet(address)
         if "api_key" in kinds and "api_key" not in self._functions:
-            key = self._api_key(arrival)
-            if key is not None:
-                who["api_key"] = key
+            self._read_api_key(arrival, who)
         if self._functions:
             for kind, function in self._functions.items():
                 if kind in kinds or kind == "tier":
@@ -96,16 +98,21 @@ class Identities:
             self._complain(kind, "failed", with_traceback=True)
             return None
 
-    def _api_key(self, arrival: Arrival) -> str | None:
+    def _read_api_key(self, arrival: Arrival, who: dict[str, Any]) -> None:
         for name, is_bearer in self._places:
             lines = arrival.header(name)
-            if len(lines) > 1:  # which of them would the app believe?
-                return AMBIGUOUS
-            if lines:
-                found = self._api_keys.from_headers(*((None, lines[0]) if is_bearer else (lines[0], None)))
-                if found is not None:
-                    return found
-        return None
+            keys = [
+                self._api_keys.from_headers(*((None, line) if is_bearer else (line, None)))
+                for line in lines[:MOST_LINES]
+            ]
+            if len(lines) > 1:
+                # Which of them would the app believe? Whoever sends one that is blocked is blocked, in any case.
+                who["api_key"] = AMBIGUOUS
+                who[ALL_API_KEYS] = " ".join(filter(None, keys))
+                return
+            if keys and keys[0] is not None:
+                who["api_key"] = keys[0]
+                return
 
     def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival) -> Any:
         try:

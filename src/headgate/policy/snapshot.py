@@ -20,13 +20,26 @@ if TYPE_CHECKING:
     from headgate.policy.model import Block, Override, RouteMode, RouteRule, Rule
     from headgate.stores.calls import Cost
 
-__all__ = ["CLIENT_KINDS", "UNMATCHED", "CompiledRule", "Met", "Resolution", "RoutePlan", "Snapshot", "Who"]
+__all__ = [
+    "ALL_API_KEYS",
+    "CLIENT_KINDS",
+    "UNMATCHED",
+    "CompiledRule",
+    "Met",
+    "Resolution",
+    "RoutePlan",
+    "Snapshot",
+    "Who",
+]
 
 Who: TypeAlias = "Mapping[str, str]"
 """The identities of a request, by kind; `address` is the client's whole address, `ip` what it is counted by."""
 
 CLIENT_KINDS: Final = ("tenant", "api_key", "user", "ip")
 """What `by: client` counts by: the first of these that a request has."""
+
+ALL_API_KEYS: Final = "api_keys"
+"""In `Who`: the hashes of all API keys that a request sent, separated by blanks, where it sent several."""
 
 UNMATCHED: Final = "unmatched"
 """The endpoint of all paths that no template fits: they share their counters."""
@@ -163,7 +176,7 @@ class Snapshot:
 
     def resolve(self, route: RoutePlan, who: Who, now_us: int) -> Resolution:
         """Which limits the request meets; `who` has those of the route's `kinds` that the request has."""
-        block = self.find(self._blocks, who, now_us) if self._blocks else None
+        block = self._block(who, now_us) if self._blocks else None
         tier = self._tier(who, now_us) if self.tiers else None
         keys: list[Key] = []
         rules: Sequence[CompiledRule] = route.rules
@@ -217,6 +230,12 @@ class Snapshot:
         if method in METHODS:  # HEAD; spellings that are made up are not kept, there is no end of them
             self._routes[matched, method] = plan
         return plan
+
+    def _block(self, who: Who, now_us: int) -> Block | None:
+        found: Block | None = self.find(self._blocks, who, now_us)
+        for key in who.get(ALL_API_KEYS, "").split():
+            found = found or self.find(self._blocks, {"api_key": key}, now_us)
+        return found
 
     def _tier(self, who: Who, now_us: int) -> str | None:
         told = who.get("tier")
