@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from headgate.adapters.identities import IdentityFunction
     from headgate.adapters.way import Arrival
     from headgate.clock import Clock
+    from headgate.decisions import Decision
+    from headgate.policy.snapshot import Resolution
 
 __all__ = ["AsyncGate", "Gate", "GateOptions"]
 
@@ -104,8 +106,8 @@ class _Door:
         """Whether the store is away, and since when."""
         self.is_on = True
         """Whether requests are counted at all."""
-        self._options: dict[str, Any] = {"namespace": namespace, "budget": budget, "max_keys": max_keys}
-        self.use(self._limiter_type(store, clock=clock, **self._options), clock)
+        options = {"namespace": namespace, "budget": budget, "max_keys": max_keys}
+        self.use(self._limiter_type(store, clock=clock, **options), clock)
         self._random_secret = secrets.token_bytes(32)
         self._watch: Watch[None] | None = None
         self.rules: Rules
@@ -175,6 +177,15 @@ class _Door:
             )
         return self._random_secret
 
+    def _without_store(self, rules: Rules, met: Resolution, error: StoreError) -> Decision:
+        self.outage.note_failure(error)
+        return rules.without_store(met, error)
+
+    def _concluded(self, rules: Rules, met: Resolution, decision: Decision) -> Admission:
+        if self.outage.failures and decision.degraded is None:
+            self.outage.note_answer()
+        return rules.conclude(met, decision)
+
     def _told(self, arrival: Arrival, admission: Admission) -> Admission:
         if self.on_decision is not None:
             try:
@@ -209,12 +220,8 @@ class Gate(_Door):
         try:
             decision = self._run(Check(met.keys, met.cost)) if held is None else held.__enter__()
         except StoreError as error:
-            held, decision = None, rules.without_store(met, error)
-            self.outage.note_failure(error)
-        else:
-            if self.outage.failures:
-                self.outage.note_answer()
-        admission = rules.conclude(met, decision)
+            held, decision = None, self._without_store(rules, met, error)
+        admission = self._concluded(rules, met, decision)
         if held is not None:
             if admission.allowed:
                 admission.held = held
@@ -277,12 +284,8 @@ class AsyncGate(_Door):
                 check = _new_check(Check, (met.keys, met.cost, None))
                 decision = self._run(check) if self._answers_at_once else await self._run(check)
         except StoreError as error:
-            held, decision = None, rules.without_store(met, error)
-            self.outage.note_failure(error)
-        else:
-            if self.outage.failures:
-                self.outage.note_answer()
-        admission = rules.conclude(met, decision)
+            held, decision = None, self._without_store(rules, met, error)
+        admission = self._concluded(rules, met, decision)
         if held is not None:
             if admission.allowed:
                 admission.held = held

@@ -6,6 +6,7 @@ depends on the client is left: its tier, its overrides, and its identities as ke
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.policy.addresses import Networks
@@ -267,7 +268,7 @@ class Snapshot:
                 for ranked in get(value) or ():
                     if best is None or ranked[0] < best[0]:
                         validity = getattr(ranked[1], "validity", None)
-                        if validity is None or _holds(validity, now_us):
+                        if validity is None or validity.holds_at(_moment(now_us)):
                             best = ranked
         return best and best[1]
 
@@ -369,7 +370,5 @@ def _fits(methods: frozenset[str], method: str) -> bool:
     return not methods or method in map(normal_method, methods)
 
 
-def _holds(validity: Validity, now_us: int) -> bool:
-    since, until = validity.since, validity.until
-    now = now_us / 1_000_000
-    return (since is None or since.timestamp() <= now) and (until is None or now < until.timestamp())
+def _moment(now_us: int) -> datetime:
+    return datetime.fromtimestamp(now_us / 1_000_000, UTC)
