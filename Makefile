@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench mutate format clean servers
+.PHONY: help run test check bench chaos mutate format clean servers
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -26,6 +26,10 @@ check: $(VENV)/.test ## lint, format and types
 bench: $(VENV)/.bench ## headgate beside its peers, in one interleaved run: a table and a plot in .build/bench/
 	@scripts/install-servers wrk
 	$(BIN)/python -m bench $(BENCH_ARGS)
+
+chaos: $(VENV)/.chaos ## break the store in every way, under load: a table and a picture in .build/chaos/
+	@scripts/install-servers faketime
+	$(BIN)/python -m chaos $(CHAOS_ARGS)
 
 mutate: servers $(VENV)/.mutate ## change every comparison and constant of the algorithms, and see that a test notices
 	$(BIN)/python tests/mutation.py $(MUTATE_ARGS)
@@ -59,6 +63,10 @@ $(VENV)/.test: $(VENV)/.ready
 $(VENV)/.bench: $(VENV)/.test
 	@echo "installing the peers for the benchmark"
 	@$(PIP) --group bench
+	@touch $@
+
+$(VENV)/.chaos: $(VENV)/.test
+	@$(PIP) --group draw
 	@touch $@
 
 $(VENV)/.mutate: $(VENV)/.test

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from again import with_again
 from headgate import Decision, InvalidLimit, Key, Limit, Limiter
 from headgate.testing import FakeClock
 
@@ -41,6 +42,8 @@ class Twins:
         words += [f"{name}={word.at_us if isinstance(word, Decision) else word}" for name, word in options.items()]
         self.said.append(f"@{self.clock.now_us()} {method} {'; '.join(words)}")
         answers = [getattr(limiter, method)(*args, **options) for limiter in (self.here, self.there)]
+        if method == "check":
+            answers[0] = with_again(answers[0], options["cost"], lambda: self.here.check(*args, **options))
         assert answers[0] == answers[1], "memory and Redis differ after\n" + "\n".join(self.said[-12:])
         return answers[0]
 

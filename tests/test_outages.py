@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from headgate import Limit, StoreUnavailable
 from headgate.adapters.asgi import AsgiArrival
 from headgate.adapters.gate import AsyncGate, Gate
-from headgate.adapters.outages import Outage
+from headgate.events import Event, Herald
 from headgate.policy.model import Policy, Rule
+from headgate.shield.outage import Outage
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ def messages(log: pytest.LogCaptureFixture) -> list[str]:
 
 def test_an_outage_is_told_of_at_once_then_now_and_then_and_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock(1_000_000)
-    outage = Outage(lambda: clock.now_us() / 1_000_000)
+    events: list[Event] = []
+    outage = Outage(Herald(events.append), lambda: clock.now_us() / 1_000_000)
+    assert outage.lasts is None
     outage.note_failure(AWAY)
     assert messages(caplog) == [
-        "the store cannot be asked, and routes answer by their failure modes (1 requests in 0 s): nobody is there"
+        "the store cannot be asked, and requests are answered by their failure modes (1 in 0 s): nobody is there"
     ]
     for _ in range(99):
         clock.advance(0.1)
@@ -42,15 +45,18 @@ def test_an_outage_is_told_of_at_once_then_now_and_then_and_at_its_end(caplog: p
     clock.advance(0.1)
     outage.note_failure(AWAY)
     assert messages(caplog) == [
-        "the store cannot be asked, and routes answer by their failure modes (101 requests in 10 s): nobody is there"
+        "the store cannot be asked, and requests are answered by their failure modes (101 in 10 s): nobody is there"
     ]
-    clock.advance(0.999)
+    assert (outage.lasts, outage.reason) == (10.0, "nobody is there")
+    clock.advance(0.499)
     outage.note_answer()
     assert (messages(caplog), outage.failures) == ([], 101)
     clock.advance(0.001)
     outage.note_answer()
-    assert messages(caplog) == ["the store answers again: 101 requests were decided without it in 11.0 s"]
-    assert outage.failures == 0
+    assert messages(caplog) == ["the store answers again: 101 requests were decided without it in 10.5 s"]
+    assert (outage.failures, outage.lasts, outage.reason) == (0, None, None)
+    assert [event.kind for event in events] == ["store-lost", "store-away", "store-back"]
+    assert events[-1].details == {"requests": 101, "seconds": 10.5}
     outage.note_failure(AWAY)
     assert len(messages(caplog)) == 1
 
@@ -62,7 +68,7 @@ def arrival() -> AsgiArrival:
 def test_a_gate_tells_of_a_store_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(POLICY, "redis://127.0.0.1:1/0")
     assert gate.admit(arrival()).allowed
-    assert gate.outage.failures == 1
+    assert (gate.health().state, gate.health().decided_without) == ("degraded", 1)
     assert "the store cannot be asked" in messages(caplog)[0]
 
 
@@ -70,16 +76,24 @@ def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
     redis7: RedisServer, caplog: pytest.LogCaptureFixture, unique: str
 ) -> None:
     async def served() -> None:
-        gate = AsyncGate(POLICY, redis7.url, namespace=unique, budget=1.0)
-        gate.outage = Outage(lambda: clock.now_us() / 1_000_000)
-        gate.outage.note_failure(AWAY)
+        gate = AsyncGate(POLICY, redis7.url, namespace=unique, budget=1.0, on_event=events.append)
+        front = gate._limiter._front
+        front.outage = Outage(Herald(events.append), lambda: clock.now_us() / 1_000_000)
+        front.outage.note_failure(AWAY)
         clock.advance(2)
         assert (await gate.admit(arrival())).allowed
         await gate.close()
 
+    events: list[Event] = []
     clock = FakeClock(1_000_000)
     asyncio.run(served())
     assert "the store answers again: 1 requests" in messages(caplog)[-1]
+    assert [event.kind for event in events] == ["store-lost", "store-back"]
+
+
+def test_who_is_told_of_events_and_fails_is_told_of_itself(caplog: pytest.LogCaptureFixture) -> None:
+    Herald(lambda event: 1 / 0).tell("store-lost", "it is gone")
+    assert messages(caplog) == ["it is gone", "on_event failed on store-lost; nothing else depends on it"]
 
 
 def test_identities_that_nobody_supplies_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

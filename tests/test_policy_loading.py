@@ -11,6 +11,7 @@ import re
 import time
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from headgate.errors import InvalidPolicy
 from headgate.policy.formats import FORMATS, SUFFIXES
 from headgate.policy.formats.document import Spot
 from headgate.policy.loading import load, read
-from headgate.policy.model import AnswerSettings, Identity, IdentitySettings, Policy
+from headgate.policy.model import AnswerSettings, Identity, IdentitySettings, Policy, StoreSettings
 from headgate.policy.schema import json_schema
 
 POLICIES = Path(__file__).parent / "policies"
@@ -118,6 +119,7 @@ def test_every_section_arrives() -> None:
         ("10.0.0.0/8", "2001:db8::/32", "192.0.2.7/32"), "forwarded", 56, 20, 40, "x-shop-key", False
     )
     assert policy.answers == AnswerSettings(False, True, timedelta(seconds=1.5), "https://example.com/limits")
+    assert policy.store == StoreSettings(timedelta(milliseconds=20), Fraction(1, 8), 4, 500, timedelta(milliseconds=50))
     assert (policy.name, policy.default_tier, policy.on_failure) == ("shop", "free", "local")
     assert policy.tiers == ("pro", "free", "enterprise")
     assert [(route.template.text, sorted(route.methods), route.route_class, route.cost) for route in policy.routes] == [
@@ -134,6 +136,11 @@ def test_every_section_arrives() -> None:
     )
     assert (rules["tokens"].cost, rules["tokens"].settled, rules["tokens"].unit) == (500, True, "tokens")
     assert (rules["reports"].unit, rules["all"].by, rules["devices"].shadow) == ("concurrent-requests", (), True)
+    assert {name: (rule.lease, rule.split) for name, rule in rules.items() if rule.lease != "auto"} == {
+        "all": ("always", 4),
+        "devices": ("never", 1),
+    }
+    assert (rules["search"].lease, rules["search"].split) == ("auto", 1)
     assert [client.identity for client in policy.clients] == [
         Identity("api_key", "sk_live_x"),
         Identity("tenant", "4711"),
@@ -167,6 +174,47 @@ def test_count_when_counts_these_answers(test: str, counted: set[int]) -> None:
     (rule,) = read(json.dumps({"limits": [{"bucket": "5/minute", "count_when": test}]}), format="json").rules
     assert rule.count_when is not None
     assert rule.count_when.statuses == counted
+
+
+def store_of(settings: str) -> StoreSettings:
+    return read(f"limits: [{{by: ip, bucket: 5/minute}}]\nstore: {settings}\n").store
+
+
+def test_a_policy_that_says_nothing_of_the_store_has_its_settings() -> None:
+    assert store_of("{}") == read("limits: [{by: ip, bucket: 5/minute}]").store == StoreSettings()
+    assert StoreSettings() == StoreSettings(
+        timedelta(milliseconds=5), Fraction(1, 5), 1, 10_000, timedelta(milliseconds=100)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value"),
+    [
+        ("{budget: 1ms}", "budget", timedelta(milliseconds=1)),
+        ("{budget: 60 s}", "budget", timedelta(seconds=60)),
+        ("{share: 1%}", "share", Fraction(1, 100)),
+        ('{share: "100 %"}', "share", 1),
+        ("{share: 33.3%}", "share", Fraction(333, 1000)),
+        ("{nodes: 100000}", "nodes", 100_000),
+        ("{remember: 0}", "remember", 0),
+        ("{lease: 1 second}", "lease", timedelta(seconds=1)),
+        ("{lease: 0}", "lease", timedelta()),
+        ("{lease: off}", "lease", timedelta()),
+        ('{lease: "off"}', "lease", timedelta()),
+        ("{lease: false}", "lease", timedelta()),
+    ],
+)
+def test_settings_of_the_store_reach_to_their_bounds(settings: str, name: str, value: object) -> None:
+    assert getattr(store_of(settings), name) == value
+
+
+def test_the_parts_of_a_split_limit_are_even_for_everybody() -> None:
+    policy = read("""
+        limits: [{name: a, by: tenant, bucket: "12/minute, burst 8", split: 4, cost: 2, tiers: {pro: 16/minute}}]
+        overrides: [{tenant: acme, limit: a, bucket: 20/minute}]
+        """)
+    rule, override = policy.rules[0], policy.overrides[0]
+    assert (rule.split, [limit.split for limit in (*rule.limits, override.limit)]) == (4, [4, 4, 4])
 
 
 def test_overrides_and_tiers_count_as_their_limit_does_unless_they_say() -> None:
@@ -377,6 +425,7 @@ IN_FORM = (
     "identity-settings",
     "names",
     "routes",
+    "store",
     "unknown-fields",
     "words",
     "wrong-types",

@@ -145,7 +145,7 @@ def test_threads_that_ask_at_the_same_time_share_round_trips(limiter: Limiter, u
     with ThreadPoolExecutor(16) as pool:
         decisions = list(pool.map(lambda _: limiter.check(key), range(800)))
     assert sum(decision.allowed for decision in decisions) == 400
-    assert limiter.stats["calls"] == 800
+    assert limiter.stats["calls"] + limiter.stats["remembered"] == 800
     assert limiter.stats["round_trips"] < 800
 
 
@@ -512,7 +512,8 @@ def test_a_wrong_clock_on_a_callers_machine_changes_nothing(
     seconds, microseconds = client.time()
     now_us = seconds * 1_000_000 + microseconds
     assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 10
-    assert all(0 <= now_us - decision.at_us < 5_000_000 for decision in decisions)
+    # A denial that is remembered takes the way to the server for a part of its age.
+    assert all(-100_000 <= now_us - decision.at_us < 5_000_000 for decision in decisions)
 
 
 # How long a caller must wait at T, where one whose clock is two minutes fast has just used up five a minute: what

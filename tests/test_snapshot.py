@@ -550,3 +550,35 @@ def test_head_and_get_are_one(method: str) -> None:
 def test_a_route_knows_what_is_left_to_do_after_the_answer(limits: str, leases: bool, settles: bool) -> None:
     route = Snapshot(read(f"limits: [{limits}]")).route("GET", "/")
     assert (route.leases, route.settles) == (leases, settles)
+
+
+# ------------------------------------------------------------------ what is prepaid
+
+
+def test_limits_that_will_be_busy_are_announced_and_others_excluded() -> None:
+    policy = read("""
+        limits:
+          - {name: a, by: tenant, bucket: 10/minute, tiers: {pro: 20/minute}, lease: always}
+          - {name: b, by: tenant, bucket: 30/minute, tiers: {pro: 40/minute}, lease: never}
+          - {name: c, by: tenant, bucket: 50/minute}
+        overrides:
+          - {tenant: t1, limit: a, bucket: 11/minute}
+          - {tenant: t2, limit: a, bucket: 12/minute, valid_until: 2020-01-01T00:00:00Z}
+          - {tenant: t1, limit: b, bucket: 31/minute, valid_from: 2096-01-01T00:00:00Z}
+          - {tenant: t1, limit: c, bucket: 51/minute}
+          - {tenant: t2, limit: c, bucket: 52/minute, valid_from: 2026-05-28T00:00:00Z}
+          - {tenant: t3, limit: c, bucket: 53/minute, valid_until: 2026-05-28T00:00:00Z}
+          - {tenant: t4, limit: c, bucket: 54/minute, valid_until: 2026-05-28T00:00:01Z}
+          - {tenant: t5, limit: c, bucket: 55/minute, valid_from: 2027-01-01T00:00:00Z, valid_until: 2027-01-02T00:00Z}
+          - {tenant: t6, limit: c, bucket: 55/minute, valid_from: 2028-01-01T00:00:00Z}
+        """)
+    snapshot = Snapshot(policy, fingerprint)
+    now_us = Request("GET", "/", {}, START).now_us
+    assert [limit.quota for limit in snapshot.announced(now_us)] == [10, 20, 11, 12, 52, 54, 55]
+    assert [limit.quota for limit in snapshot.never_leased] == [30, 40, 31]
+    assert [limit.quota for limit in snapshot.announced(now_us - 1)] == [10, 20, 11, 12, 52, 53, 54, 55]
+
+
+def test_a_policy_that_says_nothing_announces_nothing() -> None:
+    snapshot = Snapshot(read("limits: [{by: ip, bucket: 10/minute}]"))
+    assert (snapshot.announced(0), snapshot.never_leased) == ((), ())

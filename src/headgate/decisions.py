@@ -63,6 +63,12 @@ class Decision(NamedTuple):
     """Why this answer is not the store's own: what failed, and what answered instead. None for an exact answer."""
     at_us: int = 0
     """The instant of the decision on the store's clock."""
+    again_us: int = 0
+    """How long until the same request would pass again, where the store has said so; 0: at once, or not said.
+
+    Redis says so of an allowed request that leaves one of its limits with less than it costs: exactly, if nothing else
+    happens, and never of one that holds a lease. The memory store never does: to ask it costs no more than to remember.
+    """
 
     def __bool__(self) -> bool:
         return self.allowed

@@ -86,13 +86,18 @@ class RequestDenied(HeadgateError):
 class StoreError(HeadgateError):
     """The shared store could not answer, and `on_failure="raise"` asked to be told."""
 
+    may_have_happened = False
+    """Whether what was asked may have been carried out all the same: then it must not be asked twice."""
+
 
 class StoreUnavailable(StoreError):
     """The store could not be reached, or it refused to serve (loading, read-only, out of memory)."""
 
 
 class StoreTimeout(StoreError):
-    """The store did not answer within the budget. What was asked may have happened: do not ask twice."""
+    """The store did not answer within the budget. `may_have_happened` says whether it had been asked at all."""
+
+    may_have_happened = True
 
 
 class ScriptError(StoreError):

@@ -1,7 +1,8 @@
-"""One request's way, written once: a generator that asks a store and is driven by both limiters.
+"""What takes several steps, written once: generators that are driven by both limiters.
 
-It yields what has to be done, a store's call or a `Pause`, and gets the answer sent, or the store's failure thrown,
-back in. So the rules stand here, and `limiter.py` only knows how to wait: with threads, or with `await`.
+They yield what has to be done, a call or a `Pause`, and get the answer sent, or the store's failure thrown, back in.
+So the rules stand here, and `limiter.py` only knows how to wait: with threads, or with `await`. The way of a single
+check is in `shield.front`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from headgate.errors import StoreError
-from headgate.stores.calls import Call, Check, Leave, Refund, Renew
+from headgate.stores.calls import Check, Leave, Refund, Renew
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from headgate.algorithms import Verdict
     from headgate.decisions import Decision
 
-__all__ = ["Fallback", "Flow", "Pause", "acquire", "ask", "check"]
+__all__ = ["Fallback", "Flow", "Pause", "acquire", "ask"]
 
 
 class Pause(NamedTuple):
@@ -33,15 +34,8 @@ class Fallback(Protocol):
     def tell(self, call: Refund | Renew | Leave, error: StoreError) -> bool: ...
 
 
-Flow: TypeAlias = "Generator[Call | Pause, Any, Any]"
-
-
-def check(call: Check, fallback: Fallback) -> Flow:
-    """A decision, by the store or, where that fails, by what was agreed on for then."""
-    try:
-        return (yield call)
-    except StoreError as error:
-        return fallback.decide(call, error)
+Flow: TypeAlias = "Generator[Any, Any, Any]"
+"""Yields calls and pauses."""
 
 
 def ask(call: Refund | Renew | Leave, fallback: Fallback) -> Flow:
@@ -55,12 +49,12 @@ def ask(call: Refund | Renew | Leave, fallback: Fallback) -> Flow:
 def acquire(call: Check, fallback: Fallback, timeout: float | None, elapsed: Callable[[], float]) -> Flow:
     """A decision that is allowed, after waiting for it; or the denial, as soon as waiting cannot help in time."""
     while True:
-        decision: Decision = yield from check(call, fallback)
+        decision: Decision = yield call
         left = None if timeout is None else timeout - elapsed()
         if decision.allowed:
             if decision.delay_us and left is not None and decision.delay > left:
                 yield from _give_back(call, decision, fallback)
-                standing: Decision = yield from check(call._replace(cost=0), fallback)
+                standing: Decision = yield call._replace(cost=0)
                 return standing._replace(allowed=False, verdicts=_as_denied(standing, decision))
             if decision.delay_us:
                 yield Pause(decision.delay)

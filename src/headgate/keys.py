@@ -30,6 +30,12 @@ class Key(NamedTuple):
     identity: str
     """The parts as one text, injectively: different parts never meet in one counter."""
 
+    def part(self, index: int) -> Key:
+        """One of the counters that a limit with `split` spreads this one over. No text of a caller's can become its
+        identity: a percent sign is always escaped."""
+        limit = self.limit.part
+        return self if limit is None else Key(limit, self.parts, f"{self.identity}|%part-{index % self.limit.split}")
+
 
 def identify(parts: tuple[str | int, ...]) -> str:
     """One text for the parts of an identity, different for different parts, and never long.

@@ -5,85 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from headgate import flow
-from headgate.clock import SystemClock
-from headgate.errors import InvalidConfiguration, StoreError
-from headgate.failure import FailurePolicy
-from headgate.keys import Key, escape
+from headgate.base import LimiterBase, checked_timeout
+from headgate.decisions import Decision
+from headgate.errors import StoreError
 from headgate.leases import Renewals, leaving, renew_forever
-from headgate.stores import open_store
-from headgate.stores.calls import Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
-from headgate.stores.memory import MemoryStore
+from headgate.stores.calls import Check, Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from types import TracebackType
     from typing import Self
 
-    from headgate.clock import Clock
-    from headgate.decisions import Decision
-    from headgate.failure import FailureMode
+    from headgate.keys import Key
     from headgate.limits import Limit
+    from headgate.stores.calls import Call
 
 __all__ = ["AsyncLimiter", "Limiter"]
 
-PATIENT_BUDGET: Final = 1.0
-QUICK_BUDGET: Final = 0.005
+LONGEST_FAREWELL: Final = 0.25
+"""Seconds that closing may take for what was prepaid to be given back."""
 
 
-class _Gate:
-    """What both limiters are made of: the store, the answer for when it fails, and the door's own checks."""
-
-    _asynchronous: bool
-
-    def __init__(
-        self,
-        url: Any = "memory://",
-        *,
-        clock: Clock | None = None,
-        namespace: str = "headgate",
-        on_failure: FailureMode = "raise",
-        budget: float | None = None,
-        max_keys: int = 1_000_000,
-    ) -> None:
-        if clock is not None and not callable(getattr(clock, "now_us", None)):
-            raise InvalidConfiguration(f"{clock!r} is no clock: it must have a method now_us()")
-        default_clock = SystemClock()
-        self._failure = FailurePolicy(on_failure, clock or default_clock)
-        self._clock = clock
-        self._store = open_store(
-            url,
-            clock=clock,
-            default_clock=default_clock,
-            namespace=_checked_namespace(namespace),
-            budget=_checked_budget(budget, on_failure),
-            max_keys=_checked_max_keys(max_keys),
-            asynchronous=self._asynchronous,
-        )
-        # The memory store answers at once and cannot fail: it is asked without the flow, in a third of the time.
-        self._memory: MemoryStore | None = self._store if isinstance(self._store, MemoryStore) else None
-        self._make_ready()
-
-    def _make_ready(self) -> None:
-        """What one kind of limiter needs beside."""
-
-    @property
-    def stats(self) -> Any:
-        """What the store knows of itself: for memory, its keys and whether it had to forgive any debt."""
-        return self._store.stats
-
-    def _elapsed(self) -> Callable[[], float]:
-        """How many seconds have passed since now, on the clock that this limiter waits by."""
-        if self._clock is not None and hasattr(self._clock, "sleep"):
-            now_us, start_us = self._clock.now_us, self._clock.now_us()
-            return lambda: (now_us() - start_us) / 1_000_000
-        start = time.monotonic()
-        return lambda: time.monotonic() - start
-
-
-class Limiter(_Gate):
+class Limiter(LimiterBase):
     """Decides whether requests may pass, for code with threads; `AsyncLimiter` is the same for asyncio.
 
     `url` names the store: "memory://" (this process alone), "redis://host:6379/0", "rediss://", "unix:///path", "redis+cluster://host:7000",
@@ -110,12 +56,7 @@ class Limiter(_Gate):
         a value, not an exception."""
         if self._memory is not None:
             return self._memory.check(*keys, cost=cost, id=id)
-        call = checked(keys, cost, id)
-        try:
-            decision: Decision = self._store.run(call)
-        except StoreError as error:
-            return self._failure.decide(call, error)
-        return decision
+        return self._decide(checked(keys, cost, id), self._failure)
 
     def peek(self, *keys: Key | Limit) -> Decision:
         """What the limits stand at. Reads, never writes."""
@@ -127,7 +68,7 @@ class Limiter(_Gate):
         """Like `check`, but waits until the request may pass; a denial comes back as soon as waiting cannot help in
         `timeout` seconds."""
         call = checked(keys, cost, id)
-        decision: Decision = self._drive(flow.acquire(call, self._failure, _checked_timeout(timeout), self._elapsed()))
+        decision: Decision = self._drive(flow.acquire(call, self._failure, checked_timeout(timeout), self._elapsed()))
         return decision
 
     def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
@@ -138,7 +79,7 @@ class Limiter(_Gate):
 
     def reset(self, *keys: Key | Limit) -> None:
         """Forget all that is known of the keys: they are as new."""
-        self._store.run(Reset(checked_keys(keys)))
+        self._answer(Reset(checked_keys(keys)))
 
     def enter(self, *keys: Key | Limit, id: str | None = None, cost: int | tuple[int, ...] = 1) -> Decision:
         """Take a lease on the concurrency limits among the keys (and charge the others); `decision.id` names it."""
@@ -175,6 +116,8 @@ class Limiter(_Gate):
     def close(self) -> None:
         """Close the connections. The limiter must not be used after."""
         self._renewals.close()
+        if self._keeper is not None:
+            self._keeper.close(wait=LONGEST_FAREWELL)
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -189,8 +132,39 @@ class Limiter(_Gate):
             # Its answers need neither waiting nor failure modes: a call in between would cost a tenth of the check.
             self.check = self._memory.check  # type: ignore[method-assign]
 
-    def _drive(self, steps: flow.Flow) -> Any:
-        run = self._store.run
+    def _decide(self, call: Check, fallback: flow.Fallback) -> Decision:
+        """The answer to a check: remembered, prepaid, the store's, or, if that fails, the fallback's."""
+        front = self._front
+        ready = front.at_once(call)
+        if isinstance(ready, Decision):
+            return ready
+        asked_us = front.now_us()
+        try:
+            if ready is not None:
+                return cast("Decision", self._drive(ready, self._store.run))
+            decision: Decision = self._store.run(call)
+        except StoreError as error:
+            return front.failed(call, error, fallback)
+        front.answered(call, decision, asked_us)
+        return decision
+
+    def _answer(self, call: Call) -> Any:
+        """The answer to any call."""
+        if self._memory is not None:
+            return self._memory.run(call)
+        if isinstance(call, Check):
+            return self._decide(call, self._failure)
+        try:
+            answer = self._store.run(call)
+        except StoreError as error:
+            self._front.note_failure(error)
+            raise
+        finally:  # also what failed may have happened
+            self._front.changed(call)
+        return answer
+
+    def _drive(self, steps: flow.Flow, run: Callable[[Any], Any] | None = None) -> Any:
+        run = run or self._answer
         sleep = getattr(self._clock, "sleep", time.sleep)
         try:
             step = next(steps)
@@ -209,7 +183,7 @@ class Limiter(_Gate):
             return end.value
 
 
-class AsyncLimiter(_Gate):
+class AsyncLimiter(LimiterBase):
     """The same as `Limiter`, with methods to await; nothing in it ever blocks the event loop.
 
     >>> from datetime import timedelta
@@ -229,12 +203,7 @@ class AsyncLimiter(_Gate):
         a value, not an exception."""
         if self._memory is not None:
             return self._memory.check(*keys, cost=cost, id=id)
-        call = checked(keys, cost, id)
-        try:
-            decision: Decision = await self._store.run(call)
-        except StoreError as error:
-            return self._failure.decide(call, error)
-        return decision
+        return await self._decide(checked(keys, cost, id), self._failure)
 
     async def peek(self, *keys: Key | Limit) -> Decision:
         """What the limits stand at. Reads, never writes."""
@@ -251,7 +220,7 @@ class AsyncLimiter(_Gate):
         `timeout` seconds."""
         call = checked(keys, cost, id)
         decision: Decision = await self._drive(
-            flow.acquire(call, self._failure, _checked_timeout(timeout), self._elapsed())
+            flow.acquire(call, self._failure, checked_timeout(timeout), self._elapsed())
         )
         return decision
 
@@ -263,7 +232,7 @@ class AsyncLimiter(_Gate):
 
     async def reset(self, *keys: Key | Limit) -> None:
         """Forget all that is known of the keys: they are as new."""
-        await self._run(Reset(checked_keys(keys)))
+        await self._answer(Reset(checked_keys(keys)))
 
     async def enter(self, *keys: Key | Limit, id: str | None = None, cost: int | tuple[int, ...] = 1) -> Decision:
         """Take a lease on the concurrency limits among the keys (and charge the others); `decision.id` names it."""
@@ -301,9 +270,10 @@ class AsyncLimiter(_Gate):
 
     async def close(self) -> None:
         """Close the connections. The limiter must not be used after."""
-        if self._memory is not None:
-            self._memory.close()
+        if self._keeper is None:
+            self._store.close()
         else:
+            self._keeper.close()
             await self._store.close()
 
     async def __aenter__(self) -> Self:
@@ -314,14 +284,39 @@ class AsyncLimiter(_Gate):
     ) -> None:
         await self.close()
 
-    def _run(self, call: Any) -> Awaitable[Any]:
-        if self._memory is None:
-            answer: Awaitable[Any] = self._store.run(call)
-            return answer
-        return _at_once(self._memory.run(call))
+    async def _decide(self, call: Check, fallback: flow.Fallback) -> Decision:
+        """The answer to a check: remembered, prepaid, the store's, or, if that fails, the fallback's."""
+        front = self._front
+        ready = front.at_once(call)
+        if isinstance(ready, Decision):
+            return ready
+        asked_us = front.now_us()
+        try:
+            if ready is not None:
+                return cast("Decision", await self._drive(ready, self._store.run))
+            decision: Decision = await self._store.run(call)
+        except StoreError as error:
+            return front.failed(call, error, fallback)
+        front.answered(call, decision, asked_us)
+        return decision
 
-    async def _drive(self, steps: flow.Flow) -> Any:
-        run = self._run
+    async def _answer(self, call: Call) -> Any:
+        """The answer to any call."""
+        if self._memory is not None:
+            return self._memory.run(call)
+        if isinstance(call, Check):
+            return await self._decide(call, self._failure)
+        try:
+            answer = await self._store.run(call)
+        except StoreError as error:
+            self._front.note_failure(error)
+            raise
+        finally:  # also what failed may have happened
+            self._front.changed(call)
+        return answer
+
+    async def _drive(self, steps: flow.Flow, run: Callable[[Any], Awaitable[Any]] | None = None) -> Any:
+        run = run or self._answer
         try:
             step = next(steps)
             while True:
@@ -343,35 +338,3 @@ class AsyncLimiter(_Gate):
         if sleep is not None:
             sleep(seconds)
         await asyncio.sleep(0 if sleep is not None else seconds)
-
-
-async def _at_once(answer: Any) -> Any:
-    return answer
-
-
-def _checked_timeout(timeout: float | None) -> float | None:
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0):
-        raise InvalidConfiguration(f"timeout {timeout!r} is not a number of seconds >= 0; None waits for ever")
-    return timeout
-
-
-def _checked_namespace(namespace: str) -> str:
-    if not isinstance(namespace, str) or not namespace or not namespace.isprintable() or len(namespace) > 100:
-        raise InvalidConfiguration(f"namespace {namespace!r}: use 1 to 100 printable characters")
-    return escape(namespace)
-
-
-def _checked_budget(budget: float | None, on_failure: str) -> float:
-    if budget is None:
-        return PATIENT_BUDGET if on_failure == "raise" else QUICK_BUDGET
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 60:
-        raise InvalidConfiguration(
-            f"budget {budget!r}: give the seconds that the store may take, above 0 and at most 60"
-        )
-    return float(budget)
-
-
-def _checked_max_keys(max_keys: int) -> int:
-    if type(max_keys) is not int or max_keys < 1:
-        raise InvalidConfiguration(f"max_keys {max_keys!r} is not a whole number of at least 1")
-    return max_keys

@@ -34,6 +34,11 @@ class Limit:
 
     `burst` is the capacity of a bucket or a queue (the quota, if not given). For "concurrency" the quota is how
     many may be inside at the same time, and the period is the lease time after which a crashed holder is forgotten.
+
+    `split` spreads each client's counter over so many, on different servers of a cluster: for a client that is too busy
+    for one. A request is counted in one of the parts, each of which allows its share of quota and burst. All of them
+    together never allow more than the limit; but a request may be denied by its part while the others have up to
+    (split - 1) / split of the capacity left, and one that costs more than a part's capacity never passes.
     """
 
     quota: int
@@ -41,6 +46,7 @@ class Limit:
     burst: int | None = field(default=None, kw_only=True)
     algorithm: str = field(default="token_bucket", kw_only=True)
     name: str = field(default="default", kw_only=True)
+    split: int = field(default=1, kw_only=True)
 
     capacity: int = field(init=False, repr=False, compare=False)
     """The most that can pass at once: burst, or the quota."""
@@ -52,6 +58,8 @@ class Limit:
     """The capacity in 1/ticks of a token, in which a microsecond is worth `tokens`."""
     space: str = field(init=False, repr=False, compare=False)
     """Where its counters live in a store: name, algorithm and the version of the stored form."""
+    part: Limit | None = field(init=False, repr=False, compare=False)
+    """What each of its parts allows, as a limit of its own; None where it is not split."""
 
     def __post_init__(self) -> None:
         _whole("quota", self.quota)
@@ -78,6 +86,7 @@ class Limit:
         keep(self, "full", self.capacity * self.ticks)
         keep(self, "space", f"{escape(self.name)}:{self.algorithm}.{algorithm.VERSION}")
         self._check_exactness(algorithm.peak(self))
+        keep(self, "part", self._divided())
 
     @classmethod
     def parse(cls, text: str, *, name: str = "default", algorithm: str | None = None) -> Limit:
@@ -115,6 +124,32 @@ class Limit:
             return f"{self.quota} at once, leases of {length if length[0].isdigit() else f'1 {length}'}"
         burst = f", burst {self.burst}" if self.burst != self.quota else ""
         return f"{self.quota} per {length}{burst}, {self.algorithm}"
+
+    def __repr__(self) -> str:
+        split = f", split={self.split}" if self.split != 1 else ""
+        return (
+            f"Limit(quota={self.quota}, period={self.period!r}, burst={self.burst}, algorithm={self.algorithm!r}, "
+            f"name={self.name!r}{split})"
+        )
+
+    def _divided(self) -> Limit | None:
+        """One of its parts; they are all alike."""
+        if type(self.split) is not int or self.split < 1:
+            raise InvalidLimit(f"split {self.split!r} is not a whole number of at least 1")
+        if self.split == 1:
+            return None
+        if self.algorithm == "concurrency":
+            raise InvalidLimit(
+                f"split {self.split} means nothing to concurrency, which finds a lease by its id; leave it out"
+            )
+        for what, number in (("quota", self.quota), ("burst", self.capacity)):
+            if rest := number % self.split:
+                near = " or ".join([str(each) for each in (number - rest, number - rest + self.split) if each])
+                raise InvalidLimit(
+                    f"{what} {number} cannot be split over {self.split} counters evenly; write {near}, or another split"
+                )
+        burst = self.capacity // self.split
+        return Limit(self.quota // self.split, self.period, burst=burst, algorithm=self.algorithm, name=self.name)
 
     def _check_exactness(self, peak: int) -> None:
         if peak >= EXACT:

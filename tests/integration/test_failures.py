@@ -78,7 +78,7 @@ def test_a_server_that_was_never_there_is_an_error_too(open_gate: Callable[..., 
 def test_scripts_that_are_flushed_again_and_again_cost_nothing_but_time(
     open_gate: Callable[..., Gate], server: RedisServer, unique: str
 ) -> None:
-    gate, keys = open_gate(server.url), [key_of(unique, name, quota=50) for name in "abcd"]
+    gate, keys = open_gate(server.url, remember=0), [key_of(unique, name, quota=50) for name in "abcd"]
     stopped = threading.Event()
 
     def flush() -> int:
@@ -150,7 +150,8 @@ def test_local_allows_a_fifth_by_itself(open_gate: Callable[..., Gate], server: 
         assert all(decision.degraded.startswith("local: cannot reach Redis") for decision in decisions)
         assert decisions[0].outcomes[0].limit == key.limit
     server.start()
-    assert gate.check(key).remaining == 99
+    wait_until(lambda: gate.peek(key).degraded is None, "an exact answer again")
+    assert gate.check(key).remaining == 79  # what was allowed meanwhile is charged
 
 
 # A server that does not answer
@@ -174,10 +175,10 @@ def test_a_stalled_server_is_waited_for_no_longer_than_the_budget(
         first = timed(lambda: gate.check(key))
         assert is_told_why(mode, first.answer)
         assert first.seconds < budget + SLACK
-        # To open a new connection takes longer, but not for each of those who come now.
+        # After a few of them nobody waits any more.
         start = time.monotonic()
         assert all(is_told_why(mode, timed(lambda: gate.check(key)).answer) for _ in range(20))
-        assert time.monotonic() - start < max(budget, 0.25) + SLACK
+        assert time.monotonic() - start < 5 * budget + SLACK
     wait_until(lambda: timed(lambda: getattr(gate.check(key), "degraded", "")).answer is None, "an exact answer again")
 
 

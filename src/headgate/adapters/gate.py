@@ -6,24 +6,23 @@ import logging
 import os
 import secrets
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict
 from weakref import WeakSet
 
 from headgate.adapters import way
 from headgate.adapters.answers import Answers
 from headgate.adapters.identities import Identities
-from headgate.adapters.outages import Outage
 from headgate.adapters.way import FREE, Admission, Rules, Shadow
 from headgate.clock import SystemClock
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.failure import FailurePolicy
 from headgate.limiter import AsyncLimiter, Limiter
 from headgate.policy.credentials import ApiKeys
-from headgate.policy.model import Policy
-from headgate.policy.snapshot import Snapshot
+from headgate.policy.model import Block, Identity, Policy, Validity
+from headgate.policy.snapshot import ALL_API_KEYS, Snapshot
 from headgate.policy.watching import Watch
 from headgate.stores.calls import Check
-from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
     from headgate.adapters.identities import IdentityFunction
     from headgate.adapters.way import Arrival
     from headgate.clock import Clock
-    from headgate.decisions import Decision
+    from headgate.events import Event
+    from headgate.health import Health
     from headgate.policy.snapshot import Resolution
+    from headgate.shield.blocks import Blocks
+    from headgate.stores.memory import MemoryStore
 
 __all__ = ["AsyncGate", "Gate", "GateOptions"]
 
 logger = logging.getLogger("headgate")
-
-BUDGET: Final = 0.005
-"""Seconds that the store may take before a route's failure mode answers."""
 
 BUILT_IN: Final = ("ip", "subnet", "api_key", "client", "endpoint")
 """The identities that a gate finds out by itself."""
@@ -66,9 +65,11 @@ class GateOptions(TypedDict, total=False):
     """Seconds between looks at the policy file; None never to look again."""
     clock: Clock | None
     namespace: str
-    budget: float
-    """Seconds that the store may take before a route's failure mode answers."""
+    budget: float | None
+    """Seconds that the store may take before a route's failure mode answers; None for what the policy says."""
     max_keys: int
+    on_event: Callable[[Event], Any] | None
+    """Told when the store is lost, and back, and what became of it."""
 
 
 class _Door:
@@ -94,19 +95,19 @@ class _Door:
         reload_every: float | None = 1.0,
         clock: Clock | None = None,
         namespace: str = "headgate",
-        budget: float = BUDGET,
+        budget: float | None = None,
         max_keys: int = 1_000_000,
+        on_event: Callable[[Event], Any] | None = None,
     ) -> None:
         self._functions = dict(identities or {})
         self._refusal_body = refusal_body
         self.on_decision = on_decision
         """Told of every decision as it is made; those on routes that are exempt are none."""
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
-        self.outage = Outage()
-        """Whether the store is away, and since when."""
+        self._given_budget = budget
         self.is_on = True
         """Whether requests are counted at all."""
-        options = {"namespace": namespace, "budget": budget, "max_keys": max_keys}
+        options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
         self.use(self._limiter_type(store, clock=clock, **options), clock)
         self._random_secret = secrets.token_bytes(32)
         self._watch: Watch[None] | None = None
@@ -134,11 +135,15 @@ class _Door:
         """Count with another limiter from now on, by that clock; the ones before."""
         before = getattr(self, "_limiter", None), getattr(self, "_clock", None)
         self._limiter, self._clock = limiter, clock
+        self._decide: Callable[..., Any] = limiter._decide  # noqa: SLF001 - as close to the store as the limiters' own way
+        self._answer: Callable[..., Any] = limiter._answer  # noqa: SLF001
         self._now_us = (clock or SystemClock()).now_us
-        store = limiter._store  # noqa: SLF001 - the way is as close to the store as the limiters' own
-        self._run: Callable[[Any], Any] = store.run
-        self._answers_at_once = isinstance(store, MemoryStore)
-        self._fallbacks = {mode: FailurePolicy(mode, clock or SystemClock()) for mode in ("open", "closed", "local")}
+        self._memory: MemoryStore | None = limiter._memory  # noqa: SLF001
+        fleet = limiter.guard_routes()
+        self._fallbacks = {
+            mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in ("open", "closed", "local")
+        }
+        self._blocks: Blocks = limiter.live_blocks
         return before
 
     def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
@@ -159,32 +164,50 @@ class _Door:
             Snapshot(policy, api_keys.fingerprint),
             Answers(policy.answers, body=self._refusal_body),
             Identities(policy.identity, api_keys, self._functions),
-            self._fallbacks,
         )
 
+    def health(self) -> Health:
+        """Whether requests are decided by the store, and what is known of its servers."""
+        health: Health = self._limiter.health()
+        return health
+
     def _swap(self, policy: Policy) -> None:
-        self.rules = self.made(policy)
+        rules = self.made(policy)
+        settings = policy.store
+        self._limiter.configure(
+            budget=settings.budget.total_seconds() if self._given_budget is None else self._given_budget,
+            share=settings.share,
+            nodes=settings.nodes,
+            remember=settings.remember,
+            lease_us=settings.lease // timedelta(microseconds=1),
+            announced=rules.snapshot.announced(self._now_us()),
+            never_leased=rules.snapshot.never_leased,
+        )
+        self.rules = rules
 
     def _secret(self, policy: Policy) -> bytes:
         """What API keys are hashed with: the same on all machines that count together."""
         given = self._given_secret
         if given is not None:
             return given.encode() if isinstance(given, str) else given
-        if not self._answers_at_once and _counts_api_keys(policy):
+        if self._memory is None and _counts_api_keys(policy):
             raise InvalidConfiguration(
                 "the policy counts by API keys, which are stored as keyed hashes, and there is no secret to key them "
                 f"with: give secret=, or set {SECRET_VARIABLE}, to the same 16 or more random bytes on every machine"
             )
         return self._random_secret
 
-    def _without_store(self, rules: Rules, met: Resolution, error: StoreError) -> Decision:
-        self.outage.note_failure(error)
-        return rules.without_store(met, error)
-
-    def _concluded(self, rules: Rules, met: Resolution, decision: Decision) -> Admission:
-        if self.outage.failures and decision.degraded is None:
-            self.outage.note_answer()
-        return rules.conclude(met, decision)
+    def _live_block(self, met: Resolution) -> Resolution:
+        """The same, blocked if somebody has blocked the client since the policy was written."""
+        who = met.who
+        found = self._blocks.find(who, met.now_us)
+        if found is None and ALL_API_KEYS in who:
+            keys = who[ALL_API_KEYS].split()
+            found = next(filter(None, [self._blocks.find({"api_key": key}, met.now_us) for key in keys]), None)
+        if found is None:
+            return met
+        until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)
+        return met._replace(block=Block(Identity(found.kind, found.value), Validity(until=until), found.reason))
 
     def _told(self, arrival: Arrival, admission: Admission) -> Admission:
         if self.on_decision is not None:
@@ -208,20 +231,26 @@ class Gate(_Door):
         route = rules.snapshot.route(arrival.method, arrival.path)
         if route.is_exempt:
             return FREE
-        who = rules.identities.read(arrival, route.kinds)
+        who = rules.identities.read(arrival, route.kinds | self._blocks.kinds if self._blocks else route.kinds)
         if self._functions:
             for kind in who:
                 if type(who[kind]) is not str:
                     raise _asynchronous_function(kind, who[kind])
         met = rules.snapshot.resolve(route, who, self._now_us())
+        if self._blocks and met.block is None:
+            met = self._live_block(met)
         if met.block is not None or not met.keys:
             return self._told(arrival, rules.unasked(met))
-        held: Any = self._limiter.hold(*met.keys, cost=met.cost) if route.leases else None
-        try:
-            decision = self._run(Check(met.keys, met.cost)) if held is None else held.__enter__()
-        except StoreError as error:
-            held, decision = None, self._without_store(rules, met, error)
-        admission = self._concluded(rules, met, decision)
+        held: Any = None
+        if route.leases:
+            try:
+                held = self._limiter.hold(*met.keys, cost=met.cost)
+                decision = held.__enter__()
+            except StoreError as error:
+                held, decision = None, self._fallbacks[route.on_failure].decide(Check(met.keys, met.cost), error)
+        else:
+            decision = self._decide(Check(met.keys, met.cost), self._fallbacks[route.on_failure])
+        admission = rules.conclude(met, decision)
         if held is not None:
             if admission.allowed:
                 admission.held = held
@@ -229,7 +258,7 @@ class Gate(_Door):
                 held.__exit__(None, None, None)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
-                admission.shadows = [Shadow(one, self._run(Check((one.key,), one.cost))) for one in met.shadows]
+                admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
         return admission if self.on_decision is None else self._told(arrival, admission)
 
     def finish(self, admission: Admission, status: int) -> None:
@@ -241,7 +270,7 @@ class Gate(_Door):
             step = next(steps)
             while True:
                 try:
-                    answer = self._run(step)
+                    answer = self._answer(step)
                 except StoreError as error:
                     step = steps.throw(error)
                 else:
@@ -268,24 +297,30 @@ class AsyncGate(_Door):
         route = rules.snapshot.route(arrival.method, arrival.path)
         if route.is_exempt:
             return FREE
-        who = rules.identities.read(arrival, route.kinds)
+        who = rules.identities.read(arrival, route.kinds | self._blocks.kinds if self._blocks else route.kinds)
         if self._functions:
             for kind in who:
                 if type(who[kind]) is not str:
                     who[kind] = await rules.identities.awaited(kind, who[kind])
         met = rules.snapshot.resolve(route, who, self._now_us())
+        if self._blocks and met.block is None:
+            met = self._live_block(met)
         if met.block is not None or not met.keys:
             return self._told(arrival, rules.unasked(met))
-        held: Any = self._limiter.hold(*met.keys, cost=met.cost) if route.leases else None
-        try:
-            if held is not None:
+        held: Any = None
+        if route.leases:
+            try:
+                held = self._limiter.hold(*met.keys, cost=met.cost)
                 decision = await held.__aenter__()
+            except StoreError as error:
+                held, decision = None, self._fallbacks[route.on_failure].decide(Check(met.keys, met.cost), error)
+        else:
+            check = _new_check(Check, (met.keys, met.cost, None))
+            if self._memory is not None:
+                decision = self._memory.decide(check)
             else:
-                check = _new_check(Check, (met.keys, met.cost, None))
-                decision = self._run(check) if self._answers_at_once else await self._run(check)
-        except StoreError as error:
-            held, decision = None, self._without_store(rules, met, error)
-        admission = self._concluded(rules, met, decision)
+                decision = await self._decide(check, self._fallbacks[route.on_failure])
+        admission = rules.conclude(met, decision)
         if held is not None:
             if admission.allowed:
                 admission.held = held
@@ -318,10 +353,6 @@ class AsyncGate(_Door):
         if self._watch is not None:
             self._watch.close()
         await self._limiter.close()
-
-    async def _answer(self, call: Any) -> Any:
-        answer = self._run(call)
-        return answer if self._answers_at_once else await answer
 
 
 def _counts_api_keys(policy: Policy) -> bool:

@@ -13,12 +13,11 @@ from headgate.errors import InvalidCost, InvalidInput, StoreError
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Sequence
 
     from headgate.adapters.answers import Answers, Description, Header, Refusal
     from headgate.adapters.identities import Identities
     from headgate.decisions import Decision
-    from headgate.failure import FailurePolicy
     from headgate.policy.model import Block
     from headgate.policy.snapshot import Met, Resolution, Snapshot
 
@@ -151,16 +150,12 @@ def current_admission() -> Admission:
 class Rules:
     """All that holds for the requests that begin now; swapped whole when the policy changes."""
 
-    __slots__ = ("_answers", "_descriptions", "_fallbacks", "identities", "snapshot")
+    __slots__ = ("_answers", "_descriptions", "identities", "snapshot")
 
-    def __init__(
-        self, snapshot: Snapshot, answers: Answers, identities: Identities, fallbacks: Mapping[str, FailurePolicy]
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, answers: Answers, identities: Identities) -> None:
         self.snapshot = snapshot
         self.identities = identities
         self._answers = answers
-        self._fallbacks = fallbacks
-        """What answers when the store fails, for each mode that a route may ask for."""
         self._descriptions: dict[Any, Description] = {}
         """Of the limits that requests have met so far; the snapshot keeps those alive whose ids stand here."""
 
@@ -169,10 +164,6 @@ class Rules:
         if resolution.block is None:
             return Admission(resolution)
         return Admission(resolution, None, self._answers.blocked(_time_left(resolution.block, resolution.now_us)))
-
-    def without_store(self, resolution: Resolution, error: StoreError) -> Decision:
-        """The answer of the route's failure mode."""
-        return self._fallbacks[resolution.route.on_failure].decide(Check(resolution.keys, resolution.cost), error)
 
     def conclude(self, resolution: Resolution, decision: Decision) -> Admission:
         """How the request is let in, or its refusal."""

@@ -24,7 +24,7 @@ __all__ = ["plain", "run", "show"]
 _MODES: Final = {
     "open": "open: it passes uncounted while the store is away",
     "closed": "closed: it is answered 503 while the store is away",
-    "local": "local: each process counts for itself while the store is away",
+    "local": "local: each node counts its part of a share of each limit while the store is away",
 }
 
 

@@ -122,6 +122,10 @@ def _reasons(met: Met, resolution: Resolution, request: Request) -> Iterator[str
         yield "an estimate, settled by the app"
     if rule.count_when is not None:
         yield f"counted if {rule.count_when.text}"
+    if rule.lease != "auto":
+        yield f"{rule.lease} prepaid"
+    if rule.split > 1:
+        yield f"split over {rule.split} counters"
     if rule.shadow:
         yield "shadow: never rejects"
 

@@ -17,6 +17,7 @@ from headgate.policy.model import (
     Override,
     Policy,
     RouteRule,
+    StoreSettings,
     Validity,
 )
 from headgate.policy.rules import CONCURRENCY, MIXED, Meetings, RuleBook, nearest
@@ -72,6 +73,7 @@ class Builder:
             blocked=self._blocked(),
             identity=self._identity_settings(),
             answers=self._answer_settings(),
+            store=self._store_settings(),
             on_failure=entry.get("on_failure", "open"),
             name=entry.get("name", "policy"),
         )
@@ -289,6 +291,10 @@ class Builder:
             jitter=entry.get("jitter", timedelta()),
             doc_url=entry.get("doc_url"),
         )
+
+    def _store_settings(self) -> StoreSettings:
+        entry = self._entry.get("store")
+        return StoreSettings() if entry is None else StoreSettings(**entry.fields)
 
 
 def _fields(entry: Entry, name: str) -> dict[str, Any]:

@@ -59,10 +59,14 @@ class Costs:
         cost, what = self._own[draft.name], "a request"
         if cost is None:
             cost, what = self._dearest.get((draft.name, route_class), (1, what))
-        if cost <= limit.capacity:
+        at_once, where = (
+            limit.capacity // draft.split,
+            f" in each of its {draft.split} parts" if draft.split > 1 else "",
+        )
+        if cost <= at_once:
             return None
         return (
-            f"{what} costs {cost}, but limit {draft.name!r} lets at most {limit.capacity} pass at once: "
+            f"{what} costs {cost}, but limit {draft.name!r} lets at most {at_once} pass at once{where}: "
             "it never gets in; lower the cost, or allow more at once"
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -23,17 +24,22 @@ __all__ = [
     "Client",
     "Identity",
     "IdentitySettings",
+    "LeaseMode",
     "Override",
     "Policy",
     "RouteMode",
     "RouteRule",
     "Rule",
     "StatusTest",
+    "StoreSettings",
     "Validity",
 ]
 
 RouteMode: TypeAlias = Literal["open", "closed", "local"]
 """What a route asks for when the store fails."""
+
+LeaseMode: TypeAlias = Literal["auto", "always", "never"]
+"""When a limit's tokens are prepaid: where it is found to be busy, always, or never."""
 
 ADDRESSES: Final = ("ip", "subnet")
 """The identities that every request has, whoever sends it."""
@@ -55,6 +61,9 @@ class Validity:
 
     def holds_at(self, instant: datetime) -> bool:
         return (self.since is None or self.since <= instant) and (self.until is None or instant < self.until)
+
+    def is_over(self, instant: datetime) -> bool:
+        return self.until is not None and self.until <= instant
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,9 @@ class Rule:
     unless another limit on the same request counts by address already."""
     unit: str = "requests"
     """What is counted, as the RateLimit-Policy field names it."""
+    lease: LeaseMode = "auto"
+    split: int = 1
+    """Over how many counters it is spread."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -183,6 +195,22 @@ class AnswerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """How the store is asked, and what holds when it fails."""
+
+    budget: timedelta = timedelta(milliseconds=5)
+    """How long it may take for an answer."""
+    share: Fraction = Fraction(1, 5)
+    """Of each limit, what all live nodes allow together on routes that fail local."""
+    nodes: int = 1
+    """How many nodes there are, until their heartbeats say so."""
+    remember: int = 10_000
+    """How many denials each process remembers; 0 for none."""
+    lease: timedelta = timedelta(milliseconds=100)
+    """For how long prepaid tokens are good; zero for none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """Everything that a policy file says."""
 
@@ -195,6 +223,7 @@ class Policy:
     blocked: tuple[Block, ...] = ()
     identity: IdentitySettings = IdentitySettings()
     answers: AnswerSettings = AnswerSettings()
+    store: StoreSettings = StoreSettings()
     on_failure: RouteMode = "open"
     """For routes and rules that don't say."""
     name: str = "policy"

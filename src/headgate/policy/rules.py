@@ -27,6 +27,7 @@ __all__ = ["CONCURRENCY", "MIXED", "Draft", "Meetings", "RuleBook", "nearest"]
 CONCURRENCY: Final = "concurrency"
 MIXED: Final = "it counts what is inside at once for some and a rate for others; write two limits"
 MOST_NAMES: Final = 12
+NEVER_LEASED: Final = (CONCURRENCY, "leaky_bucket")
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +47,7 @@ class Draft:
     """By tier, None for those who are in none of them."""
     limits: dict[str | None, Limit] = field(default_factory=dict)
     is_concurrency: bool = False
+    split: int = 1
 
     def get(self, name: str, default: Any = None) -> Any:
         return default if self.entry is None else self.entry.get(name, default)
@@ -74,6 +76,8 @@ class Draft:
             on_failure=self.get("on_failure"),
             missing=self.get("missing"),
             unit=self.get("unit", "concurrent-requests" if self.is_concurrency else "requests"),
+            lease=self.get("lease", "auto"),
+            split=self.split,
         )
 
 
@@ -131,7 +135,9 @@ class RuleBook:
         made = self._limits.get(asked)
         if made is None:
             quota, period, burst, _ = phrase
-            made = self._limits[asked] = Limit(quota, period, burst=burst, algorithm=algorithm, name=draft.name)
+            made = self._limits[asked] = Limit(
+                quota, period, burst=burst, algorithm=algorithm, name=draft.name, split=draft.split
+            )
         return made
 
     # ------------------------------------------------------------------ limits
@@ -147,6 +153,7 @@ class RuleBook:
             templates=tuple([template for _, template in paths]),
             methods=self._methods(entry, paths),
             classes=entry.get("class", ()),
+            split=entry.get("split", 1),
         )
         bucket = entry.get("bucket")
         draft.algorithm = entry.get("algorithm") or (bucket.algorithm if bucket else None)
@@ -208,6 +215,9 @@ class RuleBook:
         for name in ("count_when", "reserve"):
             if name in fields and fields.get("shadow"):
                 add(entry.at(name), f"{name} has no meaning in shadow, where nothing is taken; leave out one of them")
+            if name in fields and draft.split > 1:
+                told = f"what {name} gives back has no place where a limit is split over several counters; keep one"
+                add(entry.at("split"), told)
 
     # ------------------------------------------------------------------ tiers
 
@@ -243,6 +253,9 @@ class RuleBook:
                 draft.limits[tier] = self.limit(draft, phrase)
             except InvalidLimit as error:
                 self._problems.add(path, str(error))
+        unleased = [limit.algorithm for limit in draft.limits.values() if limit.algorithm in NEVER_LEASED]
+        if unleased and draft.get("lease") == "always":
+            self._problems.add(draft.at("lease"), f"a limit of {unleased[0]} is never prepaid; leave it out")
         draft.is_concurrency = any(limit.algorithm == CONCURRENCY for limit in draft.limits.values())
         if not draft.is_concurrency:
             return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate._grammar import Phrase
 from headgate.algorithms import ALGORITHMS
-from headgate.policy import words
+from headgate.policy import amounts, words
 from headgate.policy.kinds import (
     BROKEN,
     Entry,
@@ -34,7 +34,7 @@ _NAME: Final = {**_TEXT, "maxLength": 100, "pattern": r"^[ !#-\[\]-~]+$"}
 NAME: Final = Leaf(words.name, _NAME)
 LABEL: Final = Leaf(words.label, {**_TEXT, "maxLength": 500})
 FLAG: Final = Leaf(words.flag, {"type": "boolean"})
-DURATION: Final = Leaf(words.duration, {**_TEXT, "examples": ["500 ms", "5 seconds", "2 minutes"]})
+DURATION: Final = Leaf(amounts.duration, {**_TEXT, "examples": ["500 ms", "5 seconds", "2 minutes"]})
 INSTANT: Final = Leaf(words.instant, {"type": "string", "format": "date-time", "examples": ["2026-05-28T02:01:00Z"]})
 METHODS: Final = OneOrMany(
     Leaf(words.method, {**_TEXT, "pattern": "^[A-Z]{1,20}$", "examples": ["GET"]}), "[GET, POST]"
@@ -86,7 +86,7 @@ NUMBERS: Final = OneOf(
                 "algorithm": Field(ALGORITHM, "How it is counted."),
                 "bucket_size": Field(_whole(1, example=200), "How many may pass at once."),
                 "refill_rate": Field(
-                    Leaf(words.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]}),
+                    Leaf(amounts.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]}),
                     "How many come back per second; taken exactly as written.",
                 ),
                 "quota": Field(_whole(1, example=1000), "How many per period."),
@@ -166,6 +166,12 @@ LIMIT: Final = Record(
         "unit": Field(
             _choice("requests", "content-bytes", "concurrent-requests", "tokens"), "What is counted, as headers say it."
         ),
+        "lease": Field(
+            _choice("auto", "always", "never"), "Whether its tokens are prepaid: where it is busy, always, or never."
+        ),
+        "split": Field(
+            _whole(1, 1_000, example=4), "Over how many counters it is spread; its numbers must be multiples of it."
+        ),
     },
 )
 
@@ -222,6 +228,39 @@ ANSWERS: Final = Record(
     },
 )
 
+_SHORTEST: Final = timedelta(milliseconds=1)
+
+STORE: Final = Record(
+    "settings",
+    {
+        "budget": Field(
+            Leaf(
+                amounts.duration_between(_SHORTEST, timedelta(seconds=60), example="5 ms"),
+                {**_TEXT, "examples": ["5 ms"]},
+            ),
+            "How long the store may take for an answer; 5 ms, if not given.",
+        ),
+        "share": Field(
+            Leaf(amounts.share, {**_TEXT, "pattern": r"^ *[0-9]{1,3}(\.[0-9]{1,3})? ?% *$", "examples": ["20%"]}),
+            "Of each limit, how much all nodes together allow on routes that fail local; 20%, if not given.",
+        ),
+        "nodes": Field(
+            _whole(1, 100_000, example=4), "How many nodes there are, until they have told each other; 1, if not given."
+        ),
+        "remember": Field(
+            _whole(0, 10_000_000, example=10_000),
+            "How many denials each process remembers, so that the store is not asked; 0 for none.",
+        ),
+        "lease": Field(
+            Leaf(
+                amounts.duration_or_off(_SHORTEST, timedelta(seconds=1), example="100 ms"),
+                {"anyOf": [{**_TEXT, "examples": ["100 ms"]}, {"enum": [0, False]}]},
+            ),
+            "For how long tokens are good that are prepaid for busy clients; 100 ms, if not given, 0 for none.",
+        ),
+    },
+)
+
 WHO: Final = {
     "ip": Field(ADDRESS, "An address, or a network."),
     "user": Field(IDENTITY, "A user."),
@@ -266,6 +305,7 @@ def policy(kinds: Iterable[str] = ()) -> Record:
             "on_failure": Field(ON_FAILURE, "What happens when the store fails, where routes and limits don't say."),
             "identity": Field(SETTINGS, "Where identities come from."),
             "answers": Field(ANSWERS, "How answers look."),
+            "store": Field(STORE, "How the store is asked, and what holds when it fails."),
             "routes": Field(ROUTES, "What routes are: their class, their cost."),
             "limits": Field(LIMITS, "The limits: which requests meet them, who is counted, how many may pass."),
             "tiers": Field(TIERS, "Numbers by tier, written from the tier's side."),

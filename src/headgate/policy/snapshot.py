@@ -14,11 +14,11 @@ from headgate.policy.model import ADDRESSES, Identity, Policy, Validity
 from headgate.policy.routes import METHODS, Matcher, Template, normal_method
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from headgate.keys import Key
     from headgate.limits import Limit
-    from headgate.policy.model import Block, Override, RouteMode, RouteRule, Rule
+    from headgate.policy.model import Block, LeaseMode, Override, RouteMode, RouteRule, Rule
     from headgate.stores.calls import Cost
 
 __all__ = [
@@ -194,6 +194,28 @@ class Snapshot:
             rules = [rule for rule in rules if rule.key(who, tier, now_us) is not None]
             cost = _joined([rule.cost for rule in rules])
         return _new_tuple(Resolution, (route, tuple(keys), cost, rules, who, tier, now_us, block))
+
+    def announced(self, now_us: int) -> tuple[Limit, ...]:
+        """The limits that will be busy, and need not be found to be: of rules whose tokens are always prepaid, and of
+        overrides for a time that is not over yet, as a burst that was announced is one. To be asked once."""
+        instant, modes = _moment(now_us), {rule.name: rule.lease for rule in self.policy.rules}
+        coming = [
+            override.limit
+            for override in self.policy.overrides
+            if modes[override.rule] == "auto" and override.validity != ALWAYS and not override.validity.is_over(instant)
+        ]
+        return tuple(dict.fromkeys([*self._limits_leased("always"), *coming]))
+
+    @property
+    def never_leased(self) -> tuple[Limit, ...]:
+        """The limits whose tokens are never prepaid, overrides among them. To be asked once."""
+        return tuple(dict.fromkeys(self._limits_leased("never")))
+
+    def _limits_leased(self, mode: LeaseMode) -> Iterator[Limit]:
+        for rule in self.policy.rules:
+            if rule.lease == mode:
+                yield from rule.limits
+                yield from (override.limit for override in self._overrides.get(rule.name, ()))
 
     def route_rule(self, templates: tuple[Template, ...], method: str) -> RouteRule | None:
         """What holds for the route: said by the most specific template that has something to say on the method."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from datetime import date, datetime, timedelta
+from datetime import date, datetime
 from decimal import Decimal
 from difflib import get_close_matches
-from fractions import Fraction
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 
 from headgate import _grammar
 from headgate._grammar import Phrase, suggest
-from headgate.errors import InvalidInput, InvalidLimit
+from headgate.errors import InvalidInput
 from headgate.policy.formats.document import Unreadable
 from headgate.policy.kinds import refusal, show
 from headgate.policy.model import StatusTest
@@ -29,7 +28,6 @@ __all__ = [
     "api_key",
     "by",
     "choice",
-    "duration",
     "flag",
     "header",
     "identity",
@@ -39,7 +37,6 @@ __all__ = [
     "name",
     "numbers",
     "proxy",
-    "rate",
     "route",
     "status_test",
     "subnet",
@@ -134,18 +131,6 @@ def choice(*known: str) -> Callable[[object], str]:
     return read
 
 
-def rate(value: object) -> Fraction:
-    """Tokens per second, exactly as written."""
-    if isinstance(value, bool) or not isinstance(value, (int, Decimal)):
-        raise refusal(value, "a number of tokens per second, like 16.67")
-    found = Fraction(value)
-    if found <= 0:
-        raise InvalidInput(f"{value} refills nothing; write a number above 0, like 16.67")
-    if found.denominator > 10**9:
-        raise InvalidInput(f"{value} has too many digits; at most nine may follow the point")
-    return found
-
-
 # ------------------------------------------------------------------ limits and times
 
 
@@ -158,18 +143,6 @@ def numbers(value: object) -> Phrase:
 
 # Policies repeat themselves: a hundred thousand overrides hold a handful of different texts.
 _phrase: Final = lru_cache(maxsize=8192)(_grammar.parse)
-
-
-def duration(value: object) -> timedelta:
-    wanted = 'a duration, like "500 ms", "5 seconds" or "2 minutes"'
-    if type(value) is not str:
-        raise refusal(value, wanted)
-    if re.fullmatch(r"\s*[0-9]*\s*[A-Za-z]+\s*", value):
-        try:
-            return _grammar.parse(f"1/{value}").period
-        except InvalidLimit:
-            pass
-    raise InvalidInput(f"cannot read {show(value)}; write {wanted}")
 
 
 def instant(value: object) -> datetime:

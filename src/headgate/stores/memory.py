@@ -97,13 +97,15 @@ class MemoryStore:
                 if space.only is limit or space.is_written_by(limit, identity):
                     after, verdict = space.decide(state, now_us, cost, limit)
                     if after is state:
-                        return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us))
+                        return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us, 0))
                     if state is not None:
                         try:
                             # Compare and set: no call and no loop may come between the two (see above).
                             if not self._busy and states[identity] is state:
                                 states[identity] = after
-                                return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us))
+                                return _new_decision(
+                                    Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us, 0)
+                                )
                         except KeyError:  # it was reset or forgotten in the meantime
                             pass
         return self.decide(checked(keys, cost, id))
@@ -169,7 +171,7 @@ class MemoryStore:
                     self._leave_unspent(keys, verdicts, now_us)
             finally:
                 self._busy = self._locks_always
-        return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us))
+        return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us, 0))
 
     def _leave_unspent(self, keys: tuple[Key, ...], verdicts: list[Verdict], now_us: int) -> None:
         """Where a request that was denied would have passed, nothing is spent: what it is told is what a peek says."""

@@ -42,6 +42,8 @@ class Unreadable:
     """Stands in for a value that other readers may take for something else, or that no policy can hold."""
 
     remedy: str
+    word: str | None = None
+    """What was written, where it is a word for true or false."""
 
 
 class Malformed(Exception):

@@ -151,7 +151,7 @@ def _plain(text: str) -> object:
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if text[0].isalpha():
-        return Unreadable(_disagreement(text, "true or false")) if _TRUTH.fullmatch(text) else _nothing(text)
+        return Unreadable(_disagreement(text, "true or false"), text) if _TRUTH.fullmatch(text) else _nothing(text)
     if _WHOLE.fullmatch(text):
         return whole(text)
     if _DECIMAL.fullmatch(text):

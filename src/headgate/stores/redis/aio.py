@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.errors import StoreUnavailable
+from headgate._forks import renew_in_children
+from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.aio_line import Line
-from headgate.stores.redis.conversation import Stuck, Unsent, converse, public
+from headgate.stores.redis.breaker import Shut
+from headgate.stores.redis.conversation import Unsent, converse, public, refusal
+from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.wire import decode_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from headgate.errors import StoreError
     from headgate.stores.calls import Call
+    from headgate.stores.redis.breaker import Breakers
     from headgate.stores.redis.places import Place
     from headgate.stores.redis.wire import Command, Node, Wire
 
@@ -31,20 +34,23 @@ MOST_ON_THE_WAY: Final = 2
 """Batches under way at the same time: Redis works on one while this process makes and reads the other."""
 WORTH_SPLITTING: Final = 16
 """Calls that are better sent as two batches than as one."""
-SHORTEST_CONNECT: Final = 0.25
-"""Seconds that opening a connection may take, whatever the budget for a call is."""
 
 
-class AsyncRedisStore:
+class AsyncRedisStore(SharedStore):
     """Counts in Redis. Nothing is connected before the first call; each event loop gets connections of its own."""
 
     def __init__(self, place: Place, wire: Wire, *, budget: float) -> None:
-        self._place = place
-        self._wire = wire
+        super().__init__(place, wire)
         self._budget = budget
         self._desk: _Desk | None = None
         """That of the loop that called last."""
         self._desks: dict[asyncio.AbstractEventLoop, _Desk] = {}
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """A child has loops of its own, and finds out by itself how the servers are."""
+        self._desk, self._desks = None, {}
+        self.breakers.reset()
 
     @property
     def stats(self) -> dict[str, int]:
@@ -54,11 +60,19 @@ class AsyncRedisStore:
 
     def run(self, call: Call) -> asyncio.Future[Any]:
         """Carry out a call, together with those of other tasks that wait at this moment."""
+        if self._only is not None and self._only.is_open:
+            raise public(self._only.refusal())
         loop = asyncio.get_running_loop()
         desk = self._desk
         if desk is None or desk.loop is not loop:
             desk = self._desk = self._desk_of(loop)
         return desk.ask(call)
+
+    def allow(self, budget: float) -> None:
+        """Give each call so many seconds from now on."""
+        self._budget = budget
+        for desk in list(self._desks.values()):
+            desk.allow(budget)
 
     async def close(self) -> None:
         """Close the connections of this loop; what is still waiting fails."""
@@ -72,16 +86,19 @@ class AsyncRedisStore:
         if desk is None:
             for other in [other for other in list(self._desks) if other.is_closed()]:
                 self._desks.pop(other, None)
-            desk = self._desks[loop] = _Desk(loop, self._place, self._wire, self._budget)
+            desk = self._desks[loop] = _Desk(loop, self._place, self._wire, self._budget, self.breakers)
         return desk
 
 
 class _Desk:
     """Where the calls of one event loop wait for each other."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, place: Place, wire: Wire, budget: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, place: Place, wire: Wire, budget: float, breakers: Breakers
+    ) -> None:
         self.loop = loop
         self.calls = self.round_trips = 0
+        self._breakers = breakers
         self._place = place
         self._wire = wire
         self._budget = budget
@@ -93,8 +110,12 @@ class _Desk:
         self._alone = True
         """Whether the last batch was of one call: then nobody is likely to join the next one, either."""
         self._lines: dict[Node | None, Line] = {}
-        self._stuck = Stuck()
         self._closed = False
+
+    def allow(self, budget: float) -> None:
+        self._budget = budget
+        for line in list(self._lines.values()):
+            line.budget = budget
 
     def ask(self, call: Call) -> asyncio.Future[Any]:
         future = self.loop.create_future()
@@ -157,8 +178,8 @@ class _Desk:
         self._futures.append(future)
         self._flush()
 
-    def _exchange(self, commands: list[Command], go_on: Callable[[], None]) -> None:
-        """One round trip to every server concerned, all at the same time; then `go_on`."""
+    def _exchange(self, commands: list[Command], go_on: Callable[[], None], end: float | None) -> None:
+        """One round trip to every server concerned, all at the same time; then `go_on`, by that end if there is one."""
         self.round_trips += 1
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
@@ -169,12 +190,14 @@ class _Desk:
             nonlocal missing
             missing -= 1
             if not missing:
+                for node, its in by_node.items():
+                    self._note(node, its)
                 go_on()
 
         for node, its in by_node.items():
             try:
-                self._line(node).ask(its, answered)
-            except Unsent as error:
+                self._line(node).ask(its, answered, end)
+            except (Unsent, Shut) as error:
                 for command in its:
                     command.reply = error
                 # Not before this function is left: the conversation must not go on inside itself.
@@ -185,17 +208,33 @@ class _Desk:
         if line is None or line.closed:
             if self._closed:
                 raise Unsent("the limiter was closed")
-            self._stuck.check(node)
-            timeout = max(self._budget, SHORTEST_CONNECT)
-            connection = self._place.connection(node, timeout=timeout, asynchronous=True)
-            line = self._lines[node] = Line(connection, self._budget, lambda error: self._stuck.note(node, error))
+            breaker = self._breakers[node]
+            if breaker.is_open:
+                raise breaker.refusal()
+            connection = self._place.connection(node, asynchronous=True)
+            line = self._lines[node] = Line(connection, self._budget, lambda error: self._failed(node, error))
         return line
+
+    def _note(self, node: Node | None, commands: list[Command]) -> None:
+        """Tell the breaker how the server is; lines tell it themselves when they fail."""
+        for command in commands:
+            refused = refusal(command.reply)
+            if refused is not None:
+                self._breakers.fail(node, refused)
+                return
+            if isinstance(command.reply, StoreError):
+                return
+        self._breakers.succeed(node)
+
+    def _failed(self, node: Node | None, error: StoreError) -> None:
+        if not self._closed:
+            self._breakers.fail(node, error)
 
 
 class _Errand:
     """A conversation under way: driven by the replies as they come in, without a task of its own."""
 
-    __slots__ = ("_conversation", "_desk", "_futures")
+    __slots__ = ("_commands", "_conversation", "_desk", "_end", "_futures")
 
     def __init__(
         self,
@@ -206,17 +245,24 @@ class _Errand:
         self._desk = desk
         self._conversation = conversation
         self._futures = futures
+        self._commands: list[Command] = []
+        self._end = 0.0
 
     def go_on(self) -> None:
         desk = self._desk
+        end = None
+        if not self._end:
+            self._end = desk.loop.time() + desk._budget  # noqa: SLF001 - a part of the desk, in its own file
+        elif any(isinstance(command.reply, StoreError) for command in self._commands):
+            end = self._end  # whoever did not answer has used the time of all that follows
         try:
-            commands = self._conversation.send(None)
-        except StopIteration as end:
-            answers: list[Any] = end.value
+            commands = self._commands = self._conversation.send(None)
+        except StopIteration as last:
+            answers: list[Any] = last.value
         except Exception as error:
             answers = [error] * len(self._futures)
         else:
-            desk._exchange(commands, self.go_on)  # noqa: SLF001 - a part of the desk, in its own file
+            desk._exchange(commands, self.go_on, end)  # noqa: SLF001
             return
         for future, answer in zip(self._futures, answers, strict=True):
             _tell(future, answer)
@@ -227,6 +273,8 @@ class _Single:
     """The commonest call, sent by itself."""
 
     __slots__ = ("_call", "_desk", "_future", "_packed", "_reply", "deadline")
+
+    end: float | None = None
 
     def __init__(self, desk: _Desk, packed: bytes, call: Any, future: asyncio.Future[Any]) -> None:
         self._desk = desk
@@ -245,8 +293,9 @@ class _Single:
 
     def finish(self) -> None:
         if type(self._reply) is list:
+            self._desk._breakers.succeed(None)  # noqa: SLF001 - a part of the desk, in its own file
             _tell(self._future, decode_one(self._call, self._reply))
-            self._desk._back()  # noqa: SLF001 - a part of the desk, in its own file
+            self._desk._back()  # noqa: SLF001
         else:
             # An error of the server's: nothing was done, and the long way knows what to do about each.
             self._desk._back()  # noqa: SLF001

@@ -1,4 +1,8 @@
-"""A connection on asyncio: redis-py opens it, then replies come in through a protocol of our own."""
+"""A connection on asyncio: redis-py opens it, then replies come in through a protocol of our own.
+
+Nobody waits for longer than the budget, neither for a reply nor for the connection to be open: what was not sent by
+then never is.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,8 @@ class Question(Protocol):
     """Something that was sent on a line and gets its replies from there, or an error."""
 
     deadline: float
+    end: float | None
+    """When whoever asks wants to be told at the latest; None for as soon as the budget allows."""
 
     def pack(self) -> bytes: ...
 
@@ -40,11 +46,13 @@ class Question(Protocol):
 class Line(asyncio.Protocol):
     """A connection to one server: redis-py opens it, then bytes go and come without it."""
 
-    def __init__(self, connection: Any, budget: float, cannot_open: Callable[[Unsent], None]) -> None:
+    def __init__(self, connection: Any, budget: float, failed: Callable[[StoreError], None]) -> None:
         self.closed = False
-        self._cannot_open = cannot_open
+        self.budget = budget
+        """Seconds that a question may wait."""
+        self._failed = failed
+        """Told of each failure, once, however many questions it leaves without an answer."""
         self._connection = connection
-        self._budget = budget
         self._loop = asyncio.get_running_loop()
         self._reader = Reader()
         self._transport: asyncio.Transport | None = None
@@ -54,9 +62,9 @@ class Line(asyncio.Protocol):
         self._watching = False
         self._overdue: Question | None = None
 
-    def ask(self, commands: list[Command], answered: Callable[[], None]) -> None:
-        """Send the commands and call back when each has its reply, or an error as such."""
-        self.send(_Commands(commands, answered))
+    def ask(self, commands: list[Command], answered: Callable[[], None], end: float | None = None) -> None:
+        """Send the commands and call back when each has its reply, or an error as such: by then at the latest."""
+        self.send(_Commands(commands, answered, end))
 
     def is_open(self) -> bool:
         return self._transport is not None and not self.closed
@@ -66,8 +74,10 @@ class Line(asyncio.Protocol):
         self._asked.append(question)
         if self._transport is not None:
             self._send(question)
-        elif self._opening is None:
-            self._opening = self._loop.create_task(self._open())
+        else:
+            self._give_time(question)
+            if self._opening is None:
+                self._opening = self._loop.create_task(self._open())
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
@@ -94,10 +104,9 @@ class Line(asyncio.Protocol):
         connection = self._connection
         try:
             await connection.connect()
-        except (TimeoutError, redis.RedisError, OSError) as error:
+        except (TimeoutError, redis.RedisError, OSError, ValueError) as error:  # a name may be none for DNS
             unsent = Unsent(f"cannot reach Redis: {error}")
             unsent.__cause__ = error
-            self._cannot_open(unsent)
             self._fail(unsent)
             return
         # redis-py has no public way to its streams; they stay referenced, as they would close the transport when
@@ -118,7 +127,13 @@ class Line(asyncio.Protocol):
         if self._transport is None:
             return
         self._transport.write(question.pack())
-        question.deadline = self._loop.time() + self._budget
+        self._give_time(question)
+
+    def _give_time(self, question: Question) -> None:
+        """The budget, from now on; less where the question has an end of its own."""
+        question.deadline = self._loop.time() + self.budget
+        if question.end is not None and question.end < question.deadline:
+            question.deadline = question.end
         if not self._watching:
             self._watching = True
             self._loop.call_at(question.deadline, self._watch)
@@ -136,13 +151,29 @@ class Line(asyncio.Protocol):
                 self._overdue = question
                 self._watching = True
                 self._loop.call_at(now + LAST_LOOK, self._watch)
+            elif self._transport is None:
+                self._stop_waiting(now)
             else:
-                self._fail(StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms"))
+                self._fail(StoreTimeout(f"Redis did not answer within the budget of {self.budget * 1000:g} ms"))
+
+    def _stop_waiting(self, now: float) -> None:
+        """The connection takes too long for those who have waited: it is opened for others who come later."""
+        error = Unsent("cannot reach Redis: there is no connection within the budget")
+        self._failed(error)
+        late = []
+        while self._asked and self._asked[0].deadline <= now:
+            late.append(self._asked.popleft())
+        if self._asked:
+            self._watching = True
+            self._loop.call_at(self._asked[0].deadline, self._watch)
+        for question in late:
+            question.fail(error)
 
     def _fail(self, error: StoreError) -> None:
         if self.closed:
             return
         self.closed = True
+        self._failed(error)
         if self._transport is not None:
             self._transport.abort()
         asked, self._asked = self._asked, deque()
@@ -153,9 +184,10 @@ class Line(asyncio.Protocol):
 class _Commands:
     """Commands that were sent together, and how many of their replies have come."""
 
-    __slots__ = ("_answered", "_commands", "_missing", "deadline")
+    __slots__ = ("_answered", "_commands", "_missing", "deadline", "end")
 
-    def __init__(self, commands: list[Command], answered: Callable[[], None]) -> None:
+    def __init__(self, commands: list[Command], answered: Callable[[], None], end: float | None) -> None:
+        self.end = end
         self._commands = commands
         self._answered = answered
         # Redis answers ASKING by itself, before the command that it goes with.

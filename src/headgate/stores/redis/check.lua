@@ -5,6 +5,8 @@
 --   limit's index and the cost on it.
 -- Reply: now (us), then for each key remaining, retry (us, 0 allowed, -1 never), reset (us), delay (us).
 --   A key that holds a foreign value answers -1 as its remaining, and its request changes nothing.
+--   Last, for each allowed request that leaves a limit with less than its own cost: its index in the batch, from 0, and
+--   how long until the same request would pass again (us).
 
 local now, limits, judges, position = current(ARGV[1]), {}, {}, 3
 for index = 1, tonumber(ARGV[2]) do
@@ -28,9 +30,17 @@ local function mend(key, reset)
   end
 end
 
+-- Pairs of index and wait, of requests that have just taken what they would need to pass again. Not of those that hold a
+-- lease: it ends when its holder likes.
+local agains = {}
+
+local function tell_again(request, again)
+  agains[#agains + 1], agains[#agains + 2] = request, again
+end
+
 -- Several limits: all are judged on the state before the request; then either all are charged or none is.
-local function decide_all(first, id, met, costs, reply)
-  local states, start, allowed, readable = {}, #reply, true, true
+local function decide_all(request, first, id, met, costs, reply)
+  local states, start, allowed, readable, exhausted = {}, #reply, true, true, false
   for index, which in ipairs(met) do
     local remaining, retry, reset, delay, state = judges[which](KEYS[first + index], now, costs[index], limits[which], id)
     local at = start + index * 4
@@ -50,14 +60,29 @@ local function decide_all(first, id, met, costs, reply)
       end
       if states[index] and costs[index] > 0 then
         keep(key, states[index], reply[at - 1])
+        exhausted = exhausted or reply[at - 3] < costs[index]
       elseif not allowed then
         mend(key, reply[at - 1])
       end
     end
   end
+  if exhausted and allowed then
+    local longest = 0
+    for index, which in ipairs(met) do
+      local judge = judges[which]
+      if judge == JUDGES.concurrency then
+        return
+      end
+      if reply[start + index * 4 - 3] < costs[index] then
+        local _, again = judge(KEYS[first + index], now, costs[index], limits[which], id)
+        longest = math.max(longest, again)
+      end
+    end
+    tell_again(request, longest)
+  end
 end
 
-local reply, replied, keys_before = { now }, 1, 0
+local reply, replied, keys_before, requests_before = { now }, 1, 0, 0
 while position <= #ARGV do
   local requests, id, number_met = tonumber(ARGV[position]), ARGV[position + 1], tonumber(ARGV[position + 2])
   if number_met == 1 then
@@ -71,6 +96,10 @@ while position <= #ARGV do
         remaining, retry, reset, delay = -1, 0, 0, 0
       elseif state and cost > 0 then
         keep(key, state, reset)
+        if remaining < cost and retry == 0 and judge ~= JUDGES.concurrency then
+          local _, again = judge(key, now, cost, limit, id)
+          tell_again(requests_before + index - keys_before - 1, again)
+        end
       elseif retry ~= 0 then
         mend(key, reset)
       end
@@ -84,15 +113,18 @@ while position <= #ARGV do
       met[index], costs[index] = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
     end
     for request = 0, requests - 1 do
-      decide_all(keys_before + request * number_met, id, met, costs, reply)
+      decide_all(requests_before + request, keys_before + request * number_met, id, met, costs, reply)
     end
     replied = #reply
   end
-  keys_before = keys_before + requests * number_met
+  keys_before, requests_before = keys_before + requests * number_met, requests_before + requests
   position = position + 3 + number_met * 2
 end
 
 for key, reset in pairs(resets) do
   write(key, known[key], reset)
+end
+for index, number in ipairs(agains) do
+  reply[replied + index] = number
 end
 return reply

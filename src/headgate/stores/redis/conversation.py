@@ -7,15 +7,14 @@ here, once.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Final
 
-import redis
 from hiredis import ReplyError
 
 from headgate.decisions import Decision
-from headgate.errors import ScriptError, StoreError, StoreTimeout, StoreUnavailable
+from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.stores.calls import Check, Reset
+from headgate.stores.redis.breaker import Shut
 from headgate.stores.redis.topology import Cluster
 from headgate.stores.redis.wire import Command, Node, Undo, decode
 
@@ -26,17 +25,14 @@ if TYPE_CHECKING:
     from headgate.stores.redis.topology import Topology
     from headgate.stores.redis.wire import Wire
 
-__all__ = ["Lost", "Stuck", "Unsent", "converse", "public"]
+__all__ = ["Lost", "Unsent", "converse", "public", "refusal"]
 
 MOST_ROUNDS: Final = 6
 """How often a command may be sent, with the redirections of a cluster that is being resharded."""
 
-STUCK: Final = 1.0
-"""Seconds."""
-
 _REFUSALS: Final = (
     *("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOPERM", "NOREPLICAS", "OOM", "READONLY"),
-    *("TRYAGAIN", "WRONGPASS", "ERR The user executing the script"),  # so Redis 7.0 says NOPERM inside a script
+    *("WRONGPASS", "ERR The user executing the script"),  # so Redis 7.0 says NOPERM inside a script
 )
 """Errors by which a server says that it does not serve now: nothing is wrong with what was asked."""
 
@@ -46,30 +42,25 @@ class Unsent(StoreUnavailable):
 
 
 class Lost(StoreUnavailable):
-    """The connection broke while the answer was on its way; what was asked may have happened."""
+    """The connection broke while the answer was on its way."""
+
+    may_have_happened = True
 
 
 def public(error: StoreError) -> StoreError:
-    """The error as callers know it: whether a byte was sent matters only in here."""
-    return StoreUnavailable(str(error)) if isinstance(error, Unsent | Lost) else error
+    """The error as callers know it: how a server could not be reached matters only in here."""
+    if not isinstance(error, Unsent | Lost | Shut):
+        return error
+    told = StoreUnavailable(str(error))
+    told.may_have_happened = error.may_have_happened
+    return told
 
 
-class Stuck:
-    """Servers that took too long to open a connection: for a second, nobody waits for them again."""
-
-    def __init__(self) -> None:
-        self._until: dict[Node | None, tuple[float, Unsent]] = {}
-
-    def check(self, node: Node | None) -> None:
-        if node in self._until:
-            until, error = self._until[node]
-            if time.monotonic() < until:
-                raise error
-            del self._until[node]
-
-    def note(self, node: Node | None, error: Unsent) -> None:
-        if isinstance(error.__cause__, redis.TimeoutError | TimeoutError):
-            self._until[node] = time.monotonic() + STUCK, error
+def refusal(reply: Any) -> StoreUnavailable | None:
+    """The error in a reply by which a server says that it does not serve, if it is one."""
+    if isinstance(reply, ReplyError) and str(reply).startswith(_REFUSALS):
+        return StoreUnavailable(f"the store answered: {reply}")
+    return None
 
 
 def converse(calls: Sequence[Call], wire: Wire, topology: Topology) -> Generator[list[Command], None, list[Any]]:
@@ -156,13 +147,16 @@ def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) 
     for key in call.keys:
         name = (key.limit.space, key.identity)
         verdicts[name] = undone.get((id(call), *name), verdicts[name])
+    allowed = all(decision.allowed for decision in told)
+    can_wait = allowed and all(key.limit.algorithm != "concurrency" for key in call.keys)
     return Decision(
-        all(decision.allowed for decision in told),
+        allowed,
         call.keys,
         tuple(verdicts[key.limit.space, key.identity] for key in call.keys),
         call.id,
         None,
         max(decision.at_us for decision in told),
+        max(decision.again_us for decision in told) if can_wait else 0,
     )
 
 
@@ -180,7 +174,7 @@ def _deliver(commands: list[Command], topology: Topology) -> Generator[list[Comm
             if stale:
                 topology.forget()
             # What may have happened is never asked twice.
-            unheard = [command for command in stale if not isinstance(command.reply, Lost | StoreTimeout)]
+            unheard = [command for command in stale if not getattr(command.reply, "may_have_happened", False)]
             if unheard and topology.moves and not asked_anew:
                 asked_anew = True
                 pending = [*again, *unheard]  # whose answer it is if nobody can be found
@@ -219,7 +213,8 @@ def _is_stale(command: Command) -> bool:
     """Whether the reply says that the servers are not where they were thought to be."""
     if isinstance(command.reply, ReplyError):
         return str(command.reply).startswith(("READONLY", "CLUSTERDOWN"))
-    return isinstance(command.reply, StoreError)
+    # Where a breaker is open, the servers are asked anew by whoever looks after it, and not by every request.
+    return isinstance(command.reply, StoreError) and not isinstance(command.reply, Shut)
 
 
 def _answers(command: Command) -> list[tuple[Any, Any]]:
@@ -231,8 +226,10 @@ def _told(command: Command) -> list[Any]:
     """The answers to a command's calls, in their order."""
     reply = command.reply
     if isinstance(reply, ReplyError):
-        refused = str(reply).startswith(_REFUSALS)
-        reply = (StoreUnavailable if refused else ScriptError)(f"the store answered: {reply}")
+        # A slot on its way to another server, that could not be asked for in time, is nobody's mistake either.
+        moving = str(reply).startswith(("TRYAGAIN", "MOVED", "ASK "))
+        told = f"the store answered: {reply}"
+        reply = refusal(reply) or (StoreUnavailable(told) if moving else ScriptError(told))
     elif isinstance(reply, StoreError):
         reply = public(reply)
     return [reply] * len(command.calls) if isinstance(reply, StoreError) else decode(command)

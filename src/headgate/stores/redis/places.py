@@ -59,6 +59,9 @@ _HANDSHAKE: Final = [
 """The options of a redis-py connection that say where to and as whom; all others are ours to set."""
 
 
+LONGEST_CONNECT: Final = 1.0
+"""Seconds that opening a connection may take. No request waits for that long: only the connection is given up then."""
+
 _AUTHORITY: Final = re.compile(r"([^/?]*)(.*)", re.DOTALL)
 _DIGITS: Final = re.compile(r"[0-9]{1,5}")
 
@@ -71,7 +74,7 @@ class Place(NamedTuple):
     tls: bool
     topology: Topology
 
-    def connection(self, node: Node | None, *, timeout: float, asynchronous: bool) -> Any:
+    def connection(self, node: Node | None, *, asynchronous: bool, timeout: float = LONGEST_CONNECT) -> Any:
         """A redis-py connection, not yet connected."""
         options = dict(self.options)
         if node is not None:
@@ -134,7 +137,7 @@ def _place_of_url(url: str) -> Place:
 def _tried(place: Place) -> Place:
     """The place, once redis-py has taken its options: what it refuses is better known now than at the first request."""
     try:
-        place.connection(None, timeout=1, asynchronous=False)
+        place.connection(None, asynchronous=False)
     except (redis.RedisError, TypeError, ValueError) as error:
         raise InvalidConfiguration(f"cannot read the Redis URL: {error}") from None
     return place

@@ -1,7 +1,8 @@
 -- Gives an amount back, at most once for an id.
 -- KEYS: the key; with an id, also the key that remembers it (in the same slot).
 -- ARGV: the limit (see parse_limit), now (us; empty for the server's clock), amount, the instant it was charged (us; empty
---   if unknown), how long to remember the id (ms), lease id, "undo" where a shard takes back its own.
+--   if unknown), how long to remember the id (ms), lease id, "undo" where a shard takes back its own, the channel for news
+--   (empty for none), the counter's name in them.
 -- Reply: 1 if anything was given back, else 0, -1 if the key holds a foreign value; then remaining, retry, reset, delay,
 --   as they are after it.
 
@@ -20,6 +21,10 @@ end
 local state = amount > 0 and REFUND(KEYS[1], now, amount, limit, at, id, ARGV[10] == 'undo')
 if not state then
   return { 0, remaining, retry, reset, delay }
+end
+if remaining == 0 and ARGV[11] ~= '' then
+  -- Denials that are remembered elsewhere hold no longer. Who may not publish may give back all the same.
+  pcall('PUBLISH', ARGV[11], format('forget %s', ARGV[12]))
 end
 -- It owes less than before, so that its lifetime is known only after it is written.
 write(KEYS[1], state, reset)

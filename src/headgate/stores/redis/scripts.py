@@ -25,19 +25,20 @@ class Script(NamedTuple):
 
 @lru_cache(maxsize=256)
 def script(main: str, algorithms: tuple[str, ...], margin_ms: int) -> Script:
-    """The script of that name ("one", "check", "refund" or "lease") for those algorithms.
+    """The script of that name ("one", "check", "refund" or "lease") for those algorithms; for none of them, one whose
+    keys are no counters.
 
     Keys outlive their debt by the margin. "check" finds the algorithms by name; the others are for one.
     """
     parts = dict.fromkeys(part for name in algorithms for part in (*_NEEDS.get(name, ()), name))
-    names = [f"local JUDGE = {algorithms[0]}"]
+    names = [f"local JUDGE = {name}" for name in algorithms[:1]]
     if main == "check":
         names = [f"local JUDGES = {{ {', '.join(f'{name} = {name}' for name in algorithms)} }}"]
     elif main == "refund":
         names.append(f"local REFUND = {algorithms[0]}_refund")
     text = "\n".join(
         [
-            f"-- headgate: {main} for {', '.join(algorithms)}",
+            f"-- headgate: {main} for {', '.join(algorithms) or 'all'}",
             _lua("headgate.algorithms", "_exact"),
             *(_lua("headgate.algorithms", part, whole=main not in ("one", "check")) for part in parts),
             *names,

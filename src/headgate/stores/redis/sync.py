@@ -3,25 +3,23 @@
 A thread that finds nobody talking to Redis takes all calls that wait, its own among them, and carries them there in
 one round trip; the others wait for it. When it is back, the first that came meanwhile goes next. With one thread
 nothing is added; with many, Redis sees few and full round trips, and the interpreter lock is fought over less.
+
+Nobody waits for longer than the budget: connections are opened by threads of their own, and who finds a server's
+breaker open does not wait at all.
 """
 
 from __future__ import annotations
 
-import os
-import selectors
-import ssl
-import sys
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-import redis
-from hiredis import HiredisError, Reader
-
 from headgate._forks import renew_in_children
-from headgate.errors import StoreError, StoreTimeout
-from headgate.stores.redis.conversation import Lost, Stuck, Unsent, converse, public
+from headgate.errors import StoreError
+from headgate.stores.redis.conversation import converse, public, refusal
+from headgate.stores.redis.line import Line, Opening
+from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.wire import decode_one
 
 if TYPE_CHECKING:
@@ -34,24 +32,23 @@ if TYPE_CHECKING:
 __all__ = ["RedisStore"]
 
 LARGEST_BATCH: Final = 256
-SHORTEST_CONNECT: Final = 0.25
-"""Seconds that opening a connection may take, whatever the budget for a call is."""
-IDLE: Final = 0.05
-"""Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
+LEAST_PATIENCE: Final = 0.001
+"""Seconds that those who waited in vain for another's round trip give to their own."""
 
 
-class RedisStore:
+class RedisStore(SharedStore):
     """Counts in Redis. Nothing is connected before the first call."""
 
     def __init__(self, place: Place, wire: Wire, *, budget: float) -> None:
-        self._place = place
-        self._wire = wire
+        super().__init__(place, wire)
         self._budget = budget
         self._mutex = threading.Lock()
         self._waiting: deque[_Turn] = deque()
         self._led = False
-        self._lines: dict[Node | None, _Line] = {}
-        self._stuck = Stuck()
+        self._failed = False
+        """Whether the last round trip did."""
+        self._lines: dict[Node | None, Line] = {}
+        self._openings: dict[Node | None, Opening] = {}
         self._calls = self._round_trips = 0
         renew_in_children(self)
 
@@ -62,6 +59,8 @@ class RedisStore:
 
     def run(self, call: Call) -> Any:
         """Carry out a call, together with those of other threads that wait at this moment."""
+        if self._only is not None and self._only.is_open:
+            raise public(self._only.refusal())
         with self._mutex:
             turn = _Turn(call) if self._led else None
             if turn is not None:
@@ -78,19 +77,28 @@ class RedisStore:
             raise answer
         return answer
 
+    def allow(self, budget: float) -> None:
+        """Give each call so many seconds from now on."""
+        self._budget = budget
+        for line in list(self._lines.values()):
+            line.allow(budget)
+
     def close(self) -> None:
         with self._mutex:
-            lines = self._lines
-            self._lines = {}
+            lines, openings = self._lines, self._openings
+            self._lines, self._openings = {}, {}
         for line in lines.values():
             line.close()
+        for opening in openings.values():
+            opening.abandon()
 
     def renew_after_fork(self) -> None:
         """A child must not talk on its parent's connections, and nobody waits for them here."""
         self._mutex = threading.Lock()
         self._waiting.clear()
         self._led = False
-        self._lines = {}
+        self._lines, self._openings = {}, {}
+        self.breakers.reset()
 
     def _run_leading(self, call: Call) -> Any:
         """The answer to a call that found nobody talking to Redis."""
@@ -115,8 +123,11 @@ class RedisStore:
         with self._mutex:
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), LARGEST_BATCH))]
         answers: list[Any] = [StoreError("the call was interrupted")] * len(batch)
+        end = time.monotonic() + self._budget
+        if self._failed:  # they have waited for that already
+            end = max(min(turn.began for turn in batch) + self._budget, end - self._budget + LEAST_PATIENCE)
         try:
-            answers = self._drive(converse([turn.call for turn in batch], self._wire, self._place.topology))
+            answers = self._drive(converse([turn.call for turn in batch], self._wire, self._place.topology), end)
         except BaseException:
             self.close()
             raise
@@ -161,37 +172,44 @@ class RedisStore:
         except StoreError as error:
             self._fail(None, [], error)
             return public(error)
-        return decode_one(call, reply) if type(reply) is list else None  # type: ignore[arg-type] # a Check, or not packed
+        if type(reply) is not list:
+            return None
+        self.breakers.succeed(None)
+        self._failed = False
+        return decode_one(call, reply)  # type: ignore[arg-type] # a Check, or not packed
 
-    def _drive(self, conversation: Generator[list[Command], None, list[Any]]) -> list[Any]:
+    def _drive(self, conversation: Generator[list[Command], None, list[Any]], end: float) -> list[Any]:
         try:
             commands = next(conversation)
             while True:
-                self._exchange(commands)
+                self._exchange(commands, end)
+                if not self._failed:  # it serves: what it has asked for is given its own time
+                    end = time.monotonic() + self._budget
                 commands = conversation.send(None)
-        except StopIteration as end:
-            answers: list[Any] = end.value
+        except StopIteration as end_of_it:
+            answers: list[Any] = end_of_it.value
             return answers
 
-    def _exchange(self, commands: list[Command]) -> None:
-        """One round trip to every server concerned, all at the same time."""
+    def _exchange(self, commands: list[Command], end: float) -> None:
+        """One round trip to every server concerned, all at the same time, and over by then."""
         self._round_trips += 1
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
             command.reply = None
             by_node.setdefault(command.node, []).append(command)
-        sent = []
+        sent, hasty = [], self._failed
+        self._failed = False
         for node, its in by_node.items():
             try:
-                line = self._line(node)
+                line = self._line(node, end)
                 line.send(b"".join([command.pack() for command in its]))
                 sent.append((node, line, its))
             except StoreError as error:
                 self._fail(node, its, error)
-        deadline = time.monotonic() + self._budget
+        deadline = end if hasty else time.monotonic() + self._budget
         for node, line, its in sent:
             try:
-                if len(sent) > 1:  # all of them together have the budget of one
+                if hasty or len(sent) > 1:  # all of them together have the budget of one
                     line.hurry(deadline)
                 for command in its:
                     if command.asking:
@@ -199,25 +217,45 @@ class RedisStore:
                     command.reply = line.receive(deadline)
             except StoreError as error:
                 self._fail(node, [command for command in its if command.reply is None], error)
+            else:
+                self._note(node, its)
 
-    def _line(self, node: Node | None) -> _Line:
+    def _line(self, node: Node | None, end: float) -> Line:
         line = self._lines.get(node)
         if line is not None and line.is_usable():
             return line
         if line is not None:
             line.close()
-        self._stuck.check(node)
-        timeout = max(self._budget, SHORTEST_CONNECT)
+        breaker = self.breakers[node]
+        if breaker.is_open:
+            raise breaker.refusal()
+        opening = self._openings.get(node)
+        if opening is None:
+            opening = self._openings[node] = Opening(lambda: self._place.connection(node, asynchronous=False))
         try:
-            line = _Line(self._place.connection(node, timeout=timeout, asynchronous=False), self._budget)
-        except Unsent as error:
-            self._stuck.note(node, error)
-            raise
+            line = Line(opening.wait(end - time.monotonic()), self._budget)
+        finally:
+            if opening.is_over:
+                self._openings.pop(node, None)
+        if not line.is_usable():  # it was closed again before anybody needed it
+            line.close()
+            return self._line(node, end)
         self._lines[node] = line
         return line
 
+    def _note(self, node: Node | None, commands: list[Command]) -> None:
+        """Tell the breaker how the server is."""
+        for command in commands:
+            refused = refusal(command.reply)
+            if refused is not None:
+                self.breakers.fail(node, refused)
+                return
+        self.breakers.succeed(node)
+
     def _fail(self, node: Node | None, commands: list[Command], error: StoreError) -> None:
         """A line that failed once is not trusted again: what comes in on it late would answer the wrong question."""
+        self._failed = True
+        self.breakers.fail(node, error)
         line = self._lines.pop(node, None)
         if line is not None:
             line.close()
@@ -228,10 +266,11 @@ class RedisStore:
 class _Turn:
     """A call that waits for its answer, or for its turn to carry the others'."""
 
-    __slots__ = ("_gate", "answer", "answered", "call", "leads")
+    __slots__ = ("_gate", "answer", "answered", "began", "call", "leads")
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.began = time.monotonic()
         self.answered = False
         self.answer: Any = None
         self.leads = False
@@ -249,81 +288,3 @@ class _Turn:
         self.answered = True
         if wake:
             self._gate.release()
-
-
-class _Line:
-    """A connection to one server: redis-py opens it, then bytes go and come without it."""
-
-    def __init__(self, connection: Any, budget: float) -> None:
-        try:
-            connection.connect()
-        except (redis.RedisError, OSError) as error:
-            raise Unsent(f"cannot reach Redis: {error}") from error
-        self._connection = connection  # kept: it closes the socket when it is collected
-        self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
-        self._budget = budget
-        self._reader = Reader()
-        self._used = time.monotonic()
-        self._watch = selectors.DefaultSelector()
-        self._watch.register(self._socket, selectors.EVENT_READ)
-        self._socket.settimeout(budget)
-        self._hurried = False
-        self._can_write = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
-
-    def is_usable(self) -> bool:
-        """Whether nothing has come in unasked: a server that went away has sent its end of file."""
-        return time.monotonic() - self._used < IDLE or not self._watch.select(0)
-
-    def send(self, packed: bytes) -> None:
-        if self._hurried:
-            self._socket.settimeout(self._budget)
-            self._hurried = False
-        try:
-            if self._can_write:
-                # Without asking first whether the socket can take it, as Python would: it nearly always can.
-                packed = packed[os.write(self._socket.fileno(), packed) :]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise Lost(f"the connection to Redis broke: {error}") from error
-        if packed:
-            self._send_patiently(packed)
-
-    def _send_patiently(self, packed: bytes) -> None:
-        try:
-            self._socket.sendall(packed)
-        except TimeoutError as error:
-            raise StoreTimeout(f"Redis took nothing within the budget of {self._budget * 1000:g} ms") from error
-        except OSError as error:
-            raise Lost(f"the connection to Redis broke: {error}") from error
-
-    def receive(self, deadline: float) -> Any:
-        """The next reply; one that has arrived already counts, however late this thread comes to see it."""
-        reader = self._reader
-        late = False
-        try:
-            while (reply := reader.gets()) is False:
-                if late:  # each piece came in time, but all of them together did not
-                    raise TimeoutError
-                data = self._socket.recv(65536)
-                if not data:
-                    raise Lost("Redis closed the connection while the answer was on its way")
-                reader.feed(data)
-                self._used = time.monotonic()
-                late = self._used > deadline
-        except TimeoutError as error:
-            raise StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms") from error
-        except OSError as error:
-            raise Lost(f"the connection to Redis broke: {error}") from error
-        except HiredisError as error:
-            raise Lost(f"what came from Redis is no answer: {error}") from error
-        return reply
-
-    def hurry(self, deadline: float) -> None:
-        """Wait no longer than until then, in what is received next."""
-        self._socket.settimeout(max(deadline - time.monotonic(), 0.000_001))
-        self._hurried = True
-
-    def close(self) -> None:
-        self._watch.close()
-        self._connection.disconnect()

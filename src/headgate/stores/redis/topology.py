@@ -2,6 +2,8 @@
 slot of a cluster.
 
 Pure, like the conversation that uses it: what must be asked is yielded as commands, for either kind of driver to send.
+Several drivers may use one at the same time, threads among them: what is known is replaced whole, and stays in use
+until something better is known.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from headgate.errors import StoreUnavailable
 from headgate.stores.redis.wire import Command, Node
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Container, Generator, Iterable, Sequence
 
 __all__ = ["Cluster", "Sentinel", "Standalone", "Topology"]
 
@@ -26,11 +28,17 @@ class Topology(Protocol):
     def discover(self) -> Generator[list[Command], None, None]:
         """Learn where the servers are, if that is not known; raises StoreUnavailable when nobody can tell."""
 
+    def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
+        """Learn it anew, in any case. Suspects, who may not answer, are asked last."""
+
     def forget(self) -> None:
         """What was known may be wrong: ask again before the next command."""
 
     def locate(self, command: Command) -> None:
         """Say which server the command goes to."""
+
+    def primaries(self) -> list[Node | None]:
+        """The servers that have keys, as far as they are known; None stands for the only one there is."""
 
 
 class Standalone:
@@ -41,11 +49,17 @@ class Standalone:
     def discover(self) -> Generator[list[Command], None, None]:
         yield from ()
 
+    def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
+        yield from ()
+
     def forget(self) -> None:
         pass
 
     def locate(self, command: Command) -> None:
         command.node = None
+
+    def primaries(self) -> list[Node | None]:
+        return [None]
 
 
 class Sentinel:
@@ -57,30 +71,36 @@ class Sentinel:
         self._sentinels = list(sentinels)
         self._service = service
         self._primary: Node | None = None
+        self._stale = True
 
     def discover(self) -> Generator[list[Command], None, None]:
-        if self._primary is not None:
-            return
+        if self._stale:
+            yield from self.refresh()
+
+    def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         told = "no sentinel was asked"
-        for sentinel in list(self._sentinels):
+        for sentinel in _suspects_last(self._sentinels, suspects):
             command = Command(None, (), ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service))
             command.node = sentinel
             yield [command]
             if isinstance(command.reply, list):
                 host, port = command.reply
                 self._primary = Node(host.decode(), int(port))
+                self._stale = False
                 # Whoever knew is asked first the next time.
-                self._sentinels.remove(sentinel)
-                self._sentinels.insert(0, sentinel)
+                self._sentinels = list(dict.fromkeys((sentinel, *self._sentinels)))
                 return
             told = str(command.reply) if command.reply is not None else f"it knows no primary named {self._service!r}"
         raise StoreUnavailable(f"no sentinel could name the primary of {self._service!r}; the last one: {told}")
 
     def forget(self) -> None:
-        self._primary = None
+        self._stale = True
 
     def locate(self, command: Command) -> None:
         command.node = self._primary
+
+    def primaries(self) -> list[Node | None]:
+        return [] if self._primary is None else [self._primary]
 
 
 class Cluster:
@@ -91,12 +111,15 @@ class Cluster:
     def __init__(self, seeds: Sequence[Node]) -> None:
         self._known = list(seeds)
         self._slots: dict[int, Node] = {}
+        self._stale = True
 
     def discover(self) -> Generator[list[Command], None, None]:
-        if self._slots:
-            return
+        if self._stale:
+            yield from self.refresh()
+
+    def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         told = "no server was asked"
-        for node in list(self._known):
+        for node in _suspects_last(self._known, suspects):
             command = Command(None, (), ("CLUSTER", "SLOTS"))
             command.node = node
             yield [command]
@@ -107,14 +130,21 @@ class Cluster:
         raise StoreUnavailable(f"no server of the cluster could tell its slots; the last one: {told}")
 
     def forget(self) -> None:
-        self._slots = {}
+        self._stale = True
 
     def locate(self, command: Command) -> None:
-        slot = int(key_slot(command.keys[0].encode()))
+        slot = _slot(command.keys[0])
         node = self._slots.get(slot)
         if node is None:
             raise StoreUnavailable(f"no server of the cluster serves slot {slot}")
         command.node = node
+
+    def primaries(self) -> list[Node | None]:
+        return list(dict.fromkeys(list(self._slots.values())))
+
+    def serves(self, node: Node | None, key: str) -> bool:
+        """Whether the key lives on that server."""
+        return self._slots.get(_slot(key)) == node
 
     def moved(self, slot: int, node: Node) -> None:
         self._slots[slot] = node
@@ -128,4 +158,13 @@ class Cluster:
             slots.update(dict.fromkeys(range(first, last + 1), nodes[0]))
             known.update(dict.fromkeys(nodes))
         self._slots = slots
+        self._stale = False
         self._known = list(dict.fromkeys((*known, *self._known)))
+
+
+def _slot(key: str) -> int:
+    return int(key_slot(key.encode()))
+
+
+def _suspects_last(nodes: Iterable[Node], suspects: Container[Node | None]) -> list[Node]:
+    return sorted(nodes, key=lambda node: node in suspects)

@@ -86,16 +86,31 @@ class Undo:
 class Wire:
     """Speaks for one namespace, by one clock."""
 
-    def __init__(self, namespace: str, clock: Clock | None) -> None:
+    def __init__(self, namespace: str, clock: Clock | None, *, database: int = 0) -> None:
         self._prefix = namespace + ":"
         self._clock = clock
         self._packed: dict[int, tuple[Limit, bytes, bytes]] = {}
         self._margin = SERVER_MARGIN_MS if clock is None else CALLER_MARGIN_MS
+        # What is published is heard in all databases, also by those whose keys live in another one.
+        self.news = self.own_name(f"news:{database}" if database else "news")
+        """The channel on which other processes are told what they must know at once."""
 
     def name(self, key: Key) -> str:
         """The stored key."""
         name = f"{self._prefix}{key.limit.space}:{key.identity}"
         return name if name.isascii() and "{" not in name and "}" not in name else _safe(name)
+
+    def own_name(self, name: str) -> str:
+        """The stored key, or the channel, of something that is no counter: no limit's name starts with a bare "%"."""
+        return _safe(f"{self._prefix}%{name}")
+
+    def own_script(self, name: str) -> Script:
+        """The script of that name, for a key that is no counter."""
+        return script(name, (), self._margin)
+
+    def now(self) -> str | int:
+        """The instant by which the scripts go; empty for the server's own."""
+        return "" if self._clock is None else self._clock.now_us()
 
     def encode(self, calls: Sequence[Call]) -> list[Command]:
         """As few commands as carry out all calls on one server: one script run for all checks, one command for each
@@ -143,7 +158,7 @@ class Wire:
         """A check of one limit that goes alone."""
         (key,), _, lease = check
         limit = key.limit
-        args = [*_describe(limit), self._now(), min(check.costs[0], limit.capacity + 1), lease or ""]
+        args = [*_describe(limit), self.now(), min(check.costs[0], limit.capacity + 1), lease or ""]
         return Command(script("one", (limit.algorithm,), self._margin), [self.name(key)], args, [check])
 
     def encode_checks(self, checks: Sequence[Check]) -> Command:
@@ -182,22 +197,25 @@ class Wire:
             for (limit, _, _), each in zip(met, check.costs, strict=True):
                 # A cost that the limit could never bear is unsatisfiable, however large: the script sees no more.
                 groups += (limits[id(limit)], min(each, limit.capacity + 1))
-        args = [self._now(), len(limits), *limit_args, *groups]
+        args = [self.now(), len(limits), *limit_args, *groups]
         if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
             keys = [_safe(key) for key in keys]
         return Command(script("check", tuple(sorted(algorithms)), self._margin), keys, args, checks)
 
     def encode_other(self, call: Refund | Renew | Leave | Reset | Undo) -> Command:
         if isinstance(call, Reset):
-            return Command(None, [self.name(key) for key in call.keys], ("UNLINK",), [call])
+            names, subjects = map(self.name, call.keys), map(_subject, call.keys)
+            return Command(self.own_script("reset"), [*names], [self.news, *subjects], [call])
         limit = call.key.limit
         keys = [self.name(call.key)]
-        head = [*_describe(limit), self._now()]
+        head = [*_describe(limit), self.now()]
         if isinstance(call, Renew | Leave):
             verb = "renew" if isinstance(call, Renew) else "leave"
             return Command(script("lease", (limit.algorithm,), self._margin), keys, [*head, verb, call.id], [call])
+        # Denials of leases are remembered by nobody, so nobody need hear that they have ended.
+        news = ("", "") if limit.algorithm == "concurrency" else (self.news, _subject(call.key))
         if isinstance(call, Undo):
-            args = [*head, call.check.cost, call.at_us, 0, call.check.id or "", "undo"]
+            args = [*head, call.check.cost, call.at_us, 0, call.check.id or "", "undo", *news]
             return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
         if call.id is not None:
             # In braces, the whole stored key is the hash tag: what remembers the refund lives on the same shard.
@@ -205,17 +223,17 @@ class Wire:
         # As far as whole numbers are exact, which is more than any key can owe.
         unit = limit.ticks if ALGORITHMS[limit.algorithm].SHAPES_BURST else 2
         amount = min(call.amount, (EXACT - 1) // unit)
-        args = [*head, amount, "" if call.at_us is None else call.at_us, refund_memory_us(call.key) // 1000, "", ""]
+        charged_us = "" if call.at_us is None else call.at_us
+        args = [*head, amount, charged_us, refund_memory_us(call.key) // 1000, "", "", *news]
         return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
-
-    def _now(self) -> str | int:
-        return "" if self._clock is None else self._clock.now_us()
 
 
 def decode(command: Command) -> list[Any]:
     """The answers to a command's calls, in their order; an exception among them is that call's alone."""
     call = command.calls[0]
     if isinstance(call, Check):
+        if len(command.calls) == len(call.keys) == 1:
+            return [decode_one(call, command.reply)]
         return _decode_checks(command.calls, command.reply)
     if isinstance(call, Reset):
         return [None]
@@ -227,12 +245,15 @@ def decode(command: Command) -> list[Any]:
 
 def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
     """The answer to a check that went alone."""
+    again_us = 0
+    if len(reply) == 6:
+        *reply, again_us = reply
     now_us, remaining, retry_us, reset_us, delay_us = reply
     if remaining < 0:
         return _foreign(*check.keys)
     keys, _, lease = check
     verdicts = ((remaining, retry_us, reset_us, delay_us),)
-    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us))
+    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us))
 
 
 def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
@@ -251,12 +272,19 @@ def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
         if verdicts[0][0] < 0:
             answers.append(_foreign(*keys))
         else:
-            answers.append(_new_decision(Decision, (allowed, keys, verdicts, lease, None, now_us)))
+            answers.append(_new_decision(Decision, (allowed, keys, verdicts, lease, None, now_us, 0)))
+    for index, again_us in zip(reply[at::2], reply[at + 1 :: 2], strict=True):
+        answers[index] = answers[index]._replace(again_us=again_us)
     return answers
 
 
 def _describe(limit: Limit) -> tuple[Any, ...]:
     return limit.capacity, limit.tokens, limit.ticks, limit.period_us
+
+
+def _subject(key: Key) -> bytes:
+    """The counter that news are about, exactly as callers name it."""
+    return f"{key.limit.space}:{key.identity}".encode("utf-8", "surrogatepass")
 
 
 def _safe(key: str) -> str:

@@ -1,0 +1,182 @@
+"""What both limiters are made of: the store, what stands before it, who looks after it, and the door's own checks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate.clock import SystemClock
+from headgate.errors import InvalidConfiguration
+from headgate.events import Herald
+from headgate.failure import FailurePolicy, Fleet
+from headgate.keys import escape
+from headgate.shield.front import Front
+from headgate.shield.keeper import Keeper
+from headgate.stores import open_store
+from headgate.stores.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from fractions import Fraction
+
+    from headgate.clock import Clock
+    from headgate.events import Event
+    from headgate.failure import FailureMode
+    from headgate.health import Health
+    from headgate.limits import Limit
+    from headgate.shield.blocks import Blocks
+
+__all__ = ["LimiterBase", "checked_timeout"]
+
+PATIENT_BUDGET: Final = 1.0
+QUICK_BUDGET: Final = 0.005
+
+
+class LimiterBase:
+    """All of a limiter but the waiting."""
+
+    _asynchronous: bool
+
+    def __init__(
+        self,
+        url: Any = "memory://",
+        *,
+        clock: Clock | None = None,
+        namespace: str = "headgate",
+        on_failure: FailureMode = "raise",
+        budget: float | None = None,
+        max_keys: int = 1_000_000,
+        remember: int = 10_000,
+        lease: float = 0.1,
+        share: float = 0.2,
+        nodes: int = 1,
+        on_event: Callable[[Event], Any] | None = None,
+    ) -> None:
+        if clock is not None and not callable(getattr(clock, "now_us", None)):
+            raise InvalidConfiguration(f"{clock!r} is no clock: it must have a method now_us()")
+        default_clock = SystemClock()
+        herald = Herald(_checked_listener(on_event))
+        fleet = Fleet(share=share, nodes=nodes)
+        self._failure = FailurePolicy(on_failure, clock or default_clock, fleet)
+        self._clock = clock
+        self._store = open_store(
+            url,
+            clock=clock,
+            default_clock=default_clock,
+            namespace=_checked_namespace(namespace),
+            budget=_checked_budget(budget, on_failure),
+            max_keys=_checked_max_keys(max_keys),
+            asynchronous=self._asynchronous,
+        )
+        # The memory store answers at once and cannot fail: it is asked without all of this, in a third of the time.
+        self._memory: MemoryStore | None = self._store if isinstance(self._store, MemoryStore) else None
+        self._front = Front(herald, clock=clock, fleet=fleet)
+        self._front.configure(remember=_checked_remember(remember), lease_us=_checked_lease(lease))
+        self._keeper: Keeper | None = None
+        if self._memory is None:
+            tells = on_failure != "raise" or on_event is not None
+            self._keeper = Keeper(self._front, self._store, herald, beats=tells)
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        """What one kind of limiter needs beside."""
+
+    def health(self) -> Health:
+        """Whether requests are decided by the store, which of its servers are asked, and what is owed to it."""
+        return self._front.health() if self._keeper is None else self._keeper.health()
+
+    @property
+    def stats(self) -> Any:
+        """For memory, its keys and whether it had to forgive any debt. For Redis, how many calls were carried in how
+        many round trips, and what was answered without."""
+        return self._store.stats if self._memory is not None else {**self._store.stats, **self._front.stats}
+
+    @property
+    def live_blocks(self) -> Blocks:
+        """Who is blocked, as far as this process has heard."""
+        return self._front.blocks
+
+    def guard_routes(self) -> Fleet:
+        """Be one of a fleet, for a gate whose routes have failure modes of their own: how much is this node's part."""
+        if self._keeper is not None:
+            self._keeper.beats = self._keeper.listens = True
+            self._keeper.ensure()
+        return self._front.fleet
+
+    def configure(
+        self,
+        *,
+        budget: float,
+        share: Fraction,
+        nodes: int,
+        remember: int,
+        lease_us: int,
+        announced: Iterable[Limit],
+        never_leased: Iterable[Limit],
+    ) -> None:
+        """Go by the settings of a policy from now on."""
+        front = self._front
+        front.fleet.share = share
+        if self._keeper is None:
+            return
+        self._store.allow(budget)
+        if not self._keeper.has_beaten:
+            front.fleet.nodes = nodes
+        front.configure(remember=remember, lease_us=lease_us)
+        front.purses.announce(announced)
+        front.purses.exclude(never_leased)
+
+    def _elapsed(self) -> Callable[[], float]:
+        """How many seconds have passed since now, on the clock that this limiter waits by."""
+        if self._clock is not None and hasattr(self._clock, "sleep"):
+            now_us, start_us = self._clock.now_us, self._clock.now_us()
+            return lambda: (now_us() - start_us) / 1_000_000
+        start = time.monotonic()
+        return lambda: time.monotonic() - start
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Seconds, or None to wait for ever."""
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0):
+        raise InvalidConfiguration(f"timeout {timeout!r} is not a number of seconds >= 0; None waits for ever")
+    return timeout
+
+
+def _checked_namespace(namespace: str) -> str:
+    if not isinstance(namespace, str) or not namespace or not namespace.isprintable() or len(namespace) > 100:
+        raise InvalidConfiguration(f"namespace {namespace!r}: use 1 to 100 printable characters")
+    return escape(namespace)
+
+
+def _checked_budget(budget: float | None, on_failure: str) -> float:
+    if budget is None:
+        return PATIENT_BUDGET if on_failure == "raise" else QUICK_BUDGET
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 60:
+        raise InvalidConfiguration(
+            f"budget {budget!r}: give the seconds that the store may take, above 0 and at most 60"
+        )
+    return float(budget)
+
+
+def _checked_remember(remember: int) -> int:
+    if type(remember) is not int or remember < 0:
+        raise InvalidConfiguration(f"remember {remember!r} is not a number of denials: give a whole number, 0 for none")
+    return remember
+
+
+def _checked_lease(lease: float) -> int:
+    if isinstance(lease, bool) or not isinstance(lease, int | float) or not 0 <= lease <= 1:
+        raise InvalidConfiguration(f"lease {lease!r}: give seconds from 0, which turns prepaying off, up to 1")
+    return round(lease * 1_000_000)
+
+
+def _checked_listener(on_event: Any) -> Any:
+    if on_event is not None and not callable(on_event):
+        raise InvalidConfiguration(f"on_event {on_event!r} cannot be called: give a function that takes an event")
+    return on_event
+
+
+def _checked_max_keys(max_keys: int) -> int:
+    if type(max_keys) is not int or max_keys < 1:
+        raise InvalidConfiguration(f"max_keys {max_keys!r} is not a whole number of at least 1")
+    return max_keys

@@ -1,0 +1,57 @@
+"""What happens to a limiter's store, as values: for the log, for whoever is told, and for those who ask afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Event", "EventKind", "Herald"]
+
+logger = logging.getLogger("headgate")
+
+EventKind: TypeAlias = Literal["store-lost", "store-away", "store-back", "settled", "state-lost", "moved"]
+
+LEVELS: Final[Mapping[EventKind, int]] = {
+    "store-lost": logging.ERROR,
+    "store-away": logging.ERROR,
+    "store-back": logging.WARNING,
+    "settled": logging.INFO,
+    "state-lost": logging.ERROR,
+    "moved": logging.WARNING,
+}
+
+
+class Event(NamedTuple):
+    """Something that operators want to know of.
+
+    "store-lost": requests are decided without the store from now on; "store-away": they still are; "store-back": no
+    more; "settled": what they were allowed meanwhile is charged; "state-lost": a server has forgotten its counts;
+    "moved": another server has taken over.
+    """
+
+    kind: EventKind
+    at_us: int
+    """On this machine's clock, since the epoch."""
+    text: str
+    """For people."""
+    details: Mapping[str, Any]
+    """For machines: the numbers that stand in the text."""
+
+
+class Herald:
+    """Tells the log, and one listener. A listener that fails is told to the log, and nobody else notices."""
+
+    def __init__(self, listener: Callable[[Event], Any] | None = None) -> None:
+        self._listener = listener
+
+    def tell(self, kind: EventKind, text: str, **details: Any) -> None:
+        logger.log(LEVELS[kind], "%s", text)
+        if self._listener is not None:
+            try:
+                self._listener(Event(kind, time.time_ns() // 1000, text, details))
+            except Exception:
+                logger.exception("on_event failed on %s; nothing else depends on it", kind)

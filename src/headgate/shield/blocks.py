@@ -1,0 +1,236 @@
+"""Who is blocked now, as this process knows it: the store need not be asked, nor even be there.
+
+What is known is changed by whoever listens to the store, and asked on every request, from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import lru_cache
+from ipaddress import ip_network
+from socket import AF_INET, AF_INET6, inet_pton
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from headgate.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+__all__ = ["Blocks", "LiveBlock", "canonical"]
+
+logger = logging.getLogger("headgate")
+
+ADDRESS: Final = "ip"
+"""The kind whose values are networks, found by any address in them."""
+MAPPED: Final = bytes(10) + b"\xff\xff"
+"""How an IPv6 address starts that is an IPv4 address in truth."""
+LONGEST: Final = 64
+"""Characters of an address or a network; what is longer is neither."""
+
+
+class LiveBlock(NamedTuple):
+    """Somebody who does not get in; `until_us` is None for a block without end."""
+
+    kind: str
+    value: str
+    until_us: int | None = None
+    reason: str | None = None
+
+    def holds_at(self, now_us: int) -> bool:
+        return self.until_us is None or now_us < self.until_us
+
+
+class Blocks:
+    """Who is blocked, found at one lookup for each identity of a request; an address, for each length of prefix.
+
+    >>> blocks = Blocks()
+    >>> blocks.set("tenant", "acme", None, "unpaid")
+    >>> blocks.set("ip", "203.0.113.0/24", 2_000_000, None)
+    >>> blocks.find({"address": "203.0.113.9"}, now_us=1_999_999).value
+    '203.0.113.0/24'
+    >>> blocks.find({"address": "203.0.113.9", "tenant": "acme"}, now_us=2_000_000).reason
+    'unpaid'
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        """For those who change something. Who only looks does not wait."""
+        self._tables = _Tables()
+
+    def set(self, kind: str, value: str, until_us: int | None, reason: str | None) -> None:
+        """Block somebody, in place of an earlier block. A network that is none is told to the log, and left out."""
+        try:
+            block = LiveBlock(kind, canonical(kind, value), until_us, reason)
+        except InvalidInput as error:
+            logger.warning("a block was left out: %s", error)
+            return
+        with self._mutex:
+            self._tables.put(block)
+
+    def drop(self, kind: str, value: str) -> bool:
+        """End a block; whether there was one."""
+        try:
+            value = canonical(kind, value)
+        except InvalidInput:
+            return False
+        with self._mutex:
+            return self._tables.remove(kind, value)
+
+    def replace(self, blocks: Iterable[tuple[str, str, int | None, str | None]]) -> None:
+        """Block these, and nobody else."""
+        fresh = Blocks()
+        for block in blocks:
+            fresh.set(*block)
+        with self._mutex:
+            self._tables = fresh._tables
+
+    def sweep(self, now_us: int) -> None:
+        """Forget the blocks that have ended: `find` passes over them, but they take up room."""
+        with self._mutex:
+            for block in list(self._tables):
+                if not block.holds_at(now_us):
+                    self._tables.remove(block.kind, block.value)
+
+    def find(self, who: Mapping[str, str], now_us: int) -> LiveBlock | None:
+        """The block that holds now for one of the identities, if there is any.
+
+        `who` has the identities by their kinds; the full address, where `ip` is only the network that is counted by,
+        stands under `address`.
+        """
+        tables = self._tables
+        if tables.networks:
+            address = who.get("address") or who.get(ADDRESS)
+            found = None if address is None else tables.around(address, now_us)
+            if found is not None:
+                return found
+        if tables.plain:
+            for kind, value in who.items():
+                values = tables.plain.get(kind)
+                found = None if values is None else values.get(value)
+                if found is not None and found.holds_at(now_us):
+                    return found
+        return None
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of identity by which somebody is blocked."""
+        return frozenset(self._tables.plain)
+
+    def __bool__(self) -> bool:
+        """Whether anybody is blocked."""
+        return bool(self._tables.plain or self._tables.networks)
+
+    def __len__(self) -> int:
+        return self._tables.count
+
+    def __iter__(self) -> Iterator[LiveBlock]:
+        """All blocks that are known, those that have ended and were not yet forgotten included."""
+        with self._mutex:
+            return iter(list(self._tables))
+
+
+def canonical(kind: str, value: str) -> str:
+    """The one spelling of whom a block is about: that of a network, for an address; the value itself, for all others.
+
+    >>> canonical("ip", "2001:DB8::1"), canonical("ip", "10.1.2.3/8"), canonical("tenant", "Acme")
+    ('2001:db8::1', '10.0.0.0/8', 'Acme')
+    """
+    if kind != ADDRESS:
+        return value
+    try:
+        network = ip_network(value if len(value) <= LONGEST else "", strict=False)
+    except ValueError:
+        raise InvalidInput(f"{value[:LONGEST]!r} is no network: write '203.0.113.9' or '203.0.113.0/24'") from None
+    packed, free = network.network_address.packed, network.max_prefixlen - network.prefixlen
+    if packed.startswith(MAPPED) and free <= 32:
+        network = ip_network((packed[12:], 32 - free))
+        free = network.max_prefixlen - network.prefixlen
+    return str(network) if free else str(network.network_address)
+
+
+class _Tables:
+    """Blocks by what they are looked up by. They may be looked at while they are changed: every change is one step."""
+
+    __slots__ = ("count", "networks", "plain", "shifts")
+
+    def __init__(self) -> None:
+        self.plain: dict[str, dict[str, LiveBlock]] = {}
+        """By kind and value."""
+        self.networks: dict[tuple[int, int], dict[int, LiveBlock]] = {}
+        """By the bytes of an address and the bits that are free in it; then by the bits that are not."""
+        self.shifts: dict[int, tuple[int, ...]] = {0: (), 4: (), 16: ()}
+        """By the bytes of an address, how many bits are free in the networks that there are: the fewest first."""
+        self.count = 0
+
+    def put(self, block: LiveBlock) -> None:
+        if block.kind == ADDRESS:
+            size, shift, start = _parse(block.value)
+            starts = self.networks.setdefault((size, shift), {})
+            self.count += start not in starts
+            starts[start] = block
+            self._order(size)
+        else:
+            values = self.plain.setdefault(block.kind, {})
+            self.count += block.value not in values
+            values[block.value] = block
+
+    def remove(self, kind: str, value: str) -> bool:
+        if kind == ADDRESS:
+            size, shift, start = _parse(value)
+            found = self.networks.get((size, shift), {}).pop(start, None)
+            if found is not None and not self.networks[size, shift]:
+                del self.networks[size, shift]
+                self._order(size)
+        else:
+            found = self.plain.get(kind, {}).pop(value, None)
+            if found is not None and not self.plain[kind]:
+                del self.plain[kind]
+        self.count -= found is not None
+        return found is not None
+
+    def around(self, address: str, now_us: int) -> LiveBlock | None:
+        """The block that holds of the smallest network that the address is in, or the network that stands for it."""
+        if len(address) > LONGEST:
+            return None
+        number, size, free = _parse_address(address)
+        for shift in self.shifts[size]:
+            block = self.networks.get((size, shift), _NONE).get(number >> shift)
+            if block is not None and shift >= free and block.holds_at(now_us):
+                return block
+        return None
+
+    def _order(self, size: int) -> None:
+        shifts = tuple(sorted(shift for of, shift in self.networks if of == size))
+        if shifts != self.shifts[size]:
+            self.shifts[size] = shifts
+
+    def __iter__(self) -> Iterator[LiveBlock]:
+        for values in self.plain.values():
+            yield from values.values()
+        for starts in self.networks.values():
+            yield from starts.values()
+
+
+_NONE: Final[dict[int, LiveBlock]] = {}
+
+
+def _parse(network: str) -> tuple[int, int, int]:
+    """The bytes of its addresses, the bits that are free in them, and the bits that are not."""
+    parsed = ip_network(network)
+    packed, shift = parsed.network_address.packed, parsed.max_prefixlen - parsed.prefixlen
+    return len(packed), shift, int.from_bytes(packed) >> shift
+
+
+@lru_cache(4096)
+def _parse_address(text: str) -> tuple[int, int, int]:
+    """An address, or the network that stands for it: its number, its bytes, and the bits that are free in it. No bytes,
+    if it is none, as that of a caller over a Unix socket."""
+    address, _, prefix = text.partition("/")
+    try:
+        packed = inet_pton(AF_INET6 if ":" in address else AF_INET, address)
+    except (OSError, ValueError):
+        return 0, 0, 0
+    if packed.startswith(MAPPED):
+        packed = packed[12:]
+    return int.from_bytes(packed), len(packed), 8 * len(packed) - int(prefix) if prefix.isdecimal() else 0

@@ -1,0 +1,317 @@
+"""Denials that are remembered until the exact moment at which the same request could pass: a client that keeps on
+knocking is answered here, and the store is asked only when there is something to be had.
+
+What is remembered never denies what the store would let pass. A denial at an instant, with a wait, holds until both are
+over, as nobody but time gives anything back; whoever does so (a refund, a reset) says so by `forget`. The instant is
+the one before the store was asked, which is not later than the store's own. An entry answers its own keys at its own
+costs: smaller costs may pass, and of larger ones nobody has said when they will.
+
+What a counter stood at, all entries that meet it share, as told last: a request that passed elsewhere on one of an
+entry's limits need not undo the entry, unless that limit is the one that denies, or has become one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from headgate._forks import renew_in_children
+from headgate.algorithms import NEVER
+from headgate.decisions import Decision
+
+if TYPE_CHECKING:
+    from headgate.algorithms import Verdict
+    from headgate.clock import Clock
+    from headgate.keys import Key
+    from headgate.limits import Limit
+    from headgate.stores.calls import Check
+
+__all__ = ["Denials"]
+
+TRUST_US: Final = 5_000_000
+"""For how long a denial is believed without asking again: the clocks of two machines drift, and a server's may step."""
+
+MOST_FORGOTTEN: Final = 1_000
+"""Counters of which is known when they were forgotten. For older ones, one instant stands for all."""
+
+_new_decision = tuple.__new__
+
+CounterName: TypeAlias = tuple[str, str]
+"""The limit's space, and the identity in it."""
+
+EntryName: TypeAlias = tuple[Any, ...]
+
+
+class Denials:
+    """What was denied, and until when; safe to be used from many threads.
+
+    `most` is how many denials are remembered; those that nobody asked for the longest go first. A `clock` that is given
+    is the store's own, too, so that it is exact for any length of time.
+
+    >>> from datetime import timedelta
+    >>> from headgate import Limit
+    >>> from headgate.stores.calls import Check
+    >>> from headgate.stores.memory import MemoryStore
+    >>> from headgate.testing import FakeClock
+    >>> clock = FakeClock()
+    >>> store, denials = MemoryStore(clock), Denials(clock)
+    >>> login = Check((Limit(1, timedelta(minutes=1), name="login").by("ada"),), 1)
+    >>> for _ in range(2):
+    ...     asked_us = denials.now_us()
+    ...     denials.note(login, store.run(login), asked_us)
+    >>> clock.advance(20)
+    >>> denials.recall(login).reason
+    'denied by login (1 per minute, token_bucket): 0 left, passes in 40 s'
+    >>> clock.advance(40)
+    >>> denials.recall(login) is None, denials.hits
+    (True, 1)
+    """
+
+    def __init__(self, clock: Clock | None = None, *, most: int = 10_000) -> None:
+        self._clock = clock
+        self.most = most
+        self.hits = 0
+        """How many answers were given from memory."""
+        self.renew_after_fork()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """Whoever held the lock is not in the child to release it, nor to finish what it guarded."""
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[EntryName, _Entry] = OrderedDict()
+        self._counters: dict[CounterName, _Counter] = {}
+        """Those that an entry meets."""
+        self._forgotten: OrderedDict[CounterName, int] = OrderedDict()
+        self._all_forgotten_us = -1
+
+    def __len__(self) -> int:
+        """How many are kept. One that is over goes when it is asked for, or when it is the oldest."""
+        return len(self._entries)
+
+    def now_us(self) -> int:
+        """The instant to give to `note`: read it before the store is asked."""
+        return time.monotonic_ns() // 1000 if self._clock is None else self._clock.now_us()
+
+    def recall(self, call: Check) -> Decision | None:
+        """The denial of this request, as the store would tell it now; None where the store has to be asked.
+
+        Whether it is allowed, who denies it, and the times are the store's own. `remaining` is what was told last.
+        """
+        keys, cost, id = call
+        if len(keys) == 1:
+            # The common case by itself: this runs on every request.
+            limit, _, identity = keys[0]
+            name: EntryName = (limit.space, identity, cost)
+        else:
+            name = _name(call)
+        if name not in self._entries:
+            return None
+        now_us = self.now_us()
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None or now_us < entry.asked_us:
+                return None
+            verdicts = entry.verdicts(keys, now_us) if now_us < entry.until_us else None
+            if verdicts is None:
+                del self._entries[name]
+                self._release(entry)
+                return None
+            self._entries.move_to_end(name)
+            self.hits += 1
+        return _new_decision(Decision, (False, keys, verdicts, id, None, entry.at_us + now_us - entry.asked_us, 0))
+
+    def note(self, call: Check, decision: Decision, asked_us: int) -> None:
+        """Learn from the store's answer to a request that `recall` had none for; `asked_us` is from before it was
+        asked.
+
+        Allowed ones count as well: they change what entries rest on, and may say when the same would pass again.
+        """
+        if decision.degraded is not None:
+            return
+        if decision.allowed and not decision.again_us:
+            # The common case by itself: it passed, and nothing that is remembered rests on what it took.
+            for limit, _, identity in call.keys:
+                if (limit.space, identity) in self._counters:
+                    break
+            else:
+                return
+        waits_us = _waits(call, decision)
+        names = [(limit.space, identity) for limit, _, identity in call.keys]
+        with self._lock:
+            for name, key, cost, verdict in zip(names, call.keys, call.costs, decision.verdicts, strict=True):
+                counter = self._counters.get(name)
+                if counter is None:
+                    continue
+                if counter.is_of(key.limit):
+                    counter.tell(verdict, asked_us)
+                    counter.charges += decision.allowed and cost > 0
+                else:
+                    self._retire(name)
+            if waits_us is not None and not self._is_outdated(names, asked_us):
+                self._remember(call, decision, waits_us, names, asked_us)
+
+    def forget(self, space: str, identity: str) -> None:
+        """Drop what rests on this counter: something was given back, or it was reset, or its limit has changed.
+
+        To be called when that is done. Answers to what was asked before are not learnt from any more.
+        """
+        name = (space, identity)
+        with self._lock:
+            self._retire(name)
+            self._forgotten[name] = self.now_us()
+            self._forgotten.move_to_end(name)
+            if len(self._forgotten) > MOST_FORGOTTEN:
+                _, forgotten_us = self._forgotten.popitem(last=False)
+                self._all_forgotten_us = max(self._all_forgotten_us, forgotten_us)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._entries.clear()
+            self._counters.clear()
+            self._forgotten.clear()
+            self._all_forgotten_us = self.now_us()
+
+    def _remember(
+        self, call: Check, decision: Decision, waits_us: list[int], names: list[CounterName], asked_us: int
+    ) -> None:
+        longest_us = TRUST_US if NEVER in waits_us else max(waits_us)
+        if self._clock is None:
+            longest_us = min(longest_us, TRUST_US)
+        counters = []
+        for name, key, verdict in zip(names, call.keys, decision.verdicts, strict=True):
+            counter = self._counters.get(name)
+            if counter is None:
+                counter = self._counters[name] = _Counter(name, key.limit)
+                counter.tell(verdict, asked_us)
+            counter.uses += 1
+            counters.append(counter)
+        entry = _Entry(call, counters, waits_us, asked_us, asked_us + longest_us, decision.at_us)
+        name = _name(call)
+        replaced = self._entries.pop(name, None)
+        self._entries[name] = entry
+        if replaced is not None:
+            self._release(replaced)
+        while len(self._entries) > self.most:
+            _, oldest = self._entries.popitem(last=False)
+            self._release(oldest)
+
+    def _is_outdated(self, names: list[CounterName], asked_us: int) -> bool:
+        """Whether one of the counters was forgotten after the store was asked: maybe also after it answered."""
+        forgotten_us = max([self._forgotten.get(name, -1) for name in names])
+        return asked_us <= max(forgotten_us, self._all_forgotten_us)
+
+    def _retire(self, name: CounterName) -> None:
+        """No entry that rests on this counter holds any longer. Each finds out when it is asked for."""
+        counter = self._counters.pop(name, None)
+        if counter is not None:
+            counter.limit = None
+
+    def _release(self, entry: _Entry) -> None:
+        for counter in entry.counters:
+            counter.uses -= 1
+            if not counter.uses and self._counters.get(counter.name) is counter:
+                del self._counters[counter.name]
+
+
+class _Counter:
+    """What a counter stood at when it was last told of."""
+
+    __slots__ = ("charges", "limit", "name", "remaining", "reset_at_us", "told_us", "uses")
+
+    def __init__(self, name: CounterName, limit: Limit) -> None:
+        self.name = name
+        self.limit: Limit | None = limit
+        """None when nothing that rests on it holds any longer."""
+        self.charges = 0
+        """How many requests were seen to take from it: each makes who is denied here wait for longer."""
+        self.uses = 0
+        """By how many entries it is met."""
+        self.told_us = self.remaining = self.reset_at_us = 0
+
+    def is_of(self, limit: Limit) -> bool:
+        return self.limit is limit or self.limit == limit
+
+    def tell(self, verdict: Verdict, asked_us: int) -> None:
+        remaining, _, reset_us, _ = verdict
+        self.told_us, self.remaining = asked_us, remaining
+        self.reset_at_us = asked_us + reset_us if reset_us else 0
+
+
+class _Entry:
+    """A request that is denied: for how long by each of its limits, from the instant before the store was asked."""
+
+    __slots__ = ("asked_us", "at_us", "counters", "parts", "until_us")
+
+    def __init__(
+        self,
+        call: Check,
+        counters: list[_Counter],
+        waits_us: list[int],
+        asked_us: int,
+        until_us: int,
+        at_us: int,
+    ) -> None:
+        self.counters = counters
+        self.parts = [
+            (counter, cost, wait_us, counter.charges)
+            for counter, cost, wait_us in zip(counters, call.costs, waits_us, strict=True)
+        ]
+        self.asked_us = asked_us
+        self.until_us = until_us
+        self.at_us = at_us
+
+    def verdicts(self, keys: tuple[Key, ...], now_us: int) -> tuple[Verdict, ...] | None:
+        """What each limit says now; None if something has happened to one of them since."""
+        elapsed_us = now_us - self.asked_us
+        told: list[Verdict] = []
+        for (limit, _, _), (counter, cost, wait_us, charges) in zip(keys, self.parts, strict=True):
+            if counter.limit is not limit and counter.limit != limit:
+                return None
+            if now_us < counter.told_us or (wait_us and counter.charges != charges):
+                return None
+            remaining, reset_us = counter.remaining, counter.reset_at_us - now_us
+            if reset_us < 0:
+                reset_us = 0
+            if wait_us > elapsed_us:
+                if remaining >= cost:  # somebody, somewhere, has given something back
+                    return None
+                told.append((remaining, wait_us - elapsed_us, reset_us, 0))
+            elif wait_us == NEVER:
+                told.append((remaining, NEVER, reset_us, 0))
+            elif wait_us or remaining >= cost:
+                # It would pass here, and says what a peek says: in a queue, how long the next one waits.
+                delay_us = reset_us if limit.algorithm == "leaky_bucket" else 0
+                told.append((max(remaining, cost), 0, reset_us, delay_us))
+            else:
+                return None
+        return tuple(told)
+
+
+def _name(call: Check) -> EntryName:
+    if len(call.keys) == 1:
+        limit, _, identity = call.keys[0]
+        return limit.space, identity, call.cost
+    return (call.cost, *[text for limit, _, identity in call.keys for text in (limit.space, identity)])
+
+
+def _waits(call: Check, decision: Decision) -> list[int] | None:
+    """How long each limit denies the same request from now on, 0 where it does not, NEVER for ever; None where that is
+    not known.
+
+    A lease ends when its holder likes. An allowed answer knows only the longest wait: so of two limits that
+    it has left with too little, nobody knows when the first of them ceases to deny.
+    """
+    if decision.allowed and not decision.again_us:
+        return None
+    if "concurrency" in [key.limit.algorithm for key in call.keys]:
+        return None
+    if not decision.allowed:
+        return [verdict[1] for verdict in decision.verdicts]
+    waits_us = [
+        decision.again_us if verdict[0] < cost else 0
+        for verdict, cost in zip(decision.verdicts, call.costs, strict=True)
+    ]
+    return waits_us if len(waits_us) - waits_us.count(0) == 1 else None

@@ -1,0 +1,147 @@
+"""What a limiter asks before it asks the store, and tells afterwards. Nothing in here waits, and nothing knows a store.
+
+A request's way is: a remembered denial? tokens that were paid for already? the store; and if that fails, what was
+agreed on for then. The two limiters are the drivers that wait for the store in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from headgate.errors import ScriptError
+from headgate.health import Health, Shard
+from headgate.shield.blocks import Blocks
+from headgate.shield.denials import Denials
+from headgate.shield.ledger import Ledger
+from headgate.shield.outage import Outage
+from headgate.shield.purses import Purses
+from headgate.stores.calls import Refund, Reset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headgate.clock import Clock
+    from headgate.decisions import Decision
+    from headgate.errors import StoreError
+    from headgate.events import Herald
+    from headgate.failure import Fleet
+    from headgate.flow import Fallback
+    from headgate.shield.purses import Ordering
+    from headgate.stores.calls import Call, Check
+
+__all__ = ["Front"]
+
+SAMPLED_EVERY: Final = 16
+"""Of so many checks one is looked at, for what is hot."""
+
+
+class Front:
+    """All that one limiter knows beside its store."""
+
+    def __init__(self, herald: Herald, *, clock: Clock | None, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.denials = Denials(clock)
+        self.purses = Purses(nodes=lambda: fleet.nodes)
+        self.blocks = Blocks()
+        """Who is blocked, as far as this process has heard."""
+        self.ledger = Ledger(clock)
+        self.outage = Outage(herald)
+        self.script_errors = 0
+        """Answers that were errors of a script: a bug, or a foreign value, but no outage."""
+        self.unspent: list[Refund] = []
+        """What was prepaid and is to be given back."""
+        self.ensure: Callable[[], None] = lambda: None
+        """Called now and then while there are checks, and when there is something new to do in the background."""
+        self._clock = clock
+        self._remembers = self._prepays = False
+        self._checks = SAMPLED_EVERY - 1
+
+    def configure(self, *, remember: int, lease_us: int) -> None:
+        """Remember so many denials, and prepay hot keys for so long, from now on; 0 for neither."""
+        self._remembers = remember > 0
+        # An injected clock does not go on by itself: nothing that is prepaid would ever end.
+        self._prepays = lease_us > 0 and self._clock is None
+        self.denials.most = remember
+        if self._prepays:
+            self.purses.lease_us = lease_us
+        if not self._remembers:
+            self.denials.clear()
+        if not self._prepays:
+            self.unspent += self.purses.clear()
+
+    def at_once(self, call: Check) -> Decision | Ordering | None:
+        """The answer to a check, if it is known here; or the way to one, for a key that is prepaid; or None."""
+        self._checks += 1
+        if self._checks >= SAMPLED_EVERY:
+            self._checks = 0
+            self.ensure()
+            if self._prepays:
+                self.purses.sample(call)
+        if self.denials:
+            denial = self.denials.recall(call)
+            if denial is not None:
+                return denial
+        return self.purses.provide(call) if self._prepays and self.purses else None
+
+    def now_us(self) -> int:
+        """To be read before the store is asked."""
+        return self.denials.now_us()
+
+    def answered(self, call: Check, decision: Decision, asked_us: int) -> None:
+        """The store has answered."""
+        if self._remembers and (not decision[0] or decision[6] or self.denials):
+            self.denials.note(call, decision, asked_us)
+        if self.outage.failures:
+            self.outage.note_answer()
+
+    def failed(self, call: Check, error: StoreError, fallback: Fallback) -> Decision:
+        """The answer without the store. What it admits is charged there later, unless it may have been already."""
+        self.note_failure(error)
+        decision = fallback.decide(call, error)
+        if decision.allowed and not error.may_have_happened:
+            self.ledger.note(call)
+        return decision
+
+    def note_failure(self, error: StoreError) -> None:
+        if isinstance(error, ScriptError):
+            self.script_errors += 1
+        else:
+            self.outage.note_failure(error)
+        self.ensure()
+
+    def changed(self, call: Call) -> None:
+        """Counters were refunded, reset or left: what is known of them here holds no more."""
+        if isinstance(call, Reset):
+            for limit, _, identity in call.keys:
+                self.denials.forget(limit.space, identity)
+                self.purses.forget(limit.space, identity)
+        elif isinstance(call, Refund):
+            self.denials.forget(call.key.limit.space, call.key.identity)
+            self.purses.awaken(call.key.limit.space, call.key.identity)
+
+    def health(self, shards: tuple[Shard, ...] = ()) -> Health:
+        """How all of this is, given how the servers are."""
+        down = [shard for shard in shards if not shard.ready]
+        degraded = bool(down or self.outage.failures)
+        debt = self.ledger.debt
+        return Health(
+            "degraded" if degraded else "ready",
+            down[0].reason if down else self.outage.reason,
+            self.outage.lasts,
+            self.outage.failures,
+            shards,
+            self.fleet.nodes,
+            debt.keys,
+            debt.tokens,
+        )
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """What was answered without the store, and what was not its fault."""
+        purses = self.purses.stats
+        return {
+            "remembered": self.denials.hits,
+            "prepaid": purses.allowed + purses.denied,
+            "hot_keys": purses.hot,
+            "script_errors": self.script_errors,
+        }

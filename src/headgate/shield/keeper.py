@@ -1,0 +1,324 @@
+"""What has to happen without a request: servers are looked after, members counted, debts settled, leftovers returned.
+
+One thread does it, which lives while there is something to do, and asks the store through connections of its own. News
+of other processes are heard in a second thread. Neither keeps a limiter alive that nobody uses any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from uuid import uuid4
+
+from headgate._forks import renew_in_children
+from headgate.errors import StoreError
+from headgate.health import Health, Shard
+from headgate.shield.blocks import Blocks, LiveBlock
+from headgate.shield.ledger import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headgate.events import Herald
+    from headgate.shield.denials import Denials
+    from headgate.shield.front import Front
+
+__all__ = ["Keeper"]
+
+logger = logging.getLogger("headgate")
+
+FIRST_PROBE: Final = 0.02
+LONGEST_PROBE: Final = 0.4
+"""Seconds between two looks at a server that does not serve; they double from the one to the other."""
+BEAT: Final = 2.0
+"""Seconds between two heartbeats."""
+LIVES: Final = 3
+"""A member who misses so many is dead."""
+MARKS_EVERY: Final = 5
+"""Of so many heartbeats, one looks whether the servers have forgotten anything."""
+RETURNS: Final = 0.05
+"""Seconds between two looks for prepaid tokens that nobody spent."""
+SETTLES: Final = 0.1
+"""Seconds between two attempts to settle what is owed."""
+SETTLING: Final = 0.3
+"""Seconds that requests may wait longer for an exact answer, so that debts are charged before it."""
+
+
+class Store(Protocol):
+    """What a shared store has to offer to be looked after."""
+
+    breakers: Any
+
+    def companion(self) -> Any:
+        """The same store, for a thread in the background."""
+
+    def listener(self, **callbacks: Any) -> Any:
+        """The news of other processes."""
+
+    def nodes(self) -> list[Any]:
+        """The servers that have keys, as far as they are known."""
+
+    def address(self, node: Any) -> str:
+        """A server's name, for people."""
+
+
+class Keeper:
+    """Looks after one limiter's store."""
+
+    def __init__(self, front: Front, store: Store, herald: Herald, *, beats: bool) -> None:
+        self.beats = beats
+        """Whether this process tells the fleet that it lives."""
+        self.listens = False
+        """Whether it wants to hear the news from the beginning; else as soon as it remembers denials."""
+        self._front = front
+        self._store = store
+        self._herald = herald
+        self._companion = store.companion()
+        self._closed = False
+        store.breakers.opened = self._look_after
+        self._begin()
+        front.ensure = self.ensure
+        renew_in_children(self)
+
+    def _begin(self) -> None:
+        self._member = uuid4().hex
+        self._lock = threading.Lock()
+        self._bell = threading.Event()
+        weakref.finalize(self, self._bell.set)
+        self._thread: threading.Thread | None = None
+        self._listener: Any = None
+        self._probes: dict[Any, tuple[float, float]] = {}
+        """Servers that do not serve: when to look at them, and how long to wait after that."""
+        self._next_beat = self._next_return = self._next_settling = 0.0
+        self._beaten = 0
+        self._marks: dict[Any, str] = {}
+        self._settled = [0, 0, 0, 0]
+
+    def renew_after_fork(self) -> None:
+        """A child is a member of its own, and has no threads yet."""
+        self._begin()
+
+    def ensure(self) -> None:
+        """Have the threads run that are needed: cheap enough to be called now and then by requests."""
+        if self._closed:
+            return
+        if self._thread is None and (self.beats or self._has_work()):
+            with self._lock:
+                if self._thread is None:
+                    self._thread = _started("headgate-keeper", _work_for, weakref.ref(self), self._bell)
+        elif self._has_work():
+            self._bell.set()
+        if self._listener is None and (self.listens or self._front.denials):
+            self._listen()
+
+    @property
+    def has_beaten(self) -> bool:
+        """Whether the size of the fleet is known."""
+        return self._beaten > 0
+
+    def close(self, *, wait: float = 0) -> None:
+        """Stop. What was prepaid is given back, and the fleet told, in the background: wait so long for that."""
+        self._front.unspent += self._front.purses.clear()
+        self.ensure()
+        self._closed = True
+        if self._listener is not None:
+            self._listener.stop()
+        with self._lock:
+            thread = self._thread
+            if thread is None:
+                self._companion.close()
+        if thread is not None:
+            self._bell.set()
+            thread.join(wait)
+
+    def health(self) -> Health:
+        """How the limiter is, and each of its servers that is known."""
+        store, now = self._store, time.monotonic()
+        down = store.breakers.open_ones()
+        shards = [
+            Shard(store.address(node), False, now - down[node].opened_at, down[node].reason)
+            if node in down
+            else Shard(store.address(node), True)
+            for node in dict.fromkeys((*store.nodes(), *down))
+        ]
+        return self._front.health(tuple(shards))
+
+    def _look_after(self, node: Any) -> None:
+        """A breaker has opened."""
+        self._probes[node] = time.monotonic() + FIRST_PROBE, FIRST_PROBE
+        self.ensure()
+        self._bell.set()
+
+    def _has_work(self) -> bool:
+        front = self._front
+        return bool(self._probes or front.purses or front.unspent or front.ledger.debt.keys)
+
+    def _work(self) -> float | None:
+        """Do what is due; how many seconds until something is, None to end the thread."""
+        now = time.monotonic()
+        if self._closed:
+            self._part()
+            return None
+        for node, (due, _) in list(self._probes.items()):
+            if due <= now:
+                self._probe(node)
+        if self.beats and self._next_beat <= now:
+            self._beat()
+        if self._next_return <= now and (self._front.purses or self._front.unspent):
+            self._next_return = now + RETURNS
+            self._return_unspent()
+        if self._next_settling <= now and not self._probes and self._front.ledger.debt.keys:
+            self._next_settling = now + SETTLES
+            self._settle()
+        now = time.monotonic()
+        dues = [due for due, _ in self._probes.values()]
+        dues += [self._next_beat] if self.beats else []
+        dues += [self._next_return] if self._front.purses or self._front.unspent else []
+        dues += [self._next_settling] if self._front.ledger.debt.keys else []
+        with self._lock:
+            if not dues:
+                self._thread = None
+                return None
+        return max(min(dues) - now, 0.001)
+
+    def _part(self) -> None:
+        """The last things that a limiter does."""
+        try:
+            if not self._store.breakers.open_ones():
+                self._return_unspent()
+                if self.beats:
+                    self._companion.leave(self._member)
+        except StoreError:
+            pass  # what it held ends by itself
+        finally:
+            self._companion.close()
+
+    def _probe(self, node: Any) -> None:
+        """Look at a server whose breaker is open, and close it if all is well."""
+        breaker = self._store.breakers[node]
+        try:
+            primaries = self._companion.shards(self._store.breakers.open_ones())
+            if node in primaries:
+                self._learn_mark(node)
+                self._settle()
+            else:
+                self._herald.tell(
+                    "moved",
+                    f"{self._store.address(node)} is no primary any more; requests go to "
+                    + ", ".join(map(self._store.address, primaries)),
+                    server=self._store.address(node),
+                )
+        except StoreError as error:
+            breaker.reason = str(error)
+            _, pause = self._probes[node]
+            pause = min(pause * 2, LONGEST_PROBE)
+            # Not all processes of a fleet at the same moment.
+            self._probes[node] = time.monotonic() + pause * random.uniform(0.5, 1.0), pause
+            return
+        del self._probes[node]
+        breaker.close()
+        if not self._probes:
+            self._front.outage.end()
+
+    def _learn_mark(self, node: Any) -> None:
+        """See that a server serves, and whether it still knows what it knew."""
+        fresh = uuid4().hex
+        mark, known = self._companion.mark(node, fresh), self._marks.get(node)
+        self._marks[node] = mark
+        if known is not None and known != mark:
+            self._front.denials.clear()
+            self._herald.tell(
+                "state-lost",
+                f"{self._store.address(node)} has forgotten its counts: its limits begin anew",
+                server=self._store.address(node),
+            )
+
+    def _beat(self) -> None:
+        self._next_beat = time.monotonic() + BEAT * random.uniform(0.8, 1.0)
+        if self._store.breakers.open_ones():
+            return  # the fleet stays as it was known
+        try:
+            self._front.fleet.nodes = self._companion.beat(self._member, int(BEAT * LIVES * 1_000_000))
+            if self._beaten % MARKS_EVERY == 0:
+                for node in self._companion.shards():
+                    self._learn_mark(node)
+            self._beaten += 1
+        except StoreError:
+            pass  # requests will notice, if it lasts
+
+    def _return_unspent(self) -> None:
+        front = self._front
+        unspent, front.unspent = front.unspent + front.purses.overdue(), []
+        if unspent and not self._store.breakers.open_ones():
+            self._companion.run_all(unspent)  # what fails is lost to this process only
+
+    def _settle(self) -> None:
+        """Charge what was admitted without the store."""
+        if not self._front.ledger.debt.keys:
+            return
+        told = settle(self._front.ledger, self._companion.run_all, most_seconds=SETTLING, now=time.monotonic)
+        for index, number in enumerate(told[:4]):
+            self._settled[index] += number
+        if not told.left:
+            (keys, charged, forgiven, uncertain), self._settled = self._settled, [0, 0, 0, 0]
+            self._herald.tell(
+                "settled",
+                f"what was allowed without the store is settled: {charged} charged to {keys} counters, "
+                f"{forgiven} beyond their limits, {uncertain} uncertain",
+                keys=keys,
+                charged=charged,
+                forgiven=forgiven,
+                uncertain=uncertain,
+            )
+
+    def _listen(self) -> None:
+        with self._lock:
+            if self._listener is not None or self._closed:
+                return
+            blocks, denials, purses = self._front.blocks, self._front.denials, self._front.purses
+            companion = self._store.companion() if self.listens else None
+
+            def forget(space: str, identity: str) -> None:
+                denials.forget(space, identity)
+                purses.awaken(space, identity)
+
+            self._listener = self._store.listener(
+                on_block=blocks.set,
+                on_unblock=blocks.drop,
+                on_forget=forget,
+                on_connect=lambda: _catch_up(blocks, denials, companion),
+            )
+        weakref.finalize(self, self._listener.stop)
+        _started("headgate-news", self._listener.listen)
+
+
+def _catch_up(blocks: Blocks, denials: Denials, companion: Any) -> None:
+    """What was said while nobody listened is looked up; what may have been said is not relied on."""
+    denials.clear()
+    if companion is not None:
+        blocks.replace([LiveBlock(*block) for block in companion.blocks()])
+        companion.close()
+
+
+def _work_for(reference: weakref.ref[Keeper], bell: threading.Event) -> None:
+    while (keeper := reference()) is not None:
+        try:
+            wait = keeper._work()  # noqa: SLF001 - the keeper's own thread
+        except Exception:
+            logger.exception("the store could not be looked after; it is tried again")
+            wait = BEAT
+        if wait is None:
+            return
+        del keeper
+        bell.wait(wait)
+        bell.clear()
+
+
+def _started(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,269 @@
+"""The store as it is asked from the background: with patience, server by server, and about more than counters.
+
+Beside its counters, headgate keeps three things in Redis: on each server a mark, by which its state is known again; the
+members of the fleet that live; and who is blocked. Their names start with "%" after the namespace.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import redis
+from hiredis import ReplyError
+
+from headgate._forks import renew_in_children
+from headgate.errors import InvalidInput, ScriptError, StoreError, StoreUnavailable
+from headgate.limits import EXACT
+from headgate.stores.redis.conversation import Unsent, _deliver, converse, public, refusal
+from headgate.stores.redis.line import Line
+from headgate.stores.redis.topology import Cluster, Standalone
+from headgate.stores.redis.wire import Command
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Generator, Iterator, Sequence
+
+    from headgate.stores.calls import Call
+    from headgate.stores.redis.places import Place
+    from headgate.stores.redis.topology import Topology
+    from headgate.stores.redis.wire import Node, Wire
+
+__all__ = ["CONNECT", "Companion", "StoredBlock", "read_block"]
+
+CONNECT: Final = 0.25
+"""Seconds that opening a connection may take."""
+PATIENCE: Final = 1.0
+"""Seconds that a server may take to answer."""
+LARGEST_BATCH: Final = 256
+MARK_LIFETIME_MS: Final = 86_400_000
+"""A day: a limiter that was away for longer finds its servers as new."""
+
+_WHOLE: Final = (int, type(None))
+_WORDS: Final = (str, type(None))
+
+
+class StoredBlock(NamedTuple):
+    """Somebody who is blocked; `until_us` is None for a block without end."""
+
+    kind: str
+    value: str
+    until_us: int | None
+    reason: str | None
+
+
+class Companion:
+    """Asks the servers of one place, one question at a time; any thread may ask, and waits its turn.
+
+    Its connections are its own, so that nothing it does delays a request. Every method may raise a StoreError.
+    """
+
+    def __init__(self, place: Place, wire: Wire) -> None:
+        self._place = place
+        self._wire = wire
+        self._turn = threading.Lock()
+        self._lines: dict[Node | None, Line] = {}
+        self._mark_names: dict[Node | None, str] = {}
+        renew_in_children(self)
+
+    def run_all(self, calls: Sequence[Call]) -> list[Any]:
+        """The answers to the calls, in their order, with StoreErrors among them."""
+        answers: list[Any] = []
+        for start in range(0, len(calls), LARGEST_BATCH):
+            batch = calls[start : start + LARGEST_BATCH]
+            answers += self._drive(converse(batch, self._wire, self._place.topology))
+        return answers
+
+    def shards(self, suspects: Container[Node | None] = ()) -> list[Node | None]:
+        """The primaries, asked for anew; suspects, who may not answer, are asked for them last."""
+        topology = self._place.topology
+        self._drive(topology.refresh(suspects))
+        return topology.primaries()
+
+    def mark(self, node: Node | None, fresh: str) -> str:
+        """The mark that the server has, or `fresh` if it had none: then what it knew was lost, or it is new.
+
+        The mark is written back, so that an answer proves that the server does serve.
+        """
+        command = Command(self._wire.own_script("mark"), [self._mark_name(node)], [fresh, MARK_LIFETIME_MS])
+        mark: bytes = self._ask(command, _Only(node))
+        return mark.decode()
+
+    def beat(self, member: str, lifetime_us: int) -> int:
+        """Say that the member lives, for so long; how many live, itself included."""
+        return self._ask_fleet("beat", member, lifetime_us)
+
+    def leave(self, member: str) -> int:
+        """Say that the member lives no more; how many still do."""
+        return self._ask_fleet("leave", member, 0)
+
+    def block(self, kind: str, value: str, *, until_us: int | None = None, reason: str | None = None) -> None:
+        """Block somebody, in place of an earlier block; all who listen hear of it."""
+        if until_us is not None and not 0 <= until_us < EXACT:
+            raise InvalidInput(f"until_us {until_us!r} is not an instant: give microseconds since 1970, or None")
+        block = _text(until_us=until_us, kind=kind, value=value, reason=reason)
+        self._change_blocks("set", _identity(kind, value), block)
+
+    def unblock(self, kind: str, value: str) -> bool:
+        """End a block; whether there was one. All who listen hear of it."""
+        return self._change_blocks("drop", _identity(kind, value))
+
+    def blocks(self) -> list[StoredBlock]:
+        """All blocks that have not ended, in no order. What somebody else has written there is left out."""
+        command = Command(self._wire.own_script("block"), [self._wire.own_name("blocks")], [self._wire.now(), "list"])
+        reply: list[bytes] = self._ask(command)
+        return [block for block in map(read_block, reply[1::2]) if block is not None]
+
+    def close(self) -> None:
+        """Close the connections; they are opened anew for whoever asks again."""
+        with self._turn:
+            self._close_lines()
+
+    def renew_after_fork(self) -> None:
+        """A child must not talk on its parent's connections."""
+        self._turn = threading.Lock()
+        self._lines = {}
+
+    def _ask_fleet(self, verb: str, member: str, lifetime_us: int) -> int:
+        command = Command(self._wire.own_script("fleet"), [self._wire.own_name("fleet")], [verb, member, lifetime_us])
+        living: int = self._ask(command)
+        return living
+
+    def _change_blocks(self, verb: str, *what: str) -> bool:
+        wire = self._wire
+        args = [wire.now(), verb, wire.news, *what]
+        return bool(self._ask(Command(wire.own_script("block"), [wire.own_name("blocks")], args)))
+
+    def _mark_name(self, node: Node | None) -> str:
+        """A key that lives on that server: always the same one, for as long as it does live there."""
+        cluster = self._place.topology
+        if not isinstance(cluster, Cluster):
+            return self._wire.own_name("mark")
+        name = self._mark_names.get(node)
+        if name is None or not cluster.serves(node, name):
+            if node not in cluster.primaries():
+                raise StoreUnavailable(f"{node} is no primary of the cluster")
+            # Counted from 0, so that all limiters find the same one, and find it again on a replica that took over.
+            name = next(name for n in count() if cluster.serves(node, name := self._wire.own_name(f"mark:{n}")))
+            self._mark_names[node] = name
+        return name
+
+    def _ask(self, command: Command, topology: Topology | None = None) -> Any:
+        """The reply to a command, from the server that its key lives on."""
+        self._drive(_deliver([command], topology or self._place.topology))
+        reply = command.reply
+        if isinstance(reply, ReplyError):
+            told = f"the store answered: {reply}"
+            # Whoever moved away from the one server that was asked for is nobody's mistake.
+            moved = StoreUnavailable(told) if told.startswith("the store answered: MOVED") else None
+            raise refusal(reply) or moved or ScriptError(told)
+        if isinstance(reply, StoreError):
+            raise public(reply)
+        return reply
+
+    def _drive(self, conversation: Generator[list[Command], None, Any]) -> Any:
+        with self._turn, self._closing_after_interrupts():
+            try:
+                commands = next(conversation)
+                while True:
+                    self._exchange(commands)
+                    commands = conversation.send(None)
+            except StopIteration as end:
+                return end.value
+
+    def _exchange(self, commands: list[Command]) -> None:
+        """One round trip to every server concerned, all at the same time."""
+        by_node: dict[Node | None, list[Command]] = {}
+        for command in commands:
+            command.reply = None
+            by_node.setdefault(command.node, []).append(command)
+        sent = []
+        for node, its in by_node.items():
+            try:
+                line = self._line(node)
+                line.send(b"".join([command.pack() for command in its]))
+                sent.append((node, line, its))
+            except StoreError as error:
+                self._fail(node, its, error)
+        deadline = time.monotonic() + PATIENCE
+        for node, line, its in sent:
+            try:
+                line.hurry(deadline)
+                for command in its:
+                    if command.asking:
+                        line.receive(deadline)
+                    command.reply = line.receive(deadline)
+            except StoreError as error:
+                self._fail(node, [command for command in its if command.reply is None], error)
+
+    def _line(self, node: Node | None) -> Line:
+        line = self._lines.pop(node, None)
+        if line is not None:
+            if line.is_usable():
+                self._lines[node] = line
+                return line
+            line.close()
+        connection = self._place.connection(node, asynchronous=False, timeout=CONNECT)
+        try:
+            connection.connect()
+        except (redis.RedisError, OSError, ValueError) as error:  # names that DNS cannot have are ValueErrors
+            raise Unsent(f"cannot reach Redis: {error}") from error
+        line = self._lines[node] = Line(connection, PATIENCE)
+        return line
+
+    def _fail(self, node: Node | None, commands: list[Command], error: StoreError) -> None:
+        """A line that failed once is not trusted again: what comes in on it late would answer the wrong question."""
+        line = self._lines.pop(node, None)
+        if line is not None:
+            line.close()
+        for command in commands:
+            command.reply = error
+
+    @contextmanager
+    def _closing_after_interrupts(self) -> Iterator[None]:
+        """An answer that is on its way must not be taken for another."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except BaseException:
+            self._close_lines()
+            raise
+
+    def _close_lines(self) -> None:
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            line.close()
+
+
+def read_block(text: bytes) -> StoredBlock | None:
+    """The block as it is stored and told; None if the text is none."""
+    try:
+        said = json.loads(text)
+        block = StoredBlock(said["kind"], said["value"], said.get("until_us"), said.get("reason"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    shape = tuple(map(type, block))
+    return block if shape[:2] == (str, str) and shape[2] in _WHOLE and shape[3] in _WORDS else None
+
+
+class _Only(Standalone):
+    """One server, whoever else there is."""
+
+    def __init__(self, node: Node | None) -> None:
+        self._node = node
+
+    def locate(self, command: Command) -> None:
+        command.node = self._node
+
+
+def _identity(kind: str, value: str) -> str:
+    return _text(kind=kind, value=value)
+
+
+def _text(**said: Any) -> str:
+    """In ASCII, so that no text is beyond it; without blanks, as the script reads it, too."""
+    return json.dumps(said, separators=(",", ":"))

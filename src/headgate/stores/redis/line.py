@@ -1,0 +1,155 @@
+"""A connection for threads: redis-py opens it, in a thread of its own, then bytes go and come without it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import ssl
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import redis
+from hiredis import HiredisError, Reader
+
+from headgate.errors import StoreTimeout
+from headgate.stores.redis.conversation import Lost, Unsent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Line", "Opening"]
+
+IDLE: Final = 0.05
+"""Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
+
+
+class Opening:
+    """A connection under way. Whoever needs it waits as long as it likes; it goes on being opened for the next."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._connection: Any = None
+        self._error: Exception | None = None
+        self._abandoned = False
+        self._over = threading.Event()
+        threading.Thread(target=self._work, name="headgate-connecting", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a connection, or the reason why there is none."""
+        return self._over.is_set()
+
+    def wait(self, seconds: float) -> Any:
+        """The connection, once it is open."""
+        if not self._over.wait(max(seconds, 0)):
+            raise Unsent("cannot reach Redis: there is no connection within the budget")
+        if self._error is not None:
+            raise Unsent(f"cannot reach Redis: {self._error}") from self._error
+        return self._connection
+
+    def abandon(self) -> None:
+        """Nobody will ask for it any more."""
+        self._abandoned = True
+        if self._over.is_set() and self._connection is not None:
+            self._connection.disconnect()
+
+    def _work(self) -> None:
+        try:
+            connection = self._make()
+            connection.connect()
+            self._connection = connection
+        except (redis.RedisError, OSError, ValueError) as error:  # names that DNS cannot have are ValueErrors
+            self._error = error
+        self._over.set()
+        if self._abandoned:
+            self.abandon()
+
+
+class Line:
+    """A connection to one server."""
+
+    def __init__(self, connection: Any, budget: float) -> None:
+        self._connection = connection  # kept: it closes the socket when it is collected
+        self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
+        self._budget = budget
+        self._reader = Reader()
+        self._used = -IDLE  # it may have waited for somebody to need it
+        self._watch = selectors.DefaultSelector()
+        self._watch.register(self._socket, selectors.EVENT_READ)
+        self._hurried = True
+        self._can_write = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
+
+    def allow(self, budget: float) -> None:
+        """Wait so many seconds for answers from now on."""
+        self._budget = budget
+        self._hurried = True
+
+    def is_usable(self) -> bool:
+        """Whether nothing has come in unasked: a server that went away has sent its end of file."""
+        return time.monotonic() - self._used < IDLE or not self._watch.select(0)
+
+    def send(self, packed: bytes) -> None:
+        if self._hurried:
+            self._socket.settimeout(self._budget)
+            self._hurried = False
+        try:
+            if self._can_write:
+                # Without asking first whether the socket can take it, as Python would: it nearly always can.
+                packed = packed[os.write(self._socket.fileno(), packed) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Lost(f"the connection to Redis broke: {error}") from error
+        if packed:
+            self._send_patiently(packed)
+
+    def _send_patiently(self, packed: bytes) -> None:
+        try:
+            self._socket.sendall(packed)
+        except TimeoutError as error:
+            raise StoreTimeout(f"Redis took nothing within the budget of {self._budget * 1000:g} ms") from error
+        except OSError as error:
+            raise Lost(f"the connection to Redis broke: {error}") from error
+
+    def receive(self, deadline: float) -> Any:
+        """The next reply; one that has arrived already counts, however late this thread comes to see it."""
+        reader = self._reader
+        late = False
+        try:
+            while (reply := reader.gets()) is False:
+                if late:  # each piece came in time, but all of them together did not
+                    raise TimeoutError
+                try:
+                    data = self._socket.recv(65536)
+                except TimeoutError:
+                    data = self._last_look()
+                if not data:
+                    raise Lost("Redis closed the connection while the answer was on its way")
+                reader.feed(data)
+                self._used = time.monotonic()
+                late = self._used > deadline
+        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as error:
+            raise StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms") from error
+        except OSError as error:
+            raise Lost(f"the connection to Redis broke: {error}") from error
+        except HiredisError as error:
+            raise Lost(f"what came from Redis is no answer: {error}") from error
+        return reply
+
+    def hurry(self, deadline: float) -> None:
+        """Wait no longer than until then, in what is received next."""
+        self._socket.settimeout(max(deadline - time.monotonic(), 0.000_001))
+        self._hurried = True
+
+    def close(self) -> None:
+        self._watch.close()
+        self._connection.disconnect()
+
+    def _last_look(self) -> bytes:
+        """What is there now: this thread may have waited for the interpreter, and not for the server."""
+        self._socket.settimeout(0)
+        self._hurried = True
+        data: bytes = self._socket.recv(65536)
+        return data

@@ -1,0 +1,46 @@
+"""What both Redis stores offer to whoever looks after them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headgate.stores.redis.breaker import Breakers
+from headgate.stores.redis.companion import Companion
+from headgate.stores.redis.news import Listener
+from headgate.stores.redis.topology import Standalone
+
+if TYPE_CHECKING:
+    from headgate.stores.redis.places import Place
+    from headgate.stores.redis.wire import Node, Wire
+
+__all__ = ["SharedStore"]
+
+
+class SharedStore:
+    """Servers at one place, spoken to in one way."""
+
+    def __init__(self, place: Place, wire: Wire) -> None:
+        self._place = place
+        self._wire = wire
+        self.breakers = Breakers()
+        self._only = self.breakers[None] if isinstance(place.topology, Standalone) else None
+        """The breaker of the one server, where there is only one."""
+
+    def nodes(self) -> list[Node | None]:
+        """The servers that have keys, as far as they are known; None stands for the only one there is."""
+        return self._place.topology.primaries()
+
+    def address(self, node: Node | None) -> str:
+        """A server's name, for people."""
+        if node is not None:
+            return f"{node.host}:{node.port}"
+        options = self._place.options
+        return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+
+    def companion(self) -> Companion:
+        """The same servers, for threads in the background: patient, and on connections of its own."""
+        return Companion(self._place, self._wire)
+
+    def listener(self, **callbacks: Any) -> Listener:
+        """The news of other processes."""
+        return Listener(self._place, self._wire, **callbacks)

@@ -1,0 +1,169 @@
+"""After an outage of a real server, its counts are what passed meanwhile: capped by the limit, and charged once."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from faults import LONG, Proxy, paused
+
+from headgate import Decision, Key, Limit, Limiter, StoreError
+from headgate.algorithms import ALGORITHMS
+from headgate.clock import SystemClock
+from headgate.failure import FailurePolicy, Fleet
+from headgate.shield.ledger import Debt, Ledger, Settled, settle
+from headgate.stores.calls import Check
+from headgate.testing import FakeClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headgate.failure import FailureMode
+    from servers import RedisServer
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_open")
+
+NOW = 1_763_251_200_000_000
+RATES = sorted({*ALGORITHMS} - {"concurrency"})
+every_algorithm = pytest.mark.parametrize("algorithm", RATES)
+
+
+class Passed(NamedTuple):
+    noted: int
+    uncertain: int
+    """Admitted after a charge whose fate is unknown, so that it is not owed."""
+
+
+class Node:
+    """A node that goes on without the store, and settles with it afterwards."""
+
+    def __init__(self, url: str, mode: FailureMode = "open", fleet: Fleet | None = None) -> None:
+        self._url = url
+        self.limiter = Limiter(url, budget=0.2)
+        self.ledger = Ledger()
+        self._policy = FailurePolicy(mode, SystemClock(), fleet)
+
+    def send(self, key: Key, times: int, cost: int = 1) -> Passed:
+        noted = uncertain = 0
+        for _ in range(times):
+            call = Check((key,), cost)
+            answer = attempt(self.limiter, call)
+            if isinstance(answer, StoreError) and self._policy.decide(call, answer).allowed:
+                if answer.may_have_happened:
+                    uncertain += cost
+                else:
+                    noted += cost
+                    self.ledger.note(call)
+        return Passed(noted, uncertain)
+
+    def find_store_again(self) -> None:
+        """At once: how long a breaker stands before a server that is back is not the matter here."""
+        self.limiter.close()
+        self.limiter = Limiter(self._url, budget=0.2)
+
+    def settle(self) -> Settled:
+        return settled(self.ledger, self.limiter)
+
+    def used(self, key: Key) -> int:
+        return key.limit.capacity - self.limiter.peek(key).remaining
+
+
+def attempt(limiter: Limiter, call: Check) -> Decision | StoreError:
+    try:
+        return limiter.check(*call.keys, cost=call.cost)
+    except StoreError as error:
+        return error
+
+
+def settled(ledger: Ledger, limiter: Limiter) -> Settled:
+    return settle(
+        ledger,
+        lambda calls: [attempt(limiter, call) for call in calls],
+        most_seconds=10,
+        now=time.monotonic,
+    )
+
+
+@pytest.fixture
+def node(server: RedisServer) -> Iterator[Node]:
+    node = Node(server.url)
+    yield node
+    node.limiter.close()
+
+
+@every_algorithm
+def test_the_count_after_an_outage_is_what_passed_capped_by_the_limit(
+    node: Node, server: RedisServer, unique: str, algorithm: str
+) -> None:
+    limit = Limit(20, LONG, algorithm=algorithm, name=unique)
+    few, many = limit.by("few"), limit.by("many")
+    node.limiter.peek(few)
+    server.kill()
+    time.sleep(0.1)
+    assert node.send(few, 3, cost=2) == Passed(6, 0)
+    assert node.send(many, 30) == Passed(30, 0)
+    assert node.settle() == Settled(keys=0, charged=0, forgiven=10, uncertain=0, left=26)
+    server.start()
+    node.find_store_again()
+    assert node.settle() == Settled(keys=2, charged=26, forgiven=0, uncertain=0, left=0)
+    assert (node.used(few), node.used(many)) == (6, 20)
+    assert node.settle() == Settled(0, 0, 0, 0, 0)
+    assert (node.used(few), node.used(many), node.ledger.debt) == (6, 20, Debt(0, 0))
+
+
+def test_what_was_counted_before_the_outage_and_by_others_since_counts_on(server: RedisServer, unique: str) -> None:
+    limit = Limit(100, LONG, name=unique)
+    key = limit.by("ada")
+    nodes = [Node(server.url, "local", Fleet(share=0.4, nodes=2)) for _ in range(2)]
+    try:
+        assert nodes[0].limiter.check(key, cost=50).allowed
+        with paused(server):
+            passed = [node.send(key, 30) for node in nodes]
+        for node in nodes:
+            node.find_store_again()
+        told = [node.settle() for node in nodes]
+        noted, uncertain = (sum(each) for each in zip(*passed, strict=True))
+        # What was sent to a server that stood still has happened, or not; what was not sent certainly has not.
+        assert all(each.noted + each.uncertain == 20 for each in passed)
+        assert sum(each.charged for each in told) == noted
+        assert 50 + noted <= nodes[0].used(key) <= 50 + noted + uncertain
+    finally:
+        for node in nodes:
+            node.limiter.close()
+
+
+@pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_log"])
+def test_a_charge_whose_answer_is_lost_is_not_made_twice(server: RedisServer, unique: str, algorithm: str) -> None:
+    key = Limit(20, LONG, algorithm=algorithm, name=unique).by("ada")
+    with Limiter(server.url) as witness, Proxy(server, unique.encode(), "drop") as proxy:
+        witness.check(Limit(20, LONG, algorithm=algorithm, name="other").by("ada"))  # so that the script is there
+        node = Node(proxy.url)
+        node.ledger.note(Check((key,), 7))
+        told = node.settle()
+        assert told == Settled(keys=0, charged=0, forgiven=0, uncertain=7, left=0)
+        assert node.settle() == Settled(0, 0, 0, 0, 0)
+        node.limiter.close()
+        assert witness.peek(key).remaining == 13
+
+
+@every_algorithm
+def test_what_is_owed_is_charged_alike_on_every_store(remote_url: str, unique: str, algorithm: str) -> None:
+    """By a clock of the test's own: debts decay until they are settled, and the rest of the limit is left."""
+    clock = FakeClock(NOW)
+    limit = Limit(60, timedelta(minutes=1), algorithm=algorithm, name=unique)
+    ada, bob = limit.by("ada"), limit.by("bob")
+    with Limiter(remote_url, clock=clock) as limiter:
+        ledger = Ledger(clock)
+        limiter.check(bob, cost=59)
+        ledger.note(Check((ada, bob), (40, 50)))
+        clock.advance(15.5)
+        ((_, of_ada), (_, of_bob)) = owed = ledger.take()
+        ledger.put_back(owed)
+        free = limiter.peek(bob).remaining
+        told = settled(ledger, limiter)
+        assert (60 - limiter.peek(ada).remaining, limiter.peek(bob).remaining) == (of_ada, free - min(free, of_bob))
+        assert told == Settled(2, of_ada + min(free, of_bob), max(0, of_bob - free), 0, 0)
+    decays = ALGORITHMS[algorithm].SHAPES_BURST
+    assert (of_ada, of_bob, free) == ((25, 35, 16) if decays else (40, 50, 1))

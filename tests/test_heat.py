@@ -1,0 +1,83 @@
+"""What is hot: found quickly where it lasts, not at all where it is a short burst, and in bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from headgate.shield.heat import SAMPLED_EVERY, WINDOW_US, Heat
+
+SECOND = 1_000_000
+START_US = 77 * SECOND
+HOT = ("busy:token_bucket.1", "ada")
+
+
+def feed(heat: Heat, per_second: int, start_us: int, length_us: int) -> list[int]:
+    """Checks at even intervals, of which one in sixteen is noted; when each became hot, in microseconds since then."""
+    hot_us = []
+    for number in range(per_second * length_us // SECOND):
+        if number % SAMPLED_EVERY == 0 and heat.note(HOT, start_us + number * SECOND // per_second):
+            hot_us.append(number * SECOND // per_second)
+    return hot_us
+
+
+@pytest.mark.parametrize(
+    ("per_second", "length_us", "is_hot"),
+    [
+        (1_100, 1 * SECOND, True),
+        (900, 10 * SECOND, False),
+        (5_000, 1 * SECOND, True),
+        (100_000, 300_000, False),
+        (10_000, 300_000, False),
+        (10_000, 310_000, True),
+    ],
+)
+def test_hot_is_a_thousand_a_second_in_three_windows_in_a_row(per_second: int, length_us: int, is_hot: bool) -> None:
+    assert bool(feed(Heat(), per_second, START_US, length_us)) is is_hot
+
+
+def test_a_counter_becomes_hot_once_as_soon_as_three_windows_are_over() -> None:
+    (hot_us,) = feed(Heat(), 20_000, START_US, SECOND)
+    assert 3 * WINDOW_US <= hot_us < 3 * WINDOW_US + SECOND * SAMPLED_EVERY // 20_000
+
+
+def test_a_window_that_began_in_the_middle_counts_by_what_was_in_it() -> None:
+    (hot_us,) = feed(Heat(), 20_000, START_US + WINDOW_US // 2, SECOND)
+    assert hot_us >= 2 * WINDOW_US + WINDOW_US // 2
+
+
+def test_bursts_with_quiet_in_between_are_never_hot() -> None:
+    heat = Heat()
+    for burst in range(20):
+        assert feed(heat, 50_000, START_US + burst * 400_000, 2 * WINDOW_US) == []
+
+
+def test_what_is_half_as_busy_stays_hot_and_less_is_cold_after_a_second() -> None:
+    heat = Heat()
+    assert feed(heat, 10_000, START_US, SECOND)
+    assert feed(heat, 640, START_US + SECOND, 3 * SECOND) == []
+    assert heat.take_cold(START_US + 4 * SECOND) == []
+    feed(heat, 160, START_US + 4 * SECOND, 9 * WINDOW_US)
+    assert heat.take_cold(START_US + 4 * SECOND + 9 * WINDOW_US) == []
+    assert heat.take_cold(START_US + 5 * SECOND) == [HOT]
+    assert heat.take_cold(START_US + 5 * SECOND) == [], "it is told once"
+    assert feed(heat, 10_000, START_US + 6 * SECOND, SECOND), "and can become hot again"
+
+
+def test_a_counter_that_nobody_asks_for_is_cold_after_a_second() -> None:
+    heat = Heat()
+    heat.add(HOT, START_US)
+    assert heat.take_cold(START_US + 9 * WINDOW_US) == []
+    assert heat.take_cold(START_US + 10 * WINDOW_US) == [HOT]
+
+
+def test_a_flood_of_keys_costs_no_memory_and_hides_nothing_that_is_hot() -> None:
+    heat = Heat()
+    hot_us = []
+    samples = 62_500 // 2  # half a second of a million keys a second
+    for number in range(samples):
+        now_us = START_US + number * SECOND // 62_500
+        heat.note(("flood:gcra.1", f"key-{number}"), now_us)
+        if number % 100 == 99 and heat.note(HOT, now_us):  # ten thousand checks a second
+            hot_us.append(now_us)
+    assert len(hot_us) == 1
+    assert sum(map(len, (heat._samples, heat._busy, heat._streaks, heat._idle))) < 2_100
