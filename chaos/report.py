@@ -41,17 +41,14 @@ def verdict(results: Sequence[tuple[Run, Finding]]) -> list[str]:
     """What the run comes to, beside what was aimed at."""
     away = [finding for run, finding in results if run.fault.name in ("refused", "stopped")]
     wrong, asked = (sum(each) for each in zip(*[(f.wrong.total(), f.asked) for _, f in results], strict=True))
+    lateness_us = max(quantile(run.lateness_us, 0.999) for run, _ in results)
+    unwell = [each for _, finding in results for each in finding.unwell]
     lines = [
         f"- wrong answers: {wrong} of {asked:,}",
         *[
             f"  - {run.fault.name}, {run.load}: {count} x {words}"
             for run, finding in results
             for words, count in finding.wrong.most_common()
-        ],
-        *[
-            f"  - {run.fault.name}, {run.load}: not ready in the end: {each}"
-            for run, finding in results
-            for each in finding.unwell
         ],
     ]
     if away:
@@ -60,7 +57,7 @@ def verdict(results: Sequence[tuple[Run, Finding]]) -> list[str]:
         opens = [finding.open_p50_us for finding in away if finding.open_p50_us is not None]
         lines += [
             f"- store stopped or refused: p99.9 at most {_time(max(waits))} (aim: {_time(aim_us)})",
-            f"- once the breaker is open: p50 at most {_time(max(opens, default=float('nan')))} (aim: 50 us)",
+            f"- once the breaker is open: p50 at most {_time(max(opens, default=None))} (aim: 50 us)",
         ]
     recovered = [(finding.recovered_ms, run) for run, finding in results if finding.recovered_ms is not None]
     if recovered:
@@ -68,7 +65,11 @@ def verdict(results: Sequence[tuple[Run, Finding]]) -> list[str]:
         lines.append(
             f"- recovered: at most {_ms(slowest)} after the store's return, in {run.fault.name}, {run.load} (aim: 1 s)"
         )
-    lines.append(f"- admitted without the store and never charged: {sum(finding.unsettled for _, finding in results)}")
+    lines += [
+        f"- admitted without the store and never charged: {sum(finding.unsettled for _, finding in results)}",
+        f"- limiters that had failed within the last half second when the load ended: {len(unwell)}",
+        f"- the machine itself added up to {_time(lateness_us)} to any wait",
+    ]
     return lines
 
 

@@ -61,7 +61,6 @@ class Fleet:
         self.charged: Counter[Key] = Counter()
         self.returned = 0
         self.spent: list[Spent] = []
-        self.decisions: list[tuple[Arrival, Decision]] = []
         self._seen = [0] * nodes
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -150,7 +149,6 @@ class Fleet:
 
     def _end(self, arrival: Arrival, decision: Decision, charged: tuple[int, ...], set_aside_us: int = 0) -> None:
         """`charged` is what the store was asked for each key by the check that was granted; nothing, if none was."""
-        self.decisions.append((arrival, decision))
         assert arrival.call is not None
         assert decision.keys == arrival.call.keys
         if not decision.allowed:

@@ -267,7 +267,7 @@ def test_a_lease_that_is_taken_together_with_a_charge_counts_as_that_charge(desk
 @pytest.mark.parametrize("algorithm", ["fixed_window", "gcra", "sliding_log", "sliding_window", "token_bucket"])
 def test_whoever_takes_the_last_is_denied_without_asking(algorithm: str) -> None:
     desk = Desk(tells_again=True)
-    key, wide = limit_of(algorithm, 3, 7 * SECOND).by("ada"), limit_of("gcra", 9, SECOND, "wide").by("ada")
+    key, wide = limit_of(algorithm, 3, 7 * SECOND).by("ada"), limit_of("gcra", 2, SECOND, "wide").by("ada")
     taken = desk.check(key, wide, cost=(2, 1))
     assert taken
     assert taken.again_us > 0
@@ -315,12 +315,15 @@ def test_what_is_given_back_ends_every_denial_of_that_counter_and_no_other(desk:
     assert [desk.answers_from_memory(*keys) for keys in met] == [False, False, True]
 
 
-def test_an_answer_that_comes_after_a_refund_but_was_asked_for_before_is_not_learnt_from(desk: Desk) -> None:
+@pytest.mark.parametrize("before", [0.0, 0.000_001, 2.0])
+def test_an_answer_that_comes_after_a_refund_but_was_asked_for_before_is_not_learnt_from(
+    desk: Desk, before: float
+) -> None:
     call = Check((TEN.by("ada"),), 5)
     desk.check(TEN.by("ada"), cost=10)
     asked_us = desk.denials.now_us()
     denied = desk.ask(call)
-    desk.clock.advance(0.001)
+    desk.clock.advance(before)
     desk.refund(TEN.by("ada"), 5)
     desk.denials.note(call, denied, asked_us)
     assert desk.denials.recall(call) is None
@@ -339,6 +342,7 @@ def test_that_holds_also_where_too_many_were_given_back_to_know_each(desk: Desk)
     desk.refund(TEN.by("ada"), 5)
     for number in range(MOST_FORGOTTEN):
         desk.denials.forget(TEN.space, f"{number}")
+    assert len(desk.denials._forgotten) == MOST_FORGOTTEN
     desk.denials.note(call, denied, asked_us)
     assert desk.denials.recall(call) is None
 
@@ -360,17 +364,26 @@ def test_clear_forgets_all_of_it(desk: Desk) -> None:
     desk.check(TEN.by("ada"), cost=10)
     desk.check(TEN.by("ada"))
     desk.denials.clear()
-    assert len(desk.denials) == 0
+    assert (len(desk.denials), len(desk.denials._counters)) == (0, 0)
     assert not desk.answers_from_memory(TEN.by("ada"))
+
+
+def test_an_answer_that_was_asked_for_before_all_was_forgotten_is_not_learnt_from(desk: Desk) -> None:
+    call, asked_us = Check((TEN.by("ada"),), 11), desk.denials.now_us()
+    denied = desk.ask(call)
+    desk.clock.advance(0.001)
+    desk.denials.clear()
+    desk.denials.note(call, denied, asked_us)
+    assert desk.denials.recall(call) is None
 
 
 def test_a_remaining_that_grew_faster_than_time_ends_the_denial(desk: Desk) -> None:
     """Another process has given something back, and a peek has seen it."""
     desk.check(TEN.by("ada"), cost=10)
     assert not desk.check(TEN.by("ada"), cost=5)
-    desk.store.run(Refund(TEN.by("ada"), 6))
+    desk.store.run(Refund(TEN.by("ada"), 5))
     assert desk.answers_from_memory(TEN.by("ada"), cost=5)
-    assert desk.check(TEN.by("ada"), cost=0).remaining == 6
+    assert desk.check(TEN.by("ada"), cost=0).remaining == 5
     assert desk.check(TEN.by("ada"), cost=5)
 
 
@@ -392,6 +405,8 @@ def test_an_equal_limit_is_the_same(desk: Desk) -> None:
     twin = limit_of("token_bucket", 10, 10 * SECOND, "ten")
     assert twin is not TEN
     assert desk.answers_from_memory(twin.by("ada"))
+    desk.check(twin.by("ada"), cost=0)
+    assert desk.answers_from_memory(TEN.by("ada"))
 
 
 # ------------------------------------------------------------ its own life
@@ -419,6 +434,16 @@ def test_nothing_is_kept_of_what_was_forgotten() -> None:
         desk.clock.advance(10)
         desk.answers_from_memory(TEN.by(number), EVERYBODY.by(number), cost=11)
     assert (len(desk.denials), len(desk.denials._counters)) == (0, 0)
+
+
+def test_two_who_were_denied_at_the_same_time_are_one_denial(desk: Desk) -> None:
+    call, asked_us = Check((TEN.by("ada"),), 11), desk.denials.now_us()
+    for _ in range(2):
+        desk.denials.note(call, desk.ask(call), asked_us)
+    assert len(desk.denials) == 1
+    desk.clock.advance(5)
+    assert desk.denials.recall(call) is None
+    assert len(desk.denials._counters) == 0
 
 
 def test_a_memory_that_is_made_smaller_lets_go_with_the_next_denial(desk: Desk) -> None:

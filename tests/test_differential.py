@@ -336,6 +336,15 @@ def test_lua_decides_requests_that_ride_together_as_if_one_by_one(lua: InRedis, 
         assert lua.run_together(checks, now_us) == [python.run(check, now_us) for check in checks]
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_lua_says_when_to_come_again_only_to_who_has_passed(lua: InRedis, together: int) -> None:
+    """Also where the plan has changed, so that a denial is written down."""
+    old, new = (limit_of("token_bucket", quota, DAY) for quota in (5, 4))
+    assert lua.run(check(old, 5), NOW).again_us == DAY
+    denied = lua.run_together([check(new, 1)] * together, NOW)
+    assert [(one.allowed, one.again_us) for one in denied] == [(False, 0)] * together
+
+
 # ------------------------------------------------------------------ stories
 
 

@@ -99,6 +99,20 @@ def test_no_part_is_more_generous_than_its_portion(limit: Limit, portion: Fracti
         assert rate(part) == owed or owed.denominator > HORIZON_US
 
 
+@pytest.mark.parametrize(
+    ("limit", "portion"),
+    [
+        # A part of one with large numbers, and of one that takes just ten years to fill.
+        (Limit(999_983, MINUTE, burst=1_000_000), Fraction(997, 1_000)),
+        (Limit(1, timedelta(days=3, hours=15, minutes=50, seconds=24), burst=1_000), Fraction(301, 1_000)),
+    ],
+)
+def test_where_exactness_ends_the_nearest_exact_limit_below_is_taken(limit: Limit, portion: Fraction) -> None:
+    part, owed = local_limit(limit, portion), rate(limit) * portion
+    assert owed * Fraction(10**9 - 1, 10**9) < rate(part) < owed
+    assert int(limit.capacity * portion) - 1 <= part.capacity <= int(limit.capacity * portion)
+
+
 @given(st.fractions(0, 100, max_denominator=500), st.integers(1, 60))
 def test_the_nearest_below_is_the_largest_that_there_is(number: Fraction, most: int) -> None:
     assert _nearest_below(number, most) == max(Fraction(int(number * each), each) for each in range(1, most + 1))

@@ -13,11 +13,8 @@ HOT = ("busy:token_bucket.1", "ada")
 
 def feed(heat: Heat, per_second: int, start_us: int, length_us: int) -> list[int]:
     """Checks at even intervals, of which one in sixteen is noted; when each became hot, in microseconds since then."""
-    hot_us = []
-    for number in range(per_second * length_us // SECOND):
-        if number % SAMPLED_EVERY == 0 and heat.note(HOT, start_us + number * SECOND // per_second):
-            hot_us.append(number * SECOND // per_second)
-    return hot_us
+    since_us = [number * SECOND // per_second for number in range(0, per_second * length_us // SECOND, SAMPLED_EVERY)]
+    return [each_us for each_us in since_us if heat.note(HOT, start_us + each_us)]
 
 
 @pytest.mark.parametrize(

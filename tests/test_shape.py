@@ -56,9 +56,11 @@ LAYERS = (
     {"policy"},
     {"__init__"},
     {"limiter"},
+    {"base"},
+    {"shield"},
     {"failure", "flow", "leases"},
     {"stores"},
-    {"_grammar", "clock", "decisions", "keys", "limits"},
+    {"_grammar", "clock", "decisions", "events", "health", "keys", "limits"},
     {"_forks", "algorithms", "errors"},
 )
 """From the top down. What stands beside each other may know each other, but nobody looks up."""

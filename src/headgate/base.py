@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.clock import SystemClock
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, InvalidInput
 from headgate.events import Herald
 from headgate.failure import FailurePolicy, Fleet
 from headgate.keys import escape
+from headgate.shield.blocks import LiveBlock, canonical
 from headgate.shield.front import Front
 from headgate.shield.keeper import Keeper
 from headgate.stores import open_store
@@ -17,6 +19,7 @@ from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from datetime import datetime
     from fractions import Fraction
 
     from headgate.clock import Clock
@@ -76,6 +79,8 @@ class LimiterBase:
         if self._memory is None:
             tells = on_failure != "raise" or on_event is not None
             self._keeper = Keeper(self._front, self._store, herald, beats=tells)
+            if on_failure != "raise":
+                self._store.warm()
         self._make_ready()
 
     def _make_ready(self) -> None:
@@ -101,6 +106,7 @@ class LimiterBase:
         if self._keeper is not None:
             self._keeper.beats = self._keeper.listens = True
             self._keeper.ensure()
+            self._store.warm()
         return self._front.fleet
 
     def configure(
@@ -125,6 +131,45 @@ class LimiterBase:
         front.configure(remember=remember, lease_us=lease_us)
         front.purses.announce(announced)
         front.purses.exclude(never_leased)
+
+    def _block(self, block: LiveBlock) -> None:
+        """May wait for the store."""
+        kind, value, until_us, reason = block
+        if self._keeper is not None:
+            with closing(self._store.companion()) as companion:
+                companion.block(kind, value, until_us=until_us, reason=reason)
+        self._front.blocks.set(*block)
+
+    def _unblock(self, kind: str, value: str) -> bool:
+        """May wait for the store."""
+        known = self._front.blocks.drop(kind, value)
+        if self._keeper is None:
+            return known
+        with closing(self._store.companion()) as companion:
+            ended: bool = companion.unblock(kind, value)
+        return ended
+
+    def _blocked(self) -> list[LiveBlock]:
+        """May wait for the store."""
+        if self._keeper is None:
+            now_us = (self._clock or SystemClock()).now_us()
+            return [block for block in self._front.blocks if block.holds_at(now_us)]
+        with closing(self._store.companion()) as companion:
+            return [LiveBlock(*block) for block in companion.blocks()]
+
+    @staticmethod
+    def _checked_block(
+        kind: str, value: str, until: datetime | None = None, reason: str | None = None
+    ) -> LiveBlock:
+        """The block in its one spelling."""
+        if not isinstance(kind, str) or not kind.isidentifier():
+            raise InvalidInput(f"{kind!r} is no kind of identity: give a word like 'ip', 'user', 'api_key' or 'tenant'")
+        if not isinstance(value, str) or not value:
+            raise InvalidInput(f"{value!r} is nobody of kind {kind!r}: give a text, as the adapters know it")
+        if until is not None and until.tzinfo is None:
+            raise InvalidInput(f"until {until!r} has no time zone: give datetime(..., tzinfo=UTC)")
+        until_us = None if until is None else round(until.timestamp() * 1_000_000)
+        return LiveBlock(kind, canonical(kind, value), until_us, reason)
 
     def _elapsed(self) -> Callable[[], float]:
         """How many seconds have passed since now, on the clock that this limiter waits by."""

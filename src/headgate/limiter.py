@@ -16,11 +16,13 @@ from headgate.stores.calls import Check, Leave, Renew, Reset, checked, checked_k
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from datetime import datetime
     from types import TracebackType
     from typing import Self
 
     from headgate.keys import Key
     from headgate.limits import Limit
+    from headgate.shield.blocks import LiveBlock
     from headgate.stores.calls import Call
 
 __all__ = ["AsyncLimiter", "Limiter"]
@@ -112,6 +114,21 @@ class Limiter(LimiterBase):
             for key in leased:
                 with leaving(key, decision.id):
                     self.leave(key, id=decision.id)
+
+    def block(self, kind: str, value: str, *, until: datetime | None = None, reason: str | None = None) -> None:
+        """Keep somebody out, on all nodes whose adapters count in this store: block("ip", "203.0.113.0/24").
+
+        It takes effect there within milliseconds. `check` knows no kinds of identity, and blocks nobody.
+        """
+        self._block(self._checked_block(kind, value, until, reason))
+
+    def unblock(self, kind: str, value: str) -> bool:
+        """End a block; whether there was one."""
+        return self._unblock(kind, self._checked_block(kind, value).value)
+
+    def blocked(self) -> list[LiveBlock]:
+        """All blocks that hold."""
+        return self._blocked()
 
     def close(self) -> None:
         """Close the connections. The limiter must not be used after."""
@@ -267,6 +284,21 @@ class AsyncLimiter(LimiterBase):
             for key in leased:
                 with leaving(key, decision.id):
                     await self.leave(key, id=decision.id)
+
+    async def block(self, kind: str, value: str, *, until: datetime | None = None, reason: str | None = None) -> None:
+        """Keep somebody out, on all nodes whose adapters count in this store: block("ip", "203.0.113.0/24").
+
+        It takes effect there within milliseconds. `check` knows no kinds of identity, and blocks nobody.
+        """
+        await asyncio.to_thread(self._block, self._checked_block(kind, value, until, reason))
+
+    async def unblock(self, kind: str, value: str) -> bool:
+        """End a block; whether there was one."""
+        return await asyncio.to_thread(self._unblock, kind, self._checked_block(kind, value).value)
+
+    async def blocked(self) -> list[LiveBlock]:
+        """All blocks that hold."""
+        return await asyncio.to_thread(self._blocked)
 
     async def close(self) -> None:
         """Close the connections. The limiter must not be used after."""

@@ -17,6 +17,7 @@ from servers import HOST
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from headgate.health import Health
     from servers import RedisServer
 
 LONG = timedelta(days=30)
@@ -51,6 +52,9 @@ class Looped:
 
     def idle(self, seconds: float) -> None:
         self._runner.run(asyncio.sleep(seconds))
+
+    def health(self) -> Health:
+        return self._limiter.health()
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return lambda *args, **options: self._runner.run(getattr(self._limiter, method)(*args, **options))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
     from headgate.adapters.answers import Refusal
-    from headgate.adapters.gate import GateOptions
+    from headgate.adapters.door import GateOptions
     from headgate.policy.model import Policy
 
 __all__ = ["ADMISSION", "AiohttpArrival", "setup"]

@@ -20,14 +20,14 @@ from headgate.algorithms import NEVER
 from headgate.errors import InvalidConfiguration
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from headgate.algorithms import Verdict
     from headgate.decisions import Decision
     from headgate.limits import Limit
     from headgate.policy.model import AnswerSettings
 
-__all__ = ["Answers", "Description", "Header", "Refusal", "RefusalBody", "RefusalFacts"]
+__all__ = ["Answers", "Description", "Header", "Refusal", "RefusalBody", "RefusalFacts", "status_page"]
 
 logger = logging.getLogger("headgate")
 
@@ -226,6 +226,20 @@ _TYPES_AND_TITLES: Final = {
     403: ("about:blank", "Forbidden"),
 }
 """A problem of type about:blank says no more than its status, whose phrase is then its title (RFC 9457)."""
+
+
+def status_page(facts: Mapping[str, object], *, ready: bool) -> Refusal:
+    """200 or 503, for whoever asks how the gate is."""
+    body = json.dumps(facts, indent=2).encode("ascii") + b"\n"
+    return Refusal(
+        200 if ready else 503,
+        [
+            (b"cache-control", b"no-store"),
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+        ],
+        body,
+    )
 
 
 def _problem(facts: RefusalFacts, doc_url: str | None) -> bytes:

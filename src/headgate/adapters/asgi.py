@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from headgate.adapters.answers import Header, Refusal
-    from headgate.adapters.gate import GateOptions
+    from headgate.adapters.door import GateOptions
     from headgate.policy.model import Policy
 
     Scope: TypeAlias = MutableMapping[str, Any]
@@ -155,6 +155,7 @@ async def serve(
 async def live(app: App, scope: Scope, receive: Receive, send: Send, gate: AsyncGate) -> None:
     """Run the app's lifespan, and close the gate at its end; also of an app that has none."""
     is_heard = False
+    gate.warm()
 
     async def watched_receive() -> Message:
         nonlocal is_heard

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from headgate.adapters.answers import Header, Refusal
     from headgate.adapters.asgi import App, Receive, Scope, Send
-    from headgate.adapters.gate import GateOptions
+    from headgate.adapters.door import GateOptions
     from headgate.policy.model import RouteMode
 
     By: TypeAlias = str | Callable[[HTTPConnection], Any]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from headgate.adapters.answers import Header
-    from headgate.adapters.gate import GateOptions
+    from headgate.adapters.door import GateOptions
     from headgate.adapters.way import Admission
     from headgate.policy.model import Policy
 

@@ -78,6 +78,10 @@ class Identities:
                         who[kind] = value
         return who
 
+    def fingerprint(self, api_key: str) -> str:
+        """The name that an API key is counted by, or blocked by; one that is written as a hash stays."""
+        return self._api_keys.fingerprint(api_key)
+
     def checked(self, kind: str, value: Any) -> str | None:
         """What a function said, as an identity: None where it is none."""
         if isinstance(value, str):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from headgate.adapters.answers import Header, Refusal
-    from headgate.adapters.gate import GateOptions
+    from headgate.adapters.door import GateOptions
     from headgate.adapters.way import Admission, Arrival
     from headgate.policy.model import Policy
 

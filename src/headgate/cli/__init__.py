@@ -12,7 +12,7 @@ from textwrap import dedent, indent
 from typing import TYPE_CHECKING, Final
 
 import headgate
-from headgate.adapters.gate import SECRET_VARIABLE
+from headgate.adapters.door import SECRET_VARIABLE
 from headgate.cli import check, explain
 from headgate.cli.request import given_secret
 from headgate.cli.screen import BAD, Screen

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headgate._grammar import suggest
-from headgate.adapters.gate import SECRET_VARIABLE
+from headgate.adapters.door import SECRET_VARIABLE
 from headgate.errors import InvalidInput
 from headgate.policy import words
 from headgate.policy.addresses import UNKNOWN, Addresses, canonical

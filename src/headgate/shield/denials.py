@@ -235,9 +235,7 @@ class _Counter:
         return self.limit is limit or self.limit == limit
 
     def tell(self, verdict: Verdict, asked_us: int) -> None:
-        remaining, _, reset_us, _ = verdict
-        self.told_us, self.remaining = asked_us, remaining
-        self.reset_at_us = asked_us + reset_us if reset_us else 0
+        self.told_us, self.remaining, self.reset_at_us = asked_us, verdict[0], asked_us + verdict[2]
 
 
 class _Entry:

@@ -91,6 +91,7 @@ class Front:
         """The store has answered."""
         if self._remembers and (not decision[0] or decision[6] or self.denials):
             self.denials.note(call, decision, asked_us)
+            self.ensure()
         if self.outage.failures:
             self.outage.note_answer()
 

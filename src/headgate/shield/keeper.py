@@ -79,9 +79,11 @@ class Keeper:
         self._herald = herald
         self._companion = store.companion()
         self._closed = False
-        store.breakers.opened = self._look_after
         self._begin()
-        front.ensure = self.ensure
+        # Weakly: a limiter that nobody uses any more goes at once, with its connections.
+        keeper = weakref.ref(self)
+        store.breakers.opened = lambda node: _with(keeper, lambda kept: kept._look_after(node))  # noqa: SLF001 - its own
+        front.ensure = lambda: _with(keeper, Keeper.ensure)
         renew_in_children(self)
 
     def _begin(self) -> None:
@@ -95,7 +97,7 @@ class Keeper:
         """Servers that do not serve: when to look at them, and how long to wait after that."""
         self._next_beat = self._next_return = self._next_settling = 0.0
         self._beaten = 0
-        self._marks: dict[Any, str] = {}
+        self._marks: dict[str, str] = {}
         self._settled = [0, 0, 0, 0]
 
     def renew_after_fork(self) -> None:
@@ -226,9 +228,10 @@ class Keeper:
 
     def _learn_mark(self, node: Any) -> None:
         """See that a server serves, and whether it still knows what it knew."""
-        fresh = uuid4().hex
-        mark, known = self._companion.mark(node, fresh), self._marks.get(node)
-        self._marks[node] = mark
+        mark = self._companion.mark(node, uuid4().hex)
+        name = self._companion.mark_name(node)  # the same on a replica that takes over
+        known = self._marks.get(name)
+        self._marks[name] = mark
         if known is not None and known != mark:
             self._front.denials.clear()
             self._herald.tell(
@@ -242,6 +245,7 @@ class Keeper:
         if self._store.breakers.open_ones():
             return  # the fleet stays as it was known
         try:
+            self._front.blocks.sweep(time.time_ns() // 1000)
             self._front.fleet.nodes = self._companion.beat(self._member, int(BEAT * LIVES * 1_000_000))
             if self._beaten % MARKS_EVERY == 0:
                 for node in self._companion.shards():
@@ -302,6 +306,12 @@ def _catch_up(blocks: Blocks, denials: Denials, companion: Any) -> None:
     if companion is not None:
         blocks.replace([LiveBlock(*block) for block in companion.blocks()])
         companion.close()
+
+
+def _with(reference: weakref.ref[Keeper], do: Callable[[Keeper], None]) -> None:
+    keeper = reference()
+    if keeper is not None:
+        do(keeper)
 
 
 def _work_for(reference: weakref.ref[Keeper], bell: threading.Event) -> None:

@@ -193,19 +193,19 @@ class Purse:
     # -------------------------------------------------------------- orders
 
     def extra(self, cost: int, now_us: int, nodes: int) -> int:
-        """How many tokens to order beside what a request costs itself."""
+        """How many tokens to order beside what a request costs itself: enough for so many more like it."""
         if now_us < self.shy_until_us:
             return 0
         wanted = self.wanted(now_us)
         left = self._left(now_us)
         if left is None:
-            return min(wanted, (self.limit.capacity - cost) // 2)
+            return _whole(min(wanted, (self.limit.capacity - cost) // 2), cost)
         if left < cost + (min(FEW, self.limit.capacity // 200) if self.dry else FEW):
             return 0
         # Where it is dry, all nodes come back at the same pace, each for its share of what has come in meanwhile: more
         # than that, and their orders would fail each other.
         is_patient = self.dry and self.limit.algorithm not in _SLIDING
-        return min(wanted, (left - cost) // (nodes + 1 if is_patient else 2))
+        return _whole(min(wanted, (left - cost) // (nodes + 1 if is_patient else 2)), cost)
 
     def wanted(self, now_us: int) -> int:
         """What this process spends in half a lease, as far as the window goes."""
@@ -217,20 +217,20 @@ class Purse:
 
     def smaller(self, extra: int, cost: int, left: int) -> int:
         """What to order beside the cost where the store has said that so much is left."""
-        return min(extra, (left - cost) // 2) if left >= cost + FEW else 0
+        return _whole(min(extra, (left - cost) // 2), cost) if left >= cost + FEW else 0
 
     def hear(self, verdict: Verdict, at_us: int, now_us: int) -> None:
         """Note what the store said."""
         self.left, _, self.reset_us, _ = verdict
         self.at_us, self.said_us = at_us, now_us
 
-    def stock(self, batch: Batch, *, wanted: int, now_us: int) -> None:
-        """An order was granted."""
+    def stock(self, batch: Batch, now_us: int, *, cost: int, wanted: int) -> None:
+        """An order was granted, to a request of that cost; `wanted` is what it would have been if there is enough."""
         trip_us = now_us - batch.sent_us
         self.trip_us = (self.trip_us + trip_us) // 2
         # Down from a few, so many single tokens could only be had if more came in all the time: it is dry, too.
         self.singles = 0 if batch.tokens else self.singles + 1
-        if batch.tokens >= wanted:
+        if batch.tokens > max(0, wanted - cost):
             self.dry = False
         elif self.singles > FEW:
             self.dry = True
@@ -294,3 +294,8 @@ class Purse:
         measured = self.demand * 1_000_000 // span_us
         self.per_second = measured if span_us > self.lease_us else (self.per_second + measured) // 2
         self.demand, self.demand_us = 0, now_us
+
+
+def _whole(tokens: int, cost: int) -> int:
+    """As many as can be spent at that cost: what is left over would be of no use to anybody."""
+    return tokens - tokens % cost

@@ -130,6 +130,10 @@ class Purses:
                         since_us = now_us - purse.said_us
                         verdict = ((purse.left or 0) + tokens, 0, max(0, purse.reset_us - since_us), 0)
                         return Decision(True, keys, (verdict,), id, None, purse.at_us + since_us)
+                    if not purse.tokens and cost >= purse.rest_from and purse.dry and now_us < purse.rest_until_us:
+                        purse.demand += cost
+                        self._denied += 1
+                        return denial(call, [(purse, cost)], now_us)
         with self._lock:
             now_us = self._now_us()
             return self._paid(call, now_us) or self._provide(call, now_us)
@@ -296,7 +300,7 @@ class Purses:
             purse = item.purse
             if item.extra is not None and not purse.gone:
                 batch = purse.batch(item.extra, sent_us, verdict, decision.at_us)
-                purse.stock(batch, wanted=item.wanted, now_us=now_us)
+                purse.stock(batch, now_us, cost=item.cost, wanted=item.wanted)
             item.taken = []
             verdicts.append((verdict[0] + purse.held(now_us), *verdict[1:]))
         return Decision(True, call.keys, tuple(verdicts), call.id, None, decision.at_us)

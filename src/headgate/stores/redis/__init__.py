@@ -20,5 +20,5 @@ def open_redis(
 ) -> RedisStore | AsyncRedisStore:
     """The store at a URL, or at the same place as a redis-py client."""
     place = find_place(where, asynchronous=asynchronous)
-    wire = Wire(namespace, clock)
+    wire = Wire(namespace, clock, database=place.options.get("db") or 0)
     return (AsyncRedisStore if asynchronous else RedisStore)(place, wire, budget=budget)

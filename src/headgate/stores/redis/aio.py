@@ -9,6 +9,7 @@ read.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._forks import renew_in_children
@@ -17,6 +18,7 @@ from headgate.stores.redis.aio_line import Line
 from headgate.stores.redis.breaker import Shut
 from headgate.stores.redis.conversation import Unsent, converse, public, refusal
 from headgate.stores.redis.shared import SharedStore
+from headgate.stores.redis.topology import Standalone
 from headgate.stores.redis.wire import decode_one
 
 if TYPE_CHECKING:
@@ -68,6 +70,12 @@ class AsyncRedisStore(SharedStore):
             desk = self._desk = self._desk_of(loop)
         return desk.ask(call)
 
+    def warm(self) -> None:
+        """Begin to connect, without waiting for it, if there is a loop to do it in: the first call needs it within its
+        budget."""
+        with suppress(RuntimeError):
+            self._desk_of(asyncio.get_running_loop()).warm()
+
     def allow(self, budget: float) -> None:
         """Give each call so many seconds from now on."""
         self._budget = budget
@@ -111,6 +119,10 @@ class _Desk:
         """Whether the last batch was of one call: then nobody is likely to join the next one, either."""
         self._lines: dict[Node | None, Line] = {}
         self._closed = False
+
+    def warm(self) -> None:
+        if isinstance(self._place.topology, Standalone):
+            self._line(None).open()
 
     def allow(self, budget: float) -> None:
         self._budget = budget

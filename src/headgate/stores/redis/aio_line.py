@@ -76,8 +76,12 @@ class Line(asyncio.Protocol):
             self._send(question)
         else:
             self._give_time(question)
-            if self._opening is None:
-                self._opening = self._loop.create_task(self._open())
+            self.open()
+
+    def open(self) -> None:
+        """Begin to connect."""
+        if self._opening is None:
+            self._opening = self._loop.create_task(self._open())
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader

@@ -1,63 +1,70 @@
--- Who is blocked: sets a block, drops one, or lists all that have not ended.
--- KEYS: a hash, identity -> '{"until_us":123,...}', or null for a block without end.
--- ARGV: now (us; empty for the server's clock), "set", "drop" or "list"; to set and to drop, also the channel for news and
---   the identity; to set, the block.
--- Reply: to "list", identity and block in turn; else 1 if there was a block of that identity, else 0.
+-- Who is blocked: sets a block, drops one, or lists some of those that have not ended.
+-- KEYS: a hash, identity -> '{"until_us":123,...}', or null there for a block without end; and "%" -> how many of those
+--   there are, and the last instant (us) at which any other ends, or would have ended.
+-- ARGV: now (us; empty for the server's clock), then
+--   "list", where to go on ("0" to begin), and about how many to look at; or
+--   "set" or "drop", the channel for news, the identity, and, to set, the block.
+-- Reply: to "list", where to go on ("0" at the end), then identity and block in turn; else 1 if there was a block of that
+--   identity, else 0.
 
-local now, verb, channel, identity, block = current(ARGV[1]), ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local key, now = KEYS[1], current(ARGV[1])
 
 -- The instant, or nothing if it has no end.
-local function ends(stored)
-  return tonumber(match(stored, '^{"until_us":(%d+)'))
+local function ends(block)
+  return tonumber(match(block, '^{"until_us":(%d+)'))
 end
 
--- For how long (ms) the key must live so that a block can end.
-local function lifetime(instant)
-  return math.max(0, ceil_div(instant - now, 1000)) + MARGIN
+-- Nothing is left of a hash that holds nobody, not even its own count.
+local function tidy()
+  if call('HLEN', key) == 1 and call('HGET', key, '%') then
+    call('DEL', key)
+  end
 end
 
--- All blocks that hold, as the reply to "list". The others are dropped, and the key lives until the last one ends.
-local function settle()
-  local all, live, last = call('HGETALL', KEYS[1]), {}, 0
-  for index = 1, #all, 2 do
-    local instant = ends(all[index + 1])
+-- A page at a time: however many there are, no request waits for all of them.
+local function list(cursor, number)
+  local page = call('HSCAN', key, cursor, 'COUNT', number)
+  local reply, fields = { page[1] }, page[2]
+  for index = 1, #fields, 2 do
+    local identity, block = fields[index], fields[index + 1]
+    local instant = ends(block)
     if instant and instant <= now then
-      call('HDEL', KEYS[1], all[index])
-    else
-      live[#live + 1], live[#live + 2] = all[index], all[index + 1]
-      last = math.max(last, instant or math.huge)
+      call('HDEL', key, identity)
+    elseif identity ~= '%' then
+      reply[#reply + 1], reply[#reply + 2] = identity, block
     end
   end
-  if last == math.huge then
-    call('PERSIST', KEYS[1])
-  elseif last > 0 then
-    call('PEXPIRE', KEYS[1], format(WHOLE, lifetime(last)))
-  end
-  return live
+  tidy()
+  return reply
 end
 
-if verb == 'list' then
-  return settle()
-end
-local before, message = call('HGET', KEYS[1], identity), nil
-local was_endless = before and not ends(before)
-if verb == 'drop' then
-  message = format('unblock %s', identity)
-  call('HDEL', KEYS[1], identity)
-else
-  message = format('block %s', block)
-  local left, instant = call('PTTL', KEYS[1]), ends(block)
-  call('HSET', KEYS[1], identity, block)
-  if not instant then
-    call('PERSIST', KEYS[1])
-  elseif left ~= -1 and left < lifetime(instant) then
-    call('PEXPIRE', KEYS[1], format(WHOLE, lifetime(instant)))
+local function change(channel, identity, block)
+  local before, kept = call('HGET', key, identity), call('HGET', key, '%') or '0 0'
+  local endless, last = match(kept, '^(%d+) (%d+)$')
+  endless, last = tonumber(endless), tonumber(last)
+  if before and not ends(before) then
+    endless = math.max(0, endless - 1)
   end
+  if block then
+    call('HSET', key, identity, block)
+    endless, last = endless + (ends(block) and 0 or 1), math.max(last, ends(block) or 0)
+  else
+    call('HDEL', key, identity)
+  end
+  call('HSET', key, '%', format(TWO, endless, last))
+  if endless > 0 then
+    call('PERSIST', key)
+  else
+    call('PEXPIRE', key, format(WHOLE, math.max(0, ceil_div(last - now, 1000)) + MARGIN))
+  end
+  tidy()
+  -- In the same run as the change: nothing is heard of that is not stored. Who may not publish may block all the same,
+  -- and the others find out when they look.
+  pcall('PUBLISH', channel, block and format('block %s', block) or format('unblock %s', identity))
+  return before and 1 or 0
 end
-if was_endless then
-  settle() -- what kept the key may be gone
+
+if ARGV[2] == 'list' then
+  return list(ARGV[3], ARGV[4])
 end
--- In the same run as the change: nothing is heard of that is not stored. Who may not publish may block all the same, and
--- the others find out when they look.
-pcall('PUBLISH', channel, message)
-return before and 1 or 0
+return change(ARGV[3], ARGV[4], ARGV[2] == 'set' and ARGV[5] or nil)

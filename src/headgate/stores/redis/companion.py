@@ -19,7 +19,7 @@ from hiredis import ReplyError
 from headgate._forks import renew_in_children
 from headgate.errors import InvalidInput, ScriptError, StoreError, StoreUnavailable
 from headgate.limits import EXACT
-from headgate.stores.redis.conversation import Unsent, _deliver, converse, public, refusal
+from headgate.stores.redis.conversation import Unsent, converse, deliver, public, refusal
 from headgate.stores.redis.line import Line
 from headgate.stores.redis.topology import Cluster, Standalone
 from headgate.stores.redis.wire import Command
@@ -39,6 +39,8 @@ CONNECT: Final = 0.25
 PATIENCE: Final = 1.0
 """Seconds that a server may take to answer."""
 LARGEST_BATCH: Final = 256
+BLOCKS_AT_ONCE: Final = 200
+"""A server is kept busy for about a millisecond by so many."""
 MARK_LIFETIME_MS: Final = 86_400_000
 """A day: a limiter that was away for longer finds its servers as new."""
 
@@ -88,7 +90,7 @@ class Companion:
 
         The mark is written back, so that an answer proves that the server does serve.
         """
-        command = Command(self._wire.own_script("mark"), [self._mark_name(node)], [fresh, MARK_LIFETIME_MS])
+        command = Command(self._wire.own_script("mark"), [self.mark_name(node)], [fresh, MARK_LIFETIME_MS])
         mark: bytes = self._ask(command, _Only(node))
         return mark.decode()
 
@@ -105,17 +107,24 @@ class Companion:
         if until_us is not None and not 0 <= until_us < EXACT:
             raise InvalidInput(f"until_us {until_us!r} is not an instant: give microseconds since 1970, or None")
         block = _text(until_us=until_us, kind=kind, value=value, reason=reason)
-        self._change_blocks("set", _identity(kind, value), block)
+        self._ask_blocks("set", self._wire.news, _identity(kind, value), block)
 
     def unblock(self, kind: str, value: str) -> bool:
         """End a block; whether there was one. All who listen hear of it."""
-        return self._change_blocks("drop", _identity(kind, value))
+        return bool(self._ask_blocks("drop", self._wire.news, _identity(kind, value)))
 
     def blocks(self) -> list[StoredBlock]:
-        """All blocks that have not ended, in no order. What somebody else has written there is left out."""
-        command = Command(self._wire.own_script("block"), [self._wire.own_name("blocks")], [self._wire.now(), "list"])
-        reply: list[bytes] = self._ask(command)
-        return [block for block in map(read_block, reply[1::2]) if block is not None]
+        """All blocks that have not ended, in no order. What somebody else has written there is left out.
+
+        They are read in parts. A block that is set or ended meanwhile may be among them or not; all others are.
+        """
+        found: dict[bytes, StoredBlock | None] = {}
+        cursor: bytes | None = b"0"
+        while cursor is not None:
+            cursor, *pairs = self._ask_blocks("list", cursor, BLOCKS_AT_ONCE)
+            found.update(zip(pairs[::2], map(read_block, pairs[1::2]), strict=True))
+            cursor = None if cursor == b"0" else cursor
+        return [block for block in found.values() if block is not None]
 
     def close(self) -> None:
         """Close the connections; they are opened anew for whoever asks again."""
@@ -132,12 +141,11 @@ class Companion:
         living: int = self._ask(command)
         return living
 
-    def _change_blocks(self, verb: str, *what: str) -> bool:
+    def _ask_blocks(self, verb: str, *what: Any) -> Any:
         wire = self._wire
-        args = [wire.now(), verb, wire.news, *what]
-        return bool(self._ask(Command(wire.own_script("block"), [wire.own_name("blocks")], args)))
+        return self._ask(Command(wire.own_script("block"), [wire.own_name("blocks")], [wire.now(), verb, *what]))
 
-    def _mark_name(self, node: Node | None) -> str:
+    def mark_name(self, node: Node | None) -> str:
         """A key that lives on that server: always the same one, for as long as it does live there."""
         cluster = self._place.topology
         if not isinstance(cluster, Cluster):
@@ -153,7 +161,7 @@ class Companion:
 
     def _ask(self, command: Command, topology: Topology | None = None) -> Any:
         """The reply to a command, from the server that its key lives on."""
-        self._drive(_deliver([command], topology or self._place.topology))
+        self._drive(deliver([command], topology or self._place.topology))
         reply = command.reply
         if isinstance(reply, ReplyError):
             told = f"the store answered: {reply}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headgate.stores.redis.topology import Topology
     from headgate.stores.redis.wire import Wire
 
-__all__ = ["Lost", "Unsent", "converse", "public", "refusal"]
+__all__ = ["Lost", "Unsent", "converse", "deliver", "public", "refusal"]
 
 MOST_ROUNDS: Final = 6
 """How often a command may be sent, with the redirections of a cluster that is being resharded."""
@@ -68,7 +68,7 @@ def converse(calls: Sequence[Call], wire: Wire, topology: Topology) -> Generator
     if isinstance(topology, Cluster):
         return (yield from _converse_with_shards(calls, wire, topology))
     commands = wire.encode(calls)
-    yield from _deliver(commands, topology)
+    yield from deliver(commands, topology)
     if len(commands) == 1:
         return _told(commands[0])
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
@@ -97,7 +97,7 @@ def _converse_with_shards(
             commands.append(wire.encode_other(call))
             parts.append([call])
     commands += [wire.encode_checks(checks) for checks in by_key.values()]
-    yield from _deliver(commands, cluster)
+    yield from deliver(commands, cluster)
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
     undone = yield from _give_back(calls, parts, answers, wire, cluster)
     return [
@@ -126,7 +126,7 @@ def _give_back(
                     undo = Undo(piece, key, decision.at_us)
                     undos.append(((id(call), key.limit.space, key.identity), wire.encode_other(undo)))
     if undos:
-        yield from _deliver([command for _, command in undos], cluster)
+        yield from deliver([command for _, command in undos], cluster)
     return {
         name: answer for name, command in undos for _, answer in _answers(command) if not isinstance(answer, Exception)
     }
@@ -160,7 +160,7 @@ def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) 
     )
 
 
-def _deliver(commands: list[Command], topology: Topology) -> Generator[list[Command], None, None]:
+def deliver(commands: list[Command], topology: Topology) -> Generator[list[Command], None, None]:
     """Sends the commands until each has a reply that is final; afterwards each has one."""
     pending, asked_anew = commands, False
     try:

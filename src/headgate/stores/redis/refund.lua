@@ -22,7 +22,7 @@ local state = amount > 0 and REFUND(KEYS[1], now, amount, limit, at, id, ARGV[10
 if not state then
   return { 0, remaining, retry, reset, delay }
 end
-if remaining == 0 and ARGV[11] ~= '' then
+if (remaining == 0 or remaining * 10 < limit.capacity) and ARGV[11] ~= '' then
   -- Denials that are remembered elsewhere hold no longer. Who may not publish may give back all the same.
   pcall('PUBLISH', ARGV[11], format('forget %s', ARGV[12]))
 end

@@ -77,6 +77,11 @@ class RedisStore(SharedStore):
             raise answer
         return answer
 
+    def warm(self) -> None:
+        """Begin to connect, without waiting for it: the first call needs it within its budget."""
+        if self._only is not None and not self._openings and not self._lines:
+            self._openings[None] = self._opening(None)
+
     def allow(self, budget: float) -> None:
         """Give each call so many seconds from now on."""
         self._budget = budget
@@ -231,7 +236,7 @@ class RedisStore(SharedStore):
             raise breaker.refusal()
         opening = self._openings.get(node)
         if opening is None:
-            opening = self._openings[node] = Opening(lambda: self._place.connection(node, asynchronous=False))
+            opening = self._openings[node] = self._opening(node)
         try:
             line = Line(opening.wait(end - time.monotonic()), self._budget)
         finally:
@@ -242,6 +247,9 @@ class RedisStore(SharedStore):
             return self._line(node, end)
         self._lines[node] = line
         return line
+
+    def _opening(self, node: Node | None) -> Opening:
+        return Opening(lambda: self._place.connection(node, asynchronous=False))
 
     def _note(self, node: Node | None, commands: list[Command]) -> None:
         """Tell the breaker how the server is."""

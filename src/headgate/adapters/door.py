@@ -1,0 +1,240 @@
+"""What both gates are made of: the policy in force, the store, and what they say of themselves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict
+from weakref import WeakSet
+
+from headgate.adapters.answers import Answers, status_page
+from headgate.adapters.identities import Identities
+from headgate.adapters.way import Admission, Rules
+from headgate.clock import SystemClock
+from headgate.errors import InvalidConfiguration
+from headgate.failure import FailurePolicy
+from headgate.policy.credentials import ApiKeys
+from headgate.policy.model import Block, Identity, Policy, Validity
+from headgate.policy.snapshot import ALL_API_KEYS, Snapshot
+from headgate.policy.watching import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from os import PathLike
+
+    from headgate.adapters.answers import RefusalBody
+    from headgate.adapters.identities import IdentityFunction
+    from headgate.adapters.way import Arrival
+    from headgate.clock import Clock
+    from headgate.events import Event
+    from headgate.health import Health
+    from headgate.policy.snapshot import Resolution
+    from headgate.shield.blocks import Blocks
+    from headgate.stores.memory import MemoryStore
+
+__all__ = ["SECRET_VARIABLE", "Door", "GateOptions"]
+
+logger = logging.getLogger("headgate")
+
+BUILT_IN: Final = ("ip", "subnet", "api_key", "client", "endpoint")
+"""The identities that a gate finds out by itself."""
+
+SECRET_VARIABLE: Final = "HEADGATE_SECRET"
+
+
+class GateOptions(TypedDict, total=False):
+    """What can be said of a gate beside its policy and its store; every adapter takes these."""
+
+    identities: Mapping[str, IdentityFunction] | None
+    """Functions that say who sends a request, by kind of identity: {"user": ..., "tenant": ...}."""
+    secret: str | bytes | None
+    """What API keys are hashed with: 16 bytes or more, the same on all machines. HEADGATE_SECRET, if not given."""
+    refusal_body: RefusalBody | None
+    """Makes the bodies of refusals."""
+    on_decision: Callable[[Arrival, Admission], None] | None
+    """Told of every decision as it is made."""
+    reload_every: float | None
+    """Seconds between looks at the policy file; None never to look again."""
+    clock: Clock | None
+    namespace: str
+    budget: float | None
+    """Seconds that the store may take before a route's failure mode answers; None for what the policy says."""
+    max_keys: int
+    on_event: Callable[[Event], Any] | None
+    """Told when the store is lost, and back, and what became of it."""
+    health_path: str | None
+    """A path at which the gate itself says how it is: 200 while requests are decided by the store, 503 while not."""
+
+
+class Door:
+    """What both gates are made of."""
+
+    _limiter_type: type[Any]
+
+    doors: ClassVar[WeakSet[Any]] = WeakSet()
+    """All gates of this process, for tests that take hold of them."""
+
+    newcomers: ClassVar[list[Callable[[Any], None]]] = []
+    """Told of each gate as it is made, for the same tests."""
+
+    def __init__(
+        self,
+        policy: Policy | str | PathLike[str],
+        store: Any = "memory://",
+        *,
+        identities: Mapping[str, IdentityFunction] | None = None,
+        secret: str | bytes | None = None,
+        refusal_body: RefusalBody | None = None,
+        on_decision: Callable[[Arrival, Admission], None] | None = None,
+        reload_every: float | None = 1.0,
+        clock: Clock | None = None,
+        namespace: str = "headgate",
+        budget: float | None = None,
+        max_keys: int = 1_000_000,
+        on_event: Callable[[Event], Any] | None = None,
+        health_path: str | None = None,
+    ) -> None:
+        self._functions = dict(identities or {})
+        self._refusal_body = refusal_body
+        self.on_decision = on_decision
+        """Told of every decision as it is made; those on routes that are exempt are none."""
+        self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
+        self._given_budget = budget
+        self._health_path = _checked_path(health_path)
+        self.is_on = True
+        """Whether requests are counted at all."""
+        options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
+        self.use(self._limiter_type(store, clock=clock, **options), clock)
+        self._random_secret = secrets.token_bytes(32)
+        self._watch: Watch[None] | None = None
+        self.rules: Rules
+        """What holds for requests that begin now."""
+        if isinstance(policy, Policy):
+            self._swap(policy)
+        else:
+            self._watch = Watch(policy, self._swap, every=reload_every)
+        self.doors.add(self)
+        for tell in self.newcomers:
+            tell(self)
+
+    @property
+    def policy_version(self) -> str | None:
+        """A hash of the policy file's content in force; None for a policy that is no file."""
+        return None if self._watch is None else self._watch.version
+
+    @property
+    def policy_error(self) -> str | None:
+        """Why the newest content of the policy file is not in force; None if it is."""
+        return None if self._watch is None or self._watch.error is None else str(self._watch.error)
+
+    def use(self, limiter: Any, clock: Clock | None) -> tuple[Any, Clock | None]:
+        """Count with another limiter from now on, by that clock; the ones before."""
+        before = getattr(self, "_limiter", None), getattr(self, "_clock", None)
+        self._limiter, self._clock = limiter, clock
+        self._decide: Callable[..., Any] = limiter._decide  # noqa: SLF001 - as close to the store as the limiters' own way
+        self._answer: Callable[..., Any] = limiter._answer  # noqa: SLF001
+        self._now_us = (clock or SystemClock()).now_us
+        self._memory: MemoryStore | None = limiter._memory  # noqa: SLF001
+        fleet = limiter.guard_routes()
+        self._fallbacks = {
+            mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in ("open", "closed", "local")
+        }
+        self._blocks: Blocks = limiter.live_blocks
+        return before
+
+    def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
+        """Count afresh from now on, in memory and by that clock; what counted before, as `use` takes it."""
+        return self.use(self._limiter_type(clock=clock), clock)
+
+    def warm(self) -> None:
+        """Begin to connect, so that the first request need not wait for it; asynchronous gates want a running loop."""
+        self._limiter.guard_routes()
+
+    def made(self, policy: Policy) -> Rules:
+        """The policy, ready for requests."""
+        unknown = {kind for rule in policy.rules for kind in rule.by} - {*BUILT_IN} - {*self._functions}
+        if unknown:
+            logger.warning(
+                "the policy counts by %s, for which no function is given in identities=: such limits see nobody's, "
+                "and count by address where nothing else does",
+                ", ".join(sorted(unknown)),
+            )
+        api_keys = ApiKeys(policy.identity, self._secret(policy))
+        return Rules(
+            Snapshot(policy, api_keys.fingerprint),
+            Answers(policy.answers, body=self._refusal_body),
+            Identities(policy.identity, api_keys, self._functions),
+        )
+
+    def health(self) -> Health:
+        """Whether requests are decided by the store, and what is known of its servers."""
+        health: Health = self._limiter.health()
+        return health
+
+    def _say_how_it_is(self) -> Admission:
+        """The answer at `health_path`: for load balancers, who take out a node without a store, and for people."""
+        health = {**self.health().as_dict(), "policy_version": self.policy_version, "policy_error": self.policy_error}
+        return Admission(refusal=status_page(health, ready=health["state"] == "ready"))
+
+    def _stored(self, kind: str, value: str) -> str:
+        """Whom a block is about, as it is stored: of API keys only their hashes."""
+        return self.rules.identities.fingerprint(value) if kind == "api_key" else value
+
+    def _swap(self, policy: Policy) -> None:
+        rules = self.made(policy)
+        settings = policy.store
+        self._limiter.configure(
+            budget=settings.budget.total_seconds() if self._given_budget is None else self._given_budget,
+            share=settings.share,
+            nodes=settings.nodes,
+            remember=settings.remember,
+            lease_us=settings.lease // timedelta(microseconds=1),
+            announced=rules.snapshot.announced(self._now_us()),
+            never_leased=rules.snapshot.never_leased,
+        )
+        self.rules = rules
+
+    def _secret(self, policy: Policy) -> bytes:
+        """What API keys are hashed with: the same on all machines that count together."""
+        given = self._given_secret
+        if given is not None:
+            return given.encode() if isinstance(given, str) else given
+        if self._memory is None and _counts_api_keys(policy):
+            raise InvalidConfiguration(
+                "the policy counts by API keys, which are stored as keyed hashes, and there is no secret to key them "
+                f"with: give secret=, or set {SECRET_VARIABLE}, to the same 16 or more random bytes on every machine"
+            )
+        return self._random_secret
+
+    def _live_block(self, met: Resolution) -> Resolution:
+        """The same, blocked if somebody has blocked the client since the policy was written."""
+        who = met.who
+        found = self._blocks.find(who, met.now_us)
+        if found is None and ALL_API_KEYS in who:
+            keys = who[ALL_API_KEYS].split()
+            found = next(filter(None, [self._blocks.find({"api_key": key}, met.now_us) for key in keys]), None)
+        if found is None:
+            return met
+        until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)
+        return met._replace(block=Block(Identity(found.kind, found.value), Validity(until=until), found.reason))
+
+    def _told(self, arrival: Arrival, admission: Admission) -> Admission:
+        if self.on_decision is not None:
+            try:
+                self.on_decision(arrival, admission)
+            except Exception:
+                logger.exception("on_decision failed; the request goes on")
+        return admission
+
+
+def _checked_path(path: str | None) -> str | None:
+    if path is not None and (not isinstance(path, str) or not path.startswith("/")):
+        raise InvalidConfiguration(f"health_path {path!r} is no path: it starts with a slash, like '/headgate/health'")
+    return path
+
+
+def _counts_api_keys(policy: Policy) -> bool:
+    reads = policy.identity.api_key_header is not None or policy.identity.bearer_token
+    return reads and any({"api_key", "client"} & {*rule.by} for rule in policy.rules)

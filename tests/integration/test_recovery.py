@@ -1,0 +1,289 @@
+"""After a server has failed: who looks after it, what is told of it, and that what passed meanwhile is paid for."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from faults import SLACK, Gate, key_of, paused, stored, timed
+
+from headgate import Limiter, StoreUnavailable
+from servers import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headgate.events import Event
+    from servers import RedisCluster, RedisServer, SentinelSet
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_open")
+
+
+BUDGET = 0.05
+"""Seconds: a machine that is busy with other things takes longer than a healthy one to open a connection."""
+
+
+def lose(gate: Gate, key: Any) -> None:
+    """Ask until nobody waits for the server any more."""
+
+    def is_lost() -> bool:
+        timed(lambda: gate.check(key))
+        gate.idle(0.002)
+        return not all(shard.ready for shard in gate.health().shards)
+
+    wait_until(is_lost, "the breaker to open")
+
+
+def regain(gate: Gate, key: Any) -> None:
+    """Wait until the server answers again, without charging anything."""
+    wait_until(lambda: timed(lambda: gate.peek(key).degraded).answer is None, "an exact answer again", timeout=10)
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event.kind for event in events]
+
+
+@pytest.mark.parametrize("mode", ["open", "closed", "local", "raise"])
+def test_while_the_breaker_is_open_nobody_waits(
+    open_gate: Callable[..., Gate], server: RedisServer, unique: str, mode: str
+) -> None:
+    gate, key = open_gate(server.url, on_failure=mode, budget=BUDGET), key_of(unique)
+    timed(lambda: gate.check(key))
+    with paused(server):
+        lose(gate, key)
+        took = [timed(lambda: gate.check(key)).seconds for _ in range(100)]
+        # Far below the budget: the server is not asked.
+        assert statistics.median(took) < BUDGET / 10
+    regain(gate, key)
+    assert gate.health().state == "ready"
+
+
+def test_what_was_allowed_without_the_store_is_charged_once_when_it_is_back(
+    open_gate: Callable[..., Gate], server: RedisServer, unique: str
+) -> None:
+    events: list[Event] = []
+    gate, key = open_gate(server.url, on_failure="open", budget=BUDGET, on_event=events.append), key_of(unique)
+    gate.check(key, cost=10)
+    with paused(server):
+        lose(gate, key)
+        counted = gate.health().owed_tokens
+        for _ in range(30):
+            assert gate.check(key).allowed
+        health = gate.health()
+        assert (health.state, health.owed_keys, health.owed_tokens) == ("degraded", 1, counted + 30)
+    regain(gate, key)
+    wait_until(lambda: gate.health().owed_keys == 0, "the debt to be settled")
+    # Those who were on their way when it stopped may have been charged by the server itself.
+    with Limiter(server.url) as other:
+        used = 100 - other.peek(key).remaining
+        assert 10 + counted + 30 <= used <= 10 + counted + 30 + 6
+        time.sleep(0.3)
+        assert other.peek(key).remaining == 100 - used
+    wait_until(lambda: "settled" in kinds(events), "the news of it")
+    assert kinds(events)[0] == "store-lost"
+    assert "store-back" in kinds(events)
+    (settled,) = [event for event in events if event.kind == "settled"][-1:]
+    assert settled.details["uncertain"] == 0
+
+
+def test_what_fails_closed_owes_nothing(open_gate: Callable[..., Gate], server: RedisServer, unique: str) -> None:
+    gate, key = open_gate(server.url, on_failure="closed", budget=BUDGET), key_of(unique)
+    gate.check(key)
+    server.kill()
+    lose(gate, key)
+    assert not gate.check(key).allowed
+    assert gate.health().owed_keys == 0
+    server.start()
+    regain(gate, key)
+    assert gate.peek(key).remaining == 100
+
+
+def test_health_names_the_server_the_reason_and_the_time(
+    open_gate: Callable[..., Gate], server: RedisServer, unique: str
+) -> None:
+    gate, key = open_gate(server.url, on_failure="open", budget=BUDGET), key_of(unique)
+    gate.check(key)
+    well = gate.health()
+    assert (well.state, well.reason, well.degraded_for, well.ready) == ("ready", None, None, True)
+    assert [(shard.name, shard.ready) for shard in well.shards] == [(f"127.0.0.1:{server.port}", True)]
+    server.kill()
+    lose(gate, key)
+    ill = gate.health()
+    (shard,) = ill.shards
+    assert (ill.state, shard.ready) == ("degraded", False)
+    assert "cannot reach Redis" in (ill.reason or "")
+    assert ill.degraded_for is not None
+    assert shard.down_for is not None
+    assert ill.degraded_for >= shard.down_for >= 0
+    assert ill.decided_without >= 1
+    assert ill.as_dict()["shards"][0]["name"] == shard.name
+
+
+def test_a_server_that_was_restarted_empty_is_told_of(
+    open_gate: Callable[..., Gate], server: RedisServer, unique: str
+) -> None:
+    events: list[Event] = []
+    gate, key = open_gate(server.url, on_failure="open", budget=BUDGET, on_event=events.append), key_of(unique)
+    with server.client() as client:
+        gate.check(key)
+        wait_until(lambda: client.keys("headgate:%mark*"), "a first mark")
+        gate.idle(0.1)
+        server.kill()
+        lose(gate, key)
+        server.start()
+        regain(gate, key)
+    wait_until(lambda: "state-lost" in kinds(events), "the news that all is forgotten")
+
+
+def test_the_fleet_is_counted_and_remembered(server: RedisServer, unique: str) -> None:
+    members = [Limiter(server.url, on_failure="local", namespace=unique) for _ in range(4)]
+    key = key_of(unique)
+    try:
+        for member in members:
+            member.check(key)
+        wait_until(lambda: all(member.health().nodes == 4 for member in members), "four members to know of each other")
+        server.kill()
+        allowed = 0
+        for member in members:
+            answers = [member.check(key) for _ in range(30)]
+            assert all(answer.degraded for answer in answers)
+            allowed += sum(answer.allowed for answer in answers)
+            assert member.health().nodes == 4
+        assert allowed == 20  # a fifth of 100, over all of them
+        server.start()
+        members.pop().close()
+        wait_until(lambda: members[0].health().nodes == 3, "one to be missed")
+    finally:
+        for member in members:
+            member.close()
+
+
+def test_a_script_that_is_refused_its_key_is_no_outage(server: RedisServer, unique: str) -> None:
+    key, other = key_of(unique), key_of(unique, "grace")
+    with Limiter(server.url, on_failure="open") as limiter, server.client() as client:
+        client.rpush(stored(key), "something foreign")
+        for _ in range(20):
+            assert limiter.check(key).allowed
+            assert limiter.check(other).degraded is None
+        assert limiter.stats["script_errors"] == 20
+        assert limiter.health().state == "ready"
+
+
+@pytest.mark.parametrize("word", ["OOM", "READONLY"])
+def test_a_server_that_refuses_opens_the_breaker_and_is_used_when_it_serves_again(
+    open_gate: Callable[..., Gate], server: RedisServer, unique: str, word: str
+) -> None:
+    gate, key = open_gate(server.url, on_failure="open", budget=BUDGET), key_of(unique)
+    gate.check(key)
+    with server.client() as client:
+        if word == "OOM":
+            client.config_set("maxmemory", 1)
+        else:
+            client.replicaof("127.0.0.1", "1")
+        lose(gate, key)
+        assert word in (gate.health().reason or "")
+        assert gate.check(key).allowed
+        if word == "OOM":
+            client.config_set("maxmemory", 0)
+        else:
+            client.replicaof("NO", "ONE")
+        regain(gate, key)
+
+
+def test_one_shard_that_is_down_leaves_the_others_exact(cluster: RedisCluster, unique: str) -> None:
+    keys = [key_of(unique, f"client-{number}") for number in range(60)]
+    with Limiter(cluster.url, on_failure="open", budget=0.02) as limiter:
+        for key in keys:
+            limiter.check(key)
+        victim = cluster.primary_for(stored(keys[0]))
+        theirs = [key for key in keys if cluster.primary_for(stored(key)) is victim]
+        others = [key for key in keys if key not in theirs]
+        victim.pause()
+        try:
+            end = time.monotonic() + 5
+            while limiter.health().state == "ready":
+                assert time.monotonic() < end
+                limiter.check(theirs[0])
+            assert all(limiter.check(key).degraded for key in theirs)
+            assert not any(limiter.check(key).degraded for key in others)
+            down = [shard.name for shard in limiter.health().shards if not shard.ready]
+            assert down == [f"127.0.0.1:{victim.port}"]
+        finally:
+            victim.resume()
+        wait_until(lambda: limiter.peek(theirs[0]).degraded is None, "the shard, or its replica, to serve")
+        wait_until(lambda: limiter.health().state == "ready", "all to be well")
+
+
+def test_a_sentinels_new_primary_is_found_without_a_request_waiting_for_it(
+    sentinel: SentinelSet, unique: str
+) -> None:
+    events: list[Event] = []
+    key = key_of(unique)
+    with Limiter(sentinel.urls, on_failure="open", budget=0.02, on_event=events.append) as limiter:
+        limiter.check(key)
+        primary = sentinel.primary()
+        primary.pause()
+        try:
+            took = []
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                told = timed(lambda: limiter.peek(key))
+                took.append(told.seconds)
+                if len(took) > 20 and told.answer.degraded is None:
+                    break
+                time.sleep(0.005)
+            assert told.answer.degraded is None
+            assert statistics.median(took) < 0.02
+            assert max(took) < 0.02 + SLACK
+            assert "moved" in kinds(events)
+        finally:
+            primary.resume()
+
+
+def test_who_is_blocked_by_one_is_blocked_for_all(server: RedisServer, unique: str) -> None:
+    with Limiter(server.url) as one, Limiter(server.url) as other:
+        other.guard_routes()
+        one.block("ip", "203.0.113.0/24", reason="a scan")
+        wait_until(lambda: other.live_blocks.find({"address": "203.0.113.9"}, 0), "the news")
+        assert [(block.kind, block.value, block.reason) for block in one.blocked()] == [
+            ("ip", "203.0.113.0/24", "a scan")
+        ]
+        server.kill()
+        assert other.live_blocks.find({"address": "203.0.113.9"}, 0)  # the last that is known
+        with pytest.raises(StoreUnavailable):
+            one.unblock("ip", "203.0.113.0/24")
+        server.start()
+        one.block("ip", "203.0.113.0/24")
+        assert one.unblock("ip", "203.0.113.0/24")
+        wait_until(lambda: not other.live_blocks, "the news of its end", timeout=10)
+
+
+def test_a_refund_by_another_process_ends_what_is_remembered_here(server: RedisServer, unique: str) -> None:
+    key = key_of(unique, quota=1)
+    with Limiter(server.url) as one, Limiter(server.url) as other, server.client() as client:
+        one.check(key)
+        assert not other.check(key).allowed
+        wait_until(lambda: client.pubsub_numsub("headgate:%news")[0][1] == 2, "both to listen")
+        assert not other.check(key).allowed
+        assert one.refund(key, 1)
+        wait_until(lambda: other.check(key).allowed, "the news of the refund", timeout=2)
+
+
+def test_threads_end_when_the_limiter_is_closed_or_forgotten(server: RedisServer, unique: str) -> None:
+    def ours() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("headgate-")]
+
+    limiter = Limiter(server.url, on_failure="open")
+    forgotten = Limiter(server.url, on_failure="open")
+    for one in (limiter, forgotten):
+        one.guard_routes()
+        one.check(key_of(unique))
+    assert len(ours()) >= 4
+    limiter.close()
+    del forgotten, one
+    gc.collect()
+    wait_until(lambda: not ours(), f"all threads to end: {ours()}")

@@ -1,0 +1,167 @@
+"""Limits over several counters: never more than the whole, and what a request may be denied by."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate import InvalidLimit, Limit
+from headgate.shield.split import gathered, is_split, spread, spread_refund, spread_reset
+from headgate.stores.calls import Check, Refund, Reset
+from headgate.stores.memory import MemoryStore
+from headgate.testing import FakeClock
+
+MINUTE = timedelta(minutes=1)
+SPLITTABLE = ("fixed_window", "sliding_window", "sliding_log", "token_bucket", "gcra", "leaky_bucket")
+every_splittable_algorithm = pytest.mark.parametrize("algorithm", SPLITTABLE)
+
+
+class Counters:
+    """A store that is asked for parts, in the order that the test picks them."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.store = MemoryStore(self.clock)
+
+    def check(self, limit: Limit, part: int, cost: int = 1) -> Any:
+        call = Check((limit.by("ada"),), cost)
+        return gathered(call, self.store.decide(spread(call, lambda _: part)))
+
+
+def test_a_limit_is_whole_unless_it_is_split() -> None:
+    limit = Limit(100, MINUTE)
+    assert (limit.split, limit.part) == (1, None)
+    assert repr(limit) == (
+        "Limit(quota=100, period=datetime.timedelta(seconds=60), burst=100, algorithm='token_bucket', name='default')"
+    )
+    key = limit.by("ada")
+    assert key.part(0) is key
+    call = Check((key,), 1)
+    assert spread(call, lambda _: 0) is call
+    assert not is_split(call)
+
+
+def test_a_part_allows_its_share_under_the_same_name() -> None:
+    limit = Limit(100, MINUTE, burst=40, name="busy", split=4)
+    assert limit.part == Limit(25, MINUTE, burst=10, name="busy")
+    assert limit.part.space == limit.space
+    assert str(limit) == str(Limit(100, MINUTE, burst=40, name="busy"))
+    assert eval(repr(limit), {"Limit": Limit, "datetime": __import__("datetime")}) == limit
+    assert pickle.loads(pickle.dumps(limit)) == limit
+    assert limit != Limit(100, MINUTE, burst=40, name="busy")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        (
+            {"quota": 100, "split": 3},
+            "quota 100 cannot be split over 3 counters evenly; write 99 or 102, or another split",
+        ),
+        (
+            {"quota": 100, "burst": 30, "split": 4},
+            "burst 30 cannot be split over 4 counters evenly; write 28 or 32, or another split",
+        ),
+        ({"quota": 2, "split": 4}, "quota 2 cannot be split over 4 counters evenly; write 4, or another split"),
+        ({"quota": 100, "split": 0}, "split 0 is not a whole number of at least 1"),
+        ({"quota": 100, "split": True}, "split True is not a whole number of at least 1"),
+        ({"quota": 100, "split": 2.0}, "split 2.0 is not a whole number of at least 1"),
+        (
+            {"quota": 100, "split": 2, "algorithm": "concurrency"},
+            "split 2 means nothing to concurrency, which finds a lease by its id; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_a_remedy(numbers: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidLimit) as caught:
+        Limit(period=MINUTE, **numbers)
+    assert str(caught.value) == told
+
+
+@given(st.text(max_size=200), st.integers(0, 7), st.integers(0, 7))
+def test_no_identity_of_a_callers_is_one_of_a_part(text: str, one: int, other: int) -> None:
+    limit = Limit(8, MINUTE, split=8)
+    part = limit.by(text).part(one)
+    assert part.identity not in {limit.by(part.identity).identity, limit.by(text, f"%part-{one}").identity}
+    assert part.identity != limit.by(text).identity
+    assert (part == limit.by(text).part(other)) is (one == other)
+    assert limit.by().part(one).identity == f"%all|%part-{one}"
+
+
+@every_splittable_algorithm
+@given(data=st.data())
+def test_all_parts_together_never_allow_more_than_the_limit(algorithm: str, data: st.DataObject) -> None:
+    limit = Limit(24, MINUTE, algorithm=algorithm, split=data.draw(st.sampled_from([2, 3, 8])))
+    counters = Counters()
+    asked = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5)), max_size=60))
+    assert sum([cost for part, cost in asked if counters.check(limit, part, cost)]) <= 24
+
+
+@every_splittable_algorithm
+def test_all_parts_together_allow_the_whole_limit_to_requests_that_meet_them_evenly(algorithm: str) -> None:
+    limit = Limit(24, MINUTE, algorithm=algorithm, split=4)
+    counters = Counters()
+    assert [bool(counters.check(limit, number)) for number in range(28)] == [True] * 24 + [False] * 4
+
+
+@every_splittable_algorithm
+def test_a_part_may_deny_while_the_others_are_full(algorithm: str) -> None:
+    """The other side of the bound: three quarters of the capacity are left, and no more can be."""
+    limit = Limit(24, MINUTE, algorithm=algorithm, split=4)
+    counters = Counters()
+    assert all(counters.check(limit, 0) for _ in range(6))
+    assert not counters.check(limit, 0)
+    assert [bool(counters.check(limit, 1 + number % 3)) for number in range(21)] == [True] * 18 + [False] * 3
+
+
+def test_what_costs_more_than_a_part_can_never_pass() -> None:
+    limit = Limit(24, MINUTE, split=4)
+    assert Counters().check(limit, 0, cost=6).allowed
+    assert Counters().check(limit, 0, cost=7).unsatisfiable
+
+
+def test_a_decision_names_the_whole_limit_and_estimates_what_is_left() -> None:
+    limit, whole = Limit(24, MINUTE, name="busy", split=4), Limit(10, MINUTE, name="whole")
+    counters = Counters()
+    call = Check((limit.by("ada"), whole.by("ada")), 2)
+    sent = spread(call, lambda parts: parts + 1)
+    assert [key.identity for key in sent.keys] == ["ada|%part-1", "ada"]
+    decision = gathered(call, counters.store.decide(sent))
+    assert decision.keys == call.keys
+    assert [outcome.remaining for outcome in decision.outcomes] == [16, 8]
+    assert decision.reason == "allowed: 8 left of whole (10 per minute, token_bucket)"
+
+
+def test_a_denial_tells_what_its_part_said() -> None:
+    limit = Limit(24, MINUTE, split=4)
+    counters = Counters()
+    assert counters.check(limit, 3, cost=5).allowed
+    denial = counters.check(limit, 3, cost=2)
+    assert (denial.allowed, denial.remaining, denial.retry_after) == (False, 1, 10.0)
+    counters.clock.advance(10)
+    assert counters.check(limit, 3, cost=2).allowed
+
+
+def test_a_refund_with_an_id_always_goes_to_the_same_part() -> None:
+    limit = Limit(24, MINUTE, split=4)
+    key = limit.by("ada")
+    picks = iter(range(100))
+    assert {spread_refund(Refund(key, 1, "a"), lambda _: next(picks)).key for _ in range(8)} <= {
+        key.part(index) for index in range(4)
+    }
+    assert len({spread_refund(Refund(key, 1, "a"), lambda _: next(picks)).key for _ in range(8)}) == 1
+    assert len({spread_refund(Refund(key, 1, f"id-{number}"), lambda _: 0).key for number in range(64)}) == 4
+    assert spread_refund(Refund(key, 1, at_us=7), lambda _: 2) == Refund(key.part(2), 1, at_us=7)
+    whole = Refund(Limit(24, MINUTE).by("ada"), 1, "a")
+    assert spread_refund(whole, lambda _: 2) == whole
+
+
+def test_a_reset_forgets_all_parts() -> None:
+    limit, whole = Limit(24, MINUTE, name="busy", split=3), Limit(10, MINUTE, name="whole")
+    key = limit.by("ada")
+    assert spread_reset(Reset((key, whole.by("ada")))) == Reset((*map(key.part, range(3)), whole.by("ada")))
