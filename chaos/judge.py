@@ -62,7 +62,7 @@ class Finding(NamedTuple):
     unsettled: int
     """Admitted without the store, certainly not counted by it, and never charged."""
     uncertain: int
-    """Requests that were lost on their way: the store may have counted them or not."""
+    """Requests, and charges of debts, that were lost on their way: the store may have counted them or not."""
     degraded: int
     why: Counter[str]
     """What was said of the store, and how often."""
@@ -91,8 +91,8 @@ def judge(run: Run) -> Finding:
         detected_ms=_detected_ms(run),
         recovered_ms=_recovered_ms(run),
         settled_ms=_settled_ms(run),
-        unsettled=sum(max(0, owed(rows, run.lost, mode) - run.counted[mode]) for mode in MODES),
-        uncertain=sum(map(is_uncertain, rows)),
+        unsettled=sum(_unsettled(run, mode) for mode in MODES),
+        uncertain=sum(map(is_uncertain, rows)) + sum(happening.uncertain for happening in run.happenings),
         degraded=sum(not row.exact for row in rows),
         why=Counter(row.why for row in rows if row.why is not None),
         unwell=[f"{mode} on node {node}: {state}" for (node, mode), state in run.states.items() if state != "ready"],
@@ -267,6 +267,11 @@ def _beyond(passed: list[tuple[int, int]], *, capacity: float, rate: float) -> i
 
 def _rate(limit: Limit) -> float:
     return limit.quota / limit.period.total_seconds()
+
+
+def _unsettled(run: Run, mode: Mode) -> int:
+    lost_on_the_way = sum(happening.uncertain for happening in run.happenings if happening.mode == mode)
+    return max(0, owed(run.rows, run.lost, mode) - run.counted[mode] - lost_on_the_way)
 
 
 def _wait(waits_us: list[float]) -> Wait | None:

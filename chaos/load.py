@@ -97,6 +97,8 @@ class Happening(NamedTuple):
     kind: str
     at_ns: int
     text: str
+    uncertain: int = 0
+    """Of what was to be settled: charged by requests that were lost on their way."""
 
 
 class Orders(NamedTuple):

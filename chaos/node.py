@@ -119,7 +119,8 @@ def _run_tasks(orders: Orders, line: Connection, pace: Any) -> None:
 
 def _options(orders: Orders, mode: Mode, happenings: list[Happening]) -> dict[str, Any]:
     def heard(event: Any) -> None:
-        happenings.append(Happening(orders.node, mode, event.kind, time.monotonic_ns(), event.text))
+        uncertain = event.details.get("uncertain", 0)
+        happenings.append(Happening(orders.node, mode, event.kind, time.monotonic_ns(), event.text, uncertain))
 
     return {
         "on_failure": mode,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 HEADER: Final = (
     "fault", "load", "asked", "answered", "without the store", "wrong", "over: open", "local", "closed",
-    "p50", "p99", "p99.9", "max", "p50 once open", "detected", "recovered", "settled", "unsettled", "machine",
+    "p50", "p99", "p99.9", "max", "p50 once open", "detected", "recovered", "settled", "unsettled", "uncertain",
+    "machine",
 )  # fmt: skip
 
 
@@ -123,6 +124,7 @@ def _cells(run: Run, finding: Finding) -> tuple[str, ...]:
         _ms(finding.recovered_ms),
         _ms(finding.settled_ms),
         str(finding.unsettled),
+        str(finding.uncertain),
         _time(quantile(run.lateness_us, 0.999)),
     )
 

@@ -43,9 +43,6 @@ class Rig:
         self.lost.append((start_ns, time.monotonic_ns()))
 
 
-Opener = "Callable[[], AbstractContextManager[Rig]]"
-
-
 @contextmanager
 def alone(*extra: str) -> Iterator[Rig]:
     """One server, and all nodes at it."""

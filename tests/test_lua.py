@@ -35,6 +35,7 @@ class Twins:
     here: Limiter
     there: Limiter
     clock: FakeClock
+    remembers: bool
     said: list[str] = field(default_factory=list)
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
@@ -44,16 +45,27 @@ class Twins:
         answers = [getattr(limiter, method)(*args, **options) for limiter in (self.here, self.there)]
         if method == "check":
             answers[0] = with_again(answers[0], options["cost"], lambda: self.here.check(*args, **options))
+        if self.remembers and method == "check":
+            answers[1] = as_told_last(*answers)
         assert answers[0] == answers[1], "memory and Redis differ after\n" + "\n".join(self.said[-12:])
         return answers[0]
 
 
-@pytest.fixture(params=["redis7", "valkey9"])
+def as_told_last(here: Decision, there: Decision) -> Decision:
+    """The decision on Redis, where a denial that was remembered says of what remains only what was told last."""
+    if here.allowed or any(told[0] > true[0] for true, told in zip(here.verdicts, there.verdicts, strict=True)):
+        return there
+    verdicts = [(true[0], *told[1:]) for true, told in zip(here.verdicts, there.verdicts, strict=True)]
+    return there._replace(verdicts=tuple(verdicts))
+
+
+@pytest.fixture(params=[("redis7", 0), ("valkey9", 0), ("redis7", 100)], ids=["redis7", "valkey9", "remembering"])
 def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
-    server: RedisServer = request.getfixturevalue(request.param)
+    name, remember = request.param
+    server: RedisServer = request.getfixturevalue(name)
     clock = FakeClock(NOW_US)
-    with Limiter(clock=clock) as here, Limiter(server.url, clock=clock) as there:
-        yield Twins(here, there, clock)
+    with Limiter(clock=clock) as here, Limiter(server.url, clock=clock, remember=remember) as there:
+        yield Twins(here, there, clock, remember > 0)
 
 
 def limit_of(algorithm: str, quota: int, period_us: int, name: str, burst: int | None = None) -> Limit:

@@ -243,6 +243,7 @@ def test_a_wait_across_the_boundary_counts_both_windows(desk: Desk) -> None:
             ((0, 100), (True, 0, 0)),
             ((110_000, 60), (True, 23, 0)),
             ((110_000, 50), (False, 23, 20_000)),
+            ((125_600, 0), (True, 45, 0)),
             ((125_600, 50), (False, 45, 4_400)),
             ((130_000, 50), (True, 0, 0)),
         ],

@@ -373,8 +373,9 @@ def test_a_key_that_was_found_exhausted_is_asked_again_at_a_pace() -> None:
     limit = limit_of(1_000, 1)  # a token each millisecond
     node = Node(limit)
     key = limit.by("ada")
-    while node.check(key).allowed:
+    while (denial := node.check(key)).allowed:
         pass
+    assert denial.retry_after_us == LEASE_US // 10, "though the store said a millisecond: it is not asked before"
     calls = node.calls
     denial = node.check(key)
     assert (denial.allowed, denial.remaining, denial.retry_after_us, denial.denied_by) == (
@@ -414,6 +415,18 @@ def test_whoever_asks_for_less_than_was_denied_is_not_held_up() -> None:
     assert node.check(limit.by("ada"), cost=5).allowed
 
 
+def test_a_denial_of_little_does_not_tell_the_time_that_much_would_take() -> None:
+    limit = limit_of(100, 86_400)
+    node = Node(limit)
+    node.store.decide(Check((limit.by("ada"),), 50))
+    assert (node.check(limit.by("ada"), cost=60).retry_after_us or 0) > 3_600 * SECOND
+    while (decision := node.check(limit.by("ada"))).allowed:
+        pass
+    assert decision.retry_after_us == LEASE_US // 10
+    assert (node.check(limit.by("ada"), cost=60).retry_after_us or 0) > 3_600 * SECOND
+    assert (node.check(limit.by("ada"), cost=61).retry_after_us or 0) > 3_600 * SECOND + 864 * SECOND
+
+
 def test_who_finds_an_order_under_way_goes_the_ordinary_way() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
@@ -425,6 +438,41 @@ def test_who_finds_an_order_under_way_goes_the_ordinary_way() -> None:
     assert node.purses.provide(call) is None
     steps.close()  # as when its caller is cancelled
     assert node.purses.provide(call) is not None
+
+
+def test_who_finds_an_order_for_an_exhausted_key_under_way_is_denied() -> None:
+    limit = limit_of(1_000, 1)
+    node = Node(limit)
+    call = Check((limit.by("ada"),), 1)
+    while node.check(limit.by("ada")).allowed:
+        pass
+    node.clock.advance(0.02)
+    steps = node.purses.provide(call)
+    assert steps is not None
+    assert not isinstance(steps, Decision)
+    order = next(steps)
+    node.clock.advance(0.05)
+    denial = node.purses.provide(call)
+    assert isinstance(denial, Decision)
+    assert (denial.allowed, denial.retry_after_us) == (False, LEASE_US // 10)
+    with pytest.raises(StopIteration) as end:
+        steps.send(node.ask(order))
+    assert end.value.value.allowed
+
+
+def test_an_order_in_advance_that_is_denied_costs_nobody_anything() -> None:
+    hot, other = limit_of(1_000, 86_400, name="hot"), limit_of(1_000, 86_400, name="other")
+    node = Node(hot, other)
+    keys = hot.by("ada"), other.by("ada")
+    node.check(*keys)
+    one, two = (node.purses._purses[key.limit.space, "ada"] for key in keys)
+    one.take(one.tokens - 2)
+    one.low = 5
+    two.take(two.tokens - 1)
+    node.store.decide(Check(keys[:1], node.left(keys[0])))
+    calls = node.calls
+    assert node.check(*keys).allowed, "both have enough"
+    assert (node.calls, one.tokens, two.tokens) == (calls + 1, 1, 0)
 
 
 def test_an_order_that_fails_leaves_everything_as_it_was() -> None:
@@ -453,8 +501,10 @@ def test_a_denial_by_another_limit_takes_nothing_out_of_a_purse() -> None:
     held, left = node.held(), node.left(hot.by("ada"))
     decision = node.check(hot.by("ada"), empty.by("ada"))
     assert (decision.allowed, decision.denied_by) == (False, ("empty",))
+    calls = node.calls
     again = node.check(hot.by("ada"), empty.by("ada"))
     assert (again.allowed, again.denied_by) == (False, ("empty",))
+    assert node.calls == calls, "it rests"
     assert (node.held(), node.left(hot.by("ada"))) == (held, left)
 
 
@@ -467,6 +517,24 @@ def test_several_hot_keys_are_paid_for_together_without_a_call() -> None:
     decision = node.check(*keys, cost=(1, 2))
     assert (decision.allowed, [outcome.remaining for outcome in decision.outcomes]) == (True, [998, 996])
     assert (node.calls, node.held()) == (1, held - 3)
+
+
+def test_the_instant_of_an_answer_is_the_earliest_that_it_can_be() -> None:
+    """What is refunded by it must be found in the window that was charged, not in the next one."""
+    one, two = limit_of(1_000, 60, name="one"), limit_of(1_000, 60, name="two")
+    node = Node(one, two)
+    node.check(one.by("ada"))
+    steps = node.purses.provide(Check((two.by("ada"),), 1))
+    assert steps is not None
+    assert not isinstance(steps, Decision)
+    answer = node.ask(next(steps))
+    node.clock.advance(0.005)
+    with pytest.raises(StopIteration):
+        steps.send(answer)
+    node.clock.advance(0.01)
+    for keys in ((one.by("ada"), two.by("ada")), (two.by("ada"), one.by("ada"))):
+        assert node.check(*keys).at_us == START_US + 10_000
+    assert node.check(one.by("ada")).at_us == START_US + 15_000
 
 
 # --------------------------------------------------------------------- what is never leased

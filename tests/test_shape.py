@@ -72,6 +72,7 @@ MAY_AWAIT = {
     "stores/redis/aio_line.py",
     *(f"adapters/{name}.py" for name in ("aiohttp", "asgi", "django", "fastapi", "functions", "gate", "grpc")),
     "adapters/identities.py",
+    "adapters/door.py",
 }
 
 DEPENDENCIES = {

@@ -12,6 +12,7 @@ from headgate.base import LimiterBase, checked_timeout
 from headgate.decisions import Decision
 from headgate.errors import StoreError
 from headgate.leases import Renewals, leaving, renew_forever
+from headgate.shield.front import LOOKS
 from headgate.stores.calls import Check, Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
 if TYPE_CHECKING:
@@ -152,17 +153,19 @@ class Limiter(LimiterBase):
     def _decide(self, call: Check, fallback: flow.Fallback) -> Decision:
         """The answer to a check: remembered, prepaid, the store's, or, if that fails, the fallback's."""
         front = self._front
-        ready = front.at_once(call)
+        front.checks += 1
+        ready = front.at_once(call) if front.is_alert or not front.checks & LOOKS else None
         if isinstance(ready, Decision):
             return ready
-        asked_us = front.now_us()
+        asked_ns = front.now_ns()
         try:
             if ready is not None:
                 return cast("Decision", self._drive(ready, self._store.run))
             decision: Decision = self._store.run(call)
         except StoreError as error:
             return front.failed(call, error, fallback)
-        front.answered(call, decision, asked_us)
+        if not decision[0] or decision[6] or front.is_alert:
+            front.answered(call, decision, asked_ns)
         return decision
 
     def _answer(self, call: Call) -> Any:
@@ -319,17 +322,19 @@ class AsyncLimiter(LimiterBase):
     async def _decide(self, call: Check, fallback: flow.Fallback) -> Decision:
         """The answer to a check: remembered, prepaid, the store's, or, if that fails, the fallback's."""
         front = self._front
-        ready = front.at_once(call)
+        front.checks += 1
+        ready = front.at_once(call) if front.is_alert or not front.checks & LOOKS else None
         if isinstance(ready, Decision):
             return ready
-        asked_us = front.now_us()
+        asked_ns = front.now_ns()
         try:
             if ready is not None:
                 return cast("Decision", await self._drive(ready, self._store.run))
             decision: Decision = await self._store.run(call)
         except StoreError as error:
             return front.failed(call, error, fallback)
-        front.answered(call, decision, asked_us)
+        if not decision[0] or decision[6] or front.is_alert:
+            front.answered(call, decision, asked_ns)
         return decision
 
     async def _answer(self, call: Call) -> Any:

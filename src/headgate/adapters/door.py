@@ -7,6 +7,7 @@ import os
 import secrets
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict
+from uuid import uuid4
 from weakref import WeakSet
 
 from headgate.adapters.answers import Answers, status_page
@@ -19,6 +20,7 @@ from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import Block, Identity, Policy, Validity
 from headgate.policy.snapshot import ALL_API_KEYS, Snapshot
 from headgate.policy.watching import Watch
+from headgate.stores.calls import Check, Leave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from headgate.adapters.identities import IdentityFunction
     from headgate.adapters.way import Arrival
     from headgate.clock import Clock
+    from headgate.decisions import Decision
+    from headgate.errors import StoreError
     from headgate.events import Event
     from headgate.health import Health
     from headgate.policy.snapshot import Resolution
@@ -208,6 +212,13 @@ class Door:
             )
         return self._random_secret
 
+    def _held_without_store(self, met: Resolution, error: StoreError) -> tuple[Any, Decision]:
+        """What a request that takes leases is told by its route's failure mode, and what it holds then."""
+        fallback = self._fallbacks[met.route.on_failure]
+        check = Check(met.keys, met.cost, uuid4().hex)
+        decision = fallback.decide(check, error)
+        return (_HeldWithoutStore(fallback, check, error) if decision.allowed else None), decision
+
     def _live_block(self, met: Resolution) -> Resolution:
         """The same, blocked if somebody has blocked the client since the policy was written."""
         who = met.who
@@ -227,6 +238,23 @@ class Door:
             except Exception:
                 logger.exception("on_decision failed; the request goes on")
         return admission
+
+
+class _HeldWithoutStore:
+    """The leases of one request that were taken while the store was away."""
+
+    def __init__(self, fallback: FailurePolicy, check: Check, error: StoreError) -> None:
+        self._fallback = fallback
+        self._check = check
+        self._error = error
+
+    def __exit__(self, *_: object) -> None:
+        for key in self._check.keys:
+            if key.limit.algorithm == "concurrency":
+                self._fallback.tell(Leave(key, self._check.id or ""), self._error)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.__exit__()
 
 
 def _checked_path(path: str | None) -> str | None:

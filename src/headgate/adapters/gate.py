@@ -53,7 +53,7 @@ class Gate(Door):
                 held = self._limiter.hold(*met.keys, cost=met.cost)
                 decision = held.__enter__()
             except StoreError as error:
-                held, decision = None, self._fallbacks[route.on_failure].decide(Check(met.keys, met.cost), error)
+                held, decision = self._held_without_store(met, error)
         else:
             decision = self._decide(Check(met.keys, met.cost), self._fallbacks[route.on_failure])
         admission = rules.conclude(met, decision)
@@ -129,7 +129,7 @@ class AsyncGate(Door):
                 held = self._limiter.hold(*met.keys, cost=met.cost)
                 decision = await held.__aenter__()
             except StoreError as error:
-                held, decision = None, self._fallbacks[route.on_failure].decide(Check(met.keys, met.cost), error)
+                held, decision = self._held_without_store(met, error)
         else:
             check = _new_check(Check, (met.keys, met.cost, None))
             if self._memory is not None:

@@ -6,6 +6,7 @@ agreed on for then. The two limiters are the drivers that wait for the store in 
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 from headgate.errors import ScriptError
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from headgate.shield.purses import Ordering
     from headgate.stores.calls import Call, Check
 
-__all__ = ["Front"]
+__all__ = ["LOOKS", "Front"]
 
-SAMPLED_EVERY: Final = 16
-"""Of so many checks one is looked at, for what is hot."""
+LOOKS: Final = 15
+"""Of so many checks and one, one is looked at for what is hot: where the count has none of these bits."""
 
 
 class Front:
@@ -52,9 +53,14 @@ class Front:
         """What was prepaid and is to be given back."""
         self.ensure: Callable[[], None] = lambda: None
         """Called now and then while there are checks, and when there is something new to do in the background."""
+        self.checks = -1
+        """How many were asked for. Every one counts it, and asks `at_once` where it must: this runs on every request."""
+        self.is_alert = False
+        """Whether anything is remembered, prepaid or amiss: else `at_once` and `answered` need not be asked."""
+        self.now_ns: Callable[[], int] = time.monotonic_ns if clock is None else lambda: clock.now_us() * 1000
+        """The instant to be read before the store is asked."""
         self._clock = clock
         self._remembers = self._prepays = False
-        self._checks = SAMPLED_EVERY - 1
 
     def configure(self, *, remember: int, lease_us: int) -> None:
         """Remember so many denials, and prepay hot keys for so long, from now on; 0 for neither."""
@@ -68,30 +74,28 @@ class Front:
             self.denials.clear()
         if not self._prepays:
             self.unspent += self.purses.clear()
+        self.is_alert = True
 
     def at_once(self, call: Check) -> Decision | Ordering | None:
         """The answer to a check, if it is known here; or the way to one, for a key that is prepaid; or None."""
-        self._checks += 1
-        if self._checks >= SAMPLED_EVERY:
-            self._checks = 0
+        if not self.checks & LOOKS:
             self.ensure()
             if self._prepays:
                 self.purses.sample(call)
+            self.is_alert = bool(self.denials or self.purses or self.outage.failures)
         if self.denials:
             denial = self.denials.recall(call)
             if denial is not None:
                 return denial
         return self.purses.provide(call) if self._prepays and self.purses else None
 
-    def now_us(self) -> int:
-        """To be read before the store is asked."""
-        return self.denials.now_us()
-
-    def answered(self, call: Check, decision: Decision, asked_us: int) -> None:
-        """The store has answered."""
-        if self._remembers and (not decision[0] or decision[6] or self.denials):
-            self.denials.note(call, decision, asked_us)
-            self.ensure()
+    def answered(self, call: Check, decision: Decision, asked_ns: int) -> None:
+        """The store has answered, and denied, or said when it will; or something else is to be looked at."""
+        if self._remembers:
+            self.denials.note(call, decision, asked_ns // 1000)
+            if self.denials and not self.is_alert:
+                self.is_alert = True
+                self.ensure()
         if self.outage.failures:
             self.outage.note_answer()
 
@@ -108,6 +112,7 @@ class Front:
             self.script_errors += 1
         else:
             self.outage.note_failure(error)
+            self.is_alert = True
         self.ensure()
 
     def changed(self, call: Call) -> None:

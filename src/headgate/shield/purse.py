@@ -59,19 +59,10 @@ class Purse:
     """One counter's tokens. Whoever asks holds a lock: nothing in here is safe by itself."""
 
     __slots__ = (
-        *("at_us", "charged_us", "demand", "demand_us", "denied", "dry", "ends_us", "generous", "gone", "key", "later"),
+        *("at_us", "charged_us", "demand", "demand_us", "denied", "dry", "ends_us", "generous", "key", "later"),
         *("lease_us", "left", "limit", "low", "order_until_us", "over", "pace_us", "per_second", "reset_us"),
-        *(
-            "rest_from",
-            "rest_until_us",
-            "retry_us",
-            "said_us",
-            "sent_us",
-            "shy_until_us",
-            "singles",
-            "tokens",
-            "trip_us",
-        ),
+        *("rest_from", "rest_until_us", "retry_us", "said_us", "sent_us", "shy_until_us", "singles", "tokens"),
+        "trip_us",
     )
 
     def __init__(self, key: Key, now_us: int, *, lease_us: int, per_second: int, generous: bool = False) -> None:
@@ -79,8 +70,6 @@ class Purse:
         self.key, self.limit, self.lease_us = key, limit, lease_us
         self.generous = generous
         """Whether a burst was announced: larger orders."""
-        self.gone = False
-        """Whether an order that is still on its way must not be stocked any more."""
 
         # The batch that is being spent, spelled out: every check looks at it.
         self.tokens = self.sent_us = self.ends_us = self.charged_us = 0
@@ -143,6 +132,11 @@ class Purse:
     def put(self, *batches: Batch) -> None:
         """Hold these, too."""
         self._keep(sorted([*self._batches(), *batches], key=lambda batch: batch.ends_us))
+
+    def drop(self) -> None:
+        """Hold nothing, and give nothing back: the store knows nothing of these tokens any more."""
+        self.over.clear()
+        self._keep([])
 
     def batch(self, tokens: int, sent_us: int, verdict: Verdict, at_us: int) -> Batch:
         """Tokens that the store charged with this verdict at `at_us`, on an order that left at `sent_us`."""
@@ -268,7 +262,7 @@ class Purse:
 
     def wait_us(self, cost: int, now_us: int) -> int:
         """When to come back to a purse that rests: not before it asks again, nor before the store said."""
-        retry_us = self.retry_us
+        retry_us = self.retry_us if cost >= self.denied else 0
         if cost > self.denied and self.limit.algorithm in _BUCKETS and retry_us > now_us:
             retry_us += (cost - self.denied) * self.limit.ticks // self.limit.tokens
         until_us = max(self.rest_until_us, retry_us)

@@ -123,7 +123,7 @@ class Purses:
                 with self._lock:
                     now_us = self._now_us()
                     tokens = purse.tokens - cost
-                    if tokens >= purse.low and now_us < purse.ends_us and not purse.later and not purse.gone:
+                    if tokens >= purse.low and now_us < purse.ends_us and not purse.later:
                         purse.tokens = tokens
                         purse.demand += cost
                         self._allowed += 1
@@ -166,7 +166,8 @@ class Purses:
             ]
             purse = self._purses.get((space, identity))
             if purse is not None:
-                purse.gone = True
+                purse.drop()
+                # A new one: what an order that is still on its way brings is put into the old, which nobody looks at.
                 self._purses[space, identity] = self._purse(purse.key, now_us, purse.per_second)
 
     def awaken(self, space: str, identity: str) -> None:
@@ -298,7 +299,7 @@ class Purses:
         verdicts = []
         for item, verdict in zip(items, decision.verdicts, strict=True):
             purse = item.purse
-            if item.extra is not None and not purse.gone:
+            if item.extra is not None:
                 batch = purse.batch(item.extra, sent_us, verdict, decision.at_us)
                 purse.stock(batch, now_us, cost=item.cost, wanted=item.wanted)
             item.taken = []
@@ -341,7 +342,7 @@ class Purses:
             return self._open(key, now_us)
         if purse.limit is not limit:
             if purse.limit != limit:
-                purse.gone = True
+                purse.drop()
                 self._heat.drop(counter)
                 del self._purses[counter]
                 return None
@@ -367,7 +368,6 @@ class Purses:
     def _close(self, counter: Counter, now_us: int) -> None:
         self._heat.drop(counter)
         purse = self._purses.pop(counter)
-        purse.gone = True
         self._returns += purse.give_back(now_us, everything=True)
 
     def _close_cold(self, now_us: int) -> None:
