@@ -22,6 +22,8 @@ from headgate.algorithms import NEVER
 from headgate.decisions import Decision
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headgate.algorithms import Verdict
     from headgate.clock import Clock
     from headgate.keys import Key
@@ -69,8 +71,19 @@ class Denials:
     (True, 1)
     """
 
-    def __init__(self, clock: Clock | None = None, *, most: int = 10_000) -> None:
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        most: int = 10_000,
+        exactly: bool = False,
+        is_heard: Callable[[int, Limit], bool] = lambda cost, limit: True,
+    ) -> None:
         self._clock = clock
+        self._exactly = exactly
+        """Whether nothing is told that could be more by now."""
+        self._is_heard = is_heard
+        """Whether refunds elsewhere, by which so much of a limit may pass, are heard of here."""
         self.most = most
         self.hits = 0
         """How many answers were given from memory."""
@@ -113,7 +126,7 @@ class Denials:
             entry = self._entries.get(name)
             if entry is None or now_us < entry.asked_us:
                 return None
-            verdicts = entry.verdicts(keys, now_us) if now_us < entry.until_us else None
+            verdicts = entry.verdicts(keys, now_us, exactly=self._exactly) if now_us < entry.until_us else None
             if verdicts is None:
                 del self._entries[name]
                 self._release(entry)
@@ -138,6 +151,8 @@ class Denials:
             else:
                 return
         waits_us = _waits(call, decision)
+        if waits_us is not None and not self._hears_of_all(call, waits_us):
+            waits_us = None
         names = [(limit.space, identity) for limit, _, identity in call.keys]
         with self._lock:
             for name, key, cost, verdict in zip(names, call.keys, call.costs, decision.verdicts, strict=True):
@@ -197,6 +212,11 @@ class Denials:
         while len(self._entries) > self.most:
             _, oldest = self._entries.popitem(last=False)
             self._release(oldest)
+
+    def _hears_of_all(self, call: Check, waits_us: list[int]) -> bool:
+        """Whether nothing can end the denial early without being heard of."""
+        parts = zip(call.keys, call.costs, waits_us, strict=True)
+        return all(wait_us <= 0 or self._is_heard(cost, key.limit) for key, cost, wait_us in parts)
 
     def _is_outdated(self, names: list[CounterName], asked_us: int) -> bool:
         """Whether one of the counters was forgotten after the store was asked: maybe also after it answered."""
@@ -261,8 +281,12 @@ class _Entry:
         self.until_us = until_us
         self.at_us = at_us
 
-    def verdicts(self, keys: tuple[Key, ...], now_us: int) -> tuple[Verdict, ...] | None:
-        """What each limit says now; None if something has happened to one of them since."""
+    def verdicts(self, keys: tuple[Key, ...], now_us: int, *, exactly: bool) -> tuple[Verdict, ...] | None:
+        """What each limit says now; None if something has happened to one of them since.
+
+        Time gives back to limits that deny and to those that don't, so that what remains may be more than was told;
+        None also for that, where it has to be told exactly.
+        """
         elapsed_us = now_us - self.asked_us
         told: list[Verdict] = []
         for (limit, _, _), (counter, cost, wait_us, charges) in zip(keys, self.parts, strict=True):
@@ -273,6 +297,10 @@ class _Entry:
             remaining, reset_us = counter.remaining, counter.reset_at_us - now_us
             if reset_us < 0:
                 reset_us = 0
+            # One more would pass; or all of it is there.
+            stands_still = (wait_us > elapsed_us and remaining == cost - 1) or remaining == limit.capacity
+            if exactly and now_us != counter.told_us and not stands_still:
+                return None
             if wait_us > elapsed_us:
                 if remaining >= cost:  # somebody, somewhere, has given something back
                     return None
@@ -307,9 +335,12 @@ def _waits(call: Check, decision: Decision) -> list[int] | None:
     if "concurrency" in [key.limit.algorithm for key in call.keys]:
         return None
     if not decision.allowed:
-        return [verdict[1] for verdict in decision.verdicts]
-    waits_us = [
-        decision.again_us if verdict[0] < cost else 0
-        for verdict, cost in zip(decision.verdicts, call.costs, strict=True)
-    ]
-    return waits_us if len(waits_us) - waits_us.count(0) == 1 else None
+        waits_us = [verdict[1] for verdict in decision.verdicts]
+    else:
+        waits_us = [
+            decision.again_us if verdict[0] < cost else 0
+            for verdict, cost in zip(decision.verdicts, call.costs, strict=True)
+        ]
+        if len(waits_us) - waits_us.count(0) != 1:
+            return None
+    return waits_us

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headgate.events import Herald
     from headgate.failure import Fleet
     from headgate.flow import Fallback
+    from headgate.limits import Limit
     from headgate.shield.purses import Ordering
     from headgate.stores.calls import Call, Check
 
@@ -41,7 +42,7 @@ class Front:
 
     def __init__(self, herald: Herald, *, clock: Clock | None, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.denials = Denials(clock)
+        self.denials = Denials(clock, exactly=clock is not None, is_heard=_is_heard)
         self.purses = Purses(nodes=lambda: fleet.nodes)
         self.blocks = Blocks()
         """Who is blocked, as far as this process has heard."""
@@ -54,7 +55,7 @@ class Front:
         self.ensure: Callable[[], None] = lambda: None
         """Called now and then while there are checks, and when there is something new to do in the background."""
         self.checks = -1
-        """How many were asked for. Every one counts it, and asks `at_once` where it must: this runs on every request."""
+        """How many were asked for; counted by whoever asks, as this runs on every request."""
         self.is_alert = False
         """Whether anything is remembered, prepaid or amiss: else `at_once` and `answered` need not be asked."""
         self.now_ns: Callable[[], int] = time.monotonic_ns if clock is None else lambda: clock.now_us() * 1000
@@ -151,3 +152,9 @@ class Front:
             "hot_keys": purses.hot,
             "script_errors": self.script_errors,
         }
+
+
+def _is_heard(cost: int, limit: Limit) -> bool:
+    """Of refunds to counters of which a tenth is left or more, nobody is told (stores/redis/refund.lua): whoever costs
+    more than that, and is denied, may pass before it is heard of."""
+    return cost == 1 or cost * 10 <= limit.capacity

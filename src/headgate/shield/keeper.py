@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from headgate._forks import renew_in_children
-from headgate.errors import StoreError
+from headgate.errors import StoreError, StoreTimeout
 from headgate.health import Health, Shard
 from headgate.shield.blocks import Blocks, LiveBlock
 from headgate.shield.ledger import settle
@@ -44,6 +44,12 @@ RETURNS: Final = 0.05
 """Seconds between two looks for prepaid tokens that nobody spent."""
 SETTLES: Final = 0.1
 """Seconds between two attempts to settle what is owed."""
+CALM: Final = 0.3
+"""Seconds since the last failure before debts are settled: else the charges themselves might be lost."""
+PREPARES: Final = 0.1
+"""Seconds that requests are kept waiting for the connection to a server that serves again."""
+FIRST_BEATS: Final = 3
+"""At first they are quick, and the fleet is not believed to be smaller than was said: not all have been heard yet."""
 SETTLING: Final = 0.3
 """Seconds that requests may wait longer for an exact answer, so that debts are charged before it."""
 
@@ -52,12 +58,17 @@ class Store(Protocol):
     """What a shared store has to offer to be looked after."""
 
     breakers: Any
+    budget: float
+    """Seconds that a call may take."""
 
     def companion(self) -> Any:
         """The same store, for a thread in the background."""
 
     def listener(self, **callbacks: Any) -> Any:
         """The news of other processes."""
+
+    def prepare(self, node: Any, *, wait: float) -> None:
+        """Connect to a server before requests go there."""
 
     def nodes(self) -> list[Any]:
         """The servers that have keys, as far as they are known."""
@@ -173,9 +184,10 @@ class Keeper:
         if self._next_return <= now and (self._front.purses or self._front.unspent):
             self._next_return = now + RETURNS
             self._return_unspent()
-        if self._next_settling <= now and not self._probes and self._front.ledger.debt.keys:
+        if self._next_settling <= now and self._front.ledger.debt.keys:
             self._next_settling = now + SETTLES
-            self._settle()
+            if not self._probes and self._front.outage.is_calm(CALM):
+                self._settle()
         now = time.monotonic()
         dues = [due for due, _ in self._probes.values()]
         dues += [self._next_beat] if self.beats else []
@@ -203,10 +215,16 @@ class Keeper:
         """Look at a server whose breaker is open, and close it if all is well."""
         breaker = self._store.breakers[node]
         try:
-            primaries = self._companion.shards(self._store.breakers.open_ones())
+            suspects = self._store.breakers.open_ones()
+            primaries = self._companion.shards(suspects)
             if node in primaries:
                 self._learn_mark(node)
+                self._see_that_it_is_quick(node)
+                # It may have been woken from a long sleep, in which another has taken its place.
+                primaries = self._companion.shards(suspects)
+            if node in primaries:
                 self._settle()
+                self._store.prepare(node, wait=PREPARES)
             else:
                 self._herald.tell(
                     "moved",
@@ -226,6 +244,16 @@ class Keeper:
         if not self._probes:
             self._front.outage.end()
 
+    def _see_that_it_is_quick(self, node: Any) -> None:
+        """A server that takes longer than requests wait for it does not serve them, though it answers."""
+        start = time.monotonic()
+        self._companion.mark(node, uuid4().hex)
+        took = time.monotonic() - start
+        if took > self._store.budget:
+            raise StoreTimeout(
+                f"Redis answers, but after {took * 1000:.1f} ms: the budget is {self._store.budget * 1000:g} ms"
+            )
+
     def _learn_mark(self, node: Any) -> None:
         """See that a server serves, and whether it still knows what it knew."""
         mark = self._companion.mark(node, uuid4().hex)
@@ -241,12 +269,14 @@ class Keeper:
             )
 
     def _beat(self) -> None:
-        self._next_beat = time.monotonic() + BEAT * random.uniform(0.8, 1.0)
+        is_new = self._beaten < FIRST_BEATS
+        self._next_beat = time.monotonic() + (BEAT / 8 if is_new else BEAT) * random.uniform(0.8, 1.0)
         if self._store.breakers.open_ones():
             return  # the fleet stays as it was known
         try:
             self._front.blocks.sweep(time.time_ns() // 1000)
-            self._front.fleet.nodes = self._companion.beat(self._member, int(BEAT * LIVES * 1_000_000))
+            living = self._companion.beat(self._member, int(BEAT * LIVES * 1_000_000))
+            self._front.fleet.nodes = max(living, self._front.fleet.nodes) if is_new else living
             if self._beaten % MARKS_EVERY == 0:
                 for node in self._companion.shards():
                     self._learn_mark(node)
@@ -267,7 +297,7 @@ class Keeper:
         told = settle(self._front.ledger, self._companion.run_all, most_seconds=SETTLING, now=time.monotonic)
         for index, number in enumerate(told[:4]):
             self._settled[index] += number
-        if not told.left:
+        if not told.left and any(self._settled):
             (keys, charged, forgiven, uncertain), self._settled = self._settled, [0, 0, 0, 0]
             self._herald.tell(
                 "settled",

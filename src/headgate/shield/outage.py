@@ -35,6 +35,10 @@ class Outage:
         """Seconds since it began; None while all is well."""
         return self._now() - self._began if self.failures else None
 
+    def is_calm(self, seconds: float) -> bool:
+        """Whether nothing has failed for so long."""
+        return self._now() - self._last >= seconds
+
     def note_failure(self, error: StoreError) -> None:
         now = self._now()
         begins = not self.failures

@@ -9,6 +9,7 @@ read.
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,7 @@ from headgate._forks import renew_in_children
 from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.aio_line import Line
 from headgate.stores.redis.breaker import Shut
-from headgate.stores.redis.conversation import Unsent, converse, public, refusal
+from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, public, refusal
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.topology import Standalone
 from headgate.stores.redis.wire import decode_one
@@ -43,7 +44,8 @@ class AsyncRedisStore(SharedStore):
 
     def __init__(self, place: Place, wire: Wire, *, budget: float) -> None:
         super().__init__(place, wire)
-        self._budget = budget
+        self.budget = budget
+        """Seconds that a call may take."""
         self._desk: _Desk | None = None
         """That of the loop that called last."""
         self._desks: dict[asyncio.AbstractEventLoop, _Desk] = {}
@@ -76,9 +78,19 @@ class AsyncRedisStore(SharedStore):
         with suppress(RuntimeError):
             self._desk_of(asyncio.get_running_loop()).warm()
 
+    def prepare(self, node: Node | None, *, wait: float) -> None:
+        """Connect to a server that serves again before requests go there; called from another thread, which waits."""
+        desks = [desk for desk in list(self._desks.values()) if not desk.loop.is_closed()]
+        for desk in desks:
+            with suppress(RuntimeError):  # its loop was closed meanwhile
+                desk.loop.call_soon_threadsafe(desk.warm, node)
+        end = time.monotonic() + wait
+        while time.monotonic() < end and not all(desk.is_warm(node) for desk in desks if desk.loop.is_running()):
+            time.sleep(0.002)
+
     def allow(self, budget: float) -> None:
         """Give each call so many seconds from now on."""
-        self._budget = budget
+        self.budget = budget
         for desk in list(self._desks.values()):
             desk.allow(budget)
 
@@ -94,7 +106,7 @@ class AsyncRedisStore(SharedStore):
         if desk is None:
             for other in [other for other in list(self._desks) if other.is_closed()]:
                 self._desks.pop(other, None)
-            desk = self._desks[loop] = _Desk(loop, self._place, self._wire, self._budget, self.breakers)
+            desk = self._desks[loop] = _Desk(loop, self._place, self._wire, self.budget, self.breakers)
         return desk
 
 
@@ -109,7 +121,7 @@ class _Desk:
         self._breakers = breakers
         self._place = place
         self._wire = wire
-        self._budget = budget
+        self.budget = budget
         self._waiting: list[Call] = []
         self._futures: list[asyncio.Future[Any]] = []
         """Of those who wait, in the same order."""
@@ -120,12 +132,20 @@ class _Desk:
         self._lines: dict[Node | None, Line] = {}
         self._closed = False
 
-    def warm(self) -> None:
-        if isinstance(self._place.topology, Standalone):
-            self._line(None).open()
+    def warm(self, node: Node | None = None) -> None:
+        """Begin to connect, whatever the breaker says."""
+        if not self._closed and (node is not None or isinstance(self._place.topology, Standalone)):
+            line = self._lines.get(node)
+            if line is None or line.closed:
+                line = self._open_line(node)
+            line.open()
+
+    def is_warm(self, node: Node | None) -> bool:
+        line = self._lines.get(node)
+        return self._closed or (line is not None and line.is_open())
 
     def allow(self, budget: float) -> None:
-        self._budget = budget
+        self.budget = budget
         for line in list(self._lines.values()):
             line.budget = budget
 
@@ -191,7 +211,7 @@ class _Desk:
         self._flush()
 
     def _exchange(self, commands: list[Command], go_on: Callable[[], None], end: float | None) -> None:
-        """One round trip to every server concerned, all at the same time; then `go_on`, by that end if there is one."""
+        """One round trip to every server concerned, all at the same time, unless it is too late; then `go_on`."""
         self.round_trips += 1
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
@@ -208,7 +228,9 @@ class _Desk:
 
         for node, its in by_node.items():
             try:
-                self._line(node).ask(its, answered, end)
+                if end is not None and self.loop.time() >= end:
+                    raise OutOfTime("cannot reach Redis: other servers have used up the budget")
+                self._line(node).ask(its, answered)
             except (Unsent, Shut) as error:
                 for command in its:
                     command.reply = error
@@ -223,8 +245,12 @@ class _Desk:
             breaker = self._breakers[node]
             if breaker.is_open:
                 raise breaker.refusal()
-            connection = self._place.connection(node, asynchronous=True)
-            line = self._lines[node] = Line(connection, self._budget, lambda error: self._failed(node, error))
+            line = self._open_line(node)
+        return line
+
+    def _open_line(self, node: Node | None) -> Line:
+        connection = self._place.connection(node, asynchronous=True)
+        line = self._lines[node] = Line(connection, self.budget, lambda error: self._failed(node, error))
         return line
 
     def _note(self, node: Node | None, commands: list[Command]) -> None:
@@ -264,7 +290,7 @@ class _Errand:
         desk = self._desk
         end = None
         if not self._end:
-            self._end = desk.loop.time() + desk._budget  # noqa: SLF001 - a part of the desk, in its own file
+            self._end = desk.loop.time() + desk.budget
         elif any(isinstance(command.reply, StoreError) for command in self._commands):
             end = self._end  # whoever did not answer has used the time of all that follows
         try:
@@ -285,8 +311,6 @@ class _Single:
     """The commonest call, sent by itself."""
 
     __slots__ = ("_call", "_desk", "_future", "_packed", "_reply", "deadline")
-
-    end: float | None = None
 
     def __init__(self, desk: _Desk, packed: bytes, call: Any, future: asyncio.Future[Any]) -> None:
         self._desk = desk

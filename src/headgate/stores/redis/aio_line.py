@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Line", "Question"]
 
-LAST_LOOK: Final = 0.001
-"""Seconds after the budget in which the loop, at least once, looks for replies before it says that there are none."""
+LAST_LOOKS: Final = 3
+"""Turns of the loop after the budget, in which it looks for replies before it is said that there are none."""
 
 
 class Question(Protocol):
     """Something that was sent on a line and gets its replies from there, or an error."""
 
     deadline: float
-    end: float | None
-    """When whoever asks wants to be told at the latest; None for as soon as the budget allows."""
 
     def pack(self) -> bytes: ...
 
@@ -61,10 +59,11 @@ class Line(asyncio.Protocol):
         self._opening: asyncio.Task[None] | None = None
         self._watching = False
         self._overdue: Question | None = None
+        self._looks = 0
 
-    def ask(self, commands: list[Command], answered: Callable[[], None], end: float | None = None) -> None:
-        """Send the commands and call back when each has its reply, or an error as such: by then at the latest."""
-        self.send(_Commands(commands, answered, end))
+    def ask(self, commands: list[Command], answered: Callable[[], None]) -> None:
+        """Send the commands and call back when each has its reply, or an error as such."""
+        self.send(_Commands(commands, answered))
 
     def is_open(self) -> bool:
         return self._transport is not None and not self.closed
@@ -134,10 +133,8 @@ class Line(asyncio.Protocol):
         self._give_time(question)
 
     def _give_time(self, question: Question) -> None:
-        """The budget, from now on; less where the question has an end of its own."""
+        """The budget, from now on."""
         question.deadline = self._loop.time() + self.budget
-        if question.end is not None and question.end < question.deadline:
-            question.deadline = question.end
         if not self._watching:
             self._watching = True
             self._loop.call_at(question.deadline, self._watch)
@@ -150,11 +147,12 @@ class Line(asyncio.Protocol):
             if question.deadline > now:
                 self._watching = True
                 self._loop.call_at(question.deadline, self._watch)
-            elif question is not self._overdue:
+            elif question is not self._overdue or self._looks < LAST_LOOKS:
                 # The loop may have been busy, and some look at their timers first: a reply that is there counts.
+                self._looks = self._looks + 1 if question is self._overdue else 0
                 self._overdue = question
                 self._watching = True
-                self._loop.call_at(now + LAST_LOOK, self._watch)
+                self._loop.call_soon(self._watch)
             elif self._transport is None:
                 self._stop_waiting(now)
             else:
@@ -188,10 +186,9 @@ class Line(asyncio.Protocol):
 class _Commands:
     """Commands that were sent together, and how many of their replies have come."""
 
-    __slots__ = ("_answered", "_commands", "_missing", "deadline", "end")
+    __slots__ = ("_answered", "_commands", "_missing", "deadline")
 
-    def __init__(self, commands: list[Command], answered: Callable[[], None], end: float | None) -> None:
-        self.end = end
+    def __init__(self, commands: list[Command], answered: Callable[[], None]) -> None:
         self._commands = commands
         self._answered = answered
         # Redis answers ASKING by itself, before the command that it goes with.

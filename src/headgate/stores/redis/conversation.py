@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headgate.stores.redis.topology import Topology
     from headgate.stores.redis.wire import Wire
 
-__all__ = ["Lost", "Unsent", "converse", "deliver", "public", "refusal"]
+__all__ = ["Lost", "OutOfTime", "Unsent", "converse", "deliver", "public", "refusal"]
 
 MOST_ROUNDS: Final = 6
 """How often a command may be sent, with the redirections of a cluster that is being resharded."""
@@ -39,6 +39,10 @@ _REFUSALS: Final = (
 
 class Unsent(StoreUnavailable):
     """The server could not be reached; not a byte was sent, so it is safe to ask another."""
+
+
+class OutOfTime(Unsent):
+    """Others have used up the budget before this server's turn came: nothing is known of it."""
 
 
 class Lost(StoreUnavailable):
@@ -212,7 +216,7 @@ def _redirect(command: Command, topology: Topology) -> bool:
 def _is_stale(command: Command) -> bool:
     """Whether the reply says that the servers are not where they were thought to be."""
     if isinstance(command.reply, ReplyError):
-        return str(command.reply).startswith(("READONLY", "CLUSTERDOWN"))
+        return str(command.reply).startswith("READONLY")
     # Where a breaker is open, the servers are asked anew by whoever looks after it, and not by every request.
     return isinstance(command.reply, StoreError) and not isinstance(command.reply, Shut)
 

@@ -23,7 +23,8 @@ if not state then
   return { 0, remaining, retry, reset, delay }
 end
 if (remaining == 0 or remaining * 10 < limit.capacity) and ARGV[11] ~= '' then
-  -- Denials that are remembered elsewhere hold no longer. Who may not publish may give back all the same.
+  -- Denials that are remembered elsewhere hold no longer: none is of more than a tenth of a limit (see denials.py). Who
+  -- may not publish may give back all the same.
   pcall('PUBLISH', ARGV[11], format('forget %s', ARGV[12]))
 end
 -- It owes less than before, so that its lifetime is known only after it is written.

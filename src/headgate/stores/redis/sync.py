@@ -13,11 +13,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._forks import renew_in_children
 from headgate.errors import StoreError
-from headgate.stores.redis.conversation import converse, public, refusal
+from headgate.stores.redis.conversation import OutOfTime, converse, public, refusal
 from headgate.stores.redis.line import Line, Opening
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.wire import decode_one
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["RedisStore"]
 
 LARGEST_BATCH: Final = 256
-LEAST_PATIENCE: Final = 0.001
+LEAST_PATIENCE: Final = 0.002
 """Seconds that those who waited in vain for another's round trip give to their own."""
 
 
@@ -41,7 +42,8 @@ class RedisStore(SharedStore):
 
     def __init__(self, place: Place, wire: Wire, *, budget: float) -> None:
         super().__init__(place, wire)
-        self._budget = budget
+        self.budget = budget
+        """Seconds that a call may take."""
         self._mutex = threading.Lock()
         self._waiting: deque[_Turn] = deque()
         self._led = False
@@ -82,9 +84,19 @@ class RedisStore(SharedStore):
         if self._only is not None and not self._openings and not self._lines:
             self._openings[None] = self._opening(None)
 
+    def prepare(self, node: Node | None, *, wait: float) -> None:
+        """Connect to a server that serves again before requests go there; called from another thread, which waits."""
+        if node not in self._lines:
+            opening = self._openings.get(node)
+            if opening is None or opening.is_over:
+                # Requests find its breaker open still, and none of them looks here.
+                opening = self._openings[node] = self._opening(node)
+            with suppress(StoreError):
+                opening.wait(wait)
+
     def allow(self, budget: float) -> None:
         """Give each call so many seconds from now on."""
-        self._budget = budget
+        self.budget = budget
         for line in list(self._lines.values()):
             line.allow(budget)
 
@@ -128,9 +140,9 @@ class RedisStore(SharedStore):
         with self._mutex:
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), LARGEST_BATCH))]
         answers: list[Any] = [StoreError("the call was interrupted")] * len(batch)
-        end = time.monotonic() + self._budget
+        end = time.monotonic() + self.budget
         if self._failed:  # they have waited for that already
-            end = max(min(turn.began for turn in batch) + self._budget, end - self._budget + LEAST_PATIENCE)
+            end = max(min(turn.began for turn in batch) + self.budget, end - self.budget + LEAST_PATIENCE)
         try:
             answers = self._drive(converse([turn.call for turn in batch], self._wire, self._place.topology), end)
         except BaseException:
@@ -173,7 +185,7 @@ class RedisStore(SharedStore):
         self._round_trips += 1
         try:
             line.send(packed)
-            reply = line.receive(time.monotonic() + self._budget)
+            reply = line.receive(time.monotonic() + self.budget)
         except StoreError as error:
             self._fail(None, [], error)
             return public(error)
@@ -189,7 +201,7 @@ class RedisStore(SharedStore):
             while True:
                 self._exchange(commands, end)
                 if not self._failed:  # it serves: what it has asked for is given its own time
-                    end = time.monotonic() + self._budget
+                    end = time.monotonic() + self.budget
                 commands = conversation.send(None)
         except StopIteration as end_of_it:
             answers: list[Any] = end_of_it.value
@@ -206,12 +218,14 @@ class RedisStore(SharedStore):
         self._failed = False
         for node, its in by_node.items():
             try:
+                if hasty and time.monotonic() >= end:
+                    raise OutOfTime("cannot reach Redis: other servers have used up the budget")
                 line = self._line(node, end)
                 line.send(b"".join([command.pack() for command in its]))
                 sent.append((node, line, its))
             except StoreError as error:
                 self._fail(node, its, error)
-        deadline = end if hasty else time.monotonic() + self._budget
+        deadline = end if hasty else time.monotonic() + self.budget
         for node, line, its in sent:
             try:
                 if hasty or len(sent) > 1:  # all of them together have the budget of one
@@ -238,7 +252,7 @@ class RedisStore(SharedStore):
         if opening is None:
             opening = self._openings[node] = self._opening(node)
         try:
-            line = Line(opening.wait(end - time.monotonic()), self._budget)
+            line = Line(opening.wait(end - time.monotonic()), self.budget)
         finally:
             if opening.is_over:
                 self._openings.pop(node, None)
@@ -263,6 +277,10 @@ class RedisStore(SharedStore):
     def _fail(self, node: Node | None, commands: list[Command], error: StoreError) -> None:
         """A line that failed once is not trusted again: what comes in on it late would answer the wrong question."""
         self._failed = True
+        if isinstance(error, OutOfTime):  # nothing was found out about this one
+            for command in commands:
+                command.reply = error
+            return
         self.breakers.fail(node, error)
         line = self._lines.pop(node, None)
         if line is not None:
