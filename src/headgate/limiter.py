@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager, contextmanager
+from random import randrange
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from headgate import flow
@@ -13,6 +14,7 @@ from headgate.decisions import Decision
 from headgate.errors import StoreError
 from headgate.leases import Renewals, leaving, renew_forever
 from headgate.shield.front import LOOKS
+from headgate.shield.split import gathered, spread, spread_change
 from headgate.stores.calls import Check, Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
 if TYPE_CHECKING:
@@ -152,6 +154,9 @@ class Limiter(LimiterBase):
 
     def _decide(self, call: Check, fallback: flow.Fallback) -> Decision:
         """The answer to a check: remembered, prepaid, the store's, or, if that fails, the fallback's."""
+        for key in call[0]:
+            if key[0].split > 1:
+                return gathered(call, self._decide(spread(call, randrange), fallback))
         front = self._front
         front.checks += 1
         ready = front.at_once(call) if front.is_alert or not front.checks & LOOKS else None
@@ -174,6 +179,7 @@ class Limiter(LimiterBase):
             return self._memory.run(call)
         if isinstance(call, Check):
             return self._decide(call, self._failure)
+        call = spread_change(call, randrange)
         try:
             answer = self._store.run(call)
         except StoreError as error:
@@ -321,6 +327,9 @@ class AsyncLimiter(LimiterBase):
 
     async def _decide(self, call: Check, fallback: flow.Fallback) -> Decision:
         """The answer to a check: remembered, prepaid, the store's, or, if that fails, the fallback's."""
+        for key in call[0]:
+            if key[0].split > 1:
+                return gathered(call, await self._decide(spread(call, randrange), fallback))
         front = self._front
         front.checks += 1
         ready = front.at_once(call) if front.is_alert or not front.checks & LOOKS else None
@@ -343,6 +352,7 @@ class AsyncLimiter(LimiterBase):
             return self._memory.run(call)
         if isinstance(call, Check):
             return await self._decide(call, self._failure)
+        call = spread_change(call, randrange)
         try:
             answer = await self._store.run(call)
         except StoreError as error:

@@ -13,6 +13,7 @@ from headgate.errors import ScriptError
 from headgate.health import Health, Shard
 from headgate.shield.blocks import Blocks
 from headgate.shield.denials import Denials
+from headgate.shield.heat import SAMPLED_EVERY
 from headgate.shield.ledger import Ledger
 from headgate.shield.outage import Outage
 from headgate.shield.purses import Purses
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOKS", "Front"]
 
-LOOKS: Final = 15
-"""Of so many checks and one, one is looked at for what is hot: where the count has none of these bits."""
+LOOKS: Final = SAMPLED_EVERY - 1
+"""A check whose number has none of these bits is looked at for what is hot."""
 
 
 class Front:
@@ -84,11 +85,9 @@ class Front:
             if self._prepays:
                 self.purses.sample(call)
             self.is_alert = bool(self.denials or self.purses or self.outage.failures)
-        if self.denials:
-            denial = self.denials.recall(call)
-            if denial is not None:
-                return denial
-        return self.purses.provide(call) if self._prepays and self.purses else None
+        # First what is paid for: a denial may be remembered from while it was on its way.
+        ready = self.purses.provide(call) if self._prepays and self.purses else None
+        return self.denials.recall(call) if ready is None and self.denials else ready
 
     def answered(self, call: Check, decision: Decision, asked_ns: int) -> None:
         """The store has answered, and denied, or said when it will; or something else is to be looked at."""

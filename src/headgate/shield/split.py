@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from headgate.algorithms import Verdict
     from headgate.decisions import Decision
     from headgate.keys import Key
+    from headgate.stores.calls import Call
 
-__all__ = ["gathered", "is_split", "spread", "spread_refund", "spread_reset"]
+__all__ = ["gathered", "is_split", "spread", "spread_change", "spread_refund", "spread_reset"]
 
 
 def is_split(call: Check) -> bool:
@@ -43,6 +44,15 @@ def gathered(call: Check, decision: Decision) -> Decision:
     whole = _estimate if decision.allowed else _own
     verdicts = [whole(key.limit.split, verdict) for key, verdict in zip(call.keys, decision.verdicts, strict=True)]
     return decision._replace(keys=call.keys, verdicts=tuple(verdicts))
+
+
+def spread_change(call: Call, pick: Callable[[int], int]) -> Call:
+    """A call that is no check, as the store gets it."""
+    if isinstance(call, Reset) and any(key.limit.split > 1 for key in call.keys):
+        return spread_reset(call)
+    if isinstance(call, Refund) and call.key.limit.split > 1:
+        return spread_refund(call, pick)
+    return call
 
 
 def spread_refund(refund: Refund, pick: Callable[[int], int]) -> Refund:
