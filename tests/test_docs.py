@@ -9,20 +9,22 @@ import io
 import pkgutil
 import re
 import subprocess
-from contextlib import redirect_stdout
-from datetime import timedelta
+from contextlib import closing, redirect_stdout
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from flask import Flask
 
 import headgate
 from headgate import _grammar
+from headgate.adapters.flask import Headgate
 from headgate.algorithms import ALGORITHMS
 from headgate.cli import main
 from headgate.policy import read
-from servers import AclUser, RedisServer
+from servers import AclUser, RedisServer, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -255,11 +257,12 @@ def test_changelog_speaks_of_this_version() -> None:
 
 def test_the_documented_rights_are_those_that_the_scripts_need() -> None:
     lua = "".join(file.read_text("utf-8") for file in SOURCE.rglob("*.lua"))
-    words = set(re.findall(r"'([A-Z]{3,})'", lua)) - {"LIMIT", "WITHSCORES"}
+    words = set(re.findall(r"'([A-Z]{3,})'", lua)) - {"COUNT", "LIMIT", "WITHSCORES"}
     assert set(documented_user().rules.upper().split()) == {
         "~HEADGATE:*",
         "~{HEADGATE:*",
-        *(f"+{word}" for word in ("EVALSHA", "EVAL", "UNLINK", *words)),
+        "&HEADGATE:*",
+        *(f"+{word}" for word in ("EVALSHA", "EVAL", "SUBSCRIBE", "PING", *words)),
     }
 
 
@@ -276,6 +279,21 @@ def test_the_documented_rights_suffice() -> None:
             if algorithm == "concurrency":
                 assert limiter.renew(key, id="a")
                 assert limiter.leave(key, id="a")
+
+
+def test_the_documented_rights_suffice_for_what_is_done_in_the_background() -> None:
+    app = Flask("shop")
+    with RedisServer(user=documented_user()) as server, headgate.Limiter(server.url) as limiter:
+        Headgate(app, read("limits: [{by: ip, bucket: 100000/minute}]"), server.url)
+        with closing(app.extensions["headgate"].gate), server.client() as admin:
+            wait_until(lambda: admin.exists("headgate:%fleet", "headgate:%mark") == 2, "a heartbeat and a mark")
+            wait_until(lambda: admin.pubsub_numsub("headgate:%news")[0][1], "somebody who listens")
+            limiter.block("ip", "127.0.0.1", until=datetime.now(UTC) + timedelta(hours=1))
+            wait_until(lambda: app.test_client().get("/").status_code == 403, "the block")
+            assert [block.value for block in limiter.blocked()] == ["127.0.0.1"]
+            limiter.block("ip", "127.0.0.1")
+            assert limiter.unblock("ip", "127.0.0.1")
+            wait_until(lambda: app.test_client().get("/").status_code == 404, "its end")
 
 
 def documented_user() -> AclUser:

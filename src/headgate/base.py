@@ -97,11 +97,11 @@ class LimiterBase:
         return self._store.stats if self._memory is not None else {**self._store.stats, **self._front.stats}
 
     @property
-    def live_blocks(self) -> Blocks:
+    def _live_blocks(self) -> Blocks:
         """Who is blocked, as far as this process has heard."""
         return self._front.blocks
 
-    def guard_routes(self) -> Fleet:
+    def _guard_routes(self) -> Fleet:
         """Be one of a fleet, for a gate whose routes have failure modes of their own: how much is this node's part."""
         if self._keeper is not None:
             self._keeper.beats = self._keeper.listens = True
@@ -109,7 +109,7 @@ class LimiterBase:
             self._store.warm()
         return self._front.fleet
 
-    def configure(
+    def _configure(
         self,
         *,
         budget: float,
@@ -142,11 +142,11 @@ class LimiterBase:
 
     def _unblock(self, kind: str, value: str) -> bool:
         """May wait for the store."""
-        known = self._front.blocks.drop(kind, value)
         if self._keeper is None:
-            return known
+            return self._front.blocks.drop(kind, value)
         with closing(self._store.companion()) as companion:
             ended: bool = companion.unblock(kind, value)
+        self._front.blocks.drop(kind, value)
         return ended
 
     def _blocked(self) -> list[LiveBlock]:
@@ -158,14 +158,17 @@ class LimiterBase:
             return [LiveBlock(*block) for block in companion.blocks()]
 
     @staticmethod
-    def _checked_block(
-        kind: str, value: str, until: datetime | None = None, reason: str | None = None
-    ) -> LiveBlock:
+    def _checked_block(kind: str, value: str, until: datetime | None = None, reason: str | None = None) -> LiveBlock:
         """The block in its one spelling."""
         if not isinstance(kind, str) or not kind.isidentifier():
             raise InvalidInput(f"{kind!r} is no kind of identity: give a word like 'ip', 'user', 'api_key' or 'tenant'")
         if not isinstance(value, str) or not value:
             raise InvalidInput(f"{value!r} is nobody of kind {kind!r}: give a text, as the adapters know it")
+        if kind == "api_key" and not value.startswith("hmac:"):
+            raise InvalidInput(
+                "an API key is blocked by its hash, as nothing else of it is stored: ask a gate, which has the secret, "
+                "or give what `headgate hash-key` prints"
+            )
         if until is not None and until.tzinfo is None:
             raise InvalidInput(f"until {until!r} has no time zone: give datetime(..., tzinfo=UTC)")
         until_us = None if until is None else round(until.timestamp() * 1_000_000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager, contextmanager
-from random import randrange
+from random import Random
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from headgate import flow
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncLimiter", "Limiter"]
 
+_pick: Final = Random().randrange
+"""Chooses parts of split limits."""
+
 LONGEST_FAREWELL: Final = 0.25
 """Seconds that closing may take for what was prepaid to be given back."""
 
@@ -38,13 +41,16 @@ class Limiter(LimiterBase):
     """Decides whether requests may pass, for code with threads; `AsyncLimiter` is the same for asyncio.
 
     `url` names the store: "memory://" (this process alone), "redis://host:6379/0", "rediss://", "unix:///path", "redis+cluster://host:7000",
-    "redis+sentinel://host:26379/name", or a redis-py client that you have already. Nothing is connected before the
-    first call.
+    "redis+sentinel://host:26379/name", or a redis-py client that you have already. `clock` replaces the store's clock,
+    for tests.
 
-    `clock` replaces the store's clock, for tests. `on_failure` says what to answer when the store fails: "raise" a
-    StoreError, "open" (allow), "closed" (deny) or "local" (a fifth of each limit, counted in this process).
-    `budget` is how many seconds the store may take: 0.005 by default, 1.0 where the only other answer is an
-    exception.
+    `on_failure` says what to answer when the store fails: "raise" a StoreError, "open" (allow), "closed" (deny) or
+    "local" (`share` of each limit, over all live `nodes`, counted in this process). `budget` is how many seconds the
+    store may take, connecting included: 0.005 by default, 1.0 where the only other answer is an exception. `on_event`
+    is told when it is lost, and back. More in docs/outages.md.
+
+    `remember` is how many denials are kept until they end, `lease` for how many seconds tokens of hot keys are prepaid;
+    0 turns either off. More in docs/hot-keys.md.
 
     >>> from datetime import timedelta
     >>> from headgate import Limit, Limiter
@@ -156,7 +162,7 @@ class Limiter(LimiterBase):
         """The answer to a check: remembered, prepaid, the store's, or, if that fails, the fallback's."""
         for key in call[0]:
             if key[0].split > 1:
-                return gathered(call, self._decide(spread(call, randrange), fallback))
+                return gathered(call, self._decide(spread(call, _pick), fallback))
         front = self._front
         front.checks += 1
         ready = front.at_once(call) if front.is_alert or not front.checks & LOOKS else None
@@ -179,7 +185,7 @@ class Limiter(LimiterBase):
             return self._memory.run(call)
         if isinstance(call, Check):
             return self._decide(call, self._failure)
-        call = spread_change(call, randrange)
+        call = spread_change(call, _pick)
         try:
             answer = self._store.run(call)
         except StoreError as error:
@@ -329,7 +335,7 @@ class AsyncLimiter(LimiterBase):
         """The answer to a check: remembered, prepaid, the store's, or, if that fails, the fallback's."""
         for key in call[0]:
             if key[0].split > 1:
-                return gathered(call, await self._decide(spread(call, randrange), fallback))
+                return gathered(call, await self._decide(spread(call, _pick), fallback))
         front = self._front
         front.checks += 1
         ready = front.at_once(call) if front.is_alert or not front.checks & LOOKS else None
@@ -352,7 +358,7 @@ class AsyncLimiter(LimiterBase):
             return self._memory.run(call)
         if isinstance(call, Check):
             return await self._decide(call, self._failure)
-        call = spread_change(call, randrange)
+        call = spread_change(call, _pick)
         try:
             answer = await self._store.run(call)
         except StoreError as error:

@@ -66,6 +66,7 @@ def test_a_server_that_is_gone_is_an_error_at_once_and_none_when_it_is_back(
         assert str(told.answer).startswith("cannot reach Redis")
         assert told.seconds < SLACK
     server.start()
+    wait_until(lambda: isinstance(timed(lambda: gate.peek(key)).answer, Decision), "an answer again")
     assert gate.check(key).remaining == 99
 
 
@@ -112,7 +113,7 @@ def test_a_server_that_refuses_is_unavailable_and_no_bug(
     with RedisServer(extra=trouble) as refusing:
         with pytest.raises(StoreUnavailable, match=said):
             open_gate(refusing.url).check(key_of(unique))
-        degraded = open_gate(refusing.url, on_failure="open").check(key_of(unique))
+        degraded = open_gate(refusing.url, on_failure="open", budget=1).check(key_of(unique))
         assert (degraded.allowed, said in degraded.degraded) == (True, True)
 
 
@@ -137,7 +138,9 @@ def test_open_and_closed_answer_as_their_names_say(
     assert gate.peek(key).allowed
     assert [gate.refund(key, 1), gate.renew(room, id="a"), gate.leave(room, id="a")] == [False] * 3
     server.start()
-    assert (gate.check(key).remaining, gate.check(key).degraded) == (99, None)
+    wait_until(lambda: gate.peek(key).degraded is None, "an exact answer again")
+    if mode == "closed":  # what is allowed is charged afterwards, as far as the limit goes
+        assert gate.check(key).remaining == 99
 
 
 def test_local_allows_a_fifth_by_itself(open_gate: Callable[..., Gate], server: RedisServer, unique: str) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DjangoArrival", "HeadgateMiddleware", "asigned_in_user", "signed_in_user"]
 
-FUNCTIONS: Final = ("on_decision", "refusal_body")
+FUNCTIONS: Final = ("on_decision", "on_event", "refusal_body")
 """The settings that may also be the name of a function."""
 
 

@@ -141,11 +141,11 @@ class Door:
         self._answer: Callable[..., Any] = limiter._answer  # noqa: SLF001
         self._now_us = (clock or SystemClock()).now_us
         self._memory: MemoryStore | None = limiter._memory  # noqa: SLF001
-        fleet = limiter.guard_routes()
+        fleet = limiter._guard_routes()  # noqa: SLF001
         self._fallbacks = {
             mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in ("open", "closed", "local")
         }
-        self._blocks: Blocks = limiter.live_blocks
+        self._blocks: Blocks = limiter._live_blocks  # noqa: SLF001
         return before
 
     def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
@@ -154,7 +154,7 @@ class Door:
 
     def warm(self) -> None:
         """Begin to connect, so that the first request need not wait for it; asynchronous gates want a running loop."""
-        self._limiter.guard_routes()
+        self._limiter._guard_routes()  # noqa: SLF001
 
     def made(self, policy: Policy) -> Rules:
         """The policy, ready for requests."""
@@ -189,7 +189,7 @@ class Door:
     def _swap(self, policy: Policy) -> None:
         rules = self.made(policy)
         settings = policy.store
-        self._limiter.configure(
+        self._limiter._configure(  # noqa: SLF001
             budget=settings.budget.total_seconds() if self._given_budget is None else self._given_budget,
             share=settings.share,
             nodes=settings.nodes,
@@ -216,7 +216,7 @@ class Door:
         """What a request that takes leases is told by its route's failure mode, and what it holds then."""
         fallback = self._fallbacks[met.route.on_failure]
         check = Check(met.keys, met.cost, uuid4().hex)
-        decision = fallback.decide(check, error)
+        decision: Decision = self._limiter._front.without_store(check, error, fallback)  # noqa: SLF001
         return (_HeldWithoutStore(fallback, check, error) if decision.allowed else None), decision
 
     def _live_block(self, met: Resolution) -> Resolution:

@@ -12,6 +12,7 @@ from ipaddress import ip_network
 from socket import AF_INET, AF_INET6, inet_pton
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from headgate._forks import renew_in_children
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class Blocks:
         self._mutex = threading.Lock()
         """For those who change something. Who only looks does not wait."""
         self._tables = _Tables()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """Whoever held the lock is not in the child to release it."""
+        self._mutex = threading.Lock()
 
     def set(self, kind: str, value: str, until_us: int | None, reason: str | None) -> None:
         """Block somebody, in place of an earlier block. A network that is none is told to the log, and left out."""

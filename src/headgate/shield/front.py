@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from headgate._forks import renew_in_children
+from headgate.decisions import Decision
 from headgate.errors import ScriptError
 from headgate.health import Health, Shard
 from headgate.shield.blocks import Blocks
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.clock import Clock
-    from headgate.decisions import Decision
     from headgate.errors import StoreError
     from headgate.events import Herald
     from headgate.failure import Fleet
@@ -63,6 +64,12 @@ class Front:
         """The instant to be read before the store is asked."""
         self._clock = clock
         self._remembers = self._prepays = False
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """The parent gives back what it has prepaid, and a child looks at its first check for what there is to do."""
+        self.unspent = []
+        self.checks, self.is_alert = -1, True
 
     def configure(self, *, remember: int, lease_us: int) -> None:
         """Remember so many denials, and prepay hot keys for so long, from now on; 0 for neither."""
@@ -87,7 +94,9 @@ class Front:
             self.is_alert = bool(self.denials or self.purses or self.outage.failures)
         # First what is paid for: a denial may be remembered from while it was on its way.
         ready = self.purses.provide(call) if self._prepays and self.purses else None
-        return self.denials.recall(call) if ready is None and self.denials else ready
+        if ready is None:
+            return self.denials.recall(call) if self.denials else None
+        return self._watched(ready) if self.outage.failures and not isinstance(ready, Decision) else ready
 
     def answered(self, call: Check, decision: Decision, asked_ns: int) -> None:
         """The store has answered, and denied, or said when it will; or something else is to be looked at."""
@@ -96,14 +105,27 @@ class Front:
             if self.denials and not self.is_alert:
                 self.is_alert = True
                 self.ensure()
+        if self._prepays and not decision.allowed and self.purses:
+            self.purses.deny(call, decision, asked_ns // 1000)
         if self.outage.failures:
             self.outage.note_answer()
 
+    def _watched(self, ordering: Ordering) -> Ordering:
+        """The same; that it was answered ends an outage, too, where all that is asked for is prepaid."""
+        decision = yield from ordering
+        self.outage.note_answer()
+        return decision
+
     def failed(self, call: Check, error: StoreError, fallback: Fallback) -> Decision:
-        """The answer without the store. What it admits is charged there later, unless it may have been already."""
+        """The store has failed: the answer without it."""
         self.note_failure(error)
+        return self.without_store(call, error, fallback)
+
+    def without_store(self, call: Check, error: StoreError, fallback: Fallback) -> Decision:
+        """What was agreed on for then. What it admits is charged later: unless it may have been already, or never can
+        be, as a script's error is no outage."""
         decision = fallback.decide(call, error)
-        if decision.allowed and not error.may_have_happened:
+        if decision.allowed and not error.may_have_happened and not isinstance(error, ScriptError):
             self.ledger.note(call)
         return decision
 

@@ -31,6 +31,9 @@ __all__ = ["Keeper"]
 
 logger = logging.getLogger("headgate")
 
+_chance = random.Random()
+"""Our own: who seeds the common one, in tests for instance, does not want to share it with other threads."""
+
 FIRST_PROBE: Final = 0.02
 LONGEST_PROBE: Final = 0.4
 """Seconds between two looks at a server that does not serve; they double from the one to the other."""
@@ -46,10 +49,13 @@ SETTLES: Final = 0.1
 """Seconds between two attempts to settle what is owed."""
 CALM: Final = 0.3
 """Seconds since the last failure before debts are settled: else the charges themselves might be lost."""
+LOOK: Final = 0.1
+"""Seconds that each answer may take when servers are looked at that do not serve: others wait to be looked at, too."""
 PREPARES: Final = 0.1
 """Seconds that requests are kept waiting for the connection to a server that serves again."""
 FIRST_BEATS: Final = 3
-"""At first they are quick, and the fleet is not believed to be smaller than was said: not all have been heard yet."""
+"""At first, and after an outage, so many are quick, and the fleet is not believed to be smaller than it was: not all
+have been heard yet."""
 SETTLING: Final = 0.3
 """Seconds that requests may wait longer for an exact answer, so that debts are charged before it."""
 
@@ -101,18 +107,21 @@ class Keeper:
         self._member = uuid4().hex
         self._lock = threading.Lock()
         self._bell = threading.Event()
-        weakref.finalize(self, self._bell.set)
+        self._farewell = weakref.finalize(self, self._bell.set)
         self._thread: threading.Thread | None = None
         self._listener: Any = None
         self._probes: dict[Any, tuple[float, float]] = {}
         """Servers that do not serve: when to look at them, and how long to wait after that."""
         self._next_beat = self._next_return = self._next_settling = 0.0
         self._beaten = 0
+        self._unsure = FIRST_BEATS
+        """Beats until the fleet is believed to be smaller than it was."""
         self._marks: dict[str, str] = {}
         self._settled = [0, 0, 0, 0]
 
     def renew_after_fork(self) -> None:
         """A child is a member of its own, and has no threads yet."""
+        self._farewell.detach()  # its parent's thread may have held the bell at that moment
         self._begin()
 
     def ensure(self) -> None:
@@ -137,16 +146,17 @@ class Keeper:
         """Stop. What was prepaid is given back, and the fleet told, in the background: wait so long for that."""
         self._front.unspent += self._front.purses.clear()
         self.ensure()
-        self._closed = True
-        if self._listener is not None:
-            self._listener.stop()
         with self._lock:
-            thread = self._thread
-            if thread is None:
-                self._companion.close()
-        if thread is not None:
+            self._closed = True
+            thread, listener = self._thread, self._listener
+        if listener is not None:
+            listener.stop()
+        if thread is None:
+            self._companion.close()
+        else:
             self._bell.set()
-            thread.join(wait)
+            if thread is not threading.current_thread():  # a listener of events may close the limiter
+                thread.join(wait)
 
     def health(self) -> Health:
         """How the limiter is, and each of its servers that is known."""
@@ -162,6 +172,9 @@ class Keeper:
 
     def _look_after(self, node: Any) -> None:
         """A breaker has opened."""
+        if self._closed:  # nobody will look at the server any more, so that those who still come must do it themselves
+            self._store.breakers[node].close()
+            return
         self._probes[node] = time.monotonic() + FIRST_PROBE, FIRST_PROBE
         self.ensure()
         self._bell.set()
@@ -194,10 +207,10 @@ class Keeper:
         dues += [self._next_return] if self._front.purses or self._front.unspent else []
         dues += [self._next_settling] if self._front.ledger.debt.keys else []
         with self._lock:
-            if not dues:
+            if not dues and not self._has_work():  # nothing has come in since, either
                 self._thread = None
                 return None
-        return max(min(dues) - now, 0.001)
+        return max(min(dues, default=now) - now, 0.001)
 
     def _part(self) -> None:
         """The last things that a limiter does."""
@@ -213,15 +226,15 @@ class Keeper:
 
     def _probe(self, node: Any) -> None:
         """Look at a server whose breaker is open, and close it if all is well."""
-        breaker = self._store.breakers[node]
+        breaker, within = self._store.breakers[node], max(LOOK, self._store.budget)
         try:
             suspects = self._store.breakers.open_ones()
-            primaries = self._companion.shards(suspects)
+            primaries = self._companion.shards(suspects, within=within)
             if node in primaries:
-                self._learn_mark(node)
+                self._learn_mark(node, within=within)
                 self._see_that_it_is_quick(node)
                 # It may have been woken from a long sleep, in which another has taken its place.
-                primaries = self._companion.shards(suspects)
+                primaries = self._companion.shards(suspects, within=within)
             if node in primaries:
                 self._settle()
                 self._store.prepare(node, wait=PREPARES)
@@ -237,7 +250,7 @@ class Keeper:
             _, pause = self._probes[node]
             pause = min(pause * 2, LONGEST_PROBE)
             # Not all processes of a fleet at the same moment.
-            self._probes[node] = time.monotonic() + pause * random.uniform(0.5, 1.0), pause
+            self._probes[node] = time.monotonic() + pause * _chance.uniform(0.5, 1.0), pause
             return
         del self._probes[node]
         breaker.close()
@@ -246,17 +259,15 @@ class Keeper:
 
     def _see_that_it_is_quick(self, node: Any) -> None:
         """A server that takes longer than requests wait for it does not serve them, though it answers."""
-        start = time.monotonic()
-        self._companion.mark(node, uuid4().hex)
-        took = time.monotonic() - start
-        if took > self._store.budget:
-            raise StoreTimeout(
-                f"Redis answers, but after {took * 1000:.1f} ms: the budget is {self._store.budget * 1000:g} ms"
-            )
+        try:
+            self._companion.mark(node, uuid4().hex, within=self._store.budget)
+        except StoreTimeout as error:
+            told = f"Redis answers, but not within the budget of {self._store.budget * 1000:g} ms"
+            raise StoreTimeout(told) from error
 
-    def _learn_mark(self, node: Any) -> None:
+    def _learn_mark(self, node: Any, *, within: float = 1.0) -> None:
         """See that a server serves, and whether it still knows what it knew."""
-        mark = self._companion.mark(node, uuid4().hex)
+        mark = self._companion.mark(node, uuid4().hex, within=within)
         name = self._companion.mark_name(node)  # the same on a replica that takes over
         known = self._marks.get(name)
         self._marks[name] = mark
@@ -269,20 +280,24 @@ class Keeper:
             )
 
     def _beat(self) -> None:
-        is_new = self._beaten < FIRST_BEATS
-        self._next_beat = time.monotonic() + (BEAT / 8 if is_new else BEAT) * random.uniform(0.8, 1.0)
+        front, is_unsure = self._front, self._unsure > 0
+        self._next_beat = time.monotonic() + (BEAT / 8 if is_unsure else BEAT) * _chance.uniform(0.8, 1.0)
         if self._store.breakers.open_ones():
-            return  # the fleet stays as it was known
+            self._unsure = FIRST_BEATS  # nor do the others tell that they live: the fleet stays as it was known
+            return
         try:
-            self._front.blocks.sweep(time.time_ns() // 1000)
+            front.blocks.sweep(time.time_ns() // 1000)
             living = self._companion.beat(self._member, int(BEAT * LIVES * 1_000_000))
-            self._front.fleet.nodes = max(living, self._front.fleet.nodes) if is_new else living
+            front.fleet.nodes = max(living, front.fleet.nodes) if is_unsure else living
             if self._beaten % MARKS_EVERY == 0:
                 for node in self._companion.shards():
                     self._learn_mark(node)
             self._beaten += 1
+            self._unsure -= is_unsure
+            if front.outage.failures:  # a node that gets no requests, as it is not ready, must become so by itself
+                front.outage.note_answer()
         except StoreError:
-            pass  # requests will notice, if it lasts
+            self._unsure = FIRST_BEATS  # requests will notice, if it lasts
 
     def _return_unspent(self) -> None:
         front = self._front
@@ -325,9 +340,11 @@ class Keeper:
                 on_unblock=blocks.drop,
                 on_forget=forget,
                 on_connect=lambda: _catch_up(blocks, denials, companion),
+                on_lost=lambda _: denials.clear(),
             )
-        weakref.finalize(self, self._listener.stop)
-        _started("headgate-news", self._listener.listen)
+            weakref.finalize(self, self._listener.stop)
+            if _started("headgate-news", self._listener.listen) is None:
+                self._listener = None
 
 
 def _catch_up(blocks: Blocks, denials: Denials, companion: Any) -> None:
@@ -358,7 +375,11 @@ def _work_for(reference: weakref.ref[Keeper], bell: threading.Event) -> None:
         bell.clear()
 
 
-def _started(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+def _started(name: str, target: Callable[..., None], *args: Any) -> threading.Thread | None:
+    """The thread; None if there can be none: there are too many, or the interpreter is about to end."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
     return thread

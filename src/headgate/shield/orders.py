@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headgate.decisions import Decision
+from headgate.stores.calls import Check
 
 if TYPE_CHECKING:
     from headgate.shield.purse import Batch, Purse
-    from headgate.stores.calls import Check
 
-__all__ = ["Item", "denial", "standing"]
+__all__ = ["Item", "Order", "denial", "standing"]
+
+
+class Order(Check):
+    """A check that is good for many requests: where a process is behind, it does not wait for all that came before."""
+
+    __slots__ = ()
+
+    goes_first = True
 
 
 class Item:

@@ -61,8 +61,8 @@ class Purse:
     __slots__ = (
         *("at_us", "charged_us", "demand", "demand_us", "denied", "dry", "ends_us", "generous", "key", "later"),
         *("lease_us", "left", "limit", "low", "order_until_us", "over", "pace_us", "per_second", "reset_us"),
-        *("rest_from", "rest_until_us", "retry_us", "said_us", "sent_us", "shy_until_us", "singles", "tokens"),
-        "trip_us",
+        *("rest_from", "rest_until_us", "retry_us", "said_us", "sent_us", "shy_until_us", "since_us", "singles"),
+        *("tokens", "trip_us"),
     )
 
     def __init__(self, key: Key, now_us: int, *, lease_us: int, per_second: int, generous: bool = False) -> None:
@@ -83,6 +83,8 @@ class Purse:
         self.left: int | None = None
         self.reset_us = self.at_us = 0
         self.said_us = now_us
+        self.since_us = now_us
+        """Denials of what was asked earlier say nothing: something was given back since."""
 
         # How much this process asks for, and how long an answer takes.
         self.per_second = per_second
@@ -220,8 +222,8 @@ class Purse:
 
     def stock(self, batch: Batch, now_us: int, *, cost: int, wanted: int) -> None:
         """An order was granted, to a request of that cost; `wanted` is what it would have been if there is enough."""
-        trip_us = now_us - batch.sent_us
-        self.trip_us = (self.trip_us + trip_us) // 2
+        # What is too late is too late: one answer that was held up for long must not be remembered for long.
+        self.trip_us = (self.trip_us + min(now_us - batch.sent_us, self.lease_us)) // 2
         # Down from a few, so many single tokens could only be had if more came in all the time: it is dry, too.
         self.singles = 0 if batch.tokens else self.singles + 1
         if batch.tokens > max(0, wanted - cost):
@@ -231,7 +233,8 @@ class Purse:
         if self.dry:
             self.rest_from = 1
         self.low = 0 if self.dry else min(batch.tokens // 4, 2 * self.per_second * self.trip_us // 1_000_000)
-        if self.trip_us > self.lease_us // 2:
+        # Not earlier: where it is this process that is behind, asking exactly would keep it there.
+        if self.trip_us > self.lease_us * 9 // 10:
             self.shy_until_us = now_us + SHY_US
         if batch.tokens:
             self.put(batch)
@@ -246,13 +249,15 @@ class Purse:
 
     def wakes(self, now_us: int) -> None:
         """An order leaves: whoever else finds nothing here waits for its answer."""
-        self.order_until_us = now_us + 10 * self.lease_us
+        # What comes later than that has ended already. An order may have been given up, and nobody told.
+        self.order_until_us = now_us + self.lease_us
         if self.dry:
             self.rest_until_us, self.rest_from = now_us + self.pace_us, 1
 
-    def awaken(self) -> None:
+    def awaken(self, now_us: int) -> None:
         """Something was given back to the store: ask it again at once."""
         self.rest_until_us = self.retry_us = 0
+        self.since_us = now_us
 
     def rests(self, cost: int, now_us: int) -> bool:
         """Whether a request that costs more than is held is denied without asking."""

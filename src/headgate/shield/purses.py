@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from headgate._forks import renew_in_children
 from headgate.decisions import Decision
 from headgate.shield.heat import HOT_RATE, Heat
-from headgate.shield.orders import Item, denial, standing
+from headgate.shield.orders import Item, Order, denial, standing
 from headgate.shield.purse import Purse, can_lease
 
 if TYPE_CHECKING:
@@ -170,12 +170,25 @@ class Purses:
                 # A new one: what an order that is still on its way brings is put into the old, which nobody looks at.
                 self._purses[space, identity] = self._purse(purse.key, now_us, purse.per_second)
 
+    def deny(self, call: Check, decision: Decision, asked_us: int) -> None:
+        """The store was asked at that instant for a check that nothing was held for, and has denied it: whoever finds
+        nothing here either need not ask for the same."""
+        with self._lock:
+            now_us = self._now_us()
+            for key, cost, verdict in zip(call.keys, call.costs, decision.verdicts, strict=True):
+                purse = self._purses.get((key.limit.space, key.identity))
+                if purse is None or purse.limit != key.limit:
+                    continue
+                if verdict[1] > 0 and asked_us > purse.since_us:
+                    purse.hear(verdict, decision.at_us, now_us)
+                    purse.deny(cost, verdict, now_us)
+
     def awaken(self, space: str, identity: str) -> None:
         """Something was given back to the counter: it may pass again before the time that was told."""
         with self._lock:
             purse = self._purses.get((space, identity))
             if purse is not None:
-                purse.awaken()
+                purse.awaken(self._now_us())
 
     def overdue(self) -> list[Refund]:
         """What was held too long, for the store. Send it at once, or not at all: it is right for a short while only."""
@@ -273,7 +286,7 @@ class Purses:
         with self._lock:
             self._orders += 1
         costs = tuple([0 if item.extra is None else item.cost + item.extra for item in items])
-        return call._replace(cost=costs if len(costs) > 1 else costs[0])
+        return Order(call.keys, costs if len(costs) > 1 else costs[0], call.id)
 
     def _hear(self, call: Check, items: list[Item], decision: Decision, sent_us: int) -> Decision | None:
         """The caller's answer, if there is one: that the order was granted, or that the purses have it after all."""

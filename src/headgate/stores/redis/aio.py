@@ -151,8 +151,9 @@ class _Desk:
 
     def ask(self, call: Call) -> asyncio.Future[Any]:
         future = self.loop.create_future()
-        self._waiting.append(call)
-        self._futures.append(future)
+        place = 0 if getattr(call, "goes_first", False) else len(self._waiting)
+        self._waiting.insert(place, call)
+        self._futures.insert(place, future)
         if not self._flushing:
             if self._alone and not self._on_the_way:
                 if not self._ask_shortly():

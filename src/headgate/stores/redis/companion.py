@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import redis
 from hiredis import ReplyError
 
 from headgate._forks import renew_in_children
@@ -79,19 +78,20 @@ class Companion:
             answers += self._drive(converse(batch, self._wire, self._place.topology))
         return answers
 
-    def shards(self, suspects: Container[Node | None] = ()) -> list[Node | None]:
+    def shards(self, suspects: Container[Node | None] = (), *, within: float = PATIENCE) -> list[Node | None]:
         """The primaries, asked for anew; suspects, who may not answer, are asked for them last."""
         topology = self._place.topology
-        self._drive(topology.refresh(suspects))
+        self._drive(topology.refresh(suspects), within)
         return topology.primaries()
 
-    def mark(self, node: Node | None, fresh: str) -> str:
+    def mark(self, node: Node | None, fresh: str, *, within: float = PATIENCE) -> str:
         """The mark that the server has, or `fresh` if it had none: then what it knew was lost, or it is new.
 
-        The mark is written back, so that an answer proves that the server does serve.
+        The mark is written back, so that an answer proves that the server does serve. It has so many seconds for each
+        answer: the server, not this thread, which may have to wait for the interpreter before it sees one.
         """
         command = Command(self._wire.own_script("mark"), [self.mark_name(node)], [fresh, MARK_LIFETIME_MS])
-        mark: bytes = self._ask(command, _Only(node))
+        mark: bytes = self._ask(command, _Only(node), within)
         return mark.decode()
 
     def beat(self, member: str, lifetime_us: int) -> int:
@@ -159,9 +159,9 @@ class Companion:
             self._mark_names[node] = name
         return name
 
-    def _ask(self, command: Command, topology: Topology | None = None) -> Any:
+    def _ask(self, command: Command, topology: Topology | None = None, within: float = PATIENCE) -> Any:
         """The reply to a command, from the server that its key lives on."""
-        self._drive(deliver([command], topology or self._place.topology))
+        self._drive(deliver([command], topology or self._place.topology), within)
         reply = command.reply
         if isinstance(reply, ReplyError):
             told = f"the store answered: {reply}"
@@ -172,17 +172,17 @@ class Companion:
             raise public(reply)
         return reply
 
-    def _drive(self, conversation: Generator[list[Command], None, Any]) -> Any:
+    def _drive(self, conversation: Generator[list[Command], None, Any], within: float = PATIENCE) -> Any:
         with self._turn, self._closing_after_interrupts():
             try:
                 commands = next(conversation)
                 while True:
-                    self._exchange(commands)
+                    self._exchange(commands, within)
                     commands = conversation.send(None)
             except StopIteration as end:
                 return end.value
 
-    def _exchange(self, commands: list[Command]) -> None:
+    def _exchange(self, commands: list[Command], within: float) -> None:
         """One round trip to every server concerned, all at the same time."""
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
@@ -196,7 +196,7 @@ class Companion:
                 sent.append((node, line, its))
             except StoreError as error:
                 self._fail(node, its, error)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + within
         for node, line, its in sent:
             try:
                 line.hurry(deadline)
@@ -217,7 +217,8 @@ class Companion:
         connection = self._place.connection(node, asynchronous=False, timeout=CONNECT)
         try:
             connection.connect()
-        except (redis.RedisError, OSError, ValueError) as error:  # names that DNS cannot have are ValueErrors
+        except Exception as error:  # whatever a provider of credentials may raise, too
+            connection.disconnect()
             raise Unsent(f"cannot reach Redis: {error}") from error
         line = self._lines[node] = Line(connection, PATIENCE)
         return line
@@ -252,10 +253,11 @@ def read_block(text: bytes) -> StoredBlock | None:
     try:
         said = json.loads(text)
         block = StoredBlock(said["kind"], said["value"], said.get("until_us"), said.get("reason"))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     shape = tuple(map(type, block))
-    return block if shape[:2] == (str, str) and shape[2] in _WHOLE and shape[3] in _WORDS else None
+    is_one = shape[:2] == (str, str) and shape[2] in _WHOLE and shape[3] in _WORDS
+    return block if is_one and 0 <= (block.until_us or 0) < EXACT else None
 
 
 class _Only(Standalone):

@@ -138,9 +138,9 @@ def _give_back(
 
 def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) -> Any:
     """One answer from those of the shards."""
-    for answer in told:
-        if isinstance(answer, Exception):
-            return answer
+    errors = [answer for answer in told if isinstance(answer, StoreError)]
+    if errors:
+        return _joined_error(call, told, errors, undone)
     if not isinstance(call, Check) or len(told) == 1:
         return told[0]
     verdicts = {
@@ -164,6 +164,26 @@ def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) 
     )
 
 
+def _joined_error(
+    call: Call, told: list[Any], errors: list[StoreError], undone: dict[tuple[int, str, str], Any]
+) -> StoreError:
+    """The error of a call that some shards did not answer. If one may have charged it all the same, or has, and could
+    not be made to give it back, it may have happened: whoever is told must not charge it again."""
+    worst = max(errors, key=lambda error: error.may_have_happened)
+    taken = [
+        (id(call), key.limit.space, key.identity)
+        for decision in told
+        if isinstance(call, Check) and isinstance(decision, Decision) and decision.allowed
+        for key, cost in zip(call.keys, call.costs, strict=True)
+        if cost and key in decision.keys
+    ]
+    if worst.may_have_happened or all(name in undone for name in taken):
+        return worst
+    error = type(worst)(str(worst))
+    error.may_have_happened = True
+    return error
+
+
 def deliver(commands: list[Command], topology: Topology) -> Generator[list[Command], None, None]:
     """Sends the commands until each has a reply that is final; afterwards each has one."""
     pending, asked_anew = commands, False
@@ -176,7 +196,8 @@ def deliver(commands: list[Command], topology: Topology) -> Generator[list[Comma
             again = [command for command in pending if _redirect(command, topology)]
             stale = [command for command in pending if _is_stale(command)]
             if stale:
-                topology.forget()
+                # One that hangs would use up the time of a request that others could serve.
+                topology.forget([command.node for command in stale])
             # What may have happened is never asked twice.
             unheard = [command for command in stale if not getattr(command.reply, "may_have_happened", False)]
             if unheard and topology.moves and not asked_anew:

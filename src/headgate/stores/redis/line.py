@@ -8,9 +8,9 @@ import ssl
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-import redis
 from hiredis import HiredisError, Reader
 
 from headgate.errors import StoreTimeout
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Line", "Opening"]
 
+STALE: Final = 0.1
+"""Seconds after which it is tried again to connect, whatever came of the last time."""
 IDLE: Final = 0.05
 """Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
 
@@ -34,12 +36,27 @@ class Opening:
         self._error: Exception | None = None
         self._abandoned = False
         self._over = threading.Event()
-        threading.Thread(target=self._work, name="headgate-connecting", daemon=True).start()
+        self._ended = 0.0
+        try:
+            threading.Thread(target=self._work, name="headgate-connecting", daemon=True).start()
+        except RuntimeError as error:  # there are too many threads, or the interpreter is about to end
+            self._error = error
+            self._over.set()
 
     @property
     def is_over(self) -> bool:
         """Whether there is a connection, or the reason why there is none."""
         return self._over.is_set()
+
+    @property
+    def is_old_news(self) -> bool:
+        """Whether it failed, and so long ago that it may be otherwise by now."""
+        return self._over.is_set() and self._error is not None and time.monotonic() - self._ended > STALE
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is no connection, nor will be."""
+        return self._error is not None
 
     def wait(self, seconds: float) -> Any:
         """The connection, once it is open."""
@@ -56,12 +73,16 @@ class Opening:
             self._connection.disconnect()
 
     def _work(self) -> None:
+        connection = None
         try:
             connection = self._make()
             connection.connect()
             self._connection = connection
-        except (redis.RedisError, OSError, ValueError) as error:  # names that DNS cannot have are ValueErrors
+        except Exception as error:  # whatever a provider of credentials may raise, too: somebody waits for an end
             self._error = error
+            if connection is not None:
+                connection.disconnect()
+        self._ended = time.monotonic()
         self._over.set()
         if self._abandoned:
             self.abandon()
@@ -73,6 +94,8 @@ class Line:
     def __init__(self, connection: Any, budget: float) -> None:
         self._connection = connection  # kept: it closes the socket when it is collected
         self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
+        if self._socket is None or self._socket.fileno() < 0:
+            raise Unsent("cannot reach Redis: the connection was closed as soon as it was open")
         self._budget = budget
         self._reader = Reader()
         self._used = -IDLE  # it may have waited for somebody to need it
@@ -88,13 +111,18 @@ class Line:
 
     def is_usable(self) -> bool:
         """Whether nothing has come in unasked: a server that went away has sent its end of file."""
-        return time.monotonic() - self._used < IDLE or not self._watch.select(0)
+        if time.monotonic() - self._used < IDLE:
+            return True
+        try:
+            return not self._watch.select(0)
+        except (OSError, ValueError):  # another thread has closed it
+            return False
 
     def send(self, packed: bytes) -> None:
-        if self._hurried:
-            self._socket.settimeout(self._budget)
-            self._hurried = False
         try:
+            if self._hurried:
+                self._socket.settimeout(self._budget)
+                self._hurried = False
             if self._can_write:
                 # Without asking first whether the socket can take it, as Python would: it nearly always can.
                 packed = packed[os.write(self._socket.fileno(), packed) :]
@@ -140,7 +168,8 @@ class Line:
 
     def hurry(self, deadline: float) -> None:
         """Wait no longer than until then, in what is received next."""
-        self._socket.settimeout(max(deadline - time.monotonic(), 0.000_001))
+        with suppress(OSError):  # another thread has closed it, and who receives will be told
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.000_001))
         self._hurried = True
 
     def close(self) -> None:

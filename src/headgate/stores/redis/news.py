@@ -34,6 +34,8 @@ __all__ = ["Listener"]
 
 logger = logging.getLogger("headgate")
 
+_chance = random.Random()
+
 QUIET: Final = 2.0
 """Seconds without a word after which the server is asked for one."""
 SILENCE: Final = 2.0
@@ -95,14 +97,19 @@ class Listener:
                         self._look_anew()
                         hears = True
                         for message in ears.messages(self._is_current):
-                            self._pass_on(message)
+                            self._tell(self._pass_on, message)
                 except StoreError as error:
                     if hears:
                         self._tell(self._on_lost, error)
                     hears = False
+                except Exception as error:  # nobody would begin to listen again
+                    logger.exception("what came on %s could not be understood; it is connected to anew", self._channel)
+                    if hears:
+                        self._tell(self._on_lost, StoreUnavailable(f"what came from Redis is no news: {error}"))
+                    hears = False
                 lasted = time.monotonic() - began
                 pause = SHORTEST_PAUSE if lasted > LONGEST_PAUSE else min(pause * 2, LONGEST_PAUSE)
-                self._rest(ear, pause * random.uniform(0.5, 1.0))
+                self._rest(ear, pause * _chance.uniform(0.5, 1.0))
 
     def stop(self) -> None:
         """Let `listen` return: at once, or as soon as a function that it has called does."""
@@ -151,7 +158,7 @@ class Listener:
             primaries = companion.shards(suspects=(self._node,))
         finally:
             companion.close()
-        return random.choice([node for node in primaries if node != self._node] or primaries)
+        return _chance.choice([node for node in primaries if node != self._node] or primaries)
 
     def _is_current(self) -> bool:
         """Whether the server still is a primary: what a server hears that was cut off, nobody knows."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from contextlib import suppress
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._forks import renew_in_children
@@ -45,8 +45,11 @@ class RedisStore(SharedStore):
         self.budget = budget
         """Seconds that a call may take."""
         self._mutex = threading.Lock()
-        self._waiting: deque[_Turn] = deque()
-        self._led = False
+        self._waiting: list[_Turn] = []
+        self._leader: int | None = None
+        """The thread that talks to Redis. Who waits is woken once it is this one, or has its answer."""
+        self._batch: list[_Turn] = []
+        """The calls that it carries, its own among them."""
         self._failed = False
         """Whether the last round trip did."""
         self._lines: dict[Node | None, Line] = {}
@@ -63,18 +66,18 @@ class RedisStore(SharedStore):
         """Carry out a call, together with those of other threads that wait at this moment."""
         if self._only is not None and self._only.is_open:
             raise public(self._only.refusal())
-        with self._mutex:
-            turn = _Turn(call) if self._led else None
-            if turn is not None:
-                self._waiting.append(turn)
-            self._led = True
-        if turn is None:
-            answer = self._run_leading(call)
-        else:
-            self._wait(turn)
-            if not turn.answered:
-                self._lead(turn)
-            answer = turn.answer
+        me, turn = get_ident(), None
+        try:
+            with self._mutex:
+                if self._leader is None:
+                    self._leader = me
+                else:
+                    turn = _Turn(call)
+                    self._waiting.append(turn)
+            answer = self._lead_alone(call, me) if turn is None else self._follow(turn, me)
+        except BaseException:  # an interrupt, which may come between any two steps: nobody must wait for this thread
+            self._give_up(turn, me)
+            raise
         if isinstance(answer, StoreError):
             raise answer
         return answer
@@ -88,7 +91,7 @@ class RedisStore(SharedStore):
         """Connect to a server that serves again before requests go there; called from another thread, which waits."""
         if node not in self._lines:
             opening = self._openings.get(node)
-            if opening is None or opening.is_over:
+            if opening is None or opening.has_failed:
                 # Requests find its breaker open still, and none of them looks here.
                 opening = self._openings[node] = self._opening(node)
             with suppress(StoreError):
@@ -112,67 +115,61 @@ class RedisStore(SharedStore):
     def renew_after_fork(self) -> None:
         """A child must not talk on its parent's connections, and nobody waits for them here."""
         self._mutex = threading.Lock()
-        self._waiting.clear()
-        self._led = False
+        self._waiting, self._batch, self._leader = [], [], None
         self._lines, self._openings = {}, {}
         self.breakers.reset()
 
-    def _run_leading(self, call: Call) -> Any:
+    def _lead_alone(self, call: Call, me: int) -> Any:
         """The answer to a call that found nobody talking to Redis."""
-        try:
-            answer = self._ask_shortly(call)
-        except BaseException:  # an interrupt: the answer that is on its way must not be taken for another
-            self.close()
-            self._let_next_lead()
-            raise
-        if answer is not None:
-            self._calls += 1
-            self._let_next_lead()
-            return answer
-        turn = _Turn(call)
-        with self._mutex:
-            self._waiting.appendleft(turn)
-        self._lead(turn)
-        return turn.answer
+        answer = self._ask_shortly(call)
+        if answer is None:
+            return self._lead(_Turn(call), me)
+        self._calls += 1
+        self._let_next_lead(me)
+        return answer
 
-    def _lead(self, mine: _Turn) -> None:
+    def _follow(self, turn: _Turn, me: int) -> Any:
+        """The answer to a call that found somebody talking to Redis, who brings it, or lets this thread lead next."""
+        turn.wait()
+        return turn.answer if turn.answered else self._lead(turn, me)
+
+    def _lead(self, mine: _Turn, me: int) -> Any:
         """Carry all that wait, then let the next one lead."""
         with self._mutex:
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), LARGEST_BATCH))]
-        answers: list[Any] = [StoreError("the call was interrupted")] * len(batch)
+            if self._waiting and self._waiting[0] is mine:
+                del self._waiting[0]
+            batch = self._batch = [mine, *self._waiting[: LARGEST_BATCH - 1]]
+            del self._waiting[: LARGEST_BATCH - 1]
         end = time.monotonic() + self.budget
         if self._failed:  # they have waited for that already
             end = max(min(turn.began for turn in batch) + self.budget, end - self.budget + LEAST_PATIENCE)
-        try:
-            answers = self._drive(converse([turn.call for turn in batch], self._wire, self._place.topology), end)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            self._calls += len(batch)
-            for turn, answer in zip(batch, answers, strict=True):
-                turn.finish(answer, wake=turn is not mine)
-            self._let_next_lead()
+        answers = self._drive(converse([turn.call for turn in batch], self._wire, self._place.topology), end)
+        self._calls += len(batch)
+        for turn, answer in zip(batch, answers, strict=True):
+            turn.finish(answer, wake=turn is not mine)
+        self._let_next_lead(me)
+        return mine.answer
 
-    def _let_next_lead(self) -> None:
+    def _let_next_lead(self, me: int) -> None:
         with self._mutex:
-            following = self._waiting[0] if self._waiting else None
-            self._led = following is not None
-            if following is not None:
-                following.leads = True
-        if following is not None:
-            following.wake()
+            if self._leader == me:
+                self._batch = []
+                following = self._waiting[0] if self._waiting else None
+                self._leader = None if following is None else following.thread
+                if following is not None:
+                    following.gate.release()
 
-    def _wait(self, turn: _Turn) -> None:
-        try:
-            turn.wait()
-        except BaseException:  # an interrupt: whoever goes must not be waited for
-            with self._mutex:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
-            if turn.leads:
-                self._let_next_lead()
-            raise
+    def _give_up(self, turn: _Turn | None, me: int) -> None:
+        """Leave without an answer: whoever waits for this thread must not do so for ever."""
+        with self._mutex:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+        if self._leader == me:
+            self.close()  # the answer that is on its way must not be taken for another
+            for other in self._batch:
+                if not other.answered:
+                    other.finish(_Interrupted("the call was interrupted"), wake=True)
+            self._let_next_lead(me)
 
     def _ask_shortly(self, call: Call) -> Any:
         """The answer to the commonest call when it goes alone; None if it has to go the long way.
@@ -225,7 +222,10 @@ class RedisStore(SharedStore):
                 sent.append((node, line, its))
             except StoreError as error:
                 self._fail(node, its, error)
-        deadline = end if hasty else time.monotonic() + self.budget
+        now = time.monotonic()
+        # Whoever could not be reached has used the time of the others, too.
+        deadline = end if hasty else max(end, now + LEAST_PATIENCE) if self._failed else now + self.budget
+        hasty = self._failed or hasty
         for node, line, its in sent:
             try:
                 if hasty or len(sent) > 1:  # all of them together have the budget of one
@@ -248,19 +248,22 @@ class RedisStore(SharedStore):
         breaker = self.breakers[node]
         if breaker.is_open:
             raise breaker.refusal()
-        opening = self._openings.get(node)
-        if opening is None:
-            opening = self._openings[node] = self._opening(node)
-        try:
-            line = Line(opening.wait(end - time.monotonic()), self.budget)
-        finally:
-            if opening.is_over:
-                self._openings.pop(node, None)
+        line = self._opened_line(node, end)
         if not line.is_usable():  # it was closed again before anybody needed it
             line.close()
-            return self._line(node, end)
+            line = self._opened_line(node, end)
         self._lines[node] = line
         return line
+
+    def _opened_line(self, node: Node | None, end: float) -> Line:
+        opening = self._openings.get(node)
+        if opening is None or opening.is_old_news:
+            opening = self._openings[node] = self._opening(node)
+        try:
+            return Line(opening.wait(end - time.monotonic()), self.budget)
+        finally:
+            if opening.is_over and self._openings.get(node) is opening:
+                self._openings.pop(node, None)
 
     def _opening(self, node: Node | None) -> Opening:
         return Opening(lambda: self._place.connection(node, asynchronous=False))
@@ -289,28 +292,33 @@ class RedisStore(SharedStore):
             command.reply = error
 
 
+class _Interrupted(StoreError):
+    """Whoever carried the call was interrupted on the way: nobody knows how far it came."""
+
+    may_have_happened = True
+
+
 class _Turn:
     """A call that waits for its answer, or for its turn to carry the others'."""
 
-    __slots__ = ("_gate", "answer", "answered", "began", "call", "leads")
+    __slots__ = ("answer", "answered", "began", "call", "gate", "thread")
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.thread = get_ident()
         self.began = time.monotonic()
         self.answered = False
         self.answer: Any = None
-        self.leads = False
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        self.gate = threading.Lock()
+        """Released to wake the thread that waits."""
+        self.gate.acquire()
 
     def wait(self) -> None:
-        self._gate.acquire()
-
-    def wake(self) -> None:
-        self._gate.release()
+        self.gate.acquire()
 
     def finish(self, answer: Any, *, wake: bool) -> None:
+        # No interrupt comes between these: Python looks for them after calls only.
         self.answer = answer
         self.answered = True
         if wake:
-            self._gate.release()
+            self.gate.release()

@@ -31,8 +31,8 @@ class Topology(Protocol):
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         """Learn it anew, in any case. Suspects, who may not answer, are asked last."""
 
-    def forget(self) -> None:
-        """What was known may be wrong: ask again before the next command."""
+    def forget(self, suspects: Container[Node | None] = ()) -> None:
+        """What was known may be wrong: ask again before the next command, and suspects last."""
 
     def locate(self, command: Command) -> None:
         """Say which server the command goes to."""
@@ -52,7 +52,7 @@ class Standalone:
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         yield from ()
 
-    def forget(self) -> None:
+    def forget(self, suspects: Container[Node | None] = ()) -> None:
         pass
 
     def locate(self, command: Command) -> None:
@@ -93,7 +93,7 @@ class Sentinel:
             told = str(command.reply) if command.reply is not None else f"it knows no primary named {self._service!r}"
         raise StoreUnavailable(f"no sentinel could name the primary of {self._service!r}; the last one: {told}")
 
-    def forget(self) -> None:
+    def forget(self, suspects: Container[Node | None] = ()) -> None:
         self._stale = True
 
     def locate(self, command: Command) -> None:
@@ -129,7 +129,8 @@ class Cluster:
             told = str(command.reply)
         raise StoreUnavailable(f"no server of the cluster could tell its slots; the last one: {told}")
 
-    def forget(self) -> None:
+    def forget(self, suspects: Container[Node | None] = ()) -> None:
+        self._known = _suspects_last(self._known, suspects)
         self._stale = True
 
     def locate(self, command: Command) -> None:

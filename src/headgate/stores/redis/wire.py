@@ -64,11 +64,13 @@ class Command:
         """What came back: a value, an error of the server's (hiredis.ReplyError), or a StoreError of our own."""
 
     def pack(self) -> bytes:
+        # Numbers as texts: hiredis crashes where an interrupt (Ctrl-C) comes while it makes a text of a number.
+        args: list[Any] = [str(arg) if type(arg) is int else arg for arg in self.args]
         if self.script is None:
-            packed: bytes = pack_command((*self.args, *self.keys))
+            packed: bytes = pack_command((*args, *self.keys))
         else:
             name, body = ("EVAL", self.script.text) if self.send_text else ("EVALSHA", self.script.sha)
-            packed = pack_command((name, body, len(self.keys), *self.keys, *self.args))
+            packed = pack_command((name, body, str(len(self.keys)), *self.keys, *args))
         return b"*1\r\n$6\r\nASKING\r\n" + packed if self.asking else packed
 
 
@@ -230,6 +232,13 @@ class Wire:
 
 def decode(command: Command) -> list[Any]:
     """The answers to a command's calls, in their order; an exception among them is that call's alone."""
+    try:
+        return _decode(command)
+    except (IndexError, TypeError, ValueError):
+        return [_strange(command.reply)] * len(command.calls)
+
+
+def _decode(command: Command) -> list[Any]:
     call = command.calls[0]
     if isinstance(call, Check):
         if len(command.calls) == len(call.keys) == 1:
@@ -246,11 +255,14 @@ def decode(command: Command) -> list[Any]:
 def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
     """The answer to a check that went alone."""
     again_us = 0
-    if len(reply) == 6:
-        *reply, again_us = reply
-    now_us, remaining, retry_us, reset_us, delay_us = reply
-    if remaining < 0:
-        return _foreign(*check.keys)
+    try:
+        if len(reply) == 6:
+            *reply, again_us = reply
+        now_us, remaining, retry_us, reset_us, delay_us = reply
+        if remaining < 0:
+            return _foreign(*check.keys)
+    except (TypeError, ValueError):
+        return _strange(reply)
     keys, _, lease = check
     verdicts = ((remaining, retry_us, reset_us, delay_us),)
     return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us))
@@ -293,6 +305,11 @@ def _safe(key: str) -> str:
     if not key.isascii():
         key = _SURROGATE.sub(lambda found: f"%u{ord(found[0]):X}", key)
     return key
+
+
+def _strange(reply: Any) -> ScriptError:
+    """Whoever said this does not run our scripts: a proxy, or no Redis at all."""
+    return ScriptError(f"the store answered {str(reply)[:100]}, which is no answer to what it was asked")
 
 
 def _foreign(*keys: Key) -> ScriptError:

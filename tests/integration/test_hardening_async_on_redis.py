@@ -1,0 +1,142 @@
+"""What a review of asyncio and hot keys has found, on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+from faults import Proxy, key_of, timed
+
+from headgate import AsyncLimiter, Limit
+from headgate.shield.orders import Order
+from headgate.stores.calls import Check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from faults import Gate
+
+    from servers import RedisServer
+
+every_loop = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+
+
+@pytest.mark.parametrize("reply", [b"*1\r\n:5\r\n", b"*5\r\n:1\r\n+a\r\n+b\r\n:1\r\n:1\r\n", b":7\r\n"])
+def test_an_answer_that_is_none_is_a_failure_like_any_other(
+    server: RedisServer, open_gate: Callable[..., Gate], reply: bytes
+) -> None:
+    with Proxy(server, b"EVALSHA", reply) as proxy:
+        gate = open_gate(proxy.url, on_failure="open", budget=0.2)
+        gate.idle(0.1)
+        answer, seconds = timed(lambda: gate.check(key_of("strange")))
+        assert answer.allowed
+        assert answer.degraded is not None
+        assert seconds < 1.0
+
+
+@every_loop
+def test_an_order_whose_request_was_cancelled_denies_nobody_for_long(
+    server: RedisServer, run: Callable[[Any], Any]
+) -> None:
+    limit = Limit(2_000, timedelta(seconds=1), name="cancelled")
+
+    async def main() -> float:
+        async with AsyncLimiter(server.url) as limiter:
+            limiter._front.purses.announce([limit])
+            key = limit.by("everybody")
+            while (await limiter.check(key)).allowed:
+                pass
+            await asyncio.sleep(0.05)
+            kept = []  # a task that is kept keeps its error, and that the frames that it went through
+            while not kept:
+                task = asyncio.create_task(limiter.check(key))
+                await asyncio.sleep(0)
+                if not task.done():
+                    task.cancel()
+                    kept.append(task)
+            await asyncio.wait(kept)
+            start = time.monotonic()
+            decision = await limiter.acquire(key, timeout=5)
+            assert decision.allowed
+            return time.monotonic() - start
+
+    assert run(main()) < 0.5
+
+
+@every_loop
+def test_a_hot_key_that_many_tasks_exhaust_is_not_asked_by_each_of_them(
+    server: RedisServer, run: Callable[[Any], Any]
+) -> None:
+    """Tasks come in crowds, and find an order on its way: all of them would go to the store, turn after turn."""
+    limit = Limit(1_000, timedelta(days=1), name="crowded")
+
+    async def main() -> tuple[int, int]:
+        async with AsyncLimiter(server.url, remember=0) as limiter:
+            limiter._front.purses.announce([limit])
+            key = limit.by("everybody")
+            allowed = 0
+            for _ in range(300):
+                crowd = await asyncio.gather(*[limiter.check(key) for _ in range(20)])
+                allowed += sum([decision.allowed for decision in crowd])
+            return allowed, limiter.stats["calls"]
+
+    allowed, calls = run(main())
+    assert allowed == 1_000
+    assert calls < 600
+
+
+@every_loop
+@pytest.mark.parametrize("lease", [0, 0.1])
+def test_requests_cancelled_at_any_moment_leave_nothing_behind(
+    server: RedisServer, run: Callable[[Any], Any], lease: float
+) -> None:
+    chance = random.Random(7)
+    limit = Limit(2_000, timedelta(days=1), name=f"storm-{lease}")
+    small = Limit(5, timedelta(days=1), name="small")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with AsyncLimiter(server.url, lease=lease) as limiter:
+            limiter._front.purses.announce([limit] if lease else [])
+            admitted = 0
+            for turn in range(150):
+                keys = [(limit.by("a"), small.by(str(turn))) if i % 5 == 0 else (limit.by("a"),) for i in range(20)]
+                tasks = [asyncio.create_task(limiter.check(*each)) for each in keys]
+                for task in tasks:
+                    if chance.random() < 0.3:
+                        loop.call_later(chance.choice((0, 0.0002, 0.001)) * chance.random(), task.cancel)
+                done, late = await asyncio.wait(tasks, timeout=5)
+                assert not late
+                admitted += sum([not task.cancelled() and task.result().allowed for task in done])
+            await asyncio.sleep(0.1)
+            (desk,) = limiter._store._desks.values()
+            assert (desk._on_the_way, desk._waiting, desk._futures) == (0, [], [])
+            assert [len(line._asked) for line in desk._lines.values()] == [0]
+            assert admitted <= 2_000
+            assert admitted + (await limiter.peek(limit.by("a"))).remaining <= 2_000
+
+    run(main())
+
+
+@every_loop
+def test_an_order_does_not_wait_for_all_that_came_before_it(server: RedisServer, run: Callable[[Any], Any]) -> None:
+    """Else a process that is behind stays behind: what it orders would have ended before it comes."""
+    limit = Limit(100_000, timedelta(days=1), name="behind")
+
+    async def main() -> int:
+        async with AsyncLimiter(server.url) as limiter:
+            answered: list[int] = []
+            calls = [Check((limit.by(str(number)),), 1) for number in range(3_000)]
+            futures = [limiter._store.run(call) for call in (*calls, Order((limit.by("hot"),), 100))]
+            for number, future in enumerate(futures):
+                future.add_done_callback(lambda _, number=number: answered.append(number))
+            await asyncio.gather(*futures)
+            await asyncio.sleep(0)
+            return answered.index(3_000)
+
+    assert run(main()) < 1_000

@@ -1,0 +1,183 @@
+"""Small things that broke once, where no server is needed to see it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headgate import Limit, StoreError, StoreTimeout
+from headgate.events import Herald
+from headgate.failure import Fleet
+from headgate.shield.blocks import Blocks
+from headgate.shield.front import Front
+from headgate.stores.calls import Check, Refund
+from headgate.stores.redis import wire as wire_module
+from headgate.stores.redis.companion import read_block
+from headgate.stores.redis.conversation import Unsent, converse
+from headgate.stores.redis.line import Opening
+from headgate.stores.redis.topology import Cluster
+from headgate.stores.redis.wire import Command, Node, Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HOUR = timedelta(hours=1)
+HERE, THERE = Node("127.0.0.1", 1), Node("127.0.0.1", 2)
+ALLOWED, DENIED = [1_000_000, 4, 0, 0, 0], [1_000_000, 0, 7, 0, 0]
+GIVEN_BACK = [1, 5, 0, 0, 0]
+SLOTS = [(0, 8191, (b"127.0.0.1", 1)), (8192, 16383, (b"127.0.0.1", 2))]
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """The exit status of a forked child that does the work; killed if it takes longer than anybody would wait."""
+    pid = os.fork()
+    if not pid:
+        signal.alarm(10)
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def told_by_two_shards(here: Any, there: Any, undone: Any = None) -> Any:
+    """The answer to a check over two shards that say this, and that to whoever takes a charge back."""
+    cluster = Cluster([HERE])
+    cluster._learn(SLOTS, HERE)
+    by_node: dict[Node, Any] = {}
+    wire = Wire("test", None)
+    for number in range(100):
+        key = Limit(5, HOUR, name=f"limit-{number}").by("ada")
+        command = Command(None, [wire.name(key)], ())
+        cluster.locate(command)
+        by_node.setdefault(command.node, key)  # type: ignore[arg-type] # it was located
+    conversation = converse([Check((by_node[HERE], by_node[THERE]), 1)], wire, cluster)
+    replies = {HERE: here, THERE: there}
+    try:
+        commands = next(conversation)
+        while True:
+            for command in commands:
+                if not command.calls:
+                    command.reply = SLOTS
+                elif isinstance(command.calls[0], Check):
+                    command.reply = replies[command.node]  # type: ignore[index] # it was located
+                else:
+                    command.reply = undone
+            commands = conversation.send(None)
+    except StopIteration as end:
+        (answer,) = end.value
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "undone", "may_have_happened"),
+    [
+        (Unsent("a"), Unsent("b"), None, False),
+        (Unsent("a"), StoreTimeout("b"), None, True),
+        (StoreTimeout("a"), Unsent("b"), None, True),
+        (Unsent("a"), ALLOWED, GIVEN_BACK, False),
+        (Unsent("a"), ALLOWED, StoreTimeout("c"), True),
+        (Unsent("a"), ALLOWED, Unsent("c"), True),
+        (Unsent("a"), DENIED, None, False),
+    ],
+)
+def test_what_one_shard_may_have_charged_is_not_charged_again(
+    here: Any, there: Any, undone: Any, *, may_have_happened: bool
+) -> None:
+    for first, second in ((here, there), (there, here)):
+        answer = told_by_two_shards(first, second, undone)
+        assert isinstance(answer, StoreError)
+        assert answer.may_have_happened is may_have_happened
+
+
+def test_a_server_that_hangs_is_asked_last_where_the_others_are() -> None:
+    cluster = Cluster([HERE, THERE])
+    cluster.forget([HERE])
+    assert next(cluster.discover())[0].node == THERE
+
+
+def test_connecting_has_an_end_whatever_it_raises() -> None:
+    def make() -> Any:
+        raise KeyError("the provider of credentials is away")
+
+    with pytest.raises(Unsent, match="the provider of credentials"):
+        Opening(make).wait(10)
+
+
+def test_no_thread_to_be_had_is_a_failure_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(Unsent, match="can't start new thread"):
+        Opening(lambda: None).wait(10)
+
+
+def test_numbers_are_made_texts_before_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hiredis crashes if an interrupt comes while it does that itself."""
+    packed: list[tuple[Any, ...]] = []
+
+    def pack(words: tuple[Any, ...]) -> bytes:
+        packed.append(words)
+        return b""
+
+    monkeypatch.setattr(wire_module, "pack_command", pack)
+    wire = Wire("test", None)
+    key, other = Limit(5, HOUR, name="a").by("ada"), Limit(5, HOUR, name="b").by("ada")
+    for command in wire.encode([Check((key, other), 2), Check((key,), 3), Refund(key, 1, "id", 5)]):
+        command.pack()
+    Command(None, (), ("PING", 1)).pack()
+    assert len(packed) == 3
+    assert {type(word) for words in packed for word in words} <= {str, bytes}
+
+
+@pytest.mark.parametrize("until_us", [-1, 2**53, 10**30])
+def test_a_block_until_an_instant_that_cannot_be_is_none(until_us: int) -> None:
+    assert read_block(b'{"kind":"ip","value":"10.0.0.1","until_us":%d}' % until_us) is None
+    assert read_block(b'{"kind":"ip","value":"10.0.0.1","until_us":%d}' % (2**53 - 1)) is not None
+
+
+def test_a_text_that_nobody_can_read_is_no_block() -> None:
+    assert read_block(b"[" * 1_000_000) is None
+
+
+@pytest.fixture
+def front() -> Front:
+    return Front(Herald(), clock=None, fleet=Fleet())
+
+
+def test_a_child_can_block_though_its_parent_was_about_to() -> None:
+    blocks = Blocks()
+    with blocks._mutex:
+        assert in_a_child(lambda: blocks.set("tenant", "acme", None, None)) == 0
+
+
+def test_a_child_gives_nothing_back_that_its_parent_has_prepaid(front: Front) -> None:
+    front.unspent = [Refund(Limit(5, HOUR).by("ada"), 3)]
+
+    def look() -> None:
+        assert not front.unspent
+
+    assert in_a_child(look) == 0
+    assert len(front.unspent) == 1
+
+
+def test_a_child_looks_for_what_there_is_to_do_at_its_first_check(front: Front) -> None:
+    looks: list[int] = []
+    front.ensure = lambda: looks.append(1)
+    front.checks, front.is_alert = 4, False
+
+    def check() -> None:
+        front.checks += 1
+        assert front.is_alert
+        front.at_once(Check((Limit(5, HOUR).by("ada"),), 1))
+        assert looks
+
+    assert in_a_child(check) == 0
