@@ -57,7 +57,7 @@ def test_what_breaks_in_one_moment_is_one_failure(breaker: Watched) -> None:
 
 def test_an_answer_in_between_begins_the_row_anew(breaker: Watched) -> None:
     for _ in range(3):
-        assert not any([breaker.fail_after(1) for _ in range(3)])
+        assert [breaker.fail_after(1) for _ in range(3)] == [False] * 3
         for _ in range(100):
             breaker.succeed()
     assert not breaker.is_open
@@ -130,12 +130,17 @@ def test_each_server_has_its_own_and_sentinels_have_none() -> None:
         (StoreUnavailable("refused"), False),
     ],
 )
-def test_an_error_says_whether_the_request_may_have_been_counted(error: StoreUnavailable, may_have_happened: bool) -> None:
+def test_an_error_says_whether_a_request_may_have_been_counted(
+    error: StoreUnavailable, may_have_happened: bool
+) -> None:
     assert public(error).may_have_happened is may_have_happened
     assert type(public(error)) in (StoreUnavailable, StoreTimeout)
 
 
-REFUSALS = "LOADING READONLY OOM CLUSTERDOWN MASTERDOWN MISCONF BUSY NOREPLICAS NOAUTH NOPERM WRONGPASS".split()
+REFUSALS = [
+    *("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOPERM", "NOREPLICAS", "OOM", "READONLY"),
+    "WRONGPASS",
+]
 
 
 @pytest.mark.parametrize("word", REFUSALS)

@@ -6,15 +6,17 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headgate import Limit, StoreError, StoreTimeout
+from headgate import Decision, Limit, StoreError, StoreTimeout
 from headgate.events import Herald
 from headgate.failure import Fleet
 from headgate.shield.blocks import Blocks
 from headgate.shield.front import Front
+from headgate.shield.ledger import BATCH, Debt, Ledger, settle
 from headgate.stores.calls import Check, Refund
 from headgate.stores.redis import wire as wire_module
 from headgate.stores.redis.companion import read_block
@@ -22,6 +24,7 @@ from headgate.stores.redis.conversation import Unsent, converse
 from headgate.stores.redis.line import Opening
 from headgate.stores.redis.topology import Cluster
 from headgate.stores.redis.wire import Command, Node, Wire
+from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +98,23 @@ def test_what_one_shard_may_have_charged_is_not_charged_again(
         answer = told_by_two_shards(first, second, undone)
         assert isinstance(answer, StoreError)
         assert answer.may_have_happened is may_have_happened
+
+
+def test_what_is_settled_is_not_more_than_there_is_time_for() -> None:
+    """To look at all debts of a long outage took longer than the time to settle them: none ever were."""
+    ledger = Ledger(FakeClock(10**15))
+    for number in range(10 * BATCH):
+        ledger.note(Check((Limit(5, HOUR).by(number),), 2))
+    seconds = count()
+    looked_at: list[int] = []
+
+    def run_all(checks: list[Check]) -> list[Decision]:
+        looked_at.append(10 * BATCH - ledger.debt.keys)
+        return [Decision(True, check.keys, ((3, 0, 0, 0),), None) for check in checks]
+
+    told = settle(ledger, run_all, most_seconds=2.5, now=lambda: float(next(seconds)))
+    assert looked_at == [BATCH, 2 * BATCH]
+    assert (told.charged, told.left, ledger.debt) == (4 * BATCH, 16 * BATCH, Debt(8 * BATCH, 16 * BATCH))
 
 
 def test_a_server_that_hangs_is_asked_last_where_the_others_are() -> None:

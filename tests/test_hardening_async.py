@@ -75,6 +75,24 @@ def test_a_denial_beside_an_order_is_known_to_those_who_come_after() -> None:
     waiting.close()
 
 
+def test_a_limiter_tells_its_purses_of_denials() -> None:
+    """Tasks come in crowds, and find an order on its way: else all of them go to the store, turn after turn."""
+    front = Front(Herald(None), clock=None, fleet=Fleet())
+    front.configure(remember=0, lease_us=LEASE_US)
+    front.purses.announce([LIMIT])
+    front.checks += 2
+    waiting = front.at_once(ONE)
+    assert waiting is not None
+    assert not isinstance(waiting, Decision)
+    next(waiting)
+    assert front.at_once(ONE) is None
+    store = MemoryStore(FakeClock(START_US))
+    store.decide(ALL)
+    front.answered(ONE, store.decide(ONE), front.now_ns() + 1_000)
+    assert isinstance(front.at_once(ONE), Decision)
+    waiting.close()
+
+
 def test_a_cost_that_no_limit_can_bear_says_nothing_about_others() -> None:
     node = Node()
     waiting, _ = node.order()

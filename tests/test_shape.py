@@ -52,6 +52,7 @@ EXPORTS = [
 
 LAYERS = (
     {"__main__", "cli", "demo", "pytest_plugin", "testing"},
+    {"control", "telemetry"},
     {"adapters"},
     {"policy"},
     {"__init__"},
@@ -88,7 +89,11 @@ DEPENDENCIES = {
     "grpc": "adapters.grpc",
     "grpc_status": "adapters.grpc",
     "google": "adapters.grpc",
+    "alembic": "control.config.migrations",
+    "opentelemetry": "telemetry.otel",
+    "prometheus_client": "telemetry.prometheus",
     "pytest": "pytest_plugin",
+    "sqlalchemy": "control",
 }
 """Who may import what does not come with Python."""
 

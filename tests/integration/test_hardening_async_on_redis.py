@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from faults import Proxy, key_of, timed
 
-from headgate import AsyncLimiter, Limit
+from headgate import AsyncLimiter, Limit, ScriptError
 from headgate.shield.orders import Order
 from headgate.stores.calls import Check
 
@@ -31,11 +31,9 @@ def test_an_answer_that_is_none_is_a_failure_like_any_other(
     server: RedisServer, open_gate: Callable[..., Gate], reply: bytes
 ) -> None:
     with Proxy(server, b"EVALSHA", reply) as proxy:
-        gate = open_gate(proxy.url, on_failure="open", budget=0.2)
-        gate.idle(0.1)
+        gate = open_gate(proxy.url)
         answer, seconds = timed(lambda: gate.check(key_of("strange")))
-        assert answer.allowed
-        assert answer.degraded is not None
+        assert isinstance(answer, ScriptError)
         assert seconds < 1.0
 
 
@@ -66,28 +64,6 @@ def test_an_order_whose_request_was_cancelled_denies_nobody_for_long(
             return time.monotonic() - start
 
     assert run(main()) < 0.5
-
-
-@every_loop
-def test_a_hot_key_that_many_tasks_exhaust_is_not_asked_by_each_of_them(
-    server: RedisServer, run: Callable[[Any], Any]
-) -> None:
-    """Tasks come in crowds, and find an order on its way: all of them would go to the store, turn after turn."""
-    limit = Limit(1_000, timedelta(days=1), name="crowded")
-
-    async def main() -> tuple[int, int]:
-        async with AsyncLimiter(server.url, remember=0) as limiter:
-            limiter._front.purses.announce([limit])
-            key = limit.by("everybody")
-            allowed = 0
-            for _ in range(300):
-                crowd = await asyncio.gather(*[limiter.check(key) for _ in range(20)])
-                allowed += sum([decision.allowed for decision in crowd])
-            return allowed, limiter.stats["calls"]
-
-    allowed, calls = run(main())
-    assert allowed == 1_000
-    assert calls < 600
 
 
 @every_loop

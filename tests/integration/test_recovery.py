@@ -218,9 +218,7 @@ def test_one_shard_that_is_down_leaves_the_others_exact(cluster: RedisCluster, u
         wait_until(lambda: limiter.health().state == "ready", "all to be well")
 
 
-def test_a_sentinels_new_primary_is_found_without_a_request_waiting_for_it(
-    sentinel: SentinelSet, unique: str
-) -> None:
+def test_a_sentinels_new_primary_is_found_without_a_request_waiting_for_it(sentinel: SentinelSet, unique: str) -> None:
     events: list[Event] = []
     key = key_of(unique)
     with Limiter(sentinel.urls, on_failure="open", budget=0.02, on_event=events.append) as limiter:

@@ -112,13 +112,17 @@ class Door:
         options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
         self.use(self._limiter_type(store, clock=clock, **options), clock)
         self._random_secret = secrets.token_bytes(32)
-        self._watch: Watch[None] | None = None
+        self._watch: Any = None
         self.rules: Rules
         """What holds for requests that begin now."""
         if isinstance(policy, Policy):
             self._swap(policy)
         else:
-            self._watch = Watch(policy, self._swap, every=reload_every)
+            follow = getattr(policy, "follow", None)  # a source of policies of its own, as the config store has one
+            if follow is not None:
+                self._watch = follow(self._swap, every=reload_every)
+            else:
+                self._watch = Watch(policy, self._swap, every=reload_every)
         self.doors.add(self)
         for tell in self.newcomers:
             tell(self)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-__all__ = ["decoded", "file_content", "load", "read"]
+__all__ = ["build", "decoded", "file_content", "load", "no_search_for_cycles", "read"]
 
 
 def load(path: str | PathLike[str]) -> Policy:
@@ -41,10 +41,10 @@ def read(text: str, *, file: str = "policy.yaml", format: str | None = None) -> 
         ...
     headgate.errors.InvalidPolicy: policy.yaml:1:19: unknown field 'bukcet'; did you mean 'bucket'?
     """
-    with _no_search_for_cycles():
+    with no_search_for_cycles():
         source = Source(text, file, format)
         problems, warnings = Problems(), Problems()
-        policy = _build(source.value, problems, warnings)
+        policy = build(source.value, problems, warnings)
         if refusal := source.refusal(problems):
             raise refusal
         return replace(policy, warnings=tuple(source.tell(warnings))) if warnings else policy
@@ -76,7 +76,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _build(value: object, problems: Problems, warnings: Problems) -> Policy:
+def build(value: object, problems: Problems, warnings: Problems) -> Policy:
     """The policy, as far as there are no problems."""
     if value in (None, {}):
         # Half a file that was being written is no reason to let everybody in.
@@ -102,7 +102,7 @@ def _kinds_of_the_app(value: object) -> list[str]:
 
 
 @contextmanager
-def _no_search_for_cycles() -> Iterator[None]:
+def no_search_for_cycles() -> Iterator[None]:
     """A policy may be a hundred thousand values, none in a cycle: to look for some took a fourth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()

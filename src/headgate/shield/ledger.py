@@ -93,12 +93,15 @@ class Ledger:
             if cost and key.limit.algorithm != "concurrency":
                 self._charge(key, cost)
 
-    def take(self) -> list[tuple[Key, int]]:
-        """What each counter owes now; the ledger is empty afterwards."""
+    def take(self, most: int | None = None) -> list[tuple[Key, int]]:
+        """What each counter owes now, or each of so many that have waited the longest; they are in the ledger no more.
+
+        To look at all of them can take longer than anybody may wait: whoever cannot settle all should not take all."""
         with self._lock:
-            self._taken, self._accounts = self._accounts, OrderedDict()
-            self._tokens = 0
+            count = len(self._accounts) if most is None else min(most, len(self._accounts))
+            self._taken = OrderedDict([self._accounts.popitem(last=False) for _ in range(count)])
             accounts = list(self._taken.values())
+            self._tokens -= sum([account.owed for account in accounts])
         now_us = self._now_us()
         owed = [(account.key, account.owes_at(now_us)) for account in accounts]
         return [(key, tokens) for key, tokens in owed if tokens]
@@ -203,36 +206,42 @@ def settle(
     that it has is taken. As soon as it answers nothing of a batch, the rest is kept for another time.
     """
     end = now() + most_seconds
-    waiting = deque([(key, owed, 1) for key, owed in ledger.take()])
-    keys = charged = uncertain = 0
+    untaken = ledger.debt.keys
+    keys = charged = uncertain = left = 0
     forgiven = ledger.take_forgiven()
-    back: list[tuple[Key, int]] = []
-    try:
-        is_answered = True
-        while waiting and is_answered and now() < end:
-            batch = [waiting.popleft() for _ in range(min(BATCH, len(waiting)))]
-            answers = run_all([Check((key,), amount) for key, amount, _ in batch])
-            is_answered = False
-            for (key, amount, tries), answer in zip(batch, answers, strict=True):
-                if isinstance(answer, StoreError):
-                    if answer.may_have_happened:
-                        uncertain += amount
-                    else:
-                        back.append((key, amount))
-                    continue
-                is_answered = True
-                if answer.allowed:
-                    keys += 1
-                    charged += amount
-                    continue
-                # Nothing was charged, so it can be asked again: for what is left.
-                left = min(amount, answer.remaining)
-                forgiven += amount - left
-                if left and tries < MOST_TRIES:
-                    waiting.append((key, left, tries + 1))
-                elif left:
-                    back.append((key, left))
-    finally:
-        back += [(key, amount) for key, amount, _ in waiting]
-        ledger.put_back(back)
-    return Settled(keys, charged, forgiven, uncertain, sum(amount for _, amount in back))
+    is_answered = True
+    while untaken > 0 and is_answered and now() < end:
+        waiting = deque([(key, owed, 1) for key, owed in ledger.take(min(BATCH, untaken))])
+        untaken -= BATCH
+        back: list[tuple[Key, int]] = []
+        try:
+            while waiting and is_answered:
+                batch = [waiting.popleft() for _ in range(len(waiting))]
+                answers = run_all([Check((key,), amount) for key, amount, _ in batch])
+                is_answered = False
+                for (key, amount, tries), answer in zip(batch, answers, strict=True):
+                    if isinstance(answer, StoreError):
+                        if answer.may_have_happened:
+                            uncertain += amount
+                        else:
+                            back.append((key, amount))
+                        continue
+                    is_answered = True
+                    if answer.allowed:
+                        keys += 1
+                        charged += amount
+                        continue
+                    # Nothing was charged, so it can be asked again: for what is left.
+                    rest = min(amount, answer.remaining)
+                    forgiven += amount - rest
+                    if rest and tries < MOST_TRIES:
+                        waiting.append((key, rest, tries + 1))
+                    elif rest:
+                        back.append((key, rest))
+        finally:
+            back += [(key, amount) for key, amount, _ in waiting]
+            ledger.put_back(back)
+        left += sum(amount for _, amount in back)
+    if untaken > 0:  # with what was not even looked at, and what has come in since
+        left = ledger.debt.tokens
+    return Settled(keys, charged, forgiven, uncertain, left)

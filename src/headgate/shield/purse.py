@@ -232,7 +232,7 @@ class Purse:
             self.dry = True
         if self.dry:
             self.rest_from = 1
-        self.low = 0 if self.dry else min(batch.tokens // 4, 2 * self.per_second * self.trip_us // 1_000_000)
+        self.low = 0 if self.dry else min(batch.tokens * 3 // 4, 2 * self.per_second * self.trip_us // 1_000_000)
         # Not earlier: where it is this process that is behind, asking exactly would keep it there.
         if self.trip_us > self.lease_us * 9 // 10:
             self.shy_until_us = now_us + SHY_US

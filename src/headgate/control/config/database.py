@@ -1,0 +1,133 @@
+"""Opens the database that a URL names: a file of SQLite's, or PostgreSQL."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import URL, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.pool import NullPool
+
+from headgate.errors import HeadgateError, InvalidConfiguration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Connection, Engine
+
+__all__ = ["CHANNEL", "ConfigUnavailable", "opened", "reading", "shown", "writing"]
+
+CHANNEL: Final = "headgate_config"
+"""On which PostgreSQL tells of new versions."""
+
+WRITES: Final = "headgate_writes"
+
+PATIENCE: Final = 10.0
+"""Seconds to wait for another writer, or for a connection."""
+
+
+class ConfigUnavailable(HeadgateError):
+    """The config store could not be reached, or it refused."""
+
+
+def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str = "wal") -> Engine:
+    """An engine. What it opens is closed after use, so that nothing is left for a forked child; but for up to `keep`
+    connections to PostgreSQL, where opening takes longer than most questions.
+
+    A file that is not there is made, if `create` says so. `journal` is SQLite's way to keep a transaction whole.
+    """
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise InvalidConfiguration(
+            "the config store's URL cannot be read; write it like sqlite:///headgate.db or postgresql://host/name"
+        ) from None
+    if parsed.drivername in ("postgresql", "postgres", "postgresql+psycopg"):
+        return _opened_postgresql(parsed.set(drivername="postgresql+psycopg"), keep)
+    if parsed.drivername not in ("sqlite", "sqlite+pysqlite"):
+        raise InvalidConfiguration(
+            f"cannot keep a configuration in {parsed.drivername}; use sqlite:///headgate.db or postgresql://host/name"
+        )
+    if not parsed.database or parsed.database == ":memory:":
+        raise InvalidConfiguration("a config store in memory would be lost; name a file, like sqlite:///headgate.db")
+    file = Path(parsed.database)
+    engine = create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args={"timeout": PATIENCE})
+
+    @event.listens_for(engine, "do_connect")
+    def _find(*_: Any) -> None:
+        if not create and not file.exists():
+            raise ConfigUnavailable(f"config store {shown(engine)}: there is no such file")
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # transactions begin where we say, and not where the driver guesses
+        connection.execute(f"PRAGMA journal_mode = {journal}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        # A transaction that reads first and writes then may find that another one was faster: writers wait at once.
+        immediate = connection.get_execution_options().get(WRITES, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+    return engine
+
+
+@contextmanager
+def reading(engine: Engine) -> Iterator[Connection]:
+    """A connection that sees one state of the database."""
+    with _told(engine), engine.connect() as connection:
+        yield connection
+
+
+@contextmanager
+def writing(engine: Engine) -> Iterator[Connection]:
+    """A transaction, the only one that writes now; undone if the block fails."""
+    with _told(engine), engine.connect().execution_options(**{WRITES: True}) as connection, connection.begin():
+        if engine.dialect.name == "postgresql":
+            # One at a time, also while there are no tables yet; readers are not kept waiting.
+            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('headgate config'))")
+        yield connection
+
+
+def shown(engine: Engine) -> str:
+    """The URL as it may be told: without its password."""
+    return engine.url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
+
+
+def _opened_postgresql(url: URL, keep: int) -> Engine:
+    patience = {
+        "connect_timeout": str(int(PATIENCE)),
+        # A host that is gone does not say so: without these a listener would wait for hours.
+        "keepalives_idle": "10",
+        "keepalives_interval": "5",
+        "keepalives_count": "3",
+        "tcp_user_timeout": "20000",
+    }
+    pool: dict[str, Any] = {"poolclass": NullPool}
+    if keep:
+        pool = {"pool_size": keep, "max_overflow": 10, "pool_pre_ping": True}
+    try:
+        return create_engine(
+            url,
+            **pool,
+            hide_parameters=True,
+            use_native_hstore=False,  # else each connection begins with a question about a type that we don't use
+            connect_args={name: value for name, value in patience.items() if name not in url.query},
+        )
+    except ModuleNotFoundError as missing:
+        if missing.name != "psycopg":
+            raise
+        raise InvalidConfiguration(
+            "a config store in PostgreSQL needs the package 'psycopg': pip install 'headgate[postgres]'"
+        ) from None
+
+
+@contextmanager
+def _told(engine: Engine) -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        reason = str(error.orig).strip().partition("\n")[0]
+        raise ConfigUnavailable(f"config store {shown(engine)}: {reason}") from error

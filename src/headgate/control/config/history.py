@@ -1,0 +1,88 @@
+"""Who changed what, when and why."""
+
+from __future__ import annotations
+
+from difflib import unified_diff
+from typing import TYPE_CHECKING, NamedTuple
+
+from sqlalchemy import and_, or_, select
+
+from headgate.control.config.reading import in_force, kept
+from headgate.control.config.rows import SECTIONS, Document, Row
+from headgate.control.config.tables import TABLES, VERSIONS
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+__all__ = ["Difference", "Version", "differences", "versions"]
+
+
+class Version(NamedTuple):
+    """A change that was made as a whole."""
+
+    number: int
+    at_us: int
+    author: str
+    reason: str
+    what: str
+    """What was done, in words."""
+    restores: int | None = None
+    """The version that it went back to, if it did."""
+    ids: tuple[int, ...] = ()
+    """Of the rows that it has put or removed; only known to who made it."""
+
+
+class Difference(NamedTuple):
+    """A row before and after."""
+
+    section: str
+    id: int
+    before: Row | None
+    after: Row | None
+
+    @property
+    def what(self) -> str:
+        """On one line."""
+        if self.before is None:
+            return f"added {self.after}"
+        if self.after is None:
+            return f"removed {self.before}"
+        return f"changed {self.after}"
+
+    @property
+    def lines(self) -> list[str]:
+        """As `diff -u` shows it: a document line by line, any other row as a line."""
+        before, after = ([] if each is None else _lines(each) for each in (self.before, self.after))
+        return list(unified_diff(before, after, lineterm="", n=2))[2:]
+
+
+def versions(connection: Connection, *, before: int | None, most: int) -> list[Version]:
+    """The newest first."""
+    query = select(VERSIONS).order_by(VERSIONS.c.version.desc()).limit(most)
+    if before is not None:
+        query = query.where(VERSIONS.c.version < before)
+    return [Version(*row) for row in connection.execute(query)]
+
+
+def differences(connection: Connection, one: int, other: int) -> list[Difference]:
+    """What is different at the second version from the first, which may be the later one."""
+    first, last = sorted((one, other))
+    found: list[Difference] = []
+    for section in SECTIONS:
+        table = TABLES[section]
+        # Only rows that began or ended in between can differ.
+        ends = table.c.until_version
+        touched = or_(
+            and_(table.c.since > first, table.c.since <= last), and_(ends.is_not(None), ends > first, ends <= last)
+        )
+        before, after = (
+            {each.id: each.row for each in kept(connection, section, touched, in_force(section, version))}
+            for version in (one, other)
+        )
+        rows = [Difference(section, id, before.get(id), after.get(id)) for id in sorted({*before, *after})]
+        found += [row for row in rows if row.before != row.after]
+    return found
+
+
+def _lines(row: Row) -> list[str]:
+    return row.text.splitlines() if isinstance(row, Document) else [str(row)]

@@ -1,0 +1,57 @@
+"""The shapes that the tables have had, and the steps from each to the next. They run from the package, as Alembic's."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from alembic.config import Config
+from alembic.runtime.environment import EnvironmentContext
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from headgate.errors import InvalidConfiguration
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+__all__ = ["VERSION_TABLE", "migrate", "newest"]
+
+VERSION_TABLE: Final = "headgate_schema"
+
+
+def migrate(connection: Connection) -> None:
+    """Bring the tables to the newest shape, in the transaction that the connection is in."""
+    scripts = _scripts()
+    if _is_newest(connection, scripts):
+        return
+
+    def steps(revision: Any, _: MigrationContext) -> list[Any]:
+        return scripts._upgrade_revs("head", revision)  # noqa: SLF001 - what `alembic upgrade` itself asks for
+
+    with EnvironmentContext(Config(), scripts, fn=steps) as environment:
+        # On SQLite, too, a step is done whole or not at all.
+        environment.configure(connection=connection, version_table=VERSION_TABLE, transactional_ddl=True)
+        environment.run_migrations()
+
+
+def newest() -> str:
+    """The name of the newest shape."""
+    return str(_scripts().get_current_head())
+
+
+def _is_newest(connection: Connection, scripts: ScriptDirectory) -> bool:
+    found = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
+    if found is not None and found not in {script.revision for script in scripts.walk_revisions()}:
+        raise InvalidConfiguration(
+            f"the config store has tables of shape {found}, which a newer headgate has made; upgrade this one"
+        )
+    return found == scripts.get_current_head()
+
+
+@cache
+def _scripts() -> ScriptDirectory:
+    config = Config()
+    config.set_main_option("script_location", "headgate.control.config:migrations")
+    config.set_main_option("path_separator", "os")
+    return ScriptDirectory.from_config(config)

@@ -1,0 +1,120 @@
+"""What the tables hold at a version, and what has changed since one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sqlalchemy import ColumnElement, and_, or_, select
+
+from headgate.control.config.merging import Frame
+from headgate.control.config.rows import FRAME, LISTS, SECTIONS, Document, Kept, Row
+from headgate.control.config.tables import TABLES, VERSIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from sqlalchemy import Connection
+
+__all__ = [
+    "Changes",
+    "Contents",
+    "Stamp",
+    "changes",
+    "contents",
+    "current",
+    "in_force",
+    "kept",
+    "newest_stamp",
+    "newest_version",
+]
+
+AT_ONCE: Final = 500
+"""Rows that are fetched in one go: few enough that other threads need not wait for it."""
+
+
+class Stamp(NamedTuple):
+    """A version, and when it was made: two stores that were one once may have the same version, but not of one time."""
+
+    version: int
+    at_us: int
+
+
+class Contents(NamedTuple):
+    """All that holds at a version."""
+
+    stamp: Stamp
+    rows: Mapping[str, dict[int, Any]]
+    """By section and id."""
+
+    @property
+    def frame(self) -> Frame:
+        document: Document | None = next(iter(self.rows["documents"].values()), None)
+        return Frame(document, self.rows["tiers"].values(), self.rows["routes"].values())
+
+    @property
+    def lists(self) -> dict[str, list[Row]]:
+        return {section: list(self.rows[section].values()) for section in LISTS}
+
+
+class Changes(NamedTuple):
+    """What is different at a version from one before it."""
+
+    since: Stamp
+    stamp: Stamp
+    rows: Mapping[str, dict[int, Any]]
+    """By section and id; None for those that are no more."""
+
+    @property
+    def touch_frame(self) -> bool:
+        return any(self.rows[section] for section in FRAME)
+
+
+def newest_version(connection: Connection) -> int:
+    """0 while nothing was ever written."""
+    return newest_stamp(connection).version
+
+
+def newest_stamp(connection: Connection) -> Stamp:
+    query = select(VERSIONS.c.version, VERSIONS.c.at_us).order_by(VERSIONS.c.version.desc()).limit(1)
+    return Stamp(*next(iter(connection.execute(query)), (0, 0)))
+
+
+def contents(connection: Connection, stamp: Stamp) -> Contents:
+    """All rows that hold at a version. Whatever is written meanwhile, they are those of that version."""
+    sections = {section: current(connection, section, stamp.version) for section in SECTIONS}
+    return Contents(stamp, {section: {each.id: each.row for each in rows} for section, rows in sections.items()})
+
+
+def changes(connection: Connection, since: Stamp, stamp: Stamp) -> Changes | None:
+    """What the versions after `since`, up to and with `stamp`, have changed; None if that one is not of their past."""
+    is_past = VERSIONS.c.version == since.version, VERSIONS.c.at_us == since.at_us
+    if since.version > stamp.version or connection.scalar(select(VERSIONS.c.version).where(*is_past)) is None:
+        return None
+    found: dict[str, dict[int, Row | None]] = {}
+    for section in SECTIONS:
+        table = TABLES[section]
+        ends = table.c.until_version
+        ended = select(table.c.id).where(ends > since.version, ends <= stamp.version)
+        made = kept(connection, section, and_(table.c.since > since.version, in_force(section, stamp.version)))
+        found[section] = {id: None for (id,) in connection.execute(ended)} | {each.id: each.row for each in made}
+    return Changes(since, stamp, found)
+
+
+def current(connection: Connection, section: str, version: int, *where: ColumnElement[bool]) -> Iterator[Kept[Any]]:
+    return kept(connection, section, in_force(section, version), *where)
+
+
+def kept(connection: Connection, section: str, *where: ColumnElement[bool]) -> Iterator[Kept[Any]]:
+    """The rows of a section for which all of this is true, in the order of their ids."""
+    table, kind = TABLES[section], SECTIONS[section]
+    columns = [table.c[name] for name in kind._fields]
+    query = select(table.c.id, table.c.since, *columns).where(*where).order_by(table.c.id)
+    found: Iterable[Any] = connection.execute(query.execution_options(yield_per=AT_ONCE))
+    for id, since, *fields in found:
+        yield Kept(id, since, kind(*fields))
+
+
+def in_force(section: str, version: int) -> ColumnElement[bool]:
+    table = TABLES[section]
+    ends = table.c.until_version
+    return and_(table.c.since <= version, or_(ends.is_(None), ends > version))

@@ -1,0 +1,220 @@
+"""What the config store keeps, as values: one kind of row for each of its tables, and how a policy would say it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
+
+from headgate import _grammar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headgate._grammar import Phrase
+
+__all__ = [
+    "FRAME",
+    "KEYS",
+    "LISTS",
+    "SECTIONS",
+    "Assignment",
+    "BlockRow",
+    "Document",
+    "Kept",
+    "OverrideRow",
+    "RouteCost",
+    "Row",
+    "TierNumbers",
+    "bucket",
+    "microseconds",
+    "numbers",
+    "written",
+]
+
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Document(NamedTuple):
+    """A policy as somebody wrote it; the tables add to it."""
+
+    text: str
+    format: str
+    """"yaml", "toml" or "json"."""
+    name: str
+    """What its mistakes are told about: the name of the file that it came from."""
+
+    def __str__(self) -> str:
+        return f"policy document {self.name}"
+
+
+class TierNumbers(NamedTuple):
+    """The numbers of one limit for the clients of a tier."""
+
+    tier: str
+    limit_name: str
+    """The name of a limit, or of a class of routes."""
+    quota: int
+    period_us: int
+    burst: int | None = None
+    algorithm: str | None = None
+
+    def __str__(self) -> str:
+        return f"tier {self.tier}, limit {self.limit_name}: {bucket(self)}"
+
+
+class RouteCost(NamedTuple):
+    """What a route is: its class, and what a request to it costs."""
+
+    path: str
+    """A template, perhaps with a method in front: "GET /search"."""
+    cost: int
+    route_class: str | None = None
+
+    def __str__(self) -> str:
+        of_class = "" if self.route_class is None else f", class {self.route_class}"
+        return f"route {self.path}: cost {self.cost}{of_class}"
+
+
+class Assignment(NamedTuple):
+    """The tier that a client is in."""
+
+    kind: str
+    value: str
+    """Of an API key only its keyed hash."""
+    tier: str | None = None
+    label: str | None = None
+
+    def __str__(self) -> str:
+        return f"client {self.kind} {self.value}: {'no tier' if self.tier is None else f'tier {self.tier}'}"
+
+
+class OverrideRow(NamedTuple):
+    """Other numbers for one client, perhaps for a time."""
+
+    kind: str
+    value: str
+    limit_name: str | None
+    route_class: str | None
+    quota: int
+    period_us: int
+    burst: int | None = None
+    algorithm: str | None = None
+    valid_from_us: int | None = None
+    valid_until_us: int | None = None
+    reason: str | None = None
+    author: str | None = None
+
+    def __str__(self) -> str:
+        place = "".join(
+            f" {word} {name}"
+            for word, name in (("on limit", self.limit_name), ("on class", self.route_class))
+            if name is not None
+        )
+        return f"override of {self.kind} {self.value}{place}: {bucket(self)}{_ends(self)}"
+
+
+class BlockRow(NamedTuple):
+    """Somebody who does not get in."""
+
+    kind: str
+    value: str
+    valid_from_us: int | None = None
+    valid_until_us: int | None = None
+    reason: str | None = None
+    author: str | None = None
+
+    def __str__(self) -> str:
+        return f"block of {self.kind} {self.value}{_ends(self)}"
+
+
+Row: TypeAlias = Document | TierNumbers | RouteCost | Assignment | OverrideRow | BlockRow
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+class Kept(NamedTuple, Generic[AnyRow]):
+    """A row, the name that it goes by through all of its changes, and the version that it is from."""
+
+    id: int
+    since: int
+    row: AnyRow
+
+
+FRAME: Final[Mapping[str, type[Any]]] = {"documents": Document, "tiers": TierNumbers, "routes": RouteCost}
+"""What everything else is read against; there is little of it."""
+
+LISTS: Final[Mapping[str, type[Any]]] = {"clients": Assignment, "overrides": OverrideRow, "blocked": BlockRow}
+"""The lists of a policy, of which each may hold a hundred thousand rows that don't depend on each other."""
+
+SECTIONS: Final[Mapping[str, type[Any]]] = {**FRAME, **LISTS}
+
+KEYS: Final[Mapping[str, tuple[str, ...] | None]] = {
+    "documents": (),
+    "tiers": ("tier", "limit_name"),
+    "routes": ("path",),
+    "clients": ("kind", "value"),
+    "overrides": None,
+    "blocked": ("kind", "value"),
+}
+"""What there is one row of: one document, one of each of these, or None for any number of them."""
+
+
+def numbers(phrase: Phrase) -> dict[str, Any]:
+    """The text of a limit as columns."""
+    period_us = microseconds(EPOCH + phrase.period)
+    return {"quota": phrase.quota, "period_us": period_us, "burst": phrase.burst, "algorithm": phrase.algorithm}
+
+
+def microseconds(instant: datetime) -> int:
+    return (instant - EPOCH) // timedelta(microseconds=1)
+
+
+def written(row: Row) -> dict[str, Any]:
+    """A row as it would stand in a policy."""
+    match row:
+        case Assignment(kind, value, tier, label):
+            return {kind: value} | _given({"tier": tier, "label": label})
+        case OverrideRow():
+            given = {"limit": row.limit_name, "class": row.route_class, "bucket": bucket(row), "reason": row.reason}
+            return {row.kind: row.value} | _given(given) | _validity(row)
+        case BlockRow():
+            return {row.kind: row.value} | _given({"reason": row.reason}) | _validity(row)
+        case RouteCost(path, cost, route_class):
+            return {"path": path, "cost": cost} | _given({"class": route_class})
+        case TierNumbers():
+            return {"tiers": {row.tier: {"limits": {row.limit_name: bucket(row)}}}}
+    raise TypeError(f"a {type(row).__name__} is a whole policy, and no entry of one")
+
+
+def bucket(row: TierNumbers | OverrideRow) -> str:
+    """The numbers of a row in the words of policies."""
+    return _phrase(row.quota, row.period_us, row.burst, row.algorithm)
+
+
+@lru_cache(maxsize=8192)  # a hundred thousand overrides hold a handful of different numbers
+def _phrase(quota: int, period_us: int, burst: int | None, algorithm: str | None) -> str:
+    options = f"{'' if burst is None else f', burst {burst}'}{'' if algorithm is None else f', {algorithm}'}"
+    return f"{quota}/{_grammar.spell(timedelta(microseconds=period_us))}{options}"
+
+
+def _validity(row: OverrideRow | BlockRow) -> dict[str, str]:
+    return {
+        name: _instant(at_us)
+        for name, at_us in (("valid_from", row.valid_from_us), ("valid_until", row.valid_until_us))
+        if at_us is not None
+    }
+
+
+@lru_cache(maxsize=1024)
+def _instant(at_us: int) -> str:
+    return (EPOCH + timedelta(microseconds=at_us)).isoformat()
+
+
+def _ends(row: OverrideRow | BlockRow) -> str:
+    said = _validity(row)
+    since, until = said.get("valid_from"), said.get("valid_until")
+    return f"{'' if since is None else f' from {since}'}{'' if until is None else f' until {until}'}"
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

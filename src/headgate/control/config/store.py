@@ -1,0 +1,390 @@
+"""The config store: what people change while the API runs. Each change is a version that can be told, and undone."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy.exc import IntegrityError
+
+from headgate._forks import renew_in_children
+from headgate._grammar import parse
+from headgate.clock import SystemClock
+from headgate.control.config import seeds
+from headgate.control.config.database import opened, reading, shown, writing
+from headgate.control.config.history import differences, versions
+from headgate.control.config.migrations import migrate
+from headgate.control.config.reading import Stamp, contents, current, newest_version
+from headgate.control.config.rows import (
+    SECTIONS,
+    Assignment,
+    BlockRow,
+    Document,
+    OverrideRow,
+    RouteCost,
+    TierNumbers,
+    microseconds,
+    numbers,
+)
+from headgate.control.config.tables import TABLES
+from headgate.control.config.writing import Put, Remove, write
+from headgate.errors import InvalidConfiguration, InvalidInput, InvalidPolicy
+from headgate.policy import words
+from headgate.policy.credentials import ApiKeys
+from headgate.policy.formats import FORMATS
+from headgate.policy.model import IdentitySettings
+from headgate.policy.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import ColumnElement
+
+    from headgate.clock import Clock
+    from headgate.control.config.history import Difference, Version
+    from headgate.control.config.rows import Kept
+    from headgate.control.config.seeds import SeedTables
+    from headgate.control.config.writing import Change
+    from headgate.policy.model import Policy
+
+__all__ = ["ConfigStore"]
+
+SECRET_VARIABLE: Final = "HEADGATE_SECRET"
+FINGERPRINT: Final = "hmac:"
+
+
+class ConfigStore:
+    """Tiers, assignments, overrides, route costs, blocks and the policy document, in SQLite or PostgreSQL.
+
+    Every method that changes something takes who does it and why, and the version that it is `based_on`: `Conflict`, if
+    the same was changed since then; None for whatever holds now. It gives the new version; None, if all was so already.
+    What would not load is refused with `InvalidPolicy`, and nothing of it is written.
+    """
+
+    def __init__(self, url: str, *, secret: str | bytes | None = None, clock: Clock | None = None) -> None:
+        """Opens the database, and makes or upgrades its tables. `secret` is what API keys are hashed with: that of the
+        gates, or HEADGATE_SECRET."""
+        self._engine = opened(url, keep=2)
+        weakref.finalize(self, self._engine.dispose)
+        self._clock = clock or SystemClock()
+        given = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
+        self._secret = given.encode() if isinstance(given, str) else given
+        self._keys = None if self._secret is None else ApiKeys(IdentitySettings(), self._secret)
+        with writing(self._engine) as connection:
+            migrate(connection)
+        renew_in_children(self)
+
+    def close(self) -> None:
+        """Close the connections that are kept open; the next question opens another."""
+        self._engine.dispose()
+
+    def renew_after_fork(self) -> None:
+        """Connections stay with the parent."""
+        self._engine.dispose(close=False)
+
+    def __repr__(self) -> str:
+        return f"ConfigStore({shown(self._engine)!r})"
+
+    # ------------------------------------------------------------------ what holds
+
+    @property
+    def version(self) -> int:
+        """The newest; 0 while nothing was written."""
+        with reading(self._engine) as connection:
+            return newest_version(connection)
+
+    def policy(self, version: int | None = None) -> Policy:
+        """The document with all that the tables add to it, now or at a version."""
+        with reading(self._engine) as connection:
+            at = self._existing(version, newest_version(connection))
+            found = contents(connection, Stamp(at, 0))
+        return found.frame.read(found.lists)
+
+    def document(self, version: int | None = None) -> Document | None:
+        """The policy document; None while there is none."""
+        found = self._rows("documents", version)
+        return found[0].row if found else None
+
+    def tiers(self, version: int | None = None) -> list[Kept[TierNumbers]]:
+        return self._rows("tiers", version)
+
+    def routes(self, version: int | None = None) -> list[Kept[RouteCost]]:
+        return self._rows("routes", version)
+
+    def clients(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[Kept[Assignment]]:
+        return self._rows("clients", version, who)
+
+    def overrides(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[Kept[OverrideRow]]:
+        """All, or those of one client: overrides(who=("tenant", "acme"))."""
+        return self._rows("overrides", version, who)
+
+    def blocks(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[Kept[BlockRow]]:
+        return self._rows("blocked", version, who)
+
+    # ------------------------------------------------------------------ what was
+
+    def history(self, *, before: int | None = None, most: int = 100) -> list[Version]:
+        """The versions, the newest first; `before` one of them, to page on."""
+        with reading(self._engine) as connection:
+            return versions(connection, before=before, most=most)
+
+    def diff(self, one: int, other: int) -> list[Difference]:
+        """What is different at the second version from the first."""
+        with reading(self._engine) as connection:
+            newest = newest_version(connection)
+            return differences(connection, self._existing(one, newest), self._existing(other, newest))
+
+    def rollback(
+        self,
+        version: int,
+        *,
+        author: str,
+        reason: str,
+        sections: Collection[str] | None = None,
+        based_on: int | None = None,
+    ) -> Version | None:
+        """Make everything as it was at a version, or only these sections of it. That is a version of its own."""
+        unknown = set(sections or ()) - set(SECTIONS)
+        if unknown:
+            raise InvalidInput(f"there are no {', '.join(sorted(unknown))}; known are {', '.join(SECTIONS)}")
+        with writing(self._engine) as connection:
+            newest = newest_version(connection)
+            self._existing(version, newest)
+            back: list[Change] = [
+                Remove(each.section, each.id) if each.after is None else Put(each.section, each.after, each.id)
+                for each in differences(connection, newest, version)
+                if sections is None or each.section in sections
+            ]
+            return write(connection, back, **self._signed(author, reason), based_on=based_on, restores=version)
+
+    # ------------------------------------------------------------------ changes
+
+    def put_policy(
+        self, text: str, *, author: str, reason: str, file: str = "policy.yaml", based_on: int | None = None
+    ) -> Version | None:
+        """Take another policy document: YAML, TOML or JSON, by the name of the `file`. It holds no API keys but as
+        their fingerprints."""
+        document = Document(text, _format(file), words.label(file))
+        self._refuse_keys(document)
+        return self.write([Put("documents", document)], author=author, reason=reason, based_on=based_on)
+
+    def set_tier(
+        self, tier: str, limit: str, bucket: str, *, author: str, reason: str, based_on: int | None = None
+    ) -> Version | None:
+        """Give the clients of a tier these numbers on a limit: set_tier("pro", "search", "1000/minute", ...)."""
+        row = TierNumbers(words.name(tier), words.name(limit), **numbers(parse(bucket)))
+        return self.write([Put("tiers", row)], author=author, reason=reason, based_on=based_on)
+
+    def remove_tier(
+        self, tier: str, limit: str | None = None, *, author: str, reason: str, based_on: int | None = None
+    ) -> Version | None:
+        """Take the numbers of a tier out of the table: on one limit, or on all."""
+        mine = [each for each in self.tiers() if each.row.tier == tier and limit in (None, each.row.limit_name)]
+        return self._remove("tiers", mine, f"tier {tier!r}", author, reason, based_on)
+
+    def set_route(
+        self,
+        path: str,
+        cost: int,
+        *,
+        author: str,
+        reason: str,
+        route_class: str | None = None,
+        based_on: int | None = None,
+    ) -> Version | None:
+        """Say what a request to a route costs, and perhaps of which class the route is."""
+        row = RouteCost(words.text(path), words.whole(0, example=5)(cost), route_class and words.name(route_class))
+        return self.write([Put("routes", row)], author=author, reason=reason, based_on=based_on)
+
+    def remove_route(self, path: str, *, author: str, reason: str, based_on: int | None = None) -> Version | None:
+        mine = [each for each in self.routes() if each.row.path == path]
+        return self._remove("routes", mine, f"route {path!r}", author, reason, based_on)
+
+    def assign(
+        self,
+        who: tuple[str, str],
+        tier: str | None,
+        *,
+        author: str,
+        reason: str,
+        label: str | None = None,
+        based_on: int | None = None,
+    ) -> Version | None:
+        """Put a client into a tier: assign(("tenant", "acme"), "pro", ...)."""
+        row = Assignment(*self.known(who), tier and words.name(tier), label and words.label(label))
+        return self.write([Put("clients", row)], author=author, reason=reason, based_on=based_on)
+
+    def unassign(
+        self, who: tuple[str, str], *, author: str, reason: str, based_on: int | None = None
+    ) -> Version | None:
+        """Let the document, or the tier of everybody, say again in which tier a client is."""
+        return self._remove("clients", self.clients(who=who), _named(who), author, reason, based_on)
+
+    def override(
+        self,
+        who: tuple[str, str],
+        bucket: str,
+        *,
+        author: str,
+        reason: str,
+        limit: str | None = None,
+        route_class: str | None = None,
+        valid_from: datetime | None = None,
+        valid_until: datetime | None = None,
+        id: int | None = None,
+        based_on: int | None = None,
+    ) -> Version | None:
+        """Give a client numbers of its own: override(("tenant", "acme"), "10000/minute", limit="search", ...).
+
+        In addition to those that it has; or in place of the one with this `id`.
+        """
+        row = OverrideRow(
+            *self.known(who),
+            limit and words.name(limit),
+            route_class and words.name(route_class),
+            **numbers(parse(bucket)),
+            valid_from_us=_us(valid_from),
+            valid_until_us=_us(valid_until),
+            reason=reason,
+            author=author,
+        )
+        return self.write([Put("overrides", row, id)], author=author, reason=reason, based_on=based_on)
+
+    def remove_override(self, id: int, *, author: str, reason: str, based_on: int | None = None) -> Version | None:
+        return self.write([Remove("overrides", id)], author=author, reason=reason, based_on=based_on)
+
+    def block(
+        self,
+        who: tuple[str, str],
+        *,
+        author: str,
+        reason: str,
+        valid_from: datetime | None = None,
+        valid_until: datetime | None = None,
+        based_on: int | None = None,
+    ) -> Version | None:
+        """Keep somebody out, as part of the policy. To keep somebody out within milliseconds, tell a gate, too."""
+        row = BlockRow(*self.known(who), _us(valid_from), _us(valid_until), reason, author)
+        return self.write([Put("blocked", row)], author=author, reason=reason, based_on=based_on)
+
+    def unblock(self, who: tuple[str, str], *, author: str, reason: str, based_on: int | None = None) -> Version | None:
+        return self._remove("blocked", self.blocks(who=who), _named(who), author, reason, based_on)
+
+    def import_seed_tables(
+        self, url: str, *, author: str, reason: str, default_tier: str | None = None
+    ) -> Version | None:
+        """Take over rate_limit_tiers, rate_limit_overrides and rate_limit_route_costs. A document that is here stays.
+
+        What was imported before is brought up to date: of overrides, those on the same key and class are replaced.
+        """
+        found: SeedTables = seeds.read_seed_tables(
+            url, fingerprint=self._fingerprint, default_tier=default_tier, author=author
+        )
+        before = {
+            (each.row.value, each.row.route_class): each.id for each in self.overrides() if each.row.limit_name is None
+        }
+        rows = [Put("overrides", row, before.get((row.value, row.route_class))) for row in found.overrides]
+        document = [] if self.document() else [Put("documents", found.document)]
+        tables = [*(Put("tiers", row) for row in found.tiers), *(Put("routes", row) for row in found.routes)]
+        return self.write([*document, *tables, *rows], author=author, reason=reason)
+
+    def write(
+        self, changes: Sequence[Change], *, author: str, reason: str, based_on: int | None = None
+    ) -> Version | None:
+        """Make several changes as one version: all of them, or none. Rows are taken as they are."""
+        signed = self._signed(author, reason)
+        with writing(self._engine) as connection:
+            try:
+                return write(connection, changes, **signed, based_on=based_on)
+            except IntegrityError as error:
+                raise InvalidInput("two rows would be about the same; change the one that is there") from error
+
+    def known(self, who: tuple[str, str]) -> tuple[str, str]:
+        """Whom a row is about, as it is stored: addresses in their one spelling, of API keys only the hash."""
+        kind, value = who
+        kinds = words.by(kind)
+        if kinds != (kind,):
+            raise InvalidInput(f"{kind!r} is no kind of identity; give one, like ('tenant', 'acme')")
+        match kind:
+            case "api_key":
+                return kind, self._fingerprint(words.api_key(value))
+            case "ip":
+                return kind, words.address(value)
+            case "subnet":
+                return kind, words.subnet(value)
+        return kind, words.identity(value)
+
+    # ------------------------------------------------------------------ within
+
+    def _rows(self, section: str, version: int | None, who: tuple[str, str] | None = None) -> list[Kept[Any]]:
+        table = TABLES[section]
+        where: list[ColumnElement[bool]] = []
+        if who is not None:
+            kind, value = self.known(who)
+            where = [table.c.kind == kind, table.c.value == value]
+        with reading(self._engine) as connection:
+            at = self._existing(version, newest_version(connection))
+            return list(current(connection, section, at, *where))
+
+    def _remove(
+        self, section: str, rows: list[Any], what: str, author: str, reason: str, based_on: int | None
+    ) -> Version | None:
+        if not rows:
+            raise InvalidInput(f"the tables have no {section} of {what}")
+        changes = [Remove(section, each.id) for each in rows]
+        return self.write(changes, author=author, reason=reason, based_on=based_on)
+
+    def _signed(self, author: str, reason: str) -> dict[str, Any]:
+        if len(words.label(author)) > 200:
+            raise InvalidInput("an author has at most 200 characters")
+        return {"author": author, "reason": words.label(reason), "at_us": self._clock.now_us()}
+
+    def _existing(self, version: int | None, newest: int) -> int:
+        if version is None:
+            return newest
+        if not 0 <= version <= newest:
+            raise InvalidInput(f"there is no version {version}; the newest is {newest}")
+        return version
+
+    def _fingerprint(self, key: str) -> str:
+        if self._keys is None:
+            if key.startswith(FINGERPRINT):
+                return ApiKeys(IdentitySettings(), bytes(32)).fingerprint(key)  # nothing is hashed: it is one already
+            raise InvalidConfiguration(
+                "an API key is stored as a keyed hash, and there is no secret to key it with: give secret=, or set "
+                f"{SECRET_VARIABLE}, to what the gates have"
+            )
+        return self._keys.fingerprint(key)
+
+    def _refuse_keys(self, document: Document) -> None:
+        value = Source(document.text, document.name, document.format).value
+        told = []
+        for section in ("clients", "overrides", "blocked"):
+            entries = value.get(section) if isinstance(value, dict) else None
+            for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+                key = entry.get("api_key") if isinstance(entry, dict) else None
+                if isinstance(key, (str, int)) and not str(key).startswith(FINGERPRINT):
+                    instead = f"; write {self._fingerprint(str(key))}" if self._keys is not None else ""
+                    told.append(
+                        f"{document.name}: {section}[{index}].api_key: a key is stored as its fingerprint{instead}"
+                    )
+        if told:
+            raise InvalidPolicy(told)
+
+
+def _format(file: str) -> str:
+    suffix = file.rpartition(".")[2].lower()
+    found = "yaml" if suffix == "yml" else suffix
+    if found not in FORMATS:
+        raise InvalidPolicy([f"{file}: cannot tell its format; name the file .yaml, .yml, .toml or .json"])
+    return found
+
+
+def _us(moment: datetime | None) -> int | None:
+    return None if moment is None else microseconds(words.instant(moment))
+
+
+def _named(who: tuple[str, str]) -> str:
+    return who[0] if who[0] == "api_key" else f"{who[0]} {who[1]}"

@@ -1,0 +1,262 @@
+"""Takes the policy of a gate from the config store: changes arrive within a second, and the last good one stays."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
+
+from headgate._forks import renew_in_children
+from headgate.control.config import ConfigUnavailable
+from headgate.control.config.copy import Copy
+from headgate.control.config.database import opened, reading, shown
+from headgate.control.config.merging import Assembly, release
+from headgate.control.config.pace import politely
+from headgate.control.config.reading import Changes, Contents, Stamp, changes, contents, newest_stamp
+from headgate.control.news import news_of
+from headgate.errors import HeadgateError, InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from os import PathLike
+
+    from sqlalchemy import Engine
+
+    from headgate.policy.model import Policy
+
+__all__ = ["ConfigFeed", "Following"]
+
+logger = logging.getLogger("headgate")
+
+POLL: Final = 60.0
+"""Seconds after which the store is asked, whatever was or was not heard."""
+
+Made = TypeVar("Made")
+
+
+class ConfigFeed:
+    """The config store at a URL, as the policy of a gate: `Headgate(app, ConfigFeed("postgresql://..."))`.
+
+    `cache` is a file in which the node keeps a copy of what it runs on. With it, a node starts while the store is down.
+    """
+
+    def __init__(self, url: str, *, cache: str | PathLike[str] | None = None) -> None:
+        self._url = url
+        self._cache = cache
+        opened(url, create=False)  # a URL that means nothing is told where it is written
+
+    def follow(self, make: Callable[[Policy], Made], *, every: float | None = POLL) -> Following[Made]:
+        """The newest good version, made ready by `make`; never looked for by itself, if `every` is None."""
+        return Following(self._url, make, cache=self._cache, every=every)
+
+
+class _State(NamedTuple):
+    """What is in force. Replaced as a whole, so that a child that is forked at any moment finds one."""
+
+    stamp: Stamp
+    assembly: Assembly
+
+
+class Following(Generic[Made]):
+    """The newest good version of a config store, made ready by `make`; it has the face of a watched file."""
+
+    def __init__(
+        self,
+        url: str,
+        make: Callable[[Policy], Made],
+        *,
+        cache: str | PathLike[str] | None = None,
+        every: float | None = POLL,
+    ) -> None:
+        """Listens from a thread of its own, and asks the store `every` so many seconds at least, at most 60."""
+        self._url = url
+        self._make = make
+        self._copy = None if cache is None else Copy(cache)
+        self._is_watching = every is not None
+        self._engine: Engine = opened(url, create=False)
+        self.name = shown(self._engine)
+        self._lock = threading.Lock()
+        self.error: HeadgateError | None = None
+        """Why the newest version is not in force, or is not known; None if it is."""
+        self.source: Literal["store", "copy"] = "store"
+        """Where what is in force was read."""
+        self.seen_us = 0
+        """When the store was last known to have nothing newer."""
+        self._unkept: Contents | Changes | None = None
+        """What the copy on disk lacks: to write it takes longer than a gate wants to wait for its first request."""
+        self._state: _State
+        self.current: Made
+        self._begin()
+        self._looked_at = self._state.stamp
+        if not self._is_watching:
+            self._keep()
+        self._stop = threading.Event()
+        self._start()
+        renew_in_children(self)
+
+    @property
+    def version(self) -> str:
+        return str(self._state.stamp.version)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the store was known to have nothing newer."""
+        return max(0.0, (time.time_ns() // 1000 - self.seen_us) / 1_000_000)
+
+    def look(self) -> bool:
+        """Ask the store now; whether a new version is in force."""
+        with self._lock:
+            self._keep()
+            try:
+                found = self._newer()
+                self._in_touch()
+            except ConfigUnavailable as error:
+                self._out_of_touch(error)
+                return False
+            if found is None:
+                return False
+            self._looked_at = found.stamp
+            try:
+                self._put_in_force(found)
+            except InvalidInput as error:
+                refused = found.stamp.version
+                logger.error(
+                    "%s: version %d is refused, %s stays in force:\n%s", self.name, refused, self.version, error
+                )
+                self.error = error
+                return False
+            logger.warning("%s: version %s is in force", self.name, self.version)
+            self._keep()
+            return True
+
+    def close(self) -> None:
+        """Follow no more."""
+        self._stop.set()
+
+    def renew_after_fork(self) -> None:
+        """Threads, locks and connections stay with the parent; a child follows by itself."""
+        self._lock = threading.Lock()
+        self._engine = opened(self._url, create=False)
+        stopped = self._stop.is_set()
+        self._stop = threading.Event()
+        if stopped:
+            self._stop.set()
+        else:
+            self._start()
+
+    # ------------------------------------------------------------------ within
+
+    def _begin(self) -> None:
+        """From the store; or from the copy, if the store cannot be asked, or has what this node cannot read."""
+        try:
+            with reading(self._engine) as connection:
+                found = contents(connection, newest_stamp(connection))
+            self._put_in_force(found)
+            self.seen_us = time.time_ns() // 1000
+        except (ConfigUnavailable, InvalidInput) as error:
+            kept = self._kept()
+            if kept is None:
+                raise
+            self.error, self.source, self.seen_us = error, "copy", self._copy.seen_us if self._copy else 0
+            with politely():
+                assembly = Assembly(kept.frame, kept.rows)
+                self.current = self._make(assembly.policy)
+            self._state = _State(kept.stamp, assembly)
+            logger.error(
+                "%s\nrunning on version %s of %s ago, out of the copy on disk", error, self.version, self._old()
+            )
+
+    def _kept(self) -> Contents | None:
+        try:
+            return None if self._copy is None else self._copy.read()
+        except ConfigUnavailable as error:
+            logger.error("the copy on disk cannot be read: %s", error)
+            return None
+
+    def _newer(self) -> Contents | Changes | None:
+        """What is to be put in force; None if the newest version has been looked at."""
+        with reading(self._engine) as connection:
+            newest = newest_stamp(connection)
+            if newest == self._looked_at:
+                return None
+            with politely():
+                # A store that was set back, as from a backup, has another past: there is only all of it to take.
+                found = changes(connection, self._state.stamp, newest)
+                return contents(connection, newest) if found is None or found.touch_frame else found
+
+    def _put_in_force(self, found: Contents | Changes) -> None:
+        before = getattr(self, "_state", None)
+        with politely():
+            if isinstance(found, Contents):
+                assembly = Assembly(found.frame, found.rows)
+            else:
+                assembly = self._state.assembly.changed(found.rows)
+            self.current = self._make(assembly.policy)
+            self._state = _State(found.stamp, assembly)
+            self.error, self.source = None, "store"
+            self._unkept = found
+            if isinstance(found, Contents) and before is not None:
+                before.assembly.release()
+
+    def _keep(self) -> None:
+        """Bring the copy on disk up to date, if there is one."""
+        found, self._unkept = self._unkept, None
+        if found is None:
+            return
+        with politely():
+            try:
+                if self._copy is not None and not self._copy.keep(found):
+                    with reading(self._engine) as connection:
+                        self._copy.keep(contents(connection, found.stamp))
+            except (ConfigUnavailable, OSError) as error:
+                logger.error("version %s is in force, but not kept on disk: %s", self.version, error)
+            for rows in found.rows.values():
+                release(rows)
+
+    def _in_touch(self) -> None:
+        self.seen_us = time.time_ns() // 1000
+        if self._copy is not None and self._looked_at == self._state.stamp:
+            self._copy.touch()
+        if isinstance(self.error, ConfigUnavailable):
+            self.error, self.source = None, "store"
+            logger.warning("%s answers again; version %s is in force", self.name, self.version)
+
+    def _out_of_touch(self, error: ConfigUnavailable) -> None:
+        if not isinstance(self.error, ConfigUnavailable):  # told once, however often it is asked
+            logger.error("%s\nversion %s stays in force, %s old", error, self.version, self._old())
+        self.error = error
+
+    def _old(self) -> str:
+        return str(timedelta(seconds=round(self.age)))
+
+    def _start(self) -> None:
+        if self._is_watching:
+            arguments = weakref.ref(self), self._stop, opened(self._url, create=False)
+            threading.Thread(
+                target=_follow_forever, args=arguments, name=f"headgate-config {self.name}", daemon=True
+            ).start()
+
+
+def _follow_forever(following: weakref.ref[Following[Any]], stop: threading.Event, engine: Engine) -> None:
+    """Until it is closed, or forgotten with what it was made for."""
+    news = news_of(engine)
+
+    def wanted(seconds: float) -> bool:
+        return not stop.wait(seconds) and following() is not None
+
+    try:
+        while wanted(0):
+            news.wait(POLL, wanted)
+            each = following()
+            if each is None or stop.is_set():
+                return
+            try:
+                each.look()
+            except Exception:  # a bug of ours must not end it: the next version may be read
+                logger.exception("%s could not be looked at; version %s stays in force", each.name, each.version)
+            del each
+    finally:
+        news.close()

@@ -1,0 +1,195 @@
+"""The metrics of gates for OpenTelemetry, and spans for those who want them. See docs/metrics.md."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, ref
+
+from headgate.errors import InvalidConfiguration
+from headgate.telemetry.families import FAMILIES, LATENCY_US, SHARES, Distribution
+from headgate.telemetry.metrics import MODES, Metrics, outcome_of, tell_also
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+    from opentelemetry.trace import TracerProvider
+
+    from headgate.adapters.door import Door
+    from headgate.adapters.way import Admission, Arrival
+    from headgate.telemetry.families import Family, Reading
+
+__all__ = ["Instruments", "instrument", "trace"]
+
+SCOPE: Final = "headgate"
+
+LATENCY: Final = FAMILIES["rate_limiter_check_latency_seconds"]
+REMAINING: Final = FAMILIES["rate_limiter_remaining_ratio"]
+
+
+def instrument(
+    gate: Door,
+    provider: MeterProvider | None = None,
+    *,
+    name: str = "default",
+    lag: Callable[[], float] | None = None,
+) -> Metrics:
+    """Show the gate's metrics through a MeterProvider: the one that was set for the process, if none is given.
+
+    Several gates may be instrumented: under their own names they are told apart by the attribute `gate`, under the
+    same name they are one. `lag` tells for how many seconds the policy has not been the newest, where it comes from no
+    file.
+    """
+    _demand_library()
+    if provider is None:
+        from opentelemetry.metrics import get_meter_provider
+
+        provider = get_meter_provider()
+    instruments = _instruments.get(provider)
+    if instruments is None:
+        instruments = _instruments[provider] = Instruments(provider)
+    return instruments.add(gate, name, lag)
+
+
+def trace(gate: Door, provider: TracerProvider | None = None) -> None:
+    """Make a span of each decision of the gate, a child of the span that is current: `headgate.check`.
+
+    Its attributes tell the route, the limits and the outcome, but never the client.
+    """
+    _demand_library()
+    from opentelemetry import trace as tracing
+
+    tracer = tracing.get_tracer(SCOPE, tracer_provider=provider)
+    elapsed_us = _stopwatch(gate)
+
+    def hook(_: Arrival, admission: Admission) -> None:
+        if admission.resolution is not None:
+            start_ns = time.time_ns() - elapsed_us(admission) * 1000
+            span = tracer.start_span("headgate.check", start_time=start_ns)
+            if span.is_recording():
+                span.set_attributes(_attributes(admission))
+            span.end()
+
+    tell_also(gate, hook)
+
+
+_instruments: WeakKeyDictionary[Any, Instruments] = WeakKeyDictionary()
+"""Of each provider: instruments that are made twice are told of twice."""
+
+
+class Instruments:
+    """All instruments, for any number of gates.
+
+    Counters and gauges are read when they are exported. OpenTelemetry has no such way for histograms: those are
+    recorded with each decision.
+    """
+
+    def __init__(self, provider: MeterProvider) -> None:
+        self._metrics: dict[str, Metrics] = {}
+        self._readings: dict[str, list[tuple[str, Reading]]] = {}
+        meter = provider.get_meter(SCOPE)
+        bounds = [bound / 1_000_000 for bound in LATENCY_US]
+        self._latency = meter.create_histogram(
+            LATENCY.otel_name, LATENCY.unit, LATENCY.help, explicit_bucket_boundaries_advisory=bounds
+        )
+        self._remaining = meter.create_histogram(
+            REMAINING.otel_name, REMAINING.unit, REMAINING.help, explicit_bucket_boundaries_advisory=SHARES
+        )
+        observed = [family for family in FAMILIES.values() if family.kind != "histogram"]
+        for family in observed:
+            make = meter.create_observable_counter if family.kind == "counter" else meter.create_observable_gauge
+            # They are asked in their order: the first reads for all.
+            callback = self._observer(family, reads=family is observed[0])
+            make(family.otel_name, [callback], family.unit, family.help)
+
+    def add(self, gate: Door, name: str, lag: Callable[[], float] | None) -> Metrics:
+        """Count at one gate more."""
+        metrics = self._metrics.setdefault(name, Metrics())
+        metrics.watch(gate, lag=lag)
+        tell_also(gate, self._recorder(gate, name))
+        return metrics
+
+    def _observer(self, family: Family, *, reads: bool) -> Callable[[CallbackOptions], Iterator[Observation]]:
+        from opentelemetry.metrics import Observation
+
+        def observe(_: CallbackOptions) -> Iterator[Observation]:
+            if reads:
+                self._read()
+            for gate, (_family, labels, value) in self._readings.get(family.name, ()):
+                if not isinstance(value, Distribution):
+                    yield Observation(value, {"gate": gate, **dict(zip(family.labels, labels, strict=True))})
+
+        return observe
+
+    def _read(self) -> None:
+        readings: dict[str, list[tuple[str, Reading]]] = {}
+        for gate, metrics in list(self._metrics.items()):
+            for reading in metrics.read():
+                readings.setdefault(reading.family.name, []).append((gate, reading))
+        self._readings = readings
+
+    def _recorder(self, gate: Door, name: str) -> Callable[[Arrival, Admission], None]:
+        elapsed_us, latency, remaining = _stopwatch(gate), self._latency, self._remaining
+        at_gate = {"gate": name}
+
+        def record(_: Arrival, admission: Admission) -> None:
+            decision, resolution = admission.decision, admission.resolution
+            if resolution is None:
+                return
+            latency.record(elapsed_us(admission) / 1_000_000, at_gate)
+            if decision is None or decision.degraded is not None:
+                return
+            for rule, key, verdict in zip(resolution.rules, resolution.keys, decision.verdicts, strict=True):
+                remaining.record(verdict[0] / key.limit.capacity, {"gate": name, "policy": rule.rule.name})
+
+        return record
+
+
+def _stopwatch(gate: Door) -> Callable[[Admission], int]:
+    """Tells how many microseconds have passed since a request of the gate was resolved."""
+    there = ref(gate)
+
+    def elapsed_us(admission: Admission) -> int:
+        gate = there()
+        if gate is None or admission.resolution is None:
+            return 0
+        return max(0, gate._now_us() - admission.resolution.now_us)  # noqa: SLF001 - the clock that resolved it
+
+    return elapsed_us
+
+
+def _attributes(admission: Admission) -> dict[str, Any]:
+    resolution, decision = admission.resolution, admission.decision
+    assert resolution is not None
+    told: dict[str, Any] = {
+        "http.route": resolution.route.endpoint,
+        "headgate.outcome": outcome_of(admission),
+        "headgate.limits": [rule.rule.name for rule in resolution.rules],
+    }
+    if resolution.route.route_class is not None:
+        told["headgate.route_class"] = resolution.route.route_class
+    if resolution.tier is not None:
+        told["headgate.tier"] = resolution.tier
+    if decision is None:
+        return told
+    if decision.degraded is not None:
+        return {**told, "headgate.degraded_mode": MODES[resolution.route.on_failure]}
+    told["headgate.remaining"] = decision.remaining
+    if not decision.allowed:
+        told["headgate.denied_by"] = list(decision.denied_by)
+    if decision.retry_after_us:
+        told["headgate.retry_after_ms"] = decision.retry_after_us / 1000
+    would_deny = [shadow.met.rule.name for shadow in admission.shadows if not shadow.decision.allowed]
+    return {**told, "headgate.shadow_denied_by": would_deny} if would_deny else told
+
+
+def _demand_library() -> None:
+    try:
+        import opentelemetry.metrics  # noqa: F401 - whether it is there
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("opentelemetry", "opentelemetry.metrics"):
+            raise
+        raise InvalidConfiguration(
+            "metrics and spans for OpenTelemetry need the package 'opentelemetry': pip install 'headgate[otel]'"
+        ) from None
