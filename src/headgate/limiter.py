@@ -213,6 +213,8 @@ class Limiter(LimiterBase):
                     step = steps.send(answer)
         except StopIteration as end:
             return end.value
+        finally:
+            steps.close()  # at once, also where somebody keeps the exception that ends it here
 
 
 class AsyncLimiter(LimiterBase):
@@ -385,6 +387,8 @@ class AsyncLimiter(LimiterBase):
                     step = steps.send(answer)
         except StopIteration as end:
             return end.value
+        finally:
+            steps.close()  # at once, also where somebody keeps the exception that ends it here
 
     async def _sleep(self, seconds: float) -> None:
         sleep = getattr(self._clock, "sleep", None)

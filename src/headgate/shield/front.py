@@ -7,6 +7,7 @@ agreed on for then. The two limiters are the drivers that wait for the store in 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from headgate._forks import renew_in_children
@@ -52,7 +53,7 @@ class Front:
         self.outage = Outage(herald)
         self.script_errors = 0
         """Answers that were errors of a script: a bug, or a foreign value, but no outage."""
-        self.unspent: list[Refund] = []
+        self.unspent: deque[Refund] = deque()
         """What was prepaid and is to be given back."""
         self.ensure: Callable[[], None] = lambda: None
         """Called now and then while there are checks, and when there is something new to do in the background."""
@@ -68,7 +69,7 @@ class Front:
 
     def renew_after_fork(self) -> None:
         """The parent gives back what it has prepaid, and a child looks at its first check for what there is to do."""
-        self.unspent = []
+        self.unspent.clear()
         self.checks, self.is_alert = -1, True
 
     def configure(self, *, remember: int, lease_us: int) -> None:
@@ -82,7 +83,7 @@ class Front:
         if not self._remembers:
             self.denials.clear()
         if not self._prepays:
-            self.unspent += self.purses.clear()
+            self.unspent.extend(self.purses.clear())
         self.is_alert = True
 
     def at_once(self, call: Check) -> Decision | Ordering | None:

@@ -131,7 +131,9 @@ class Keeper:
         if self._thread is None and (self.beats or self._has_work()):
             with self._lock:
                 if self._thread is None:
-                    self._thread = _started("headgate-keeper", _work_for, weakref.ref(self), self._bell)
+                    self._thread = _started(
+                        "headgate-keeper", _work_for, weakref.ref(self), self._bell, self._companion
+                    )
         elif self._has_work():
             self._bell.set()
         if self._listener is None and (self.listens or self._front.denials):
@@ -144,7 +146,7 @@ class Keeper:
 
     def close(self, *, wait: float = 0) -> None:
         """Stop. What was prepaid is given back, and the fleet told, in the background: wait so long for that."""
-        self._front.unspent += self._front.purses.clear()
+        self._front.unspent.extend(self._front.purses.clear())
         self.ensure()
         with self._lock:
             self._closed = True
@@ -301,7 +303,9 @@ class Keeper:
 
     def _return_unspent(self) -> None:
         front = self._front
-        unspent, front.unspent = front.unspent + front.purses.overdue(), []
+        unspent = front.purses.overdue()
+        while front.unspent:  # this thread alone takes from it
+            unspent.append(front.unspent.popleft())
         if unspent and not self._store.breakers.open_ones():
             self._companion.run_all(unspent)  # what fails is lost to this process only
 
@@ -361,7 +365,7 @@ def _with(reference: weakref.ref[Keeper], do: Callable[[Keeper], None]) -> None:
         do(keeper)
 
 
-def _work_for(reference: weakref.ref[Keeper], bell: threading.Event) -> None:
+def _work_for(reference: weakref.ref[Keeper], bell: threading.Event, companion: Any) -> None:
     while (keeper := reference()) is not None:
         try:
             wait = keeper._work()  # noqa: SLF001 - the keeper's own thread
@@ -373,6 +377,7 @@ def _work_for(reference: weakref.ref[Keeper], bell: threading.Event) -> None:
         del keeper
         bell.wait(wait)
         bell.clear()
+    companion.close()  # its limiter went before it could say so
 
 
 def _started(name: str, target: Callable[..., None], *args: Any) -> threading.Thread | None:
