@@ -93,6 +93,11 @@ async def complete() -> StreamingResponse:
     return StreamingResponse(words(), media_type="text/plain")
 
 
+@app.post("/pay", status_code=202)
+async def pay() -> dict[str, str]:
+    return {"status": "accepted"}
+
+
 @app.post("/webhooks/{source}", status_code=202)
 async def webhook(source: str) -> dict[str, str]:
     return {"received_from": source}
