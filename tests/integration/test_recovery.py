@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from faults import SLACK, Gate, key_of, paused, stored, timed
 
-from headgate import Limiter, StoreUnavailable
+from headgate import Decision, Limiter, StoreError, StoreUnavailable
 from servers import wait_until
 
 if TYPE_CHECKING:
@@ -285,3 +285,20 @@ def test_threads_end_when_the_limiter_is_closed_or_forgotten(server: RedisServer
     del forgotten, one
     gc.collect()
     wait_until(lambda: not ours(), f"all threads to end: {ours()}")
+
+
+def test_what_a_request_took_on_one_shard_is_given_back_when_another_does_not_answer(
+    cluster: RedisCluster, unique: str
+) -> None:
+    pairs = [(key_of(unique, f"a{number}"), key_of(f"{unique}-b", f"b{number}")) for number in range(60)]
+    with Limiter(cluster.url, budget=0.2, remember=0) as limiter, Limiter(cluster.url) as other:
+        here, there = next(
+            pair for pair in pairs if cluster.primary_for(stored(pair[0])) is not cluster.primary_for(stored(pair[1]))
+        )
+        limiter.check(here, there)
+        other.peek(here)
+        victim = cluster.primary_for(stored(there))
+        with paused(victim):
+            assert isinstance(timed(lambda: limiter.check(here, there)).answer, StoreError)
+            assert other.peek(here).remaining == 99
+        wait_until(lambda: isinstance(timed(lambda: other.peek(there)).answer, Decision), "the shard to serve again")

@@ -17,7 +17,7 @@ from headgate._forks import renew_in_children
 from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.aio_line import Line
 from headgate.stores.redis.breaker import Shut
-from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, public, refusal
+from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.topology import Standalone
 from headgate.stores.redis.wire import decode_one
@@ -301,7 +301,8 @@ class _Errand:
         except Exception as error:
             answers = [error] * len(self._futures)
         else:
-            desk._exchange(commands, self.go_on, end)  # noqa: SLF001
+            # What is given back goes to servers that serve: the time of those that do not is not theirs.
+            desk._exchange(commands, self.go_on, None if gives_back(commands) else end)  # noqa: SLF001
             return
         for future, answer in zip(self._futures, answers, strict=True):
             _tell(future, answer)

@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import redis
 from hiredis import HiredisError, Reader
 
 from headgate.errors import StoreError, StoreTimeout
@@ -107,7 +106,7 @@ class Line(asyncio.Protocol):
         connection = self._connection
         try:
             await connection.connect()
-        except (TimeoutError, redis.RedisError, OSError, ValueError) as error:  # a name may be none for DNS
+        except Exception as error:  # also what a provider of credentials may raise
             unsent = Unsent(f"cannot reach Redis: {error}")
             unsent.__cause__ = error
             self._fail(unsent)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headgate.stores.redis.topology import Topology
     from headgate.stores.redis.wire import Wire
 
-__all__ = ["Lost", "OutOfTime", "Unsent", "converse", "deliver", "public", "refusal"]
+__all__ = ["Lost", "OutOfTime", "Unsent", "converse", "deliver", "gives_back", "public", "refusal"]
 
 MOST_ROUNDS: Final = 6
 """How often a command may be sent, with the redirections of a cluster that is being resharded."""
@@ -58,6 +58,11 @@ def public(error: StoreError) -> StoreError:
     told = StoreUnavailable(str(error))
     told.may_have_happened = error.may_have_happened
     return told
+
+
+def gives_back(commands: list[Command]) -> bool:
+    """Whether these only take back what other commands have charged."""
+    return all(isinstance(call, Undo) for command in commands for call in command.calls) and bool(commands[0].calls)
 
 
 def refusal(reply: Any) -> StoreUnavailable | None:
@@ -188,7 +193,8 @@ def deliver(commands: list[Command], topology: Topology) -> Generator[list[Comma
     """Sends the commands until each has a reply that is final; afterwards each has one."""
     pending, asked_anew = commands, False
     try:
-        yield from topology.discover()
+        if not gives_back(pending):  # that is for where it was taken, and not worth looking for
+            yield from topology.discover()
         for command in pending:
             topology.locate(command)
         for _ in range(MOST_ROUNDS):

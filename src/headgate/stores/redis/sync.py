@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate._forks import renew_in_children
 from headgate.errors import StoreError
-from headgate.stores.redis.conversation import OutOfTime, converse, public, refusal
+from headgate.stores.redis.conversation import OutOfTime, converse, gives_back, public, refusal
 from headgate.stores.redis.line import Line, Opening
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.wire import decode_one
@@ -200,6 +200,8 @@ class RedisStore(SharedStore):
                 if not self._failed:  # it serves: what it has asked for is given its own time
                     end = time.monotonic() + self.budget
                 commands = conversation.send(None)
+                if gives_back(commands):  # on servers that serve: the time of those that do not is not theirs
+                    self._failed, end = False, time.monotonic() + self.budget
         except StopIteration as end_of_it:
             answers: list[Any] = end_of_it.value
             return answers

@@ -127,6 +127,8 @@ class Cluster:
                 self._learn(command.reply, node)
                 return
             told = str(command.reply)
+            # Whoever comes next has no time to lose on it, either.
+            self._known = _suspects_last(self._known, (node,))
         raise StoreUnavailable(f"no server of the cluster could tell its slots; the last one: {told}")
 
     def forget(self, suspects: Container[Node | None] = ()) -> None:
