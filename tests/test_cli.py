@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -549,7 +550,7 @@ def commands() -> dict[str, ArgumentParser]:
 @pytest.mark.parametrize("name", commands())
 def test_help_has_examples_that_could_be_typed(call: Callable[..., tuple[int, str, str]], name: str) -> None:
     code, printed, _ = call(name, "--help")
-    examples = [line.split() for line in printed.partition("examples:\n")[2].splitlines() if "headgate " in line]
+    examples = [shlex.split(line) for line in printed.partition("examples:\n")[2].splitlines() if "headgate " in line]
     assert code == 0
     assert examples
     for words in examples:

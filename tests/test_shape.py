@@ -90,6 +90,8 @@ DEPENDENCIES = {
     "grpc_status": "adapters.grpc",
     "google": "adapters.grpc",
     "alembic": "control.config.migrations",
+    "clickhouse_connect": "telemetry.sinks.clickhouse",
+    "confluent_kafka": "telemetry.sinks.kafka",
     "opentelemetry": "telemetry.otel",
     "prometheus_client": "telemetry.prometheus",
     "pytest": "pytest_plugin",

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-__all__ = ["renew_in_children"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["at_work", "renew_in_children"]
+
+LONGEST_WAIT: Final = 1.0
+"""Seconds that a fork waits for threads that are at work in a library."""
 
 
 class Renewable(Protocol):
@@ -22,10 +30,41 @@ def renew_in_children(inherited: Renewable) -> None:
     _inherited.add(inherited)
 
 
+class _Work:
+    """Whether a thread of ours is inside a library that has locks of its own, which a child could never take."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.forking = False
+
+    def rest(self) -> None:
+        self.forking = self.lock.acquire(timeout=LONGEST_WAIT)
+
+    def go_on(self) -> None:
+        if self.forking:
+            self.forking = False
+            self.lock.release()
+
+    def begin_anew(self) -> None:
+        self.lock, self.forking = threading.Lock(), False
+
+
+_work = _Work()
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """A short while in a library such as SQLite, in a background thread: forks wait until it is over."""
+    lock = _work.lock
+    with lock:
+        yield
+
+
 def _renew_all() -> None:
+    _work.begin_anew()
     for inherited in list(_inherited):
         inherited.renew_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_all)
+    os.register_at_fork(before=_work.rest, after_in_parent=_work.go_on, after_in_child=_renew_all)

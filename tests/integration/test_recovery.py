@@ -12,13 +12,13 @@ import pytest
 from faults import SLACK, Gate, key_of, paused, stored, timed
 
 from headgate import Decision, Limiter, StoreError, StoreUnavailable
-from servers import wait_until
+from servers import SentinelSet, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.events import Event
-    from servers import RedisCluster, RedisServer, SentinelSet
+    from servers import RedisCluster, RedisServer
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_open")
 
@@ -218,10 +218,13 @@ def test_one_shard_that_is_down_leaves_the_others_exact(cluster: RedisCluster, u
         wait_until(lambda: limiter.health().state == "ready", "all to be well")
 
 
-def test_a_sentinels_new_primary_is_found_without_a_request_waiting_for_it(sentinel: SentinelSet, unique: str) -> None:
+def test_a_sentinels_new_primary_is_found_without_a_request_waiting_for_it(unique: str) -> None:
     events: list[Event] = []
     key = key_of(unique)
-    with Limiter(sentinel.urls, on_failure="open", budget=0.02, on_event=events.append) as limiter:
+    with (
+        SentinelSet() as sentinel,
+        Limiter(sentinel.urls, on_failure="open", budget=0.02, on_event=events.append) as limiter,
+    ):
         limiter.check(key)
         primary = sentinel.primary()
         primary.pause()

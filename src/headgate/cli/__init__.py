@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import headgate
 from headgate.adapters.door import SECRET_VARIABLE
-from headgate.cli import check, explain
+from headgate.cli import check, explain, why
 from headgate.cli.request import given_secret
 from headgate.cli.screen import BAD, Screen
 from headgate.errors import HeadgateError, InvalidInput
@@ -182,6 +182,9 @@ def _parser() -> ArgumentParser:
     explaining.add_argument("--at", metavar="TIME", help="when: 2026-05-28T02:01:00Z; now, if not given")
     explaining.add_argument("--json", action="store_true", help="an object for programs")
     _add_secret(explaining)
+    asking = command("why", why.run, why.ABOUT, why.EXAMPLES)
+    why.add_arguments(asking)
+    _add_secret(asking)
 
     command("schema", _schema, "print the JSON Schema of policies, for editors", "headgate schema > policy.schema.json")
 

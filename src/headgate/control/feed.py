@@ -9,7 +9,7 @@ import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
-from headgate._forks import renew_in_children
+from headgate._forks import at_work, renew_in_children
 from headgate.control.config import ConfigUnavailable
 from headgate.control.config.copy import Copy
 from headgate.control.config.database import opened, reading, shown
@@ -254,7 +254,8 @@ def _follow_forever(following: weakref.ref[Following[Any]], stop: threading.Even
             if each is None or stop.is_set():
                 return
             try:
-                each.look()
+                with at_work():
+                    each.look()
             except Exception:  # a bug of ours must not end it: the next version may be read
                 logger.exception("%s could not be looked at; version %s stays in force", each.name, each.version)
             del each

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from sqlalchemy.exc import DBAPIError
 
+from headgate._forks import at_work
 from headgate.control.config.database import CHANNEL, ConfigUnavailable
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class _Seen:
         end = time.monotonic() + seconds
         try:
             if self._connection is None:
-                self._connection = sqlite3.connect(self._url, uri=True, timeout=RETRY)
+                with at_work():
+                    self._connection = sqlite3.connect(self._url, uri=True, timeout=RETRY)
                 self._counted = self._count()
                 return  # what came before is counted nowhere: look again
             while time.monotonic() < end and wanted(LOOK_EVERY):
@@ -106,9 +108,11 @@ class _Seen:
 
     def close(self) -> None:
         if self._connection is not None:
-            self._connection.close()
+            with at_work():
+                self._connection.close()
             self._connection = None
 
     def _count(self) -> int:
         assert self._connection is not None
-        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+        with at_work():
+            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])

@@ -98,11 +98,11 @@ class RoutePlan:
 
     __slots__ = (
         "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases", "on_failure",
-        "route_class", "rules", "settles", "shadows",
+        "policy", "route_class", "rules", "settles", "shadows",
     )  # fmt: skip
 
     def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
-        policy = snapshot.policy
+        policy = self.policy = snapshot.policy
         route = snapshot.route_rule(templates, method)
         self.endpoint = templates[0].text if templates else UNMATCHED
         self.route_class = route.route_class if route else None

@@ -1,0 +1,117 @@
+"""`headgate why`: what became of this client's requests, by which limits, and what would have helped?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from datetime import UTC, datetime
+from getpass import getpass
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from headgate.cli.check import examine, tell
+from headgate.cli.request import given_secret
+from headgate.cli.screen import BOLD, printable
+from headgate.errors import InvalidInput
+from headgate.policy.credentials import LONGEST_KEY
+from headgate.telemetry.clients import Clients
+from headgate.telemetry.letters import letter, plain
+from headgate.telemetry.moments import span
+from headgate.telemetry.sinks import open_reader
+from headgate.telemetry.why import Asked, why
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Iterator
+
+    from headgate.cli.screen import Screen
+    from headgate.policy.model import Policy
+
+__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
+
+ABOUT = "tell why a client was rejected, from the decision log"
+EXAMPLES = """
+    headgate why acme --at "yesterday 15:00" --log sqlite:///decisions.db
+    headgate why tenant=acme --at "2026-11-15 14:00" --until 16:00
+    headgate why 203.0.113.9 --at "10 minutes ago" --utc --json
+    headgate why - --at today < key.txt
+
+    exit code: 0 here is the answer, 1 mistakes in the policy,
+    2 a question that cannot be asked
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """All but --secret-file."""
+    parser.add_argument(
+        "client", metavar="CLIENT", help="its label, tenant, user, address or hmac: hash, or KIND=VALUE; - reads a key"
+    )
+    parser.add_argument(
+        "--at", metavar="TIME", default="today", help='"yesterday 15:00", "3pm", "10 minutes ago"; today, if not given'
+    )
+    parser.add_argument("--until", metavar="TIME", help="the end of a longer time, which begins at --at")
+    parser.add_argument(
+        "--log",
+        metavar="URL",
+        default="sqlite:///decisions.db",
+        help="sqlite:///decisions.db, clickhouse://host/database",
+    )
+    parser.add_argument("--policy", metavar="FILE", help="today's policy: with it, the log's hashes get their names")
+    parser.add_argument("--utc", action="store_true", help="times are UTC, not of this machine's zone")
+    parser.add_argument("--json", action="store_true", help="an object for programs")
+
+
+def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+    """Answer the question; the exit code tells whether it could be asked."""
+    policy: Policy | None = None
+    if arguments.policy is not None:
+        report = examine(arguments.policy)
+        if report.policy is None:
+            tell(report, err)
+            return report.code()
+        policy = report.policy
+    zone = UTC if arguments.utc else None
+    when = span(arguments.at, arguments.until, now=datetime.now(UTC), zone=zone)
+    secret = given_secret(arguments.secret_file)
+    clients = None if secret is None else Clients(secret)
+    client = _read_key() if arguments.client == "-" else arguments.client
+    asked = Asked.read(client, clients, policy)
+    with closing(open_reader(arguments.log)) as reader:
+        try:
+            answer = why(reader, asked, when, policy=policy)
+        except Exception as error:  # of SQLite, or of ClickHouse's client
+            raise InvalidInput(f"the decision log cannot be read: {error}") from error
+    if arguments.json:
+        out.say(json.dumps(plain(answer), indent=2))
+        return 0
+    out.say(*_wrapped(letter(answer, zone=zone), out))
+    if clients is None and not (answer.rejected or answer.passed):
+        out.say("", _NO_SECRET)
+    return 0
+
+
+_NO_SECRET = (
+    "Without a secret only labels and hashes can be looked for: give --secret-file, or set HEADGATE_SECRET, "
+    "to look for a tenant, user, address or API key."
+)
+
+
+def _wrapped(paragraphs: list[str], out: Screen) -> Iterator[str]:
+    """The first one stands out; lines that are to be pasted stay whole."""
+    for index, paragraph in enumerate(paragraphs):
+        if index:
+            yield ""
+        for line in paragraph.split("\n"):
+            text = printable(line)
+            is_whole = line.startswith("  ") or out.width is None
+            for part in [text] if is_whole else wrap(text, out.width or 80, break_on_hyphens=False):
+                yield part if index else out.paint(part, BOLD)
+
+
+def _read_key() -> str:
+    """The API key that stands on the first line of the input; at a terminal it is not echoed."""
+    if sys.stdin.isatty():
+        return f"api_key={getpass('API key: ')}"
+    key = sys.stdin.buffer.readline(2 * LONGEST_KEY).decode("ascii", "replace").rstrip("\r\n")
+    return f"api_key={key}"

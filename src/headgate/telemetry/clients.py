@@ -1,0 +1,175 @@
+"""Who a client is, without saying it: identities as keyed hashes, and labels that may be shown."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from headgate.adapters.door import SECRET_VARIABLE
+from headgate.adapters.identities import AMBIGUOUS
+from headgate.errors import InvalidConfiguration
+from headgate.policy.addresses import Networks, canonical
+from headgate.policy.credentials import PREFIX, ApiKeys
+from headgate.policy.model import IdentitySettings
+from headgate.policy.snapshot import ALL_API_KEYS, CLIENT_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from headgate.policy.model import Policy
+    from headgate.policy.snapshot import Who
+
+__all__ = ["LABEL", "Clients", "Named", "label_key"]
+
+LABEL: Final = "label"
+"""The kind of those keys that are labels."""
+
+NO_CLIENTS: Final = frozenset({"address", "subnet", "tier", ALL_API_KEYS})
+"""What stands among a request's identities, and is nobody's own."""
+
+MOST_KNOWN: Final = 10_000
+PURPOSE: Final = b"headgate client"
+"""Keeps these hashes apart from others that are made with the same secret."""
+LONGEST_LABEL: Final = 200
+SHORT: Final = 8
+"""Digits of a hash that tell clients apart for people."""
+
+
+class Named(NamedTuple):
+    """A request's client, and all keys under which what became of it can be found."""
+
+    kind: str
+    key: str
+    label: str
+    kinds: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+class Clients:
+    """Names clients by keyed hashes. The secret is the gate's own: API keys have the same hashes here as there."""
+
+    def __init__(self, secret: str | bytes | None = None, *, show: Collection[str] = ("tenant",)) -> None:
+        if "api_key" in show:
+            raise InvalidConfiguration("API keys are never shown: leave 'api_key' out of show")
+        self._show = frozenset(show)
+        given = _given(secret)
+        self._api_keys = ApiKeys(IdentitySettings(), given)
+        keyed = given if len(given) <= blake2b.MAX_KEY_SIZE else blake2b(given).digest()
+        self._hash = blake2b(digest_size=16, key=keyed, person=PURPOSE)
+        self._known: dict[tuple[str, str], str] = {}
+        self._named: dict[tuple[str, ...], Named] = {}
+        self._labels_of: Policy | None = None
+        self._labels: Mapping[str, str] = {}
+        self._networks: Networks[str] | None = None
+
+    def key(self, kind: str, value: str) -> str:
+        """The keyed hash of an identity; that of an API key is the one that policies name it by."""
+        known = self._known.get((kind, value))
+        return known if known is not None else self._new_key(kind, value)
+
+    def written(self, kind: str, value: str) -> str:
+        """The keyed hash of an identity that a person wrote: of an API key as it is, of an address in any spelling."""
+        if value.startswith(PREFIX):
+            return self._api_keys.fingerprint(value)  # one that is a hash already stays
+        if kind == "api_key":
+            return self._api_keys.fingerprint(value)
+        return self.key(kind, (canonical(value) or value) if kind == "ip" else value)
+
+    def named(self, who: tuple[str, ...], policy: Policy | None = None) -> Named:
+        """Who sent a request, with the label that the policy gives it: of first all kinds, and then all values."""
+        if policy is not self._labels_of:
+            self._learn(policy)
+        named = self._named.get(who)
+        if named is None:
+            if len(self._named) >= MOST_KNOWN:
+                self._named.clear()  # busy clients are back with their next request
+            half = len(who) // 2
+            named = self._named[who] = self._newly_named(dict(zip(who[:half], who[half:], strict=True)))
+        return named
+
+    def known_identities(self, policy: Policy) -> dict[str, tuple[str, str]]:
+        """Everybody whom a policy names, by key: kind and value, of API keys the hash."""
+        named = [*(each.identity for each in policy.clients), *(each.identity for each in policy.overrides)]
+        keyed = [(self.written(*identity), identity) for identity in named]
+        return {key: (kind, key if kind == "api_key" else value) for key, (kind, value) in keyed}
+
+    def _newly_named(self, who: Who) -> Named:
+        kinds = [kind for kind in who if kind not in NO_CLIENTS]
+        keys = [self.key(kind, who[kind]) for kind in kinds]
+        if who["address"] != who["ip"]:  # one of a network that is counted as one: found by either
+            kinds.append("ip")
+            keys.append(self.key("ip", who["address"]))
+        if ALL_API_KEYS in who:
+            several = who[ALL_API_KEYS].split()
+            kinds += ["api_key"] * len(several)
+            keys += several
+        kind = next((each for each in CLIENT_KINDS if who.get(each)), "ip")
+        key = keys[kinds.index(kind)]
+        label, names = self._label(kind, who, key, keys)
+        kinds += [LABEL] * len(names)
+        return Named(kind, key, label, tuple(kinds), (*keys, *names))
+
+    def _new_key(self, kind: str, value: str) -> str:
+        if kind == "api_key" and value.startswith(PREFIX):
+            return value  # requests bring API keys as hashes already
+        keyed = self._hash.copy()
+        keyed.update(f"{kind}\0{value}".encode("utf-8", "surrogatepass"))
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()  # busy clients are back with their next request
+        key = self._known[kind, value] = PREFIX + keyed.hexdigest()
+        return key
+
+    def _label(self, kind: str, who: Who, key: str, keys: list[str]) -> tuple[str, list[str]]:
+        """What the client is called, and the names by which it can be looked for."""
+        if self._labels:
+            label = next((self._labels[each] for each in (key, *keys) if each in self._labels), None)
+            if label is not None:
+                return label, [label_key(label)]
+        if self._networks is not None and (label := self._networks.find(who["address"])) is not None:
+            return label, [label_key(label)]
+        value = who[kind]
+        if kind in self._show:
+            shown = _printable(value)
+            return f"{kind} {shown}", [label_key(shown)]
+        if kind == "ip":
+            return f"ip {_blurred(value)}", []
+        if value == AMBIGUOUS and kind == "api_key":
+            return "several API keys at once", []
+        return f"{kind} {key[: len(PREFIX) + SHORT]}", []
+
+    def _learn(self, policy: Policy | None) -> None:
+        labelled = [client for client in policy.clients if client.label] if policy is not None else []
+        networks = {each.identity.value: each.label or "" for each in labelled if each.identity.kind == "ip"}
+        self._networks = Networks(networks) if networks else None
+        self._labels = {
+            self.written(*each.identity): each.label or "" for each in labelled if each.identity.kind != "ip"
+        }
+        self._labels_of = policy
+        self._named.clear()
+
+
+def label_key(label: str) -> str:
+    """The key under which a label is found, however it is spelled."""
+    return f"{LABEL}:{' '.join(label.casefold().split())[:LONGEST_LABEL]}"
+
+
+def _given(secret: str | bytes | None) -> bytes:
+    given = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
+    if not given:
+        raise InvalidConfiguration(
+            "clients are logged as keyed hashes, and there is no secret to key them with: give secret=, or set "
+            f"{SECRET_VARIABLE}, to the gate's own"
+        )
+    return given.encode() if isinstance(given, str) else given
+
+
+def _blurred(address: str) -> str:
+    """The network of an address, which many share."""
+    if ":" in address:
+        return ":".join(address.partition("::")[0].split(":")[:3]) + ":*"
+    return f"{address.rpartition('.')[0]}.*" if "." in address else address
+
+
+def _printable(text: str) -> str:
+    return "".join([sign if sign.isprintable() else "?" for sign in text[:LONGEST_LABEL]])

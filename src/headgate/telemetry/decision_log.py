@@ -1,0 +1,125 @@
+"""The decision log: every rejection, and a sample of what passed, for those who are asked afterwards. See
+docs/decision-log.md."""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from random import random
+from typing import TYPE_CHECKING, Any, Self
+
+from headgate.errors import InvalidConfiguration
+from headgate.telemetry.clients import Clients
+from headgate.telemetry.recording import Recorder, flattened
+from headgate.telemetry.sinks import open_sink
+from headgate.telemetry.writer import PATIENCE, LogStats, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from headgate.adapters.way import Admission, Arrival
+    from headgate.telemetry.sinks import Sink
+
+__all__ = ["DecisionLog"]
+
+
+class DecisionLog:
+    """Keeps what a gate decides: give it to the gate as `on_decision=`.
+
+    A rejection costs a request no more than to be put into a queue, and what passes costs the throw of a die. Records
+    are made and written by a thread of its own; while the sink does not take them, up to `most` wait.
+    """
+
+    def __init__(
+        self,
+        sink: Sink | str = "sqlite:///decisions.db",
+        *,
+        secret: str | bytes | None = None,
+        node: str | None = None,
+        region: str = "",
+        sample: float = 0.01,
+        show: Collection[str] = ("tenant",),
+        most: int = 100_000,
+        batch: int | None = None,
+        every: float | None = None,
+    ) -> None:
+        clients = Clients(secret, show=show)
+        self._sample = _checked_sample(sample)
+        self._weight = 1 / sample if sample else 0.0
+        self._most = _checked_whole("most", most)
+        self._most_passed = most // 2
+        """Rejections matter more: of a queue for both, what passed gets half."""
+        opened = open_sink(sink) if isinstance(sink, str) else sink
+        recorder = Recorder(clients, node=socket.gethostname() if node is None else node, region=region)
+        self._writer = Writer(
+            opened,
+            recorder,
+            most=most,
+            batch=_checked_whole("batch", getattr(opened, "batch", 1000) if batch is None else batch),
+            every=_checked_every(getattr(opened, "every", 0.2) if every is None else every),
+        )
+        self._queue = self._writer.queue
+        # A log that nobody uses any more writes what it has, and lets its sink go.
+        weakref.finalize(self, self._writer.close, PATIENCE, wait=False).atexit = False
+
+    def __call__(self, arrival: Arrival, admission: Admission) -> None:
+        """Keep a decision, if it is a rejection or drawn for the sample. This runs on every request."""
+        if admission.refusal is not None or (admission.shadows and _would_deny(admission)):
+            weight, most = 1.0, self._most
+        elif random() >= self._sample:
+            return
+        else:
+            weight, most = self._weight, self._most_passed
+        resolution, queue = admission.resolution, self._queue
+        if resolution is None:  # nothing was decided
+            return
+        if len(queue) >= most:
+            self._writer.lose(resolution.now_us)
+            return
+        queue.append(flattened(arrival, admission, resolution, weight))
+        if self._writer.thread is None:
+            self._writer.ensure()
+
+    @property
+    def stats(self) -> LogStats:
+        """How many records were written, wait, or were lost, and what keeps the sink from taking them."""
+        return self._writer.stats
+
+    def flush(self, timeout: float = 5.0) -> bool:
+        """Have all written that was decided until now; whether that was done in so many seconds."""
+        return self._writer.flush(timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what there is, as far as that is done in so many seconds, and close the sink. What is decided after
+        this is not kept."""
+        self._most = self._most_passed = 0
+        self._writer.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _would_deny(admission: Admission) -> bool:
+    """Whether a limit that is only watched says No."""
+    return any(not shadow.decision.allowed for shadow in admission.shadows)
+
+
+def _checked_sample(sample: float) -> float:
+    if isinstance(sample, bool) or not isinstance(sample, int | float) or not 0 <= sample <= 1:
+        raise InvalidConfiguration(f"sample {sample!r}: give the share of requests that pass to keep, from 0 up to 1")
+    return float(sample)
+
+
+def _checked_whole(name: str, number: Any) -> int:
+    if type(number) is not int or number < 1:
+        raise InvalidConfiguration(f"{name} {number!r} is not a number of records: give a whole number of at least 1")
+    return number
+
+
+def _checked_every(every: Any) -> float:
+    if isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every <= 60:
+        raise InvalidConfiguration(f"every {every!r}: give the seconds between two batches, above 0 and at most 60")
+    return float(every)

@@ -1,0 +1,163 @@
+"""When something was, in the words of people: "yesterday 15:00", "3pm", "10 minutes ago", "2026-11-15T15:00Z".
+
+What is asked about lies in the past: a time without a day is the last one that has been.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from typing import Final, NamedTuple
+
+from headgate.errors import InvalidInput
+
+__all__ = ["Span", "microseconds", "shown", "shown_span", "span"]
+
+AROUND: Final = timedelta(minutes=10)
+"""A moment that somebody remembers is meant so exactly."""
+DAY: Final = timedelta(days=1)
+WEEKDAYS: Final = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+UNITS: Final = {"second": 1, "sec": 1, "s": 1, "minute": 60, "min": 60, "m": 60, "hour": 3600, "h": 3600, "day": 86400}
+HOW: Final = 'write it like "yesterday 15:00", "2026-11-15 15:00", "3pm", "10 minutes ago" or 2026-11-15T15:00:00Z'
+
+_AGO: Final = re.compile(r"(?P<count>\d{1,6}|an?)\s*(?P<unit>[a-z]+?)s?\s+ago")
+_CLOCK: Final = re.compile(r"(?P<hour>\d{1,2})(?::(?P<minute>\d\d)(?::(?P<second>\d\d))?)?\s*(?P<half>[ap]m)?")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Span(NamedTuple):
+    """A time that is asked about."""
+
+    since: datetime
+    until: datetime
+    """Not in it any more."""
+    moment: datetime | None
+    """What was asked for, where it was a moment and not a whole day."""
+
+    @property
+    def since_us(self) -> int:
+        return microseconds(self.since)
+
+    @property
+    def until_us(self) -> int:
+        return microseconds(self.until)
+
+
+def span(at: str, until: str | None = None, *, now: datetime, zone: tzinfo | None = None) -> Span:
+    """The time that is meant: around a moment, or a whole day, or from one to the other. `zone` is that of times which
+    don't say theirs; None for this machine's."""
+    start, width = _read(at, now, zone)
+    if until is not None:
+        end, more = _read(until, now, zone, day=_local(start, zone).date())
+        if end + more <= start:
+            raise InvalidInput(f"until {until!r}, which is {shown(end, zone)}, is before {at!r}, {shown(start, zone)}")
+        return Span(start, end + more, None)
+    if width >= DAY:
+        return Span(start, start + width, None)
+    return Span(start - AROUND, start + width + AROUND, start)
+
+
+def shown(moment: datetime, zone: tzinfo | None, *, with_zone: bool = True) -> str:
+    """A moment for people, to the second: 2026-11-15 15:00:00 CET (UTC+01:00)."""
+    local = _local(moment, zone)
+    return f"{local:%Y-%m-%d %H:%M:%S}" + (f" {_zone(local)}" if with_zone else "")
+
+
+def shown_span(since: datetime, until: datetime, *, zone: tzinfo | None) -> str:
+    """From when until when, with the day and the zone said as seldom as can be."""
+    start, end = _local(since, zone), _local(until, zone)
+    if start.utcoffset() != end.utcoffset():
+        return f"{shown(since, zone)} and {shown(until, zone)}"
+    day = "" if start.date() == end.date() else f"{end:%Y-%m-%d} "
+    return f"{start:%Y-%m-%d %H:%M:%S} and {day}{end:%H:%M:%S} {_zone(start)}"
+
+
+def microseconds(moment: datetime) -> int:
+    return (moment - _EPOCH) // timedelta(microseconds=1)
+
+
+def _read(written: str, now: datetime, zone: tzinfo | None, *, day: date | None = None) -> tuple[datetime, timedelta]:
+    """When that is or begins, and for how long it lasts. `day` is the one that is meant where none is said."""
+    words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
+    if words == "now":
+        return now, timedelta(seconds=1)
+    if ago := _AGO.fullmatch(words):
+        return _ago(ago, written, now)
+    if (exact := _iso(words, zone)) is not None:
+        return exact
+    said, clock = _day(words, _local(now, zone).date())
+    moment, width = _clock(clock, written)
+    if said is not None or day is not None:
+        return _aware(datetime.combine(said or day or now, moment), zone), width
+    last = _aware(datetime.combine(_local(now, zone).date(), moment), zone)
+    return (last if last <= now else _aware(datetime.combine(_local(now, zone).date() - DAY, moment), zone)), width
+
+
+def _ago(ago: re.Match[str], written: str, now: datetime) -> tuple[datetime, timedelta]:
+    unit = UNITS.get(ago["unit"])
+    if unit is None:
+        raise InvalidInput(f"{written!r}: {ago['unit']!r} is no unit of time here; {HOW}")
+    count = int(ago["count"]) if ago["count"].isdigit() else 1
+    return now - timedelta(seconds=count * unit), timedelta(seconds=1)
+
+
+def _iso(words: str, zone: tzinfo | None) -> tuple[datetime, timedelta] | None:
+    try:
+        found = datetime.fromisoformat(words.upper())
+    except ValueError:
+        return None
+    if len(words) <= len("2026-11-15"):
+        return _aware(found, zone), DAY
+    width = timedelta(minutes=1) if words.count(":") - (words[-6:-5] in "+-") == 1 else timedelta(seconds=1)
+    return (found if found.tzinfo is not None else _aware(found, zone)), width
+
+
+def _day(words: str, today: date) -> tuple[date | None, str]:
+    """The day that is said, first or last, and the rest of the words."""
+    known = {"today": today, "yesterday": today - DAY}
+    for name in WEEKDAYS:
+        # The last one that has been; today is said otherwise.
+        known[name] = known[name[:3]] = today - timedelta(days=(today.weekday() - WEEKDAYS.index(name) - 1) % 7 + 1)
+    parts = words.split()
+    for index in (0, -1):
+        day = known.get(parts[index]) if parts else None
+        if day is None and parts and re.fullmatch(r"\d{4}-\d\d-\d\d", parts[index]):
+            try:
+                day = date.fromisoformat(parts[index])
+            except ValueError:
+                continue
+        if day is not None:
+            return day, " ".join(parts[1:] if index == 0 else parts[:-1])
+    return None, words
+
+
+def _clock(words: str, written: str) -> tuple[time, timedelta]:
+    """The time of day, and how exactly it was said; the whole day, if it was not."""
+    if not words and written.strip():
+        return time(), DAY
+    words = {"noon": "12:00", "midnight": "0:00"}.get(words, words)
+    clock = _CLOCK.fullmatch(words)
+    if clock is None or (clock["minute"] is None and clock["half"] is None):
+        raise InvalidInput(f"{written!r} is no time; {HOW}")
+    hour, minute, second = int(clock["hour"]), int(clock["minute"] or 0), int(clock["second"] or 0)
+    if clock["half"] is not None:
+        if not 1 <= hour <= 12:
+            raise InvalidInput(f"{written!r} is no time: {hour}{clock['half']}; {HOW}")
+        hour = hour % 12 + (12 if clock["half"] == "pm" else 0)
+    if hour > 23 or minute > 59 or second > 59:
+        raise InvalidInput(f"{written!r} is no time of a day; {HOW}")
+    return time(hour, minute, second), timedelta(seconds=1) if clock["second"] else timedelta(minutes=1)
+
+
+def _aware(naive: datetime, zone: tzinfo | None) -> datetime:
+    return naive.astimezone() if zone is None else naive.replace(tzinfo=zone)
+
+
+def _local(moment: datetime, zone: tzinfo | None) -> datetime:
+    return moment.astimezone(zone)
+
+
+def _zone(local: datetime) -> str:
+    name, offset = local.tzname() or "", f"{local:%z}"
+    told = f"UTC{offset[:3]}:{offset[3:5]}"
+    return "UTC" if name == "UTC" else told if name in ("", told) or name[0] in "+-" else f"{name} ({told})"

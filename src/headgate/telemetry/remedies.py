@@ -1,0 +1,113 @@
+"""What would have let a client's requests pass: an override, ready to paste into the policy."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from headgate._grammar import spell
+from headgate.algorithms import ALGORITHMS
+from headgate.errors import InvalidLimit
+from headgate.limits import Limit
+from headgate.policy.credentials import PREFIX
+from headgate.policy.snapshot import CLIENT_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from headgate.telemetry.records import Denial, Record
+
+__all__ = ["Remedy", "remedy"]
+
+EXACT_DIGITS: Final = 2
+"""Numbers for people are rounded up to so many."""
+
+
+class Remedy(NamedTuple):
+    """Numbers under which all would have passed, and how to say so in the policy."""
+
+    limit: Limit | None
+    """None if no limit can be so large."""
+    line: str | None
+    """An entry of `overrides:`; None where the limit has no numbers of one client's own."""
+    note: str | None
+    """What to see to before it is used."""
+
+
+def remedy(
+    denial: Denial, peak: int, records: Sequence[Record], identities: Mapping[str, tuple[str, str]], *, split: int = 1
+) -> Remedy:
+    """What would have let all of the records pass, of which a limit denied up to `peak` in one of its periods.
+
+    What was let in keeps to the limit as it is, and what was denied to one of `peak` per period, `peak` at once: both
+    together keep to the sum of the two.
+    """
+    limit = _sum(denial, peak, split)
+    if limit is None:
+        return Remedy(None, None, "no limit can be so large")
+    by = denial.by.split("+")
+    kinds = CLIENT_KINDS if "client" in by else tuple(each for each in by if each not in ("global", "endpoint"))
+    found = _identity(kinds, records, identities)
+    if found is None:
+        shared = f"it is counted by {denial.by}, so no client has numbers of its own there: it is to be raised for all"
+        return Remedy(limit, None, shared)
+    kind, value, note = found
+    if split > 1 and note is None:
+        note = f"it is split over {split} counters, one of which may deny before the others"
+    fields = {kind: value, "limit": denial.limit, "bucket": _bucket(limit)}
+    line = "{" + ", ".join(f"{name}: {json.dumps(text)}" for name, text in fields.items()) + "}"
+    return Remedy(limit, line, note)
+
+
+def _sum(denial: Denial, peak: int, split: int) -> Limit | None:
+    """The limit with that much more."""
+    shapes_burst = ALGORITHMS[denial.algorithm].SHAPES_BURST
+    period = timedelta(microseconds=denial.period_us)
+    for rounded in (_rounded, int):
+        quota = _multiple(rounded(denial.quota + peak), split)
+        burst = _multiple(rounded(denial.burst + peak), split) if shapes_burst else None
+        try:
+            return Limit(quota, period, burst=burst, algorithm=denial.algorithm, name=denial.limit)
+        except InvalidLimit:
+            continue
+    return None
+
+
+def _identity(
+    kinds: Sequence[str], records: Sequence[Record], identities: Mapping[str, tuple[str, str]]
+) -> tuple[str, str, str | None] | None:
+    """Whose override it is: somebody of these kinds who sent all of the requests, and whom we can name."""
+    common = set.intersection(*[set(zip(record.kinds, record.clients, strict=True)) for record in records])
+    for kind, key in sorted(common):
+        if kind in kinds and (key in identities or kind == "api_key") and key.startswith(PREFIX):
+            return kind, identities.get(key, (kind, key))[1], None
+    for kind in kinds:
+        keys = [
+            key for record in records for each, key in zip(record.kinds, record.clients, strict=True) if each == kind
+        ]
+        if keys:
+            several = f", one for each {kind}: {len(set(keys))} were rejected" if len(set(keys)) > 1 else ""
+            return kind, "...", f"put the {kind} in, of which the log has only the keyed hash{several}"
+    return None
+
+
+def _bucket(limit: Limit) -> str:
+    """The limit in the words of policies."""
+    burst = f", burst {limit.burst}" if limit.burst != limit.quota else ""
+    algorithm = f", {limit.algorithm}" if limit.algorithm != "token_bucket" else ""
+    return f"{limit.quota}/{spell(limit.period)}{burst}{algorithm}"
+
+
+def _rounded(number: int) -> int:
+    """Up to a number that people would say.
+
+    >>> _rounded(7), _rounded(103), _rounded(2001)
+    (7, 110, 2100)
+    """
+    unit: int = 10 ** max(0, len(str(number)) - EXACT_DIGITS)
+    return -(number // -unit) * unit
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(number // -of) * of

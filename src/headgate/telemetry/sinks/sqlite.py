@@ -1,0 +1,228 @@
+"""The decision log in one SQLite file: for as many processes of a machine as there are, and without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from headgate._forks import renew_in_children
+from headgate.errors import InvalidConfiguration
+from headgate.telemetry.records import REJECTIONS, Record, id_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["SqliteReader", "SqliteSink"]
+
+DAY_US: Final = 86_400_000_000
+VERSION: Final = 1
+"""Of the tables, in `PRAGMA user_version`."""
+AT_ONCE: Final = 1000
+"""Rows of one statement: for each statement the interpreter's lock is given away once, for each row it would cost more
+than the row."""
+TIDIES: Final = 30.0
+"""Seconds between two looks for what is too old, or too much."""
+PATIENCE: Final = 5.0
+"""Seconds to wait for another process that writes."""
+AT_ONCE_FORGOTTEN: Final = 5000
+"""Rows of one transaction that forgets."""
+PAGES_AT_ONCE: Final = 4000
+"""Pages that are given back to the file system at a time; those that are not are used again."""
+
+NUMBERS: Final = frozenset({"at_us", "quota", "period_us", "burst", "cost", "remaining", "retry_us", "shadow"})
+COLUMNS: Final = ", ".join(f'"{name}"' for name in Record._fields)
+
+TABLES: Final = (
+    "CREATE TABLE IF NOT EXISTS decisions ("
+    + ", ".join(
+        f'"{name}" '
+        + ("INTEGER" if name in NUMBERS else "REAL" if name == "weight" else "TEXT")
+        + (" PRIMARY KEY" if name == "id" else "" if name == "retry_us" else " NOT NULL")
+        for name in Record._fields
+    )
+    # Ids are in the order of time: so are the rows, and what is old lies together.
+    + ") WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS decisions_of (client TEXT, id TEXT, PRIMARY KEY (client, id)) WITHOUT ROWID",
+)
+"""The second table is the index by client and time."""
+
+
+ROW: Final = f"({', '.join('?' * len(Record._fields))})"
+INDEX: Final = """
+    INSERT OR IGNORE INTO decisions_of
+    SELECT of.value, decisions.id FROM decisions, json_each(decisions.clients) AS of
+    WHERE decisions.id IN (SELECT value FROM json_each(?))
+"""
+
+
+class SqliteSink:
+    """Writes into one file. It keeps so many days, and no more than about so many megabytes."""
+
+    batch = 2 * AT_ONCE
+
+    def __init__(self, path: str | os.PathLike[str], *, days: float = 30, size_mb: float = 1024) -> None:
+        self._path = os.fspath(path)
+        self._most_us = int(days * DAY_US)
+        self._most_bytes = int(size_mb * 1_000_000)
+        self._connection: sqlite3.Connection | None = None
+        self._next_tidying = 0.0
+        renew_in_children(self)
+
+    def write(self, batch: Sequence[Record]) -> None:
+        connection = self._connected()
+        with _transaction(connection):
+            for start in range(0, len(batch), AT_ONCE):
+                _insert(connection, batch[start : start + AT_ONCE])
+        if time.monotonic() >= self._next_tidying:
+            self._next_tidying = time.monotonic() + TIDIES
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Forget what is too old, and the oldest of what is too much."""
+        connection = self._connected()
+        newest = connection.execute("SELECT max(id) FROM decisions").fetchone()[0]
+        if newest is None:
+            return
+        # By the records' own time where that is behind: a clock that stands still in a test is no reason to forget.
+        now_us = min(int(newest[:14], 16), time.time_ns() // 1000)
+        while self._forget_some(connection, id_prefix(now_us - self._most_us)):
+            pass
+        while self._size(connection) > self._most_bytes and self._forget_some(connection, newest):
+            pass
+        # As a script, for which SQLite is asked until it is done: elsewhere this would free one page.
+        connection.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def renew_after_fork(self) -> None:
+        """A connection is of the process that opened it: here it is neither used nor closed."""
+        if self._connection is not None:
+            _inherited.append(self._connection)
+            self._connection = None
+
+    def _forget_some(self, connection: sqlite3.Connection, before: str) -> bool:
+        """Forget some of what is older than an id: not all, for others want to write, too. Whether there was any."""
+        older = "SELECT id FROM decisions WHERE id < ? ORDER BY id"
+        if connection.execute(f"{older} LIMIT 1", (before,)).fetchone() is None:
+            return False
+        bound = connection.execute(f"{older} LIMIT 1 OFFSET {AT_ONCE_FORGOTTEN}", (before,)).fetchone()
+        end = before if bound is None else bound[0]
+        keys = "SELECT DISTINCT value FROM decisions, json_each(decisions.clients) WHERE decisions.id < ?"
+        with _transaction(connection):
+            connection.execute(f"DELETE FROM decisions_of WHERE client IN ({keys}) AND id < ?", (end, end))
+            connection.execute("DELETE FROM decisions WHERE id < ?", (end,))
+        return True
+
+    def _size(self, connection: sqlite3.Connection) -> int:
+        pages, free, size = (
+            connection.execute(f"PRAGMA {what}").fetchone()[0] for what in ("page_count", "freelist_count", "page_size")
+        )
+        return int((pages - free) * size)
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            connection = sqlite3.connect(
+                self._path, timeout=PATIENCE, isolation_level=None, check_same_thread=False, cached_statements=16
+            )
+            try:
+                _prepare(connection, self._path)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+
+class SqliteReader:
+    """Reads what a `SqliteSink` has written, also while it writes."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = os.fspath(path)
+        if not os.path.isfile(path):
+            raise InvalidConfiguration(f"there is no decision log at {path}")
+        self._connection = sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=PATIENCE)
+        try:
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            version, problem = None, str(error)
+        else:
+            problem = "it has no decisions, or those of another headgate"
+        if version != VERSION:
+            self._connection.close()
+            raise InvalidConfiguration(f"{path} is no decision log: {problem}")
+
+    def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[Record]:
+        found = self._connection.execute(
+            f"SELECT {COLUMNS} FROM decisions WHERE id IN ({_ids_of(keys)}) ORDER BY id LIMIT ?",
+            (*keys, id_prefix(since_us), id_prefix(until_us), most),
+        )
+        return [Record.from_row(row) for row in found]
+
+    def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
+        marks = ", ".join("?" * len(REJECTIONS))
+        asked = f"SELECT at_us FROM decisions WHERE id IN ({_ids_of(keys)}) AND outcome IN ({marks}) ORDER BY id"
+        ends = ((id_prefix(0), id_prefix(at_us), "DESC"), (id_prefix(at_us), "g", "ASC"))
+        found = [
+            self._connection.execute(f"{asked} {order} LIMIT 1", (*keys, since, until, *REJECTIONS)).fetchone()
+            for since, until, order in ends
+        ]
+        before, after = (row and int(row[0]) for row in found)
+        return before, after
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+_inherited: list[Any] = []
+"""Connections of parents, kept so that they are never closed."""
+
+
+def _prepare(connection: sqlite3.Connection, path: str) -> None:
+    """See that the tables are there, and that nobody else's are."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, VERSION):
+        raise InvalidConfiguration(f"{path} is the decision log of another headgate, or no such log; name a new file")
+    if not version:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA journal_mode = WAL").fetchall()
+    # What the last moments before a power failure wrote may be lost; what a crash of the process leaves never is.
+    connection.execute("PRAGMA synchronous = NORMAL")
+    if not version:
+        with _transaction(connection):
+            for statement in (*TABLES, f"PRAGMA user_version = {VERSION}"):
+                connection.execute(statement)
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All of it or nothing; whoever else writes is waited for at its beginning, not in its middle."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _insert(connection: sqlite3.Connection, records: Sequence[Record]) -> None:
+    """Rows that are there already stay as they are. The index is SQLite's own work, for which nobody has to wait."""
+    rows = ", ".join([ROW] * len(records))
+    values = [*chain.from_iterable([record.as_row() for record in records])]
+    connection.execute(f"INSERT OR IGNORE INTO decisions VALUES {rows}", values)
+    connection.execute(INDEX, (json.dumps([record.id for record in records]),))
+
+
+def _ids_of(keys: Sequence[str]) -> str:
+    marks = ", ".join("?" * len(keys))
+    return f"SELECT id FROM decisions_of WHERE client IN ({marks}) AND id >= ? AND id < ?"

@@ -1,0 +1,479 @@
+"""Where records go: SQLite and files that several processes write, real brokers, and ClickHouse's own engine."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import pickle
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from datetime import UTC
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
+
+from headgate import InvalidConfiguration
+from headgate.telemetry import DecisionLog, Record, open_sink
+from headgate.telemetry.clients import Clients
+from headgate.telemetry.moments import span
+from headgate.telemetry.records import lost_record
+from headgate.telemetry.sinks import kafka, open_reader, sqlite
+from headgate.telemetry.sinks.clickhouse import statements
+from headgate.telemetry.sinks.jsonl import JsonLinesSink
+from headgate.telemetry.sinks.sqlite import SqliteSink
+from headgate.telemetry.why import Asked, why
+from test_why import NOW
+from traffic import SECRET, START_US, Kept, Request, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DAY_US = 86_400_000_000
+TESTS = os.path.dirname(os.path.dirname(__file__))
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    """All kinds of them."""
+    kept = Kept()
+    policy = """
+name: shop
+limits:
+  - {name: it, by: client, bucket: 3/minute}
+  - {name: per-ip, by: ip, bucket: 4/minute}
+  - {name: soon, by: ip, bucket: 2/minute, shadow: true}
+clients: [{tenant: acme, label: "Acme, \\"Ltd\\""}]
+blocked: [{user: mallory, reason: "it's scraping"}]
+"""
+    with DecisionLog(kept, secret=SECRET, sample=1, node="n1", every=0.005) as log:
+        traffic = Traffic(policy, log)
+        for number in range(60):
+            traffic.send(Request(tenant="acme" if number % 2 else None, user=None if number % 3 else "mallory"))
+            traffic.clock.advance(1)
+        assert log.flush()
+    assert {each.outcome for each in kept.records} == {"allowed", "denied", "blocked"}
+    assert any(each.also for each in kept.records)
+    assert any(each.shadow for each in kept.records)
+    return kept.records
+
+
+def at(records: list[Record], moved_us: int, token: str = "f" * 10) -> list[Record]:
+    """The same at another time."""
+    return [
+        each._replace(id=f"{each.at_us + moved_us:014x}{token}{each.id[24:]}", at_us=each.at_us + moved_us)
+        for each in records
+    ]
+
+
+def stored(path: Path) -> list[Record]:
+    with closing(sqlite3.connect(path)) as connection:
+        return [Record.from_row(row) for row in connection.execute("SELECT * FROM decisions ORDER BY id")]
+
+
+# ------------------------------------------------------------------ SQLite
+
+
+def test_sqlite_keeps_each_record_once(tmp_path: Path, records: list[Record]) -> None:
+    sink = open_sink(f"sqlite:///{tmp_path}/decisions.db")
+    sink.write(records)
+    sink.write(records[10:])
+    sink.close()
+    sink.write(records[:20])  # opens again
+    sink.close()
+    assert stored(tmp_path / "decisions.db") == sorted(records, key=lambda each: each.id)
+
+
+def test_sqlite_forgets_what_is_too_old(tmp_path: Path, records: list[Record]) -> None:
+    sink = SqliteSink(tmp_path / "decisions.db", days=2)
+    sink.write(at(records, -3 * DAY_US))
+    sink.write(at(records, -1 * DAY_US))
+    sink.write(records)
+    sink.tidy()
+    assert len(stored(tmp_path / "decisions.db")) == 2 * len(records)
+    with closing(sqlite3.connect(tmp_path / "decisions.db")) as connection:
+        (indexed,) = connection.execute("SELECT count(*) FROM decisions_of").fetchone()
+    assert indexed == 2 * sum(len(each.clients) for each in records)
+    sink.close()
+
+
+def test_a_record_of_tomorrow_does_not_make_sqlite_forget(tmp_path: Path, records: list[Record]) -> None:
+    now_us = time.time_ns() // 1000
+    sink = SqliteSink(tmp_path / "decisions.db", days=2)
+    sink.write(at(records, now_us - START_US - DAY_US))
+    sink.write(at(records, now_us - START_US + 300 * DAY_US))
+    sink.tidy()
+    assert len(stored(tmp_path / "decisions.db")) == 2 * len(records)
+    sink.close()
+
+
+def test_sqlite_stays_within_its_size(tmp_path: Path, records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "AT_ONCE_FORGOTTEN", 100)
+    sink = SqliteSink(tmp_path / "decisions.db", days=400, size_mb=0.5)
+    for day in range(40):
+        sink.write(at(records, day * DAY_US // 24))
+    sink.tidy()
+    kept = stored(tmp_path / "decisions.db")
+    assert 0 < len(kept) < 40 * len(records)
+    assert kept[-1].at_us == records[-1].at_us + 39 * DAY_US // 24  # the newest stay
+    sink.close()
+    assert (tmp_path / "decisions.db").stat().st_size < 600_000
+
+
+def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[Record]) -> None:
+    sink = SqliteSink(tmp_path / "decisions.db")
+    broken = records[5]._replace(node=None)  # type: ignore[arg-type] # what the table refuses
+    with pytest.raises(sqlite3.Error):
+        sink.write([*[records[0]] * 300, *at(records, 7), broken._replace(at_us=object())])  # type: ignore[arg-type]
+    sink.write(records[:3])
+    sink.close()
+    assert len(stored(tmp_path / "decisions.db")) == 3
+
+
+def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, records: list[Record]) -> None:
+    with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
+        connection.execute("PRAGMA user_version = 7")
+    with pytest.raises(InvalidConfiguration, match="is the decision log of another headgate, or no such log"):
+        SqliteSink(tmp_path / "other.db").write(records)
+
+
+WORKER = """
+import sys
+sys.path.insert(0, {tests!r})
+from headgate.telemetry import DecisionLog
+from traffic import SECRET, Traffic
+with DecisionLog(sys.argv[1], secret=SECRET, sample=0, every=0.001, batch=20) as log:
+    traffic = Traffic("limits: [{{by: ip, bucket: 1/hour}}]", log)
+    for _ in range(25):
+        traffic.send(times=40)
+        log.flush(0.01)
+    assert log.flush(20)
+    assert log.stats.lost == 0, log.stats
+"""
+
+
+def run_workers(url: str, count: int = 2) -> None:
+    command = [sys.executable, "-c", WORKER.format(tests=TESTS), url]
+    workers = [subprocess.Popen(command) for _ in range(count)]
+    assert [worker.wait(60) for worker in workers] == [0] * count
+
+
+def test_several_processes_write_into_one_sqlite_file(tmp_path: Path) -> None:
+    run_workers(f"sqlite:///{tmp_path}/decisions.db")
+    assert len(stored(tmp_path / "decisions.db")) == 2 * 999
+
+
+# ------------------------------------------------------------------ lines
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in folder.iterdir() for line in file.read_text("ascii").splitlines()]
+
+
+def test_lines_are_records(tmp_path: Path, records: list[Record]) -> None:
+    sink = open_sink(f"jsonl:///{tmp_path}/decisions.jsonl")
+    sink.write(records[:20])
+    (tmp_path / "decisions.jsonl").rename(tmp_path / "moved")  # as logrotate does
+    sink.write(records[20:])
+    sink.close()
+    found = [Record.from_dict(line) for line in lines(tmp_path)]
+    assert sorted(found) == sorted(records)
+
+
+def test_files_of_lines_are_rotated_by_size(tmp_path: Path, records: list[Record]) -> None:
+    sink = JsonLinesSink(tmp_path / "d.jsonl", size_mb=0.05, files=2)
+    for moved_us in range(12):
+        sink.write(at(records, moved_us))
+    assert {file.name for file in tmp_path.iterdir()} == {"d.jsonl", "d.jsonl.1", "d.jsonl.2"}
+    assert all(file.stat().st_size <= 50_000 for file in tmp_path.iterdir())
+    newest = [json.loads(line)["at_us"] for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    assert max(newest) == records[-1].at_us + 11
+
+
+def test_several_processes_write_into_one_file_of_lines_while_it_is_rotated(tmp_path: Path) -> None:
+    run_workers(f"jsonl:///{tmp_path}/decisions.jsonl?size_mb=0.3&files=50")
+    found = lines(tmp_path)
+    assert len({line["id"] for line in found}) == len(found) == 2 * 999
+    assert len([*tmp_path.iterdir()]) > 2
+
+
+def test_a_file_that_was_moved_away_while_it_was_waited_for_is_left_alone(
+    tmp_path: Path, records: list[Record]
+) -> None:
+    sink = JsonLinesSink(tmp_path / "d.jsonl")
+    with open(tmp_path / "d.jsonl", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writing = threading.Thread(target=sink.write, args=(records,))
+        writing.start()
+        time.sleep(0.1)
+        (tmp_path / "d.jsonl").rename(tmp_path / "moved")
+    writing.join()
+    assert (tmp_path / "moved").read_text() == ""
+    assert len(lines(tmp_path)) == len(records)
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path, records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = JsonLinesSink(tmp_path / "d.jsonl")
+    sink.write(records[:2])
+    write, left = os.write, [100]
+
+    def full(file: int, data: bytes) -> int:
+        if not left:
+            raise OSError(28, "No space left on device")
+        return write(file, data[: left.pop()])
+
+    monkeypatch.setattr("headgate.telemetry.sinks.jsonl.os.write", full)
+    with pytest.raises(OSError, match="No space"):
+        sink.write(records[2:])
+    monkeypatch.undo()
+    sink.write(records[2:])
+    assert len(lines(tmp_path)) == len(records)
+
+
+def test_logging_says_it_in_words(records: list[Record], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "shop.decisions")
+    open_sink("logging://shop.decisions").write(records)
+    open_sink("logging://shop.decisions?level=debug").write(records)
+    assert [each.getMessage() for each in caplog.records] == [each.words for each in records]
+    assert Record.from_dict(caplog.records[0].decision) == records[0]  # type: ignore[attr-defined] # logging's extra
+
+
+# ------------------------------------------------------------------ Kafka
+
+
+@pytest.fixture(scope="module")
+def brokers() -> Iterator[str]:
+    """librdkafka's own brokers, on real sockets."""
+    cluster = Producer({"bootstrap.servers": "mock", "test.mock.num.brokers": 3})
+    found = cluster.list_topics(timeout=10).brokers.values()
+    yield ",".join(f"{each.host}:{each.port}" for each in found)
+    cluster.flush(0)
+
+
+def consumed(brokers: str, topic: str, count: int) -> list[Any]:
+    consumer = Consumer({"bootstrap.servers": brokers, "group.id": topic, "log_level": 0})
+    partitions = consumer.list_topics(topic, timeout=10).topics[topic].partitions
+    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in partitions])
+    found: list[Any] = []
+    end = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < end:
+        found += [each for each in consumer.consume(500, timeout=0.2) if each.error() is None]
+    found += consumer.consume(500, timeout=0.2)
+    consumer.close()
+    return found
+
+
+def test_kafka_gets_each_record_as_a_message_of_its_client(brokers: str, records: list[Record]) -> None:
+    sink = open_sink(f"kafka://{brokers}/decisions?linger.ms=1")
+    sink.write(records[:30])
+    sink.write(records[30:])
+    sink.close()
+    messages = consumed(brokers, "decisions", len(records))
+    found = [Record.from_dict(json.loads(message.value())) for message in messages]
+    assert sorted(found) == sorted(records)
+    assert all(message.key().decode() == record.client for message, record in zip(messages, found, strict=True))
+    partitions = {(message.key(), message.partition()) for message in messages}
+    assert len({key for key, _ in partitions}) == len(partitions)  # what is one client's stays in order
+
+
+def test_kafka_without_brokers_is_a_failure_and_nothing_is_lost(
+    brokers: str, records: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka, "PATIENCE", 0.5)
+    sink = kafka.KafkaSink("127.0.0.1:1", "later", settings={"message.timeout.ms": 300})
+    with pytest.raises(ConnectionError, match=r"Kafka has not taken \d+ of 60 records"):
+        sink.write(records)
+    sink.close()
+    again = kafka.KafkaSink(brokers, "later")
+    again.write(records)
+    again.close()
+    assert len(consumed(brokers, "later", len(records))) == len(records)
+
+
+def test_a_record_that_kafka_refuses_is_a_failure(brokers: str, records: list[Record]) -> None:
+    sink = open_sink(f"kafka://{brokers}/small?message.max.bytes=2000")
+    sink.write(records)
+    with pytest.raises(ConnectionError, match=r"Kafka has not taken 1 of 60 records: .*size too large"):
+        sink.write([*records[1:], records[0]._replace(note="x" * 5000)])
+    sink.close()
+
+
+# ------------------------------------------------------------------ ClickHouse
+
+
+ENGINE = """
+import os, pickle, sys
+from headgate.telemetry import open_sink
+answers = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+sink = open_sink("chdb:///")
+def command(statement):
+    sink._connected().command(statement)
+def value(asked):
+    return sink._connected().query(asked).result_rows[0][0]
+named = {"write": sink.write, "find": sink.find, "nearest": sink.nearest, "command": command, "value": value}
+while True:
+    try:
+        name, given, options = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        break
+    try:
+        answer = named[name](*given, **options)
+    except Exception as error:
+        answer = RuntimeError(f"{type(error).__name__}: {error}")
+    pickle.dump(answer, answers)
+    answers.flush()
+"""
+
+
+class Engine:
+    """ClickHouse's real engine, in a process of its own: its threads and handlers of signals are nothing for others."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*given: Any, **options: Any) -> Any:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            pickle.dump((name, given, options), self._process.stdin)
+            self._process.stdin.flush()
+            answer = pickle.load(self._process.stdout)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return ask
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def clickhouse() -> Iterator[Engine]:
+    with closing(Engine()) as engine:
+        yield engine
+
+
+def test_clickhouse_keeps_each_record_once(clickhouse: Engine, records: list[Record]) -> None:
+    clickhouse.write(records)
+    clickhouse.write(records[10:])
+    everybody = list({key for each in records for key in each.clients})
+    found = clickhouse.find(everybody, since_us=0, until_us=START_US * 2, most=1000)
+    assert found == sorted(records, key=lambda each: each.id)
+    assert clickhouse.value("SELECT count() FROM decisions FINAL") == len(records)
+
+
+def test_counts_by_minute_do_not_double(clickhouse: Engine, records: list[Record]) -> None:
+    clickhouse.write(records)
+    clickhouse.write(records[5:40])
+    for outcome in ("denied", "allowed", "blocked"):
+        told = clickhouse.value(f"SELECT sum(requests) FROM decisions_per_minute_read WHERE outcome = '{outcome}'")
+        assert told == sum(each.outcome == outcome for each in records)
+    assert clickhouse.value("SELECT uniq(minute) FROM decisions_per_minute_read") == 1
+
+
+def test_why_gets_the_same_from_clickhouse_as_from_sqlite(
+    clickhouse: Engine, tmp_path: Path, records: list[Record]
+) -> None:
+    lost = lost_record(f"{START_US:014x}lost", 7, since_us=START_US, until_us=START_US + 5, node="n1", region="")
+    sink = open_sink(f"sqlite:///{tmp_path}/decisions.db")
+    for each in (sink, clickhouse):
+        each.write([*records, lost])
+    sink.close()
+    clients = Clients(SECRET)
+    with closing(open_reader(f"sqlite:///{tmp_path}/decisions.db")) as reader:
+        for client in ("acme", 'acme, "ltd"', "mallory", "203.0.113.9", "nobody"):
+            for when in ("2026-11-15", "2026-11-14", "2026-11-16"):
+                question = Asked.read(client, clients), span(when, now=NOW, zone=UTC)
+                answer = why(reader, *question)
+                assert why(clickhouse, *question) == answer
+                assert answer.lost == (7 if when == "2026-11-15" else 0)
+                assert bool(answer.rejected) == (client != "nobody" and when == "2026-11-15")
+
+
+def test_clickhouse_takes_what_kafka_has(clickhouse: Engine, brokers: str, records: list[Record]) -> None:
+    """By the supplied statements, with another table in the place of the queue: this engine cannot reach brokers."""
+    fed = at(records, DAY_US)
+    sink = open_sink(f"kafka://{brokers}/feed")
+    sink.write(fed)
+    sink.close()
+    messages = [message.value().decode() for message in consumed(brokers, "feed", len(fed))]
+    queue, feed = statements("clickhouse_kafka.sql")
+    clickhouse.command(f"EXPLAIN AST {queue}")  # it can be read as it stands
+    clickhouse.command(f"{queue.partition('ENGINE = Kafka')[0]} ENGINE = Null")
+    clickhouse.command(feed)
+    for _ in range(2):  # delivered twice
+        clickhouse.command("INSERT INTO decisions_queue FORMAT JSONEachRow " + "\n".join(messages))
+    everybody = list({key for each in fed for key in each.clients})
+    found = clickhouse.find(everybody, since_us=START_US + DAY_US, until_us=START_US + 2 * DAY_US, most=1000)
+    assert found == sorted(fed, key=lambda each: each.id)
+
+
+def test_another_table_has_its_own_statements() -> None:
+    text = "\n".join(statements("clickhouse.sql", table="shop_log"))
+    assert "CREATE TABLE IF NOT EXISTS shop_log\n" in text
+    assert "shop_log_per_minute_feed TO shop_log_per_minute" in text
+    assert "decisions" not in text
+
+
+def test_a_server_that_is_not_there_is_a_failure(records: list[Record]) -> None:
+    sink = open_sink("clickhouse://ada:hidden-password@127.0.0.1:1/shop?connect_timeout=1")
+    with pytest.raises(Exception, match=r"127\.0\.0\.1") as failure:
+        sink.write(records)
+    assert "hidden-password" not in str(failure.value)
+    sink.close()
+
+
+# ------------------------------------------------------------------ URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("sqlite://host/file", "write sqlite:///decisions.db, or sqlite:////var/lib/app/decisions.db"),
+        ("sqlite:///", "write sqlite:///decisions.db"),
+        ("sqlite:///a.db?days=0", "days=0 is no number above 0"),
+        ("sqlite:///a.db?dayz=3", "unknown setting 'dayz'; did you mean 'days'?"),
+        ("jsonl:///a?files=x", "files=x is no number above 0"),
+        ("logging://x?level=loud", "level=loud is none of logging's; write debug, info, warning or error"),
+        ("kafka://host:9092", "write kafka://host:9092/topic"),
+        ("clickhouse://", "write clickhouse://user:password@host:8123/database"),
+        ("clickhouse://host/db?table=a-b", "table=a-b is no name; use letters, digits and underscores"),
+        ("clickhouse://host/db?create=maybe", "create=maybe is neither yes nor no"),
+        ("sqlit:///a.db", "did you mean 'sqlite'?"),
+        ("decisions.db", "known are sqlite, jsonl, logging, kafka, clickhouse"),
+    ],
+)
+def test_a_url_that_means_nothing_says_what_would(url: str, message: str) -> None:
+    with pytest.raises(InvalidConfiguration) as refusal:
+        open_sink(url)
+    assert message in str(refusal.value)
+
+
+def test_a_url_is_shown_without_its_secrets() -> None:
+    with pytest.raises(InvalidConfiguration) as refusal:
+        open_sink("kafka://ada:hidden@host:9092?sasl.password=hidden")
+    assert "hidden" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [("kafka://h:1/t", "confluent_kafka", "kafka"), ("clickhouse://h:1/d", "clickhouse_connect", "clickhouse")],
+)
+def test_what_is_not_installed_is_named_with_its_extra(
+    url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"headgate.telemetry.sinks.{extra}", raising=False)
+    with pytest.raises(
+        InvalidConfiguration, match=rf"needs the package '{package}': pip install 'headgate\[{extra}\]'"
+    ):
+        open_sink(url)

@@ -1,0 +1,522 @@
+"""`headgate why`: what it says agrees with what happened, and what it proposes would have helped."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import time
+from argparse import ArgumentParser
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate import InvalidInput
+from headgate.cli.screen import Screen
+from headgate.cli.why import add_arguments, run
+from headgate.policy import read
+from headgate.policy.credentials import ApiKeys
+from headgate.policy.model import IdentitySettings
+from headgate.telemetry import DecisionLog
+from headgate.telemetry.clients import Clients
+from headgate.telemetry.letters import letter
+from headgate.telemetry.moments import shown, shown_span, span
+from headgate.telemetry.sinks import open_reader
+from headgate.telemetry.why import Asked, why
+from traffic import SECRET, START_US, Kept, Request, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from headgate.telemetry import Record
+    from headgate.telemetry.why import Answer
+
+KEY = "sk_live_4f9a"
+HASH = ApiKeys(IdentitySettings(), SECRET.encode()).fingerprint(KEY)
+NOW = datetime(2026, 11, 16, 10, 30, tzinfo=UTC)
+"""On a Monday."""
+CLIENTS = Clients(SECRET)
+
+POLICY = """
+name: shop
+routes:
+  - {path: /search, class: search, cost: 5}
+limits:
+  - {name: per-ip, by: ip, bucket: 10000/minute}
+  - {name: per-tenant, by: tenant, missing: skip, bucket: 10000/minute}
+  - {name: search, class: search, by: tenant, missing: ip, bucket: "100/minute, burst 50"}
+  - {name: keys, path: /keys, by: api_key, missing: skip, bucket: 2/minute}
+  - {name: everything, path: /all, by: global, bucket: 1/minute}
+clients:
+  - {tenant: acme, label: Acme Corp}
+blocked:
+  - {user: mallory, reason: scraping}
+"""
+
+
+class Shelf(Kept):
+    """A sink and a reader in one."""
+
+    def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[Record]:
+        found = [each for each in self.records if {*keys} & {*each.clients} and since_us <= each.at_us < until_us]
+        return sorted(found, key=lambda each: each.id)[:most]
+
+    def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
+        times = [each.at_us for each in self.records if {*keys} & {*each.clients} and each.is_rejection]
+        before, after = [each for each in times if each < at_us], [each for each in times if each >= at_us]
+        return max(before, default=None), min(after, default=None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADGATE_SECRET", SECRET)
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def zone_of_this_machine() -> Iterator[None]:
+    yield
+    os.environ.pop("TZ", None)
+    time.tzset()
+
+
+@pytest.fixture
+def asked(folder: Path) -> Callable[..., str]:
+    """Asks on the command line; what it says."""
+
+    def ask(*words: str, code: int = 0) -> str:
+        parser = ArgumentParser()
+        add_arguments(parser)
+        parser.add_argument("--secret-file")
+        out = io.StringIO()
+        assert run(parser.parse_args(words), Screen(out), Screen(out)) == code
+        return out.getvalue()
+
+    return ask
+
+
+@pytest.fixture
+def traffic(folder: Path) -> Iterator[Traffic]:
+    with DecisionLog("sqlite:///decisions.db", secret=SECRET, sample=0, every=0.005) as log:
+        traffic = Traffic(POLICY, log)
+        traffic.flush = log.flush  # type: ignore[attr-defined]
+        yield traffic
+
+
+# ------------------------------------------------------------------ the question of the seeds
+
+
+def test_why_was_acme_blocked_at_3pm_yesterday(
+    traffic: Any, asked: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme = Request(tenant="acme", api_key=KEY)
+    statuses: list[tuple[float, bool]] = []
+    for second in range(120):
+        statuses += [(second, each.allowed) for each in traffic.send(acme, 2 if second % 60 < 30 else 0)]
+        traffic.send(Request(tenant="globex"))
+        traffic.clock.advance(1)
+    assert traffic.flush()
+    denied = [second for second, allowed in statuses if not allowed]
+    assert 60 < len(denied) < 120
+    monkeypatch.setattr("headgate.cli.why.datetime", Now)
+    told = asked("acme", "--at", "yesterday 16:00", "--policy", "policy.yaml")
+    first, last = f"16:00:{denied[0]:02}", f"16:01:{denied[-1] - 60:02}"
+    assert told.startswith(
+        "Between 2026-11-15 15:50:00 and 16:11:00 CET (UTC+01:00), "
+        f"{len(denied)} requests of Acme Corp were rejected.\n"
+    )
+    assert (
+        f'\n{len(denied)} were denied by the limit "search", which allows 100 per minute, burst 50, token_bucket and '
+        f"is counted by tenant, between 2026-11-15 {first} and {last} CET (UTC+01:00), on GET /search. "
+    ) in told
+    assert re.search(
+        r"The one furthest over, at [\d: -]+ CET \(UTC\+01:00\), cost 5 while \d were left: \d over\.", told
+    )
+    assert '\n  - {tenant: "acme", limit: "search", bucket: "' in told
+    assert told.endswith("All of this was decided by the store, exactly.\n")
+    assert asked("acme", "--at", "2026-11-15 15:00", "--utc").startswith("Between 2026-11-15 14:50:00 and 15:11:00 UTC")
+
+
+class Now(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return NOW.astimezone(tz)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        "acme",
+        "tenant=acme",
+        "Acme Corp",
+        "acme  CORP",
+        KEY,
+        f"api_key={KEY}",
+        HASH,
+        HASH.upper().lower(),
+        "203.0.113.9",
+    ],
+)
+def test_a_client_is_found_by_whatever_it_is_known_by(traffic: Any, asked: Callable[..., str], client: str) -> None:
+    traffic.send(Request("/keys", tenant="acme", api_key=KEY), 5)
+    assert traffic.flush()
+    told = json.loads(asked(client, "--at", "2026-11-15T15:00Z", "--json"))
+    assert (told["rejected"], told["labels"], told["limits"][0]["name"]) == (3, ["Acme Corp"], "keys")
+    assert told["limits"][0]["override"] == f'{{api_key: "{HASH}", limit: "keys", bucket: "5/minute"}}'
+    assert KEY not in json.dumps(told)
+
+
+@pytest.mark.parametrize("client", ["globex", "user=acme", "sk_live_other", "hmac:" + "0" * 32, "203.0.113.10"])
+def test_somebody_else_is_not(traffic: Any, asked: Callable[..., str], client: str) -> None:
+    traffic.send(Request("/keys", tenant="acme", api_key=KEY), 5)
+    assert traffic.flush()
+    told = json.loads(asked(client, "--at", "2026-11-15T15:00Z", "--json"))
+    assert (told["rejected"], told["labels"], told["limits"], told["rejected_before"]) == (0, [], [], None)
+
+
+def test_an_api_key_is_read_from_the_input_and_never_said(
+    traffic: Any, asked: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic.send(Request("/keys", api_key=KEY), 3)
+    assert traffic.flush()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{KEY}\n".encode())))
+    told = asked("-", "--at", "2026-11-15T15:00Z")
+    assert "1 request of api_key hmac:" in told
+    assert KEY not in told
+    assert KEY not in asked(KEY, "--at", "2026-11-14")
+
+
+def test_one_request_is_told_as_one(traffic: Any, asked: Callable[..., str]) -> None:
+    traffic.send(Request("/keys", api_key=KEY), 3)
+    assert traffic.flush()
+    assert asked(HASH, "--at", "2026-11-15 15:00", "--utc") == (
+        "Between 2026-11-15 14:50:00 and 15:11:00 UTC, 1 request of api_key " + HASH[:13] + " was rejected.\n"
+        '\n1 was denied by the limit "keys", which allows 2 per minute, token_bucket and is counted by api_key, at '
+        "2026-11-15 15:00:00 UTC, on GET /keys. It cost 1 while 0 were left: 1 over. It would have passed 30 s later. "
+        "With this line under overrides: in the policy, all of them would have passed:\n"
+        f'  - {{api_key: "{HASH}", limit: "keys", bucket: "3/minute"}}\n'
+        "\nAll of this was decided by the store, exactly.\n"
+    )
+
+
+def test_a_quiet_time_points_to_the_nearest_rejections(traffic: Any, asked: Callable[..., str]) -> None:
+    traffic.send(Request("/keys", api_key=KEY), 3)
+    traffic.clock.advance(7200)
+    traffic.send(Request("/keys", api_key=KEY), 3)
+    assert traffic.flush()
+    assert asked(HASH, "--at", "2026-11-15 16:00", "--utc") == (
+        f"Between 2026-11-15 15:50:00 and 16:11:00 UTC, no request of {HASH} was rejected, and nothing else is logged "
+        "of it there.\n"
+        "\nThe last one before that was rejected at 2026-11-15 15:00:00 UTC.\n"
+        "\nThe first one after that was rejected at 2026-11-15 17:00:00 UTC.\n"
+    )
+
+
+def test_without_the_secret_it_is_said_what_can_be_looked_for(
+    traffic: Any, asked: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic.send(Request(tenant="acme"), 30)
+    assert traffic.flush()
+    monkeypatch.delenv("HEADGATE_SECRET")
+    assert "Without a secret only labels and hashes can be looked for" in asked("ada", "--at", "2026-11-15")
+    assert "of Acme Corp were rejected" in asked("acme corp", "--at", "2026-11-15")
+    with pytest.raises(InvalidInput, match="the log names each ip by a keyed hash, and there is no secret"):
+        asked("203.0.113.9", "--at", "2026-11-15")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--log", "sqlite:///missing.db"), "there is no decision log at missing.db"),
+        (("--log", "sqlite:///policy.yaml"), "policy.yaml is no decision log: file is not a database"),
+        (("--log", "sqlite:///empty.db"), "empty.db is no decision log: it has no decisions"),
+        (("--log", "mysql://u:hidden@h/d"), "cannot open the decision log 'mysql://***@h/d': known are sqlite, "),
+        (("--log", "decisions.db"), "cannot open the decision log 'decisions.db': known are sqlite, "),
+        (("--log", "clickhouse://ada:hidden@127.0.0.1:1/d"), "the decision log cannot be read: "),
+        (("--at", "half past"), "'half past' is no time; write it like"),
+        (("--at", "15:00", "--until", "14:00"), "is before '15:00'"),
+    ],
+)
+def test_a_question_that_cannot_be_asked_says_why(
+    asked: Callable[..., str], folder: Path, words: tuple[str, ...], message: str
+) -> None:
+    (folder / "empty.db").touch()
+    with pytest.raises(InvalidInput, match=re.escape(message)) as refusal:
+        asked("acme", *words)
+    assert "hidden" not in str(refusal.value)
+
+
+def test_mistakes_in_the_policy_are_told(asked: Callable[..., str], folder: Path) -> None:
+    (folder / "bad.yaml").write_text("limits: [{by: ip, bukcet: 1/minute}]")
+    assert "bad.yaml:1:19: unknown field 'bukcet'" in asked("acme", "--policy", "bad.yaml", code=1)
+
+
+# ------------------------------------------------------------------ what the answer says
+
+
+def answer_to(policy: str, send: Callable[[Traffic], Any], client: str, **options: Any) -> Answer:
+    shelf = Shelf()
+    with DecisionLog(shelf, secret=SECRET, every=0.005, **{"node": "n1", "sample": 0, **options}) as log:
+        traffic = Traffic(policy, log)
+        with closing(traffic.gate):
+            send(traffic)
+            assert log.flush()
+    when = span("2026-11-15", now=NOW, zone=UTC)
+    return why(shelf, Asked.read(client, CLIENTS, read(policy)), when, policy=read(policy))
+
+
+def words(answer: Answer) -> str:
+    return "\n".join(letter(answer, zone=UTC))
+
+
+def test_a_blocked_client_is_told_that_no_limit_would_help() -> None:
+    answer = answer_to(POLICY, lambda traffic: traffic.send(user="mallory", times=2), "user=mallory")
+    assert (answer.rejected, answer.blocked, answer.limits) == (2, 2, ())
+    assert "2 of them were answered 403, because the client is blocked (scraping): no limit was looked at" in words(
+        answer
+    )
+
+
+def test_a_limit_for_everybody_has_no_override() -> None:
+    answer = answer_to(POLICY, lambda traffic: traffic.send(path="/all", times=4), "203.0.113.9")
+    (found,) = answer.limits
+    assert found.remedy.line is None
+    assert "With 4 per minute, token_bucket all of them would have passed; but it is counted by global" in words(answer)
+
+
+def test_who_is_only_known_by_hash_is_left_to_be_put_in() -> None:
+    policy = "limits: [{name: per-user, by: user, bucket: 1/minute}]"
+    answer = answer_to(policy, lambda traffic: traffic.send(user="ada", tenant="acme", times=3), "tenant=acme")
+    assert answer.rejected == 0  # nothing in the policy asks for tenants
+    answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=3), "203.0.113.9")
+    assert answer.limits[0].remedy.line == '{user: "...", limit: "per-user", bucket: "3/minute"}'
+    assert answer.limits[0].remedy.note == "put the user in, of which the log has only the keyed hash"
+    named = f"{policy}\nclients: [{{user: ada, label: Ada}}]"
+    answer = answer_to(named, lambda traffic: traffic.send(user="ada", times=3), "203.0.113.9")
+    assert answer.limits[0].remedy.line == '{user: "ada", limit: "per-user", bucket: "3/minute"}'
+
+
+def test_numbers_of_a_split_limit_can_be_split() -> None:
+    policy = "limits: [{name: per-user, by: user, bucket: 8/minute, split: 8}]"
+    answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=20), "user=ada")
+    line = answer.limits[0].remedy.line
+    assert line is not None
+    read(f"{policy}\noverrides:\n  - {line}")
+    assert answer.limits[0].remedy.note == "it is split over 8 counters, one of which may deny before the others"
+
+
+def test_a_request_that_can_never_pass_is_told_so() -> None:
+    policy = "limits: [{name: pay, path: /pay, by: ip, bucket: 10/minute, cost: 5}]"
+    record = Shelf()
+    with DecisionLog(record, secret=SECRET, sample=0, every=0.005) as log:
+        Traffic(policy, log).send(path="/pay", times=3)
+        assert log.flush()
+    record.records = [each._replace(retry_us=None, reason="over-capacity", cost=11) for each in record.records]
+    answer = why(record, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
+    assert "It cost 11 while 0 were left: more than the whole limit, so that it could never pass." in words(answer)
+    assert answer.limits[0].remedy.line == '{ip: "203.0.113.9", limit: "pay", bucket: "21/minute"}'
+
+
+@pytest.mark.parametrize("mode", ["closed", "local"])
+def test_what_was_decided_without_the_store_is_told(mode: str) -> None:
+    policy = f"on_failure: {mode}\nlimits: [{{name: per-ip, by: ip, bucket: 5/minute}}]"
+    shelf = Shelf()
+    with DecisionLog(shelf, secret=SECRET, every=0.005, sample=0) as log:
+        traffic = Traffic(policy, log, store="redis://127.0.0.1:1/0")
+        with closing(traffic.gate):
+            traffic.send(times=3)
+        assert log.flush()
+    answer = why(shelf, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
+    assert answer.degraded == answer.rejected > 0
+    assert f"of the rejections were decided while the store was away: {mode}: " in words(answer)
+    assert ("answered 503, because the store could not be asked" in words(answer)) == (mode == "closed")
+
+
+def test_what_passed_is_estimated_by_the_sample() -> None:
+    answer = answer_to(POLICY, lambda traffic: traffic.send(path="/other", times=7), "203.0.113.9", sample=1)
+    assert "no request of ip 203.0.113.* was rejected; about 7 passed, by the sample" in words(answer)
+
+
+def test_a_limit_that_is_only_watched_rejected_nothing() -> None:
+    limits = "[{name: soon, by: ip, bucket: 2/minute, shadow: true}, {name: now, by: ip, bucket: 9/minute}]"
+    answer = answer_to(f"limits: {limits}", lambda traffic: traffic.send(times=5), "203.0.113.9", sample=0)
+    assert answer.rejected == 0
+    assert '3 would have been denied by the limit "soon"' in words(answer)
+    assert "The limit is only watched, so that they passed." in words(answer)
+
+
+def test_losses_are_told() -> None:
+    shelf = Shelf()
+    with DecisionLog(shelf, secret=SECRET, every=0.005, sample=0, most=5) as log:
+        shelf.refuses = OSError("disk full")
+        traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
+        traffic.send(times=2)
+        assert not log.flush(0.05)
+        traffic.send(times=30)
+        shelf.refuses = None
+        assert log.flush()
+    answer = why(shelf, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
+    assert answer.lost == log.stats.lost == 31 - answer.rejected > 0
+    assert f"In this time {answer.lost} decisions on requests of all clients could not be logged" in words(answer)
+    for day in ("2026-11-14", "2026-11-16"):
+        assert why(shelf, Asked.read("203.0.113.9", CLIENTS), span(day, now=NOW, zone=UTC)).lost == 0
+
+
+def test_more_than_can_be_looked_at_is_told() -> None:
+    shelf = Shelf()
+    with DecisionLog(shelf, secret=SECRET, sample=0, every=0.005) as log:
+        Traffic("limits: [{by: ip, bucket: 1/hour}]", log).send(times=30)
+    asked, when = Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC)
+    assert (why(shelf, asked, when, most=28).is_cut, why(shelf, asked, when, most=28).rejected) == (True, 28)
+    assert not why(shelf, asked, when, most=29).is_cut
+    assert "ask for a shorter time" in words(why(shelf, asked, when, most=28))
+
+
+# ------------------------------------------------------------------ what it proposes
+
+
+@given(
+    algorithm=st.sampled_from(
+        ["token_bucket", "gcra", "leaky_bucket", "fixed_window", "sliding_window", "sliding_log"]
+    ),
+    quota=st.integers(1, 12),
+    burst=st.integers(1, 12),
+    cost=st.integers(1, 3),
+    pauses=st.lists(st.sampled_from([0, 0, 0, 0.3, 1, 4, 9, 11, 30]), min_size=5, max_size=60),
+)
+def test_with_the_override_all_would_have_passed(
+    algorithm: str, quota: int, burst: int, cost: int, pauses: list[float]
+) -> None:
+    shape = f", burst {burst}" if algorithm in ("token_bucket", "gcra", "leaky_bucket") else ""
+    policy = (
+        f'limits: [{{name: it, by: user, cost: {cost}, bucket: "{max(quota, cost)}/10 seconds'
+        f'{shape if burst >= cost else ""}, {algorithm}"}}]'
+    )
+
+    def send(traffic: Traffic) -> None:
+        for pause in pauses:
+            traffic.clock.advance(pause)
+            traffic.send(user="ada")
+
+    answer = answer_to(policy, send, "user=ada", sample=0)
+    if not answer.limits:
+        return
+    (found,) = answer.limits
+    assert found.remedy.line is not None
+    helped = answer_to(f"{policy}\noverrides:\n  - {found.remedy.line}", send, "user=ada", sample=0)
+    assert helped.rejected == 0
+
+
+def test_the_override_is_not_much_more_than_was_needed() -> None:
+    policy = 'limits: [{name: it, by: user, bucket: "60/minute"}]'
+    answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=100), "user=ada")
+    assert answer.limits[0].peak == 40
+    assert answer.limits[0].remedy.line == '{user: "ada", limit: "it", bucket: "100/minute"}'
+
+
+# ------------------------------------------------------------------ when
+
+
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+@pytest.mark.parametrize(
+    ("written", "moment"),
+    [
+        ("yesterday 15:00", "2026-11-15T15:00:00+01:00"),
+        ("yesterday at 3pm", "2026-11-15T15:00:00+01:00"),
+        ("3pm yesterday", "2026-11-15T15:00:00+01:00"),
+        ("3:05 PM, yesterday", "2026-11-15T15:05:00+01:00"),
+        ("2026-11-15 15:00", "2026-11-15T15:00:00+01:00"),
+        ("2026-11-15 3pm", "2026-11-15T15:00:00+01:00"),
+        ("2026-07-15 15:00", "2026-07-15T15:00:00+02:00"),
+        ("2026-11-15T15:00:30Z", "2026-11-15T15:00:30+00:00"),
+        ("2026-11-15T15:00:30-05:00", "2026-11-15T15:00:30-05:00"),
+        ("15:00", "2026-11-15T15:00:00+01:00"),
+        ("11:00", "2026-11-16T11:00:00+01:00"),
+        ("today 11:00", "2026-11-16T11:00:00+01:00"),
+        ("12am", "2026-11-16T00:00:00+01:00"),
+        ("12pm", "2026-11-15T12:00:00+01:00"),
+        ("noon", "2026-11-15T12:00:00+01:00"),
+        ("friday 9:30", "2026-11-13T09:30:00+01:00"),
+        ("mon 9:30", "2026-11-09T09:30:00+01:00"),
+        ("10 minutes ago", "2026-11-16T11:20:00+01:00"),
+        ("an hour ago", "2026-11-16T10:30:00+01:00"),
+        ("2h ago", "2026-11-16T09:30:00+01:00"),
+        ("now", "2026-11-16T11:30:00+01:00"),
+    ],
+)
+def test_a_moment_is_read_as_people_say_it(written: str, moment: str) -> None:
+    found = span(written, now=NOW, zone=BERLIN)
+    assert found.moment is not None
+    assert found.moment == datetime.fromisoformat(moment)
+    assert found.since == found.moment - timedelta(minutes=10)
+    assert timedelta(minutes=10) < found.until - found.moment <= timedelta(minutes=11)
+
+
+@pytest.mark.parametrize(
+    ("at", "until", "since", "end"),
+    [
+        ("yesterday", None, "2026-11-15T00:00+01:00", "2026-11-16T00:00+01:00"),
+        ("2026-11-14", None, "2026-11-14T00:00+01:00", "2026-11-15T00:00+01:00"),
+        ("yesterday 15:00", "16:30", "2026-11-15T15:00+01:00", "2026-11-15T16:31+01:00"),
+        ("yesterday 22:00", "today 2:00", "2026-11-15T22:00+01:00", "2026-11-16T02:01+01:00"),
+        ("friday", "yesterday", "2026-11-13T00:00+01:00", "2026-11-16T00:00+01:00"),
+    ],
+)
+def test_a_longer_time_has_two_ends(at: str, until: str | None, since: str, end: str) -> None:
+    found = span(at, until, now=NOW, zone=BERLIN)
+    assert (found.since, found.until) == (datetime.fromisoformat(since), datetime.fromisoformat(end))
+    assert found.moment is None
+
+
+@pytest.mark.parametrize(
+    "written", ["", "soon", "15", "25:00", "13pm", "0am", "3 weeks ago", "2026-13-01", "yesterday 7 pm x"]
+)
+def test_what_is_no_time_is_refused(written: str) -> None:
+    with pytest.raises(InvalidInput, match="write it like"):
+        span(written, now=NOW, zone=BERLIN)
+
+
+def test_times_are_shown_with_their_zone() -> None:
+    summer = datetime(2026, 7, 1, 13, tzinfo=UTC)
+    assert shown(NOW, UTC) == "2026-11-16 10:30:00 UTC"
+    assert shown(NOW, BERLIN) == "2026-11-16 11:30:00 CET (UTC+01:00)"
+    assert shown_span(NOW, NOW + timedelta(hours=1), zone=BERLIN) == "2026-11-16 11:30:00 and 12:30:00 CET (UTC+01:00)"
+    assert shown_span(NOW, NOW + timedelta(days=1), zone=UTC) == "2026-11-16 10:30:00 and 2026-11-17 10:30:00 UTC"
+    assert shown_span(summer, NOW, zone=BERLIN) == (
+        "2026-07-01 15:00:00 CEST (UTC+02:00) and 2026-11-16 11:30:00 CET (UTC+01:00)"
+    )
+
+
+def test_the_reader_of_sqlite_finds_what_the_shelf_finds(folder: Path) -> None:
+    shelf = Shelf()
+    with (
+        DecisionLog(shelf, secret=SECRET, sample=0.5) as one,
+        DecisionLog("sqlite:///decisions.db", secret=SECRET) as other,
+    ):
+        traffic = Traffic("limits: [{name: it, by: client, bucket: 3/minute}]", one)
+        for second in range(200):
+            traffic.send(Request(user=f"u{second % 3}", tenant=None if second % 2 else "acme"))
+            traffic.clock.advance(1)
+        assert one.flush()
+        other._writer._sink.write(shelf.records)
+        other._writer._sink.write(shelf.records[:50])
+    keys = [CLIENTS.key("tenant", "acme"), CLIENTS.key("user", "u1")]
+    with closing(open_reader("sqlite:///decisions.db")) as reader:
+        for since, until, most in [(0, 300, 1000), (20, 90, 1000), (20, 21, 5), (0, 300, 7), (500, 600, 7)]:
+            when = {"since_us": START_US + since * 1_000_000, "until_us": START_US + until * 1_000_000}
+            for asked in (keys, keys[:1]):
+                assert reader.find(asked, **when, most=most) == shelf.find(asked, **when, most=most)
+                assert reader.nearest(asked, at_us=when["since_us"]) == shelf.nearest(asked, at_us=when["since_us"])
