@@ -76,6 +76,9 @@ class Store(Protocol):
     def prepare(self, node: Any, *, wait: float) -> None:
         """Connect to a server before requests go there."""
 
+    def abandon(self, node: Any) -> None:
+        """Nobody needs that connection any more."""
+
     def nodes(self) -> list[Any]:
         """The servers that have keys, as far as they are known."""
 
@@ -95,6 +98,8 @@ class Keeper:
         self._store = store
         self._herald = herald
         self._companion = store.companion()
+        # Also where it is dropped before its thread comes to part from the store.
+        weakref.finalize(self, self._companion.close).atexit = False
         self._closed = False
         self._begin()
         # Weakly: a limiter that nobody uses any more goes at once, with its connections.
@@ -240,6 +245,8 @@ class Keeper:
             if node in primaries:
                 self._settle()
                 self._store.prepare(node, wait=PREPARES)
+                if self._closed:  # meanwhile, so that nobody is left to close what was opened
+                    self._store.abandon(node)
             else:
                 self._herald.tell(
                     "moved",

@@ -88,6 +88,9 @@ class AsyncRedisStore(SharedStore):
         while time.monotonic() < end and not all(desk.is_warm(node) for desk in desks if desk.loop.is_running()):
             time.sleep(0.002)
 
+    def abandon(self, node: Node | None) -> None:
+        """What was prepared is closed with its loop's other connections."""
+
     def allow(self, budget: float) -> None:
         """Give each call so many seconds from now on."""
         self.budget = budget

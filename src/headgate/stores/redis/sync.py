@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate._forks import renew_in_children
 from headgate.errors import StoreError
-from headgate.stores.redis.conversation import OutOfTime, converse, gives_back, public, refusal
+from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
 from headgate.stores.redis.line import Line, Opening
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.wire import decode_one
@@ -96,6 +96,12 @@ class RedisStore(SharedStore):
                 opening = self._openings[node] = self._opening(node)
             with suppress(StoreError):
                 opening.wait(wait)
+
+    def abandon(self, node: Node | None) -> None:
+        """Nobody needs the connection that was prepared."""
+        opening = self._openings.pop(node, None)
+        if opening is not None:
+            opening.abandon()
 
     def allow(self, budget: float) -> None:
         """Give each call so many seconds from now on."""
@@ -262,10 +268,15 @@ class RedisStore(SharedStore):
         if opening is None or opening.is_old_news:
             opening = self._openings[node] = self._opening(node)
         try:
-            return Line(opening.wait(end - time.monotonic()), self.budget)
-        finally:
-            if opening.is_over and self._openings.get(node) is opening:
+            connection = opening.wait(end - time.monotonic())
+        except Unsent:
+            # One that comes a moment later is for the next who needs it.
+            if opening.has_failed and self._openings.get(node) is opening:
                 self._openings.pop(node, None)
+            raise
+        if self._openings.get(node) is opening:
+            self._openings.pop(node, None)
+        return Line(connection, self.budget)
 
     def _opening(self, node: Node | None) -> Opening:
         return Opening(lambda: self._place.connection(node, asynchronous=False))
