@@ -1,6 +1,6 @@
 """What a limiter asks before it asks the store, and tells afterwards. Nothing in here waits, and nothing knows a store.
 
-A request's way is: a remembered denial? tokens that were paid for already? the store; and if that fails, what was
+A request's way is: tokens that were paid for already? a remembered denial? the store; and if that fails, what was
 agreed on for then. The two limiters are the drivers that wait for the store in between.
 """
 

@@ -136,9 +136,7 @@ class Keeper:
         if self._thread is None and (self.beats or self._has_work()):
             with self._lock:
                 if self._thread is None:
-                    self._thread = _started(
-                        "headgate-keeper", _work_for, weakref.ref(self), self._bell, self._companion
-                    )
+                    self._thread = _started("headgate-keeper", _work_for, weakref.ref(self), self._bell)
         elif self._has_work():
             self._bell.set()
         if self._listener is None and (self.listens or self._front.denials):
@@ -372,7 +370,7 @@ def _with(reference: weakref.ref[Keeper], do: Callable[[Keeper], None]) -> None:
         do(keeper)
 
 
-def _work_for(reference: weakref.ref[Keeper], bell: threading.Event, companion: Any) -> None:
+def _work_for(reference: weakref.ref[Keeper], bell: threading.Event) -> None:
     while (keeper := reference()) is not None:
         try:
             wait = keeper._work()  # noqa: SLF001 - the keeper's own thread
@@ -384,7 +382,6 @@ def _work_for(reference: weakref.ref[Keeper], bell: threading.Event, companion: 
         del keeper
         bell.wait(wait)
         bell.clear()
-    companion.close()  # its limiter went before it could say so
 
 
 def _started(name: str, target: Callable[..., None], *args: Any) -> threading.Thread | None:
