@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import re
@@ -24,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headgate import InvalidConfiguration
 from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.gate import Gate
+from headgate.adapters.gate import AsyncGate, Gate
 from headgate.policy import read
 from headgate.telemetry import crowds, metrics, otel, prometheus
 from headgate.telemetry.crowds import Crowd, Distinct
@@ -97,6 +98,24 @@ def test_each_request_is_counted_once_and_once_for_each_limit() -> None:
     assert told["shadow_blocked", "watched", "search", "/search"] == 1
     gate.admit(arrival("/search"))
     assert numbers(counted)["decisions", "denied", "search", "/search", "none"] == 2  # it goes on where it was
+
+
+def test_a_route_that_has_only_shadow_limits_is_watched_and_refuses_nobody() -> None:
+    gate, counted = watched("limits: [{name: watched, by: ip, bucket: 1/day, shadow: true}]")
+    assert all(gate.admit(arrival()).allowed for _ in range(3))
+    told = numbers(counted)
+    assert told["shadow_blocked", "watched", "none", "unmatched"] == 2
+    assert told["decisions", "allowed", "none", "unmatched", "none"] == 3
+
+
+def test_a_route_that_has_only_shadow_limits_is_watched_in_asynchronous_code_as_well() -> None:
+    gate = AsyncGate(read("limits: [{name: watched, by: ip, bucket: 1/day, shadow: true}]"))
+
+    async def said() -> list[tuple[bool, list[bool]]]:
+        found = [await gate.admit(arrival()) for _ in range(2)]
+        return [(each.allowed, [shadow.decision.allowed for shadow in each.shadows]) for each in found]
+
+    assert asyncio.run(said()) == [(True, [True]), (True, [False])]
 
 
 def test_a_request_that_two_limits_deny_is_one_rejection_and_two_denials() -> None:

@@ -517,6 +517,7 @@ def test_several_hot_keys_are_paid_for_together_without_a_call() -> None:
     decision = node.check(*keys, cost=(1, 2))
     assert (decision.allowed, [outcome.remaining for outcome in decision.outcomes]) == (True, [998, 996])
     assert (node.calls, node.held()) == (1, held - 3)
+    assert (node.purses.stats.hot, node.purses.stats.found) == (2, 2), "each was found once"
 
 
 def test_the_instant_of_an_answer_is_the_earliest_that_it_can_be() -> None:

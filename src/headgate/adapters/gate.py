@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from headgate.adapters.way import Arrival
+    from headgate.policy.snapshot import Resolution
 
 __all__ = ["AsyncGate", "Gate"]
 
@@ -46,22 +47,11 @@ class Gate(Door):
         if self._blocks and met.block is None:
             met = self._live_block(met)
         if met.block is not None or not met.keys:
-            return self._told(arrival, rules.unasked(met))
-        held: Any = None
-        if route.leases:
-            try:
-                held = self._limiter.hold(*met.keys, cost=met.cost)
-                decision = held.__enter__()
-            except StoreError as error:
-                held, decision = self._held_without_store(met, error)
+            admission = rules.unasked(met)
+        elif route.leases:
+            admission = self._entered(rules, met)
         else:
-            decision = self._decide(Check(met.keys, met.cost), self._fallbacks[route.on_failure])
-        admission = rules.conclude(met, decision)
-        if held is not None:
-            if admission.allowed:
-                admission.held = held
-            else:
-                held.__exit__(None, None, None)
+            admission = rules.conclude(met, self._decide(Check(met.keys, met.cost), self._fallbacks[route.on_failure]))
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
@@ -97,6 +87,20 @@ class Gate(Door):
             self._watch.close()
         self._limiter.close()
 
+    def _entered(self, rules: Rules, met: Resolution) -> Admission:
+        """The same for requests that take leases, which the admission holds until `finish`."""
+        try:
+            held: Any = self._limiter.hold(*met.keys, cost=met.cost)
+            decision = held.__enter__()
+        except StoreError as error:
+            held, decision = self._held_without_store(met, error)
+        admission = rules.conclude(met, decision)
+        if admission.allowed:
+            admission.held = held
+        elif held is not None:
+            held.__exit__(None, None, None)
+        return admission
+
 
 class AsyncGate(Door):
     """The same as `Gate`, with methods to await; nothing in it blocks the event loop."""
@@ -122,26 +126,16 @@ class AsyncGate(Door):
         if self._blocks and met.block is None:
             met = self._live_block(met)
         if met.block is not None or not met.keys:
-            return self._told(arrival, rules.unasked(met))
-        held: Any = None
-        if route.leases:
-            try:
-                held = self._limiter.hold(*met.keys, cost=met.cost)
-                decision = await held.__aenter__()
-            except StoreError as error:
-                held, decision = self._held_without_store(met, error)
+            admission = rules.unasked(met)
+        elif route.leases:
+            admission = await self._entered(rules, met)
         else:
             check = _new_check(Check, (met.keys, met.cost, None))
             if self._memory is not None:
                 decision = self._memory.decide(check)
             else:
                 decision = await self._decide(check, self._fallbacks[route.on_failure])
-        admission = rules.conclude(met, decision)
-        if held is not None:
-            if admission.allowed:
-                admission.held = held
-            else:
-                await held.__aexit__(None, None, None)
+            admission = rules.conclude(met, decision)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [
@@ -178,6 +172,20 @@ class AsyncGate(Door):
         if self._watch is not None:
             self._watch.close()
         await self._limiter.close()
+
+    async def _entered(self, rules: Rules, met: Resolution) -> Admission:
+        """The same for requests that take leases, which the admission holds until `finish`."""
+        try:
+            held: Any = self._limiter.hold(*met.keys, cost=met.cost)
+            decision = await held.__aenter__()
+        except StoreError as error:
+            held, decision = self._held_without_store(met, error)
+        admission = rules.conclude(met, decision)
+        if admission.allowed:
+            admission.held = held
+        elif held is not None:
+            await held.__aexit__(None, None, None)
+        return admission
 
 
 def _asynchronous_function(kind: str, value: Any) -> InvalidConfiguration:

@@ -172,6 +172,7 @@ class Front:
             "remembered": self.denials.hits,
             "prepaid": purses.allowed + purses.denied,
             "hot_keys": purses.hot,
+            "hot_keys_detected": purses.found,
             "script_errors": self.script_errors,
         }
 

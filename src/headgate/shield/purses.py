@@ -49,6 +49,8 @@ class PursesStats(NamedTuple):
     """Checks that were denied without asking the store, while a counter that was found exhausted rested."""
     orders: int
     """Checks that were sent to the store to order more."""
+    found: int
+    """How often a counter was found to be hot."""
 
 
 class Purses:
@@ -70,7 +72,7 @@ class Purses:
         self._now_us = now_us
         self._announced: dict[str, list[Limit]] = {}
         self._excluded: frozenset[str] = frozenset()
-        self._allowed = self._denied = self._orders = 0
+        self._allowed = self._denied = self._orders = self._found = 0
         self._begin()
         renew_in_children(self)
 
@@ -93,7 +95,7 @@ class Purses:
         with self._lock:
             now_us = self._now_us()
             held = sum([purse.held(now_us) for purse in self._purses.values()])
-            return PursesStats(len(self._purses), held, self._allowed, self._denied, self._orders)
+            return PursesStats(len(self._purses), held, self._allowed, self._denied, self._orders, self._found)
 
     def sample(self, call: Check) -> None:
         """Look at one check in `SAMPLED_EVERY`, however it is answered: this finds what is hot, and what is no more."""
@@ -369,6 +371,7 @@ class Purses:
             self._heat.drop(counter)
             return None
         self._heat.add(counter, now_us)
+        self._found += counter not in self._purses
         # Nothing is measured yet: the least that makes it hot, or what is this node's share of an announced burst.
         share = limit.tokens * 1_000_000 // limit.ticks // max(1, self._nodes())
         per_second = max(HOT_RATE, share) if self._is_announced(limit) else HOT_RATE

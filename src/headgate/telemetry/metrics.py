@@ -333,8 +333,7 @@ class _Source:
         yield "local_cache_hits", ("prepaid",), stats["prepaid"]
         yield "hot_keys", (), stats["hot_keys"]
         yield "script_eval_errors", (), stats["script_errors"]
-        if "hot_keys_detected" in stats:
-            yield "hot_keys_detected", (), stats["hot_keys_detected"]
+        yield "hot_keys_detected", (), stats["hot_keys_detected"]
 
     def _hear(self, event: Event) -> None:
         self._events.add((event.kind,))
