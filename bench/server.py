@@ -14,20 +14,25 @@ import redis
 @contextmanager
 def running_redis() -> Iterator[str]:
     """The URL of a fresh server, which is gone when the block ends, also on Ctrl-C."""
+    port = free_port()
+    server = start_redis(port)
+    try:
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def start_redis(port: int) -> subprocess.Popen[bytes]:
+    """A server on that port that answers; whoever started it stops it."""
     program = shutil.which("redis-server")
     if program is None:
         raise SystemExit("redis-server is not on PATH: run scripts/install-servers first")
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="headgate-bench-") as directory:
-        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        server = subprocess.Popen([program, *options, "--dir", directory], stdout=subprocess.DEVNULL)
-        try:
-            url = f"redis://127.0.0.1:{port}/0"
-            _wait_until_it_answers(url, server)
-            yield url
-        finally:
-            server.terminate()
-            server.wait(10)
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    # Nothing is written: any directory will do.
+    server = subprocess.Popen([program, *options, "--dir", tempfile.gettempdir()], stdout=subprocess.DEVNULL)
+    _wait_until_it_answers(f"redis://127.0.0.1:{port}/0", server)
+    return server
 
 
 def free_port() -> int:
