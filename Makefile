@@ -16,7 +16,7 @@ run: $(VENV)/.run ## open the example API: a tour of its policy, then it is your
 	@$(BIN)/python -m examples.shop $(RUN_ARGS)
 
 test: check servers $(VENV)/.test ## everything that must hold: lint, types, and the tests on real servers
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 check: $(VENV)/.test ## lint, format and types
 	$(BIN)/ruff check .

@@ -164,7 +164,7 @@ def test_the_fleet_is_counted_and_remembered(server: RedisServer, unique: str) -
 
 def test_a_script_that_is_refused_its_key_is_no_outage(server: RedisServer, unique: str) -> None:
     key, other = key_of(unique), key_of(unique, "grace")
-    with Limiter(server.url, on_failure="open") as limiter, server.client() as client:
+    with Limiter(server.url, on_failure="open", budget=1.0) as limiter, server.client() as client:
         client.rpush(stored(key), "something foreign")
         for _ in range(20):
             assert limiter.check(key).allowed
