@@ -1,25 +1,28 @@
-"""`python -m examples.shop`, or `make run`: opens the shop, shows what its policy does, and then it is yours to try."""
+"""`python -m examples.shop`, or `make run`: opens the shop and its admin pages, shows what its policy does, and then it
+is yours to try."""
 
 from __future__ import annotations
 
 import argparse
 import errno
 import os
-import secrets
 import signal
 import socket
+import subprocess
 import sys
-import threading
+from contextlib import ExitStack
+from hashlib import blake2b
 from pathlib import Path
 
-from examples.shop import tour
-from examples.shop.live import BOLD, DIM, RED, paint
+from examples.shop.guide import REDIS, Guide
+from examples.shop.home import Home
+from headgate import Limiter
 from headgate.errors import HeadgateError
 from headgate.policy import load
 
 HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
 POLICY = Path(__file__).with_name("policy.yaml")
-REDIS = "redis://127.0.0.1:6379/0"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,62 +30,76 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     try:
         load(options.policy)
-        import fastapi  # noqa: F401 - the app's own, asked for here to say kindly where it comes from
-        import uvicorn
+        with ExitStack() as closing:
+            return _serve(options, closing)
     except HeadgateError as error:
         print(error, file=sys.stderr)
         return 2
     except ModuleNotFoundError as missing:
-        print(f"the shop needs {missing.name!r}: pip install 'headgate[fastapi,redis,yaml]' uvicorn", file=sys.stderr)
+        print(
+            f"the shop needs {missing.name!r}: pip install 'headgate[admin,config,fastapi,redis,yaml]' uvicorn",
+            file=sys.stderr,
+        )
         return 2
-    port = _free_port(options.port)
+    except KeyboardInterrupt:  # a second one, while it closes
+        return 130
+
+
+def _serve(options: argparse.Namespace, closing: ExitStack) -> int:
+    import uvicorn
+
+    from examples.shop.office import Office
+    from examples.shop.policy_file import PolicyFile
+
+    home = Home(options.data)
+    closing.callback(home.close)
     # By the environment, as workers are processes of their own.
-    os.environ |= {"SHOP_STORE": options.store, "SHOP_POLICY": str(options.policy)}
-    os.environ.setdefault("HEADGATE_SECRET", secrets.token_hex(32))  # yours is the same on all machines
-    guide = Guide(port, options)
+    os.environ |= {"SHOP_STORE": options.store, "SHOP_CONFIG": home.config, "SHOP_LOG": home.log}
+    os.environ.setdefault("HEADGATE_SECRET", home.secret())  # yours is the same on all machines
+    office = Office(home)
+    closing.callback(office.close)
+    file = PolicyFile(options.policy, office.config)
+    file.begin()
+    port = _free_port(options.port)
+    if options.traffic:
+        office.welcome_the_crowd()
+        closing.callback(_end, _send_crowd(port))
+    office.open(_counters(options), store=options.store, host=HOST, port=_free_port(port + 1))
+    closing.callback(file.stop)
+    file.start()
+    guide = Guide(HOST, port, office.link, options)
     guide.start()
+    # Ended as by Ctrl-C: uvicorn raises again what it was ended by, and then there is still something to close.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     uvicorn.run(
         "examples.shop.app:app", host=HOST, port=port, workers=options.workers, log_level="warning", access_log=False
     )
     return guide.status
 
 
-class Guide(threading.Thread):
-    """Shows visitors around as soon as the shop is open."""
+def _counters(options: argparse.Namespace) -> Limiter:
+    """What the admin pages read and change counts with."""
+    if not options.store.startswith("memory:"):
+        return Limiter(options.store)
+    from examples.shop.gate import gate
 
-    def __init__(self, port: int, options: argparse.Namespace) -> None:
-        super().__init__(name="guide", daemon=True)
-        self.status = 0
-        self._port = port
-        self._options = options
+    return gate.beside()  # counts in memory are in this process alone
 
-    def run(self) -> None:
-        try:
-            tour.wait_until_ready(HOST, self._port)
-            where = "in memory" if self._options.store == "memory://" else "in Redis"
-            print(f"\n  {paint('The shop is open', BOLD)} at http://{HOST}:{self._port}, and counts {where}.")
-            tour.run(HOST, self._port)
-            if not self._options.demo:
-                self._hand_over()
-        except Exception as error:
-            self.status = 1
-            print(paint(f"the tour has failed: {error!r}", RED), file=sys.stderr)
-        if self._options.demo:
-            os.kill(os.getpid(), signal.SIGINT)
 
-    def _hand_over(self) -> None:
-        policy, headgate = _from_here(self._options.policy), _from_here(Path(sys.executable).with_name("headgate"))
-        print(f"\n  {paint('Now it is yours.', BOLD)} The tour has used up nothing of what you have.")
-        for idea, how in (
-            ("Repeat a line of the tour: each decision appears here.", None),
-            ("Change the policy: a good version holds within a second, a bad one never.", f"edit {policy}"),
-            ("Ask which limits a request meets, and why:", f"{headgate} explain {policy} GET /search"),
-            ("Count in a Redis, from four processes:", f"make run RUN_ARGS='--store {REDIS} --workers 4'"),
-        ):
-            print(f"\n     {idea}")
-            if how is not None:
-                print(paint(f"     {how}", DIM))
-        print(paint("\n  Ctrl-C closes the shop.\n", DIM), flush=True)
+def _send_crowd(port: int) -> subprocess.Popen[bytes]:
+    """In a process of its own, so that it takes no time from the shop; it ends when this one does, however it ends."""
+    command = [sys.executable, "-m", "examples.shop.crowd", "--host", HOST, "--port", f"{port}"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)
+
+
+def _end(crowd: subprocess.Popen[bytes]) -> None:
+    assert crowd.stdin is not None
+    crowd.stdin.close()
+    try:
+        crowd.wait(2)
+    except subprocess.TimeoutExpired:
+        crowd.kill()
+        crowd.wait()
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -91,9 +108,12 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes to serve with; several need a Redis store")
     parser.add_argument("--port", type=int, default=8000, help="the port, or the next free one after it")
     parser.add_argument("--policy", type=Path, default=POLICY, help="another policy file")
+    parser.add_argument("--data", type=Path, help="the folder of its databases; .build/shop, if not given")
+    parser.add_argument("--no-traffic", dest="traffic", action="store_false", help="send no visitors")
     parser.add_argument("--demo", action="store_true", help="only show the tour, and end")
     options = parser.parse_args(argv)
     options.policy = options.policy.resolve()
+    options.data = (options.data or _data_of(options.policy)).resolve()
     if options.workers > 1 and options.store.startswith("memory:"):
         parser.error(
             f"{options.workers} workers would count apart from each other in memory; "
@@ -102,9 +122,10 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _from_here(path: Path) -> Path:
-    """As somebody in this folder would type it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def _data_of(policy: Path) -> Path:
+    """One folder for each policy: what is kept of the one may not fit another."""
+    build = ROOT / ".build"
+    return build / "shop" if policy == POLICY else build / f"shop-{blake2b(bytes(policy), digest_size=4).hexdigest()}"
 
 
 def _free_port(first: int) -> int:

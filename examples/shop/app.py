@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from base64 import b64decode
-from contextlib import suppress
-from pathlib import Path
+from contextlib import asynccontextmanager
 from secrets import compare_digest
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,37 +11,27 @@ from fastapi import Depends, FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
-from examples.shop.live import show
+from examples.shop.gate import gate, log
 from headgate.adapters import current_admission
 from headgate.adapters.asgi import HeadgateMiddleware
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headgate.adapters import Arrival
-
 PASSWORDS = {"ada": "analytical"}  # yours are hashed
 WORDS = ["Warm", "the", "pot.", "Steep", "the", "tea", "for", "three", "minutes,", "and", "not", "for", "one", "more."]
 
-app = FastAPI(title="Shop")
+
+@asynccontextmanager
+async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    yield
+    if log is not None:
+        await asyncio.to_thread(log.close)  # what was decided last is written, too
 
 
-def login_name(arrival: Arrival) -> str | None:
-    """Whose password is tried: what limits `by: user` count. Called before the app, so it reads the request itself."""
-    scheme, _, credentials = ",".join(arrival.header("authorization")).partition(" ")
-    if scheme.lower() == "basic":
-        with suppress(ValueError):  # nonsense names nobody, and is counted by its address
-            return b64decode(credentials).decode().partition(":")[0]
-    return None
+app = FastAPI(title="Shop", lifespan=lifespan)
 
-
-app.add_middleware(
-    HeadgateMiddleware,
-    policy=os.environ.get("SHOP_POLICY") or Path(__file__).with_name("policy.yaml"),
-    store=os.environ.get("SHOP_STORE") or "memory://",  # redis://... counts for all workers and machines together
-    identities={"user": login_name},
-    on_decision=show,
-)
+app.add_middleware(HeadgateMiddleware, gate=gate)
 
 
 @app.get("/health")

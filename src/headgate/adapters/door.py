@@ -16,6 +16,7 @@ from headgate.adapters.way import Admission, Rules
 from headgate.clock import SystemClock
 from headgate.errors import InvalidConfiguration
 from headgate.failure import FailurePolicy
+from headgate.limiter import Limiter
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import Block, Identity, Policy, Validity
 from headgate.policy.snapshot import ALL_API_KEYS, Snapshot
@@ -156,6 +157,19 @@ class Door:
         """Count afresh from now on, in memory and by that clock; what counted before, as `use` takes it."""
         return self.use(self._limiter_type(clock=clock), clock)
 
+    def beside(self) -> Limiter:
+        """A limiter for threads on the counts and the live blocks of this gate: for who looks after it.
+
+        Counts in memory are reached in no other way. To close it leaves the gate's counts alone.
+        """
+        if self._memory is None:
+            raise InvalidConfiguration("this gate counts in Redis: make a Limiter on the same URL and namespace")
+        limiter = Limiter(clock=self._clock)
+        limiter._store, limiter._memory = _Lent(self._memory), self._memory  # noqa: SLF001 - as `use` does
+        limiter._front.blocks = self._blocks  # noqa: SLF001
+        limiter._make_ready()  # noqa: SLF001
+        return limiter
+
     def warm(self) -> None:
         """Begin to connect, so that the first request need not wait for it; asynchronous gates want a running loop."""
         self._limiter._guard_routes()  # noqa: SLF001
@@ -242,6 +256,20 @@ class Door:
             except Exception:
                 logger.exception("on_decision failed; the request goes on")
         return admission
+
+
+class _Lent:
+    """The gate's own store in memory, in the hands of a limiter beside it."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    @property
+    def stats(self) -> Any:
+        return self._store.stats
+
+    def close(self) -> None:
+        """Not theirs to close."""
 
 
 class _HeldWithoutStore:

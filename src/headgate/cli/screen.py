@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from typing import TextIO
 
-__all__ = ["BAD", "BOLD", "DIM", "GOOD", "ODD", "Screen", "printable"]
+__all__ = ["BAD", "BOLD", "DIM", "GOOD", "ODD", "Screen", "clipped", "printable"]
 
 BOLD: Final = "1"
 DIM: Final = "2"
@@ -34,6 +35,39 @@ class Screen:
     def say(self, *lines: str) -> None:
         for line in lines:
             print(line, file=self._stream)
+
+    def write(self, text: str) -> None:
+        """Exactly this, and now."""
+        self._stream.write(text)
+        self._stream.flush()
+
+    def flush(self) -> None:
+        """Let whoever reads along have what was said so far."""
+        self._stream.flush()
+
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the window, which may have changed."""
+        columns, lines = os.get_terminal_size(self._stream.fileno()) if self.is_terminal else (0, 0)
+        return columns or 80, lines or 24
+
+
+_COLOUR: Final = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def clipped(line: str, width: int) -> str:
+    r"""As much of a painted line as fits into one line of a window; colours end where they would have.
+
+    >>> clipped("all \x1b[1mbold words\x1b[0m", 8)
+    'all \x1b[1mbold\x1b[0m'
+    """
+    parts = []
+    for part in _COLOUR.split(line):
+        if part.startswith("\x1b"):
+            parts.append(part)
+        else:
+            parts.append(part[:width])
+            width = max(0, width - len(part))
+    return "".join(parts)
 
 
 def printable(text: str) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from contextlib import closing
 from datetime import UTC, datetime
-from getpass import getpass
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
+from zoneinfo import ZoneInfo
 
+from headgate.cli.asking import as_json, client_of, opened, read_key
 from headgate.cli.check import examine, tell
+from headgate.cli.options import add_server
 from headgate.cli.request import given_secret
 from headgate.cli.screen import BOLD, printable
 from headgate.errors import InvalidInput
-from headgate.policy.credentials import LONGEST_KEY
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.letters import letter, plain
 from headgate.telemetry.moments import span
@@ -36,10 +38,14 @@ EXAMPLES = """
     headgate why tenant=acme --at "2026-11-15 14:00" --until 16:00
     headgate why 203.0.113.9 --at "10 minutes ago" --utc --json
     headgate why - --at today < key.txt
+    headgate why acme --at "yesterday 15:00" --admin http://127.0.0.1:8001
 
     exit code: 0 here is the answer, 1 mistakes in the policy,
     2 a question that cannot be asked
 """
+
+
+DEFAULT_LOG = "sqlite:///decisions.db"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -54,16 +60,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--log",
         metavar="URL",
-        default="sqlite:///decisions.db",
-        help="sqlite:///decisions.db, clickhouse://host/database",
+        help="sqlite:///decisions.db, clickhouse://host/database; an admin server is asked, if one is given instead",
     )
     parser.add_argument("--policy", metavar="FILE", help="today's policy: with it, the log's hashes get their names")
-    parser.add_argument("--utc", action="store_true", help="times are UTC, not of this machine's zone")
-    parser.add_argument("--json", action="store_true", help="an object for programs")
+    add_server(parser)
 
 
 def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     """Answer the question; the exit code tells whether it could be asked."""
+    if arguments.log is None and (arguments.admin or os.environ.get("HEADGATE_ADMIN")):
+        return _ask_server(arguments, out, err)
     policy: Policy | None = None
     if arguments.policy is not None:
         report = examine(arguments.policy)
@@ -75,9 +81,9 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     when = span(arguments.at, arguments.until, now=datetime.now(UTC), zone=zone)
     secret = given_secret(arguments.secret_file)
     clients = None if secret is None else Clients(secret)
-    client = _read_key() if arguments.client == "-" else arguments.client
+    client = f"api_key={read_key()}" if arguments.client == "-" else arguments.client
     asked = Asked.read(client, clients, policy)
-    with closing(open_reader(arguments.log)) as reader:
+    with closing(open_reader(arguments.log or DEFAULT_LOG)) as reader:
         try:
             answer = why(reader, asked, when, policy=policy)
         except Exception as error:  # of SQLite, or of ClickHouse's client
@@ -109,9 +115,40 @@ def _wrapped(paragraphs: list[str], out: Screen) -> Iterator[str]:
                 yield part if index else out.paint(part, BOLD)
 
 
-def _read_key() -> str:
-    """The API key that stands on the first line of the input; at a terminal it is not echoed."""
-    if sys.stdin.isatty():
-        return f"api_key={getpass('API key: ')}"
-    key = sys.stdin.buffer.readline(2 * LONGEST_KEY).decode("ascii", "replace").rstrip("\r\n")
-    return f"api_key={key}"
+# ------------------------------------------------------------------ through an admin server
+
+
+def _ask_server(arguments: Namespace, out: Screen, err: Screen) -> int:
+    if arguments.policy is not None:
+        raise InvalidInput("an admin server knows the policy: leave out --policy, or give --log")
+    desk = opened(arguments, out, err)
+    zone = "UTC" if arguments.utc else local_zone()
+    if zone is None:
+        err.say("note: the name of this machine's zone is not known, so that times are UTC")
+    who = client_of(desk, arguments.client)
+    asked = {"at": arguments.at, "until": arguments.until, "zone": zone or "UTC"}
+    found = desk.api.get("client/why", **who.plain, **asked)
+    if arguments.json:
+        return as_json(desk, found["answer"])
+    out.say(*_wrapped(found["letter"], out))
+    return 0
+
+
+def local_zone() -> str | None:
+    """The name of this machine's zone, for a server that may stand in another; None, if it has none that is known."""
+    named = os.environ.get("TZ", "").removeprefix(":")
+    if not named:
+        link = os.path.realpath("/etc/localtime")
+        named = link.partition("/zoneinfo/")[2] or _read("/etc/timezone") or "UTC"
+    try:
+        ZoneInfo(named)
+    except (KeyError, OSError, ValueError):
+        return None
+    return named
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text("ascii").strip()
+    except (OSError, ValueError):
+        return ""

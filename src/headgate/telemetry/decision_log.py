@@ -3,14 +3,18 @@ docs/decision-log.md."""
 
 from __future__ import annotations
 
+import os
 import socket
 import weakref
 from random import random
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
+from headgate.adapters.door import SECRET_VARIABLE
 from headgate.errors import InvalidConfiguration
+from headgate.telemetry.carriers import Either, Here, ScribeBeside, Terms
 from headgate.telemetry.clients import Clients
-from headgate.telemetry.recording import Recorder, flattened
+from headgate.telemetry.packing import Packer
+from headgate.telemetry.recording import Recorder
 from headgate.telemetry.sinks import open_sink
 from headgate.telemetry.writer import PATIENCE, LogStats, Writer
 
@@ -22,12 +26,18 @@ if TYPE_CHECKING:
 
 __all__ = ["DecisionLog"]
 
+By: TypeAlias = Literal["auto", "thread", "process"]
+
+NEEDS_THIS_PROCESS: Final = "logging"
+"""The sink whose handlers are here and nowhere else."""
+
 
 class DecisionLog:
     """Keeps what a gate decides: give it to the gate as `on_decision=`.
 
     A rejection costs a request no more than to be put into a queue, and what passes costs the throw of a die. Records
-    are made and written by a thread of its own; while the sink does not take them, up to `most` wait.
+    are made and written by a thread of its own, or, while there are many, by a process beside this one; while the sink
+    does not take them, up to `most` wait.
     """
 
     def __init__(
@@ -42,6 +52,7 @@ class DecisionLog:
         most: int = 100_000,
         batch: int | None = None,
         every: float | None = None,
+        writer: By = "auto",
     ) -> None:
         clients = Clients(secret, show=show)
         self._sample = _checked_sample(sample)
@@ -50,12 +61,20 @@ class DecisionLog:
         self._most_passed = most // 2
         """Rejections matter more: of a queue for both, what passed gets half."""
         opened = open_sink(sink) if isinstance(sink, str) else sink
+        size = _checked_whole("batch", getattr(opened, "batch", 1000) if batch is None else batch)
         recorder = Recorder(clients, node=socket.gethostname() if node is None else node, region=region)
+        packer = Packer()
+        self._pack = packer.pack
+        here = Here(opened, recorder, packer, clients=clients, size=size)
+        self._scribe: ScribeBeside | None = None
+        if _may_be_beside(sink, _checked_writer(writer)) and isinstance(sink, str):
+            given = os.environ[SECRET_VARIABLE] if secret is None else secret
+            keyed = given.encode() if isinstance(given, str) else bytes(given)
+            terms = Terms(sink, size, keyed, tuple(show), recorder.node, region)
+            self._scribe = ScribeBeside(terms, packer, clients=clients)
         self._writer = Writer(
-            opened,
-            recorder,
+            here if self._scribe is None else Either(here, self._scribe, always=writer == "process"),
             most=most,
-            batch=_checked_whole("batch", getattr(opened, "batch", 1000) if batch is None else batch),
             every=_checked_every(getattr(opened, "every", 0.2) if every is None else every),
         )
         self._queue = self._writer.queue
@@ -76,7 +95,7 @@ class DecisionLog:
         if len(queue) >= most:
             self._writer.lose(resolution.now_us)
             return
-        queue.append(flattened(arrival, admission, resolution, weight))
+        queue.append(self._pack(arrival, admission, resolution, weight))
         if self._writer.thread is None:
             self._writer.ensure()
 
@@ -84,6 +103,11 @@ class DecisionLog:
     def stats(self) -> LogStats:
         """How many records were written, wait, or were lost, and what keeps the sink from taking them."""
         return self._writer.stats
+
+    @property
+    def scribe(self) -> int | None:
+        """The id of the process that writes beside this one; None while this one writes itself."""
+        return None if self._scribe is None else self._scribe.pid
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Have all written that was decided until now; whether that was done in so many seconds."""
@@ -105,6 +129,23 @@ class DecisionLog:
 def _would_deny(admission: Admission) -> bool:
     """Whether a limit that is only watched says No."""
     return any(not shadow.decision.allowed for shadow in admission.shadows)
+
+
+def _may_be_beside(sink: Sink | str, writer: By) -> bool:
+    """Whether another process may write to the sink: one that it can open by its URL."""
+    is_possible = isinstance(sink, str) and not sink.startswith(f"{NEEDS_THIS_PROCESS}:")
+    if writer == "process" and not is_possible:
+        raise InvalidConfiguration(
+            "writer 'process': another process can write only to a sink with a URL, and not to logging; give 'thread'"
+        )
+    return is_possible and writer != "thread"
+
+
+def _checked_writer(writer: Any) -> By:
+    if writer not in get_args(By):
+        raise InvalidConfiguration(f"writer {writer!r} is none: give 'auto', 'thread' or 'process'")
+    checked: By = writer
+    return checked
 
 
 def _checked_sample(sample: float) -> float:

@@ -1,6 +1,7 @@
 """When something was, in the words of people: "yesterday 15:00", "3pm", "10 minutes ago", "2026-11-15T15:00Z".
 
-What is asked about lies in the past: a time without a day is the last one that has been.
+What is asked about lies in the past: a time without a day is the last one that has been. What is to come has words
+of its own: "friday 18:00", "in 2 hours", "tomorrow"; there, the first such moment is meant that is still ahead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final, NamedTuple
 
 from headgate.errors import InvalidInput
 
-__all__ = ["Span", "microseconds", "shown", "shown_span", "span"]
+__all__ = ["Span", "coming", "microseconds", "shown", "shown_span", "span"]
 
 AROUND: Final = timedelta(minutes=10)
 """A moment that somebody remembers is meant so exactly."""
@@ -20,8 +21,15 @@ WEEKDAYS: Final = ("monday", "tuesday", "wednesday", "thursday", "friday", "satu
 UNITS: Final = {"second": 1, "sec": 1, "s": 1, "minute": 60, "min": 60, "m": 60, "hour": 3600, "h": 3600, "day": 86400}
 HOW: Final = 'write it like "yesterday 15:00", "2026-11-15 15:00", "3pm", "10 minutes ago" or 2026-11-15T15:00:00Z'
 
+HOW_TO_COME: Final = (
+    'write it like "friday 18:00", "tomorrow", "in 2 hours", "18:00", "2026-11-20 18:00" or 2026-11-20T18:00:00Z'
+)
+
 _AGO: Final = re.compile(r"(?P<count>\d{1,6}|an?)\s*(?P<unit>[a-z]+?)s?\s+ago")
+_IN: Final = re.compile(r"(?:in\s+)?(?P<count>\d{1,6}|an?)\s*(?P<unit>[a-z]+?)s?")
 _CLOCK: Final = re.compile(r"(?P<hour>\d{1,2})(?::(?P<minute>\d\d)(?::(?P<second>\d\d))?)?\s*(?P<half>[ap]m)?")
+_DATE: Final = re.compile(r"\d{4}-\d\d-\d\d").fullmatch
+_UNITS_AHEAD: Final = {**UNITS, "d": 86400, "week": 7 * 86400, "w": 7 * 86400}
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -55,6 +63,29 @@ def span(at: str, until: str | None = None, *, now: datetime, zone: tzinfo | Non
     if width >= DAY:
         return Span(start, start + width, None)
     return Span(start - AROUND, start + width + AROUND, start)
+
+
+def coming(written: str, *, now: datetime, zone: tzinfo | None = None, at_its_end: bool = False) -> datetime:
+    """The moment ahead that is meant: the first Friday that is not over, the next 18:00. A day stands for its begin;
+    `at_its_end`, as in "until friday", for the begin of the day after."""
+    words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
+    if (ahead := _IN.fullmatch(words)) and (seconds := _UNITS_AHEAD.get(ahead["unit"])) is not None:
+        try:
+            return now + timedelta(seconds=seconds * (int(ahead["count"]) if ahead["count"].isdigit() else 1))
+        except OverflowError:
+            raise InvalidInput(f"{written!r} is too far ahead for a calendar; {HOW_TO_COME}") from None
+    if (exact := _iso(words, zone)) is not None:
+        start, width = exact
+        moment = start if width < DAY or not at_its_end else _next_day(start, zone)
+        if moment <= now:
+            raise InvalidInput(f"{written!r}, which is {shown(moment, zone)}, is over; {HOW_TO_COME}")
+        return moment
+    today = _local(now, zone).date()
+    for day in (today + timedelta(days=ahead) for ahead in range(8)):
+        moment, is_meant = _on(day, words, written, today, zone, at_its_end=at_its_end)
+        if is_meant and moment > now:
+            return moment
+    raise InvalidInput(f"{written!r} is over; {HOW_TO_COME}")
 
 
 def shown(moment: datetime, zone: tzinfo | None, *, with_zone: bool = True) -> str:
@@ -91,6 +122,29 @@ def _read(written: str, now: datetime, zone: tzinfo | None, *, day: date | None 
         return _aware(datetime.combine(said or day or now, moment), zone), width
     last = _aware(datetime.combine(_local(now, zone).date(), moment), zone)
     return (last if last <= now else _aware(datetime.combine(_local(now, zone).date() - DAY, moment), zone)), width
+
+
+def _on(
+    day: date, words: str, written: str, today: date, zone: tzinfo | None, *, at_its_end: bool
+) -> tuple[datetime, bool]:
+    """The moment that the words would mean on a day, and whether they can mean that day."""
+    names = {"today": today, "tomorrow": today + DAY, WEEKDAYS[day.weekday()]: day, WEEKDAYS[day.weekday()][:3]: day}
+    others = {*WEEKDAYS, *(name[:3] for name in WEEKDAYS)}
+    parts = words.split()
+    said = next((part for part in (*parts[:1], *parts[-1:]) if part in names or part in others or _DATE(part)), None)
+    rest = " ".join(part for part in parts if part != said)
+    try:
+        clock, width = _clock(rest, written)
+        meant = day if said is None else date.fromisoformat(said) if _DATE(said) else names.get(said)
+    except ValueError:
+        raise InvalidInput(f"{written!r} is no time; {HOW_TO_COME}") from None
+    start = _aware(datetime.combine(meant or day, clock), zone)
+    return (_next_day(start, zone) if width >= DAY and at_its_end else start), meant is not None
+
+
+def _next_day(start: datetime, zone: tzinfo | None) -> datetime:
+    """Where the day after begins, also where the clocks change in between."""
+    return _aware(datetime.combine(_local(start, zone).date() + DAY, time()), zone)
 
 
 def _ago(ago: re.Match[str], written: str, now: datetime) -> tuple[datetime, timedelta]:

@@ -1,4 +1,5 @@
-"""Carries records to a sink in the background: in batches, at least once each, and never at the cost of a request.
+"""Carries what was decided to a sink in the background: in batches, at least once each, and never at the cost of a
+request.
 
 One thread does it, which lives while there is something to do. What the sink does not take is sent again until it does;
 meanwhile the queue fills up to its bound, and what comes after that is lost, counted, and told.
@@ -10,6 +11,7 @@ import atexit
 import logging
 import os
 import random
+import secrets
 import threading
 import time
 import weakref
@@ -17,11 +19,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from headgate._forks import renew_in_children
+from headgate.telemetry.carriers import BREATH, Batch
+from headgate.telemetry.packing import packed_loss
 
 if TYPE_CHECKING:
-    from headgate.telemetry.recording import Raw, Recorder
-    from headgate.telemetry.records import Record
-    from headgate.telemetry.sinks import Sink
+    from headgate.telemetry.carriers import Carrier
 
 __all__ = ["PATIENCE", "LogStats", "Writer"]
 
@@ -34,13 +36,6 @@ QUIET: Final = 10.0
 """Seconds between two words in the log on the same trouble."""
 IDLE: Final = 5.0
 """Seconds without a record after which the thread ends; the next record starts another."""
-SLICE: Final = 20
-BREATH: Final = 0.0003
-"""After so many records the thread stands back for so many seconds: a thread that computes keeps all others waiting."""
-LARGEST_SLICE: Final = 400
-CONTENDED: Final = 0.003
-"""In a process that never pauses it takes so many seconds to get a turn again. There the thread makes more of each: to
-hold up few requests for longer is better than to hold up many."""
 PATIENCE: Final = 2.0
 """Seconds that the end of a process waits for what is still to be written."""
 STANDSTILL: Final = 1.0
@@ -72,14 +67,12 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 class Writer:
     """Carries what is put into `queue` to the sink."""
 
-    def __init__(self, sink: Sink, recorder: Recorder, *, most: int, batch: int, every: float) -> None:
-        self.queue: deque[Raw | _Queued] = deque()
-        """Of requests, and between them marks that are set when all before them is written."""
+    def __init__(self, carrier: Carrier, *, most: int, every: float) -> None:
+        self.queue: deque[bytes | _Queued] = deque()
+        """Decisions as they were packed, and between them marks that are set when all before them is written."""
         self.thread: threading.Thread | None = None
-        self._sink = sink
-        self._recorder = recorder
+        self._carrier = carrier
         self._most = most
-        self._size = batch
         self._every = every
         self._begin()
         renew_in_children(self)
@@ -89,16 +82,16 @@ class Writer:
         self.queue.clear()
         self.thread = None
         self._lock = threading.RLock()
-        self._writing = threading.Lock()
-        """Held while the sink is at work."""
         self._bell = threading.Event()
-        self._batch: list[Record] = []
+        self._batch: list[bytes] = []
         """What is to be written next, and again if that fails."""
+        self._token = secrets.token_hex(5)
+        self._first = 1
+        """Of these the ids are made: no other process has the token, and the first of the batch is of this number."""
         self._marks: list[_Queued] = []
         """Of those who wait for the batch."""
         self._awaited = 0
         """How many marks there are in the queue."""
-        self._slice = SLICE
         self._forking: set[int] = set()
         """The thread for whose fork the sink stands still."""
         self._pause = 0.0
@@ -116,19 +109,19 @@ class Writer:
     def stand_still(self) -> None:
         """Before a fork: wait until the sink is not at work. What a library holds in that moment, its child would never
         get; but a sink that hangs must not keep anybody from forking."""
-        if self._writing.acquire(timeout=STANDSTILL):
+        if self._carrier.stand_still(STANDSTILL):
             self._forking.add(threading.get_ident())
 
     def go_on(self) -> None:
         """After a fork, in the parent."""
         if threading.get_ident() in self._forking:
             self._forking.remove(threading.get_ident())
-            self._writing.release()
+            self._carrier.go_on()
 
     def renew_after_fork(self) -> None:
         """What its parent had to write is its parent's to write."""
         self._begin()
-        self._recorder.renew()
+        self._carrier.renew_after_fork()
 
     @property
     def stats(self) -> LogStats:
@@ -209,52 +202,44 @@ class Writer:
                 if (now := time.monotonic()) < self._end:
                     return max(0.0, min(self._not_before, self._end) - now)
                 self._give_up(everything=True)
+            if self._batch:
+                return BREATH
         for mark in self._marks:
             mark.set()
         self._marks = []
         if self.queue:
             # A whole batch waits already, or somebody for the end; else more may come to go together.
-            return BREATH if len(self.queue) >= self._size or self._closed or self._awaited else self._every
+            is_urgent = len(self.queue) >= self._carrier.size or self._closed or self._awaited
+            return BREATH if is_urgent else self._every
         return self._rest()
 
     def _take(self) -> None:
         """The next batch out of the queue, with its marks."""
-        queue, batch, record = self.queue, self._batch, self._recorder.record
-        breath = self._slice
-        while queue and len(batch) < self._size:
-            raw = queue.popleft()
-            if not isinstance(raw, tuple):
+        queue, batch, size = self.queue, self._batch, self._carrier.size
+        while queue and len(batch) < size:
+            some = [queue.popleft() for _ in range(min(len(queue), size - len(batch)))]
+            batch += [raw for raw in some if type(raw) is bytes]
+            if self._awaited:
+                marks = [raw for raw in some if not isinstance(raw, bytes)]
                 with self._lock:
-                    self._awaited -= 1
-                self._marks.append(raw)
-                continue
-            try:
-                batch.append(record(raw))
-            except Exception as error:  # a bug of ours costs one record, not the log
-                self.lose(raw[0])
-                self._tell("record", "a decision could not be made into a record: %r", error)
-            if len(batch) >= breath:
-                self._stand_back()
-                breath = len(batch) + self._slice
+                    self._awaited -= len(marks)
+                self._marks += marks
         if self._untold is not None and (batch or not queue):
             with self._lock:
-                (count, since_us, until_us), self._untold = self._untold, None
-            batch.append(self._recorder.lost(count, since_us, until_us))
-
-    def _stand_back(self) -> None:
-        """Let others run, and learn how much they have to do."""
-        start = time.monotonic()
-        time.sleep(BREATH)
-        is_contended = time.monotonic() - start > CONTENDED
-        self._slice = min(self._slice * 2, LARGEST_SLICE) if is_contended else max(self._slice // 2, SLICE)
+                untold, self._untold = self._untold, None
+            batch.append(packed_loss(*untold))
 
     def _send(self) -> bool:
-        try:
-            with self._writing:
-                self._sink.write(self._batch)
-        except Exception as error:
+        carried = self._carrier.carry(Batch(self._token, self._first, self._batch))
+        self._batch = self._batch[carried.done :]
+        self._first += carried.done
+        self._written += carried.done - len(carried.unmade)
+        for at_us, error in carried.unmade:
+            self.lose(at_us)
+            self._tell("record", "a decision could not be made into a record: %s", error)
+        if carried.error is not None:
             self._failures += 1
-            self._error = f"{type(error).__name__}: {error}"
+            self._error = carried.error
             self._pause = min(max(FIRST_PAUSE, self._pause * 2), LONGEST_PAUSE)
             # Not all processes of a fleet at the same moment.
             self._not_before = time.monotonic() + self._pause * random.uniform(0.5, 1.0)
@@ -269,8 +254,6 @@ class Writer:
         if self._error is not None:
             self._tell("back", "the decision log's sink takes records again; %d were lost so far", self._lost)
         self._error, self._pause = None, 0.0
-        self._written += len(self._batch)
-        self._batch = []
         return True
 
     def _rest(self) -> float | None:
@@ -281,13 +264,13 @@ class Writer:
             if not self._closed:
                 now = time.monotonic()
                 self._idle_since = self._idle_since or now
-                if now - self._idle_since < IDLE:
+                if self._carrier.is_needed() or now - self._idle_since < IDLE:
                     return self._every
                 self._idle_since = self.thread = None
                 if self.queue:  # it came before anybody could see that the thread ends
                     self.ensure()
                 return None
-        self._sink.close()
+        self._carrier.close()
         return None
 
     def _give_up(self, *, everything: bool = False) -> None:
@@ -295,7 +278,7 @@ class Writer:
         lost, self._batch = len(self._batch), []
         while everything and self.queue:
             raw = self.queue.popleft()
-            if isinstance(raw, tuple):
+            if isinstance(raw, bytes):
                 lost += 1
             else:
                 self._marks.append(raw)  # nobody has to wait any longer for what will not be

@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from headgate._forks import renew_in_children
 from headgate._grammar import parse
 from headgate.clock import SystemClock
-from headgate.control.config import seeds
+from headgate.control.config import raw_keys, seeds
 from headgate.control.config.database import opened, reading, shown, writing
 from headgate.control.config.history import differences, versions
 from headgate.control.config.migrations import migrate
@@ -34,7 +34,6 @@ from headgate.policy import words
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.formats import FORMATS
 from headgate.policy.model import IdentitySettings
-from headgate.policy.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -66,7 +65,7 @@ class ConfigStore:
     def __init__(self, url: str, *, secret: str | bytes | None = None, clock: Clock | None = None) -> None:
         """Opens the database, and makes or upgrades its tables. `secret` is what API keys are hashed with: that of the
         gates, or HEADGATE_SECRET."""
-        self._engine = opened(url, keep=2)
+        self.engine = self._engine = opened(url, keep=2)
         weakref.finalize(self, self._engine.dispose)
         self._clock = clock or SystemClock()
         given = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
@@ -162,12 +161,21 @@ class ConfigStore:
     # ------------------------------------------------------------------ changes
 
     def put_policy(
-        self, text: str, *, author: str, reason: str, file: str = "policy.yaml", based_on: int | None = None
+        self,
+        text: str,
+        *,
+        author: str,
+        reason: str,
+        file: str = "policy.yaml",
+        hash_keys: bool = False,
+        based_on: int | None = None,
     ) -> Version | None:
         """Take another policy document: YAML, TOML or JSON, by the name of the `file`. It holds no API keys but as
-        their fingerprints."""
+        their fingerprints; with `hash_keys`, each key in it is replaced by its fingerprint first."""
         document = Document(text, _format(file), words.label(file))
-        self._refuse_keys(document)
+        if hash_keys:
+            document = raw_keys.hash_keys(document, self._fingerprint)
+        raw_keys.refuse_keys(document, None if self._keys is None else self._fingerprint)
         return self.write([Put("documents", document)], author=author, reason=reason, based_on=based_on)
 
     def set_tier(
@@ -357,21 +365,6 @@ class ConfigStore:
                 f"{SECRET_VARIABLE}, to what the gates have"
             )
         return self._keys.fingerprint(key)
-
-    def _refuse_keys(self, document: Document) -> None:
-        value = Source(document.text, document.name, document.format).value
-        told = []
-        for section in ("clients", "overrides", "blocked"):
-            entries = value.get(section) if isinstance(value, dict) else None
-            for index, entry in enumerate(entries if isinstance(entries, list) else ()):
-                key = entry.get("api_key") if isinstance(entry, dict) else None
-                if isinstance(key, (str, int)) and not str(key).startswith(FINGERPRINT):
-                    instead = f"; write {self._fingerprint(str(key))}" if self._keys is not None else ""
-                    told.append(
-                        f"{document.name}: {section}[{index}].api_key: a key is stored as its fingerprint{instead}"
-                    )
-        if told:
-            raise InvalidPolicy(told)
 
 
 def _format(file: str) -> str:

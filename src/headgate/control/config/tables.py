@@ -15,7 +15,7 @@ from headgate.control.config.rows import KEYS, SECTIONS
 if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
 
-__all__ = ["METADATA", "TABLES", "VERSIONS"]
+__all__ = ["AUDIT", "METADATA", "TABLES", "VERSIONS"]
 
 METADATA: Final = MetaData()
 
@@ -62,7 +62,21 @@ VERSIONS: Final = Table(
     _text("reason", 500),
     _text("what"),
     _number("restores", nullable=True),
+    Index("headgate_versions_at", "at_us", "version"),
 )
+
+AUDIT: Final = Table(
+    "headgate_audit",
+    METADATA,
+    Column("number", _ROW_NUMBER, primary_key=True, autoincrement=True),
+    _number("at_us"),
+    _text("author", 200),
+    _text("action", 100),
+    _text("about", 600),
+    _text("reason", 500),
+    Index("headgate_audit_at", "at_us", "number"),
+)
+"""What people did that is no version."""
 
 _COLUMNS: Final[dict[str, list[Column[int] | Column[str]]]] = {
     "documents": [_text("text"), _text("format", 10), _text("name", 500)],
@@ -89,12 +103,12 @@ def _table(section: str) -> Table:
         _number("until_version", nullable=True),
         *_COLUMNS[section],
     ]
-    in_force = text("until_version IS NULL")
+    in_force, ended = text("until_version IS NULL"), text("until_version IS NOT NULL")
     key = KEYS[section]
     indices = [
         Index(f"{name}_id", "id", unique=True, sqlite_where=in_force, postgresql_where=in_force),
         Index(f"{name}_since", "since"),
-        Index(f"{name}_until", "until_version"),
+        Index(f"{name}_until", "until_version", sqlite_where=ended, postgresql_where=ended),
     ]
     if key != ():
         words = ("kind", "value") if key is None else key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from headgate._grammar import suggest
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
     from headgate.telemetry.records import Record
 
-__all__ = ["Reader", "Sink", "open_reader", "open_sink"]
+__all__ = ["MOST_LOOKED_AT", "REJECTED", "Count", "Reader", "Sink", "open_reader", "open_sink", "time_of"]
+
+REJECTED: Final = "rejected"
+"""Instead of an outcome: all those that are rejections."""
+
+MOST_LOOKED_AT: Final = 100_000
+"""Records in which those of one outcome are looked for, where the newest are asked for."""
 
 
 class Sink(Protocol):
@@ -38,7 +44,41 @@ class Reader(Protocol):
     def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
         """The times of the last rejection before a moment and of the first at it or later."""
 
+    def recent(
+        self,
+        keys: Sequence[str] = (),
+        *,
+        after: str = "",
+        before: str = "",
+        outcome: str | None = None,
+        most: int = 100,
+    ) -> list[Record]:
+        """The newest records, or the first `after` that with an id, or the last `before` it; the oldest of them first.
+        Of the clients with these keys, or of everybody; of one outcome, or those that are `REJECTED`."""
+
+    def counts(self, keys: Sequence[str] = (), *, since_us: int, until_us: int, width_us: int) -> list[Count]:
+        """For how many requests the records stand, by outcome and by part of the time, each `width_us` long."""
+
     def close(self) -> None: ...
+
+
+class Count(NamedTuple):
+    """For how many requests the records of one part of a time stand."""
+
+    slot: int
+    """The number of the part, from 0."""
+    outcome: str
+    requests: float
+    degraded: float
+    """How many of these were decided without the store."""
+
+
+def time_of(id: str) -> int:
+    """When the record with an id was made, in microseconds; 0 for what is no id."""
+    try:
+        return int(id[:14], 16)
+    except ValueError:
+        return 0
 
 
 def open_sink(url: str) -> Sink:

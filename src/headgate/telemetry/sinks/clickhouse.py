@@ -11,6 +11,7 @@ from clickhouse_connect import get_client
 
 from headgate._forks import renew_in_children
 from headgate.telemetry.records import REJECTIONS, Record
+from headgate.telemetry.sinks import REJECTED, Count, time_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,6 +66,45 @@ class ClickHouse:
         found = self._connected().query(asked, parameters={"keys": [*keys], "at": at_us}).result_rows
         before, after = found[0]
         return before, after
+
+    def recent(
+        self,
+        keys: Sequence[str] = (),
+        *,
+        after: str = "",
+        before: str = "",
+        outcome: str | None = None,
+        most: int = 100,
+    ) -> list[Record]:
+        tests = ["id > {after:String}"]
+        if before:
+            tests.append("id < {before:String} AND at_us <= {until:Int64}")
+        if keys:
+            tests.append("hasAny(clients, {keys:Array(String)})")
+        if after:  # ids are in the order of time, and the index by time is the one that there is
+            tests.append("at_us >= {since:Int64}")
+        if outcome is not None:
+            tests.append(f"outcome IN {REJECTIONS}" if outcome == REJECTED else "outcome = {outcome:String}")
+        order = "ASC" if after else "DESC"
+        asked = (
+            f"SELECT {COLUMNS} FROM {self._table} FINAL WHERE {' AND '.join(tests)} "
+            f"ORDER BY at_us {order}, id {order} LIMIT {{most:UInt32}}"
+        )
+        times = {"since": time_of(after), "until": time_of(before)}
+        given = {"keys": [*keys], "after": after, "before": before, "outcome": outcome or "", "most": most, **times}
+        found = self._connected().query(asked, parameters=given).result_rows
+        return sorted([Record.from_row(row) for row in found], key=lambda record: record.id)
+
+    def counts(self, keys: Sequence[str] = (), *, since_us: int, until_us: int, width_us: int) -> list[Count]:
+        of_keys = "AND hasAny(clients, {keys:Array(String)})" if keys else ""
+        asked = (
+            "SELECT intDiv(at_us - {since:Int64}, {width:Int64}) AS slot, toString(outcome), sum(weight), "
+            f"sumIf(weight, degraded != '') FROM {self._table} FINAL "
+            f"WHERE at_us >= {{since:Int64}} AND at_us < {{until:Int64}} {of_keys} "
+            "GROUP BY slot, outcome ORDER BY slot, outcome"
+        )
+        given = {"keys": [*keys], "since": since_us, "until": until_us, "width": width_us}
+        return [Count(*row) for row in self._connected().query(asked, parameters=given).result_rows]
 
     def close(self) -> None:
         if self._client is not None:

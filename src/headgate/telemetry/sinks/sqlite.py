@@ -14,6 +14,7 @@ from urllib.parse import quote
 from headgate._forks import renew_in_children
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.records import REJECTIONS, Record, id_prefix
+from headgate.telemetry.sinks import MOST_LOOKED_AT, REJECTED, Count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ PATIENCE: Final = 5.0
 """Seconds to wait for another process that writes."""
 AT_ONCE_FORGOTTEN: Final = 5000
 """Rows of one transaction that forgets."""
+AFTER_ALL: Final = "g"
+"""Sorts after all ids, which are hexadecimal."""
 PAGES_AT_ONCE: Final = 4000
 """Pages that are given back to the file system at a time; those that are not are used again."""
 
@@ -177,6 +180,41 @@ class SqliteReader:
         ]
         before, after = (row and int(row[0]) for row in found)
         return before, after
+
+    def recent(
+        self,
+        keys: Sequence[str] = (),
+        *,
+        after: str = "",
+        before: str = "",
+        outcome: str | None = None,
+        most: int = 100,
+    ) -> list[Record]:
+        order = "ASC" if after else "DESC"
+        wanted = () if outcome is None else REJECTIONS if outcome == REJECTED else (outcome,)
+        looked_at = MOST_LOOKED_AT if wanted else most
+        if keys:
+            some = f"SELECT id FROM decisions_of WHERE client = ? AND id > ? AND id < ? ORDER BY id {order} LIMIT ?"
+            ids = " UNION ".join([f"SELECT * FROM ({some})"] * len(keys))
+            given: list[Any] = [each for key in keys for each in (key, after, before or AFTER_ALL, looked_at)]
+        else:
+            ids = f"SELECT id FROM decisions WHERE id > ? AND id < ? ORDER BY id {order} LIMIT ?"
+            given = [after, before or AFTER_ALL, looked_at]
+        marks = f"AND outcome IN ({', '.join('?' * len(wanted))})" if wanted else ""
+        found = self._connection.execute(
+            f"SELECT {COLUMNS} FROM decisions WHERE id IN ({ids}) {marks} ORDER BY id {order} LIMIT ?",
+            (*given, *wanted, most),
+        )
+        return sorted([Record.from_row(row) for row in found], key=lambda record: record.id)
+
+    def counts(self, keys: Sequence[str] = (), *, since_us: int, until_us: int, width_us: int) -> list[Count]:
+        within = f"id IN ({_ids_of(keys)})" if keys else "id >= ? AND id < ?"
+        found = self._connection.execute(
+            "SELECT (at_us - ?) / ?, outcome, sum(weight), sum(CASE WHEN degraded = '' THEN 0 ELSE weight END) "
+            f"FROM decisions WHERE {within} GROUP BY 1, 2 ORDER BY 1, 2",
+            (since_us, width_us, *keys, id_prefix(since_us), id_prefix(until_us)),
+        )
+        return [Count(*row) for row in found]
 
     def close(self) -> None:
         self._connection.close()

@@ -1,0 +1,59 @@
+"""The shop's gate. Its policy comes out of the config store, where there is one, and people can watch what it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from base64 import b64decode
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from examples.shop.live import show
+from headgate.adapters.gate import AsyncGate
+
+if TYPE_CHECKING:
+    from headgate.adapters import Arrival
+    from headgate.telemetry.decision_log import DecisionLog
+
+__all__ = ["gate", "log"]
+
+
+def login_name(arrival: Arrival) -> str | None:
+    """Whose password is tried: what limits `by: user` count. Called before the app, so it reads the request itself."""
+    scheme, _, credentials = ",".join(arrival.header("authorization")).partition(" ")
+    if scheme.lower() == "basic":
+        with suppress(ValueError):  # nonsense names nobody, and is counted by its address
+            return b64decode(credentials).decode().partition(":")[0]
+    return None
+
+
+def _opened(store: str, config: str | None) -> AsyncGate:
+    policy: Any = Path(__file__).with_name("policy.yaml")
+    if config is not None:
+        from headgate.control.feed import ConfigFeed
+
+        policy = ConfigFeed(config)
+        # The shop tells of each version once, and not once for each worker.
+        logging.getLogger("headgate").addFilter(lambda record: not str(record.msg).endswith("is in force"))
+    return AsyncGate(policy, store, identities={"user": login_name}, on_decision=show)
+
+
+def _watched(gate: AsyncGate, store: str, url: str) -> DecisionLog:
+    """For who asks afterwards, and for who looks on now."""
+    from headgate.telemetry.boards import open_board
+    from headgate.telemetry.decision_log import DecisionLog
+    from headgate.telemetry.metrics import tell_also
+    from headgate.telemetry.pulse import Pulse
+
+    log = DecisionLog(f"{url}?days=2&size_mb=100", node="shop", sample=0.5)
+    tell_also(gate, log)
+    Pulse(gate, open_board(store), node="shop", log=log)
+    return log
+
+
+# Workers are processes of their own: they are told by the environment.
+_store = os.environ.get("SHOP_STORE") or "memory://"  # redis://... counts for all workers and machines together
+_log = os.environ.get("SHOP_LOG")
+gate = _opened(_store, os.environ.get("SHOP_CONFIG"))
+log = _watched(gate, _store, _log) if _log else None

@@ -1,0 +1,227 @@
+"""`headgate admin`: the admin server, and tokens for it."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+from argparse import SUPPRESS
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate.cli.request import given_secret
+from headgate.cli.screen import BOLD
+from headgate.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from headgate.cli.screen import Screen
+    from headgate.control.admin import Token
+
+__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
+
+ABOUT = "serve the admin API and its pages, on a port of its own"
+EXAMPLES = """
+    headgate admin --config sqlite:///headgate.db --store redis://127.0.0.1:6379/0
+    headgate admin --config postgresql://db/headgate --log sqlite:///decisions.db --port 8001
+    headgate admin --host 0.0.0.0 --cert cert.pem --key key.pem --name admin.example.org
+    headgate admin token ada --role support --days 30 --config sqlite:///headgate.db
+
+    The first start prints a token, once. If all tokens are lost, whoever has
+    the config store makes another with `headgate admin token`.
+
+    exit code: 0 ended by a signal, 2 it cannot be started so
+"""
+
+CONFIG: Final = "sqlite:///headgate.db"
+ROLES: Final = ("viewer", "support", "operator", "admin")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """All but --secret-file."""
+    _add_config(parser, CONFIG)
+    parser.add_argument(
+        "--store", metavar="URL", help="where requests are counted, as the gates have it; without it usage is unknown"
+    )
+    parser.add_argument(
+        "--log", metavar="URL", help="the decision log: sqlite:///decisions.db, clickhouse://host/database"
+    )
+    parser.add_argument("--namespace", default="headgate", help="what names in the store begin with; %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; %(default)s")
+    parser.add_argument("--port", type=int, default=8001, help="%(default)s")
+    parser.add_argument(
+        "--name", action="append", default=[], help="what browsers call the server, beside --host; may be repeated"
+    )
+    parser.add_argument("--cert", metavar="FILE", help="a certificate, to speak TLS; with --key")
+    parser.add_argument("--key", metavar="FILE", help="its key")
+    parser.add_argument("--behind-tls", action="store_true", help="a proxy that speaks TLS stands before this server")
+    parser.add_argument(
+        "--proxy",
+        metavar="NETWORK",
+        action="append",
+        default=[],
+        help="a proxy whose X-Forwarded-For says whose address a request is from; may be repeated",
+    )
+    parser.add_argument("--webhook", metavar="URL", help="is told when a client does ten times what it usually does")
+    parser.add_argument("--webhook-secret-file", metavar="FILE", help="holds what these messages are signed with")
+    parser.set_defaults(command_of_admin=None)
+    commands = parser.add_subparsers(title="instead of serving", metavar="")
+    token = commands.add_parser(
+        "token",
+        help="make a token, directly in the config store",
+        description="Make a token, directly in the config store: for whoever has it, also without any other token.",
+        allow_abbrev=False,
+    )
+    token.add_argument("token_name", metavar="NAME", help="of the person or program that it is for")
+    token.add_argument("--role", choices=ROLES, required=True, help="what it may do")
+    token.add_argument("--days", type=int, default=90, help="how long it holds; %(default)s")
+    token.set_defaults(command_of_admin="token")
+    _add_config(token, SUPPRESS)  # a default here would undo what stands before the word
+
+
+def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+    """Serve until a signal comes, or make a token."""
+    if arguments.command_of_admin == "token":
+        return _make_token(arguments, out, err)
+    return _serve(arguments, err)
+
+
+def _add_config(parser: ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="URL",
+        default=default,
+        help=f"the config store: sqlite:///headgate.db, postgresql://host/name; {CONFIG}, if not given",
+    )
+
+
+# ------------------------------------------------------------------ tokens
+
+
+def _make_token(arguments: Namespace, out: Screen, err: Screen) -> int:
+    """The token on the output, what there is to know of it beside: so that it can be put into a file as it is."""
+    from headgate.control.admin import Tokens
+    from headgate.control.config import ConfigStore
+    from headgate.control.desk.desk import Desk
+    from headgate.control.desk.views import Actor
+
+    by = f"{_user()} at the command line"
+    tokens, store = Tokens(arguments.config), ConfigStore(arguments.config)
+    try:
+        token, text = tokens.make(arguments.token_name, arguments.role, by=by, days=arguments.days)
+        Desk(store).note(Actor(by, "admin"), "made token", f"{token.name} ({token.role}, {token.id})")
+    finally:
+        tokens.close()
+        store.close()
+    err.say(f"A token for {token.name}, {token.role} until {_day(token)}. It is shown only now:")
+    out.say(text)
+    return 0
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return f"user {os.getuid()}"
+
+
+def _day(token: Token) -> str:
+    return f"{datetime.fromtimestamp(token.expires_us / 1_000_000, UTC):%Y-%m-%d}"
+
+
+# ------------------------------------------------------------------ the server
+
+
+def _serve(arguments: Namespace, err: Screen) -> int:
+    from headgate.control.admin import AdminServer, Tokens
+    from headgate.control.config import ConfigStore
+    from headgate.control.desk.desk import Desk
+    from headgate.control.steps import StepLog
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    secret = given_secret(arguments.secret_file)
+    with ExitStack() as stack:
+        store = ConfigStore(arguments.config, secret=secret)
+        stack.callback(store.close)
+        tokens = Tokens(arguments.config)
+        stack.callback(tokens.close)
+        fleet = _fleet(arguments, stack)
+        desk = Desk(store, log=arguments.log, secret=secret, steps=StepLog(store), **fleet)
+        server = AdminServer(
+            desk,
+            tokens,
+            host=arguments.host,
+            port=arguments.port,
+            cert=arguments.cert,
+            key=arguments.key,
+            behind_tls=arguments.behind_tls,
+            names=arguments.name,
+            proxies=arguments.proxy,
+            watchers=_watchers(arguments, fleet, store),
+        )
+        _welcome(server, tokens, err)
+        server.run()
+    return 0
+
+
+def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
+    """What is known of the nodes, through the store that they share."""
+    if arguments.store is None:
+        return {}
+    from headgate import Limiter
+    from headgate.telemetry.boards import open_board
+
+    counters = Limiter(arguments.store, namespace=arguments.namespace)
+    stack.callback(counters.close)
+    board = open_board(arguments.store, namespace=arguments.namespace)
+    stack.callback(board.close)
+    return {"counters": counters, "board": board}
+
+
+def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[Any]:
+    """What looks for step changes, if there are nodes to look at."""
+    if (arguments.webhook is None) != (arguments.webhook_secret_file is None):
+        raise InvalidInput("--webhook and --webhook-secret-file belong together: who is told must know that it is us")
+    if "board" not in fleet:
+        if arguments.webhook is not None:
+            raise InvalidInput("--webhook tells of what nodes do, which is known through --store: give that, too")
+        return []
+    from headgate.control.steps import Watcher
+    from headgate.control.webhooks import Webhook
+
+    webhook = None
+    if arguments.webhook is not None:
+        webhook = Webhook(arguments.webhook, _content(arguments.webhook_secret_file))
+    return [Watcher(fleet["board"], store, webhook=webhook)]
+
+
+def _content(file: str) -> bytes:
+    try:
+        return Path(file).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as error:
+        raise InvalidInput(f"--webhook-secret-file {file}: cannot be read: {error.strerror}") from None
+
+
+def _welcome(server: Any, tokens: Any, err: Screen) -> None:
+    """To the terminal and never to a log: what stands here opens everything."""
+    made = tokens.first()
+    err.say(f"The admin server is at {err.paint(server.url, BOLD)}")
+    if made is None:
+        err.say("Sign in there with a token. If all are lost: headgate admin token NAME --role admin")
+        return
+    err.say(
+        "",
+        f"This is the first start: here is a token of an admin. It holds until {_day(made.token)}, and is shown once:",
+        "",
+        f"    {err.paint(made.text, BOLD)}",
+        "",
+        "Or sign in with this link, once, in the next ten minutes:",
+        "",
+        f"    {server.link(made.token)}",
+        "",
+        "Then make tokens for those who need one, in the roles they need.",
+        "",
+    )

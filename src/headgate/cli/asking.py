@@ -1,0 +1,276 @@
+"""What the commands share that ask an admin server: which one, about whom, and how changes are made."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from getpass import getpass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from headgate.cli.api import AdminApi, AdminError, Unconfirmed, is_loopback
+from headgate.cli.screen import BAD, BOLD, ODD, printable
+from headgate.cli.table import table
+from headgate.errors import InvalidInput
+from headgate.telemetry.moments import coming, shown
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator, Sequence
+    from datetime import tzinfo
+
+    from headgate.cli.api import Reply
+    from headgate.cli.screen import Screen
+
+__all__ = [
+    "Desk",
+    "Who",
+    "ahead",
+    "as_json",
+    "asked",
+    "at_us_of",
+    "change",
+    "client_of",
+    "confirmed",
+    "opened",
+    "paged",
+    "read_key",
+    "titled",
+    "told",
+    "zone_of",
+]
+
+LONGEST_TOKEN: Final = 1024
+PAGE: Final = 100
+"""Rows that are asked for at once."""
+LONGEST_KEY: Final = 8192
+"""An API key of this many characters is none; see policy/credentials.py, which says so to whoever gives it."""
+
+
+class Who(NamedTuple):
+    """A client, as the server knows it: API keys by their hashes."""
+
+    kind: str
+    value: str
+    label: str = ""
+
+    def __str__(self) -> str:
+        named = f" ({self.label})" if self.label and self.label != self.value else ""
+        return f"{self.kind} {self.value}{named}"
+
+    @property
+    def plain(self) -> dict[str, str]:
+        return {"kind": self.kind, "value": self.value}
+
+
+class Desk(NamedTuple):
+    """All that a command needs: the server, and where to say what it answers."""
+
+    api: AdminApi
+    out: Screen
+    err: Screen
+    zone: tzinfo | None
+
+    def time(self, at_us: int | None, *, none: str = "") -> str:
+        """A moment for people, with the zone said once, in the title of a column."""
+        return none if at_us is None else shown(at_us_of(at_us), self.zone, with_zone=False)
+
+    def iso(self, at_us: int | None) -> str | None:
+        """A moment as the server reads it."""
+        return None if at_us is None else at_us_of(at_us).isoformat().replace("+00:00", "Z")
+
+    def client(self, each: dict[str, Any]) -> str:
+        """Whom a row is about."""
+        return f"{Who(**each['who'], label=each.get('label') or '')}"
+
+    def tell_of_more(self, found: dict[str, Any]) -> None:
+        if found.get("next") is not None:
+            shown = len(found["items"])
+            self.err.say(f"There are more than these {shown}: --most N shows more, --search TEXT finds some of them.")
+
+    @property
+    def zone_name(self) -> str:
+        return shown(datetime.now(UTC), self.zone).split(" ", 2)[2]
+
+
+def opened(arguments: Namespace, out: Screen, err: Screen) -> Desk:
+    """The server that the arguments, or the environment, name; with the token out of a file or a variable."""
+    url = getattr(arguments, "admin", None) or os.environ.get("HEADGATE_ADMIN") or "http://127.0.0.1:8001"
+    api = AdminApi(url, _token(arguments.token_file))
+    if url.startswith("http:") and not is_loopback(url):
+        err.say(f"{err.paint('warning:', ODD)} the token travels in clear to {url}; use https")
+    return Desk(api, out, err, zone_of(arguments))
+
+
+def _token(file: str | None) -> str:
+    if file is None:
+        token = os.environ.get("HEADGATE_TOKEN", "").strip()
+        source = "HEADGATE_TOKEN"
+    else:
+        source = f"--token-file {file}"
+        try:
+            with Path(file).open("rb") as opened:
+                token = opened.read(LONGEST_TOKEN).decode("ascii", "replace").strip()
+        except OSError as error:
+            raise InvalidInput(f"{source}: cannot be read: {error.strerror}") from None
+    if not token:
+        raise AdminError(
+            "there is no token: set HEADGATE_TOKEN, or give --token-file. `headgate admin` prints the first one when "
+            "it starts, and `headgate admin token NAME --role support` makes another"
+        )
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise InvalidInput(f"{source} holds no token: those begin with hg_, and have no blanks")
+    return token
+
+
+def zone_of(arguments: Namespace) -> tzinfo | None:
+    """That in which times are read and shown; None for this machine's."""
+    return UTC if getattr(arguments, "utc", False) else None
+
+
+# ------------------------------------------------------------------ clients
+
+
+def client_of(desk: Desk, written: str) -> Who:
+    """The client that is meant; `-` reads an API key from the input. What a shell remembers is warned about."""
+    asked = f"api_key={read_key()}" if written == "-" else written
+    found = desk.api.ask("POST", "find", body={"client": asked}).body
+    who = Who(found["kind"], found["value"], found.get("label") or "")
+    said = written.removeprefix("api_key=")
+    if who.kind == "api_key" and written != "-" and not said.startswith("hmac:") and said != who.label:
+        desk.err.say(
+            f"{desk.err.paint('warning:', ODD)} an API key on the command line stays in the shell's history, and "
+            "others on this machine may see it; write - instead, and give the key on the standard input"
+        )
+    return who
+
+
+def read_key() -> str:
+    """The API key that stands on the first line of the input; at a terminal it is not echoed."""
+    if sys.stdin.isatty():
+        try:
+            return getpass("API key: ")
+        except EOFError:
+            return ""
+    return sys.stdin.buffer.readline(LONGEST_KEY).decode("ascii", "replace").rstrip("\r\n")
+
+
+# ------------------------------------------------------------------ changes
+
+
+def change(
+    arguments: Namespace,
+    desk: Desk,
+    method: str,
+    path: str,
+    *,
+    fields: dict[str, Any],
+    based_on: int | None = None,
+    number: str | None = None,
+) -> int:
+    """Make a change, which is confirmed by --confirm or at the terminal, and say what was done. `number` is what to say
+    of the new row's."""
+    reply = confirmed(arguments, desk, method, path, fields=fields, based_on=based_on)
+    return told(arguments, desk, reply, number=number)
+
+
+def confirmed(
+    arguments: Namespace, desk: Desk, method: str, path: str, *, fields: dict[str, Any], based_on: int | None = None
+) -> Reply:
+    """The server's answer to a change."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    given["reason"] = _reason(arguments)
+    based_on = getattr(arguments, "based_on", None) if based_on is None else based_on
+    codes = [*(getattr(arguments, "confirm", None) or ())]
+    while True:
+        asked = given | ({"confirm": codes} if codes else {})
+        try:
+            if method == "DELETE":
+                return desk.api.ask(method, path, query=asked, based_on=based_on)
+            return desk.api.ask(method, path, body=asked, based_on=based_on)
+        except Unconfirmed as unconfirmed:
+            missing = [code for code, _ in unconfirmed.dangers if code not in codes]
+            if not missing or not _agrees(desk, unconfirmed):
+                raise
+            codes += missing
+
+
+def _reason(arguments: Namespace) -> str:
+    reason: str = (arguments.reason or "").strip()
+    if not reason:
+        raise InvalidInput('a change needs a reason, which others will read: add --reason "ticket 4711: ..."')
+    return reason
+
+
+def _agrees(desk: Desk, unconfirmed: Unconfirmed) -> bool:
+    """Whether somebody at a terminal says that a danger is meant; nobody else is asked."""
+    if not (sys.stdin.isatty() and desk.err.is_terminal):
+        return False
+    for _, text in unconfirmed.dangers:
+        desk.err.say(f"{desk.err.paint('Careful:', BAD)} {printable(text)}")
+    return asked(desk, "Is that meant? Type yes: ")
+
+
+def asked(desk: Desk, question: str) -> bool:
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() == "yes"
+
+
+def told(arguments: Namespace, desk: Desk, reply: Reply, *, number: str | None = None) -> int:
+    """Say what was changed; and what the new row's number is good for, if that is given."""
+    body = reply.body or {}
+    if arguments.json:
+        return as_json(desk, body)
+    done = printable(f"{body.get('what') or 'done'}")
+    version = body.get("version")
+    if version is None and not body.get("what"):
+        done = "nothing had to be changed"
+    desk.out.say(done if version is None else f"{done} {desk.out.paint(f'(version {version})', BOLD)}")
+    if number is not None and version is not None:
+        desk.err.say(*[number.format(id) for id in body.get("ids") or ()])
+    for note in body.get("notes") or ():
+        desk.err.say(f"note: {printable(f'{note}')}")
+    return 0
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+def as_json(desk: Desk, body: Any) -> int:
+    desk.out.say(json.dumps(body, indent=2))
+    return 0
+
+
+def titled(titles: Sequence[str], rows: Sequence[Sequence[str]], out: Screen) -> Iterator[str]:
+    """Rows under titles that stand out."""
+    first, *lines = table([titles, *rows], width=out.width)
+    yield out.paint(first, BOLD)
+    yield from lines
+
+
+def paged(desk: Desk, path: str, most: int, *, cursor: str = "after", **asked: Any) -> dict[str, Any]:
+    """The first `most` of a list, over as many pages as that takes; `next` is where it goes on."""
+    if most < 1:
+        raise InvalidInput(f"--most {most}: nothing would be shown; give 1 or more")
+    items: list[Any] = []
+    place: Any = None
+    while True:
+        found = desk.api.get(path, most=min(most - len(items), PAGE), **asked, **{cursor: place})
+        items += found["items"]
+        place = found.get("next")
+        if place is None or len(items) >= most or not found["items"]:
+            return {"items": items, "next": place}
+
+
+def at_us_of(at_us: int) -> datetime:
+    return datetime.fromtimestamp(at_us / 1_000_000, UTC)
+
+
+def ahead(written: str | None, desk: Desk, *, at_its_end: bool) -> str | None:
+    """A moment to come, as the server reads it; None stays None."""
+    if written is None:
+        return None
+    moment = coming(written, now=datetime.now(UTC), zone=desk.zone, at_its_end=at_its_end)
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,114 @@
+"""`headgate block`: keep somebody out, at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headgate.cli.api import path_of
+from headgate.cli.asking import ahead, as_json, change, client_of, opened, paged, titled
+from headgate.cli.options import CLIENT, EXIT_CODES, Actions, add_change, add_page, add_server
+from headgate.cli.overrides import STATES, add_until
+from headgate.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from headgate.cli.asking import Desk
+    from headgate.cli.screen import Screen
+
+__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
+
+ABOUT = "keep somebody out, at once"
+EXAMPLES = f"""
+    headgate block 203.0.113.9 --reason "scraping" --until "in 2 hours"
+    headgate block add ip=203.0.113.0/26 --reason "scraping"
+    headgate block - --reason "the key was stolen" < key.txt
+    headgate block list
+    headgate block remove 203.0.113.9 --reason "it was a mistake"
+
+    add may be left out
+{EXIT_CODES}"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    actions = Actions(parser, implied="add")
+    adding = actions.add(
+        "add",
+        add,
+        "keep somebody out",
+        """
+        headgate block add 203.0.113.9 --reason "scraping" --until "in 2 hours"
+        headgate block add tenant=acme --reason "has not paid"
+        """,
+    )
+    adding.add_argument("client", metavar="CLIENT", help=f"{CLIENT}; or a network")
+    add_until(adding)
+    add_change(adding)
+
+    listing = actions.add(
+        "list",
+        list_all,
+        "list who is kept out",
+        "headgate block list --state active\nheadgate block list --search scraping",
+    )
+    listing.add_argument("--state", choices=STATES, default="all", help="only those; all, if not given")
+    add_page(listing)
+    add_server(listing)
+
+    removing = actions.add(
+        "remove",
+        remove,
+        "let somebody in again",
+        """
+        headgate block remove 203.0.113.9 --reason "it was a mistake"
+        headgate block remove 12 --reason "it was a mistake"
+        """,
+    )
+    removing.add_argument("client", metavar="CLIENT", help="whom, or the number that list shows")
+    add_change(removing)
+
+
+def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+    raise InvalidInput("say what to do: add, list or remove")
+
+
+def add(arguments: Namespace, out: Screen, err: Screen) -> int:
+    desk = opened(arguments, out, err)
+    until = ahead(arguments.until, desk, at_its_end=True)
+    who = client_of(desk, arguments.client)
+    return change(arguments, desk, "POST", "blocks", fields={"who": who.plain, "valid_until": until})
+
+
+def remove(arguments: Namespace, out: Screen, err: Screen) -> int:
+    desk = opened(arguments, out, err)
+    if arguments.client.isascii() and arguments.client.isdigit():
+        return change(arguments, desk, "DELETE", path_of("blocks", arguments.client), fields={})
+    who = client_of(desk, arguments.client)
+    return change(arguments, desk, "DELETE", "blocks", fields=who.plain)
+
+
+def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
+    desk = opened(arguments, out, err)
+    found = paged(desk, "blocks", arguments.most, search=arguments.search, state=arguments.state)
+    if arguments.json:
+        return as_json(desk, found)
+    if not found["items"]:
+        err.say("Nobody is blocked.")
+        return 0
+    titles = ["id", "client", f"from ({desk.zone_name})", "until", "state", "said in", "reason", "by"]
+    out.say(*titled(titles, [_row(each, desk) for each in found["items"]], out))
+    desk.tell_of_more(found)
+    return 0
+
+
+def _row(each: dict[str, Any], desk: Desk) -> list[str]:
+    return [
+        "-" if each.get("id") is None else f"{each['id']}",
+        desk.client(each),
+        desk.time(each.get("valid_from_us"), none="-"),
+        desk.time(each.get("valid_until_us"), none="for ever"),
+        each["state"],
+        each.get("source") or "",
+        each.get("reason") or "",
+        each.get("author") or "",
+    ]

@@ -1,0 +1,254 @@
+"""`headgate completion`: lets a shell complete commands and options. The script is made from the parser itself."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Iterator
+
+    from headgate.cli.screen import Screen
+
+__all__ = ["ABOUT", "EXAMPLES", "SCRIPTS", "Place", "add_arguments", "places", "run"]
+
+ABOUT = "print a script by which a shell completes commands and options"
+EXAMPLES = """
+    headgate completion bash > ~/.local/share/bash-completion/completions/headgate
+    headgate completion zsh > ~/.zfunc/_headgate
+    headgate completion fish > ~/.config/fish/completions/headgate.fish
+"""
+
+FILE: Final = "FILE"
+"""How options and arguments call a file: it is completed as one."""
+
+
+class Option(NamedTuple):
+    """An option of a command."""
+
+    name: str
+    about: str
+    takes: tuple[str, ...] | str | None
+    """The words that it takes, or FILE, or anything (""); None, if it takes nothing."""
+
+
+class Place(NamedTuple):
+    """What may come next after some commands."""
+
+    path: tuple[str, ...]
+    commands: dict[str, str]
+    """With what each is for."""
+    options: tuple[Option, ...]
+    arguments: tuple[str, ...]
+    """Words that its arguments take."""
+    takes_files: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("shell", choices=tuple(SCRIPTS), help="which shell")
+
+
+def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+    from headgate import cli
+
+    out.write(SCRIPTS[arguments.shell]([*places(cli._parser())]))  # noqa: SLF001 - it is this package's own
+    return 0
+
+
+def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Place]:
+    """All that the parser knows, command by command."""
+    commands: dict[str, str] = {}
+    options: list[Option] = []
+    words: list[str] = []
+    inner: dict[str, ArgumentParser] = {}
+    takes_files = False
+    formatter = parser._get_formatter()  # noqa: SLF001
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask a parser what it takes
+        if action.help == SUPPRESS:
+            continue
+        if isinstance(action.choices, dict):
+            inner = action.choices
+            abouts = {each.dest: each.help or "" for each in action._get_subactions()}  # type: ignore[attr-defined] # noqa: SLF001
+            commands = {name: abouts.get(name, "") for name in inner}
+        elif action.option_strings:
+            takes = None if action.nargs == 0 else _taken(action)
+            about = _brief(formatter._expand_help(action)) if action.help else ""  # noqa: SLF001 - as --help says it
+            options += [Option(name, about, takes) for name in action.option_strings]
+        elif action.choices is not None:
+            words += [str(word) for word in action.choices]
+        else:
+            takes_files |= action.metavar == FILE
+    yield Place(path, commands, tuple(options), tuple(words), takes_files)
+    for name, each in inner.items():
+        yield from places(each, (*path, name))
+
+
+def _taken(action: Any) -> tuple[str, ...] | str:
+    return tuple(map(str, action.choices)) if action.choices is not None else FILE if action.metavar == FILE else ""
+
+
+def _brief(about: str) -> str:
+    """The first part of what an option says of itself."""
+    return about.split(";")[0]
+
+
+# ------------------------------------------------------------------ bash
+
+
+def _bash(found: list[Place]) -> str:
+    return f"""\
+# Completes headgate in bash.
+_headgate() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD - 1]}} path='' words='' files='' place
+    # bash takes --option=word for three words.
+    if [[ $word == '=' ]]; then
+        word=''
+    elif [[ $before == '=' ]]; then
+        before=${{COMP_WORDS[COMP_CWORD - 2]}}
+    fi
+    for ((place = 1; place < COMP_CWORD; place++)); do
+        case "$path ${{COMP_WORDS[place]}}" in
+{_lines(_bash_paths(found), 12)}
+        esac
+    done
+    COMPREPLY=()
+    case "$path $before" in
+{_lines(_bash_values(found), 8)}
+    *)
+        case $path in
+{_lines(_bash_words(found), 8)}
+        esac
+        ;;
+    esac
+    [[ -n $words ]] && mapfile -t COMPREPLY < <(compgen -W "$words" -- "$word")
+    if [[ -n $files ]]; then
+        compopt -o filenames 2>/dev/null
+        mapfile -t -O "${{#COMPREPLY[@]}}" COMPREPLY < <(compgen -f -- "$word")
+    fi
+    return 0
+}}
+complete -F _headgate headgate
+"""
+
+
+def _bash_paths(found: list[Place]) -> Iterator[str]:
+    for place in found:
+        if place.path:
+            yield f"{quote(_spelled(place.path))}) path={quote(_spelled(place.path))} ;;"
+
+
+def _bash_values(found: list[Place]) -> Iterator[str]:
+    for place in found:
+        for option in place.options:
+            if option.takes is not None:
+                given = "files=1" if option.takes == FILE else f"words={quote(' '.join(option.takes))}"
+                yield f"{quote(f'{_spelled(place.path)} {option.name}')}) {given} ;;"
+
+
+def _bash_words(found: list[Place]) -> Iterator[str]:
+    for place in found:
+        files = " files=1" if place.takes_files else ""
+        yield f"{quote(_spelled(place.path))}) words={quote(' '.join(_words(place)))}{files} ;;"
+
+
+def _spelled(path: tuple[str, ...]) -> str:
+    """Each command with a blank before it, so that no path is the begin of another's word."""
+    return "".join([f" {name}" for name in path])
+
+
+def _words(place: Place) -> list[str]:
+    return [*place.commands, *place.arguments, *(option.name for option in place.options)]
+
+
+def _lines(lines: Iterator[str], blanks: int) -> str:
+    return "\n".join([" " * blanks + line for line in lines])
+
+
+# ------------------------------------------------------------------ zsh
+
+
+def _zsh(found: list[Place]) -> str:
+    return f"""\
+#compdef headgate
+# Completes headgate in zsh.
+_headgate() {{
+    local path_so_far='' before=${{words[CURRENT - 1]}} place
+    local -a given
+    for ((place = 2; place < CURRENT; place++)); do
+        case "$path_so_far ${{words[place]}}" in
+{_lines((line.replace("path=", "path_so_far=") for line in _bash_paths(found)), 12)}
+        esac
+    done
+    case "$path_so_far $before" in
+{_lines(_zsh_values(found), 8)}
+    *)
+        case $path_so_far in
+{_lines(_zsh_words(found), 8)}
+        esac
+        ;;
+    esac
+}}
+if [[ $funcstack[1] == _headgate ]]; then
+    _headgate "$@"
+else
+    compdef _headgate headgate
+fi
+"""
+
+
+def _zsh_values(found: list[Place]) -> Iterator[str]:
+    for place in found:
+        for option in place.options:
+            if option.takes is not None:
+                words = " ".join([quote(word) for word in option.takes])
+                given = "_files" if option.takes == FILE else f"compadd -- {words}" if words else "_message value"
+                yield f"{quote(f'{_spelled(place.path)} {option.name}')}) {given} ;;"
+
+
+def _zsh_words(found: list[Place]) -> Iterator[str]:
+    for place in found:
+        told = [*place.commands.items(), *((word, "") for word in place.arguments)]
+        told += [(option.name, option.about) for option in place.options]
+        given = " ".join([quote(f"{name.replace(':', chr(92) + ':')}:{about}") for name, about in told])
+        files = "; _files" if place.takes_files else ""
+        yield f"{quote(_spelled(place.path))}) given=({given}); _describe headgate given{files} ;;"
+
+
+# ------------------------------------------------------------------ fish
+
+
+def _fish(found: list[Place]) -> str:
+    lines = [
+        "# Completes headgate in fish.",
+        "function __headgate_at",
+        "    # Whether the commands so far are exactly these.",
+        "    set -l path",
+        "    for word in (commandline -opc)[2..-1]",
+        '        contains -- (string join -- " " $path $word) $__headgate_paths; and set -a path $word',
+        "    end",
+        '    test "$path" = "$argv"',
+        "end",
+        "set -g __headgate_paths " + " ".join([_fish_quoted(" ".join(place.path)) for place in found if place.path]),
+        "complete -c headgate -f",
+    ]
+    for place in found:
+        at = f"complete -c headgate -n {_fish_quoted('__headgate_at ' + ' '.join(place.path))}"
+        lines += [f"{at} -a {name} -d {_fish_quoted(about)}" for name, about in place.commands.items()]
+        lines += [f"{at} -a {_fish_quoted(' '.join(place.arguments))}"] if place.arguments else []
+        lines += [f"{at} -F"] if place.takes_files else []
+        for option in place.options:
+            kind = f"-l {option.name[2:]}" if option.name.startswith("--") else f"-s {option.name[1:]}"
+            takes = "" if option.takes is None else " -r -F" if option.takes == FILE else " -x"
+            words = f" -a {_fish_quoted(' '.join(option.takes))}" if isinstance(option.takes, tuple) else ""
+            lines.append(f"{at} {kind}{takes}{words} -d {_fish_quoted(option.about)}")
+    return "\n".join(lines) + "\n"
+
+
+def _fish_quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+SCRIPTS: Final = {"bash": _bash, "zsh": _zsh, "fish": _fish}

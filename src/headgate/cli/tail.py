@@ -1,0 +1,97 @@
+"""`headgate tail`: decisions as they are made, one line each."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from headgate.cli.api import UNANSWERED, AdminError
+from headgate.cli.asking import client_of, opened
+from headgate.cli.options import CLIENT, add_server
+from headgate.cli.screen import BAD, DIM, GOOD, ODD, printable
+from headgate.errors import InvalidInput
+from headgate.telemetry.records import Outcome, Record
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from headgate.cli.asking import Desk
+    from headgate.cli.screen import Screen
+
+__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
+
+ABOUT = "show decisions as they are made, one line each"
+EXAMPLES = """
+    headgate tail
+    headgate tail acme --outcome denied
+    headgate tail --json --lines 1000 --no-follow
+
+    exit code: 0 also for Ctrl-C, 1 refused, 2 it cannot be asked
+"""
+
+OUTCOMES: Final = get_args(Outcome)
+STYLES: Final = {"allowed": GOOD, "denied": BAD, "blocked": BAD, "unavailable": ODD, "lost": ODD}
+EVERY: Final = 1.0
+MOST: Final = 500
+"""Records that are asked for at once."""
+AWAY: Final = 60
+"""So often in a row the server may fail to answer before that is the end."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("client", metavar="CLIENT", nargs="?", help=f"only of this client: {CLIENT}")
+    parser.add_argument("--outcome", choices=OUTCOMES, help="only those")
+    parser.add_argument("--lines", metavar="N", type=int, default=10, help="begin with the last N; 10, if not given")
+    parser.add_argument("--no-follow", action="store_true", help="end after these")
+    add_server(parser)
+
+
+def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+    if not 0 <= arguments.lines <= 10_000:
+        raise InvalidInput(f"--lines {arguments.lines} cannot be; give 0 to 10000")
+    desk = opened(arguments, out, err)
+    asked: dict[str, Any] = {"outcome": arguments.outcome}
+    if arguments.client is not None:
+        asked |= client_of(desk, arguments.client).plain
+    with suppress(KeyboardInterrupt):  # it is how one says that it was enough
+        _follow(arguments, desk, asked)
+    return 0
+
+
+def _follow(arguments: Namespace, desk: Desk, asked: dict[str, Any]) -> None:
+    first = desk.api.get("decisions", most=max(1, min(arguments.lines, MOST)), **asked)["items"]
+    _say(first[-arguments.lines :] if arguments.lines else [], arguments, desk)
+    last = first[-1]["id"] if first else ""
+    failed, has_more = 0, False
+    while not arguments.no_follow:
+        if not has_more:
+            time.sleep(EVERY)
+        try:
+            found = desk.api.get("decisions", after=last or None, most=MOST, **asked)["items"]
+        except AdminError as error:
+            failed += 1
+            if error.code != UNANSWERED or error.status == 401 or failed > AWAY:
+                raise
+            if failed == 1:
+                desk.err.say(f"{desk.err.paint('waiting:', ODD)} {error}")
+            continue
+        failed = 0
+        _say(found, arguments, desk)
+        last = found[-1]["id"] if found else last
+        has_more = len(found) == MOST
+
+
+def _say(records: list[dict[str, Any]], arguments: Namespace, desk: Desk) -> None:
+    for each in records:
+        desk.out.say(json.dumps(each, separators=(",", ":")) if arguments.json else _line(each, desk))
+    desk.out.flush()
+
+
+def _line(each: dict[str, Any], desk: Desk) -> str:
+    record = Record.from_dict(each)
+    words = printable(record.words).removeprefix(record.outcome)
+    when = desk.out.paint(desk.time(record.at_us), DIM)
+    node = desk.out.paint(printable(f" @{record.node}"), DIM) if record.node else ""
+    return f"{when} {desk.out.paint(f'{record.outcome:<8}', STYLES.get(record.outcome, ODD))}{words}{node}"

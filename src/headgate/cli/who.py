@@ -1,0 +1,146 @@
+"""`headgate who`: what holds for a client now: its tier, its limits and where they come from, and what is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headgate.cli.asking import as_json, client_of, opened, titled
+from headgate.cli.drawing import bar, duration
+from headgate.cli.options import CLIENT, add_server
+from headgate.cli.screen import BAD, DIM, GOOD, ODD, printable
+from headgate.cli.table import table
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Iterator
+
+    from headgate.cli.asking import Desk, Who
+    from headgate.cli.screen import Screen
+
+__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "place_of", "run"]
+
+ABOUT = "show what holds for a client now, and how much of it is used"
+EXAMPLES = """
+    headgate who acme
+    headgate who ip=203.0.113.9 --json
+    headgate who - < key.txt
+
+    exit code: 0 here is the answer, 1 refused, 2 it cannot be asked
+"""
+
+TIER_FROM = {"assigned": "assigned", "policy": "by the policy", "default": "the tier of everybody else"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("client", metavar="CLIENT", help=CLIENT)
+    add_server(parser)
+
+
+def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+    desk = opened(arguments, out, err)
+    who = client_of(desk, arguments.client)
+    found = desk.api.get("client", kind=who.kind, value=who.value)
+    if arguments.json:
+        return as_json(desk, found)
+    out.say(*_shown(found, who, desk))
+    return 0
+
+
+def _shown(found: dict[str, Any], who: Who, desk: Desk) -> Iterator[str]:
+    out, block = desk.out, found.get("block")
+    tier = found.get("tier")
+    facts = [["client", f"{who._replace(label=found.get('label') or who.label)}"]]
+    facts.append(["tier", f"{tier}, {TIER_FROM.get(found['tier_from'], found['tier_from'])}" if tier else "none"])
+    if found.get("troubles"):
+        facts += [["trouble", f"{each}"] for each in found["troubles"]]
+    yield from table(facts, width=out.width)
+    if block is not None:
+        until = f" until {desk.time(block['valid_until_us'])}" if block.get("valid_until_us") else ""
+        by = f", by {block['author']}" if block.get("author") else ""
+        yield out.paint(printable(f"blocked{until}: {block.get('reason') or 'no reason is given'}{by}"), BAD)
+    yield ""
+    yield from _limits(found, desk)
+    if found.get("overrides"):
+        yield ""
+        yield from titled(
+            ["override", "of", "bucket", f"from ({desk.zone_name})", "until", "state", "reason", "by"],
+            [_override(each, desk) for each in found["overrides"]],
+            out,
+        )
+
+
+def _limits(found: dict[str, Any], desk: Desk) -> Iterator[str]:
+    out = desk.out
+    if not found["limits"]:
+        yield out.paint("no limit", ODD) + ": its requests pass, and nothing is counted"
+        return
+    rows = [
+        [
+            each["limit"] + (" (watched)" if each.get("shadow") else ""),
+            each["bucket"],
+            each["by"],
+            _source(each, desk),
+            *_usage(each),
+        ]
+        for each in found["limits"]
+    ]
+    titles = ["limit", "allows", "counted by", "from", "used", ""]
+    first, *lines = titled(titles, rows, out)
+    yield first
+    for line in lines:
+        # The colour of a bar tells at a glance whom a limit is about to stop.
+        yield _painted(line, out)
+    if not found.get("can_count", True):
+        yield out.paint(
+            "Only a hash of this client is known, so what it has used cannot be looked up: ask by its name.", DIM
+        )
+
+
+def _painted(line: str, out: Screen) -> str:
+    start = next((place for place, sign in enumerate(line) if sign in "█▏▎▍▌▋▊▉░"), None)
+    if start is None:
+        return line
+    drawn = line[start:].split(" ", 1)[0]
+    share = drawn.count("█") / len(drawn)
+    style = BAD if share >= 0.9 else ODD if share >= 0.7 else GOOD
+    return line[:start] + out.paint(drawn, style) + line[start + len(drawn) :]
+
+
+def _usage(each: dict[str, Any]) -> tuple[str, str]:
+    if each.get("unknown") is not None:
+        return "unknown", f"{each['unknown']}"
+    used, capacity = each.get("used"), each.get("capacity")
+    if used is None or not capacity:
+        return "", ""
+    wait = f", passes in {duration(each['retry_s'])}" if each.get("retry_s") else ""
+    full = f", whole in {duration(each['reset_s'])}" if each.get("reset_s") and not wait else ""
+    return bar(used / capacity, 16), f"{used} of {capacity}{wait}{full}"
+
+
+def _source(each: dict[str, Any], desk: Desk) -> str:
+    source = f"{each.get('from') or each.get('from_') or 'policy'}"
+    if each.get("override_id") is not None:
+        source = f"{source} {each['override_id']}"
+    if each.get("valid_until_us") is not None:
+        source = f"{source} until {desk.time(each['valid_until_us'])}"
+    return source
+
+
+def _override(each: dict[str, Any], desk: Desk) -> list[str]:
+    return [
+        f"{each['id']}",
+        place_of(each),
+        each["bucket"],
+        desk.time(each.get("valid_from_us"), none="-"),
+        desk.time(each.get("valid_until_us"), none="for ever"),
+        each["state"],
+        each.get("reason") or "",
+        each.get("author") or "",
+    ]
+
+
+def place_of(each: dict[str, Any]) -> str:
+    """On which limits an override holds."""
+    route_class = each.get("route_class") or each.get("class")
+    limit = f"limit {each['limit']}" if each.get("limit") else ""
+    return " ".join(filter(None, (limit, f"class {route_class}" if route_class else ""))) or "all limits"

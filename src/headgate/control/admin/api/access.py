@@ -1,0 +1,112 @@
+"""Tokens, for admins."""
+
+import json
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from fastapi import APIRouter, Path
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+from headgate.control.admin.api import fields
+from headgate.control.admin.api.callers import Asking, Write, WriteAnswer, answer
+from headgate.control.admin.api.reads import ALWAYS
+from headgate.control.admin.api.shapes import listed
+from headgate.control.admin.api.writes import REPEATABLE
+from headgate.control.admin.problems import Problem, Refused, answers
+from headgate.control.admin.replays import Answered
+from headgate.control.admin.tokens import Token
+from headgate.control.desk.errors import NotFound
+from headgate.control.desk.views import Role
+from headgate.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from headgate.control.desk.desk import Desk
+
+__all__ = ["router"]
+
+router: Final = APIRouter(responses=answers(*ALWAYS, "role-too-low"))
+
+KEY_IN_NAME: Final = "name: there is an API key in it; give the name of a person or a program"
+
+_WRITES: Final = answers(*ALWAYS, "key-reused", "in-progress", "outcome-unknown")
+
+
+class TokenModel(BaseModel):
+    """What is known of a token."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    name: str
+    role: Role
+    made_us: int
+    made_by: str
+    expires_us: int
+    used_us: int | None
+    revoked_us: int | None
+    revoked_by: str | None
+    state: Literal["active", "expired", "revoked"]
+
+
+class MadeModel(TokenModel):
+    """A token that was just made."""
+
+    token: str | None
+    """The token itself, which is told only now; null in an answer that is told again."""
+
+
+@router.get("/tokens", response_model=None, responses={200: {"model": listed(TokenModel)}})
+def tokens(caller: Asking) -> JSONResponse:
+    """All tokens, the newest first; not the tokens themselves, which nobody knows but who has them."""
+    caller.must_be("admin", "see the tokens")
+    now_us = caller.parts.tokens.clock.now_us()
+    return answer({"items": [_shown(each, now_us) for each in caller.parts.tokens.list()], "next": None})
+
+
+@router.post("/tokens", response_model=None, responses={**_WRITES, 200: {"model": MadeModel, "headers": REPEATABLE}})
+def make_token(write: Write, body: fields.TokenBody) -> Response:
+    """Make a token for a person or a program. It is in this answer, and nowhere else."""
+    write.must_be("admin", "make tokens")
+
+    def made() -> Answered:
+        _refuse_keys(write.desk, body.name)
+        token, text = write.tokens.make(body.name, body.role, by=write.actor.name, days=body.days)
+        write.desk.note(write.actor, "made token", f"{token.name} ({token.role}, {token.id})")
+        return Answered(200, json.dumps({**_shown(token, token.made_us), "token": text}))
+
+    def without_token(answered: Answered) -> Answered:
+        return answered._replace(body=json.dumps({**json.loads(answered.body), "token": None}))
+
+    return write.answered(made, kept=without_token)
+
+
+@router.delete(
+    "/tokens/{id}",
+    response_model=None,
+    responses={**_WRITES, **answers("not-found"), 200: {"model": WriteAnswer, "headers": REPEATABLE}},
+)
+def revoke_token(write: Write, id: Annotated[str, Path(), StringConstraints(pattern=r"^[0-9a-z]{1,20}$")]) -> Response:
+    """End a token, and all sessions that began with it, at once."""
+    write.must_be("admin", "revoke tokens")
+
+    def revoked() -> Answered:
+        token = write.tokens.revoke(id, by=write.actor.name)
+        write.desk.note(write.actor, "revoked token", f"{token.name} ({token.role}, {token.id})")
+        told: dict[str, Any] = {"version": None, "notes": [], "what": f"revoked token {token.name}", "ids": []}
+        return Answered(200, json.dumps(told))
+
+    return write.answered(revoked)
+
+
+def _refuse_keys(desk: "Desk", name: str) -> None:
+    """InvalidInput, if a name holds an API key that the desk knows: it would stand in every version that is signed."""
+    for word in re.split(r"[\s,;()<>\"']+", name):
+        with suppress(NotFound, InvalidInput):
+            if desk.find(word.strip(".:!?")).kind == "api_key":
+                raise Refused(Problem("invalid", KEY_IN_NAME, {"problems": [KEY_IN_NAME]}))
+
+
+def _shown(token: Token, now_us: int) -> dict[str, Any]:
+    return {**token._asdict(), "state": token.state(now_us)}

@@ -1,0 +1,315 @@
+"""What requests may say: every field strictly, bounded, and without what could be an API key in a wrong place."""
+
+import re
+from datetime import datetime
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+
+from headgate.control.desk.views import Role, Who
+from headgate.errors import InvalidInput
+from headgate.policy import words
+from headgate.telemetry.records import Outcome
+
+__all__ = [
+    "LARGEST",
+    "AuditQuery",
+    "BlockBody",
+    "BlocksQuery",
+    "ChangeBody",
+    "ClientQuery",
+    "ClientsQuery",
+    "DecisionsQuery",
+    "DiffQuery",
+    "FindBody",
+    "GoneQuery",
+    "Number",
+    "OverrideBody",
+    "OverridesQuery",
+    "PolicyBody",
+    "PolicyQuery",
+    "PolicyText",
+    "ResetBody",
+    "RestoreBody",
+    "RouteBody",
+    "RouteGoneQuery",
+    "StepsQuery",
+    "TierBody",
+    "TierGoneQuery",
+    "TierNumbersBody",
+    "TimelineQuery",
+    "TokenBody",
+    "VersionsQuery",
+    "WhyQuery",
+    "looks_secret",
+]
+
+LARGEST: Final = 2**53 - 1
+
+_LINE: Final = r"^[^\x00-\x1f\x7f]*$"
+_SECRET: Final = re.compile(
+    r"hg_[0-9a-z]{10}_\w+|(?:sk|pk|rk)_(?:live|test)_\w{8,}|sk-[\w-]{20,}|gh[opsu]_\w{20,}|glpat-[\w-]{20,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}"
+)
+"""Tokens of ours, and keys in the shapes that everybody knows. The desk knows those of its clients by their hashes."""
+
+
+def looks_secret(text: str) -> bool:
+    """Whether a text seems to hold an API key or a token: by the shapes that such things are commonly given.
+
+    >>> looks_secret("contract 4711, agreed with ada"), looks_secret("his key is sk_live_51H8xkTt")
+    (False, True)
+    """
+    return _SECRET.search(text) is not None
+
+
+def _harmless(text: str) -> str:
+    if looks_secret(text):
+        raise ValueError("this looks like an API key or a token, which would be kept; leave it out")
+    return text
+
+
+def _instant(value: Any) -> Any:
+    try:
+        return words.instant(value)
+    except InvalidInput:
+        raise ValueError("write a time with its zone, like 2026-11-20T18:00:00Z") from None
+
+
+Instant = Annotated[
+    datetime, BeforeValidator(_instant), WithJsonSchema({"type": "string", "format": "date-time", "maxLength": 64})
+]
+_Harmless: Final = AfterValidator(_harmless)
+Reason = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=_LINE), _Harmless]
+Bucket = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_LINE), _Harmless]
+Label = Bucket
+Name = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=_LINE), _Harmless]
+Template = Annotated[str, StringConstraints(min_length=1, max_length=1100, pattern=_LINE), _Harmless]
+Search = Annotated[str, StringConstraints(max_length=200, pattern=_LINE)]
+Cursor = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[!-~]+$")]
+Kind = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,49}$")]
+Value = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=_LINE)]
+Key = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=_LINE)]
+File = Annotated[str, StringConstraints(max_length=200, pattern=r"^[\w. -]{1,180}\.(?:yaml|yml|toml|json)$")]
+Number = Annotated[int, Field(ge=1, le=LARGEST)]
+Danger = Literal["ten-times", "tenth", "wildcard-block", "policy"]
+Section = Literal["documents", "tiers", "routes", "clients", "overrides", "blocked"]
+Most = Annotated[int, Field(ge=1, le=500)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+
+class Query(BaseModel):
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+
+# ------------------------------------------------------------------ bodies
+
+
+class WhoBody(Body):
+    """A client, by one of its identities. An API key may be given as it is: it is hashed at once."""
+
+    kind: Kind
+    value: Key
+
+    @model_validator(mode="after")
+    def _is_what_it_says(self) -> Self:
+        if self.kind != "api_key":
+            if len(self.value) > 500:
+                raise ValueError("the value has more than 500 characters")
+            if looks_secret(self.value):
+                raise ValueError("the value looks like an API key; say so: kind api_key")
+        return self
+
+    def who(self) -> Who:
+        return Who(self.kind, self.value)
+
+
+class Signed(Body):
+    """What every write says."""
+
+    reason: Reason
+    confirm: Annotated[list[Danger], Field(max_length=10, description="The dangers that are meant")] = []
+
+
+class FindBody(Body):
+    client: Key
+
+
+class ResetBody(Signed):
+    who: WhoBody
+    limits: Annotated[list[Name], Field(min_length=1, max_length=100)] | None = None
+
+
+class TierBody(Signed):
+    who: WhoBody
+    tier: Name | None
+    label: Label | None = None
+
+
+class ChangeBody(Signed):
+    """Another override in the place of one, of the same client."""
+
+    who: WhoBody | None = None
+    bucket: Bucket
+    limit: Name | None = None
+    route_class: Annotated[Name | None, Field(alias="class")] = None
+    valid_from: Instant | None = None
+    valid_until: Instant | None = None
+
+
+class OverrideBody(ChangeBody):
+    who: WhoBody
+
+
+class BlockBody(Signed):
+    who: WhoBody
+    valid_until: Instant | None = None
+
+
+class TierNumbersBody(Signed):
+    bucket: Bucket
+
+
+class RouteBody(Signed):
+    path: Template
+    cost: Annotated[int, Field(ge=0, le=LARGEST)]
+    route_class: Annotated[Name | None, Field(alias="class")] = None
+
+
+class PolicyText(Body):
+    text: Annotated[str, StringConstraints(max_length=1024 * 1024, pattern=r"^[^\x00]*$")]
+    file: File = "policy.yaml"
+
+
+class PolicyBody(Signed, PolicyText):
+    pass
+
+
+class RestoreBody(Signed):
+    sections: Annotated[list[Section], Field(min_length=1)] | None = None
+
+
+class TokenBody(Body):
+    name: Name
+    role: Role
+    days: Annotated[int, Field(ge=1, le=3650)] = 90
+
+
+# ------------------------------------------------------------------ queries
+
+
+class ClientQuery(Query):
+    kind: Kind
+    value: Annotated[Value, Field(description="Of an API key only its hash, hmac:..., as POST /find tells it")]
+
+    @model_validator(mode="after")
+    def _holds_no_key(self) -> Self:
+        if (self.kind == "api_key" and not self.value.startswith("hmac:")) or looks_secret(self.value):
+            raise ValueError("an API key must not stand in a URL; send it to POST /api/v1/find, which tells its hash")
+        return self
+
+    def who(self) -> Who:
+        return Who(self.kind, self.value)
+
+
+class Gone(Query):
+    reason: Reason
+    confirm: list[Danger] = []
+
+
+class GoneQuery(Gone):
+    pass
+
+
+class TierGoneQuery(ClientQuery, Gone):
+    pass
+
+
+class RouteGoneQuery(Gone):
+    path: Template
+
+
+class WhyQuery(ClientQuery):
+    at: Annotated[str, StringConstraints(max_length=100, pattern=_LINE)] = "today"
+    until: Annotated[str, StringConstraints(max_length=100, pattern=_LINE)] | None = None
+    zone: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_+/-]{1,64}$")] = "UTC"
+
+
+class TimelineQuery(ClientQuery):
+    since: Instant
+    until: Instant
+    slots: Annotated[int, Field(ge=1, le=500)] = 60
+
+
+class ClientsQuery(Query):
+    search: Search = ""
+    after: Cursor | None = None
+    most: Most = 50
+
+
+class BlocksQuery(ClientsQuery):
+    state: Literal["all", "active", "future", "expired"] = "all"
+
+
+class OfClient(Query):
+    """Of one client, or of all."""
+
+    kind: Kind | None = None
+    value: Value | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.kind is not None and self.value is not None:
+            ClientQuery(kind=self.kind, value=self.value)
+        elif self.kind is not None or self.value is not None:
+            raise ValueError("kind and value belong together; give both, or neither")
+        return self
+
+    def who(self) -> Who | None:
+        return None if self.kind is None or self.value is None else Who(self.kind, self.value)
+
+
+class OverridesQuery(BlocksQuery, OfClient):
+    pass
+
+
+class DecisionsQuery(OfClient):
+    after: Annotated[str, StringConstraints(max_length=100, pattern=r"^[!-~]*$")] = ""
+    outcome: Outcome | None = None
+    most: Most = 100
+
+
+class PolicyQuery(Query):
+    version: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+
+
+class VersionsQuery(Query):
+    before: Number | None = None
+    most: Most = 50
+
+
+class DiffQuery(Query):
+    against: Annotated[int, Field(ge=0, le=LARGEST, description="The version before it, if not given")] | None = None
+
+
+class AuditQuery(Query):
+    before: Cursor | None = None
+    most: Most = 50
+    author: Search | None = None
+    search: Search = ""
+
+
+class StepsQuery(Query):
+    most: Annotated[int, Field(ge=1, le=200)] = 20

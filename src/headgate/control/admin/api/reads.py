@@ -1,0 +1,272 @@
+"""What can be looked at, by everybody with a token."""
+
+from typing import Annotated, Any, Final
+from zoneinfo import ZoneInfo
+
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+from headgate.control.admin.api import fields
+from headgate.control.admin.api.callers import Asking, answer, meant
+from headgate.control.admin.api.shapes import listed, shape
+from headgate.control.admin.problems import answers
+from headgate.control.config.history import Difference, Version
+from headgate.control.config.rows import microseconds
+from headgate.control.desk.secrecy import discreetly
+from headgate.control.desk.views import (
+    AuditEntry,
+    BlockView,
+    ClientRow,
+    ClientView,
+    OverrideView,
+    Overview,
+    PolicyView,
+    RouteView,
+    TierView,
+    Timeline,
+    plain,
+)
+from headgate.control.steps import StepChange
+from headgate.errors import InvalidInput
+from headgate.telemetry import letters
+from headgate.telemetry.records import Record
+
+__all__ = ["ALWAYS", "CONFIG", "router"]
+
+ALWAYS: Final = (
+    "bad-request", "token-needed", "too-slow", "too-large", "invalid", "too many requests", "config-away",
+)  # fmt: skip
+"""Types of problems that any request may meet."""
+CONFIG: Final = {"headers": {"ETag": {"description": "The version", "schema": {"type": "string"}}}}
+
+router: Final = APIRouter(responses=answers(*ALWAYS))
+
+
+class Found(BaseModel):
+    """A client that was found."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: str
+    value: str
+    label: str | None
+
+
+class Why(BaseModel):
+    """Why a client was rejected."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    answer: dict[str, Any]
+    letter: list[str]
+    """Paragraphs that can be pasted into a mail."""
+
+
+class DifferenceModel(BaseModel):
+    """A row before and after."""
+
+    model_config = ConfigDict(extra="forbid", title="Difference")
+
+    section: str
+    id: int
+    what: str
+    lines: list[str]
+
+
+class VersionModel(BaseModel):
+    """A change that was made as a whole."""
+
+    model_config = ConfigDict(extra="forbid", title="Version")
+
+    version: int
+    at_us: int
+    author: str
+    reason: str
+    what: str
+    restores: int | None
+
+
+class Checked(BaseModel):
+    """What is wrong with a policy; nothing, if it is good."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    problems: list[str]
+
+
+def _gives(model: type, *problems: str, config: bool = False) -> dict[str, Any]:
+    """The response model, for OpenAPI; what is sent is made by the views themselves."""
+    told: dict[int | str, Any] = {200: {"model": model, **(CONFIG if config else {})}}
+    return {"response_model": None, "responses": told | answers(*problems)}
+
+
+# ------------------------------------------------------------------ now
+
+
+@router.get("/overview", **_gives(shape(Overview)))
+def overview(caller: Asking) -> JSONResponse:
+    """What the fleet is doing: nodes, the last five minutes, who is denied, who is near a limit."""
+    return answer(caller.desk.overview().as_dict())
+
+
+@router.get("/steps", **_gives(listed(StepChange)))
+def steps(caller: Asking, query: Annotated[fields.StepsQuery, Query()]) -> JSONResponse:
+    """Clients that do ten times what they usually do."""
+    return answer({"items": [each.as_dict() for each in caller.desk.steps(most=query.most)], "next": None})
+
+
+@router.get("/decisions", **_gives(listed(Record), "not-found", "config-away", "log-away"))
+def decisions(caller: Asking, query: Annotated[fields.DecisionsQuery, Query()]) -> JSONResponse:
+    """The decision log, the newest last; `after` the last that was seen, to go on."""
+    asked = query.who()
+    who = None if asked is None else meant(caller.desk, asked)
+    found = caller.desk.decisions(who=who, after=query.after, outcome=query.outcome, most=query.most)
+    return answer({"items": plain(found), "next": found[-1].id if found else query.after or None})
+
+
+# ------------------------------------------------------------------ one client
+
+
+@router.post("/find", **_gives(Found, "not-found"))
+def find(caller: Asking, body: fields.FindBody) -> JSONResponse:
+    """Which client a text means: a label, "tenant=acme", an address, an API key. Of a key only its hash comes back."""
+    who = caller.desk.find(body.client)
+    return answer({"kind": who.kind, "value": who.value, "label": caller.desk.client(who).label})
+
+
+@router.get("/client", **_gives(shape(ClientView), "not-found", config=True))
+def client(caller: Asking, query: Annotated[fields.ClientQuery, Query()]) -> JSONResponse:
+    """A client: its tier, the limits that it meets with where each comes from and what is used, overrides, block."""
+    version = caller.desk.version
+    return answer(caller.desk.client(meant(caller.desk, query.who())).as_dict(), version)
+
+
+@router.get("/client/why", **_gives(Why, "not-found", "config-away", "log-away"))
+def why(caller: Asking, query: Annotated[fields.WhyQuery, Query()]) -> JSONResponse:
+    """Why a client was rejected at a time: "yesterday 15:00", "3pm", "10 minutes ago"."""
+    try:
+        zone = ZoneInfo(query.zone)
+    except (ValueError, OSError, KeyError):
+        raise InvalidInput("zone: there is no such time zone; write it like Europe/Berlin") from None
+    who = meant(caller.desk, query.who())
+    with discreetly(query.at, query.until):
+        found = caller.desk.why(who, at=query.at, until=query.until, zone=zone)
+    return answer({"answer": plain(letters.plain(found)), "letter": letters.letter(found, zone=zone)})
+
+
+@router.get("/client/timeline", **_gives(shape(Timeline), "not-found", "config-away", "log-away"))
+def timeline(caller: Asking, query: Annotated[fields.TimelineQuery, Query()]) -> JSONResponse:
+    """What became of a client's requests, in equal parts of a time."""
+    since_us, until_us = microseconds(query.since), microseconds(query.until)
+    if until_us <= since_us:
+        raise InvalidInput("until: it is not after since")
+    who = meant(caller.desk, query.who())
+    found = caller.desk.timeline(who, since_us=since_us, until_us=until_us, slots=query.slots)
+    return answer(found.as_dict())
+
+
+@router.get("/clients", **_gives(listed(ClientRow), config=True))
+def clients(caller: Asking, query: Annotated[fields.ClientsQuery, Query()]) -> JSONResponse:
+    """Clients of whom the configuration says something."""
+    version = caller.desk.version
+    return answer(caller.desk.clients(search=query.search, after=query.after, most=query.most).as_dict(), version)
+
+
+# ------------------------------------------------------------------ the configuration
+
+
+@router.get("/overrides", **_gives(listed(OverrideView), "not-found", config=True))
+def overrides(caller: Asking, query: Annotated[fields.OverridesQuery, Query()]) -> JSONResponse:
+    """Other numbers for single clients."""
+    version = caller.desk.version
+    asked = query.who()
+    who = None if asked is None else meant(caller.desk, asked)
+    page = caller.desk.overrides(search=query.search, state=query.state, who=who, after=query.after, most=query.most)
+    return answer(page.as_dict(), version)
+
+
+@router.get("/overrides/{id}", **_gives(shape(OverrideView), "not-found", config=True))
+def override(caller: Asking, id: Annotated[fields.Number, Path()]) -> JSONResponse:
+    """One override."""
+    version = caller.desk.version
+    return answer(caller.desk.override(id).as_dict(), version)
+
+
+@router.get("/blocks", **_gives(listed(BlockView), config=True))
+def blocks(caller: Asking, query: Annotated[fields.BlocksQuery, Query()]) -> JSONResponse:
+    """Who does not get in."""
+    version = caller.desk.version
+    page = caller.desk.blocks(search=query.search, state=query.state, after=query.after, most=query.most)
+    return answer(page.as_dict(), version)
+
+
+@router.get("/tiers", **_gives(listed(TierView), config=True))
+def tiers(caller: Asking) -> JSONResponse:
+    """The tiers with their numbers."""
+    version = caller.desk.version
+    return answer({"items": plain(caller.desk.tiers()), "next": None}, version)
+
+
+@router.get("/routes", **_gives(listed(RouteView), config=True))
+def routes(caller: Asking) -> JSONResponse:
+    """What routes cost, and of which class they are."""
+    version = caller.desk.version
+    return answer({"items": plain(caller.desk.routes()), "next": None}, version)
+
+
+@router.get("/policy", **_gives(shape(PolicyView), "not-found", config=True))
+def policy(caller: Asking, query: Annotated[fields.PolicyQuery, Query()]) -> JSONResponse:
+    """The policy document, and the limits that it comes to; now, or at a version."""
+    version = caller.desk.version
+    return answer(caller.desk.policy(query.version).as_dict(), version)
+
+
+@router.post("/policy/check", **_gives(Checked))
+def check_policy(caller: Asking, body: fields.PolicyText) -> JSONResponse:
+    """What is wrong with a policy, before it holds."""
+    return answer({"problems": list(caller.desk.check_policy(body.text, file=body.file))})
+
+
+# ------------------------------------------------------------------ what was
+
+
+@router.get("/versions", **_gives(listed(VersionModel, cursor=int), config=True))
+def versions(caller: Asking, query: Annotated[fields.VersionsQuery, Query()]) -> JSONResponse:
+    """Who changed what, the newest first; `before` one of them, to go on."""
+    version = caller.desk.version
+    found = caller.desk.versions(before=query.before, most=query.most)
+    following = found[-1].number if len(found) == query.most and found[-1].number > 1 else None
+    return answer({"items": [_version(each) for each in found], "next": following}, version)
+
+
+@router.get("/versions/{number}/diff", **_gives(listed(DifferenceModel), "not-found", config=True))
+def diff(
+    caller: Asking, number: Annotated[fields.Number, Path()], query: Annotated[fields.DiffQuery, Query()]
+) -> JSONResponse:
+    """What is different at a version from the one before it, or from another."""
+    version = caller.desk.version
+    against = number - 1 if query.against is None else query.against
+    return answer({"items": [_difference(each) for each in caller.desk.diff(against, number)], "next": None}, version)
+
+
+@router.get("/audit", **_gives(listed(AuditEntry)))
+def audit(caller: Asking, query: Annotated[fields.AuditQuery, Query()]) -> JSONResponse:
+    """What people did, the newest first: changes, resets, tokens, and who has signed in."""
+    page = caller.desk.audit(before=query.before, most=query.most, author=query.author, search=query.search)
+    return answer(page.as_dict())
+
+
+def _version(made: Version) -> dict[str, Any]:
+    return {
+        "version": made.number,
+        "at_us": made.at_us,
+        "author": made.author,
+        "reason": made.reason,
+        "what": made.what,
+        "restores": made.restores,
+    }
+
+
+def _difference(found: Difference) -> dict[str, Any]:
+    return {"section": found.section, "id": found.id, "what": found.what, "lines": found.lines}

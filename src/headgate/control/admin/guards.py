@@ -1,0 +1,193 @@
+"""What stands before every request to the admin server: hosts, header fields, limits of its own, and bodies' bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from hashlib import sha256
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate.policy import read
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from headgate.adapters.asgi import App, Message, Receive, Scope, Send
+    from headgate.policy.model import Policy
+
+__all__ = ["BODY", "LARGE", "LOOPBACK", "SMALL", "Bodies", "Shell", "access_policy", "fields_for", "who_asks"]
+
+BODY: Final = "headgate.body"
+"""Where the scope holds the body of a request, whole, once it has been read."""
+
+SMALL: Final = 64 * 1024
+LARGE: Final = 1024 * 1024
+"""Bytes of a body: of all, and of those that bring a policy."""
+DEADLINE: Final = 15.0
+"""Seconds for a body to arrive: who sends it a byte at a time holds a connection, but not for ever."""
+
+LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+CSP: Final = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+COMMON: Final = (
+    (b"content-security-policy", CSP.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"x-frame-options", b"DENY"),
+)
+_POLICY_PAGES: Final = re.compile(r"/policy(?:/|$)")
+_POLICY_API: Final = re.compile(r"/api/v1/policy(?:/|$)")
+
+
+def fields_for(path: str) -> list[tuple[bytes, bytes]]:
+    """The header fields that every answer on this path carries."""
+    # With "no-referrer" browsers hide the Origin of forms, too, and with it what tells them from those of other sites.
+    referrer = b"no-referrer" if path.startswith("/api/") else b"same-origin"
+    caching = [] if path.startswith("/static/") else [(b"cache-control", b"no-store")]
+    return [*COMMON, (b"referrer-policy", referrer), *caching]
+
+
+def access_policy(proxies: Sequence[str] = ()) -> Policy:
+    """The limits of the admin server itself, by token and by address; `proxies` are those that say whose address."""
+    document: dict[str, Any] = {
+        "name": "admin server",
+        "routes": [{"path": "/health", "cost": 0}],
+        "limits": [
+            {"name": "requests", "by": "token", "missing": "ip", "bucket": "1200/minute, burst 300"},
+            {"name": "address", "by": "ip", "bucket": "6000/minute, burst 1000"},
+            # Guessing 256 bits is hopeless at any rate; this keeps who tries from filling logs and disks.
+            {"name": "sign-in", "path": "POST /login", "by": "ip", "bucket": "10/minute"},
+            {"name": "sign-in-link", "path": "/enter", "by": "ip", "bucket": "10/minute"},
+            {"name": "failed-tokens", "path": "/api/*", "by": "ip", "bucket": "30/minute",
+             "count_when": "status in [401]"},
+        ],
+    }  # fmt: skip
+    if proxies:
+        document["identity"] = {"proxies": list(proxies), "forwarded_by": "x-forwarded-for"}
+    return read(json.dumps(document), file="admin server", format="json")
+
+
+def who_asks(arrival: Any) -> str | None:
+    """The hash of a request's token or cookie, as it was sent: only who has it can spend what it is allowed."""
+    for value in arrival.header("authorization"):
+        if value[:7].lower() == "bearer ":
+            return sha256(value[7:].strip().encode("latin-1")).hexdigest()[:32]
+    for value in arrival.header("cookie"):
+        try:
+            cookies = SimpleCookie(value)
+        except CookieError:
+            continue
+        for name in ("__Host-headgate", "headgate"):
+            if name in cookies:
+                return sha256(cookies[name].value.encode()).hexdigest()[:32]
+    return None
+
+
+class Shell:
+    """Outermost: the names that the server may be called by, and header fields on whatever answer there is."""
+
+    def __init__(self, app: App, *, hosts: Collection[str] | None = None) -> None:
+        """`hosts` are names without ports, None for any: a page whose own name leads here by DNS is refused."""
+        self.app = app
+        self._hosts = None if hosts is None else {*map(str.lower, hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        fields = fields_for(scope["path"])
+
+        async def send_with_fields(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = {name.lower() for name, _ in message.get("headers", ())}
+                added = [field for field in fields if field[0] not in given]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        if self._hosts is not None and _host(scope) not in self._hosts:
+            return await _refuse(
+                send_with_fields, 421, "unknown-host", "Misdirected Request",
+                "This server is not called by that name; start it with --name to add one.",
+            )  # fmt: skip
+        return await self.app(scope, receive, send_with_fields)
+
+
+class Bodies:
+    """Innermost: reads each body whole, up to its bound and within its deadline, before anybody looks at it."""
+
+    def __init__(self, app: App, *, deadline: float = DEADLINE) -> None:
+        self.app = app
+        self._deadline = deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        most = _most(scope["path"])
+        too_large = f"The body is larger than {most // 1024} KiB."
+        if _declared(scope) > most:
+            return await _refuse(send, 413, "too-large", "Content Too Large", too_large)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._deadline):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None  # the client has gone
+                    body += message.get("body", b"")
+                    if len(body) > most:  # counted as it comes: a length may be wrong, or not be given at all
+                        return await _refuse(send, 413, "too-large", "Content Too Large", too_large)
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            return await _refuse(
+                send, 408, "too-slow", "Request Timeout", f"The body did not arrive within {self._deadline:g} seconds."
+            )
+        scope[BODY] = bytes(body)
+        is_given = False
+
+        async def receive_whole() -> Message:
+            nonlocal is_given
+            if is_given:
+                return await receive()
+            is_given = True
+            return {"type": "http.request", "body": scope[BODY], "more_body": False}
+
+        return await self.app(scope, receive_whole, send)
+
+
+def _most(path: str) -> int:
+    if _POLICY_API.match(path):
+        return LARGE
+    return 3 * LARGE if _POLICY_PAGES.match(path) else SMALL  # a form writes a line's end as six characters
+
+
+def _declared(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value[:20])
+    return 0
+
+
+def _host(scope: Scope) -> str:
+    """The name in the Host field, without its port; "" where there is none, or more than one."""
+    found: list[str] = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
+    if len(found) != 1:
+        return ""
+    name, colon, port = found[0].rpartition(":")
+    return name if colon and port.isdigit() else found[0]
+
+
+async def _refuse(send: Send, status: int, kind: str, title: str, detail: str) -> None:
+    body = json.dumps({"type": kind, "title": title, "status": status, "detail": detail}).encode()
+    headers = [
+        (b"content-type", b"application/problem+json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),  # what is left of the body is not worth waiting for
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

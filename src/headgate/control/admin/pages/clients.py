@@ -1,0 +1,247 @@
+"""The page of a client: what holds for it, how much of that is used, what became of its requests, and what to do."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from starlette.responses import RedirectResponse
+
+from headgate.control.admin.pages import charts, words
+from headgate.control.admin.pages.charts import Band
+from headgate.control.admin.pages.forms import Entered, attempt, bucket, given, reason, until
+from headgate.control.desk import Who
+from headgate.errors import HeadgateError, InvalidInput
+from headgate.telemetry.letters import letter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.responses import Response
+
+    from headgate.control.admin.pages.frame import Form, Visit
+    from headgate.control.desk.views import Slot, Timeline
+
+__all__ = ["block", "client", "clients", "find", "override", "reset", "tier", "unblock"]
+
+SECOND_US: Final = 1_000_000
+
+
+class Reach(NamedTuple):
+    """How far back a timeline goes."""
+
+    name: str
+    words: str
+    seconds: int
+    slots: int
+    """Whole minutes, quarters and hours: what people read."""
+    times: tuple[str, ...]
+    """Below the chart."""
+    format: str
+
+
+REACHES: Final = (
+    Reach("hour", "Hour", 3_600, 60, ("1 h ago", "30 min", "now"), "%H:%M"),
+    Reach("day", "24 hours", 86_400, 48, ("24 h ago", "12 h", "now"), "%a %H:%M"),
+    Reach("week", "7 days", 7 * 86_400, 84, ("7 days ago", "3½ days", "now"), "%a %d %b %H:%M"),
+)
+BANDS: Final = (("Allowed", "allowed"), ("Denied", "denied"), ("Blocked", "blocked"), ("Unavailable", "unavailable"))
+
+
+KINDS: Final = {
+    "api_key": "API key",
+    "tenant": "Tenant",
+    "user": "User",
+    "ip": "Address",
+    "subnet": "Network",
+    "label": "Client",
+}
+
+
+class Why(NamedTuple):
+    """The answer to "why blocked?"."""
+
+    at: str
+    paragraphs: Sequence[str] = ()
+    error: str = ""
+
+
+def find(visit: Visit) -> Response:
+    """From whatever was typed to the page of that client. It came in a form's body, as it may be an API key."""
+    who = visit.desk.find(visit.form.get("client", ""))
+    return RedirectResponse(words.client_url(*who), 303)
+
+
+def clients(visit: Visit) -> Response:
+    """Everybody of whom the configuration says something."""
+    search, after = visit.query.get("search", ""), visit.query.get("after") or None
+    found = visit.desk.clients(search=search, after=after)
+    return visit.page("clients.html", here="/clients", found=found, search=search, after=after)
+
+
+def client(visit: Visit) -> Response:
+    return _page(visit, _who(visit.query))
+
+
+def override(visit: Visit) -> Response:
+    who = _who(visit.form)
+    limit, numbers = visit.form.get("limit") or None, visit.form.get("bucket", "")
+    return attempt(
+        visit,
+        "override",
+        lambda: visit.desk.add_override(
+            visit.actor, who, bucket(visit), limit=limit, valid_until=until(visit), **given(visit)
+        ),
+        question=f"Give {_called(visit, who)} {numbers} on {limit}?",
+        said="The override is given.",
+        back=words.client_url(*who),
+        again=lambda entered: _page(visit, who, entered),
+    )
+
+
+def block(visit: Visit) -> Response:
+    who = _who(visit.form)
+    return attempt(
+        visit,
+        "block",
+        lambda: visit.desk.block(visit.actor, who, valid_until=until(visit), **given(visit)),
+        question=f"Block {_called(visit, who)}?",
+        said="Blocked.",
+        back=words.client_url(*who),
+        again=lambda entered: _page(visit, who, entered),
+    )
+
+
+def unblock(visit: Visit) -> Response:
+    who = _who(visit.form)
+    return attempt(
+        visit,
+        "unblock",
+        lambda: visit.desk.unblock(visit.actor, who, **given(visit)),
+        question=f"Let {_called(visit, who)} in again?",
+        said="The block is lifted.",
+        back=words.client_url(*who),
+        again=lambda entered: _page(visit, who, entered),
+    )
+
+
+def reset(visit: Visit) -> Response:
+    who = _who(visit.form)
+    limit = visit.form.get("limit")
+    return attempt(
+        visit,
+        "reset",
+        lambda: visit.desk.reset(visit.actor, who, limits=[limit] if limit else None, reason=reason(visit)),
+        question=f"Reset what {_called(visit, who)} has used?",
+        said=f"What was used of {limit or 'every limit'} is forgotten.",
+        back=words.client_url(*who),
+        again=lambda entered: _page(visit, who, entered),
+    )
+
+
+def tier(visit: Visit) -> Response:
+    who, name = _who(visit.form), visit.form.get("tier", "")
+    label = visit.form.get("label") or None
+    return attempt(
+        visit,
+        "tier",
+        lambda: (
+            visit.desk.assign(visit.actor, who, name, label=label, **given(visit))
+            if name
+            else visit.desk.unassign(visit.actor, who, **given(visit))
+        ),
+        question=f"Put {_called(visit, who)} into {name or 'no tier of its own'}?",
+        said=f"It is in {name} now." if name else "It has no tier of its own any more.",
+        back=words.client_url(*who),
+        again=lambda entered: _page(visit, who, entered),
+    )
+
+
+# ---------------------------------------------------------------------- within
+
+
+def _page(visit: Visit, who: Who, entered: Entered | None = None) -> Response:
+    view = visit.desk.client(who)
+    reach = next((each for each in REACHES if each.name == visit.query.get("reach")), REACHES[0])
+    values: dict[str, Any] = {
+        "view": view,
+        "entered": entered,
+        "reach": reach,
+        "reaches": REACHES,
+        "tiers": visit.desk.tiers(),
+        "kind_words": KINDS,
+        "limits": list(dict.fromkeys(each.limit for each in view.limits)),
+        "own_limits": list(dict.fromkeys(each.limit for each in view.limits if each.own)),
+        "why": _why(visit, who),
+        **_timeline(visit, who, reach),
+    }
+    return visit.page("client.html", status=entered.status if entered else 200, here="/clients", **values)
+
+
+def _timeline(visit: Visit, who: Who, reach: Reach) -> dict[str, Any]:
+    until_us = visit.now_us
+    try:
+        found = visit.desk.timeline(
+            who, since_us=until_us - reach.seconds * SECOND_US, until_us=until_us, slots=reach.slots
+        )
+    except HeadgateError as error:
+        return {"timeline": None, "timeline_error": f"{error}"}
+    labels = [f"{_local(visit, slot.at_us):{reach.format}}" for slot in found.slots]
+    shown = [
+        (name, css) for name, css in BANDS if css in ("allowed", "denied") or any(getattr(s, css) for s in found.slots)
+    ]
+    bands = [Band(name, css, [getattr(slot, css) for slot in found.slots]) for name, css in shown]
+    return {
+        "timeline": found,
+        "timeline_error": "",
+        "is_quiet": not any(any(band.values) for band in bands),
+        "bands": bands,
+        "chart": charts.bars(bands, labels, id="timeline", title=f"Decisions, last {reach.words.lower()}"),
+        "rows": _rows(found, labels, [css for _, css in shown]),
+        "names": [name for name, _ in shown],
+    }
+
+
+def _rows(found: Timeline, labels: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
+    """The slots in which something was, the newest first."""
+
+    def numbers(slot: Slot) -> list[int]:
+        return [getattr(slot, css) for css in columns]
+
+    pairs = reversed(list(zip(found.slots, labels, strict=True)))
+    return [[label, *map(words.amount, numbers(slot))] for slot, label in pairs if any(numbers(slot))]
+
+
+def _why(visit: Visit, who: Who) -> Why | None:
+    at = visit.query.get("at", "")
+    if not at:
+        return None
+    try:
+        answer = visit.desk.why(who, at=at, until=visit.query.get("to") or None, zone=visit.zone)
+    except HeadgateError as error:
+        return Why(at, error=f"{error}")
+    return Why(at, letter(answer, zone=visit.zone))
+
+
+def _who(form: Form) -> Who:
+    """Whom a page is about."""
+    kind, value = form.get("kind", ""), form.get("value", "")
+    if not kind or not value:
+        raise InvalidInput("this page is about a client, and none is named: look for one above")
+    if kind == "api_key" and not value.startswith("hmac:"):
+        # Not shown again: addresses stay in histories and logs.
+        raise InvalidInput("an API key does not belong into an address; type it into the search above, which hides it")
+    return Who(kind, value)
+
+
+def _called(visit: Visit, who: Who) -> str:
+    """What to call a client in a question."""
+    try:
+        label = visit.desk.client(who).label
+    except HeadgateError:
+        label = None
+    return label or f"{who.kind} {words.short_hash(who.value)}"
+
+
+def _local(visit: Visit, at_us: int) -> datetime:
+    return datetime.fromtimestamp(at_us // SECOND_US, UTC).astimezone(visit.zone)

@@ -1,0 +1,85 @@
+"""Where people sign in and out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from headgate.control.admin.pages.frame import local_path
+from headgate.control.admin.sessions import FormRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from starlette.requests import Request
+
+    from headgate.control.admin.pages.frame import Frame
+    from headgate.control.admin.tokens import Token
+
+__all__ = ["routes"]
+
+HELLO: Final = "These pages show and change what a running API allows."
+LONGEST: Final = 200
+
+
+def routes(frame: Frame) -> Iterator[tuple[str, list[str], Callable[[Request], Response]]]:
+    """Paths that are open to who has not signed in yet."""
+    for path, method, answer in (
+        ("/login", "GET", login),
+        ("/login", "POST", sign_in),
+        ("/enter", "GET", enter),
+        ("/logout", "POST", sign_out),
+    ):
+        yield path, [method], frame.open(partial(answer, frame))
+
+
+def login(frame: Frame, request: Request) -> Response:
+    next = local_path(request.query_params.get("next", "/"))
+    if frame.sessions.of(request) is not None:
+        return RedirectResponse(next, 303)
+    return _door(frame, next=next)
+
+
+def sign_in(frame: Frame, request: Request) -> Response:
+    frame.sessions.check_origin(request)
+    form = frame.form(request)
+    next = local_path(form.get("next", "/"))
+    token = frame.tokens.check(form.get("token", "")[:LONGEST])
+    if token is None:
+        why = "This is no token that holds: it may be mistyped, expired or revoked."
+        return _door(frame, next=next, status=401, error=why)
+    return _in(frame, token, next)
+
+
+def enter(frame: Frame, request: Request) -> Response:
+    """A link that holds once. What looks at links before people do (scanners of mails, previews) would use it up: these
+    links are printed in a terminal, and never mailed."""
+    token = frame.tokens.redeem(request.query_params.get("code", "")[:LONGEST])
+    if token is None:
+        text = "This link was used before, or is older than ten minutes. Sign in with a token."
+        return _door(frame, next="/", status=401, hello=text)
+    return _in(frame, token, "/")
+
+
+def sign_out(frame: Frame, request: Request) -> Response:
+    response = RedirectResponse("/login", 303)
+    try:
+        frame.sessions.check_form(request, frame.form(request))
+    except FormRefused:
+        if frame.sessions.of(request) is not None:
+            raise
+    frame.sessions.end(request, response)
+    return response
+
+
+def _in(frame: Frame, token: Token, next: str) -> Response:
+    response = RedirectResponse(next, 303)
+    frame.sessions.begin(token, response)
+    frame.desk.note(token.actor, "signed in", f"token {token.name}")
+    return response
+
+
+def _door(frame: Frame, *, next: str, status: int = 200, hello: str = HELLO, error: str = "") -> Response:
+    return HTMLResponse(frame.render("login.html", next=next, hello=hello, error=error), status)

@@ -1,0 +1,143 @@
+"""Forms that change something: what was entered is kept until it is taken, and what is dangerous is asked for twice."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from headgate.control.admin.sessions import CSRF_FIELD
+from headgate.control.config import ConfigUnavailable, Conflict
+from headgate.control.desk.errors import NeedsConfirmation, NotAllowed, NotFound
+from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
+from headgate.limits import Limit
+from headgate.telemetry.moments import coming
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from starlette.responses import Response
+
+    from headgate.control.admin.pages.frame import Visit
+    from headgate.control.config.history import Version
+    from headgate.control.desk import Change
+
+__all__ = ["Entered", "Mistake", "attempt", "bucket", "given", "reason", "until"]
+
+LONGEST_REASON: Final = 500
+MOST_CHANGES: Final = 8
+"""Versions that are listed when somebody else was quicker."""
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Mistake(HeadgateError):
+    """A field that cannot be taken as it is."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+class Entered(NamedTuple):
+    """A form that was not taken yet: what was in it, and what to say about that."""
+
+    form: str
+    values: Mapping[str, str]
+    errors: Mapping[str, str] = {}
+    """By field."""
+    problems: tuple[str, ...] = ()
+    """What is about no single field."""
+    changes: tuple[Version, ...] = ()
+    """What others have changed meanwhile."""
+    status: int = 422
+
+    @property
+    def first(self) -> str | None:
+        """The field that the cursor goes to."""
+        return next(iter(self.errors), None)
+
+
+def attempt(
+    visit: Visit,
+    form: str,
+    do: Callable[[], Change],
+    *,
+    question: str,
+    said: str,
+    back: str,
+    again: Callable[[Entered], Response],
+) -> Response:
+    """Do what a form asks for, and go `back` to say so; or show it `again` with what is wrong; or ask if it is meant.
+
+    `question` is what is asked then, and `said` what is told when it is done.
+    """
+    entered = Entered(form, visit.form)
+    if "again" in visit.form:  # back from the question, to change something
+        return again(entered._replace(status=200))
+    try:
+        change = do()
+    except Mistake as mistake:
+        return again(entered._replace(errors={mistake.field: f"{mistake}"}))
+    except NeedsConfirmation as doubt:
+        kept = [(name, value) for name, value in visit.form.pairs if name not in (CSRF_FIELD, "confirm", "again")]
+        return visit.page(
+            "confirm.html", status=409, question=question, dangers=doubt.dangers, kept=kept, path=visit.request.url.path
+        )
+    except Conflict as conflict:
+        return again(entered._replace(changes=_since(visit, conflict), status=409))
+    except InvalidPolicy as invalid:
+        return again(entered._replace(problems=tuple(f"{invalid}".splitlines())))
+    except (NotAllowed, NotFound, ConfigUnavailable):
+        raise
+    except HeadgateError as error:
+        return again(entered._replace(problems=(f"{error}",)))
+    number = "" if change.version is None else f" Version {change.version.number}."
+    return visit.go(back, f"{said}{number}", change.notes)
+
+
+def given(visit: Visit) -> dict[str, Any]:
+    """What all changes of the configuration take: why, what is confirmed, and the version that was looked at."""
+    return {
+        "reason": reason(visit),
+        "confirm": frozenset(visit.form.all("confirm")),
+        "based_on": visit.form.number("based_on"),
+    }
+
+
+def reason(visit: Visit) -> str:
+    written = visit.form.get("reason", "")
+    if not written:
+        raise Mistake("reason", "Say why, in a few words: others will read it.")
+    if len(written) > LONGEST_REASON:
+        raise Mistake("reason", f"This has {len(written)} characters; {LONGEST_REASON} are the most.")
+    return written
+
+
+def bucket(visit: Visit) -> str:
+    """The numbers of a limit, as policies write them."""
+    written = visit.form.get("bucket", "")
+    if not written:
+        raise Mistake("bucket", 'Write the new limit, like "1000/minute" or "1000/minute, burst 200".')
+    try:
+        Limit.parse(written, name="check")
+    except HeadgateError as error:
+        if not written.startswith("0"):  # what to do instead of a limit of 0, the desk says
+            raise Mistake("bucket", f"{error}") from None
+    return written
+
+
+def until(visit: Visit, field: str = "until") -> datetime | None:
+    """The moment to come that was written, of a day its end; None for none."""
+    written = visit.form.get(field, "")
+    if not written:
+        return None
+    now = EPOCH + timedelta(microseconds=visit.now_us)
+    try:
+        return coming(written, now=now, zone=visit.zone, at_its_end=True)
+    except InvalidInput as error:
+        raise Mistake(field, f"{error}") from None
+
+
+def _since(visit: Visit, conflict: Conflict) -> tuple[Version, ...]:
+    based_on = visit.form.number("based_on") or 0
+    found = visit.desk.versions(most=MOST_CHANGES)
+    return tuple(version for version in found if version.number > based_on)

@@ -1,0 +1,279 @@
+"""What every page is made with: who visits, what was sent, the templates, and what is said when something fails."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from urllib.parse import parse_qsl, urlencode
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
+from markupsafe import Markup
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from headgate.control.admin.guards import BODY
+from headgate.control.admin.pages import words
+from headgate.control.admin.problems import of_error
+from headgate.control.admin.sessions import CSRF_FIELD, FormRefused
+from headgate.errors import HeadgateError
+
+if TYPE_CHECKING:
+    from datetime import tzinfo
+
+    from jinja2.runtime import Context
+    from starlette.requests import Request
+
+    from headgate.control.admin.sessions import Session, Sessions
+    from headgate.control.admin.tokens import Tokens
+    from headgate.control.desk import Actor
+    from headgate.control.desk.desk import Desk
+
+__all__ = ["Form", "Frame", "Handler", "Visit", "local_path"]
+
+HERE: Final = Path(__file__).parent
+STATIC: Final = HERE / "static"
+TEMPLATES: Final = HERE / "templates"
+
+MENU: Final = (
+    ("/", "Overview", "viewer"),
+    ("/clients", "Clients", "viewer"),
+    ("/overrides", "Overrides", "viewer"),
+    ("/blocks", "Blocks", "viewer"),
+    ("/policy", "Policy", "viewer"),
+    ("/audit", "Audit", "viewer"),
+    ("/tokens", "Tokens", "admin"),
+)
+"""Paths, their names, and the least role that sees them."""
+
+FLASH: Final = "flash"
+FLASH_SECONDS: Final = 60
+LONGEST_FLASH: Final = 1500
+MOST_FIELDS: Final = 100
+FORM_TYPE: Final = "application/x-www-form-urlencoded"
+
+SHOWN: Final = {
+    "limit": "Limit",
+    "bucket": "Allow",
+    "client": "Client",
+    "value": "Client",
+    "tier": "Tier",
+    "until": "Until",
+    "reason": "Reason",
+}
+"""Fields that are shown when somebody is asked whether a change is meant."""
+
+
+class Form(dict[str, str]):
+    """What was sent, by name. Surrounding blanks are taken away, lines end as on this machine."""
+
+    def __init__(self, pairs: list[tuple[str, str]]) -> None:
+        super().__init__((name, value.replace("\r\n", "\n").strip()) for name, value in pairs)
+        self.pairs = pairs
+        """All of it, as it came."""
+
+    def all(self, name: str) -> list[str]:
+        """Every value of a name that may come several times."""
+        return [value for each, value in self.pairs if each == name]
+
+    def put(self, name: str, value: str) -> None:
+        """Forget what was sent under this name, for something else."""
+        self.pairs = [*((each, sent) for each, sent in self.pairs if each != name), (name, value)]
+        self[name] = value
+
+    def number(self, name: str) -> int | None:
+        """A whole number, as pages put it into hidden fields; None if there is none."""
+        value = self.get(name, "")
+        return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else None
+
+
+class Flash(NamedTuple):
+    """What the next page says first."""
+
+    said: str
+    notes: tuple[str, ...] = ()
+
+
+class Visit(NamedTuple):
+    """Somebody who has signed in, and what they ask for."""
+
+    frame: Frame
+    request: Request
+    session: Session
+    form: Form
+
+    @property
+    def actor(self) -> Actor:
+        return self.session.actor
+
+    @property
+    def desk(self) -> Desk:
+        return self.frame.desk
+
+    @property
+    def query(self) -> Form:
+        return Form(list(self.request.query_params.multi_items()))
+
+    @property
+    def zone(self) -> tzinfo:
+        """That of the browser, as its script has told it."""
+        return words.zone_named(self.request.cookies.get("zone"))
+
+    @property
+    def now_us(self) -> int:
+        return self.frame.tokens.clock.now_us()
+
+    def page(self, template: str, *, status: int = 200, here: str = "", **values: Any) -> Response:
+        """A whole page. What was to be said since the last one is said now, and not again."""
+        return self.frame.page(self, template, status=status, here=here, **values)
+
+    def go(self, path: str, said: str, notes: tuple[str, ...] = ()) -> Response:
+        """To another page by GET, which then says what was done."""
+        response = RedirectResponse(path, 303)
+        written = json.dumps([said[:LONGEST_FLASH], *(note[:300] for note in notes[:3])]).encode()
+        response.set_cookie(
+            FLASH, base64.urlsafe_b64encode(written).decode(), max_age=FLASH_SECONDS, httponly=True, samesite="strict"
+        )
+        return response
+
+
+Handler: TypeAlias = Callable[[Visit], Response]
+Endpoint: TypeAlias = Callable[..., Response]
+
+
+class Frame:
+    """Makes endpoints out of what a page does for somebody who has signed in."""
+
+    def __init__(self, desk: Desk, sessions: Sessions, tokens: Tokens) -> None:
+        self.desk = desk
+        self.sessions = sessions
+        self.tokens = tokens
+        self._templates = Environment(
+            loader=FileSystemLoader(TEMPLATES),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters |= {
+            "amount": words.amount,
+            "latency": words.latency,
+            "moment": _moment,
+            "pair": lambda word: (word, word),
+            "percent": words.percent,
+            "short": words.short,
+            "short_hash": words.short_hash,
+            "wait": words.wait,
+        }
+        self._templates.globals |= {
+            "client_url": words.client_url,
+            "query": urlencode,
+            "shown": SHOWN,
+            "static": _static_url,
+        }
+
+    def endpoint(self, handler: Handler) -> Endpoint:
+        """What the router calls, in a thread: sends strangers to the door, and checks forms."""
+        return self.open(lambda request: self._answer(request, handler))
+
+    def open(self, answer: Endpoint) -> Endpoint:
+        """The same for what is open to everybody. What went wrong is told in words."""
+
+        def answered(request: Request) -> Response:
+            try:
+                return answer(request)
+            except HeadgateError as error:
+                return self._error(request, error)
+
+        return answered
+
+    def page(self, visit: Visit, template: str, *, status: int = 200, here: str = "", **values: Any) -> Response:
+        flash = _flash(visit.request)
+        text = self.render(
+            template,
+            actor=visit.actor,
+            csrf=Markup('<input type="hidden" name="{}" value="{}">').format(CSRF_FIELD, visit.session.csrf),
+            flash=flash,
+            here=here,
+            menu=[(path, name) for path, name, role in MENU if visit.actor.may(role)],  # type: ignore[arg-type] # of MENU
+            now_us=visit.now_us,
+            version=self._version(),
+            zone=visit.zone,
+            **values,
+        )
+        response = HTMLResponse(text, status)
+        if flash is not None:
+            response.delete_cookie(FLASH, httponly=True, samesite="strict")
+        return response
+
+    def render(self, template: str, **values: Any) -> str:
+        return self._templates.get_template(template).render(**values)
+
+    def _answer(self, request: Request, handler: Handler) -> Response:
+        if request.method == "POST":
+            form = self.form(request)
+            return handler(Visit(self, request, self.sessions.check_form(request, form), form))
+        session = self.sessions.of(request)
+        if session is None:
+            there = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            asked = "" if there in ("/", "/overview/live") else f"?{urlencode({'next': there})}"
+            return RedirectResponse(f"/login{asked}", 303)
+        return handler(Visit(self, request, session, Form([])))
+
+    def form(self, request: Request) -> Form:
+        """What was sent; nothing else than forms is."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != FORM_TYPE:
+            raise FormRefused("this is no form of these pages")
+        try:
+            body = bytes(request.scope[BODY]).decode()
+            return Form(parse_qsl(body, keep_blank_values=True, max_num_fields=MOST_FIELDS))
+        except ValueError as error:
+            raise FormRefused("this form cannot be read") from error
+
+    def _error(self, request: Request, error: HeadgateError) -> Response:
+        problem = of_error(error)
+        try:
+            session = self.sessions.of(request)
+        except HeadgateError:  # the same database is away
+            session = None
+        told = {"heading": problem.title, "text": problem.detail}
+        if session is None:
+            return HTMLResponse(self.render("alone.html", **told), problem.status)
+        return self.page(Visit(self, request, session, Form([])), "error.html", status=problem.status, **told)
+
+    def _version(self) -> int | None:
+        try:
+            return self.desk.version
+        except HeadgateError:
+            return None  # the page itself says what is away
+
+
+def local_path(path: str) -> str:
+    """A path on this server, as it was given; the first page, for what could lead to another one."""
+    return path if re.fullmatch(r"/(?![/\\])[^\\\x00-\x20\x7f]*", path) else "/"
+
+
+@pass_context
+def _moment(context: Context, at_us: int | None, never: str = "–") -> str:
+    return words.moment(at_us, now_us=context["now_us"], zone=context["zone"], never=never)
+
+
+def _flash(request: Request) -> Flash | None:
+    try:
+        said, *notes = json.loads(base64.urlsafe_b64decode(request.cookies.get(FLASH, "")))
+        return Flash(str(said), tuple(map(str, notes)))
+    except (ValueError, TypeError):
+        return None
+
+
+def _static_url(name: str) -> str:
+    """The address of a file, with its content in it: browsers keep it until it changes."""
+    if name not in _VERSIONS:
+        _VERSIONS[name] = sha256((STATIC / name).read_bytes()).hexdigest()[:12]
+    return f"/static/{name}?v={_VERSIONS[name]}"
+
+
+_VERSIONS: Final[dict[str, str]] = {}

@@ -1,0 +1,181 @@
+"""Overrides and blocks: all of them, to look for one, change it, or take it back."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate.control.admin.pages import words
+from headgate.control.admin.pages.forms import Entered, Mistake, attempt, bucket, given, until
+from headgate.errors import HeadgateError
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from headgate.control.admin.pages.frame import Visit
+    from headgate.control.desk import Who
+    from headgate.control.desk.views import OverrideView
+
+__all__ = ["add_block", "blocks", "change_override", "override", "overrides", "remove_block", "remove_override"]
+
+STATES: Final = (("all", "All"), ("active", "Active"), ("future", "To come"), ("expired", "Expired"))
+
+
+def overrides(visit: Visit) -> Response:
+    asked = _asked(visit)
+    return visit.page("overrides.html", here="/overrides", found=visit.desk.overrides(**asked), **_shown(asked))
+
+
+def override(visit: Visit) -> Response:
+    return _override(visit)
+
+
+def change_override(visit: Visit) -> Response:
+    id = _id(visit)
+    before = visit.desk.override(id)
+    return attempt(
+        visit,
+        "override",
+        lambda: visit.desk.change_override(
+            visit.actor,
+            id,
+            bucket(visit),
+            limit=visit.form.get("limit") or None,
+            route_class=before.route_class,
+            valid_from=_moment(before.valid_from_us),
+            valid_until=_kept_until(visit, before),
+            **given(visit),
+        ),
+        question=f"Change this override of {_called(before.who, before.label)} to {visit.form.get('bucket', '')}?",
+        said="The override is changed.",
+        back=words.client_url(*before.who),
+        again=lambda entered: _override(visit, entered),
+    )
+
+
+def remove_override(visit: Visit) -> Response:
+    id = _id(visit)
+    before = visit.desk.override(id)
+    return attempt(
+        visit,
+        "remove",
+        lambda: visit.desk.remove_override(visit.actor, id, **given(visit)),
+        question=f"Take the override of {_called(before.who, before.label)} back?",
+        said="The override is taken back.",
+        back=words.client_url(*before.who),
+        again=lambda entered: _override(visit, entered),
+    )
+
+
+def blocks(visit: Visit) -> Response:
+    return _blocks(visit)
+
+
+def add_block(visit: Visit) -> Response:
+    """For addresses and networks, and whoever else can be found by name."""
+    written = visit.form.get("client", "")
+    known = _found(visit, written)
+    # What was typed may be an API key: from here on, also in the form that is shown again, its hash stands for it.
+    visit.form.put("client", "" if known is None else f"{known.kind}={known.value}")
+
+    def do() -> Any:
+        if known is None:
+            raise Mistake("client", "Say whom: an address, a network, a name, tenant=acme, or an API key.")
+        return visit.desk.block(visit.actor, known, valid_until=until(visit), **given(visit))
+
+    return attempt(
+        visit,
+        "block",
+        do,
+        question=f"Block {'' if known is None else _called(known, None)}?",
+        said="Blocked." if known is None else f"{_called(known, None)} is blocked.",
+        back="/blocks",
+        again=lambda entered: _blocks(visit, entered),
+    )
+
+
+def remove_block(visit: Visit) -> Response:
+    return attempt(
+        visit,
+        f"remove-{_id(visit)}",
+        lambda: visit.desk.unblock(visit.actor, _id(visit), **given(visit)),
+        question="Lift this block?",
+        said="The block is lifted.",
+        back="/blocks",
+        again=lambda entered: _blocks(visit, entered),
+    )
+
+
+# ---------------------------------------------------------------------- within
+
+
+def _override(visit: Visit, entered: Entered | None = None) -> Response:
+    view = visit.desk.override(_id(visit))
+    limits = list(dict.fromkeys(rule.name for rule in visit.desk.policy().rules))
+    return visit.page(
+        "override.html",
+        status=entered.status if entered else 200,
+        here="/overrides",
+        view=view,
+        limits=limits,
+        until=_written_until(visit, view),
+        entered=entered,
+    )
+
+
+def _blocks(visit: Visit, entered: Entered | None = None) -> Response:
+    asked = _asked(visit)
+    return visit.page(
+        "blocks.html",
+        status=entered.status if entered else 200,
+        here="/blocks",
+        found=visit.desk.blocks(**asked),
+        entered=entered,
+        **_shown(asked),
+    )
+
+
+def _asked(visit: Visit) -> dict[str, Any]:
+    state = visit.query.get("state", "all")
+    return {
+        "search": visit.query.get("search", ""),
+        "state": state if state in dict(STATES) else "all",
+        "after": visit.query.get("after") or None,
+    }
+
+
+def _shown(asked: dict[str, Any]) -> dict[str, Any]:
+    return {**asked, "states": STATES}
+
+
+def _found(visit: Visit, written: str) -> Who | None:
+    try:
+        return visit.desk.find(written) if written else None
+    except HeadgateError:
+        return None
+
+
+def _id(visit: Visit) -> int:
+    id: int = visit.request.path_params["id"]
+    return id
+
+
+def _called(who: Who, label: str | None) -> str:
+    return label or f"{who.kind} {words.short_hash(who.value)}"
+
+
+def _moment(at_us: int | None) -> datetime | None:
+    return None if at_us is None else datetime.fromtimestamp(at_us / 1_000_000, UTC)
+
+
+def _written_until(visit: Visit, view: OverrideView) -> str:
+    """As it can be sent back: to the minute, in the zone of who looks."""
+    moment = _moment(view.valid_until_us)
+    return "" if moment is None else f"{moment.astimezone(visit.zone):%Y-%m-%d %H:%M}"
+
+
+def _kept_until(visit: Visit, before: OverrideView) -> datetime | None:
+    """The end that was written; to the microsecond the one that was, if nobody has touched it."""
+    if visit.form.get("until", "") == _written_until(visit, before):
+        return _moment(before.valid_until_us)
+    return until(visit)

@@ -1,0 +1,220 @@
+"""The policy: its document, its versions, what changed between two of them, and the way back."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from headgate.control.admin.pages.forms import Entered, Mistake, attempt, given
+from headgate.control.desk.errors import NotAllowed, NotFound
+from headgate.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from starlette.responses import Response
+
+    from headgate.control.admin.pages.frame import Visit
+    from headgate.control.config.history import Difference
+
+__all__ = ["diff", "edit", "policy", "put", "restore", "version", "versions"]
+
+MOST: Final = 30
+SECTIONS: Final = {
+    "documents": "Document",
+    "tiers": "Tiers",
+    "routes": "Route costs",
+    "clients": "Clients",
+    "overrides": "Overrides",
+    "blocked": "Blocks",
+}
+MOST_DIFFERENCES: Final = 200
+FILES: Final = {"yaml": "policy.yaml", "toml": "policy.toml", "json": "policy.json"}
+_LINE: Final = re.compile(r"[^:\s]+:(\d+):(?:\d+:)? ")
+
+
+class Line(NamedTuple):
+    """A line of what changed."""
+
+    css: str
+    sign: str
+    text: str
+    words: str
+    """What the sign means, for who does not see it."""
+
+
+class Problem(NamedTuple):
+    """What is wrong with a document."""
+
+    line: int | None
+    text: str
+
+
+class Section(NamedTuple):
+    name: str
+    lines: list[Line]
+
+
+def policy(visit: Visit) -> Response:
+    view = visit.desk.policy()
+    return visit.page(
+        "policy.html",
+        here="/policy",
+        view=view,
+        lines=view.text.splitlines(),
+        tiers=visit.desk.tiers(),
+        routes=visit.desk.routes(),
+        versions=visit.desk.versions(most=8),
+    )
+
+
+def versions(visit: Visit) -> Response:
+    found = visit.desk.versions(before=visit.query.number("before"), most=MOST)
+    return visit.page(
+        "versions.html", here="/policy", versions=found, before=visit.query.number("before"), is_more=len(found) == MOST
+    )
+
+
+def version(visit: Visit) -> Response:
+    return _version(visit)
+
+
+def diff(visit: Visit) -> Response:
+    one, other = visit.query.number("one"), visit.query.number("other")
+    if one is None or other is None:
+        raise InvalidInput("give two versions to compare")
+    sections, left_out = _sections(visit.desk.diff(one, other))
+    return visit.page("diff.html", here="/policy", one=one, other=other, sections=sections, left_out=left_out)
+
+
+def restore(visit: Visit) -> Response:
+    number: int = visit.request.path_params["version"]
+    chosen = [name for name in visit.form.all("sections") if name in SECTIONS]
+
+    def do() -> Any:
+        if not chosen:
+            raise Mistake("sections", "Choose at least one.")
+        return visit.desk.rollback(
+            visit.actor, number, sections=None if len(chosen) == len(SECTIONS) else chosen, **given(visit)
+        )
+
+    return attempt(
+        visit,
+        "restore",
+        do,
+        question=f"Go back to version {number}?",
+        said=f"Everything is as it was at version {number}." if len(chosen) == len(SECTIONS) else "That is as it was.",
+        back="/policy",
+        again=lambda entered: _version(visit, entered),
+    )
+
+
+def edit(visit: Visit) -> Response:
+    if not visit.actor.may("operator"):
+        raise NotAllowed("change the policy", role=visit.actor.role, needed="operator")
+    return _edit(visit)
+
+
+def put(visit: Visit) -> Response:
+    file, text = visit.form.get("file", ""), _document(visit)
+    if "check" in visit.form:
+        problems = visit.desk.check_policy(text, file=file)
+        return _edit(visit, Entered("policy", visit.form, status=200), problems=problems, is_checked=True)
+
+    return attempt(
+        visit,
+        "policy",
+        lambda: visit.desk.put_policy(visit.actor, text, file=file, **given(visit)),
+        question="Take this policy?",
+        said="The policy is taken. Nodes have it within a second.",
+        back="/policy",
+        again=lambda entered: _edit(visit, entered, problems=entered.problems),
+    )
+
+
+# ---------------------------------------------------------------------- within
+
+
+def _version(visit: Visit, entered: Entered | None = None) -> Response:
+    number: int = visit.request.path_params["version"]
+    found = next(iter(visit.desk.versions(before=number + 1, most=1)), None)
+    if found is None or found.number != number:
+        raise NotFound(f"there is no version {number}")
+    sections, left_out = _sections(visit.desk.diff(number - 1, number))
+    view = visit.desk.policy(number)
+    return visit.page(
+        "version.html",
+        status=entered.status if entered else 200,
+        here="/policy",
+        found=found,
+        sections=sections,
+        left_out=left_out,
+        view=view,
+        lines=view.text.splitlines(),
+        names=SECTIONS,
+        chosen=visit.form.all("sections") if entered else list(SECTIONS),
+        entered=entered,
+    )
+
+
+def _edit(
+    visit: Visit, entered: Entered | None = None, *, problems: Iterable[str] = (), is_checked: bool = False
+) -> Response:
+    view = visit.desk.policy()
+    told = [*map(_problem, problems)]
+    if entered is not None:
+        entered = entered._replace(problems=())  # they stand beside the document, each with its line
+    text = _document(visit) if entered else view.text
+    return visit.page(
+        "edit.html",
+        status=entered.status if entered else 200,
+        here="/policy",
+        file=(visit.form.get("file") if entered else "") or FILES.get(view.format, view.name or "policy.yaml"),
+        files=[(name, name) for name in FILES.values()],
+        text=text,
+        problems=told,
+        marked=[*_marked(told, text.splitlines())],
+        is_checked=is_checked,
+        entered=entered,
+    )
+
+
+def _document(visit: Visit) -> str:
+    """As it was typed: blanks at the begin of a line mean something, lines end with one sign."""
+    return next(iter(visit.form.all("text")), "").replace("\r\n", "\n").removeprefix("\n")
+
+
+def _problem(text: str) -> Problem:
+    match = _LINE.match(text)
+    return Problem(None, text) if match is None else Problem(int(match[1]), text[match.end() :])
+
+
+def _marked(problems: Iterable[Problem], lines: list[str]) -> Iterator[tuple[int, str]]:
+    """The lines that something is wrong with."""
+    for problem in problems:
+        if problem.line is not None and 0 < problem.line <= len(lines):
+            yield problem.line, lines[problem.line - 1]
+
+
+def _sections(differences: list[Difference]) -> tuple[list[Section], int]:
+    """What changed, by section, and how much more there is."""
+    shown = differences[:MOST_DIFFERENCES]
+    sections = [
+        Section(title, [line for each in shown if each.section == name for line in _lines(each)])
+        for name, title in SECTIONS.items()
+    ]
+    return [section for section in sections if section.lines], len(differences) - len(shown)
+
+
+def _lines(difference: Difference) -> Iterator[Line]:
+    for line in difference.lines:
+        match line[:1]:
+            case "+":
+                yield Line("plus", "+", line[1:], "added: ")
+            case "-":
+                yield Line("minus", "−", line[1:], "removed: ")
+            case "@":
+                if difference.section == "documents":
+                    yield Line("at", "", line, "")
+            case _:
+                yield Line("", "", line[1:], "")

@@ -1,0 +1,180 @@
+"""Runs the admin server: in the foreground, or in a thread beside an app."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import uvicorn
+
+from headgate.control.admin.app import create_app
+from headgate.control.admin.guards import LOOPBACK
+from headgate.errors import InvalidConfiguration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+    from typing import Self
+
+    from headgate.control.admin.tokens import Token, Tokens
+    from headgate.control.desk.desk import Desk
+
+__all__ = ["AdminServer"]
+
+logger = logging.getLogger("headgate")
+
+STARTS_WITHIN: Final = 10.0
+STOPS_WITHIN: Final = 5.0
+"""Seconds; then requests that are at work are left alone."""
+
+
+class AdminServer:
+    """The admin server of a desk.
+
+    It listens on loopback. On any other address it wants a certificate (`cert` and `key`), or the word that a proxy
+    which speaks TLS stands before it (`behind_tls`): tokens must not travel in clear. `names` are what browsers may
+    call it by, beside the loopback names and `host`. `proxies` are those whose word on a client's address is taken.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        tokens: Tokens,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8001,
+        cert: str | PathLike[str] | None = None,
+        key: str | PathLike[str] | None = None,
+        behind_tls: bool = False,
+        names: Sequence[str] = (),
+        proxies: Sequence[str] = (),
+        pages: bool = True,
+        watchers: Sequence[Any] = (),
+    ) -> None:
+        """`port` 0 takes a free one. `watchers` are started and stopped with the server; what looks for step changes is
+        one of them."""
+        if (cert is None) != (key is None):
+            raise InvalidConfiguration("a certificate and its key belong together; give both, or neither")
+        if not (_is_loopback(host) or cert is not None or behind_tls):
+            raise InvalidConfiguration(
+                f"on {host} tokens would travel in clear; give --cert and --key, or say --behind-tls if a proxy that "
+                "speaks TLS stands before this server, or listen on 127.0.0.1"
+            )
+        self._is_tls = cert is not None
+        self._host = host
+        self._tokens = tokens
+        self._watchers = watchers
+        self._names = names
+        self._socket = _bound(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        # Behind a proxy that keeps the name nobody can say which names are right, unless they are given.
+        hosts = None if not (_is_loopback(host) or names) else {*LOOPBACK, _written(host), *names}
+        app = create_app(desk, tokens, pages=pages, secure=self._is_tls or behind_tls, hosts=hosts, proxies=proxies)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,  # paths and queries say whom people look at; the audit says what they do
+                proxy_headers=False,  # whose address it is is said by `proxies`
+                server_header=False,
+                ssl_certfile=cert,
+                ssl_keyfile=key,
+                timeout_graceful_shutdown=int(STOPS_WITHIN),
+                timeout_keep_alive=20,
+                h11_max_incomplete_event_size=64 * 1024,
+                limit_concurrency=500,
+                ws="none",
+            )
+        )
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is reached from this machine, or by its first name."""
+        host = self._names[0] if self._names else _written(self._host)
+        if self._host in ("0.0.0.0", "::"):
+            host = self._names[0] if self._names else "localhost"
+        return f"{'https' if self._is_tls else 'http'}://{host}:{self.port}"
+
+    def link(self, token: Token) -> str:
+        """A link that signs a person in with this token: once, within ten minutes."""
+        return f"{self.url}/enter?code={self._tokens.code(token)}"
+
+    def run(self) -> None:
+        """Serve until a signal ends the process."""
+        self._begin()
+        try:
+            self._server.run([self._socket])
+        finally:
+            self._end()
+
+    def start(self) -> Self:
+        """Serve in a thread of its own; comes back when requests are taken."""
+        self._begin()
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="headgate-admin", daemon=True
+        )
+        self._thread.start()
+        waited = threading.Event()
+        for _ in range(int(STARTS_WITHIN / 0.01)):
+            if self._server.started:
+                return self
+            if not self._thread.is_alive():
+                break
+            waited.wait(0.01)
+        self.stop()
+        raise InvalidConfiguration(f"the admin server did not start on {self._host}:{self.port}; the log says why")
+
+    def stop(self) -> None:
+        """Finish what is at work, and end."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(STOPS_WITHIN + 1)
+            self._thread = None
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _begin(self) -> None:
+        for watcher in self._watchers:
+            watcher.start()
+
+    def _end(self) -> None:
+        self._socket.close()
+        for watcher in self._watchers:
+            watcher.stop()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Bound at once, so that a port that is taken is told before anything starts."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except BaseException:
+            found.close()
+            raise
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InvalidConfiguration(f"cannot listen on {host} port {port}: {why}; take another --port") from None
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _written(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

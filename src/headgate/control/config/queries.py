@@ -1,0 +1,276 @@
+"""Questions about the configuration, a page at a time: the database answers them, however much there is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from sqlalchemy import Select, and_, func, literal, or_, select, tuple_, union
+
+from headgate.control.config.rows import FRAME, LISTS, SECTIONS, BlockRow, Kept, OverrideRow
+from headgate.control.config.tables import TABLES, VERSIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from sqlalchemy import ColumnElement, Connection, Table
+
+__all__ = [
+    "Listed",
+    "Mark",
+    "Named",
+    "assigned_counts",
+    "frame_mark",
+    "labels_of",
+    "listed",
+    "named",
+    "override_counts",
+    "row",
+    "rows_of",
+    "samples",
+    "who_is_called",
+]
+
+AT_ONCE: Final = 400
+"""Values in one question: SQLite takes 999 in its older versions."""
+
+
+class Mark(NamedTuple):
+    """What tells one frame from another: as long as it is the same, so are document, tiers and routes."""
+
+    changes: tuple[int, ...]
+    at_us: int
+
+
+class Listed(NamedTuple):
+    """A row, and what its client is called."""
+
+    id: int
+    since: int
+    row: Any
+    label: str | None
+
+
+class Named(NamedTuple):
+    """A client of whom a row says something."""
+
+    kind: str
+    value: str
+    label: str | None
+    tier: str | None
+
+
+def frame_mark(connection: Connection) -> Mark:
+    """Found by the indices alone."""
+    ends = [
+        select(func.max(column)).where(column.is_not(None)).scalar_subquery()
+        for section in FRAME
+        for column in (TABLES[section].c.since, TABLES[section].c.until_version)
+    ]
+    found = connection.execute(select(*ends)).one()
+    changes = tuple(int(each or 0) for each in found)
+    at_us = connection.scalar(select(VERSIONS.c.at_us).where(VERSIONS.c.version == max(changes)))
+    return Mark(changes, int(at_us or 0))
+
+
+def rows_of(
+    connection: Connection, identities: Mapping[str, Collection[str]], sections: Iterable[str] = LISTS
+) -> dict[str, list[Kept[Any]]]:
+    """The rows that hold now of whoever has one of these identities, given by kind."""
+    found: dict[str, list[Kept[Any]]] = {}
+    for section in sections:
+        table = TABLES[section]
+        rows = [
+            each
+            for kind, values in identities.items()
+            for some in _pieces(list(values))
+            for each in _kept(connection, section, table.c.kind == kind, table.c.value.in_(some))
+        ]
+        found[section] = sorted(rows)
+    return found
+
+
+def row(connection: Connection, section: str, id: int) -> Listed | None:
+    """The row with an id, if it holds now."""
+    found = _listed(connection, _with_label(section).where(TABLES[section].c.id == id), section)
+    return found[0] if found else None
+
+
+def listed(
+    connection: Connection,
+    section: str,
+    *,
+    now_us: int,
+    most: int,
+    search: str = "",
+    hashed: str | None = None,
+    state: str = "all",
+    before: int | None = None,
+    who: tuple[str, str] | None = None,
+) -> list[Listed]:
+    """Overrides or blocks, the newest first. `hashed` is what the text that is searched for would be as an API key."""
+    table = TABLES[section]
+    query = _with_label(section)
+    if search:
+        names = ("value", "reason", "author", *(("limit_name", "route_class") if section == "overrides" else ()))
+        query = query.where(_found(connection, table, names, search, hashed))
+    if state != "all":
+        query = query.where(_in_state(table, state, now_us))
+    if before is not None:
+        query = query.where(table.c.id < before)
+    if who is not None:
+        query = query.where(table.c.kind == who[0], table.c.value == who[1])
+    return _listed(connection, query.order_by(table.c.id.desc()).limit(most), section)
+
+
+def named(
+    connection: Connection, *, search: str = "", hashed: str | None = None, after: tuple[str, str] | None, most: int
+) -> list[Named]:
+    """Everybody of whom a row says something, in the database's own order of kinds and values."""
+    clients = TABLES["clients"]
+    parts = []
+    for section in LISTS:
+        table = TABLES[section]
+        query = select(table.c.kind, table.c.value).where(table.c.until_version.is_(None)).distinct()
+        if after is not None:
+            query = query.where(tuple_(table.c.kind, table.c.value) > tuple_(literal(after[0]), literal(after[1])))
+        if search:
+            query = query.where(_found(connection, table, ("value",), search, hashed))
+        # Each part is cut by its index: else the database would put all of them together first.
+        parts.append(select(query.order_by(table.c.kind, table.c.value).limit(most).subquery()))
+    everybody = union(*parts).subquery()
+    query_all = (
+        select(everybody.c.kind, everybody.c.value, clients.c.label, clients.c.tier)
+        .outerjoin_from(everybody, clients, _same_client(everybody, clients))
+        .order_by(everybody.c.kind, everybody.c.value)
+        .limit(most)
+    )
+    return [Named(*each) for each in connection.execute(query_all)]
+
+
+def labels_of(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """What clients are called, as far as rows say."""
+    by_kind: dict[str, list[str]] = {}
+    for kind, value in who:
+        by_kind.setdefault(kind, []).append(value)
+    found = rows_of(connection, by_kind, ["clients"])["clients"]
+    return {(each.row.kind, each.row.value): each.row.label for each in found if each.row.label}
+
+
+def who_is_called(connection: Connection, label: str) -> list[tuple[str, str]]:
+    """The clients with a label, however it is spelled, as far as the database can tell."""
+    table = TABLES["clients"]
+    query = (
+        select(table.c.kind, table.c.value)
+        .where(table.c.until_version.is_(None), func.lower(table.c.label) == func.lower(label))
+        .order_by(table.c.id)
+        .limit(10)
+    )
+    return [(kind, value) for kind, value in connection.execute(query)]
+
+
+def override_counts(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """How many overrides these clients have."""
+    table = TABLES["overrides"]
+    by_kind: dict[str, list[str]] = {}
+    for kind, value in who:
+        by_kind.setdefault(kind, []).append(value)
+    found: dict[tuple[str, str], int] = {}
+    for kind, values in by_kind.items():
+        query = (
+            select(table.c.value, func.count())
+            .where(table.c.until_version.is_(None), table.c.kind == kind, table.c.value.in_(values))
+            .group_by(table.c.value)
+        )
+        found |= {(kind, value): count for value, count in connection.execute(query)}
+    return found
+
+
+def assigned_counts(connection: Connection) -> dict[str, int]:
+    """How many clients rows put into each tier."""
+    table = TABLES["clients"]
+    query = (
+        select(table.c.tier, func.count())
+        .where(table.c.until_version.is_(None), table.c.tier.is_not(None))
+        .group_by(table.c.tier)
+    )
+    return {str(tier): count for tier, count in connection.execute(query)}
+
+
+def samples(connection: Connection) -> dict[str, list[Any]]:
+    """One row of each sort: whether a document fits all rows is seen by these."""
+    found: dict[str, list[Any]] = {"blocked": []}
+    for section, alike in (
+        ("clients", ("tier",)),
+        ("overrides", ("limit_name", "route_class", "quota", "period_us", "burst", "algorithm")),
+    ):
+        table = TABLES[section]
+        first = (
+            select(func.min(table.c.id))
+            .where(table.c.until_version.is_(None))
+            .group_by(*[table.c[name] for name in alike])
+        )
+        found[section] = [each.row for each in _kept(connection, section, table.c.id.in_(first))]
+    return found
+
+
+# ------------------------------------------------------------------ within
+
+
+def _kept(connection: Connection, section: str, *where: ColumnElement[bool]) -> list[Kept[Any]]:
+    table, kind = TABLES[section], SECTIONS[section]
+    columns = [table.c[name] for name in kind._fields]
+    query = select(table.c.id, table.c.since, *columns).where(table.c.until_version.is_(None), *where)
+    return [Kept(id, since, kind(*fields)) for id, since, *fields in connection.execute(query.order_by(table.c.id))]
+
+
+def _with_label(section: str) -> Select[Any]:
+    table, clients = TABLES[section], TABLES["clients"]
+    columns = [table.c[name] for name in SECTIONS[section]._fields]
+    return (
+        select(table.c.id, table.c.since, clients.c.label, *columns)
+        .outerjoin_from(table, clients, _same_client(table, clients))
+        .where(table.c.until_version.is_(None))
+    )
+
+
+def _listed(connection: Connection, query: Select[Any], section: str) -> list[Listed]:
+    kind: Any = OverrideRow if section == "overrides" else BlockRow
+    return [Listed(id, since, kind(*fields), label) for id, since, label, *fields in connection.execute(query)]
+
+
+def _same_client(one: Any, clients: Table) -> ColumnElement[bool]:
+    return and_(clients.c.kind == one.c.kind, clients.c.value == one.c.value, clients.c.until_version.is_(None))
+
+
+def _found(
+    connection: Connection, table: Table, names: Iterable[str], search: str, hashed: str | None
+) -> ColumnElement[bool]:
+    """Whether a text stands in one of these columns, or in the label of the client."""
+    clients = TABLES["clients"]
+    is_sqlite = connection.dialect.name == "sqlite"
+
+    def holds(column: ColumnElement[Any]) -> ColumnElement[bool]:
+        # SQLite's LIKE takes capitals for small letters by itself, in a third of the time.
+        return column.contains(search, autoescape=True) if is_sqlite else column.icontains(search, autoescape=True)
+
+    called = select(clients.c.kind, clients.c.value).where(clients.c.until_version.is_(None), holds(clients.c.label))
+    tests = [holds(table.c[name]) for name in names]
+    tests.append(tuple_(table.c.kind, table.c.value).in_(called))
+    if hashed is not None:
+        tests.append(and_(table.c.kind == "api_key", table.c.value == hashed))
+    return or_(*tests)
+
+
+def _in_state(table: Table, state: str, now_us: int) -> ColumnElement[bool]:
+    since, until = table.c.valid_from_us, table.c.valid_until_us
+    is_over, is_to_come = until <= now_us, since > now_us
+    match state:
+        case "expired":
+            return is_over
+        case "future":
+            return and_(is_to_come, or_(until.is_(None), until > now_us))
+    return and_(or_(since.is_(None), since <= now_us), or_(until.is_(None), until > now_us))
+
+
+def _pieces(values: list[str]) -> list[list[str]]:
+    return [values[start : start + AT_ONCE] for start in range(0, len(values), AT_ONCE)]

@@ -1,0 +1,351 @@
+"""What changes the configuration: by whom, after which second look, and signed. Nothing is done by halves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from headgate.control.config.history import differences
+from headgate.control.config.queries import row
+from headgate.control.config.reading import newest_version
+from headgate.control.config.rows import FRAME, SECTIONS, OverrideRow, RouteCost, TierNumbers, microseconds, numbers
+from headgate.control.desk import dangers
+from headgate.control.desk.errors import NotFound
+from headgate.control.desk.ground import changed, ground_at
+from headgate.control.desk.reads import Reads
+from headgate.control.desk.secrecy import discreetly
+from headgate.control.desk.signing import done, in_the_past, signed
+from headgate.control.desk.standing import faced
+from headgate.control.desk.views import Change, Who
+from headgate.errors import InvalidInput, InvalidPolicy
+from headgate.policy import words
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from datetime import datetime
+
+    from headgate.control.desk.errors import Danger
+    from headgate.control.desk.ground import Ground
+    from headgate.control.desk.views import Actor
+
+__all__ = ["Changes"]
+
+
+class Changes(Reads):
+    """The changes of the configuration.
+
+    Each takes who does it and why, the codes of the dangers that were confirmed, and the version that it is `based_on`.
+    NotAllowed, if the role is too low; NeedsConfirmation, if it is probably a mistake; Conflict, if the same was
+    changed since that version.
+    """
+
+    # ------------------------------------------------------------------ one client
+
+    def add_override(
+        self,
+        actor: Actor,
+        who: Who,
+        bucket: str,
+        *,
+        limit: str | None = None,
+        route_class: str | None = None,
+        valid_from: datetime | None = None,
+        valid_until: datetime | None = None,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Give a client numbers of its own on a limit, perhaps for a time."""
+        self._allow(actor, "support", "give overrides")
+        given = {"limit": limit, "route_class": route_class, "valid_from": valid_from, "valid_until": valid_until}
+        return self._put_override(actor, None, who, bucket, given, reason, confirm, based_on)
+
+    def change_override(
+        self,
+        actor: Actor,
+        id: int,
+        bucket: str,
+        *,
+        limit: str | None = None,
+        route_class: str | None = None,
+        valid_from: datetime | None = None,
+        valid_until: datetime | None = None,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Give an override other numbers, another time, another limit: all of it as it is said here."""
+        self._allow(actor, "support", "change overrides")
+        with self._reading() as connection:
+            found = row(connection, "overrides", id)
+        if found is None:
+            raise NotFound(f"there is no override {id}")
+        given = {"limit": limit, "route_class": route_class, "valid_from": valid_from, "valid_until": valid_until}
+        who = Who(found.row.kind, found.row.value)
+        return self._put_override(actor, id, who, bucket, given, reason, confirm, based_on)
+
+    def remove_override(
+        self,
+        actor: Actor,
+        id: int,
+        *,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Let the numbers of its tier hold for a client again."""
+        self._allow(actor, "support", "remove overrides")
+        self.override(id)
+        with self._signing(actor, reason) as by:
+            return done(self._config.remove_override(id, **by, based_on=based_on))
+
+    def assign(
+        self,
+        actor: Actor,
+        who: Who,
+        tier: str | None,
+        *,
+        label: str | None = None,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Put a client into a tier. A name that it has stays, if none is given."""
+        self._allow(actor, "support", "assign tiers")
+        with self._signing(actor, reason, tier, label, *_told(who)) as by:
+            who = self._finder.checked(who, changes=True)
+            base = self._ground().base
+            known = dict.fromkeys([*base.tiers, *([base.default_tier] if base.default_tier is not None else [])])
+            if tier is not None and tier not in known:
+                raise InvalidInput(f"there is no such tier; known are {', '.join(known) or 'none'}")
+            before = self._config.clients(who=who)
+            label = label or (before[0].row.label if before else None)
+            return done(self._config.assign(who, tier, label=label, **by, based_on=based_on))
+
+    def unassign(
+        self,
+        actor: Actor,
+        who: Who,
+        *,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Let the document, or the tier of everybody, say again in which tier a client is."""
+        self._allow(actor, "support", "assign tiers")
+        with self._signing(actor, reason, *_told(who)) as by:
+            who = self._finder.checked(who, changes=True)
+            if not self._config.clients(who=who):
+                raise NotFound("nothing in the config store says in which tier this client is")
+            return done(self._config.unassign(who, **by, based_on=based_on))
+
+    # ------------------------------------------------------------------ everybody
+
+    def set_tier(
+        self,
+        actor: Actor,
+        tier: str,
+        limit: str,
+        bucket: str,
+        *,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Give the clients of a tier these numbers on a limit."""
+        self._allow(actor, "operator", "change tiers")
+        with self._signing(actor, reason, tier, limit, bucket) as by:
+            made = TierNumbers(words.name(tier), words.name(limit), **_numbers(bucket))
+            ground = self._readable()
+            known = dict.fromkeys([each for rule in ground.base.rules for each in (rule.name, *rule.classes)])
+            if limit not in known:  # a table may bring a limit of its own; by hand that is a slip
+                raise InvalidInput(f"there is no such limit, nor such a class; known are {', '.join(known)}")
+            others = [each.row for each in ground.tiers if (each.row.tier, each.row.limit_name) != (tier, limit)]
+            after = changed(ground, tiers=[*others, made])
+            dangers.confirmed(dangers.of_policy(ground.base, after, document=False), confirm)
+            return done(self._config.set_tier(tier, limit, bucket, **by, based_on=based_on))
+
+    def remove_tier(
+        self,
+        actor: Actor,
+        tier: str,
+        limit: str | None = None,
+        *,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Take the numbers of a tier out of the table, on one limit or on all: those of the document hold again."""
+        self._allow(actor, "operator", "change tiers")
+        with self._signing(actor, reason, tier, limit) as by:
+            ground = self._readable()
+            mine = [each for each in ground.tiers if each.row.tier == tier and limit in (None, each.row.limit_name)]
+            if not mine:
+                raise NotFound(
+                    "the tables have no such numbers of a tier; what the policy document says is changed there"
+                )
+            after = changed(ground, tiers=[each.row for each in ground.tiers if each not in mine])
+            dangers.confirmed(dangers.of_policy(ground.base, after, document=False), confirm)
+            return done(self._config.remove_tier(tier, limit, **by, based_on=based_on))
+
+    def set_route(
+        self,
+        actor: Actor,
+        path: str,
+        cost: int,
+        *,
+        route_class: str | None = None,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Say what a request to a route costs, and perhaps of which class the route is."""
+        self._allow(actor, "operator", "change routes")
+        with self._signing(actor, reason, path, route_class) as by:
+            whole = words.whole(0, 2**53, example=5)(cost)
+            made = RouteCost(words.text(path), whole, route_class and words.name(route_class))
+            ground = self._readable()
+            others = [each.row for each in ground.routes if each.row.path != path]
+            after = changed(ground, routes=[*others, made])
+            dangers.confirmed(dangers.of_policy(ground.base, after, document=False), confirm)
+            return done(self._config.set_route(path, cost, route_class=route_class, **by, based_on=based_on))
+
+    def remove_route(
+        self,
+        actor: Actor,
+        path: str,
+        *,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Let the document say again what a route costs."""
+        self._allow(actor, "operator", "change routes")
+        with self._signing(actor, reason, path) as by:
+            ground = self._readable()
+            left = [each.row for each in ground.routes if each.row.path != path]
+            if len(left) == len(ground.routes):
+                raise NotFound("the tables have no such route; what the policy document says is changed there")
+            after = changed(ground, routes=left)
+            dangers.confirmed(dangers.of_policy(ground.base, after, document=False), confirm)
+            return done(self._config.remove_route(path, **by, based_on=based_on))
+
+    def put_policy(
+        self,
+        actor: Actor,
+        text: str,
+        *,
+        file: str = "policy.yaml",
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Take another policy document."""
+        self._allow(actor, "operator", "change the policy")
+        with self._signing(actor, reason, file) as by:
+            after = self._checked(text, file)
+            before = self._ground()
+            if not before.problems:  # the first one drops nothing
+                dangers.confirmed(dangers.of_policy(before.base, after.base), confirm)
+            return done(self._config.put_policy(text, file=file, **by, based_on=based_on))
+
+    def rollback(
+        self,
+        actor: Actor,
+        version: int,
+        *,
+        sections: Collection[str] | None = None,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Make everything as it was at a version, or only some sections of it; that is a version of its own."""
+        self._allow(actor, "operator", "go back to a version")
+        self._existing(version)
+        if unknown := {*(sections or ())} - {*SECTIONS}:
+            raise InvalidInput(f"there are no {', '.join(sorted(unknown))}; known are {', '.join(SECTIONS)}")
+        with self._signing(actor, reason) as by:
+            dangers.confirmed(self._of_rollback(version, {*SECTIONS} if sections is None else {*sections}), confirm)
+            return done(self._config.rollback(version, sections=sections, **by, based_on=based_on))
+
+    # ------------------------------------------------------------------ within
+
+    def _put_override(
+        self,
+        actor: Actor,
+        id: int | None,
+        who: Who,
+        bucket: str,
+        given: dict[str, Any],
+        reason: str,
+        confirm: Collection[str],
+        based_on: int | None,
+    ) -> Change:
+        names = given["limit"], given["route_class"]
+        with self._signing(actor, reason, bucket, *names, *_told(who)) as by:
+            who = self._finder.checked(who, changes=True)
+            in_the_past(given["valid_until"], self._now_us())
+            since, until = (
+                None if each is None else microseconds(words.instant(each))
+                for each in (given["valid_from"], given["valid_until"])
+            )
+            limit, route_class = (name and words.name(name) for name in names)
+            rate = _numbers(bucket)
+            made = OverrideRow(*who, limit, route_class, **rate, valid_from_us=since, valid_until_us=until)
+            dangers.confirmed(self._of_override(who, made), confirm)
+            return done(self._config.override(who, bucket, id=id, **given, **by, based_on=based_on))
+
+    def _of_override(self, who: Who, made: OverrideRow) -> Iterator[Danger]:
+        """Against the numbers that the client has now."""
+        known, holding = self._holding(who)
+        if holding.ground.problems:
+            raise InvalidPolicy(holding.ground.problems)
+        (override,) = holding.ground.frame.read({"overrides": [made]}, alone=True).overrides
+        _, met = faced(holding, known.values, kind=who.kind, now_us=self._now_us())
+        of_class = override.route_class
+        now = [
+            each.key.limit
+            for each in met
+            if each.rule.name == override.rule
+            and (of_class is None or getattr(each.origin, "route_class", None) in (None, of_class))
+        ]
+        yield from dangers.of_numbers(now, override.limit, whose=str(who))
+
+    def _of_rollback(self, version: int, sections: Collection[str]) -> Iterator[Danger]:
+        with self._reading() as connection:
+            newest = newest_version(connection)
+            now = self._grounds.now(connection)
+            then = ground_at(connection, version)
+            touched = [each for each in differences(connection, newest, version) if each.section in sections]
+        if {*FRAME} & {*sections}:
+            parts = {section: then if section in sections else now for section in FRAME}
+            mixed = replace(
+                now,
+                document=parts["documents"].document,
+                tiers=parts["tiers"].tiers,
+                routes=parts["routes"].routes,
+            )
+            after = changed(mixed)
+            yield from dangers.of_policy(now.base, after)
+        yield from dangers.of_rows(touched)
+
+    def _readable(self) -> Ground:
+        ground = self._ground()
+        if ground.problems:
+            raise InvalidPolicy(ground.problems)
+        return ground
+
+    def _signing(self, actor: Actor, reason: str, *texts: str | None) -> Any:
+        """While somebody writes: signed, one at a time, and without API keys in what is said."""
+        return signed(self._finder, self._writing, actor, reason, texts)
+
+
+def _numbers(bucket: str) -> dict[str, Any]:
+    """InvalidLimit for what is no limit, or lets nothing pass."""
+    with discreetly(bucket):
+        return numbers(dangers.written(bucket))
+
+
+def _told(who: Who) -> tuple[str, ...]:
+    """What is said of somebody, but an API key, which is hashed."""
+    return () if who[0] == "api_key" else (str(who[1]),)

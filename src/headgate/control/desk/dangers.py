@@ -1,0 +1,178 @@
+"""What a change would do that is probably a mistake: ten times as much, a tenth, everybody out, a limit gone."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate._grammar import parse
+from headgate.control.config.rows import OverrideRow
+from headgate.control.config.rows import bucket as spelled
+from headgate.control.desk.errors import Danger, NeedsConfirmation
+from headgate.control.desk.finding import network_of
+from headgate.control.desk.standing import bucket_of
+from headgate.errors import InvalidInput, InvalidLimit
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from headgate._grammar import Phrase
+    from headgate.control.config.history import Difference
+    from headgate.control.desk.views import Who
+    from headgate.limits import Limit
+    from headgate.policy.model import Policy, RouteRule, Rule
+
+__all__ = ["confirmed", "of_block", "of_costs", "of_numbers", "of_policy", "of_rows", "written"]
+
+TIMES: Final = 10
+WIDEST: Final = {4: 24, 6: 48}
+"""The widest network whose block needs no second look, by version of the protocol."""
+MOST: Final = 20
+"""Dangers that are told; whoever has seen so many has seen enough."""
+
+
+def confirmed(dangers: Iterable[Danger], confirm: Collection[str]) -> None:
+    """NeedsConfirmation, unless all of them were."""
+    found = list(dict.fromkeys(dangers))
+    if {danger.code for danger in found} - {*confirm}:
+        raise NeedsConfirmation(found[:MOST])
+
+
+def written(bucket: str) -> Phrase:
+    """What the text of a limit says; InvalidLimit, if it lets nothing pass."""
+    phrase = parse(bucket)
+    if phrase.quota == 0:
+        raise InvalidLimit("a limit of 0 lets nothing pass; block the client instead")
+    return phrase
+
+
+def of_numbers(before: Iterable[Limit], after: Limit, *, whose: str) -> Iterator[Danger]:
+    """Of other numbers in place of those that somebody has now."""
+    for each in dict.fromkeys(before):
+        code, times = _compared(each, after)
+        now = f"{whose} has {bucket_of(each)} on {each.name} now"
+        if code == "ten-times":
+            yield Danger("ten-times", f"{now}; {bucket_of(after)} is {_spelled(times)} times that")
+        elif code == "tenth":
+            yield Danger("tenth", f"{now}; {bucket_of(after)} is less than a tenth of that")
+
+
+def of_block(who: Who) -> Iterator[Danger]:
+    """Of keeping somebody out. Nobody can keep everybody out."""
+    network = network_of(who)
+    if network is None:
+        return
+    if network.prefixlen == 0:
+        raise InvalidInput("that is everybody: nobody would get in; block a network, or take the API down")
+    if network.prefixlen < WIDEST[network.version]:
+        yield Danger("wildcard-block", f"{network} has {network.num_addresses} addresses, and all of them are kept out")
+
+
+def of_policy(before: Policy, after: Policy, *, document: bool = True) -> Iterator[Danger]:
+    """Of one policy in place of another, by what their limits come to for each tier."""
+    new = {rule.name: rule for rule in after.rules}
+    for rule in before.rules:
+        other = new.get(rule.name)
+        if other is None or (other.shadow and not rule.shadow):
+            gone = "is gone" if other is None else "is only watched"
+            if document and not rule.shadow:
+                yield Danger("policy", f"limit {rule.name} {gone}")
+        else:
+            yield from _of_rule(rule, other, {*before.tiers, *after.tiers})
+    if document:
+        yield from _no_longer_closed(before, after)
+    yield from of_costs(before, after)
+
+
+def of_costs(before: Policy, after: Policy) -> Iterator[Danger]:
+    """Of other costs of routes: what costs more gets fewer requests through."""
+    new = {(route.template, route.methods): route.cost for route in after.routes}
+    for route in before.routes:
+        cost = new.get((route.template, route.methods), 1)
+        name = _named(route)
+        if cost == 0 and route.cost:
+            yield Danger("ten-times", f"requests to {name} would not be counted any more")
+        elif cost > TIMES * max(1, route.cost):
+            yield Danger("tenth", f"requests to {name} cost {route.cost} now; {cost} is more than 10 times that")
+        elif cost and cost * TIMES < route.cost:
+            yield Danger("ten-times", f"requests to {name} cost {route.cost} now; {cost} is less than a tenth of that")
+    known = {(route.template, route.methods) for route in before.routes}
+    for route in after.routes:
+        if (route.template, route.methods) not in known and (route.cost == 0 or route.cost > TIMES):
+            what = "would not be counted any more" if route.cost == 0 else f"would cost {route.cost}, not 1"
+            yield Danger("ten-times" if route.cost == 0 else "tenth", f"requests to {_named(route)} {what}")
+
+
+def of_rows(differences: Iterable[Difference]) -> Iterator[Danger]:
+    """Of overrides that get other numbers."""
+    for each in differences:
+        before, after = each.before, each.after
+        if isinstance(before, OverrideRow) and isinstance(after, OverrideRow):
+            times = Fraction(after.quota * before.period_us, before.quota * after.period_us)
+            whose = f"override {each.id} of {before.kind} {before.value}"
+            told = f"{whose} is {spelled(before)} now, and would be {spelled(after)}"
+            if times > TIMES:
+                yield Danger("ten-times", told)
+            elif times * TIMES < 1:
+                yield Danger("tenth", told)
+
+
+# ------------------------------------------------------------------ within
+
+
+def _compared(before: Limit, after: Limit) -> tuple[str | None, Fraction]:
+    """Whether more than ten times as much, or less than a tenth, would pass: in the long run, or at once."""
+    kinds = {before.algorithm == "concurrency", after.algorithm == "concurrency"}
+    if len(kinds) > 1:
+        return None, Fraction(1)  # the one counts what is inside, the other what passes
+    at_once = Fraction(after.capacity, before.capacity)
+    rate = at_once if True in kinds else Fraction(after.quota * before.period_us, before.quota * after.period_us)
+    for times in (rate, at_once):
+        if times > TIMES:
+            return "ten-times", times
+        if times * TIMES < 1:
+            return "tenth", times
+    return None, rate
+
+
+def _of_rule(before: Rule, after: Rule, tiers: Collection[str]) -> Iterator[Danger]:
+    for tier in (None, *sorted(tiers)):
+        old, new = _numbers(before, tier), _numbers(after, tier)
+        if (
+            old is not None
+            and new is not None
+            and old != new
+            and (tier is None or {tier} & {*before.tiers, *after.tiers})
+        ):
+            yield from of_numbers([old], new, whose="everybody" if tier is None else f"tier {tier}")
+        elif old is not None and new is None:
+            whose = "those without a tier" if tier is None else f"tier {tier}"
+            yield Danger("policy", f"limit {before.name} would not hold for {whose} any more")
+
+
+def _numbers(rule: Rule, tier: str | None) -> Limit | None:
+    return rule.limit if tier is None else rule.tiers.get(tier, rule.limit)
+
+
+def _no_longer_closed(before: Policy, after: Policy) -> Iterator[Danger]:
+    is_closed = after.on_failure == "closed"
+    if before.on_failure == "closed" and not is_closed:
+        yield Danger("policy", f"what fails closed without the store would fail {after.on_failure}")
+    routes = {(route.template, route.methods): route.on_failure for route in after.routes}
+    rules: dict[str, Any] = {rule.name: rule.on_failure for rule in after.rules}
+    for route in before.routes:
+        mode = routes.get((route.template, route.methods)) or after.on_failure
+        if route.on_failure == "closed" and mode != "closed":
+            yield Danger("policy", f"{_named(route)} fails closed without the store, and would fail {mode}")
+    for rule in before.rules:
+        mode = rules.get(rule.name) or after.on_failure
+        if rule.on_failure == "closed" and rule.name in rules and mode != "closed":
+            yield Danger("policy", f"limit {rule.name} fails closed without the store, and would fail {mode}")
+
+
+def _named(route: RouteRule) -> str:
+    return " ".join([*sorted(route.methods), route.template.text])
+
+
+def _spelled(times: Fraction) -> str:
+    return f"{float(times):,.0f}" if times >= TIMES + 1 else f"{float(times):.1f}"

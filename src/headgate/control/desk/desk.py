@@ -1,0 +1,183 @@
+"""The desk: all that people do to a running fleet, from any thread. Pages, API and command line are faces of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from headgate.control.config import auditing
+from headgate.control.config.database import writing
+from headgate.control.config.queries import row
+from headgate.control.config.writing import Remove
+from headgate.control.desk import dangers
+from headgate.control.desk.changes import Changes
+from headgate.control.desk.errors import NotFound
+from headgate.control.desk.finding import is_network
+from headgate.control.desk.signing import checked_reason, done, in_the_past
+from headgate.control.desk.standing import faced, rounds
+from headgate.control.desk.views import Change, Who
+from headgate.errors import HeadgateError, InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+    from datetime import datetime
+
+    from headgate.control.desk.standing import Faced
+    from headgate.control.desk.views import Actor
+
+__all__ = ["Desk"]
+
+LONGEST_ACTION: Final = 100
+LONGEST_ABOUT: Final = 600
+
+WITHIN_A_SECOND: Final = (
+    "the admin server was given no counters: nodes hear of it from the config store, within a second"
+)
+
+
+class Desk(Changes):
+    """What people do to a fleet: `Desk(ConfigStore(url), counters=Limiter(url), log=url, board=open_board(url))`.
+
+    >>> from headgate.control.config import ConfigStore
+    >>> from headgate.control.desk import Actor, Desk, Who
+    >>> import tempfile
+    >>> directory = tempfile.TemporaryDirectory()
+    >>> desk = Desk(ConfigStore(f"sqlite:///{directory.name}/headgate.db"), secret="sixteen bytes or more")
+    >>> ada = Actor("ada", "operator")
+    >>> desk.put_policy(ada, "limits: [{name: all, by: tenant, bucket: 10/minute}]", reason="begin").version.number
+    1
+    >>> desk.add_override(ada, Who("tenant", "acme"), "50/minute", limit="all", reason="launch").what
+    'added override of tenant acme on limit all: 50/minute'
+    >>> [(each.limit, each.bucket, each.from_) for each in desk.client(Who("tenant", "acme")).limits]
+    [('all', '50/minute', 'override')]
+    >>> directory.cleanup()
+    """
+
+    def block(
+        self,
+        actor: Actor,
+        who: Who,
+        *,
+        valid_until: datetime | None = None,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Keep somebody out: as part of the configuration, and by word to all nodes, which hear it in milliseconds."""
+        self._allow(actor, "support", "block clients")
+        _refuse_wildcard(who)
+        with self._signing(actor, reason, *([] if who[0] == "api_key" else [who[1]])) as by:
+            who = _as_ip(self._finder.checked(who, changes=True))
+            if is_network(who):
+                self._allow(actor, "operator", "block networks")
+            in_the_past(valid_until, self._now_us())
+            dangers.confirmed(dangers.of_block(who), confirm)
+            version = self._config.block(who, valid_until=valid_until, **by, based_on=based_on)
+            if self._counters is None:
+                return done(version, WITHIN_A_SECOND)
+            try:
+                self._counters.block(*who, until=valid_until, reason=reason)
+            except HeadgateError as error:
+                return done(
+                    version, f"nodes hear of it from the config store, within a second; the store said: {error}"
+                )
+            return done(version)
+
+    def unblock(
+        self,
+        actor: Actor,
+        id: int | Who,
+        *,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Let somebody in again: the row ends, and so does what nodes were told."""
+        self._allow(actor, "support", "end blocks")
+        found = self._blocked_row(id) if isinstance(id, int) else None
+        asked = id if found is None else found[1]
+        with self._signing(actor, reason) as by:
+            who = _as_ip(self._finder.checked(asked, changes=True))  # type: ignore[arg-type] # an id has given its row's
+            if is_network(who):
+                self._allow(actor, "operator", "end blocks of networks")
+            rows = [found[0]] if found is not None else [each.id for each in self._config.blocks(who=who)]
+            version = None
+            if rows:
+                version = self._config.write([Remove("blocked", each) for each in rows], **by, based_on=based_on)
+            ended, note = self._unblock_live(who)
+            if not rows and not ended:
+                in_document = who in self._ground().entries and self._ground().entries[who].get("blocked")
+                where = "it stands in the policy document, and is ended there" if in_document else "nobody blocks it"
+                raise NotFound(note or f"there is no block of this client to end: {where}")
+            if version is None:
+                self.note(actor, "unblocked", str(who), reason=reason)
+                return Change(None, (note,) if note else (), f"unblocked {who}")
+            return done(version, *([note] if note else []))
+
+    def reset(self, actor: Actor, who: Who, *, limits: Collection[str] | None = None, reason: str) -> Change:
+        """Forget what a client has used: of all limits that count it by itself, or of these."""
+        self._allow(actor, "support", "reset clients")
+        if self._counters is None:
+            raise InvalidInput(
+                "the admin server was given no counters, so that nothing can be reset; start it with --store"
+            )
+        with self._signing(actor, reason, *([] if who[0] == "api_key" else [who[1]])):
+            who = self._finder.checked(who, changes=True)
+            known, holding = self._holding(who)
+            if not known.can_count:
+                raise InvalidInput("a network is not counted as one; reset one of its addresses")
+            _, met = faced(holding, known.values, kind=who.kind, now_us=self._now_us())
+            wanted = [each for each in met if limits is None or each.rule.name in limits]
+            own = [each for each in wanted if each.own]
+            if {*(limits or ())} - {each.rule.name for each in wanted}:
+                raise NotFound(f"this client meets no such limit; it meets {_names(met) or 'none'}")
+            shared = [each for each in wanted if not each.own]
+            if not own:
+                others = f": not {_names(shared)}" if shared else ""
+                raise NotFound(f"no limit counts this client by itself{others}")
+            for some in rounds([each.key for each in own]):
+                self._counters.reset(*some)
+            names = ", ".join(dict.fromkeys(each.rule.name for each in own))
+            self.note(actor, "reset", f"{who}: {names}", reason=reason)
+            notes = [f"not reset, as they do not count this client alone: {_names(shared)}"] if shared else []
+            return Change(None, tuple(notes), f"reset {who}: {names}")
+
+    def note(self, actor: Actor, action: str, about: str, *, reason: str = "") -> None:
+        """Keep in the audit what is no version: sign-ins, tokens, resets."""
+        told = {"action": action[:LONGEST_ACTION], "about": about[:LONGEST_ABOUT], "author": actor.name[:200]}
+        if not action or not all(text.isprintable() for text in told.values()):
+            raise InvalidInput("what is noted is one line")
+        why = checked_reason(reason) if reason else ""
+        with writing(self._config.engine) as connection:
+            auditing.note(connection, at_us=self._now_us(), reason=why, **told)
+
+    # ------------------------------------------------------------------ within
+
+    def _blocked_row(self, id: int) -> tuple[int, Who]:
+        with self._reading() as connection:
+            found = row(connection, "blocked", id)
+        if found is None:
+            raise NotFound(f"there is no block {id}")
+        return id, Who(found.row.kind, found.row.value)
+
+    def _unblock_live(self, who: Who) -> tuple[bool, str | None]:
+        """Whether nodes were told to keep somebody out, and are not any more; and what is to know of it."""
+        if self._counters is None:
+            return False, WITHIN_A_SECOND
+        try:
+            return self._counters.unblock(*who), None
+        except HeadgateError as error:
+            return False, f"nodes could not be told, and may keep it out until they are: {error}"
+
+
+def _as_ip(who: Who) -> Who:
+    """A network is blocked by its addresses."""
+    return Who("ip", who.value) if who.kind == "subnet" else who
+
+
+def _refuse_wildcard(who: Who) -> None:
+    if str(who[1]).strip() == "*":
+        raise InvalidInput("* is no client: a block is of one client or one network")
+
+
+def _names(met: Iterable[Faced]) -> str:
+    return ", ".join(dict.fromkeys(each.rule.name for each in met))

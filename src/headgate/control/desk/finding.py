@@ -1,0 +1,312 @@
+"""Who is meant: by what people write, and by what the log and the boards know of somebody.
+
+A text that says nothing of itself may be an API key. It is hashed first, and never told again.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from headgate.control.config.database import reading
+from headgate.control.config.queries import rows_of, who_is_called
+from headgate.control.desk.errors import LogUnavailable, NotFound
+from headgate.control.desk.secrecy import words_like_keys
+from headgate.control.desk.views import Who
+from headgate.errors import InvalidConfiguration, InvalidInput
+from headgate.policy import words
+from headgate.policy.addresses import Addresses, canonical
+from headgate.policy.credentials import PREFIX
+from headgate.telemetry.clients import LABEL, Clients, label_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from headgate.control.config.store import ConfigStore
+    from headgate.control.desk.ground import Ground, Grounds
+    from headgate.control.desk.logbook import Logbook
+    from headgate.policy.model import Policy
+    from headgate.telemetry.records import Record
+
+__all__ = ["Finder", "Known", "is_hash", "is_network", "network_of", "opened_clients"]
+
+KINDS: Final = ("tenant", "user", "api_key", "ip", "subnet")
+"""The kinds that are known everywhere; a policy may count by others."""
+NO_CLIENTS: Final = ("endpoint", "client", "global", "tier", "address")
+LONGEST: Final = 4200
+"""Characters of what somebody writes: an API key has at most 4096."""
+
+NOBODY: Final = (
+    "nobody of that name is known here; say what it is with tenant=..., user=..., ip=... or api_key=..., or give the "
+    "hmac: hash"
+)
+NO_SECRET: Final = (
+    "an API key is known by its keyed hash, and there is no secret to make that with: give the admin server the gates' "
+    "own, or write the hmac: hash"
+)
+
+
+class Known(NamedTuple):
+    """What is known of a client."""
+
+    who: Who
+    identities: dict[str, tuple[str, ...]]
+    """By kind, under which values rows may be about it: an address is also in its networks."""
+    values: dict[str, str]
+    """As requests of it would say it; empty where only a hash is known."""
+    log_keys: tuple[str, ...]
+    can_count: bool
+
+
+class Finder:
+    """Finds out who is meant."""
+
+    def __init__(self, config: ConfigStore, grounds: Grounds, log: Logbook, clients: Clients | None) -> None:
+        self._config = config
+        self._grounds = grounds
+        self._log = log
+        self._clients = clients
+
+    def checked(self, who: tuple[str, str], *, changes: bool = False) -> Who:
+        """Somebody in the one spelling. What `changes` something is about who is counted, not about a hash of that."""
+        kind, value = who
+        if not isinstance(kind, str) or not isinstance(value, str):
+            raise InvalidInput("a client is a kind and a value, both text")
+        if kind != "api_key" and is_hash(value):
+            if changes:
+                raise InvalidInput(f"only a hash of this {kind} is known, by which nobody is counted: give the {kind}")
+            return Who(self._checked_kind(kind), self._hash(value))
+        match self._checked_kind(kind):
+            case "api_key":
+                return Who(kind, self._fingerprint(value))
+            case "ip" | "subnet":
+                read = words.address if kind == "ip" else words.subnet
+                try:
+                    return Who(kind, read(value))
+                except InvalidInput:
+                    raise InvalidInput("this is no address; write it like 203.0.113.9 or 203.0.113.0/24") from None
+        try:
+            return Who(kind, words.identity(value))
+        except InvalidInput:
+            raise InvalidInput(f"this is no {kind}: give up to 500 characters that can be printed") from None
+
+    def find(self, text: str) -> Who:
+        """The client that somebody means by a text.
+
+        "tenant=acme" and the like say it; an address, a network or a hash is seen to be one. Anything else is looked
+        for as an API key, a tenant, a user, whatever else clients are counted by, and a label: first in the
+        configuration, then in the log, and the first that is found is meant. If nobody is: NotFound, which doesn't
+        repeat the text.
+        """
+        text = text.strip()
+        if not text or len(text) > LONGEST:
+            raise InvalidInput(f"say who is meant, in up to {LONGEST} characters")
+        if is_hash(text):
+            return self.named(self._of_hash(self._hash(text)))
+        ground = self._grounds.current()
+        kinds = _kinds(ground.base)
+        kind, sign, value = text.partition("=")
+        if sign and kind == LABEL:
+            return self._called(value.strip(), ground)
+        if sign and kind in kinds:
+            return self.named(self.checked((kind, value.strip())))
+        if canonical(text) is not None or _is_network(text):
+            return self.checked(("ip", text if "/" in text else canonical(text) or text))
+        return self._guessed(text, kinds, ground)
+
+    def named(self, who: Who) -> Who:
+        """The client itself, where only a hash of it was given and it can be told who that is; else as it was."""
+        if who.kind == "api_key" or not is_hash(who.value) or self._clients is None:
+            return who
+        with reading(self._config.engine) as connection:
+            ground = self._grounds.now(connection)
+            may_be = [value for kind, value in ground.entries if kind == who.kind]
+            record = self._record(who.value)
+            if record is not None:
+                # Shown labels are "tenant acme"; others are names that the configuration gives.
+                may_be.append(record.label.removeprefix(f"{who.kind} "))
+                may_be += [value for kind, value in who_is_called(connection, record.label) if kind == who.kind]
+        for value in may_be:
+            if not is_hash(value) and self._clients.written(who.kind, value) == who.value:
+                return Who(who.kind, value)
+        return who
+
+    def known(self, who: Who, policy: Policy | None = None) -> Known:
+        """All that is known of somebody."""
+        kind, value = who
+        keys = () if self._clients is None and not is_hash(value) else (self._key(who),)
+        if kind != "api_key" and is_hash(value):
+            return Known(who, {}, {}, keys, can_count=False)
+        if kind == "subnet":
+            return Known(who, {"subnet": (value,)}, {"subnet": value}, keys, can_count=True)
+        if kind != "ip":
+            return Known(who, {kind: (value,)}, {kind: value}, keys, can_count=True)
+        network = ip_network(value)
+        addresses = Addresses(policy.identity) if policy is not None else None
+        first = str(network.network_address)
+        values = {"address": first, "ip": addresses.identity(first) if addresses else first}
+        subnet = () if addresses is None else (addresses.subnet(first),)
+        around = {"ip": _around(network), "subnet": subnet}
+        if network.num_addresses > 1:  # nobody's own: what the log knows of it goes by its label
+            return Known(who, around, values, (), can_count=False)
+        return Known(who, around, values | {"subnet": subnet[0]} if subnet else values, keys, can_count=True)
+
+    def refuse_known_keys(self, *texts: str | None) -> None:
+        """InvalidInput, if one of the words is an API key that the configuration or the log knows."""
+        found = words_like_keys(texts)
+        if not found or self._clients is None:
+            return
+        hashes = []
+        for word in found:
+            with suppress(InvalidInput):
+                hashes.append(self._clients.written("api_key", word))
+        with reading(self._config.engine) as connection:
+            rows = rows_of(connection, {"api_key": hashes})
+            ground = self._grounds.now(connection)
+        if any(rows.values()) or any(("api_key", each) in ground.entries for each in hashes) or self._logged(hashes):
+            raise InvalidInput("there is an API key among the words; leave it out, or write its hmac: hash instead")
+
+    def label_key_of(self, label: str | None) -> tuple[str, ...]:
+        """Under which the log knows all that go by a label."""
+        return () if label is None else (label_key(label),)
+
+    def hashed(self, text: str) -> str | None:
+        """What a text would be as an API key; None if it can be none."""
+        if self._clients is None or not text:
+            return None
+        try:
+            return self._clients.written("api_key", text)
+        except InvalidInput:
+            return None
+
+    # ------------------------------------------------------------------ within
+
+    def _guessed(self, text: str, kinds: Iterable[str], ground: Ground) -> Who:
+        # The hash first: a key that is known goes no further as it is.
+        candidates = []
+        if (hashed := self.hashed(text)) is not None:
+            candidates.append(Who("api_key", hashed))
+        others = [kind for kind in kinds if kind not in ("api_key", "ip", "subnet")]
+        candidates += [Who(kind, text) for kind in others if len(text) <= words.LONGEST_LABEL and text.isprintable()]
+        for who in candidates:
+            if self._is_configured(who, ground):
+                return who
+        with suppress(NotFound):
+            return self._called(text, ground, in_log=False)
+        for who in candidates:
+            if self._clients is not None and self._record(self._key(who)) is not None:
+                return who
+        with suppress(NotFound):
+            return self._called(text, ground)
+        raise NotFound(NOBODY if self._clients is not None else f"{NOBODY}. {NO_SECRET}")
+
+    def _is_configured(self, who: Who, ground: Ground) -> bool:
+        if who in ground.entries:
+            return True
+        with reading(self._config.engine) as connection:
+            return any(rows_of(connection, {who.kind: [who.value]}).values())
+
+    def _called(self, label: str, ground: Ground, *, in_log: bool = True) -> Who:
+        """The client with a label."""
+        key = label_key(label)
+        for client in ground.labelled:
+            if label_key(client.label or "") == key:
+                return Who(*client.identity)
+        with reading(self._config.engine) as connection:
+            for who in who_is_called(connection, label):
+                return Who(*who)
+        record = self._record(key) if in_log else None
+        if record is None:
+            raise NotFound("nobody goes by that label here")
+        return self.named(Who(record.client_kind, record.client))
+
+    def _of_hash(self, value: str) -> Who:
+        """Of what kind a hash is, by the log and the configuration; an API key's, if neither knows it."""
+        record = self._record(value)
+        if record is not None:
+            kind = next((kind for kind, key in zip(record.kinds, record.clients, strict=True) if key == value), None)
+            if kind is not None and kind != LABEL:
+                return Who(kind, value)
+        for who in self._grounds.current().entries:
+            if self._clients is not None and who[0] != "api_key" and self._clients.written(*who) == value:
+                return Who(*who)
+        return Who("api_key", value)
+
+    def _record(self, key: str) -> Record | None:
+        try:
+            return self._log.last(key)
+        except LogUnavailable:
+            return None
+
+    def _logged(self, keys: Iterable[str]) -> bool:
+        return any(self._record(key) is not None for key in keys)
+
+    def _key(self, who: Who) -> str:
+        if is_hash(who.value) or self._clients is None:
+            return who.value
+        return self._clients.written(*who)
+
+    def _fingerprint(self, value: str) -> str:
+        if is_hash(value):
+            return self._hash(value)
+        if self._clients is None:
+            raise InvalidInput(NO_SECRET)
+        return self._clients.written("api_key", words.api_key(value))
+
+    def _hash(self, value: str) -> str:
+        try:
+            return words.api_key(value.lower())
+        except InvalidInput:
+            raise InvalidInput("this is no hash; write hmac: and 32 hexadecimal digits") from None
+
+    def _checked_kind(self, kind: str) -> str:
+        if kind not in KINDS and kind not in (known := _kinds(self._grounds.current().base)):
+            raise InvalidInput(f"a client is of one of the kinds {', '.join(known)}")
+        return kind
+
+
+def is_hash(value: str) -> bool:
+    return value.lower().startswith(PREFIX)
+
+
+def network_of(who: Who) -> IPv4Network | IPv6Network | None:
+    """The network that somebody is; None for anybody else."""
+    return ip_network(who.value) if who.kind in ("ip", "subnet") and not is_hash(who.value) else None
+
+
+def is_network(who: Who) -> bool:
+    """Whether that is more than one address."""
+    network = network_of(who)
+    return network is not None and (who.kind == "subnet" or network.num_addresses > 1)
+
+
+def opened_clients(secret: str | bytes | None) -> Clients | None:
+    """What names clients by keyed hashes; None without a secret."""
+    try:
+        return Clients(secret)
+    except InvalidConfiguration:
+        if secret is not None:
+            raise
+        return None
+
+
+def _kinds(policy: Policy) -> tuple[str, ...]:
+    counted = [kind for rule in policy.rules for kind in rule.by]
+    named = [each.identity.kind for each in policy.clients] + [each.identity.kind for each in policy.overrides]
+    return tuple(dict.fromkeys(kind for kind in (*KINDS, *counted, *named) if kind not in NO_CLIENTS))
+
+
+def _is_network(text: str) -> bool:
+    try:
+        words.address(text)
+    except InvalidInput:
+        return False
+    return True
+
+
+def _around(network: IPv4Network | IPv6Network) -> tuple[str, ...]:
+    """The network itself and all that it lies in, as they are written."""
+    widths = range(network.prefixlen, -1, -1)
+    around = [network.supernet(new_prefix=width) for width in widths]
+    return tuple(str(each.network_address) if each.prefixlen == each.max_prefixlen else str(each) for each in around)

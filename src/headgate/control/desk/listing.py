@@ -1,0 +1,309 @@
+"""Overrides, blocks and clients, a page at a time."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate.control.config import queries
+from headgate.control.config.rows import bucket, microseconds
+from headgate.control.desk.views import (
+    BlockView,
+    ClientRow,
+    OverrideView,
+    Page,
+    Who,
+)
+from headgate.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection
+
+    from headgate.control.config.queries import Listed
+    from headgate.control.config.rows import BlockRow, OverrideRow
+    from headgate.control.desk.ground import Ground
+    from headgate.control.desk.views import State
+    from headgate.policy.model import Block
+    from headgate.shield.blocks import LiveBlock
+
+__all__ = [
+    "STATES",
+    "block_view",
+    "blocks",
+    "checked_page",
+    "clients",
+    "live_view",
+    "override_view",
+    "overrides",
+    "policy_block_view",
+    "state_of",
+]
+
+STATES: Final = ("all", "active", "future", "expired")
+MOST: Final = 200
+"""On one page."""
+LONGEST_SEARCH: Final = 500
+
+
+def checked_page(search: str, state: str, most: int) -> None:
+    """InvalidInput for what no page can be of."""
+    if state not in STATES:
+        raise InvalidInput(f"there is no such state; known are {', '.join(STATES)}")
+    if not 1 <= most <= MOST:
+        raise InvalidInput(f"a page has 1 to {MOST} lines, not {most}")
+    if len(search) > LONGEST_SEARCH:
+        raise InvalidInput(f"search for at most {LONGEST_SEARCH} characters")
+
+
+def overrides(
+    connection: Connection, ground: Ground, *, now_us: int, most: int, after: str | None, **question: Any
+) -> Page[OverrideView]:
+    """The newest first."""
+    before = None if after is None else _number(after)
+    found = queries.listed(connection, "overrides", now_us=now_us, most=most + 1, before=before, **question)
+    views = [override_view(each, ground, now_us) for each in found[:most]]
+    return Page(tuple(views), str(found[most - 1].id) if len(found) > most else None)
+
+
+def blocks(
+    connection: Connection,
+    ground: Ground,
+    live: Sequence[LiveBlock],
+    *,
+    now_us: int,
+    most: int,
+    after: str | None,
+    search: str,
+    state: str,
+    hashed: str | None,
+) -> Page[BlockView]:
+    """The rows, the newest first; then those of the document; then those that only nodes were told of."""
+    place, last = _place(after)
+    views: list[tuple[str, BlockView]] = []
+    if place == "config":
+        before = None if last is None else _number(last)
+        question: Any = {"search": search, "hashed": hashed, "state": state, "before": before}
+        found = queries.listed(connection, "blocked", now_us=now_us, most=most + 1, **question)
+        views = [(f"config:{each.id}", block_view(each, ground, now_us)) for each in found]
+        place, last = "policy", None
+    if len(views) <= most and place == "policy":
+        start = -1 if last is None else _number(last)
+        views += [
+            (f"policy:{index}", policy_block_view(each, ground, now_us))
+            for index, each in enumerate(ground.base.blocked)
+            if index > start
+        ]
+        place, last = "live", None
+    if len(views) <= most:
+        seen = None if last is None else tuple(_pair(last))
+        alone = [each for each in _alone(connection, ground, live) if seen is None or each[:2] > seen]
+        labels = queries.labels_of(connection, [each[:2] for each in alone[: most + 1]])
+        views += [
+            (f"live:{json.dumps(each[:2])}", live_view(each, _label(ground, each[:2], labels.get(each[:2])), now_us))
+            for each in alone
+        ]
+    fitting = [each for each in views if _fits(each[1], search, state, hashed)]
+    more = len(fitting) > most
+    return Page(tuple(view for _, view in fitting[:most]), fitting[most - 1][0] if more else None)
+
+
+def clients(
+    connection: Connection,
+    ground: Ground,
+    *,
+    search: str,
+    hashed: str | None,
+    after: str | None,
+    most: int,
+    now_us: int,
+) -> Page[ClientRow]:
+    """Those whom the document alone names; then everybody of whom a row says something."""
+    found: list[queries.Named] = []
+    last: tuple[str, str] | None = None
+    place, rest = ("document", None) if after is None else _cut(after)
+    if place == "document":
+        start = -1 if rest is None else _number(rest)
+        found = [
+            each for index, each in enumerate(_in_document(ground)) if index > start and _is_meant(each, search, hashed)
+        ]
+        in_tables = queries.rows_of(connection, _by_kind(found))
+        taken = {(each.row.kind, each.row.value) for rows in in_tables.values() for each in rows}
+        found = [each for each in found if (each.kind, each.value) not in taken]
+    else:
+        last = _pair(rest or "")
+    count = len(found)
+    if count <= most:
+        found += queries.named(connection, search=search, hashed=hashed, after=last, most=most + 1 - count)
+    shown = found[:most]
+    named = [(each.kind, each.value) for each in shown]
+    counts = queries.override_counts(connection, named)
+    blocked = {
+        (each.row.kind, each.row.value)
+        for each in queries.rows_of(connection, _by_kind(shown), ["blocked"])["blocked"]
+        if state_of(each.row, now_us) == "active"
+    }
+    blocked |= {(each.identity.kind, each.identity.value) for each in ground.base.blocked}
+    rows = [
+        ClientRow(
+            Who(each.kind, each.value),
+            _label(ground, (each.kind, each.value), each.label),
+            each.tier or _tier(ground, (each.kind, each.value)),
+            counts.get((each.kind, each.value), 0) + len(_entries(ground, (each.kind, each.value), "overrides")),
+            (each.kind, each.value) in blocked,
+        )
+        for each in shown
+    ]
+    cursor = None
+    if len(found) > most:
+        if most <= count:
+            position = next(i for i, each in enumerate(_in_document(ground)) if each == shown[-1])
+            cursor = f"document:{position}"
+        else:
+            cursor = f"tables:{json.dumps(named[-1])}"
+    return Page(tuple(rows), cursor)
+
+
+# ------------------------------------------------------------------ one line each
+
+
+def override_view(each: Listed, ground: Ground, now_us: int) -> OverrideView:
+    row: OverrideRow = each.row
+    return OverrideView(
+        id=each.id,
+        since=each.since,
+        who=Who(row.kind, row.value),
+        label=_label(ground, (row.kind, row.value), each.label),
+        limit=row.limit_name,
+        route_class=row.route_class,
+        bucket=bucket(row),
+        valid_from_us=row.valid_from_us,
+        valid_until_us=row.valid_until_us,
+        reason=row.reason,
+        author=row.author,
+        state=state_of(row, now_us),
+    )
+
+
+def block_view(each: Listed, ground: Ground, now_us: int) -> BlockView:
+    row: BlockRow = each.row
+    return BlockView(
+        id=each.id,
+        since=each.since,
+        who=Who(row.kind, row.value),
+        label=_label(ground, (row.kind, row.value), each.label),
+        valid_from_us=row.valid_from_us,
+        valid_until_us=row.valid_until_us,
+        reason=row.reason,
+        author=row.author,
+        state=state_of(row, now_us),
+        source="config",
+    )
+
+
+def policy_block_view(block: Block, ground: Ground, now_us: int) -> BlockView:
+    since, until = (
+        None if each is None else microseconds(each) for each in (block.validity.since, block.validity.until)
+    )
+    state = _state(since, until, now_us)
+    who = Who(*block.identity)
+    return BlockView(None, None, who, _label(ground, who, None), since, until, block.reason, None, state, "policy")
+
+
+def live_view(block: LiveBlock, label: str | None, now_us: int) -> BlockView:
+    kind, value, until_us, reason = block
+    state = _state(None, until_us, now_us)
+    return BlockView(None, None, Who(kind, value), label, None, until_us, reason, None, state, "live")
+
+
+def state_of(row: OverrideRow | BlockRow, now_us: int) -> State:
+    """Whether a row holds, will, or did."""
+    return _state(row.valid_from_us, row.valid_until_us, now_us)
+
+
+def _state(since_us: int | None, until_us: int | None, now_us: int) -> State:
+    if until_us is not None and until_us <= now_us:
+        return "expired"
+    return "future" if since_us is not None and since_us > now_us else "active"
+
+
+# ------------------------------------------------------------------ within
+
+
+def _alone(connection: Connection, ground: Ground, live: Sequence[LiveBlock]) -> list[LiveBlock]:
+    """The live blocks that are neither a row nor a line of the document, in order."""
+    by_kind: dict[str, list[str]] = {}
+    for block in live:
+        by_kind.setdefault(block.kind, []).append(block.value)
+    rows = queries.rows_of(connection, by_kind, ["blocked"])["blocked"]
+    taken = {(each.row.kind, each.row.value) for each in rows} | {tuple(each.identity) for each in ground.base.blocked}
+    return sorted([block for block in live if block[:2] not in taken], key=lambda block: block[:2])
+
+
+def _fits(view: BlockView, search: str, state: str, hashed: str | None) -> bool:
+    if view.source == "config":
+        return True  # the database has seen to it
+    texts = (view.who.value, view.label, view.reason)
+    is_found = not search or any(search.casefold() in (text or "").casefold() for text in texts)
+    return (is_found or (view.who.kind == "api_key" and view.who.value == hashed)) and state in ("all", view.state)
+
+
+def _entries(ground: Ground, who: tuple[str, str], section: str) -> Sequence[Any]:
+    return ground.entries.get(who, {}).get(section, ())
+
+
+def _label(ground: Ground, who: tuple[str, str], given: str | None) -> str | None:
+    return given or next((each.label for each in _entries(ground, (who[0], who[1]), "clients")), None)
+
+
+def _tier(ground: Ground, who: tuple[str, str]) -> str | None:
+    return next((each.tier for each in _entries(ground, who, "clients")), None)
+
+
+def _in_document(ground: Ground) -> list[queries.Named]:
+    return [queries.Named(*who, _label(ground, who, None), _tier(ground, who)) for who in ground.entries]
+
+
+def _is_meant(each: queries.Named, search: str, hashed: str | None) -> bool:
+    text = search.casefold()
+    is_key = each.kind == "api_key" and each.value == hashed
+    return not search or is_key or text in each.value.casefold() or text in (each.label or "").casefold()
+
+
+def _by_kind(named: Iterable[queries.Named]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for each in named:
+        found.setdefault(each.kind, []).append(each.value)
+    return found
+
+
+def _place(after: str | None) -> tuple[str, str | None]:
+    return ("config", None) if after is None else _cut(after)
+
+
+def _cut(cursor: str) -> tuple[str, str | None]:
+    place, _, rest = cursor.partition(":")
+    if place not in ("config", "policy", "live", "document", "tables") or not rest:
+        raise _no_cursor()
+    return place, rest
+
+
+def _pair(text: str) -> tuple[str, str]:
+    try:
+        kind, value = json.loads(text)
+    except ValueError:
+        raise _no_cursor() from None
+    if not (isinstance(kind, str) and isinstance(value, str)):
+        raise _no_cursor()
+    return kind, value
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise _no_cursor()
+    return int(text)
+
+
+def _no_cursor() -> InvalidInput:
+    return InvalidInput("after is no place in this list; give the `next` of the page before")

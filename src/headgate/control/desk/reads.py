@@ -1,0 +1,318 @@
+"""All that can be looked at."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from headgate.control.config import raw_keys
+from headgate.control.config.queries import Listed, row, samples
+from headgate.control.config.reading import newest_version
+from headgate.control.config.rows import Document
+from headgate.control.desk import audit, listing, policies
+from headgate.control.desk.errors import NotFound
+from headgate.control.desk.fleet import Overview, Totals
+from headgate.control.desk.ground import ground_at
+from headgate.control.desk.office import Office
+from headgate.control.desk.standing import faced, said_by, standings, uses
+from headgate.control.desk.views import ClientView, OverrideView, Who
+from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
+from headgate.policy.formats import FORMATS
+from headgate.telemetry.moments import span
+from headgate.telemetry.why import Asked
+
+if TYPE_CHECKING:
+    from datetime import tzinfo
+
+    from headgate.control.config.history import Difference, Version
+    from headgate.control.config.rows import Kept
+    from headgate.control.desk.finding import Known
+    from headgate.control.desk.ground import Ground, Holding
+    from headgate.control.desk.views import (
+        AuditEntry,
+        BlockView,
+        ClientRow,
+        Page,
+        PolicyView,
+        RouteView,
+        Standing,
+        TierView,
+        Timeline,
+    )
+    from headgate.control.steps import StepChange
+    from headgate.policy.model import Block
+    from headgate.telemetry.records import Record
+    from headgate.telemetry.why import Answer
+
+__all__ = ["Reads"]
+
+ONLY_A_HASH = "only a hash of this {kind} is known, by which nobody is counted: give the {kind} to see its limits"
+A_NETWORK = "a network is not counted as one: give one of its addresses to see what is used"
+
+
+class Reads(Office):
+    """The questions."""
+
+    @property
+    def version(self) -> int:
+        """The newest version of the configuration."""
+        return self._config.version
+
+    # ------------------------------------------------------------------ the fleet
+
+    def overview(self) -> Overview:
+        """What the fleet is doing. It never fails: what cannot be found out is told among `troubles`."""
+        troubles: list[str] = []
+        version: int | None = None
+        try:
+            version = self._config.version
+        except HeadgateError as error:
+            troubles.append(str(error))
+        steps: list[StepChange] = []
+        try:
+            steps = self.steps()
+        except HeadgateError as error:
+            troubles.append(f"step changes cannot be read: {error}")
+        if trouble := self._log.trouble:
+            troubles.append(trouble)
+        if self._beats is None:
+            troubles.append("no board was given to the admin server, so that nodes cannot be seen")
+            return Overview(self._now_us(), version, (), None, Totals(), (), (), (), tuple(steps), tuple(troubles))
+        found = self._beats.gather()
+        return Overview(
+            found.at_us,
+            version,
+            found.nodes,
+            found.series,
+            found.totals,
+            found.top_denied,
+            found.near,
+            found.hot,
+            tuple(steps),
+            (*troubles, *found.troubles),
+        )
+
+    def steps(self, *, most: int = 20) -> list[StepChange]:
+        """The newest step changes, the newest first."""
+        return [] if self._steps is None else list(self._steps.recent(most=most))
+
+    # ------------------------------------------------------------------ one client
+
+    def find(self, text: str) -> Who:
+        """The client that is meant by a text: "tenant=acme", an address, a label, an API key, a hash."""
+        return self._finder.find(text)
+
+    def client(self, who: Who) -> ClientView:
+        """A client, with all that holds for it, and what it has used."""
+        who = self._finder.named(self._finder.checked(who))
+        known, holding = self._holding(who)
+        now_us = self._now_us()
+        troubles = list(holding.ground.problems)
+        tier: str | None = None
+        tier_from: Any = "default"
+        limits: list[Standing] = []
+        if known.values and not holding.ground.problems:
+            tier, met = faced(holding, known.values, kind=who.kind, now_us=now_us)
+            tier_from = self._tier_from(holding, tier)
+            used, trouble = uses(self._counters if known.can_count else None, met)
+            if known.can_count and trouble is not None:
+                troubles.append(trouble)
+            limits = list(standings(holding, met, used))
+        if not known.can_count:
+            troubles.append(ONLY_A_HASH.format(kind=who.kind) if not known.values else A_NETWORK)
+        label = self._label(known, holding)
+        block, trouble = self._block_of(known, holding, label, now_us)
+        if trouble is not None:
+            troubles.append(trouble)
+        own = [each for each in holding.rows["overrides"] if (each.row.kind, each.row.value) == who]
+        views = [listing.override_view(_listed(each, label), holding.ground, now_us) for each in reversed(own)]
+        keys = known.log_keys or self._finder.label_key_of(label)
+        return ClientView(
+            who, label, tier, tier_from, tuple(limits), tuple(views), block, keys, known.can_count, tuple(troubles)
+        )
+
+    def why(self, who: Who, *, at: str = "today", until: str | None = None, zone: tzinfo | None = None) -> Answer:
+        """What became of a client's requests at a time, by which limits, and what would have helped."""
+        who = self._finder.named(self._finder.checked(who))
+        known, holding = self._holding(who)
+        keys = known.log_keys or self._finder.label_key_of(self._label(known, holding))
+        now = datetime.fromtimestamp(self._now_us() / 1_000_000, UTC)
+        when = span(at, until, now=now, zone=zone)
+        identities = {} if not known.values else dict.fromkeys(keys, (who.kind, who.value))
+        asked = Asked("" if who.kind == "api_key" else f"{who.kind}={who.value}", keys, identities)
+        return self._log.why(asked, when, policy=holding.policy)
+
+    def timeline(self, who: Who, *, since_us: int, until_us: int, slots: int = 60) -> Timeline:
+        """What became of a client's requests, in equal parts of a time."""
+        return self._log.timeline(self._keys(who), since_us=since_us, until_us=until_us, slots=slots)
+
+    def decisions(
+        self, *, who: Who | None = None, after: str = "", outcome: str | None = None, most: int = 100
+    ) -> list[Record]:
+        """The newest decisions that were kept, newest last; or the first after that with an id.
+
+        `outcome` is one of those that records have, or "rejected". Nodes write in batches, and clocks differ: a record
+        may come a second after others that are newer.
+        """
+        if who is None:
+            return self._log.decisions((), after=after, outcome=outcome, most=most)
+        keys = self._keys(who)
+        return self._log.decisions(keys, after=after, outcome=outcome, most=most) if keys else []
+
+    # ------------------------------------------------------------------ lists
+
+    def clients(self, *, search: str = "", after: str | None = None, most: int = 50) -> Page[ClientRow]:
+        """Everybody of whom the configuration says something."""
+        listing.checked_page(search, "all", most)
+        hashed = self._finder.hashed(search)
+        with self._reading() as connection:
+            ground = self._grounds.now(connection)
+            question: Any = {"search": search, "hashed": hashed, "after": after, "most": most}
+            return listing.clients(connection, ground, now_us=self._now_us(), **question)
+
+    def overrides(
+        self,
+        *,
+        search: str = "",
+        state: str = "all",
+        who: Who | None = None,
+        after: str | None = None,
+        most: int = 50,
+    ) -> Page[OverrideView]:
+        """The overrides of the config store, the newest first."""
+        listing.checked_page(search, state, most)
+        of = None if who is None else self._finder.checked(who)
+        question: Any = {"search": search, "hashed": self._finder.hashed(search), "state": state, "who": of}
+        with self._reading() as connection:
+            ground = self._grounds.now(connection)
+            return listing.overrides(connection, ground, now_us=self._now_us(), most=most, after=after, **question)
+
+    def override(self, id: int) -> OverrideView:
+        """One of them; NotFound if there is none such now."""
+        with self._reading() as connection:
+            found = row(connection, "overrides", id)
+            if found is None:
+                raise NotFound(f"there is no override {id}")
+            return listing.override_view(found, self._grounds.now(connection), self._now_us())
+
+    def blocks(
+        self, *, search: str = "", state: str = "all", after: str | None = None, most: int = 50
+    ) -> Page[BlockView]:
+        """Who is kept out: by rows of the config store, by the document, and by word to the nodes alone."""
+        listing.checked_page(search, state, most)
+        live, _ = self._live_blocks()
+        question: Any = {"search": search, "hashed": self._finder.hashed(search), "state": state}
+        with self._reading() as connection:
+            ground = self._grounds.now(connection)
+            return listing.blocks(connection, ground, live, now_us=self._now_us(), most=most, after=after, **question)
+
+    def tiers(self) -> list[TierView]:
+        """All tiers, with their numbers and how many clients are in each."""
+        with self._reading() as connection:
+            return policies.tiers(connection, self._grounds.now(connection))
+
+    def routes(self) -> list[RouteView]:
+        """All routes of which the document or a table says something."""
+        return policies.routes(self._ground())
+
+    # ------------------------------------------------------------------ the policy and its past
+
+    def policy(self, version: int | None = None) -> PolicyView:
+        """The policy document, now or at a version, and what it comes to with the tables."""
+        if version is not None:
+            self._existing(version)
+        with self._reading() as connection:
+            at = newest_version(connection) if version is None else version
+            ground = self._grounds.now(connection) if version is None else ground_at(connection, at)
+        return policies.policy_view(ground, at)
+
+    def check_policy(self, text: str, *, file: str) -> list[str]:
+        """What is wrong with a document, beside the rows that there are; nothing, if it would be taken."""
+        try:
+            self._checked(text, file)
+        except InvalidPolicy as error:
+            return list(error.problems)
+        except InvalidInput as error:
+            return [str(error)]
+        return []
+
+    def versions(self, *, before: int | None = None, most: int = 50) -> list[Version]:
+        """The versions of the configuration, the newest first."""
+        listing.checked_page("", "all", most)
+        return self._config.history(before=before, most=most)
+
+    def diff(self, one: int, other: int) -> list[Difference]:
+        """What is different at the second version from the first."""
+        return self._config.diff(self._existing(one), self._existing(other))
+
+    def audit(
+        self, *, before: str | None = None, most: int = 50, author: str | None = None, search: str = ""
+    ) -> Page[AuditEntry]:
+        """Who did what, the newest first."""
+        listing.checked_page(search, "all", most)
+        with self._reading() as connection:
+            return audit.page(connection, before=before, most=most, author=author, search=search)
+
+    # ------------------------------------------------------------------ within
+
+    def _keys(self, who: Who) -> tuple[str, ...]:
+        """Under which the log knows somebody."""
+        who = self._finder.checked(who)
+        known = self._finder.known(who)
+        if known.log_keys:
+            return known.log_keys
+        known, holding = self._holding(who)
+        return self._finder.label_key_of(self._label(known, holding))
+
+    def _checked(self, text: str, file: str) -> Ground:
+        """What would hold with another document; InvalidPolicy, if it would not."""
+        suffix = file.rpartition(".")[2].lower()
+        format = "yaml" if suffix == "yml" else suffix
+        if format not in FORMATS:
+            raise InvalidPolicy([f"{file}: cannot tell its format; name the file .yaml, .yml, .toml or .json"])
+        document = Document(text, format, file)
+        raw_keys.refuse_keys(document, None)
+        with self._reading() as connection:
+            ground = ground_at(connection, newest_version(connection), document)
+            if ground.problems:
+                raise InvalidPolicy(ground.problems)
+            ground.frame.read(samples(connection))
+        return ground
+
+    @staticmethod
+    def _label(known: Known, holding: Holding) -> str | None:
+        """What a client is called: by its own name, or by that of the smallest network that it is in."""
+        clients = {(each.identity.kind, each.identity.value): each.label for each in holding.policy.clients}
+        found = (clients.get((kind, value)) for kind, values in known.identities.items() for value in values)
+        return next((label for label in found if label), None)
+
+    @staticmethod
+    def _tier_from(holding: Holding, tier: str | None) -> Any:
+        saying = [each for each in holding.policy.clients if each.tier == tier and tier is not None]
+        if not saying:
+            return "default"
+        return "assigned" if any(holding.row_of(each) is not None for each in saying) else "policy"
+
+    def _block_of(
+        self, known: Known, holding: Holding, label: str | None, now_us: int
+    ) -> tuple[BlockView | None, str | None]:
+        """Why a client is kept out, if it is."""
+        live, trouble = self._live_blocks()
+        found: Block | None = None
+        if known.values:
+            plan = holding.snapshot.route("GET", "/")
+            found = holding.snapshot.resolve(plan, said_by(known.values), now_us).block
+        if found is not None:
+            id = holding.row_of(found)
+            kept = next((each for each in holding.rows["blocked"] if each.id == id), None)
+            if kept is not None:
+                return listing.block_view(_listed(kept, label), holding.ground, now_us), trouble
+            return listing.policy_block_view(found, holding.ground, now_us), trouble
+        for block in live:
+            if block.value in known.identities.get(block.kind, ()) and block.holds_at(now_us):
+                return listing.live_view(block, label, now_us), trouble
+        return None, trouble
+
+
+def _listed(kept: Kept[Any], label: str | None) -> Listed:
+    return Listed(kept.id, kept.since, kept.row, label)

@@ -1,0 +1,64 @@
+"""How a change is signed: a reason that can be kept, one writer at a time, and no API key in what is said of it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+from headgate.control.desk.secrecy import discreetly
+from headgate.control.desk.views import Change
+from headgate.errors import InvalidInput
+from headgate.policy import words
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterator, Sequence
+
+    from headgate.control.config.history import Version
+    from headgate.control.desk.finding import Finder
+    from headgate.control.desk.views import Actor
+
+__all__ = ["checked_reason", "done", "in_the_past", "signed"]
+
+LONGEST_REASON: Final = 500
+LONGEST_NAME: Final = 200
+
+
+@contextmanager
+def signed(
+    finder: Finder, lock: threading.Lock, actor: Actor, reason: str, texts: Sequence[str | None]
+) -> Iterator[dict[str, str]]:
+    """While somebody writes: author and reason, as the config store takes them."""
+    by = {"author": _checked_name(actor.name), "reason": checked_reason(reason)}
+    finder.refuse_known_keys(reason, *texts)
+    with discreetly(*texts), lock:
+        yield by
+
+
+def checked_reason(reason: str) -> str:
+    """InvalidInput, if there is none, or one that cannot be kept."""
+    if not isinstance(reason, str) or not reason.strip():
+        raise InvalidInput("give a reason: whoever reads this later wants to know why")
+    if len(reason) > LONGEST_REASON or not reason.isprintable():
+        raise InvalidInput(f"a reason is one line of up to {LONGEST_REASON} characters")
+    return reason
+
+
+def in_the_past(until: datetime | None, now_us: int) -> None:
+    """InvalidInput for an end that has been."""
+    if until is not None and words.instant(until) <= datetime.fromtimestamp(now_us / 1_000_000, UTC):
+        raise InvalidInput(f"{until.isoformat()} is over already; give a time to come, or none")
+
+
+def done(version: Version | None, *notes: str) -> Change:
+    """What came of it."""
+    if version is None:
+        return Change(None, ("all was so already", *notes), "nothing to change")
+    return Change(version, notes, version.what)
+
+
+def _checked_name(name: str) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+        raise InvalidInput(f"whoever does something has a name of up to {LONGEST_NAME} characters")
+    return name

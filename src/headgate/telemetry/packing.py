@@ -1,0 +1,171 @@
+"""What is kept of a decision until there is time to make a record of it: one string of bytes, which any process can
+read, and which the garbage collector never looks at. This is what a rejection costs its request."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from marshal import dumps
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headgate.adapters.way import Admission, Arrival
+    from headgate.limits import Limit
+    from headgate.policy.model import Client, Rule
+    from headgate.policy.snapshot import CompiledRule, Resolution, RoutePlan
+    from headgate.telemetry.clients import Clients
+
+__all__ = ["EDITIONS", "FORMAT", "Labels", "Packer", "packed_loss"]
+
+FORMAT: Final = 2
+"""Of marshal: the newest that spends no time on finding what stands there twice."""
+MOST_KNOWN: Final = 10_000
+STALE: Final = 60.0
+"""Seconds after which what is known of routes and limits is learnt anew, when there is something new to learn: else the
+policies of days would be kept alive by it."""
+EDITIONS: Final = 32
+"""Policies whose labels are kept, for what they decided and still waits."""
+
+Labels: TypeAlias = "list[tuple[str, str, str]]"
+"""Kind, value and label of those clients whom a policy gives one; of API keys the hash."""
+
+
+class _Place(NamedTuple):
+    """What is the same for all requests of a tier on a route."""
+
+    route: RoutePlan
+    """As long as it lives, no other has its id."""
+    rules: Sequence[CompiledRule]
+    limits: tuple[Limit | None, ...] | None
+    """Whose numbers count for those who have no override; None where nobody has one."""
+    packed: bytes
+
+
+class Packer:
+    """Packs the decisions of one process. Any number of threads may."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, str | None], _Place] = {}
+        self._limits: dict[tuple[int, int], tuple[Any, bytes]] = {}
+        """What is the same for all denials by a limit, with the limit."""
+        self._policies: dict[int, tuple[Any, int]] = {}
+        self._editions: dict[int, tuple[Client, ...]] = {}
+        self._numbers = count(1)
+        self._learnt_since = time.monotonic()
+
+    def pack(self, arrival: Arrival, admission: Admission, resolution: Resolution, weight: float) -> bytes:
+        route, keys, cost, rules, who, tier, now_us, block = resolution
+        place = self._places.get((id(route), tier))
+        if place is None:
+            place = self._learn_place(route, tier)
+        decision = admission.decision
+        fields: Any
+        if decision is None:
+            note = None if block is None else block.reason or ""
+            fields = now_us, arrival.method, place[3], note, weight, None, None, 0, who, (), (), ()
+        elif (
+            decision.allowed
+            or decision.degraded is not None
+            or place[1] is not rules
+            or (place[2] is not None and place[2] != tuple([key[0] for key in keys]))
+        ):
+            limits = [self._limit(rule, key[0]) for rule, key in zip(rules, keys, strict=True)]
+            shadows = _refusing(admission) if admission.shadows else ()
+            allowed, verdicts = decision.allowed, decision.verdicts
+            why = decision.degraded
+            fields = now_us, arrival.method, place[3], None, weight, allowed, why, cost, who, limits, verdicts, shadows
+        else:
+            # What most rejections are: by limits that are everybody's, and by the store's own answer.
+            fields = now_us, arrival.method, place[3], who, decision.verdicts
+        try:
+            return dumps(fields, FORMAT)
+        except ValueError:  # an identity, most likely, that is a kind of text of the app's own
+            return dumps(_plain(fields), FORMAT)
+
+    def labels_since(self, edition: int, clients: Clients) -> dict[int, Labels]:
+        """The labels of all policies after that one. What is packed before this is asked finds its own among them."""
+        return {
+            number: [
+                (kind, clients.written(kind, value) if kind == "api_key" else value, each.label)
+                for each in known
+                if each.label
+                for kind, value in (each.identity,)
+            ]
+            for number, known in list(self._editions.items())
+            if number > edition
+        }
+
+    def _learn_place(self, route: RoutePlan, tier: str | None) -> _Place:
+        self._forget_some()
+        policy = route.policy
+        edition = self._edition(policy, policy.clients) if policy.clients else 0
+        limits = tuple([rule.tiers.get(tier, rule.limit) for rule in route.rules])
+        said = [columns(each.rule, limit) if limit else None for each, limit in zip(route.rules, limits, strict=True)]
+        head = policy.name, route.endpoint, route.route_class or "", tier or "", route.on_failure == "local", edition
+        packed = dumps((*head, route.costs if route.rules else 0, said), FORMAT)
+        has_others = route.has_overrides
+        place = self._places[id(route), tier] = _Place(route, route.rules, limits if has_others else None, packed)
+        return place
+
+    def _limit(self, compiled: CompiledRule, limit: Limit) -> bytes:
+        known = self._limits.get((id(compiled), id(limit)))
+        if known is None:
+            self._forget_some()
+            packed = dumps(columns(compiled.rule, limit), FORMAT)
+            known = self._limits[id(compiled), id(limit)] = (compiled, limit), packed
+        return known[1]
+
+    def _edition(self, policy: Any, clients: tuple[Client, ...]) -> int:
+        """The number of a policy, under which its labels are found."""
+        _, number = self._policies.get(id(policy)) or (None, next(self._numbers))
+        self._editions[number] = clients
+        self._policies[id(policy)] = policy, number
+        while len(self._editions) > EDITIONS:
+            self._editions.pop(min(self._editions, default=0), None)
+        return number
+
+    def _forget_some(self) -> None:
+        now = time.monotonic()
+        if now - self._learnt_since > STALE or len(self._limits) >= MOST_KNOWN or len(self._places) >= MOST_KNOWN:
+            self._learnt_since = now
+            newest = max(self._policies.items(), key=lambda each: each[1][1], default=None)
+            self._policies = dict([newest] if newest is not None else [])
+            self._places.clear()
+            self._limits.clear()
+
+
+def packed_loss(count: int, since_us: int, until_us: int) -> bytes:
+    """What is kept of decisions that could not be."""
+    return dumps((since_us, until_us, count), FORMAT)
+
+
+def columns(rule: Rule, limit: Limit) -> tuple[Any, ...]:
+    """What all denials by a limit have in common."""
+    is_of_tier = any(limit is each for each in rule.tiers.values())
+    origin = "" if limit is rule.limit else "tier" if is_of_tier else "override"
+    by = "+".join(rule.by) or "global"
+    return rule.name, by, limit.quota, limit.period_us, limit.capacity, limit.algorithm, origin
+
+
+def _refusing(admission: Admission) -> list[tuple[bytes, int, int, int]]:
+    """What those limits say that are only watched, and would deny."""
+    return [
+        (dumps(columns(rule, key.limit), FORMAT), cost, decision.verdicts[0][0], decision.verdicts[0][1])
+        for (rule, key, cost, _, _), decision in admission.shadows
+        if not decision.allowed
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """The same out of nothing but what comes with Python."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bool | float | bytes) or value is None:
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, dict):
+        return {_plain(name): _plain(each) for name, each in value.items()}
+    return tuple([_plain(each) for each in value])

@@ -1,0 +1,89 @@
+"""The scribe: a process that makes records of what another has decided, and writes them.
+
+It is told what to write over its standard input, and says on its standard output what became of it. It ends when nobody
+can tell it anything any more, which is at the latest when the other process is gone; what it was told by then, it
+writes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate.telemetry.carriers import Batch, Terms, Unmade, made
+from headgate.telemetry.clients import Clients
+from headgate.telemetry.frames import read_frame, write_frame
+from headgate.telemetry.recording import Recorder
+from headgate.telemetry.sinks import open_sink
+
+if TYPE_CHECKING:
+    from headgate.telemetry.records import Record
+    from headgate.telemetry.sinks import Sink
+
+__all__ = ["main"]
+
+LOOKS: Final = 1.0
+"""Seconds between two looks whether the other process is still there."""
+POLITENESS: Final = 5
+"""How much later than others it gets its turn, where there are not enough processors for all: requests go first."""
+
+
+def main() -> None:
+    """Serve one other process, until it ends."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        # Whoever ends all processes at once means the other one: this one ends after it, when all is written.
+        with suppress(AttributeError, ValueError):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with suppress(AttributeError, OSError):
+        os.nice(POLITENESS)
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    questions = sys.stdin.fileno()
+    parent, *rest = read_frame(questions)
+    terms = Terms(*rest)
+    recorder = Recorder(Clients(terms.secret, show=terms.show), node=terms.node, region=terms.region)
+    sink = open_sink(terms.sink)
+    with suppress(BrokenPipeError):
+        write_frame(answers, "ready")
+    while (asked := _next(questions, parent)) is not None:
+        token, first, labels, raws = asked
+        recorder.learn(labels)
+        answer = _written(recorder, sink, Batch(token, first, raws), terms.size)
+        with suppress(BrokenPipeError):
+            write_frame(answers, answer)
+    sink.close()
+
+
+def _next(questions: int, parent: int) -> Any:
+    """What is asked next; None if nothing will be."""
+    if os.name == "posix":
+        while not select.select([questions], [], [], LOOKS)[0]:
+            # A pipe stays open while a child of the other process has it, too; that one asks nothing.
+            if os.getppid() != parent:
+                return None
+    return read_frame(questions)
+
+
+def _written(recorder: Recorder, sink: Sink, batch: Batch, size: int) -> tuple[int, list[Unmade], str | None]:
+    """Write as much as the sink takes; how much that was, what could not be made, and why no more."""
+    token, first, raws = batch
+    unmade: list[Unmade] = []
+    for start in range(0, len(raws), size):
+        records: list[Record] = []
+        some: list[Unmade] = []
+        made(recorder, Batch(token, first + start, raws[start : start + size]), records, some)
+        try:
+            sink.write(records)
+        except Exception as error:
+            return start, _plain(unmade), f"{type(error).__name__}: {error}"
+        unmade += some
+    return len(raws), _plain(unmade), None
+
+
+def _plain(unmade: list[Unmade]) -> Any:
+    """As pipes take it."""
+    return [tuple(each) for each in unmade]

@@ -1,0 +1,239 @@
+"""What a gate decides, counted by the second and by client: on every request, and bounded whatever comes."""
+
+from __future__ import annotations
+
+import threading
+from random import random
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from headgate.policy.snapshot import CLIENT_KINDS
+
+if TYPE_CHECKING:
+    import weakref
+
+    from headgate.adapters.door import Door
+    from headgate.adapters.way import Admission, Arrival
+    from headgate.policy.snapshot import Who
+
+__all__ = ["OUTCOMES", "Client", "NearMark", "Second", "Seconds", "Visits", "bucket_of", "quantile"]
+
+OUTCOMES: Final = ("allowed", "denied", "blocked", "unavailable", "degraded")
+"""What is counted of a second, in this order; the last one beside the others."""
+
+SECOND_US: Final = 1_000_000
+MOST_WAITING: Final = 10
+"""Seconds that wait to be taken, should nobody take them."""
+MOST_CLIENTS: Final = 10_000
+"""In one second. One process does not decide more in a second: those beyond are counted, but by nobody's name."""
+MOST_NEAR: Final = 2_000
+LOOKED_AT: Final = 0.125
+"""The share of requests of which user agent, address and path are looked at."""
+MOST_SEEN: Final = 16
+"""So many of one client in one second: from then on it looks the same."""
+
+Client: TypeAlias = tuple[str, str]
+"""A kind of identity, and a value: never shown, and never kept for longer than a minute."""
+NearMark: TypeAlias = "tuple[int, int, int, Who]"
+"""What was left, of how much, when that was said, and to whom."""
+
+
+# ------------------------------------------------------------------ latency
+# Exact below 8 microseconds; from there on four parts in each doubling, so that no part is wider than a quarter.
+
+EXACTLY: Final = 8
+BUCKETS: Final = EXACTLY + 4 * 21
+
+
+def bucket_of(took_us: int) -> int:
+    """The part of the scale in which so many microseconds lie."""
+    if took_us < EXACTLY:
+        return max(took_us, 0)
+    doublings = took_us.bit_length() - 3
+    return min(EXACTLY + 4 * (doublings - 1) + (took_us >> doublings) - 4, BUCKETS - 1)
+
+
+def _low_us(bucket: int) -> int:
+    """The least that lies in a part of the scale."""
+    if bucket < EXACTLY:
+        return bucket
+    doublings, part = divmod(bucket - EXACTLY, 4)
+    return (4 + part) << (doublings + 1)
+
+
+_QUICK_US: Final = 16_384
+_bucket: Final = bytes([bucket_of(took_us) for took_us in range(_QUICK_US)])
+"""The part for each of the usual numbers, found at once."""
+
+
+def quantile(counts: dict[int, int], share: float) -> int | None:
+    """The latency that such a share of requests had at most, in microseconds; None without any."""
+    rank = share * sum(counts.values())
+    below = 0
+    for bucket in sorted(counts):
+        count = counts[bucket]
+        if below + count >= rank and count:
+            low, width = _low_us(bucket), _low_us(bucket + 1) - _low_us(bucket)
+            return low + round((width - 1) * max(0.0, rank - below) / count)
+        below += count
+    return None
+
+
+# ------------------------------------------------------------------ counting
+
+
+class Visits:
+    """The requests of one client in one second."""
+
+    __slots__ = ("allowed", "denied", "kept_out", "seen", "who")
+
+    def __init__(self, who: Who) -> None:
+        self.allowed = self.denied = self.kept_out = 0
+        """The last are those that no limit denied: blocked, or turned away while the store was away."""
+        self.who = who
+        self.seen: list[tuple[list[str], str, str]] | None = None
+        """User agents, path and address of some of them."""
+
+
+class Second:
+    """What was decided in one second."""
+
+    __slots__ = (
+        "blocked",
+        "clients",
+        "degraded",
+        "ends_us",
+        "latency",
+        "nameless",
+        "number",
+        "start_us",
+        "unavailable",
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Since 1970, by the gate's clock."""
+        self.start_us, self.ends_us = number * SECOND_US, (number + 1) * SECOND_US
+        self.blocked = self.unavailable = self.degraded = 0
+        self.latency = [0] * BUCKETS
+        self.clients: dict[Client, Visits] = {}
+        self.nameless = Visits({})
+        """Those of all clients beyond the bound."""
+
+    @property
+    def counts(self) -> list[int]:
+        """What was counted, in the order of `OUTCOMES`."""
+        allowed, denied = self.nameless.allowed, self.nameless.denied
+        for visits in self.clients.values():
+            allowed += visits.allowed
+            denied += visits.denied
+        return [allowed, denied, self.blocked, self.unavailable, self.degraded]
+
+
+class Seconds:
+    """Counts the decisions of a gate; whoever tells of them takes what is complete."""
+
+    def __init__(self, gate: weakref.ref[Door]) -> None:
+        self._gate = gate
+        self.teller: Any = None
+        """Who tells of them; to live as long as they are counted."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Know nothing yet."""
+        gate = self._gate()
+        now_us = 0 if gate is None else gate._now_us()  # noqa: SLF001 - the clock by which requests are resolved
+        self._lock = threading.Lock()
+        self._second = Second(now_us // SECOND_US)
+        self._complete: list[Second] = []
+        self.near: dict[Any, NearMark] = {}
+        """Who has little left, by limit and counter."""
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether there was anything to count since the seconds were taken last."""
+        return bool(self._second.clients or any(second.clients for second in self._complete))
+
+    def note(self, arrival: Arrival, admission: Admission) -> None:
+        """Count one decision."""
+        resolution, gate = admission.resolution, self._gate()
+        if resolution is None or gate is None:
+            return
+        now_us = gate._now_us()  # noqa: SLF001
+        _, keys, _, _, who, _, began_us, block = resolution
+        if len(who) == 2:  # an address, and nothing else that it could be known by
+            client = "ip", who["ip"]
+        else:
+            for kind in CLIENT_KINDS:
+                if value := who.get(kind):
+                    break
+            client = kind, value or ""
+        decision, took_us = admission.decision, now_us - began_us
+        with self._lock:
+            second = self._second
+            if not second.start_us <= now_us < second.ends_us:
+                second = self._turn(now_us)
+            # The clock may have been set meanwhile.
+            second.latency[_bucket[took_us] if 0 <= took_us < _QUICK_US else bucket_of(took_us)] += 1
+            visits = second.clients.get(client)
+            if visits is None:
+                visits = second.nameless
+                if len(second.clients) < MOST_CLIENTS:
+                    visits = second.clients[client] = Visits(who)
+            if admission.refusal is None:
+                visits.allowed += 1
+            elif block is None and admission.refusal.status != 503:
+                visits.denied += 1
+            else:
+                visits.kept_out += 1
+                if block is not None:
+                    second.blocked += 1
+                else:
+                    second.unavailable += 1
+            if random() < LOOKED_AT:
+                self._look_at(arrival, visits, who["address"])
+            if decision is None:
+                return
+            if decision[4] is not None:
+                second.degraded += 1
+                return  # what is said of limits then, the store does not know of
+            near = self.near
+            for (limit, _, identity), verdict in zip(keys, decision[2], strict=True):
+                left = verdict[0]
+                if left * 10 <= limit.capacity:
+                    mark = limit.name, identity
+                    if len(near) < MOST_NEAR or mark in near:
+                        near[mark] = left, limit.capacity, now_us, who
+                elif near:
+                    near.pop((limit.name, identity), None)
+
+    def take(self, now_us: int) -> list[Second]:
+        """The seconds that are over, and were not taken before."""
+        with self._lock:
+            if not self._second.start_us <= now_us < self._second.ends_us:
+                self._turn(now_us)
+            complete, self._complete = self._complete, []
+            return complete
+
+    def forget_near(self, before_us: int) -> None:
+        """Believe nothing any more that was said before then."""
+        # Copied at once, and looked at without keeping requests waiting.
+        old = [mark for mark, (_, _, at_us, _) in list(self.near.items()) if at_us < before_us]
+        with self._lock:
+            for mark in old:
+                if self.near.get(mark, (0, 0, before_us))[2] < before_us:
+                    del self.near[mark]
+
+    def _turn(self, now_us: int) -> Second:
+        """Another second begins: also one that has been, if the clock was set back."""
+        self._complete.append(self._second)
+        del self._complete[:-MOST_WAITING]
+        self._second = Second(now_us // SECOND_US)
+        return self._second
+
+    @staticmethod
+    def _look_at(arrival: Arrival, visits: Visits, address: str) -> None:
+        """Keep of a request what it is like; of that, something is made later."""
+        if visits.seen is None:
+            visits.seen = []
+        if len(visits.seen) < MOST_SEEN:
+            visits.seen.append((arrival.header("user-agent"), arrival.path, address))

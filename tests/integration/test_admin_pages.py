@@ -1,0 +1,693 @@
+"""The admin pages, in a real Chromium: each task from its begin to its effect at the gate."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+from zoneinfo import ZoneInfo
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from starlette.responses import Response
+
+from headgate import Limiter
+from headgate.adapters.wsgi import HeadgateMiddleware
+from headgate.control.admin.pages import charts, words
+from headgate.control.admin.pages.charts import Band
+from headgate.control.admin.pages.frame import STATIC, local_path
+from headgate.control.admin.serve import AdminServer
+from headgate.control.admin.sessions import Sessions
+from headgate.control.admin.tokens import Tokens
+from headgate.control.config import ConfigStore
+from headgate.control.desk import Actor, Who
+from headgate.control.desk.desk import Desk
+from headgate.control.feed import ConfigFeed
+from headgate.telemetry.boards import MemoryBoard
+from headgate.telemetry.decision_log import DecisionLog
+from headgate.telemetry.pulse import Pulse
+from servers import RedisServer, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SECRET = "for tests only, as long as it has to be"
+RAW_KEY = "sk_live_never_to_be_seen_0123456789"
+BERLIN = ZoneInfo("Europe/Berlin")
+ADA = Actor("ada", "admin")
+POLICY = """\
+name: town
+tier: free
+limits:
+  - name: requests
+    by: tenant
+    bucket: 5/minute
+    tiers: {pro: 600/minute}
+  - {name: keys, by: api_key, missing: skip, bucket: 100/minute}
+clients:
+  - {tenant: mallory, label: "<script>document.title='owned'</script>"}
+  - {tenant: hooli, label: Hooli, tier: pro}
+"""
+CONFUSED = ("status of 401", "status of 403", "status of 404", "status of 409", "status of 422")
+"""What browsers say of answers that tests ask for."""
+
+
+class Town:
+    """An API behind a gate, the admin server beside it, and some traffic."""
+
+    def __init__(self, place: Path, redis: RedisServer) -> None:
+        self.redis = redis
+        url = f"sqlite:///{place}/config.db"
+        self.config = ConfigStore(url, secret=SECRET)
+        self.config.put_policy(POLICY, author="ada", reason="begin")
+        log = f"sqlite:///{place}/decisions.db"
+        self.log = DecisionLog(log, secret=SECRET, sample=1.0, every=0.1)
+        board = MemoryBoard()
+        self.app = HeadgateMiddleware(
+            _welcome,
+            ConfigFeed(url),
+            redis.url,
+            secret=SECRET,
+            identities={"tenant": lambda arrival: next(iter(arrival.header("x-tenant")), None)},
+            on_decision=self.log,
+            namespace="town",
+            budget=0.5,  # other tests may keep this machine busy
+        )
+        self.pulse = Pulse(self.app.gate, board, node="web-1", region="here", log=self.log)
+        self.counters = Limiter(redis.url, namespace="town")
+        self.desk = Desk(self.config, counters=self.counters, log=log, board=board, secret=SECRET)
+        self.tokens = Tokens(url)
+        self.server = AdminServer(self.desk, self.tokens, port=0).start()
+        self._keys = {
+            role: self.tokens.make(f"{role} eve", role, by="tests").text for role in ("admin", "viewer", "support")
+        }
+        self._is_over = threading.Event()
+        self._traffic = threading.Thread(target=self._drive, daemon=True)
+        self._traffic.start()
+
+    def token(self, role: str) -> str:
+        return self._keys[role]
+
+    def cookie(self, role: str) -> Any:
+        """What a browser has after somebody of that role has signed in."""
+        response, token = Response(), self.tokens.check(self.token(role))
+        assert token is not None
+        Sessions(self.tokens).begin(token, response)
+        name, _, value = response.headers["set-cookie"].partition(";")[0].partition("=")
+        return {"name": name, "value": value, "url": self.server.url}
+
+    def ask(self, tenant: str = "", *, key: str = "") -> int:
+        """The status of a request to the API."""
+        told: list[str] = []
+        environ = {"REQUEST_METHOD": "GET", "PATH_INFO": "/items", "QUERY_STRING": "", "REMOTE_ADDR": "203.0.113.9"}
+        environ |= {"HTTP_X_TENANT": tenant} if tenant else {}
+        environ |= {"HTTP_X_API_KEY": key} if key else {}
+        answer = self.app(environ, lambda status, headers, error=None: told.append(status))
+        list(answer)
+        if hasattr(answer, "close"):
+            answer.close()
+        return int(told[0].split()[0])
+
+    def use_up(self, tenant: str) -> None:
+        """Ask until it is refused."""
+        wait_until(lambda: self.ask(tenant) == 429, "the limit to be met")
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._traffic.join(5)
+        self.server.stop()
+        self.pulse.close()
+        self.app.gate.close()
+        self.log.close()
+        self.counters.close()
+        self.tokens.close()
+        self.config.close()
+
+    def _drive(self) -> None:
+        while not self._is_over.wait(0.05):
+            for tenant in ("busy", "hooli"):
+                self.ask(tenant)
+
+
+def _welcome(environ: Any, start_response: Any) -> list[bytes]:
+    start_response("200 OK", [("Content-Type", "text/plain")])
+    return [b"welcome"]
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    with RedisServer() as redis:
+        town = Town(tmp_path_factory.mktemp("town"), redis)
+        yield town
+        town.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    assert chromium is not None, "these tests need Chromium: scripts/install-servers installs it"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(town: Town, browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens a page as somebody who has signed in. At the end: no error in the console, nothing asked of other hosts."""
+    told: list[str] = []
+    with ExitStack() as stack:
+
+        def opened(path: str = "/", *, role: str | None = "admin", **options: Any) -> Page:
+            context: BrowserContext = browser.new_context(
+                **{"viewport": {"width": 1280, "height": 900}, "timezone_id": "Europe/Berlin", **options}
+            )
+            stack.callback(context.close)
+            context.set_default_timeout(5000)
+            page = context.new_page()
+            page.on("console", lambda said: told.append(said.text) if said.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: told.append(f"{error}"))
+            page.on("request", lambda request: None if _is_ours(request.url, town) else told.append(request.url))
+            page.on("dialog", lambda dialog: (told.append("a dialog"), dialog.dismiss()))
+            if role is not None:
+                page.goto(f"{town.server.url}/login")  # where browsers tell their time zone
+                context.add_cookies([town.cookie(role)])
+            page.goto(f"{town.server.url}{path}")
+            return page
+
+        yield opened
+    assert [each for each in told if not any(known in each for known in CONFUSED)] == []
+
+
+def _is_ours(url: str, town: Town) -> bool:
+    return url.startswith((town.server.url + "/", "data:"))
+
+
+def client(tenant: str) -> str:
+    return f"/client?kind=tenant&value={tenant}"
+
+
+def fill(page: Page, action: str, **fields: str) -> None:
+    """Open a form of the client page, and fill it in."""
+    form = page.locator("details.action", has=page.locator("summary", has_text=action))
+    if form.get_attribute("open") is None:
+        form.locator("summary").first.click()
+    for label, value in fields.items():
+        field = form.get_by_label(label.capitalize())
+        field.select_option(value) if field.evaluate("e => e.tagName") == "SELECT" else field.fill(value)
+
+
+# ------------------------------------------------------------------ who comes in
+
+
+def test_a_person_signs_in_with_a_token_and_out(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/overrides?state=active", role=None)
+    assert urlsplit(page.url).path == "/login"
+    page.get_by_label("Your token").fill("hg_0000000000_wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("no token that holds")
+    token = page.get_by_label("Your token")
+    expect(token).to_be_focused()
+    assert "token-error" in (token.get_attribute("aria-describedby") or "")
+    token.fill(town.token("viewer"))
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"{town.server.url}/overrides?state=active")  # where they wanted to go
+    page.get_by_role("button", name="Sign out").click()
+    page.goto(f"{town.server.url}/overrides")
+    assert urlsplit(page.url).path == "/login"
+
+
+def test_a_link_signs_in_once(town: Town, visit: Callable[..., Page]) -> None:
+    link = town.server.link(town.tokens.list()[0])
+    page = visit("/login", role=None)
+    page.goto(link)
+    expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+    page.get_by_role("button", name="Sign out").click()
+    page.goto(link)
+    expect(page.get_by_text("This link was used before")).to_be_visible()
+
+
+def test_a_role_sees_only_what_it_may_do(visit: Callable[..., Page]) -> None:
+    page = visit(client("hooli"), role="viewer")
+    expect(page.get_by_text("You may look.")).to_be_visible()
+    assert page.locator("details.action").count() == 0
+    assert page.get_by_role("link", name="Tokens").count() == 0
+    assert page.goto(page.url.split("/client")[0] + "/tokens").status == 403  # type: ignore[union-attr]
+    expect(page.get_by_text("somebody with the role admin may")).to_be_visible()
+
+
+def test_a_form_without_its_token_is_refused(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit(client("csrf"))
+    form = {"kind": "tenant", "value": "csrf", "reason": "forged"}
+    url = f"{town.server.url}/client/block"
+    assert page.request.post(url, form=form).status == 403
+    assert page.request.post(url, form={**form, "csrf": "guessed"}).status == 403
+    csrf = page.locator("input[name=csrf]").first.input_value()
+    assert page.request.post(url, form={**form, "csrf": csrf}, headers={"Origin": "https://evil.example"}).status == 403
+    assert town.ask("csrf") == 200
+
+
+@pytest.mark.parametrize("path", ["//evil.example", "/\\evil.example", "https://evil.example", "/ x", "javascript:x"])
+def test_nobody_is_led_to_another_site_after_signing_in(path: str) -> None:
+    assert local_path(path) == "/"
+    assert local_path("/client?kind=tenant&value=a%20b") == "/client?kind=tenant&value=a%20b"
+
+
+# ------------------------------------------------------------------ tasks
+
+
+def test_an_override_until_friday_takes_effect(town: Town, visit: Callable[..., Page]) -> None:
+    town.use_up("acme")
+    page = visit()
+    page.get_by_label("Find a client").fill("tenant=acme")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("acme")
+    fill(page, "Override a limit", limit="requests", allow="50/minute", until="friday 18:00", reason="launch")
+    page.get_by_role("button", name="Give the override").click()
+    expect(page.get_by_role("status").first).to_contain_text("The override is given. Version")
+    row = (
+        page.locator("section", has=page.get_by_role("heading", name="Limits that hold now")).locator("tbody tr").first
+    )
+    expect(row).to_contain_text("50/minute")
+    expect(row).to_contain_text("override")
+    expect(page.get_by_text("Times are in Europe/Berlin").first).to_be_visible()
+    ends = datetime.fromisoformat(row.locator("time").get_attribute("datetime") or "").astimezone(BERLIN)
+    assert (ends.strftime("%A %H:%M"), ends > datetime.now(UTC)) == ("Friday 18:00", True)
+    wait_until(lambda: town.ask("acme") == 200, "the gate to hear of it")
+
+
+def test_a_block_acts_at_once_and_can_be_lifted(town: Town, visit: Callable[..., Page]) -> None:
+    assert town.ask("leaky") == 200
+    page = visit(client("leaky"), role="support")
+    fill(page, "Block", reason="key is public")
+    page.get_by_role("button", name="Block leaky").click()
+    expect(page.get_by_text("This client does not get in.")).to_be_visible()
+    wait_until(lambda: town.ask("leaky") == 403, "the gate to hear of it")
+    page.goto(f"{town.server.url}/blocks?search=leaky")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody tr")).to_contain_text("key is public")
+    page.get_by_role("link", name="leaky").click()
+    fill(page, "Lift the block", reason="rotated")
+    page.get_by_role("button", name="Lift the block").click()
+    expect(page.get_by_text("The block is lifted.")).to_be_visible()
+    wait_until(lambda: town.ask("leaky") == 200, "the gate to hear of it")
+
+
+def test_why_is_answered_in_a_letter_that_can_be_copied(town: Town, visit: Callable[..., Page]) -> None:
+    town.use_up("curious")
+    page = visit(client("curious"), permissions=["clipboard-read", "clipboard-write"])
+
+    def is_answered() -> bool:
+        page.goto(f"{town.server.url}{client('curious')}")
+        page.get_by_label("When").fill("1 minute ago")
+        page.get_by_role("button", name="Ask the log").click()
+        return "requests" in page.locator("#letter").inner_text()
+
+    wait_until(is_answered, "the log to be written")
+    letter = page.locator("#letter").inner_text()
+    assert '{tenant: "curious", limit: "requests", bucket: "6/minute"}' in letter
+    page.get_by_role("button", name="Copy the letter").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.split() == letter.split()
+    page.get_by_label("When").fill("half past never")
+    page.get_by_role("button", name="Ask the log").click()
+    expect(page.get_by_label("When")).to_be_focused()
+    expect(page.get_by_label("When")).to_have_value("half past never")
+    expect(page.locator("#why-error")).to_contain_text("is no time")
+
+
+def test_what_is_used_is_shown_and_reset(town: Town, visit: Callable[..., Page]) -> None:
+    town.use_up("spent")
+    page = visit(client("spent"))
+    meter = page.get_by_label("Used of requests")
+    assert meter.evaluate("e => [e.value, e.max]") == [5, 5]
+    fill(page, "Reset what is used", reason="our outage")
+    page.get_by_role("button", name="Reset", exact=True).click()
+    expect(page.get_by_text("is forgotten.")).to_be_visible()
+    assert meter.evaluate("e => e.value") == 0
+    wait_until(lambda: town.ask("spent") == 200, "the gate to hear of it")
+
+
+def test_a_tier_is_given(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit(client("climber"))
+    fill(page, "Tier", tier="pro", name="Climber Inc", reason="paid")
+    page.get_by_role("button", name="Set the tier").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Climber Inc")
+    expect(page.get_by_text("600/minute")).to_be_visible()
+    expect(page.get_by_text("its tier")).to_be_visible()
+
+
+def test_what_is_dangerous_is_asked_for_twice(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit(client("bold"))
+    fill(page, "Override a limit", limit="requests", allow="5000/minute", reason="big launch")
+    page.get_by_role("button", name="Give the override").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Give tenant bold 5000/minute on requests?")
+    expect(page.get_by_role("alert")).to_contain_text("1,000 times that")
+    assert town.desk.overrides(search="bold").items == ()
+    page.get_by_role("button", name="No, change it").click()
+    expect(page.get_by_label("Allow")).to_have_value("5000/minute")  # and nothing was done
+    page.get_by_role("button", name="Give the override").click()
+    page.get_by_role("button", name="Yes, do it").click()
+    expect(page.get_by_text("The override is given.")).to_be_visible()
+    assert [each.bucket for each in town.desk.overrides(search="bold").items] == ["5000/minute"]
+
+
+def test_what_somebody_else_has_changed_is_shown_and_input_is_kept(town: Town, visit: Callable[..., Page]) -> None:
+    who = Who("tenant", "contested")
+    town.desk.add_override(ADA, who, "20/minute", limit="requests", reason="first")
+    id = town.desk.overrides(who=who).items[0].id
+    page = visit(f"/overrides/{id}")
+    town.desk.change_override(Actor("bob", "support"), id, "30/minute", limit="requests", reason="was too low")
+    page.get_by_label("Allow").fill("40/minute")
+    page.get_by_label("Reason").first.fill("asked again")
+    page.get_by_role("button", name="Change the override").click()
+    told = page.get_by_role("alert")
+    expect(told).to_contain_text("Somebody has changed this meanwhile.")
+    expect(told).to_contain_text("by bob")
+    expect(told).to_contain_text("was too low")
+    expect(told).to_be_focused()
+    expect(page.get_by_label("Allow")).to_have_value("40/minute")
+    page.get_by_role("button", name="Change the override").click()
+    expect(page.get_by_text("The override is changed.")).to_be_visible()
+    assert town.desk.override(id).bucket == "40/minute"
+    page.get_by_role("link", name="Change").click()
+    page.get_by_label("Reason").last.fill("is over")
+    page.get_by_role("button", name="Take it back").click()
+    expect(page.get_by_text("The override is taken back.")).to_be_visible()
+    assert town.desk.overrides(who=who).items == ()
+
+
+def test_a_policy_is_checked_saved_compared_and_rolled_back(town: Town, visit: Callable[..., Page]) -> None:
+    before = town.desk.version
+    page = visit("/policy")
+    page.get_by_role("link", name="Edit").click()
+    text = page.get_by_label("Document")
+    assert text.input_value() == POLICY
+    text.fill(POLICY.replace("5/minute", "5/minut"))
+    page.get_by_role("button", name="Check only").click()
+    expect(page.get_by_role("alert")).to_contain_text("unknown unit 'minut'")
+    expect(page.locator("tr.marked th")).to_have_text("6")
+    page.get_by_role("button", name="Line 6").click()
+    assert text.evaluate("e => e.value.slice(e.selectionStart, e.selectionEnd)") == "    bucket: 5/minut"
+    text.fill(POLICY.replace("100/minute", "200/minute"))
+    page.get_by_label("Reason").fill("more for keys")
+    page.get_by_role("button", name="Save as a new version").click()
+    expect(page.get_by_text("The policy is taken.")).to_be_visible()
+    assert "200/minute" in town.desk.policy().text
+
+    page.get_by_role("link", name=f"Version {before + 1}").click()
+    expect(page.locator("tr.minus")).to_contain_text("100/minute")
+    expect(page.locator("tr.plus")).to_contain_text("200/minute")
+    page.goto(f"{town.server.url}/policy/versions/{before}")
+    page.get_by_label("Reason").fill("too much")
+    for box in page.get_by_role("checkbox").all():
+        if box.get_attribute("value") != "documents":
+            box.uncheck()
+    page.get_by_role("button", name=f"Go back to version {before}").click()
+    expect(page.get_by_text("That is as it was.")).to_be_visible()
+    assert town.desk.policy().text == POLICY
+
+
+def test_a_network_is_blocked_after_a_second_look(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/blocks")
+    page.get_by_label("Who").fill("198.18.0.0/15")
+    page.get_by_label("Reason").last.fill("a flood")
+    page.get_by_role("button", name="Block", exact=True).click()
+    expect(page.get_by_role("alert")).to_contain_text("131072 addresses")
+    page.get_by_role("button", name="Yes, do it").click()
+    expect(page.get_by_text("ip 198.18.0.0/15 is blocked.")).to_be_visible()
+    row = page.locator("tbody tr", has_text="198.18.0.0/15")
+    row.locator("summary").click()
+    row.get_by_label("Reason").fill("over")
+    row.get_by_role("button", name="Lift the block").click()
+    expect(page.get_by_text("The block is lifted.")).to_be_visible()
+
+
+def test_a_token_is_shown_once_and_ends_with_its_sessions(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/tokens")
+    page.get_by_label("For whom").fill("newcomer")
+    page.get_by_label("Role").select_option("viewer")
+    page.get_by_role("button", name="Make it").click()
+    token = page.locator("#once").inner_text()
+    made = town.tokens.check(token)
+    assert made is not None
+    assert made.role == "viewer"
+    page.goto(f"{town.server.url}/tokens")
+    assert token not in page.content()
+    town._keys["newcomer"] = token
+    other = visit("/", role="newcomer")
+    page.get_by_role("button", name="Revoke the token of newcomer").click()
+    expect(page.get_by_text("The token of newcomer is revoked.")).to_be_visible()
+    other.wait_for_url(f"{town.server.url}/login")  # its live part has noticed
+
+
+def test_the_audit_tells_who_did_what(town: Town, visit: Callable[..., Page]) -> None:
+    town.desk.add_override(
+        Actor("carol", "support"), Who("tenant", "audited"), "9/minute", limit="requests", reason="for the record"
+    )
+    page = visit("/audit")
+    page.get_by_label("By whom").fill("carol")
+    page.get_by_role("button", name="Show").click()
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("override of tenant audited")
+    expect(rows).to_contain_text("for the record")
+
+
+# ------------------------------------------------------------------ how they are used
+
+
+def test_a_task_by_keyboard_alone(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+
+    def tab_to(name: str) -> None:
+        for _ in range(60):
+            said = page.evaluate("(document.activeElement.labels?.[0] ?? document.activeElement).textContent.trim()")
+            if said == name or said.startswith(f"{name} ("):
+                return
+            page.keyboard.press("Tab")
+        raise AssertionError(f"{name} cannot be reached by Tab")
+
+    tab_to("Find a client")
+    page.keyboard.type("tenant=typist")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/client?*")
+    tab_to("Block")
+    page.keyboard.press("Enter")
+    tab_to("Until")
+    page.keyboard.type("in 2 hours")
+    tab_to("Reason")
+    page.keyboard.type("by keyboard")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("This client does not get in.")).to_be_visible()
+    assert town.desk.client(Who("tenant", "typist")).block is not None
+
+
+def test_a_task_without_any_script(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/", java_script_enabled=False)
+    expect(page.get_by_role("link", name="Refresh")).to_be_visible()
+    page.get_by_label("Find a client").fill("tenant=plain")
+    page.get_by_role("button", name="Find").click()
+    fill(page, "Override a limit", allow="nonsense", reason="no script")
+    page.get_by_role("button", name="Give the override").click()
+    field = page.get_by_label("Allow")
+    expect(field).to_have_attribute("aria-invalid", "true")
+    expect(field).to_be_focused()
+    expect(page.get_by_label("Reason").first).to_have_value("no script")
+    field.fill("7/minute")
+    page.get_by_role("button", name="Give the override").click()
+    expect(page.get_by_text("The override is given.")).to_be_visible()
+    assert [each.bucket for each in town.desk.overrides(search="plain").items] == ["7/minute"]
+
+
+def test_the_overview_moves_and_keeps_what_is_open_and_focused(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/")
+    expect(page.get_by_role("row", name="web-1")).to_contain_text("ready", timeout=8000)
+    expect(page.locator("section", has_text="Most denied").last.get_by_role("link", name="tenant busy")).to_be_visible()
+    page.locator("#t-decisions summary").click()
+    link = page.locator("section", has_text="Most denied").last.get_by_role("link", name="tenant busy")
+    link.focus()
+    chart = page.locator("#decisions-desc")
+    path = page.locator("path.edge.allowed")
+    before = path.get_attribute("d")
+    wait_until(lambda: path.get_attribute("d") != before, "the chart to move")
+    expect(link).to_be_focused()
+    assert page.locator("#t-decisions").get_attribute("open") is not None
+    assert "Denied: last" in (chart.text_content() or "")
+    page.get_by_role("button", name="Pause").click()
+    still = path.get_attribute("d")
+    time.sleep(1.6)
+    assert path.get_attribute("d") == still
+
+
+def test_a_degraded_node_is_said_and_read_out(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/")
+    expect(page.get_by_role("row", name="web-1")).to_contain_text("ready", timeout=8000)
+    assert page.locator("#told").text_content() == ""
+    town.redis.pause()
+    try:
+        expect(page.get_by_text(re.compile(r"web-1\S* decides without the store"))).to_be_visible(timeout=8000)
+        expect(page.locator("#told")).to_contain_text("degraded")
+        expect(page.get_by_role("row", name="web-1").locator(".badge.degraded")).to_be_visible()
+    finally:
+        town.redis.resume()
+    expect(page.locator("#told")).to_contain_text("All nodes are ready", timeout=8000)
+
+
+PATHS = ("/", "/clients", client("hooli"), "/overrides", "/blocks", "/policy", "/policy/edit", "/policy/versions",
+         "/policy/versions/1", "/audit", "/tokens")  # fmt: skip
+
+
+def test_every_page_fits_a_phone_and_can_be_used_by_everybody(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/", viewport={"width": 360, "height": 740})
+    for path in PATHS:
+        page.goto(f"{town.server.url}{path}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
+        assert page.locator("[style], style, script:not([src])").count() == 0, path
+        page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        assert [(each["id"], each["nodes"][0]["html"]) for each in Axe().run(page).response["violations"]] == [], path
+        for scheme, is_dark in (("light", False), ("dark", True)):
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type] # one of these
+            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == is_dark, path
+
+
+# ------------------------------------------------------------------ what they never do
+
+
+def test_a_label_with_a_script_in_it_is_shown_as_text(town: Town, visit: Callable[..., Page]) -> None:
+    town.use_up("mallory")
+    page = visit(client("mallory"))
+    name = "<script>document.title='owned'</script>"
+    expect(page.get_by_role("heading", level=1)).to_have_text(name)
+    for path in ("/clients", client("mallory"), "/"):
+        page.goto(f"{town.server.url}{path}")
+        assert page.title() != "owned", path
+    fill_reason = "\"><img src=x onerror=document.title='owned'>"
+    page.goto(f"{town.server.url}{client('mallory')}")
+    fill(page, "Override a limit", allow="nonsense", reason=fill_reason)
+    page.get_by_role("button", name="Give the override").click()
+    expect(page.get_by_label("Reason").first).to_have_value(fill_reason)
+    assert page.title() != "owned"
+
+
+def test_a_raw_api_key_gets_into_no_address_and_no_page(town: Town, visit: Callable[..., Page]) -> None:
+    assert town.ask(key=RAW_KEY) == 200
+    page = visit("/")
+    seen: list[str] = []
+    page.on("request", lambda request: seen.append(request.url))
+    page.get_by_label("Find a client").fill(f"api_key={RAW_KEY}")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/client?*")
+    assert parse_qs(urlsplit(page.url).query)["value"][0].startswith("hmac:")
+    assert RAW_KEY not in page.content()
+    fill(page, "Override a limit", allow="9000/minute", reason="who knows")
+    page.get_by_role("button", name="Give the override").click()
+    assert RAW_KEY not in page.content()
+    page.goto(f"{town.server.url}/blocks")
+    page.get_by_label("Who").fill(RAW_KEY)
+    page.get_by_role("button", name="Block", exact=True).click()  # without a reason: the browser says so, and stays
+    page.get_by_label("Until").fill("nonsense")
+    page.get_by_label("Reason").last.fill("leaked")
+    page.get_by_role("button", name="Block", exact=True).click()
+    expect(page.locator("#block-until-error")).to_be_visible()
+    assert RAW_KEY not in page.content()
+    assert [url for url in seen if RAW_KEY in url] == []
+    answer = page.goto(f"{town.server.url}/client?kind=api_key&value={RAW_KEY}")
+    assert answer is not None
+    assert answer.status == 422
+    assert RAW_KEY not in answer.text()
+
+
+# ------------------------------------------------------------------ what they are made of
+
+
+def test_text_can_be_read_in_both_schemes() -> None:
+    light, dark = _schemes()
+    assert light["ground"] != dark["ground"]
+    for scheme in (light, dark):
+        for ground in ("ground", "surface", "raised"):
+            for ink in ("ink", "soft", "accent", "denied", "warn", "good", "blocked"):
+                assert _contrast(scheme[ink], scheme[ground]) >= 4.5, (ink, ground)
+            assert _contrast(scheme["edge"], scheme[ground]) >= 3, ground  # what tells fields and lines apart
+        for ink, tint in (("denied", "denied-tint"), ("warn", "warn-tint"), ("good", "good-tint"), ("blocked", "blocked-tint"),
+                          ("accent", "accent-tint"), ("ink", "accent-tint"), ("ink", "warn-tint"), ("ink", "denied-tint"),
+                          ("ink", "good-tint"), ("soft", "warn-tint"), ("on-accent", "accent"), ("on-denied", "denied")):  # fmt: skip
+            assert _contrast(scheme[ink], scheme[tint]) >= 4.5, (ink, tint)
+
+
+def _schemes() -> tuple[dict[str, str], dict[str, str]]:
+    css = (STATIC / "headgate.css").read_text("utf-8")
+    first, second = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", part)) for part in css.split("@media", 2)[:2])
+    return first, {**first, **second}
+
+
+def _contrast(one: str, other: str) -> float:
+    """As WCAG 2 computes it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_areas_lie_upon_each_other() -> None:
+    chart = charts.stacked([Band("Allowed", "allowed", [0, 10]), Band("Denied", "denied", [0, 10])], id="x", title="T")
+    assert chart.top == 20
+    assert re.findall(r'class="edge \w+" d="(.*?)"', chart.svg) == ["M600,77h1", "M600,4h1"]  # none where nothing was
+    assert re.findall(r'class="band \w+".*? d="(.*?)"', chart.svg) == [
+        "M0,150L600,77L600,150L0,150Z",
+        "M0,150L600,4L600,77L0,150Z",
+    ]
+    assert "Denied: last 10, at most 10." in chart.svg
+
+
+def test_a_line_is_broken_where_nothing_is_known() -> None:
+    chart = charts.lines([Band("p50", "p50", [1, None, 1, 1])], id="x", title="T")
+    assert re.findall(r'class="line p50" d="([^"]+)"', chart.svg) == ["M0,4h1M400,4L600,4"]
+
+
+def test_a_chart_of_nothing_is_drawn() -> None:
+    assert "nothing known" in charts.lines([Band("p50", "p50", [None])], id="x", title="T").svg
+    assert charts.bars([Band("Allowed", "allowed", [])], [], id="x", title="T").top == 1
+
+
+def test_what_a_chart_is_called_is_escaped() -> None:
+    svg = charts.bars([Band("<b>", "denied", [3])], ["<i>"], id="x", title="</title>").svg
+    assert "<b>" not in svg
+    assert "<i>" not in svg
+    assert "&lt;/title&gt;" in svg
+    assert 'fill="url(#x-denied)"' in svg
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "said"),
+    [(0, "now"), (-3, "3 seconds ago"), (-60, "1 minute ago"), (-7200, "2 hours ago"), (86400 * 3, "in 3 days"), (3599, "in 60 minutes")],
+)  # fmt: skip
+def test_times_are_told_from_now(ahead_s: int, said: str) -> None:
+    now = datetime(2026, 11, 16, 9, tzinfo=UTC)
+    now_us = round(now.timestamp() * 1e6)
+    assert words.relative(now_us + ahead_s * 1_000_000, now_us) == said
+    told = words.moment(now_us + ahead_s * 1_000_000, now_us=now_us, zone=BERLIN)
+    assert f'datetime="{now + timedelta(seconds=ahead_s):%Y-%m-%dT%H:%M:%SZ}"' in told
+    assert "CET (UTC+01:00)" in told
+
+
+def test_a_zone_that_is_none_is_utc() -> None:
+    for name in (None, "", "Nowhere/Land", "../../etc/passwd", "x" * 500):
+        assert words.zone_named(name) is UTC
+    with suppress(KeyError):
+        assert words.zone_named("Europe/Berlin") == BERLIN
