@@ -9,7 +9,7 @@ import pytest
 
 from headgate import InvalidConfiguration
 from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.gate import AsyncGate
+from headgate.adapters.gate import AsyncGate, Gate
 from headgate.policy.loading import read
 from headgate.testing import FakeClock
 
@@ -20,20 +20,24 @@ if TYPE_CHECKING:
 POLICY = read("limits: [{name: requests, by: ip, bucket: 3/minute}]")
 
 
-def status(gate: AsyncGate) -> int:
-    arrival = AsgiArrival({"type": "http", "path": "/", "headers": [], "client": ("203.0.113.9", 1)})
-    refusal = asyncio.run(gate.admit(arrival)).refusal
-    return 200 if refusal is None else refusal.status
+def arrival() -> AsgiArrival:
+    return AsgiArrival({"type": "http", "path": "/", "headers": [], "client": ("203.0.113.9", 1)})
 
 
-def key(gate: AsyncGate) -> Key:
+def status(gate: AsyncGate | Gate) -> int:
+    admission = gate.admit(arrival()) if isinstance(gate, Gate) else asyncio.run(gate.admit(arrival()))
+    return 200 if admission.refusal is None else admission.refusal.status
+
+
+def key(gate: AsyncGate | Gate) -> Key:
     snapshot = gate.rules.snapshot
     who = {"ip": "203.0.113.9", "address": "203.0.113.9"}
     return snapshot.resolve(snapshot.route("GET", "/"), who, 0).keys[0]
 
 
-def test_it_reads_what_the_gate_has_counted_and_resets_it() -> None:
-    gate = AsyncGate(POLICY, clock=FakeClock())
+@pytest.mark.parametrize("kind", [Gate, AsyncGate])
+def test_it_reads_what_the_gate_has_counted_and_resets_it(kind: type[Gate] | type[AsyncGate]) -> None:
+    gate = kind(POLICY, clock=FakeClock())
     beside = gate.beside()
     assert [status(gate) for _ in range(4)] == [200, 200, 200, 429]
     assert beside.peek(key(gate)).remaining == 0
@@ -42,6 +46,14 @@ def test_it_reads_what_the_gate_has_counted_and_resets_it() -> None:
     assert status(gate) == 200
     assert beside.check(key(gate)).remaining == 1, "its checks count, too"
     assert beside.stats.keys == 1
+
+
+def test_what_is_given_back_can_be_spent_by_whoever_was_denied_before() -> None:
+    gate = Gate(read("limits: [{by: ip, bucket: 1/day, count_when: status == 401}]"), clock=FakeClock())
+    first = gate.admit(arrival())
+    assert [status(gate) for _ in range(2)] == [429, 429]
+    gate.finish(first, 200)
+    assert status(gate) == 200
 
 
 def test_its_blocks_are_those_of_the_gate() -> None:

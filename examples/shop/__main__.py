@@ -72,7 +72,13 @@ def _serve(options: argparse.Namespace, closing: ExitStack) -> int:
     # Ended as by Ctrl-C: uvicorn raises again what it was ended by, and then there is still something to close.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     uvicorn.run(
-        "examples.shop.app:app", host=HOST, port=port, workers=options.workers, log_level="warning", access_log=False
+        "examples.shop.app:app",
+        host=HOST,
+        port=port,
+        workers=options.workers,
+        log_level="warning",
+        access_log=False,
+        timeout_worker_healthcheck=30,  # on a busy machine a worker may need some seconds before it answers
     )
     return guide.status
 

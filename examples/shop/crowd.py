@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _visit(host: str, port: int, seed: int) -> None:
-    wait_until_ready(host, port)
+    wait_until_ready(host, port, timeout=math.inf)
     Crowd(host, port, seed=seed).start()
 
 

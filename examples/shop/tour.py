@@ -127,7 +127,7 @@ def run(host: str, port: int) -> list[Reply]:
     return replies
 
 
-def wait_until_ready(host: str, port: int, *, timeout: float = 20) -> None:
+def wait_until_ready(host: str, port: int, *, timeout: float = 60) -> None:
     """Return as soon as the shop is open."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

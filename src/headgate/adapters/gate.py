@@ -51,7 +51,12 @@ class Gate(Door):
         elif route.leases:
             admission = self._entered(rules, met)
         else:
-            admission = rules.conclude(met, self._decide(Check(met.keys, met.cost), self._fallbacks[route.on_failure]))
+            check = _new_check(Check, (met.keys, met.cost, None))
+            if self._memory is not None:  # what is remembered or prepaid spares no round trip here
+                decision = self._memory.decide(check)
+            else:
+                decision = self._decide(check, self._fallbacks[route.on_failure])
+            admission = rules.conclude(met, decision)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
