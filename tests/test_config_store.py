@@ -14,6 +14,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from headgate import InvalidConfiguration, InvalidInput, InvalidPolicy
+from headgate.control.admin.tables import METADATA as ACCESS
 from headgate.control.config import (
     Assignment,
     ConfigStore,
@@ -30,6 +31,7 @@ from headgate.control.config.merging import Assembly
 from headgate.control.config.migrations import VERSION_TABLE, migrate, newest
 from headgate.control.config.reading import Stamp, changes, contents
 from headgate.control.config.tables import METADATA
+from headgate.control.step_tables import METADATA as STEPS
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import IdentitySettings, Policy, Validity
 from headgate.policy.snapshot import Snapshot
@@ -632,7 +634,7 @@ def test_migrations_lead_to_the_tables_that_are_used(store: ConfigStore) -> None
 
     with reading(store._engine) as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "include_object": ours})
-        assert compare_metadata(context, METADATA) == []
+        assert compare_metadata(context, [METADATA, ACCESS, STEPS]) == []
 
 
 def test_migrations_run_once_and_lose_nothing(store: ConfigStore, store_url: str) -> None:

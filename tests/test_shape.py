@@ -52,7 +52,8 @@ EXPORTS = [
 
 LAYERS = (
     {"__main__", "cli", "demo", "pytest_plugin", "testing"},
-    {"control", "telemetry"},
+    {"control"},
+    {"telemetry"},
     {"adapters"},
     {"policy"},
     {"__init__"},
@@ -74,14 +75,19 @@ MAY_AWAIT = {
     *(f"adapters/{name}.py" for name in ("aiohttp", "asgi", "django", "fastapi", "functions", "gate", "grpc")),
     "adapters/identities.py",
     "adapters/door.py",
+    "control/admin/guards.py",
 }
 
 DEPENDENCIES = {
     "redis": "stores.redis",
     "hiredis": "stores.redis",
     "yaml": "policy.formats.from_yaml",
-    "starlette": "adapters.fastapi",
-    "fastapi": "adapters.fastapi",
+    "starlette": ("adapters.fastapi", "control.admin"),
+    "fastapi": ("adapters.fastapi", "control.admin"),
+    "pydantic": "control.admin",
+    "uvicorn": "control.admin.serve",
+    "jinja2": "control.admin.pages",
+    "markupsafe": "control.admin.pages",
     "flask": "adapters.flask",
     "django": "adapters.django",
     "asgiref": "adapters.django",
@@ -193,6 +199,17 @@ def test_the_flow_knows_no_store() -> None:
 
 def test_only_the_command_line_shows_the_demonstration() -> None:
     assert [name for name in MODULES if "demo" in imports_of_ours(name)] == ["cli"]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("control.")])
+def test_what_people_do_goes_over_the_desk(name: str) -> None:
+    """The desk knows nothing of the web, and the web nothing of stores: roles, dangers and the audit cannot be missed."""
+    found = {each.removeprefix("headgate.") for each in imports(name) if each.startswith("headgate.")}
+    if not name.startswith("control.admin"):
+        assert not [each for each in found if each.startswith("control.admin")]
+    if name.startswith(("control.admin.api", "control.admin.pages")):
+        behind = ("control.config.store", "control.config.writing", "limiter", "stores", "shield", "telemetry.sinks")
+        assert not [each for each in found if each.startswith(behind)]
 
 
 @every_module
