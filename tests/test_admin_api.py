@@ -15,18 +15,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import pytest
+from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import Response
 
 from asgi_client import scope, talk
 from headgate import Limiter
+from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app
 from headgate.control.admin.api.callers import Parts, WriteAnswer
 from headgate.control.admin.guards import LARGE, SMALL, Bodies
 from headgate.control.admin.problems import TITLES, of_error
 from headgate.control.admin.replays import Replays
 from headgate.control.admin.sessions import FormRefused, Sessions
+from headgate.control.admin.tables import SESSIONS
 from headgate.control.config import ConfigStore, ConfigUnavailable
+from headgate.control.config.database import reading
 from headgate.control.desk.desk import Desk
 from headgate.control.desk.errors import NotFound
 from headgate.control.desk.views import ROLES, Change
@@ -423,6 +427,8 @@ def test_a_session_ends_with_its_token_or_when_somebody_signs_out(admin: Admin) 
     token = next(token for token in admin.tokens.list() if token.name == "support")
     admin.tokens.revoke(token.id, by="ada")
     assert sessions.of(visit(cookie)) is None
+    with reading(admin.tokens.engine) as connection:
+        assert connection.execute(select(SESSIONS)).all() == []
 
 
 def test_a_form_needs_its_token_and_comes_from_here(admin: Admin) -> None:
@@ -742,6 +748,15 @@ def test_bodies_are_bounded_whatever_they_say_of_their_length(admin: Admin) -> N
     assert admin.ask("POST", "overrides", content=fits, headers={"Content-Type": "application/json"}).status_code == 200
 
 
+def test_a_body_that_says_it_is_too_large_is_not_even_read() -> None:
+    async def app(*_: Any) -> None:
+        raise AssertionError("nobody shall see it")
+
+    told = scope("/api/v1/find", method="POST", headers=[(b"content-length", b"%d" % (SMALL + 1))])
+    start, _ = asyncio.run(talk(Bodies(app), told))
+    assert start["status"] == 413
+
+
 def test_a_policy_may_be_larger(admin: Admin) -> None:
     text = POLICY + "#" * (LARGE - len(POLICY) - 1000)
     assert admin.ask("POST", "policy/check", json={"text": text}).json() == {"problems": []}
@@ -958,3 +973,51 @@ def test_a_token_that_cannot_be_is_refused(name: str, role: Any, days: int, admi
 def test_a_token_that_is_not_there_cannot_be_revoked(admin: Admin) -> None:
     with pytest.raises(NotFound):
         admin.tokens.revoke("0000000000", by="ada")
+
+
+# ------------------------------------------------------------------ at the command line
+
+
+def test_whoever_has_the_config_store_makes_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["admin", "token", "ada", "--role", "support", "--days", "30", "--config", "sqlite:///mine.db"]) == 0
+    told = capsys.readouterr()
+    with closing(Tokens("sqlite:///mine.db")) as tokens, closing(ConfigStore("sqlite:///mine.db")) as store:
+        token = tokens.check(told.out.strip())
+        assert token is not None
+        assert (token.name, token.role) == ("ada", "support")
+        assert token.expires_us - token.made_us == 30 * 86_400_000_000
+        assert told.out.strip() not in told.err
+        (entry,) = Desk(store).audit().items
+        assert entry.author.endswith("at the command line")
+    assert main(["admin", "--config", "sqlite:///mine.db", "token", "ada", "--role", "support"]) == 2
+    assert "revoke it first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--host", "0.0.0.0"], "in clear"),
+        (["--cert", "cert.pem"], "belong together"),
+        (["--webhook", "http://127.0.0.1:1/"], "belong together"),
+        (["--webhook", "http://127.0.0.1:1/", "--webhook-secret-file", "none"], "--store"),
+        (
+            ["--store", "memory://", "--webhook", "http://127.0.0.1:1/", "--webhook-secret-file", "none"],
+            "cannot be read",
+        ),
+        (["--config", "mysql://nothing"], "sqlite:///"),
+        (["--secret-file", "none"], "cannot be read"),
+    ],
+)
+def test_a_server_that_cannot_be_is_told_before_it_starts(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["admin", *arguments]) == 2
+    assert told in capsys.readouterr().err

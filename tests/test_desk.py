@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -33,6 +36,7 @@ from headgate.telemetry import DecisionLog
 from headgate.telemetry.boards import MemoryBoard
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.pulse import Pulse
+from headgate.telemetry.sinks import open_reader
 from headgate.testing import FakeClock
 from postgres import postgres  # noqa: F401 - a fixture
 from traffic import SECRET, START_US, Request
@@ -527,6 +531,57 @@ def test_a_log_that_is_not_there_yet_is_a_trouble_and_no_error(here: World, tmp_
         none.why(ACME)
 
 
+IN_CLICKHOUSE = """
+import os, pickle, sys
+from headgate.telemetry.sinks import open_sink
+answers, sink = os.fdopen(os.dup(1), "wb"), open_sink("chdb:///")
+os.dup2(2, 1)
+records, questions = pickle.load(sys.stdin.buffer)
+sink.write(records)
+sink.write(records[:30])
+pickle.dump([getattr(sink, name)(keys, **more) for name, keys, more in questions], answers)
+answers.flush()
+"""
+
+
+def test_sqlite_and_clickhouse_find_the_newest_and_count_alike(here: World) -> None:
+    for second in range(80):
+        here.send(path="/search", tenant=("acme", "globex", "evil")[second % 3], peer=f"192.0.2.{second % 2}")
+        here.send(4, path="/items/5", tenant="acme")
+        here.clock.advance(0.5)
+    assert here.log.flush()
+    with closing(open_reader(here.log_url)) as reader:
+        records = reader.recent(most=1000)
+        assert len(records) == 400
+        middle, late = records[90].id, records[300].id
+        questions: list[tuple[str, list[str], dict[str, Any]]] = [
+            ("recent", keys, {"after": after, "before": before, "outcome": outcome, "most": most})
+            for keys in ([], [CLIENTS.written("tenant", "acme")], list({*records[0].clients, *records[5].clients}))
+            for after in ("", middle)
+            for before in ("", late)
+            for outcome in (None, "denied", "rejected")
+            for most in (7, 1000)
+        ]
+        for _, keys, given in questions:
+            kinds = {"denied", "blocked", "unavailable"} if given["outcome"] == "rejected" else {given["outcome"]}
+            fitting = [
+                record
+                for record in records
+                if (not keys or {*keys} & {*record.clients})
+                and given["after"] < record.id < (given["before"] or "g")
+                and (given["outcome"] is None or record.outcome in kinds)
+            ]
+            wanted = fitting[: given["most"]] if given["after"] else fitting[-given["most"] :]
+            assert reader.recent(keys, **given) == wanted
+        questions = questions[5::11]  # ClickHouse takes its time for each
+        times = {"since_us": START_US + 3_000_000, "until_us": START_US + 33_000_000, "width_us": 7_000_000}
+        questions += [("counts", keys, times) for keys in ([], [CLIENTS.written("tenant", "acme")])]
+        answers = [getattr(reader, name)(keys, **more) for name, keys, more in questions]
+    asked = pickle.dumps((records, questions))
+    told = subprocess.run([sys.executable, "-c", IN_CLICKHOUSE], input=asked, stdout=subprocess.PIPE, check=True)
+    assert pickle.loads(told.stdout) == answers
+
+
 @pytest.mark.parametrize("question", [
     {"since_us": 5, "until_us": 5}, {"since_us": 0, "until_us": 9, "slots": 0}, {"since_us": -1, "until_us": 9},
     {"since_us": 0, "until_us": 10**18}, {"since_us": 0, "until_us": 9, "slots": 100_000},
@@ -858,6 +913,15 @@ def test_what_is_not_there_cannot_be_changed(found_in: World) -> None:
     assert desk.version == before
 
 
+def test_what_a_table_says_of_a_client_holds_before_the_document(office: Desk) -> None:
+    initech = Who("tenant", "initech")
+    office.assign(SUE, initech, "free", reason="has not paid")
+    view = office.client(initech)
+    assert (view.tier, view.tier_from, view.label) == ("free", "assigned", "Initech")
+    assert standing(office, initech, "search").bucket == "100/minute"
+    assert [(each.name, each.clients) for each in office.tiers()] == [("pro", 0), ("free", 1)]
+
+
 def test_a_name_stays_with_a_client_that_changes_its_tier(office: Desk) -> None:
     office.assign(SUE, ACME, "pro", label="Acme Inc", reason="r")
     office.assign(SUE, ACME, "free", reason="r")
@@ -1120,6 +1184,17 @@ def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.Log
         assert KEY.encode() not in file.read_bytes(), file.name
 
 
+def test_a_key_that_only_the_configuration_knows_is_no_reason_nor_a_name(office: Desk) -> None:
+    office.block(SUE, Who("api_key", KEY), reason="r")
+    for change in (
+        lambda: office.assign(SUE, ACME, "pro", reason=f"see '{KEY}'"),
+        lambda: office.assign(SUE, ACME, "pro", label=KEY, reason="r"),
+        lambda: office.block(SUE, Who("tenant", KEY), reason="r"),
+    ):
+        with pytest.raises(InvalidInput, match="there is an API key among the words"):
+            change()
+
+
 def test_a_text_that_may_be_a_key_is_not_shown_though_nobody_knows_it(office: Desk) -> None:
     unknown = "sk_live_nobody_knows_this"
     for change in (
@@ -1145,6 +1220,7 @@ def test_the_overview_is_what_the_nodes_said(here: World) -> None:
         here.pulse.beat()
     here.clock.advance(2)
     here.pulse.beat()
+    assert here.log.flush()
     view = here.desk.overview()
     assert [(node.name.partition(":")[0], node.state, node.policy_version) for node in view.nodes] == [
         ("web-1", "ready", "1")
@@ -1156,7 +1232,6 @@ def test_the_overview_is_what_the_nodes_said(here: World) -> None:
     assert [(each.kind, each.key, each.label) for each in view.top_denied] == [
         ("tenant", CLIENTS.written("tenant", "acme"), "tenant acme")
     ]
-    assert here.log.flush()
     assert here.desk.find(view.top_denied[0].key) == ACME
     assert (view.version, view.troubles) == (1, ())
     json.dumps(view.as_dict())

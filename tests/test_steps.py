@@ -60,9 +60,11 @@ class Fleet:
         with writing(self.store.engine) as connection:
             for index in range(minutes):
                 minute = self.minute + index
-                if minute % DAY == 0 or not index:
-                    connection.execute(WATCH.delete().where(WATCH.c.day == minute // DAY))
-                    row = {"day": minute // DAY, "minutes": 0, "last_minute": self.minute - 1}
+                today = minute // DAY
+                if (not index or minute % DAY == 0) and not connection.scalar(
+                    select(WATCH).where(WATCH.c.day == today)
+                ):
+                    row = {"day": today, "minutes": 0, "last_minute": self.minute - 1}
                     connection.execute(WATCH.insert().values(row))
                 learnt.add(minute, {client: numbers[index]} if index < len(numbers) else {})
             learnt.write(connection)
@@ -169,13 +171,13 @@ def test_nothing_is_unusual_for_who_is_not_known_for_a_day(fleet: Fleet) -> None
 
 
 def test_a_client_is_known_since_it_was_first_seen_and_not_since_others_were(fleet: Fleet) -> None:
-    fleet.learn({1: 50}, minutes=3 * DAY, client=("tenant", "hmac:other"))
-    fleet.learn({1: 50}, minutes=DAY // 2)
+    fleet.learn({1: 50}, minutes=3 * DAY + 400, client=("tenant", "hmac:other"))
+    fleet.learn({1: 50}, minutes=DAY)
     with reading(fleet.store.engine) as connection:
         known = histories(connection, [CLIENT, ("tenant", "hmac:other"), ("ip", "new")], fleet.minute // DAY)
     assert {client: history.minutes for client, history in known.items()} == {
-        CLIENT: DAY // 2,
-        ("tenant", "hmac:other"): 3 * DAY + DAY // 2,
+        CLIENT: DAY,
+        ("tenant", "hmac:other"): 4 * DAY + 400,
     }
 
 

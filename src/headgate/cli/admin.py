@@ -5,8 +5,9 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import signal
 from argparse import SUPPRESS
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -163,7 +164,10 @@ def _serve(arguments: Namespace, err: Screen) -> int:
             watchers=_watchers(arguments, fleet, store),
         )
         _welcome(server, tokens, err)
-        server.run()
+        # uvicorn ends its work on either signal, and then raises it again: so that what is left to close is closed.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with suppress(KeyboardInterrupt):
+            server.run()
     return 0
 
 

@@ -74,7 +74,7 @@ class Desk(NamedTuple):
     zone: tzinfo | None
 
     def time(self, at_us: int | None, *, none: str = "") -> str:
-        """A moment for people, with the zone said once, in the title of a column."""
+        """A moment for people; the zone is said once, in the title of a column."""
         return none if at_us is None else shown(at_us_of(at_us), self.zone, with_zone=False)
 
     def iso(self, at_us: int | None) -> str | None:
@@ -92,7 +92,9 @@ class Desk(NamedTuple):
 
     @property
     def zone_name(self) -> str:
-        return shown(datetime.now(UTC), self.zone).split(" ", 2)[2]
+        """As short as can be: UTC+01:00."""
+        told = f"{datetime.now(UTC).astimezone(self.zone):%z}"
+        return "UTC" if int(told) == 0 else f"UTC{told[:3]}:{told[3:5]}"
 
 
 def opened(arguments: Namespace, out: Screen, err: Screen) -> Desk:

@@ -113,8 +113,9 @@ def show(arguments: Namespace, out: Screen, err: Screen) -> int:
     out.write(found["text"])
     if out.is_terminal and not found["text"].endswith("\n"):
         out.say("")
+    name = printable(found["name"]) if found.get("since") is not None else "There is no document yet"
     err.say(
-        f"{printable(found['name'] or 'no document')} at version {found['version']}; to change it: "
+        f"{name} at version {found['version']}; to change it: "
         f"headgate policy put FILE --based-on {found['version']} --reason ..."
     )
     return 0

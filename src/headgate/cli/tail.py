@@ -64,6 +64,8 @@ def _follow(arguments: Namespace, desk: Desk, asked: dict[str, Any]) -> None:
     first = desk.api.get("decisions", most=max(1, min(arguments.lines, MOST)), **asked)["items"]
     _say(first[-arguments.lines :] if arguments.lines else [], arguments, desk)
     last = first[-1]["id"] if first else ""
+    if not first:
+        desk.err.say("Nothing of that is logged." if arguments.no_follow else "Nothing of that is logged yet: waiting.")
     failed, has_more = 0, False
     while not arguments.no_follow:
         if not has_more:

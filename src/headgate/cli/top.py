@@ -217,8 +217,7 @@ def _hot(found: dict[str, Any]) -> list[list[str]]:
 
 def _steps(found: dict[str, Any], desk: Desk) -> list[list[str]]:
     return [
-        [desk.time(each.get("at_us")), _who(each), f"{each.get('text') or ''}"]
-        for each in found.get("steps") or ()
+        [desk.time(each.get("at_us")), _who(each), f"{each.get('text') or ''}"] for each in found.get("steps") or ()
     ]
 
 

@@ -252,8 +252,9 @@ class ScribeBeside:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            # What ends this process from the keyboard must not end the scribe before all is written.
-            start_new_session=True,
+            # What ends this process from the keyboard must not end the scribe before all is written. It stays in the
+            # session, for it is among those of a session that the kernel heeds how polite a process is.
+            process_group=0,
         )
         self._process = process
         write_frame(_fd(process.stdin), (os.getpid(), *self._terms))

@@ -114,12 +114,14 @@ class Changes(Reads):
         self._allow(actor, "support", "assign tiers")
         with self._signing(actor, reason, tier, label, *_told(who)) as by:
             who = self._finder.checked(who, changes=True)
-            base = self._ground().base
+            ground = self._ground()
+            base = ground.base
             known = dict.fromkeys([*base.tiers, *([base.default_tier] if base.default_tier is not None else [])])
             if tier is not None and tier not in known:
                 raise InvalidInput(f"there is no such tier; known are {', '.join(known) or 'none'}")
-            before = self._config.clients(who=who)
-            label = label or (before[0].row.label if before else None)
+            before, named = self._config.clients(who=who), {who.kind: (who.value,)}
+            names = [each.row.label for each in before] or [each.label for each in ground.entries_of(named, "clients")]
+            label = label or next(iter(names), None)
             return done(self._config.assign(who, tier, label=label, **by, based_on=based_on))
 
     def unassign(

@@ -23,8 +23,14 @@ def tiers(connection: Connection, ground: Ground) -> list[TierView]:
     """All tiers, with their numbers."""
     base, counts = ground.base, queries.assigned_counts(connection)
     in_table = {(each.row.tier, each.row.limit_name): each for each in ground.tiers}
+    by_kind: dict[str, list[str]] = {}
     for client in base.clients:
-        if client.tier is not None:
+        by_kind.setdefault(client.identity.kind, []).append(client.identity.value)
+    replaced = {
+        (each.row.kind, each.row.value) for each in queries.rows_of(connection, by_kind, ["clients"])["clients"]
+    }
+    for client in base.clients:
+        if client.tier is not None and client.identity not in replaced:
             counts[client.tier] = counts.get(client.tier, 0) + 1
     names = dict.fromkeys([*base.tiers, *([base.default_tier] if base.default_tier else []), *sorted(counts)])
     views = []

@@ -1,0 +1,155 @@
+"""ClickHouse as most have it, over HTTP: what the client puts on the wire is read by ClickHouse's own engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.request import Request as Call
+from urllib.request import urlopen
+
+import pytest
+
+from headgate.telemetry import DecisionLog, Record, open_sink
+from headgate.telemetry.clients import Clients
+from headgate.telemetry.sinks import open_reader
+from servers import wait_until
+from traffic import SECRET, START_US, Kept, Request, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SERVER = Path(__file__).parents[1] / "clickhouse_http.py"
+USER, PASSWORD = "ada", "the-log-s-password"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port = process.stdout.readline().strip()
+    assert port, "the server has not started"
+    yield f"127.0.0.1:{port}"
+    process.communicate()
+
+
+@pytest.fixture
+def url(server: str, request: pytest.FixtureRequest) -> str:
+    table = f"t{abs(hash(request.node.name))}"
+    return f"clickhouse://{USER}:{PASSWORD}@{server}/default?table={table}&send_receive_timeout=1"
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    """All kinds of them."""
+    kept = Kept()
+    policy = """
+name: shop
+limits:
+  - {name: it, by: client, bucket: 3/minute}
+  - {name: per-ip, by: ip, bucket: 4/minute}
+  - {name: soon, by: ip, bucket: 2/minute, shadow: true}
+clients: [{tenant: acme, label: "Acme, \\"Ltd\\" ünd Söhne"}]
+blocked: [{user: mallory, reason: "it's scraping"}]
+"""
+    with DecisionLog(kept, secret=SECRET, sample=1, node="n1", every=0.005) as log:
+        traffic = Traffic(policy, log)
+        for number in range(60):
+            traffic.send(Request(tenant="acme" if number % 2 else None, user=None if number % 3 else "mallory"))
+            traffic.clock.advance(1)
+        assert log.flush()
+    assert any(each.also for each in kept.records)
+    assert {each.retry_us is None for each in kept.records} == {False}
+    kept.records[7] = kept.records[7]._replace(retry_us=None)
+    return sorted(kept.records, key=lambda each: each.id)
+
+
+def order(server: str, fault: str) -> None:
+    with urlopen(Call(f"http://{server}/fault?next={fault}", method="POST")) as answer:
+        assert answer.status == 200
+
+
+def inserts(server: str) -> int:
+    with urlopen(f"http://{server}/inserts") as answer:
+        return int(answer.read())
+
+
+def found(url: str, keys: set[str]) -> list[Record]:
+    with closing(open_reader(url)) as reader:
+        return reader.find([*keys], since_us=0, until_us=START_US * 2, most=100_000)
+
+
+def everybody(records: list[Record]) -> set[str]:
+    return {key for each in records for key in each.clients}
+
+
+def test_records_come_back_over_http_as_they_went(url: str, records: list[Record]) -> None:
+    with closing(open_sink(url)) as sink:
+        sink.write(records[:25])
+        sink.write(records[25:])
+    assert found(url, everybody(records)) == records
+    with closing(open_reader(url)) as reader:
+        middle = records[30].at_us
+        rejected = [each.at_us for each in records if each.is_rejection]
+        nearest = reader.nearest([*everybody(records)], at_us=middle)
+    assert nearest == (max(at for at in rejected if at < middle), min(at for at in rejected if at >= middle))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("refuse", "Memory limit"),
+        ("forget", "Timeout exceeded"),  # it was taken all the same
+        ("late", "timed out"),
+    ],
+)
+def test_what_is_not_certain_comes_again_and_is_there_once(
+    server: str, url: str, records: list[Record], fault: str, message: str
+) -> None:
+    before = inserts(server)
+    with closing(open_sink(url)) as sink:
+        order(server, fault)
+        with pytest.raises(Exception, match=message) as failure:
+            sink.write(records)
+        assert PASSWORD not in str(failure.value)
+        wait_until(lambda: inserts(server) - before == (fault != "refuse"), "the engine to be done")
+        sink.write(records)
+    assert inserts(server) - before == 1 + (fault != "refuse")
+    assert found(url, everybody(records)) == records
+
+
+def test_what_the_client_itself_sends_again_is_there_once(server: str, url: str, records: list[Record]) -> None:
+    before = inserts(server)
+    with closing(open_sink(url)) as sink:
+        order(server, "drop")
+        sink.write(records)
+    assert inserts(server) - before == 2
+    assert found(url, everybody(records)) == records
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_a_log_gets_all_of_it_there_in_spite_of_faults(server: str, url: str, writer: str) -> None:
+    with DecisionLog(url, secret=SECRET, sample=0, every=0.01, batch=200, writer=writer) as log:  # type: ignore[arg-type]
+        traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
+        traffic.send(times=2)
+        assert log.flush(30)
+        for fault in ("refuse", "drop", "forget"):
+            order(server, fault)
+            traffic.send(times=300)
+            assert log.flush(30)
+        assert log.stats[:4] == (901, 0, 0, 2)  # of the connection that broke, the client took care itself
+    assert len(found(url, {Clients(SECRET).key("ip", "203.0.113.9")})) == 901
+
+
+def test_a_wrong_password_is_told_as_such_and_not_shown(server: str, records: list[Record]) -> None:
+    with closing(open_sink(f"clickhouse://{USER}:another-password@{server}/default")) as sink:
+        with pytest.raises(Exception, match="Authentication failed") as failure:
+            sink.write(records)
+        assert "another-password" not in str(failure.value)
+
+
+def test_a_table_that_is_missing_is_told_as_such(url: str, records: list[Record]) -> None:
+    with closing(open_sink(f"{url}&create=no")) as sink, pytest.raises(Exception, match=r"(?i)unknown.table|not exist"):
+        sink.write(records)
