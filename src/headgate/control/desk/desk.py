@@ -71,16 +71,15 @@ class Desk(Changes):
                 self._allow(actor, "operator", "block networks")
             in_the_past(valid_until, self._now_us())
             dangers.confirmed(dangers.of_block(who), confirm)
-            version = self._config.block(who, valid_until=valid_until, **by, based_on=based_on)
-            if self._counters is None:
-                return done(version, WITHIN_A_SECOND)
+            if self._is_blocked(who):  # nothing is urgent then, and a conflict must leave it as it is
+                version = self._config.block(who, valid_until=valid_until, **by, based_on=based_on)
+                return done(version, *self._block_live(who, valid_until, reason))
+            notes = self._block_live(who, valid_until, reason)  # first, as somebody may be at the door right now
             try:
-                self._counters.block(*who, until=valid_until, reason=reason)
-            except HeadgateError as error:
-                return done(
-                    version, f"nodes hear of it from the config store, within a second; the store said: {error}"
-                )
-            return done(version)
+                return done(self._config.block(who, valid_until=valid_until, **by, based_on=based_on), *notes)
+            except BaseException:
+                self._unblock_live(who)
+                raise
 
     def unblock(
         self,
@@ -158,6 +157,25 @@ class Desk(Changes):
         if found is None:
             raise NotFound(f"there is no block {id}")
         return id, Who(found.row.kind, found.row.value)
+
+    def _is_blocked(self, who: Who) -> bool:
+        """Whether the tables or the nodes know of a block; also, if the nodes cannot be asked."""
+        if self._config.blocks(who=who) or self._counters is None:
+            return True
+        try:
+            return any((each.kind, each.value) == who for each in self._counters.blocked())
+        except HeadgateError:
+            return True
+
+    def _block_live(self, who: Who, until: datetime | None, reason: str) -> list[str]:
+        """Tell the nodes to keep somebody out; what is to know, if they could not be told."""
+        if self._counters is None:
+            return [WITHIN_A_SECOND]
+        try:
+            self._counters.block(*who, until=until, reason=reason)
+        except HeadgateError as error:
+            return [f"nodes hear of it from the config store, within a second; the store said: {error}"]
+        return []
 
     def _unblock_live(self, who: Who) -> tuple[bool, str | None]:
         """Whether nodes were told to keep somebody out, and are not any more; and what is to know of it."""
