@@ -11,6 +11,7 @@ from headgate.control.admin.serve import AdminServer
 from headgate.control.admin.tokens import Tokens
 from headgate.control.config import Assignment, ConfigStore, Put
 from headgate.control.desk.desk import Desk
+from headgate.control.steps import StepLog, Watcher
 from headgate.errors import InvalidInput
 from headgate.telemetry.boards import open_board
 
@@ -37,8 +38,9 @@ class Office:
     def open(self, counters: Limiter, *, store: str, host: str, port: int) -> str:
         """Serve the admin pages; where they are."""
         board = open_board(store)
-        desk = Desk(self.config, counters=counters, log=self._log, board=board)
-        self._server = AdminServer(desk, self._tokens, host=host, port=port).start()
+        desk = Desk(self.config, counters=counters, log=self._log, board=board, steps=StepLog(self.config))
+        watcher = Watcher(board, self.config)
+        self._server = AdminServer(desk, self._tokens, host=host, port=port, watchers=[watcher]).start()
         self._closing[:0] = [counters, board]
         return self._server.url
 
