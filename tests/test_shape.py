@@ -203,7 +203,7 @@ def test_only_the_command_line_shows_the_demonstration() -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("control.")])
 def test_what_people_do_goes_over_the_desk(name: str) -> None:
-    """The desk knows nothing of the web, and the web nothing of stores: roles, dangers and the audit cannot be missed."""
+    """The desk knows nothing of the web, and the web nothing of stores: no role, danger or audit can be missed."""
     found = {each.removeprefix("headgate.") for each in imports(name) if each.startswith("headgate.")}
     if not name.startswith("control.admin"):
         assert not [each for each in found if each.startswith("control.admin")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate.cli.api import path_of
 from headgate.cli.asking import Who, ahead, as_json, change, client_of, opened, paged, titled
 from headgate.cli.options import CLIENT, EXIT_CODES, Actions, add_change, add_page, add_server
-from headgate.cli.who import place_of
+from headgate.cli.who import override_cells
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -161,14 +161,4 @@ def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
 
 
 def _row(each: dict[str, Any], desk: Desk) -> list[str]:
-    return [
-        f"{each['id']}",
-        desk.client(each),
-        place_of(each),
-        each["bucket"],
-        desk.time(each.get("valid_from_us"), none="-"),
-        desk.time(each.get("valid_until_us"), none="for ever"),
-        each["state"],
-        each.get("reason") or "",
-        each.get("author") or "",
-    ]
+    return [f"{each['id']}", desk.client(each), *override_cells(each, desk)]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headgate.cli.asking import Desk, Who
     from headgate.cli.screen import Screen
 
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "place_of", "run"]
+__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "override_cells", "run"]
 
 ABOUT = "show what holds for a client now, and how much of it is used"
 EXAMPLES = """
@@ -64,7 +64,7 @@ def _shown(found: dict[str, Any], who: Who, desk: Desk) -> Iterator[str]:
         yield ""
         yield from titled(
             ["override", "of", "bucket", f"from ({desk.zone_name})", "until", "state", "reason", "by"],
-            [_override(each, desk) for each in found["overrides"]],
+            [[f"{each['id']}", *override_cells(each, desk)] for each in found["overrides"]],
             out,
         )
 
@@ -126,10 +126,10 @@ def _source(each: dict[str, Any], desk: Desk) -> str:
     return source
 
 
-def _override(each: dict[str, Any], desk: Desk) -> list[str]:
+def override_cells(each: dict[str, Any], desk: Desk) -> list[str]:
+    """What an override says, from where it holds to who gave it."""
     return [
-        f"{each['id']}",
-        place_of(each),
+        _place_of(each),
         each["bucket"],
         desk.time(each.get("valid_from_us"), none="-"),
         desk.time(each.get("valid_until_us"), none="for ever"),
@@ -139,7 +139,7 @@ def _override(each: dict[str, Any], desk: Desk) -> list[str]:
     ]
 
 
-def place_of(each: dict[str, Any]) -> str:
+def _place_of(each: dict[str, Any]) -> str:
     """On which limits an override holds."""
     route_class = each.get("route_class") or each.get("class")
     limit = f"limit {each['limit']}" if each.get("limit") else ""

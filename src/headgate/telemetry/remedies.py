@@ -22,6 +22,7 @@ __all__ = ["Remedy", "remedy"]
 
 EXACT_DIGITS: Final = 2
 """Numbers for people are rounded up to so many."""
+AWAY: Final = "while the store is there: without it, a node has only a share of the limit"
 
 
 class Remedy(NamedTuple):
@@ -55,6 +56,8 @@ def remedy(
     kind, value, note = found
     if split > 1 and note is None:
         note = f"it is split over {split} counters, one of which may deny before the others"
+    if any(record.degraded for record in records):
+        note = AWAY if note is None else f"{note}; {AWAY}"
     fields = {kind: value, "limit": denial.limit, "bucket": _bucket(limit)}
     line = "{" + ", ".join(f"{name}: {json.dumps(text)}" for name, text in fields.items()) + "}"
     return Remedy(limit, line, note)

@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 LOOKS: Final = 1.0
 """Seconds between two looks whether the other process is still there."""
-POLITENESS: Final = 5
+POLITENESS: Final = 10
 """How much later than others it gets its turn, where there are not enough processors for all: requests go first."""
 
 
@@ -40,6 +40,8 @@ def main() -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     with suppress(AttributeError, OSError):
         os.nice(POLITENESS)
+        # And that it wakes up is no reason to take the processor from anybody.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     questions = sys.stdin.fileno()
