@@ -1,8 +1,8 @@
 """What the decision log costs a check: one process rejects 20,000 requests a second, with the log and without.
 
-Each turn is a process of its own, which lasts for seconds; turns with and without the log take place one after another,
-in changing order, so that what else the machine does falls on all alike. Of each pair of turns the ratio is taken, and
-of the ratios the median. Run `python -m bench.log`.
+Slices of half a second with the log and without take place one after another in one process, in changing order, so that
+what else the machine does falls on both alike. Of each pair of slices the ratio is taken, and of the ratios the median.
+Run `python -m bench.log`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import marshal
 import multiprocessing
 import random
 import resource
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,9 +25,12 @@ from bench.progress import Progress
 from headgate.adapters.gate import AsyncGate, Gate
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
+from headgate.telemetry.carriers import Carried, Here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from headgate.telemetry.carriers import Batch
 
 SECRET: Final = "thirty-two bytes, kept elsewhere"
 POLICY: Final = """
@@ -41,8 +44,8 @@ CLIENTS: Final = 1000
 SECOND_NS: Final = 1_000_000_000
 NAP: Final = 0.00002
 """Seconds that whoever is ahead of the clock sleeps: so long that others get their turn, as in a server that waits."""
-WARM: Final = 3.0
-"""Seconds before the measurement, at the same rate: until then it is known who writes."""
+WARM: Final = 2.5
+"""Seconds before the measurement, at the same rate."""
 WITHIN: Final = 1.10
 """How much longer a check may take with the log, at the 99th percentile."""
 
@@ -62,68 +65,71 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
+    """One kind of app with one kind of log."""
+
     kind: str
     """"threads" or "asyncio"."""
     rate: int
     seconds: float
+    pairs: int
     threads: int
-    log: dict[str, Any] | None
-    """What a DecisionLog is made with; None for none."""
+    log: dict[str, Any]
+    """What a DecisionLog is made with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Of one turn."""
+class Slice:
+    """Microseconds of the checks in one slice."""
 
     p50: float
     p99: float
     p999: float
-    """Microseconds that a check took."""
     late99: float
-    """The same from when it was due, which is what a client feels."""
-    cpu_us: float
-    """Microseconds of the processor's time for each check, all threads of the process together."""
+    """From when it was due, which is what a client feels."""
+    cpu: float
+    """Of the processor, all threads of the process together."""
     rate: float
-    missing: int = 0
-    """Checks that are not in the log."""
-    lost: int = 0
-    """Checks that the log counts as lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Of one turn: slices without the log, those with it beside them, and what became of the records."""
+
+    without: list[Slice]
+    with_: list[Slice]
+    missing: int
+    """Checks that are neither in the log nor counted as lost."""
+    lost: int
+
+    def ratio(self, name: str) -> float:
+        return median(getattr(b, name) / getattr(a, name) for a, b in zip(self.without, self.with_, strict=True))
 
 
 def main() -> None:
     options = _options()
     progress = Progress()
-    with tempfile.TemporaryDirectory() as folder:
-        logs = _logs(options, Path(folder))
-        turns = [
-            (kind, name, Turn(kind, options.rate, options.seconds, options.threads, log))
-            for kind in options.kind
-            for name, log in logs.items()
-        ]
-        told: dict[tuple[str, str], list[tuple[Told, Told]]] = {(kind, name): [] for kind, name, _ in turns}
-        for number in range(options.rounds):
-            for kind, name, turn in random.sample(turns, len(turns)):
-                progress.say(f"round {number + 1} of {options.rounds}", f"{kind}, {name}")
-                without = Turn(kind, options.rate, options.seconds, options.threads, None)
-                pair = [without, turn] if random.random() < 0.5 else [turn, without]
-                results = {each.log is None: _in_process(each) for each in pair}
-                told[kind, name].append((results[True], results[False]))
-                for file in Path(folder).iterdir():
-                    file.unlink()
+    told: dict[tuple[str, str], Told] = {}
+    for kind in options.kind:
+        for sink in options.sink:
+            for writer in options.writer:
+                progress.say(f"{kind}, {sink}, {writer}", f"{2 * options.pairs * options.seconds:g} s")
+                with tempfile.TemporaryDirectory() as folder:
+                    log = {"sink": _url(sink, folder), "writer": writer}
+                    turn = Turn(kind, options.rate, options.seconds, options.pairs, options.threads, log)
+                    told[kind, f"{sink}, {writer}"] = _in_process(turn)
     progress.done()
-    print(f"\n{options.rate:,} rejections/s in one process, {options.rounds} pairs of turns of {options.seconds:g} s\n")
+    print(f"\n{options.rate:,} rejections/s in one process, {options.pairs} pairs of slices of {options.seconds:g} s\n")
     print(*_table(told), sep="\n")
 
 
-def _logs(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    urls = {"sqlite": f"sqlite:///{folder}/decisions.db", "jsonl": f"jsonl:///{folder}/decisions.jsonl?files=1"}
-    if "kafka" in options.sink:
-        urls["kafka"] = f"kafka://{_brokers()}/decisions"
-    return {
-        f"{sink}, {writer}": {"sink": urls[sink], "writer": writer}
-        for sink in options.sink
-        for writer in options.writer
-    }
+def _url(sink: str, folder: str) -> str:
+    match sink:
+        case "sqlite":
+            return f"sqlite:///{folder}/decisions.db"
+        case "jsonl":
+            return f"jsonl:///{folder}/decisions.jsonl?files=1"
+        case _:
+            return f"kafka://{_brokers()}/decisions"
 
 
 _cluster: Any = None
@@ -134,7 +140,7 @@ def _brokers() -> str:
     global _cluster
     from confluent_kafka import Producer
 
-    _cluster = Producer({"bootstrap.servers": "mock", "test.mock.num.brokers": 1})
+    _cluster = _cluster or Producer({"bootstrap.servers": "mock", "test.mock.num.brokers": 1})
     found = _cluster.list_topics(timeout=10).brokers.values()
     return ",".join(f"{each.host}:{each.port}" for each in found)
 
@@ -153,96 +159,109 @@ def _in_process(turn: Turn) -> Told:
     return told
 
 
+class Nobody(Here):
+    """Takes what a scribe would be handed, and forgets it: so is seen what the app's own process pays."""
+
+    def carry(self, batch: Batch) -> Carried:
+        marshal.dumps(list(batch.raws), 2)
+        return Carried(len(batch.raws))
+
+
+def _opened(options: dict[str, Any]) -> DecisionLog:
+    if options["writer"] != "nobody":
+        return DecisionLog(secret=SECRET, sample=0, **options)
+    log = DecisionLog(secret=SECRET, sample=0, **{**options, "writer": "thread"})
+    carrier = log._writer._carrier  # noqa: SLF001 - there is no such writer but for this comparison
+    carrier.__class__ = Nobody
+    carrier.size = 10_000
+    return log
+
+
 def _take_turn(turn: Turn, pipe: Any) -> None:
-    log = DecisionLog(secret=SECRET, sample=0, **turn.log) if turn.log is not None else None
-    # What is measured of each check: how long it took, and how long after it was due it was over.
-    measured = asyncio.run(_by_asyncio(turn, log)) if turn.kind == "asyncio" else _by_threads(turn, log)
-    took, late = sorted(measured.took), sorted(measured.late)
-    told = Told(
-        *(took[int(len(took) * share)] / 1000 for share in (0.5, 0.99, 0.999)),
-        late99=late[int(len(late) * 0.99)] / 1000,
-        cpu_us=measured.cpu / len(took) * 1_000_000,
-        rate=len(took) / turn.seconds,
-    )
-    if log is not None:
+    slices: dict[bool, list[Slice]] = {True: [], False: []}
+    requests, checks = _requests(), 0
+    log = _opened(turn.log)
+    with asyncio.Runner() as runner:
+        gate = (AsyncGate if turn.kind == "asyncio" else Gate)(read(POLICY), secret=SECRET)
+
+        def run(seconds: float) -> Taken:
+            taken = Taken(turn.rate, seconds, requests)
+            if isinstance(gate, AsyncGate):
+                runner.run(_by_asyncio(gate, taken))
+            else:
+                _by_threads(gate, taken, turn.threads)
+            return taken
+
+        run(WARM)  # from now on, all are denied
+        gate.on_decision = log
+        checks += len(run(WARM).took)  # and it is known who writes
         log.flush(60)
-        told = replace(told, missing=measured.checks - log.stats.written, lost=log.stats.lost)
-        log.close()
-    pipe.send(told)
+        for _ in range(turn.pairs):
+            for is_with in random.sample((True, False), 2):
+                gate.on_decision = log if is_with else None
+                gc.collect()
+                taken = run(turn.seconds)
+                slices[is_with].append(taken.slice())
+                checks += len(taken.took) * is_with
+                log.flush(60)  # so that nobody writes any more in a slice without
+    stats = log.stats
+    log.close()
+    pipe.send(Told(slices[False], slices[True], checks - stats.written - stats.lost, stats.lost))
 
 
-class Measured:
-    """What is taken down of each check, once all is warm and it is known who writes."""
+class Taken:
+    """What is taken down of each check of a slice."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, rate: int, seconds: float, requests: list[Request]) -> None:
         self.took: list[int] = []
         self.late: list[int] = []
-        self.checks = 0
-        self.cpu = 0.0
-        self._from = time.perf_counter_ns() + round(WARM * SECOND_NS)
-        self._until = self._from + round(turn.seconds * SECOND_NS)
-        self._step = SECOND_NS // turn.rate
-        self._requests = _requests()
-        self._is_warm = False
+        self._seconds = seconds
+        self._step = SECOND_NS // rate
+        self._requests = requests
+        self._until = time.perf_counter_ns() + round(seconds * SECOND_NS)
+        self._cpu = _cpu()
 
     def turns(self, share: int, shares: int) -> Iterator[tuple[int, Request]]:
         """When each check of a thread is due, and whose it is. Who falls far behind does not make up for it."""
         step, number = self._step * shares, share
         due = time.perf_counter_ns() + self._step * share
         while due < self._until:
-            if not self._is_warm and due >= self._from:
-                self._is_warm = True
-                gc.collect()
-                self.cpu -= _cpu()
             yield due, self._requests[number * 7919 % CLIENTS]  # everybody in turn, but nobody's neighbours
-            number += 1
+            number += shares
             due = max(due + step, time.perf_counter_ns() - SECOND_NS // 100)
 
     def note(self, due: int, start: int, end: int) -> None:
-        self.checks += 1
-        if due >= self._from:
-            self.took.append(end - start)
-            self.late.append(end - due)
+        self.took.append(end - start)
+        self.late.append(end - due)
+
+    def slice(self) -> Slice:
+        took, late, count = sorted(self.took), sorted(self.late), len(self.took)
+        p50, p99, p999 = (took[int(count * share)] / 1000 for share in (0.5, 0.99, 0.999))
+        cpu = (_cpu() - self._cpu) / count * 1_000_000
+        return Slice(p50, p99, p999, late[int(count * 0.99)] / 1000, cpu, count / self._seconds)
 
 
-def _by_threads(turn: Turn, log: DecisionLog | None) -> Measured:
-    gate = Gate(read(POLICY), secret=SECRET)
-    for each in _requests() * 2:
-        gate.admit(each)  # from now on, all are denied
-    gate.on_decision = log
-    measured = Measured(turn)
-
+def _by_threads(gate: Gate, taken: Taken, count: int) -> None:
     def work(share: int) -> None:
-        for due, request in measured.turns(share, turn.threads):
+        for due, request in taken.turns(share, count):
             while (start := time.perf_counter_ns()) < due:
                 time.sleep(NAP)
             gate.admit(request)
-            measured.note(due, start, time.perf_counter_ns())
+            taken.note(due, start, time.perf_counter_ns())
 
-    threads = [threading.Thread(target=work, args=(share,)) for share in range(turn.threads)]
+    threads = [threading.Thread(target=work, args=(share,)) for share in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    measured.cpu += _cpu()
-    gate.close()
-    return measured
 
 
-async def _by_asyncio(turn: Turn, log: DecisionLog | None) -> Measured:
-    gate = AsyncGate(read(POLICY), secret=SECRET)
-    for each in _requests() * 2:
-        await gate.admit(each)
-    gate.on_decision = log
-    measured = Measured(turn)
-    for due, request in measured.turns(0, 1):
+async def _by_asyncio(gate: AsyncGate, taken: Taken) -> None:
+    for due, request in taken.turns(0, 1):
         while (start := time.perf_counter_ns()) < due:  # noqa: ASYNC110 - nothing happens but time
             await asyncio.sleep(0)
         await gate.admit(request)
-        measured.note(due, start, time.perf_counter_ns())
-    measured.cpu += _cpu()
-    await gate.close()
-    return measured
+        taken.note(due, start, time.perf_counter_ns())
 
 
 def _requests() -> list[Request]:
@@ -257,42 +276,35 @@ def _cpu() -> float:
 # -- what is made of it ----------------------------------------------------------------------------------------
 
 
-def _table(told: dict[tuple[str, str], list[tuple[Told, Told]]]) -> Iterator[str]:
-    yield (
-        "| by | log | checks/s | p50 without | p99 without | p50 | p99 | from when it was due, p99 | p99.9 "
-        "| processor's time | lost |"
-    )
-    yield "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |"
-    for (kind, name), pairs in told.items():
-        worst = _ratio(pairs, "p99")
-        p99 = f"× {worst:.2f}" if worst <= WITHIN else f"**× {worst:.2f}** (wanted {WITHIN:g})"
-        missing = sum(each.missing - each.lost for _, each in pairs)
+def _table(told: dict[tuple[str, str], Told]) -> Iterator[str]:
+    yield "| by | log | checks/s | p50, p99 without | p50 | p99 | p99.9 | p99 from when due | processor's time | lost |"
+    yield "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: |"
+    for (kind, name), each in told.items():
+        worst = each.ratio("p99")
+        uncounted = f", {each.missing} NOT COUNTED" if each.missing else ""
         yield (
-            f"| {kind} | {name} | {median(each.rate for _, each in pairs):,.0f} "
-            f"| {median(each.p50 for each, _ in pairs):.1f} µs | {median(each.p99 for each, _ in pairs):.1f} µs "
-            f"| × {_ratio(pairs, 'p50'):.2f} | {p99} | × {_ratio(pairs, 'late99'):.2f} | × {_ratio(pairs, 'p999'):.2f} "
-            f"| × {_ratio(pairs, 'cpu_us'):.2f} "
-            f"| {sum(each.lost for _, each in pairs)}{f', {missing} NOT COUNTED' if missing else ''} |"
+            f"| {kind} | {name} | {median(one.rate for one in each.with_):,.0f} "
+            f"| {median(one.p50 for one in each.without):.0f}, {median(one.p99 for one in each.without):.0f} µs "
+            f"| × {each.ratio('p50'):.2f} "
+            f"| {f'× {worst:.2f}' if worst <= WITHIN else f'**× {worst:.2f}**'} "
+            f"| × {each.ratio('p999'):.2f} | × {each.ratio('late99'):.2f} | × {each.ratio('cpu'):.2f} "
+            f"| {each.lost}{uncounted} |"
         )
-
-
-def _ratio(pairs: list[tuple[Told, Told]], name: str) -> float:
-    return median(getattr(with_, name) / getattr(without, name) for without, with_ in pairs)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.log", description=__doc__)
     parser.add_argument("--rate", type=int, default=20_000, help="rejections a second")
-    parser.add_argument("--seconds", type=float, default=4.0, help="how long a turn is measured")
-    parser.add_argument("--rounds", type=int, default=7, help="pairs of turns of each kind")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one slice")
+    parser.add_argument("--pairs", type=int, default=40, help="of slices, with the log and without")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--kind", choices=("threads", "asyncio"), action="append", help="may be given again")
     parser.add_argument("--sink", choices=("sqlite", "jsonl", "kafka"), action="append", help="may be given again")
-    parser.add_argument("--writer", choices=("auto", "thread", "process"), action="append", help="may be given again")
+    parser.add_argument("--writer", choices=("auto", "thread", "process", "nobody"), action="append")
     options = parser.parse_args()
     options.kind = options.kind or ["threads", "asyncio"]
     options.sink = options.sink or ["sqlite", "jsonl", "kafka"]
-    options.writer = options.writer or ["auto", "thread"]
+    options.writer = options.writer or ["auto", "thread", "nobody"]
     return options
 
 

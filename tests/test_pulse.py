@@ -223,8 +223,9 @@ def test_the_most_denied_of_the_last_minute_come_first() -> None:
     site.pass_seconds(2)
     told = site.beats.gather().top_denied
     assert [(each.denied, each.allowed) for each in told] == [(2, 10), (1, 10)]
-    assert {each.label for each in told} == {"ip 203.0.113.*"}
-    assert told[0].key == Clients(SECRET).key("ip", "203.0.113.3")
+    key = Clients(SECRET).key("ip", "203.0.113.3")
+    assert (told[0].key, told[0].label) == (key, f"ip 203.0.113.* ({key[5:13]})")
+    assert len({each.label for each in told}) == 2, "addresses of one network are told apart"
     site.pass_seconds(61)
     assert site.beats.gather().top_denied == ()
 
@@ -260,6 +261,37 @@ def test_near_is_who_has_a_tenth_left_with_the_exact_number() -> None:
     assert site.beats.gather().near == ()
 
 
+@pytest.mark.parametrize(
+    ("by", "kind", "value", "label"),
+    [
+        ("client", "user", "ada", "user {hash}"),
+        ("[client, endpoint]", "user", "ada", "user {hash}"),
+        ("user", "user", "ada", "user {hash}"),
+        ("ip", "ip", "203.0.113.9", "The office"),
+        ("session", "ip", "203.0.113.9", "The office"),
+        ("[ip, endpoint]", "ip", "203.0.113.9", "The office"),
+        ("subnet", "subnet", "203.0.113.0/24", "subnet {hash}"),
+        ("endpoint", "endpoint", "/items", "/items"),
+    ],
+)
+def test_near_is_whom_the_limit_counts_and_not_whoever_asked_last(by: str, kind: str, value: str, label: str) -> None:
+    site = Site()
+    policy = read(
+        f"limits: [{{name: few, by: {by}, bucket: 1/day}}]\nroutes: [{{path: /items}}]\n"
+        "clients: [{ip: 203.0.113.9, label: The office}]"
+    )
+    users = {"user": lambda a: a.header("x-user")[0], "session": lambda _: None}
+    gate = Gate(policy, clock=site.clock, secret=SECRET, identities=users)
+    pulse = Pulse(gate, site.board, every=None)
+    gate.admit(arrival("/items", client="203.0.113.9", x_user="ada"))
+    site.pass_seconds(2, pulse)
+    (near,) = site.beats.gather().near
+    key = Clients(SECRET).key(kind, value)
+    assert (near.limit, near.kind, near.key, near.label) == ("few", kind, key, label.format(hash=key[:13]))
+    pulse.close()
+    gate.close()
+
+
 def test_near_is_forgotten_after_a_minute() -> None:
     site = Site()
     for _ in range(10):
@@ -287,7 +319,8 @@ def test_a_limit_for_all_is_near_for_everybody() -> None:
         ("client", "tenant", "tenant acme"),
         ("tenant", "tenant", "tenant acme"),
         ("[tenant, endpoint]", "tenant", "tenant acme"),
-        ("ip", "ip", "ip 203.0.113.*"),
+        ("[client, endpoint]", "tenant", "tenant acme"),
+        ("ip", "ip", "ip 203.0.113.* ({})"),
         ("global", "global", "everybody"),
     ],
 )
@@ -304,7 +337,7 @@ def test_hot_keys_are_named_by_limit_and_client(
         gate.admit(arrival(x_tenant="acme"))
     pulse.beat()
     (hot,) = Beats(board).gather().hot
-    assert (hot.limit, hot.kind, hot.label) == (unique, kind, label)
+    assert (hot.limit, hot.kind, hot.label) == (unique, kind, label.format(hot.key[5:13]))
     assert hot.rate > 100
     pulse.close()
     gate.close()

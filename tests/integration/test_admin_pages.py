@@ -698,7 +698,7 @@ def _contrast(one: str, other: str) -> float:
 
 def test_areas_lie_upon_each_other() -> None:
     chart = charts.stacked([Band("Allowed", "allowed", [0, 10]), Band("Denied", "denied", [0, 10])], id="x", title="T")
-    assert chart.top == 20
+    assert chart.ticks == (20, 10, 0)
     assert re.findall(r'class="edge \w+" d="(.*?)"', chart.svg) == ["M600,77h1", "M600,4h1"]  # none where nothing was
     assert re.findall(r'class="band \w+".*? d="(.*?)"', chart.svg) == [
         "M0,150L600,77L600,150L0,150Z",
@@ -707,14 +707,27 @@ def test_areas_lie_upon_each_other() -> None:
     assert "Denied: last 10, at most 10." in chart.svg
 
 
+def test_a_band_draws_no_line_upon_the_one_below_where_it_is_nothing() -> None:
+    bands = [Band("Allowed", "allowed", [5, 5, 5, 5, 5]), Band("Blocked", "blocked", [5, 5, 0, 0, 5])]
+    chart = charts.stacked(bands, id="x", title="T")
+    assert re.findall(r'class="edge blocked" d="(.*?)"', chart.svg) == ["M0,4L150,4M600,4h1"]
+
+
 def test_a_line_is_broken_where_nothing_is_known() -> None:
-    chart = charts.lines([Band("p50", "p50", [1, None, 1, 1])], id="x", title="T")
-    assert re.findall(r'class="line p50" d="([^"]+)"', chart.svg) == ["M0,4h1M400,4L600,4"]
+    chart = charts.lines([Band("p50", "p50", [100, None, 100, 100])], id="x", title="T")
+    assert re.findall(r'class="line p50" d="([^"]+)"', chart.svg) == ["M0,150h1M400,150L600,150"]
+
+
+def test_one_slow_check_leaves_the_others_their_shape() -> None:
+    chart = charts.lines([Band("p99", "p99", [150, 200, 23_000, 0])], id="x", title="T")
+    assert chart.ticks == (100_000, 10_000, 1_000, 100)
+    assert re.findall(r'class="line p99" d="([^"]+)"', chart.svg) == ["M0,141.4L200,135.3L400,35.1L600,150"]
+    assert charts.lines([Band("p99", "p99", [500])], id="x", title="T").ticks == (10_000, 1_000, 100)
 
 
 def test_a_chart_of_nothing_is_drawn() -> None:
     assert "nothing known" in charts.lines([Band("p50", "p50", [None])], id="x", title="T").svg
-    assert charts.bars([Band("Allowed", "allowed", [])], [], id="x", title="T").top == 1
+    assert charts.bars([Band("Allowed", "allowed", [])], [], id="x", title="T").ticks == (1, 0.5, 0)
 
 
 def test_what_a_chart_is_called_is_escaped() -> None:

@@ -6,9 +6,12 @@ import gc
 import logging
 import os
 import shutil
+import sqlite3
 import sys
 import threading
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +28,6 @@ from servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from headgate.policy.model import Policy
 
@@ -99,6 +101,55 @@ def test_what_is_not_told_is_found_by_polling(
     wait_until(lambda: following.current == 20, "the next poll")
     following.close()
     store.close()
+
+
+def test_a_node_that_waits_for_news_knows_that_there_are_none(
+    store: ConfigStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news, "ASK_EVERY", 0.1)
+    following = follow(store, every=1.0)
+    looks: list[int] = []
+    monkeypatch.setattr(following, "look", lambda: looks.append(following.seen_us))
+    for _ in range(3):
+        before_us = following.seen_us
+        wait_until(
+            lambda before_us=before_us: following.seen_us > before_us, "the store to be known to have nothing newer"
+        )
+    assert len(looks) <= 1, "only who has just begun to listen looks"
+    following.error = ConfigUnavailable("away")
+    before_us = following.seen_us
+    time.sleep(0.5)
+    assert following.seen_us == before_us, "who could not look does not know what is newest"
+    following.close()
+
+
+def test_what_postgresql_could_not_tell_is_asked_for(
+    postgres: PostgresServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(news, "CHANNEL", "elsewhere")
+    monkeypatch.setattr(news, "ASK_EVERY", 0.1)
+    store = ConfigStore(postgres.fresh_url())
+    store.put_policy(POLICY, **BY)
+    following = follow(store, quota, every=1.0)
+    time.sleep(0.5)
+    store.put_policy(POLICY.replace("10/", "20/"), **BY)
+    wait_until(lambda: following.current == 20, "the next question")
+    following.close()
+    store.close()
+
+
+def test_another_file_in_the_place_of_a_store_is_noticed(files: ConfigStore, tmp_path: Path) -> None:
+    other = tmp_path / "backup.db"
+    following = follow(files, quota, every=1.0)
+    with closing(ConfigStore(f"sqlite:///{other}")) as backup:
+        backup.put_policy(POLICY.replace("10/", "30/"), **BY)
+    with closing(sqlite3.connect(other)) as connection:
+        connection.execute("PRAGMA journal_mode = delete")  # all of it is in one file
+    time.sleep(0.5)
+    other.replace(Path(url_of(files).removeprefix("sqlite:///")))
+    wait_until(lambda: following.current == 30, "the file that was put back")
+    following.close()
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

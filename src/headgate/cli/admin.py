@@ -111,9 +111,11 @@ def _make_token(arguments: Namespace, out: Screen, err: Screen) -> int:
 
     by = f"{_user()} at the command line"
     tokens, store = Tokens(arguments.config), ConfigStore(arguments.config)
+    desk = Desk(store, secret=given_secret(arguments.secret_file))
+    tokens.check_name = desk.refuse_keys
     try:
         token, text = tokens.make(arguments.token_name, arguments.role, by=by, days=arguments.days)
-        Desk(store).note(Actor(by, "admin"), "made token", f"{token.name} ({token.role}, {token.id})")
+        desk.note(Actor(by, "admin"), "made token", f"{token.name} ({token.role}, {token.id})")
     finally:
         tokens.close()
         store.close()

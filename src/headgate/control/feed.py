@@ -132,6 +132,12 @@ class Following(Generic[Made]):
             self._keep()
             return True
 
+    def is_current(self) -> None:
+        """Whoever waits for news says that there is nothing newer than what was looked at last."""
+        with self._lock:
+            if not isinstance(self.error, ConfigUnavailable):  # then nothing was looked at
+                self.seen_us = time.time_ns() // 1000
+
     def close(self) -> None:
         """Follow no more."""
         self._stop.set()
@@ -247,9 +253,13 @@ def _follow_forever(following: weakref.ref[Following[Any]], stop: threading.Even
     def wanted(seconds: float) -> bool:
         return not stop.wait(seconds) and following() is not None
 
+    def nothing() -> None:
+        if (each := following()) is not None:
+            each.is_current()
+
     try:
         while wanted(0):
-            news.wait(POLL, wanted)
+            news.wait(POLL, wanted, nothing)
             each = following()
             if each is None or stop.is_set():
                 return

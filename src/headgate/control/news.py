@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -11,11 +12,14 @@ from sqlalchemy.exc import DBAPIError
 
 from headgate._forks import at_work
 from headgate.control.config.database import CHANNEL, ConfigUnavailable
+from headgate.control.config.reading import newest_stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sqlalchemy import Connection, Engine
+
+    from headgate.control.config.reading import Stamp
 
 __all__ = ["News", "news_of"]
 
@@ -27,13 +31,17 @@ SLICE: Final = 0.5
 
 RETRY: Final = 1.0
 
+ASK_EVERY: Final = 5.0
+"""Seconds after which PostgreSQL is asked for its newest version, though it would tell: a connection that is dead says
+nothing either."""
+
 
 class News(Protocol):
     """Something to wait for. Belongs to one thread."""
 
-    def wait(self, seconds: float, wanted: Callable[[float], bool]) -> None:
+    def wait(self, seconds: float, wanted: Callable[[float], bool], nothing: Callable[[], None]) -> None:
         """Return when there may be something new, or when the time is over; `wanted` waits so many seconds, and says
-        whether somebody still listens."""
+        whether somebody still listens. `nothing` is told whenever it is known that there is nothing new since."""
 
     def close(self) -> None: ...
 
@@ -48,20 +56,27 @@ class _Told:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._connection: Connection | None = None
+        self._newest: Stamp | None = None
+        """When the caller looked last, or before."""
 
-    def wait(self, seconds: float, wanted: Callable[[float], bool]) -> None:
+    def wait(self, seconds: float, wanted: Callable[[float], bool], nothing: Callable[[], None]) -> None:
         if self._connection is None:
             # What came between the last look and now has been told to nobody: who has just begun to listen looks again.
             if not self._listen():
                 wanted(min(seconds, RETRY))
             return
-        end = time.monotonic() + seconds
+        began = asked = time.monotonic()
         driver: Any = self._connection.connection.driver_connection
         try:
-            while time.monotonic() < end and wanted(0):
-                if list(driver.notifies(timeout=SLICE, stop_after=1)):
-                    return
-        except driver.Error:
+            while time.monotonic() < began + seconds and wanted(0):
+                is_told = bool(list(driver.notifies(timeout=SLICE, stop_after=1)))
+                if is_told or time.monotonic() >= asked + ASK_EVERY:
+                    before, self._newest = self._newest, self._ask(self._connection)
+                    if is_told or self._newest != before:
+                        return
+                    asked = time.monotonic()
+                    nothing()
+        except (driver.Error, DBAPIError):
             self.close()
 
     def close(self) -> None:
@@ -72,23 +87,30 @@ class _Told:
 
     def _listen(self) -> bool:
         try:
-            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-            connection.exec_driver_sql(f"LISTEN {CHANNEL}")
+            self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            self._connection.exec_driver_sql(f"LISTEN {CHANNEL}")
+            self._newest = self._ask(self._connection)
         except (DBAPIError, ConfigUnavailable):
+            self.close()
             return False
-        self._connection = connection
         return True
+
+    @staticmethod
+    def _ask(connection: Connection) -> Stamp:
+        with at_work():
+            return newest_stamp(connection)
 
 
 class _Seen:
     """SQLite counts the changes of others in each connection."""
 
     def __init__(self, engine: Engine) -> None:
-        self._url = f"file:{quote(str(engine.url.database))}?mode=ro"
+        self._file = str(engine.url.database)
+        self._url = f"file:{quote(self._file)}?mode=ro"
         self._connection: sqlite3.Connection | None = None
-        self._counted: int | None = None
+        self._counted: tuple[int, ...] | None = None
 
-    def wait(self, seconds: float, wanted: Callable[[float], bool]) -> None:
+    def wait(self, seconds: float, wanted: Callable[[float], bool], nothing: Callable[[], None]) -> None:
         end = time.monotonic() + seconds
         try:
             if self._connection is None:
@@ -100,11 +122,12 @@ class _Seen:
                 if (now := self._count()) != self._counted:
                     self._counted = now
                     return
-        except sqlite3.Error:
+                nothing()
+        except (sqlite3.Error, OSError):
             self.close()
             wanted(min(seconds, RETRY))
         else:
-            self.close()  # the file may be another one by now
+            self.close()
 
     def close(self) -> None:
         if self._connection is not None:
@@ -112,7 +135,10 @@ class _Seen:
                 self._connection.close()
             self._connection = None
 
-    def _count(self) -> int:
+    def _count(self) -> tuple[int, ...]:
+        """Another for each change; also if there is another file of that name, as after a backup was put back."""
         assert self._connection is not None
         with at_work():
-            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+            changes = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+            file = os.stat(self._file)
+            return changes, file.st_dev, file.st_ino

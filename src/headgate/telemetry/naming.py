@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headgate.policy.credentials import PREFIX
 from headgate.policy.snapshot import CLIENT_KINDS
 from headgate.telemetry.clients import SHORT, Named
 
@@ -36,12 +37,13 @@ class Naming:
             self._by = {rule.name: tuple(rule.by) for rule in policy.rules}
 
     def of(self, who: Who) -> Named:
-        """The client that sent a request."""
-        return self._clients.named((*who, *who.values()), self._policy)
-
-    def counted(self, limit: str, identity: str, who: Who) -> Named:
-        """Whom a limit counted a request as: its client, unless it is one counter for all."""
-        return EVERYBODY if self._by.get(limit, (limit,)) == () else self.of(who)
+        """The client that sent a request. Of an address only the network is shown, which many share: a piece of its
+        hash tells them apart."""
+        named = self._clients.named((*who, *who.values()), self._policy)
+        is_blurred = named.kind == "ip" and named.label.startswith("ip ") and named.label.endswith("*")
+        if not is_blurred:
+            return named
+        return named._replace(label=f"{named.label} ({named.key.removeprefix(PREFIX)[:SHORT]})")
 
     def hot(self, gate: Door, most: int) -> list[list[Any]]:
         """The counters of a gate whose tokens are prepaid, the busiest first: limit, kind, key, label and how many
@@ -49,29 +51,36 @@ class Naming:
         purses = gate._limiter._front.purses._purses  # noqa: SLF001 - nobody else knows them
         rates: dict[tuple[str, str, str, str], int] = {}
         for purse in list(purses.values()):
-            name = self._counter(purse.key)
+            name = self.counted(purse.key)
             at = purse.limit.name, name.kind, name.key, name.label
             rates[at] = rates.get(at, 0) + purse.per_second
         busiest = sorted(rates.items(), key=lambda item: -item[1])[:most]
         return [[*at, rate] for at, rate in busiest]
 
-    def _counter(self, key: Key) -> Named:
+    def counted(self, key: Key) -> Named:
         """Whom a counter counts, out of the parts that it is made of."""
-        by = self._by.get(key.limit.name)
         parts = [str(part) for part in key.parts]
         if not parts:
             return EVERYBODY
+        by = self._by.get(key.limit.name)
         if parts[0] == "" and len(parts) == 3:  # counted by the address, as what the limit counts by was not there
             who = {parts[1]: parts[2]}
-        elif by == ("client",) and len(parts) == 2:
-            who = {parts[0]: parts[1]}
-        elif by is not None and "client" not in by and len(by) == len(parts):
-            who = dict(zip(by, parts, strict=True))
         else:
-            who = {"other": "|".join(parts)}
+            who = _identities(by or (), parts) or {"other": "|".join(parts)}
         address = who.get("ip", "")
         if any(who.get(kind) for kind in CLIENT_KINDS):
             return self.of({"address": address, "ip": address, **who})
         kind, value = next(iter(who.items()))
         hashed = self._clients.key(kind, value)
         return Named(kind, hashed, value if kind == "endpoint" else f"{kind} {hashed[: 5 + SHORT]}", (), ())
+
+
+def _identities(by: tuple[str, ...], parts: list[str]) -> dict[str, str]:
+    """What stands in the parts of a counter, by kind: a limit by client writes two of them, the kind and the value.
+    Nothing, if they are not those of such a limit."""
+    kinds = list(by)
+    if "client" in by:
+        at = kinds.index("client")
+        kinds[at : at + 1] = parts[at : at + 1]
+        parts = parts[:at] + parts[at + 1 :]
+    return dict(zip(kinds, parts, strict=True)) if len(kinds) == len(parts) else {}

@@ -272,8 +272,8 @@ class Pulse:
     def _near(self, now_us: int) -> list[list[Any]]:
         marks = heapq.nsmallest(FEW, list(self._seconds.near.items()), key=lambda item: item[1][0] / item[1][1])
         return [
-            [*self._naming.counted(limit, identity, who)[:3], limit, left, capacity, max(0, now_us - at_us) // 1000]
-            for (limit, identity), (left, capacity, at_us, who) in marks
+            [*self._naming.counted(key)[:3], limit, left, capacity, max(0, now_us - at_us) // 1000]
+            for (limit, _), (left, capacity, at_us, key) in marks
         ]
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from headgate.adapters.door import Door
     from headgate.adapters.way import Admission, Arrival
+    from headgate.keys import Key
     from headgate.policy.snapshot import Who
 
 __all__ = ["OUTCOMES", "Client", "NearMark", "Second", "Seconds", "Visits", "bucket_of", "quantile"]
@@ -33,8 +34,8 @@ MOST_SEEN: Final = 16
 
 Client: TypeAlias = tuple[str, str]
 """A kind of identity, and a value: never shown, and never kept for longer than a minute."""
-NearMark: TypeAlias = "tuple[int, int, int, Who]"
-"""What was left, of how much, when that was said, and to whom."""
+NearMark: TypeAlias = "tuple[int, int, int, Key]"
+"""What was left, of how much, when that was said, and the counter: a request meets several, each of somebody else."""
 
 
 # ------------------------------------------------------------------ latency
@@ -197,12 +198,13 @@ class Seconds:
                 second.degraded += 1
                 return  # what is said of limits then, the store does not know of
             near = self.near
-            for (limit, _, identity), verdict in zip(keys, decision[2], strict=True):
+            for key, verdict in zip(keys, decision[2], strict=True):
+                limit, _, identity = key
                 left = verdict[0]
                 if left * 10 <= limit.capacity:
                     mark = limit.name, identity
                     if len(near) < MOST_NEAR or mark in near:
-                        near[mark] = left, limit.capacity, now_us, who
+                        near[mark] = left, limit.capacity, now_us, key
                 elif near:
                     near.pop((limit.name, identity), None)
 

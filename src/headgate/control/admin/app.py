@@ -71,9 +71,12 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router, prefix=PREFIX)
     if pages:
+        from headgate.control.admin.pages import Frame
         from headgate.control.admin.pages import router as pages_router
 
-        app.include_router(pages_router(desk, sessions, tokens), include_in_schema=False)
+        tokens.check_name = desk.refuse_keys
+        app.state.pages = frame = Frame(desk, sessions, tokens, secure=secure)
+        app.include_router(pages_router(frame), include_in_schema=False)
     app.openapi = lambda: _described(app)  # type: ignore[method-assign] # as FastAPI's docs want it
     # The last one added is the first that a request meets.
     app.add_middleware(Bodies)
@@ -121,18 +124,20 @@ def _of_fields(_: Request, error: Exception) -> Response:
     return of_fields(error.errors()).response()
 
 
-def _of_http(_: Request, error: Exception) -> Response:
+def _of_http(request: Request, error: Exception) -> Response:
     """What the framework itself refuses: paths that are none, methods, bodies that cannot be read."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     match error.status_code:
         case 404:
-            return Problem("not-found", "There is nothing at this path.", headers=headers).response()
+            return _told(request, Problem("not-found", "There is nothing at this path.", headers=headers))
         case 405:
             allowed = f" Use {headers['Allow']}." if "Allow" in headers else ""
-            return Problem("wrong-method", f"This path does not know the method.{allowed}", headers=headers).response()
+            return _told(
+                request, Problem("wrong-method", f"This path does not know the method.{allowed}", headers=headers)
+            )
         case 400:
-            return Problem("bad-request", "The body cannot be read.", headers=headers).response()
+            return _told(request, Problem("bad-request", "The body cannot be read.", headers=headers))
     title = HTTPStatus(error.status_code).phrase
     return JSONResponse(
         {"type": "about:blank", "title": title, "status": error.status_code, "detail": title},
@@ -140,6 +145,17 @@ def _of_http(_: Request, error: Exception) -> Response:
         headers,
         "application/problem+json",
     )
+
+
+def _told(request: Request, problem: Problem) -> Response:
+    """A page for who sits at a browser, which asks for one; else what programs read."""
+    pages = getattr(request.app.state, "pages", None)
+    is_for_programs = request.url.path.startswith("/api/") or "text/html" not in request.headers.get("accept", "")
+    if pages is None or is_for_programs:
+        return problem.response()
+    page: Response = pages.problem(request, problem)
+    page.headers.update(problem.headers)
+    return page
 
 
 def _of_anything(request: Request, error: Exception) -> Response:

@@ -8,13 +8,16 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headgate.control.admin.app import create_app
 from headgate.control.admin.guards import LOOPBACK
 from headgate.errors import InvalidConfiguration
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
     from os import PathLike
     from typing import Self
@@ -29,6 +32,8 @@ logger = logging.getLogger("headgate")
 STARTS_WITHIN: Final = 10.0
 STOPS_WITHIN: Final = 5.0
 """Seconds; then requests that are at work are left alone."""
+ASKS_WITHIN: Final = 10.0
+"""Seconds for the head of a request to arrive."""
 
 
 class AdminServer:
@@ -84,6 +89,7 @@ class AdminServer:
                 ssl_keyfile=key,
                 timeout_graceful_shutdown=int(STOPS_WITHIN),
                 timeout_keep_alive=20,
+                http=_Connection,
                 h11_max_incomplete_event_size=64 * 1024,
                 limit_concurrency=500,
                 ws="none",
@@ -150,6 +156,32 @@ class AdminServer:
         self._socket.close()
         for watcher in self._watchers:
             watcher.stop()
+
+
+class _Connection(H11Protocol):
+    """Of a browser or a program. Whoever opens it and asks nothing takes a place from others, but not for long."""
+
+    _ends: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as there
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._wait(is_over=True)
+
+    def _wait(self, *, is_over: bool = False) -> None:
+        if is_over or self.conn.their_state is not h11.IDLE:
+            if self._ends is not None:
+                self._ends.cancel()
+                self._ends = None
+        elif self._ends is None:  # a head that comes letter by letter does not begin anew with each
+            self._ends = self.loop.call_later(ASKS_WITHIN, self.transport.close)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -22,6 +22,8 @@ from headgate.control.desk.views import ROLES, Actor
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sqlalchemy import Connection, Engine
 
     from headgate.clock import Clock
@@ -42,6 +44,7 @@ USED_EVERY_US: Final = 60_000_000
 """A use is noted once a minute at most: reads stay reads, however many there are."""
 
 _TOKEN: Final = re.compile(r"hg_([0-9a-z]{10})_([A-Za-z0-9]{43})")
+_ID: Final = re.compile(r"[0-9a-z]{1,20}")
 _ID_LETTERS: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _LETTERS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _NAME: Final = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
@@ -92,6 +95,8 @@ class Tokens:
         self.engine: Engine = opened(url, keep=2)
         weakref.finalize(self, self.engine.dispose)
         self.clock = clock or SystemClock()
+        self.check_name: Callable[[str], None] = lambda name: None
+        """Raises InvalidInput for a name that must not be kept: the desk knows which words are API keys."""
         self._lock = threading.Lock()
         self._noted: dict[str, int] = {}
         with writing(self.engine) as connection:
@@ -109,6 +114,7 @@ class Tokens:
 
     def make(self, name: str, role: Role, *, by: str, days: float = DEFAULT_DAYS) -> Made:
         """A new token, for a person or a program. `by` is who makes it."""
+        self.check_name(name)
         with writing(self.engine) as connection:
             return self._make(connection, name, role, by, days)
 
@@ -149,6 +155,8 @@ class Tokens:
 
     def revoke(self, id: str, *, by: str) -> Token:
         """End a token at once, with all sessions that began with it. NotFound, if there is none of this id."""
+        if not _ID.fullmatch(id):
+            raise NotFound("there is no such token")
         with writing(self.engine) as connection:
             row = connection.execute(select(TOKENS).where(TOKENS.c.id == id)).one_or_none()
             if row is None:
@@ -185,7 +193,7 @@ class Tokens:
     def _make(self, connection: Connection, name: str, role: Role, by: str, days: float) -> Made:
         if role not in ROLES:
             raise InvalidInput(f"there is no such role; roles are {', '.join(ROLES)}")
-        if len(name) > LONGEST_NAME or not _NAME.fullmatch(name):
+        if len(name) > LONGEST_NAME or not name.isprintable() or not _NAME.fullmatch(name):
             raise InvalidInput(
                 f"a token's name has 1 to {LONGEST_NAME} characters on one line, like 'ada' or 'deploys'"
             )

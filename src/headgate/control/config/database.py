@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import URL, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool
 
-from headgate.errors import HeadgateError, InvalidConfiguration
+from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,6 +129,11 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
 def _told(engine: Engine) -> Iterator[None]:
     try:
         yield
+    except (DataError, OverflowError) as error:
+        # A number or a letter that it cannot hold. Whoever takes input refuses such, and says which.
+        raise InvalidInput("there is a number or a letter in this that the config store cannot keep") from error
+    except PoolTimeout as error:
+        raise ConfigUnavailable(f"config store {shown(engine)}: all connections are taken") from error
     except DBAPIError as error:
         reason = str(error.orig).strip().partition("\n")[0]
         raise ConfigUnavailable(f"config store {shown(engine)}: {reason}") from error

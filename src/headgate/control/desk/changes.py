@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from headgate.control.config.history import differences
 from headgate.control.config.queries import row
@@ -11,6 +11,7 @@ from headgate.control.config.reading import newest_version
 from headgate.control.config.rows import FRAME, SECTIONS, OverrideRow, RouteCost, TierNumbers, microseconds, numbers
 from headgate.control.desk import dangers
 from headgate.control.desk.errors import NotFound
+from headgate.control.desk.finding import is_network
 from headgate.control.desk.ground import changed, ground_at
 from headgate.control.desk.reads import Reads
 from headgate.control.desk.secrecy import discreetly
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from headgate.control.desk.views import Actor
 
 __all__ = ["Changes"]
+
+MOST_JUDGED: Final = 100
+"""Overrides that come back with a version, and are compared with what their clients have now."""
 
 
 class Changes(Reads):
@@ -76,6 +80,7 @@ class Changes(Reads):
     ) -> Change:
         """Give an override other numbers, another time, another limit: all of it as it is said here."""
         self._allow(actor, "support", "change overrides")
+        self._possible(id, "override")
         with self._reading() as connection:
             found = row(connection, "overrides", id)
         if found is None:
@@ -95,7 +100,7 @@ class Changes(Reads):
     ) -> Change:
         """Let the numbers of its tier hold for a client again."""
         self._allow(actor, "support", "remove overrides")
-        self.override(id)
+        self._allow_of(actor, self.override(id).who, "remove overrides")
         with self._signing(actor, reason) as by:
             return done(self._config.remove_override(id, **by, based_on=based_on))
 
@@ -114,6 +119,7 @@ class Changes(Reads):
         self._allow(actor, "support", "assign tiers")
         with self._signing(actor, reason, tier, label, *_told(who)) as by:
             who = self._finder.checked(who, changes=True)
+            self._allow_of(actor, who, "assign tiers")
             ground = self._ground()
             base = ground.base
             known = dict.fromkeys([*base.tiers, *([base.default_tier] if base.default_tier is not None else [])])
@@ -137,6 +143,7 @@ class Changes(Reads):
         self._allow(actor, "support", "assign tiers")
         with self._signing(actor, reason, *_told(who)) as by:
             who = self._finder.checked(who, changes=True)
+            self._allow_of(actor, who, "assign tiers")
             if not self._config.clients(who=who):
                 raise NotFound("nothing in the config store says in which tier this client is")
             return done(self._config.unassign(who, **by, based_on=based_on))
@@ -286,6 +293,7 @@ class Changes(Reads):
         names = given["limit"], given["route_class"]
         with self._signing(actor, reason, bucket, *names, *_told(who)) as by:
             who = self._finder.checked(who, changes=True)
+            self._allow_of(actor, who, "give overrides")
             in_the_past(given["valid_until"], self._now_us())
             since, until = (
                 None if each is None else microseconds(words.instant(each))
@@ -330,6 +338,15 @@ class Changes(Reads):
             after = changed(mixed)
             yield from dangers.of_policy(now.base, after)
         yield from dangers.of_rows(touched)
+        again = [each.after for each in touched if each.before is None and isinstance(each.after, OverrideRow)]
+        if not now.problems and "documents" not in sections:
+            for made in again[:MOST_JUDGED]:
+                yield from self._of_override(Who(made.kind, made.value), made)
+
+    def _allow_of(self, actor: Actor, who: Who, what: str) -> None:
+        """A network may be everybody: what is done to one is done by those who may change everybody's limits."""
+        if is_network(who):
+            self._allow(actor, "operator", f"{what} of networks")
 
     def _readable(self) -> Ground:
         ground = self._ground()

@@ -6,11 +6,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._grammar import parse
-from headgate.control.config.rows import OverrideRow
+from headgate.control.config.rows import BlockRow, OverrideRow
 from headgate.control.config.rows import bucket as spelled
 from headgate.control.desk.errors import Danger, NeedsConfirmation
 from headgate.control.desk.finding import network_of
 from headgate.control.desk.standing import bucket_of
+from headgate.control.desk.views import Who
 from headgate.errors import InvalidInput, InvalidLimit
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from headgate._grammar import Phrase
     from headgate.control.config.history import Difference
-    from headgate.control.desk.views import Who
     from headgate.limits import Limit
     from headgate.policy.model import Policy, RouteRule, Rule
 
@@ -35,7 +35,10 @@ def confirmed(dangers: Iterable[Danger], confirm: Collection[str]) -> None:
     """NeedsConfirmation, unless all of them were."""
     found = list(dict.fromkeys(dangers))
     if {danger.code for danger in found} - {*confirm}:
-        raise NeedsConfirmation(found[:MOST])
+        first = {danger.code: danger for danger in reversed(found)}
+        told = [danger for danger in found[:MOST] if danger is not first[danger.code]]
+        # One of each code in any case: nobody can confirm what they were not told of.
+        raise NeedsConfirmation(sorted([*first.values(), *told][:MOST], key=found.index))
 
 
 def written(bucket: str) -> Phrase:
@@ -104,17 +107,23 @@ def of_costs(before: Policy, after: Policy) -> Iterator[Danger]:
 
 
 def of_rows(differences: Iterable[Difference]) -> Iterator[Danger]:
-    """Of overrides that get other numbers."""
+    """Of overrides that get other numbers, and of blocks that come back."""
     for each in differences:
         before, after = each.before, each.after
-        if isinstance(before, OverrideRow) and isinstance(after, OverrideRow):
-            times = Fraction(after.quota * before.period_us, before.quota * after.period_us)
+        if isinstance(after, BlockRow):
+            yield from of_block(Who(after.kind, after.value))
+        elif isinstance(before, OverrideRow) and isinstance(after, OverrideRow):
             whose = f"override {each.id} of {before.kind} {before.value}"
             told = f"{whose} is {spelled(before)} now, and would be {spelled(after)}"
-            if times > TIMES:
-                yield Danger("ten-times", told)
-            elif times * TIMES < 1:
-                yield Danger("tenth", told)
+            # In the long run, and at once.
+            for times in (
+                Fraction(after.quota * before.period_us, before.quota * after.period_us),
+                Fraction(after.burst or after.quota, before.burst or before.quota),
+            ):
+                if times > TIMES:
+                    yield Danger("ten-times", told)
+                elif times * TIMES < 1:
+                    yield Danger("tenth", told)
 
 
 # ------------------------------------------------------------------ within

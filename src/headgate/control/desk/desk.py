@@ -149,9 +149,14 @@ class Desk(Changes):
         with writing(self._config.engine) as connection:
             auditing.note(connection, at_us=self._now_us(), reason=why, **told)
 
+    def refuse_keys(self, *texts: str) -> None:
+        """InvalidInput, if there is an API key among the words of what somebody wants to be kept."""
+        self._finder.refuse_known_keys(*texts)
+
     # ------------------------------------------------------------------ within
 
     def _blocked_row(self, id: int) -> tuple[int, Who]:
+        self._possible(id, "block")
         with self._reading() as connection:
             found = row(connection, "blocked", id)
         if found is None:

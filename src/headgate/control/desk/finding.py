@@ -21,7 +21,7 @@ from headgate.policy.credentials import PREFIX
 from headgate.telemetry.clients import LABEL, Clients, label_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from headgate.control.config.store import ConfigStore
     from headgate.control.desk.ground import Ground, Grounds
@@ -73,11 +73,12 @@ class Finder:
         kind, value = who
         if not isinstance(kind, str) or not isinstance(value, str):
             raise InvalidInput("a client is a kind and a value, both text")
+        kind = self._checked_kind(kind)
         if kind != "api_key" and is_hash(value):
             if changes:
                 raise InvalidInput(f"only a hash of this {kind} is known, by which nobody is counted: give the {kind}")
-            return Who(self._checked_kind(kind), self._hash(value))
-        match self._checked_kind(kind):
+            return Who(kind, self._hash(value))
+        match kind:
             case "api_key":
                 return Who(kind, self._fingerprint(value))
             case "ip" | "subnet":
@@ -100,8 +101,8 @@ class Finder:
         repeat the text.
         """
         text = text.strip()
-        if not text or len(text) > LONGEST:
-            raise InvalidInput(f"say who is meant, in up to {LONGEST} characters")
+        if not 0 < len(text) <= LONGEST or not text.isprintable():
+            raise InvalidInput(f"say who is meant, in up to {LONGEST} characters that can be printed")
         if is_hash(text):
             return self.named(self._of_hash(self._hash(text)))
         ground = self._grounds.current()
@@ -233,14 +234,14 @@ class Finder:
                 return Who(*who)
         return Who("api_key", value)
 
-    def _record(self, key: str) -> Record | None:
+    def _record(self, *keys: str) -> Record | None:
         try:
-            return self._log.last(key)
+            return self._log.last(*keys)
         except LogUnavailable:
             return None
 
-    def _logged(self, keys: Iterable[str]) -> bool:
-        return any(self._record(key) is not None for key in keys)
+    def _logged(self, keys: Sequence[str]) -> bool:
+        return bool(keys) and self._record(*keys) is not None
 
     def _key(self, who: Who) -> str:
         if is_hash(who.value) or self._clients is None:

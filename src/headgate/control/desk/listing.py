@@ -45,6 +45,7 @@ STATES: Final = ("all", "active", "future", "expired")
 MOST: Final = 200
 """On one page."""
 LONGEST_SEARCH: Final = 500
+LONGEST_CURSOR: Final = 4000
 
 
 def checked_page(search: str, state: str, most: int) -> None:
@@ -53,8 +54,8 @@ def checked_page(search: str, state: str, most: int) -> None:
         raise InvalidInput(f"there is no such state; known are {', '.join(STATES)}")
     if not 1 <= most <= MOST:
         raise InvalidInput(f"a page has 1 to {MOST} lines, not {most}")
-    if len(search) > LONGEST_SEARCH:
-        raise InvalidInput(f"search for at most {LONGEST_SEARCH} characters")
+    if len(search) > LONGEST_SEARCH or "\0" in search:
+        raise InvalidInput(f"search for at most {LONGEST_SEARCH} characters that can be printed")
 
 
 def overrides(
@@ -283,7 +284,7 @@ def _place(after: str | None) -> tuple[str, str | None]:
 
 
 def _cut(cursor: str) -> tuple[str, str | None]:
-    place, _, rest = cursor.partition(":")
+    place, _, rest = cursor[:LONGEST_CURSOR].partition(":")
     if place not in ("config", "policy", "live", "document", "tables") or not rest:
         raise _no_cursor()
     return place, rest
@@ -291,12 +292,13 @@ def _cut(cursor: str) -> tuple[str, str | None]:
 
 def _pair(text: str) -> tuple[str, str]:
     try:
-        kind, value = json.loads(text)
-    except ValueError:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         raise _no_cursor() from None
-    if not (isinstance(kind, str) and isinstance(value, str)):
-        raise _no_cursor()
-    return kind, value
+    match found:
+        case [str(kind), str(value)] if kind.isprintable() and value.isprintable():
+            return kind, value
+    raise _no_cursor()
 
 
 def _number(text: str) -> int:

@@ -96,10 +96,10 @@ class Logbook:
         with self._reader() as reader:
             return [] if reader is None else reader.recent(keys, after=after, outcome=outcome, most=most)
 
-    def last(self, key: str) -> Record | None:
-        """The newest record with a key."""
+    def last(self, *keys: str) -> Record | None:
+        """The newest record with one of these keys."""
         with self._reader() as reader:
-            found = [] if reader is None else reader.recent([key], most=1)
+            found = [] if reader is None else reader.recent(keys, most=1)
         return found[-1] if found else None
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from headgate._forks import renew_in_children
 from headgate.clock import SystemClock
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from headgate.shield.blocks import LiveBlock
     from headgate.telemetry.boards import Board
 
-__all__ = ["Office"]
+__all__ = ["LARGEST", "Office"]
+
+LARGEST: Final = 2**63 - 1
+"""What databases can number."""
 
 
 class Office:
@@ -96,6 +99,12 @@ class Office:
         if not 0 <= version <= newest:
             raise NotFound(f"there is no version {version}; the newest is {newest}")
         return version
+
+    @staticmethod
+    def _possible(id: int, what: str) -> None:
+        """NotFound for what no row can be."""
+        if not 0 <= id <= LARGEST:
+            raise NotFound(f"there is no such {what}")
 
     @staticmethod
     def _allow(actor: Actor, role: Role, what: str) -> None:

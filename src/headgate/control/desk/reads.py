@@ -13,7 +13,7 @@ from headgate.control.desk import audit, listing, policies
 from headgate.control.desk.errors import NotFound
 from headgate.control.desk.fleet import Overview, Totals
 from headgate.control.desk.ground import ground_at
-from headgate.control.desk.office import Office
+from headgate.control.desk.office import LARGEST, Office
 from headgate.control.desk.standing import faced, said_by, standings, uses
 from headgate.control.desk.views import ClientView, OverrideView, Who
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
@@ -137,7 +137,10 @@ class Reads(Office):
         known, holding = self._holding(who)
         keys = known.log_keys or self._finder.label_key_of(self._label(known, holding))
         now = datetime.fromtimestamp(self._now_us() / 1_000_000, UTC)
-        when = span(at, until, now=now, zone=zone)
+        try:
+            when = span(at, until, now=now, zone=zone)
+        except OverflowError:
+            raise InvalidInput("there is no time before the year 1, nor after 9999; give one that has been") from None
         identities = {} if not known.values else dict.fromkeys(keys, (who.kind, who.value))
         asked = Asked("" if who.kind == "api_key" else f"{who.kind}={who.value}", keys, identities)
         return self._log.why(asked, when, policy=holding.policy)
@@ -189,6 +192,7 @@ class Reads(Office):
 
     def override(self, id: int) -> OverrideView:
         """One of them; NotFound if there is none such now."""
+        self._possible(id, "override")
         with self._reading() as connection:
             found = row(connection, "overrides", id)
             if found is None:
@@ -239,7 +243,7 @@ class Reads(Office):
     def versions(self, *, before: int | None = None, most: int = 50) -> list[Version]:
         """The versions of the configuration, the newest first."""
         listing.checked_page("", "all", most)
-        return self._config.history(before=before, most=most)
+        return self._config.history(before=None if before is None else min(before, LARGEST), most=most)
 
     def diff(self, one: int, other: int) -> list[Difference]:
         """What is different at the second version from the first."""
@@ -249,7 +253,8 @@ class Reads(Office):
         self, *, before: str | None = None, most: int = 50, author: str | None = None, search: str = ""
     ) -> Page[AuditEntry]:
         """Who did what, the newest first."""
-        listing.checked_page(search, "all", most)
+        for text in (search, author or ""):
+            listing.checked_page(text, "all", most)
         with self._reading() as connection:
             return audit.page(connection, before=before, most=most, author=author, search=search)
 

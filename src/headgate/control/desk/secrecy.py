@@ -18,11 +18,13 @@ SHORTEST: Final = 8
 """Characters of a word that is looked at: a shorter key is none that is worth much."""
 SHORTEST_HIDDEN: Final = 16
 """Characters of a word that is hidden though nobody knows it as a key: a shorter one may as well be a name."""
-MOST_WORDS: Final = 50
+MOST_WORDS: Final = 500
 HIDDEN: Final = "***"
 
 _WORD: Final = re.compile(r"[!-+\--~]+")
 _EDGES: Final = "\"'`()[]{}<>.;:!?"
+_JOINTS: Final = re.compile(r"[^\w.-]+|(?<=\w)[.-]+(?!\w)", re.ASCII)
+"""What stands between words that are written as one: api=KEY, search/KEY, (KEY)."""
 
 
 def may_be_key(text: str, *, shortest: int = SHORTEST) -> bool:
@@ -36,7 +38,8 @@ def words_like_keys(texts: Iterable[str | None]) -> list[str]:
     found: dict[str, None] = {}
     for text in texts:
         for word in _WORD.findall(text or ""):
-            for spelled in (word, word.strip(_EDGES), word.rpartition("=")[2]):
+            ends = [word[place.end() :] for place in _JOINTS.finditer(word)]
+            for spelled in (word, word.strip(_EDGES), *_JOINTS.split(word), *ends):
                 if may_be_key(spelled):
                     found[spelled] = None
     return list(found)[:MOST_WORDS]

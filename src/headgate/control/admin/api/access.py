@@ -1,9 +1,7 @@
 """Tokens, for admins."""
 
 import json
-import re
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Path
 from fastapi.responses import JSONResponse, Response
@@ -14,21 +12,14 @@ from headgate.control.admin.api.callers import Asking, Write, WriteAnswer, answe
 from headgate.control.admin.api.reads import ALWAYS
 from headgate.control.admin.api.shapes import listed
 from headgate.control.admin.api.writes import REPEATABLE
-from headgate.control.admin.problems import Problem, Refused, answers
+from headgate.control.admin.problems import answers
 from headgate.control.admin.replays import Answered
 from headgate.control.admin.tokens import Token
-from headgate.control.desk.errors import NotFound
 from headgate.control.desk.views import Role
-from headgate.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from headgate.control.desk.desk import Desk
 
 __all__ = ["router"]
 
 router: Final = APIRouter(responses=answers(*ALWAYS, "role-too-low"))
-
-KEY_IN_NAME: Final = "name: there is an API key in it; give the name of a person or a program"
 
 _WRITES: Final = answers(*ALWAYS, "key-reused", "in-progress", "outcome-unknown")
 
@@ -71,7 +62,7 @@ def make_token(write: Write, body: fields.TokenBody) -> Response:
     write.must_be("admin", "make tokens")
 
     def made() -> Answered:
-        _refuse_keys(write.desk, body.name)
+        write.desk.refuse_keys(body.name)
         token, text = write.tokens.make(body.name, body.role, by=write.actor.name, days=body.days)
         write.desk.note(write.actor, "made token", f"{token.name} ({token.role}, {token.id})")
         return Answered(200, json.dumps({**_shown(token, token.made_us), "token": text}))
@@ -98,14 +89,6 @@ def revoke_token(write: Write, id: Annotated[str, Path(), StringConstraints(patt
         return Answered(200, json.dumps(told))
 
     return write.answered(revoked)
-
-
-def _refuse_keys(desk: "Desk", name: str) -> None:
-    """InvalidInput, if a name holds an API key that the desk knows: it would stand in every version that is signed."""
-    for word in re.split(r"[\s,;()<>\"']+", name):
-        with suppress(NotFound, InvalidInput):
-            if desk.find(word.strip(".:!?")).kind == "api_key":
-                raise Refused(Problem("invalid", KEY_IN_NAME, {"problems": [KEY_IN_NAME]}))
 
 
 def _shown(token: Token, now_us: int) -> dict[str, Any]:

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Final
 from fastapi import APIRouter
 from starlette.staticfiles import StaticFiles
 
-from headgate.control.admin.pages import clients, door, lists, overview, policy, records
+from headgate.control.admin.pages import clients, door, lists, numbers, overview, policy, records
 from headgate.control.admin.pages.frame import STATIC, Frame
 
 if TYPE_CHECKING:
     from headgate.control.admin.pages.frame import Handler
-    from headgate.control.admin.sessions import Sessions
-    from headgate.control.admin.tokens import Tokens
-    from headgate.control.desk.desk import Desk
 
-__all__ = ["router"]
+__all__ = ["Frame", "router"]
 
 READS: Final[dict[str, Handler]] = {
     "/": overview.overview,
@@ -46,15 +43,18 @@ WRITES: Final[dict[str, Handler]] = {
     "/blocks": lists.add_block,
     "/blocks/{id:int}/remove": lists.remove_block,
     "/policy/edit": policy.put,
+    "/policy/tiers": numbers.set_tier,
+    "/policy/tiers/remove": numbers.remove_tier,
+    "/policy/routes": numbers.set_route,
+    "/policy/routes/remove": numbers.remove_route,
     "/policy/versions/{version:int}/restore": policy.restore,
     "/tokens": records.make_token,
     "/tokens/{id}/revoke": records.revoke_token,
 }
 
 
-def router(desk: Desk, sessions: Sessions, tokens: Tokens) -> APIRouter:
+def router(frame: Frame) -> APIRouter:
     """All pages of a desk. They are plain functions, which the server runs in threads."""
-    frame = Frame(desk, sessions, tokens)
     found = APIRouter()
     for path, handler in READS.items():
         found.add_route(path, frame.endpoint(handler), methods=["GET"], include_in_schema=False)

@@ -3,6 +3,7 @@ it shows. Colours and line widths are the style sheet's."""
 
 from __future__ import annotations
 
+from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from markupsafe import Markup
@@ -16,8 +17,8 @@ WIDTH: Final = 600
 HEIGHT: Final = 150
 HEADROOM: Final = 4
 """Left free above the highest value, so that its line is not cut."""
-GRID: Final = (0.0, 0.5, 1.0)
-"""Where the lines of the grid are, as shares of the top; the page writes its labels at the same places."""
+LEAST_DECADES: Final = 2
+"""What a logarithmic scale shows at least, so that it does not make much of little."""
 STEPS: Final = (1.0, 2.0, 4.0, 5.0, 10.0)
 """What the top of a scale may begin with: its half is a round number, too."""
 HATCHED: Final = ("denied", "blocked", "unavailable")
@@ -39,9 +40,23 @@ class Chart(NamedTuple):
     """A chart and what a page writes around it."""
 
     svg: Markup
-    top: float
-    """The value at the upper edge."""
+    ticks: tuple[float, ...]
+    """The values at the lines of its grid, from the top down, at equal distances: the page writes them beside it."""
     description: str
+
+
+class Scale(NamedTuple):
+    """How high a value is drawn."""
+
+    ticks: tuple[float, ...]
+    is_logarithmic: bool = False
+
+    def y(self, value: float) -> float:
+        top, bottom = self.ticks[0], self.ticks[-1]
+        share = value / top
+        if self.is_logarithmic:
+            share = log10(max(value, bottom) / bottom) / log10(top / bottom)
+        return HEADROOM + (HEIGHT - HEADROOM) * (1 - share)
 
 
 def stacked(
@@ -49,36 +64,37 @@ def stacked(
 ) -> Chart:
     """Areas upon each other, the first one at the bottom: for what sums up to a whole."""
     sums = [sum(column) for column in _columns(bands)]
-    top = nice_top(max(sums, default=0))
-    floor = [0.0] * len(sums)
+    scale = _linear(max(sums, default=0))
+    low = [0.0] * len(sums)
     paths = []
     for band in bands:
-        roof = [low + (value or 0) for low, value in zip(floor, band.values, strict=True)]
+        high = [under + (value or 0) for under, value in zip(low, band.values, strict=True)]
         if any(band.values):
-            paths.append(_area(band.css, floor, roof, top=top, id=id))
-        floor = roof
-    return _chart(bands, paths, id=id, title=title, top=top, unit=unit, show=show)
+            paths.append(_area(band.css, low, high, scale=scale, id=id))
+        low = high
+    return _chart(bands, paths, id=id, title=title, scale=scale, unit=unit, show=show)
 
 
 def lines(
     bands: Sequence[Band], *, id: str, title: str, unit: str = "", show: Callable[[float], str] = lambda n: f"{n:,.0f}"
 ) -> Chart:
-    """A line for each band. It is broken where nothing is known."""
-    top = nice_top(max((value for band in bands for value in band.values if value is not None), default=0))
-    paths = [_line(band, top) for band in bands]
-    return _chart(bands, paths, id=id, title=title, top=top, unit=unit, show=show)
+    """A line for each band, broken where nothing is known. The scale is logarithmic: one value that is a hundred times
+    the others leaves them their shape."""
+    scale = _logarithmic([value for band in bands for value in band.values if value])
+    paths = [_line(band, scale) for band in bands]
+    return _chart(bands, paths, id=id, title=title, scale=scale, unit=unit, show=show)
 
 
 def bars(bands: Sequence[Band], labels: Sequence[str], *, id: str, title: str, unit: str = "") -> Chart:
     """A column for each slot, its parts upon each other; pointing at one shows its label and numbers."""
     columns = _columns(bands)
-    top = nice_top(max((sum(column) for column in columns), default=0))
+    scale = _linear(max((sum(column) for column in columns), default=0))
     width = WIDTH / max(1, len(columns))
     shapes = [
-        _bar(at * width, width, column, bands, top=top, label=label, id=id)
+        _bar(at * width, width, column, bands, scale=scale, label=label, id=id)
         for at, (column, label) in enumerate(zip(columns, labels, strict=True))
     ]
-    return _chart(bands, shapes, id=id, title=title, top=top, unit=unit, show=lambda n: f"{n:,.0f}")
+    return _chart(bands, shapes, id=id, title=title, scale=scale, unit=unit, show=lambda n: f"{n:,.0f}")
 
 
 def nice_top(most: float) -> float:
@@ -96,20 +112,33 @@ def nice_top(most: float) -> float:
 # ---------------------------------------------------------------------- within
 
 
+def _linear(most: float) -> Scale:
+    top = nice_top(most)
+    return Scale((top, top / 2, 0.0))
+
+
+def _logarithmic(values: Sequence[float]) -> Scale:
+    """In whole decades, those of all values and at least so many."""
+    least, most = (min(values), max(values)) if values else (10.0, 10.0)
+    bottom = floor(log10(least))
+    top = max(ceil(log10(most)), bottom + LEAST_DECADES)
+    return Scale(tuple(10.0**power for power in range(top, bottom - 1, -1)), is_logarithmic=True)
+
+
 def _chart(
     bands: Sequence[Band],
     shapes: Iterable[Markup],
     *,
     id: str,
     title: str,
-    top: float,
+    scale: Scale,
     unit: str,
     show: Callable[[float], str],
 ) -> Chart:
     described = " ".join(_described(band, unit, show) for band in bands)
     grid = Markup("").join(
         Markup('<line class="grid" x1="0" x2="{}" y1="{}" y2="{}"/>').format(WIDTH, _n(y), _n(y))
-        for y in (_y(share * top, top) for share in GRID)
+        for y in map(scale.y, scale.ticks)
     )
     svg = Markup(
         '<svg class="chart" viewBox="0 0 {w} {h}" preserveAspectRatio="none" role="img" '
@@ -126,7 +155,7 @@ def _chart(
         grid=grid,
         shapes=Markup("").join(shapes),
     )
-    return Chart(svg, top, described)
+    return Chart(svg, scale.ticks, described)
 
 
 def _described(band: Band, unit: str, show: Callable[[float], str]) -> str:
@@ -141,18 +170,21 @@ def _columns(bands: Sequence[Band]) -> list[list[float]]:
     return [[value or 0 for value in column] for column in zip(*(band.values for band in bands), strict=True)]
 
 
-def _area(css: str, floor: Sequence[float], roof: Sequence[float], *, top: float, id: str) -> Markup:
-    there = [f"{_n(_x(at, len(roof)))},{_n(_y(value, top))}" for at, value in enumerate(roof)]
-    back = [f"{_n(_x(at, len(floor)))},{_n(_y(floor[at], top))}" for at in reversed(range(len(floor)))]
-    is_seen = [value > low for low, value in zip(floor, roof, strict=True)]
-    runs = _known_runs([point if seen else None for point, seen in zip(there, is_seen, strict=True)])
-    edge = Markup('<path class="edge {}" d="{}"/>').format(css, _drawn(runs))
+def _area(css: str, low: Sequence[float], high: Sequence[float], *, scale: Scale, id: str) -> Markup:
+    there = [f"{_n(_x(at, len(high)))},{_n(scale.y(value))}" for at, value in enumerate(high)]
+    back = [f"{_n(_x(at, len(low)))},{_n(scale.y(low[at]))}" for at in reversed(range(len(low)))]
+    edge = Markup('<path class="edge {}" d="{}"/>').format(css, _drawn(_known_runs(_seen(there, low, high))))
     return Markup('<path class="band {}"{} d="M{}Z"/>').format(css, _fill(id, css), "L".join([*there, *back])) + edge
 
 
-def _line(band: Band, top: float) -> Markup:
+def _seen(points: Sequence[str], low: Sequence[float], high: Sequence[float]) -> list[str | None]:
+    """The points of a band's edge: none where it is nothing, as its line would lie upon what is below it."""
+    return [point if over > under else None for point, under, over in zip(points, low, high, strict=True)]
+
+
+def _line(band: Band, scale: Scale) -> Markup:
     points = [
-        None if value is None else f"{_n(_x(at, len(band.values)))},{_n(_y(value, top))}"
+        None if value is None else f"{_n(_x(at, len(band.values)))},{_n(scale.y(value))}"
         for at, value in enumerate(band.values)
     ]
     return Markup('<path class="line {}" d="{}"/>').format(band.css, _drawn(_known_runs(points)))
@@ -176,7 +208,7 @@ def _known_runs(points: Sequence[str | None]) -> Iterator[list[str]]:
 
 
 def _bar(
-    left: float, width: float, column: Sequence[float], bands: Sequence[Band], *, top: float, label: str, id: str
+    left: float, width: float, column: Sequence[float], bands: Sequence[Band], *, scale: Scale, label: str, id: str
 ) -> Markup:
     numbers = ", ".join(f"{value:,.0f} {band.name.lower()}" for value, band in zip(column, bands, strict=True) if value)
     parts, low = Markup(""), 0.0
@@ -188,9 +220,9 @@ def _bar(
                 band.css,
                 _fill(id, band.css),
                 _n(left + gap),
-                _n(_y(high, top)),
+                _n(scale.y(high)),
                 _n(width - 2 * gap),
-                _n(_y(low, top) - _y(high, top)),
+                _n(scale.y(low) - scale.y(high)),
             )
             low = high
     hit = Markup('<rect class="hit" x="{}" y="0" width="{}" height="{}"/>').format(_n(left), _n(width), HEIGHT)
@@ -214,10 +246,6 @@ def _fill(id: str, css: str) -> Markup:
 
 def _x(at: int, slots: int) -> float:
     return WIDTH * at / max(1, slots - 1)
-
-
-def _y(value: float, top: float) -> float:
-    return HEADROOM + (HEIGHT - HEADROOM) * (1 - value / top)
 
 
 def _n(number: float) -> str:

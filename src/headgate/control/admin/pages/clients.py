@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from headgate.control.admin.pages.frame import Form, Visit
-    from headgate.control.desk.views import Slot, Timeline
+    from headgate.control.desk import Change
+    from headgate.control.desk.views import ClientRow, Page, Slot, Timeline
 
 __all__ = ["block", "client", "clients", "find", "override", "reset", "tier", "unblock"]
 
@@ -76,7 +78,8 @@ def clients(visit: Visit) -> Response:
     """Everybody of whom the configuration says something."""
     search, after = visit.query.get("search", ""), visit.query.get("after") or None
     found = visit.desk.clients(search=search, after=after)
-    return visit.page("clients.html", here="/clients", found=found, search=search, after=after)
+    items = found.items if after or found.next else _by_name(found)
+    return visit.page("clients.html", here="/clients", found=found, items=items, search=search, after=after)
 
 
 def client(visit: Visit) -> Response:
@@ -89,8 +92,13 @@ def override(visit: Visit) -> Response:
     return attempt(
         visit,
         "override",
-        lambda: visit.desk.add_override(
-            visit.actor, who, bucket(visit), limit=limit, valid_until=until(visit), **given(visit)
+        lambda: _with_reset(
+            visit,
+            who,
+            limit,
+            visit.desk.add_override(
+                visit.actor, who, bucket(visit), limit=limit, valid_until=until(visit), **given(visit)
+            ),
         ),
         question=f"Give {_called(visit, who)} {numbers} on {limit}?",
         said="The override is given.",
@@ -158,6 +166,22 @@ def tier(visit: Visit) -> Response:
 
 
 # ---------------------------------------------------------------------- within
+
+
+def _by_name(found: Page[ClientRow]) -> list[ClientRow]:
+    """Those with a name first. Only where all are on one page: else they come in the order of the database."""
+    return sorted(found.items, key=lambda each: (each.label is None, (each.label or "").casefold(), *each.who))
+
+
+def _with_reset(visit: Visit, who: Who, limit: str | None, given_one: Change) -> Change:
+    """An override that was given, and what was used of the limit forgotten, if the form says so, too."""
+    if "reset" not in visit.form or limit is None:
+        return given_one
+    try:
+        done = visit.desk.reset(visit.actor, who, limits=[limit], reason=reason(visit))
+    except HeadgateError as error:  # the override holds all the same
+        return replace(given_one, notes=(*given_one.notes, f"What it has used was not reset: {error}"))
+    return replace(given_one, notes=(*given_one.notes, f"What it has used of {limit} is forgotten.", *done.notes))
 
 
 def _page(visit: Visit, who: Who, entered: Entered | None = None) -> Response:

@@ -50,7 +50,7 @@ def sign_in(frame: Frame, request: Request) -> Response:
     if token is None:
         why = "This is no token that holds: it may be mistyped, expired or revoked."
         return _door(frame, next=next, status=401, error=why)
-    return _in(frame, token, next)
+    return _in(frame, token, next, "with the token")
 
 
 def enter(frame: Frame, request: Request) -> Response:
@@ -60,7 +60,7 @@ def enter(frame: Frame, request: Request) -> Response:
     if token is None:
         text = "This link was used before, or is older than ten minutes. Sign in with a token."
         return _door(frame, next="/", status=401, hello=text)
-    return _in(frame, token, "/")
+    return _in(frame, token, "/", "by a link for the token")
 
 
 def sign_out(frame: Frame, request: Request) -> Response:
@@ -74,10 +74,10 @@ def sign_out(frame: Frame, request: Request) -> Response:
     return response
 
 
-def _in(frame: Frame, token: Token, next: str) -> Response:
+def _in(frame: Frame, token: Token, next: str, how: str) -> Response:
     response = RedirectResponse(next, 303)
     frame.sessions.begin(token, response)
-    frame.desk.note(token.actor, "signed in", f"token {token.name}")
+    frame.desk.note(token.actor, "signed in", f"{how} {token.name} ({token.role}, {token.id})")
     return response
 
 

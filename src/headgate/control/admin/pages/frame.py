@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
     from starlette.requests import Request
 
+    from headgate.control.admin.problems import Problem
     from headgate.control.admin.sessions import Session, Sessions
     from headgate.control.admin.tokens import Tokens
     from headgate.control.desk import Actor
@@ -61,6 +62,9 @@ SHOWN: Final = {
     "client": "Client",
     "value": "Client",
     "tier": "Tier",
+    "path": "Route",
+    "cost": "Cost",
+    "class": "Class",
     "until": "Until",
     "reason": "Reason",
 }
@@ -134,9 +138,8 @@ class Visit(NamedTuple):
         """To another page by GET, which then says what was done."""
         response = RedirectResponse(path, 303)
         written = json.dumps([said[:LONGEST_FLASH], *(note[:300] for note in notes[:3])]).encode()
-        response.set_cookie(
-            FLASH, base64.urlsafe_b64encode(written).decode(), max_age=FLASH_SECONDS, httponly=True, samesite="strict"
-        )
+        said_then = base64.urlsafe_b64encode(written).decode()
+        response.set_cookie(FLASH, said_then, max_age=FLASH_SECONDS, **self.frame.cookie)
         return response
 
 
@@ -147,10 +150,12 @@ Endpoint: TypeAlias = Callable[..., Response]
 class Frame:
     """Makes endpoints out of what a page does for somebody who has signed in."""
 
-    def __init__(self, desk: Desk, sessions: Sessions, tokens: Tokens) -> None:
+    def __init__(self, desk: Desk, sessions: Sessions, tokens: Tokens, *, secure: bool = False) -> None:
         self.desk = desk
         self.sessions = sessions
         self.tokens = tokens
+        self.cookie: Final[dict[str, Any]] = {"secure": secure, "httponly": True, "samesite": "strict"}
+        """How cookies are kept: as that of the session."""
         self._templates = Environment(
             loader=FileSystemLoader(TEMPLATES),
             autoescape=True,
@@ -166,6 +171,7 @@ class Frame:
             "percent": words.percent,
             "short": words.short,
             "short_hash": words.short_hash,
+            "told": words.told,
             "wait": words.wait,
         }
         self._templates.globals |= {
@@ -206,7 +212,7 @@ class Frame:
         )
         response = HTMLResponse(text, status)
         if flash is not None:
-            response.delete_cookie(FLASH, httponly=True, samesite="strict")
+            response.delete_cookie(FLASH, **self.cookie)
         return response
 
     def render(self, template: str, **values: Any) -> str:
@@ -234,7 +240,10 @@ class Frame:
             raise FormRefused("this form cannot be read") from error
 
     def _error(self, request: Request, error: HeadgateError) -> Response:
-        problem = of_error(error)
+        return self.problem(request, of_error(error))
+
+    def problem(self, request: Request, problem: Problem) -> Response:
+        """A page that says what is wrong, with the way on for who has signed in."""
         try:
             session = self.sessions.of(request)
         except HeadgateError:  # the same database is away

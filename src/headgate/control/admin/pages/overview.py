@@ -59,7 +59,7 @@ def _values(visit: Visit) -> dict[str, Any]:
         "latencies": charts.lines(
             [Band("Half of the checks", "p50", p50), Band("99 of 100 checks", "p99", p99)],
             id="latency",
-            title="How long a check takes, last five minutes",
+            title="How long a check takes, last five minutes, on a logarithmic scale",
             show=words.latency,
         ),
         "times": TIMES,
@@ -154,7 +154,8 @@ def _degraded(view: Overview) -> list[Words]:
     if view.totals.unavailable:
         told.append(
             Words(
-                f"{words.amount(view.totals.unavailable)} requests were refused in the last minute, without the store.",
+                f"{words.count(view.totals.unavailable, 'request was', 'requests were')} refused in the last minute, "
+                "without the store.",
                 "Their routes fail closed.",
             )
         )

@@ -55,12 +55,17 @@ class Section(NamedTuple):
     lines: list[Line]
 
 
-def policy(visit: Visit) -> Response:
+def policy(visit: Visit, entered: Entered | None = None) -> Response:
     view = visit.desk.policy()
+    classes = [each for rule in view.rules for each in rule.classes]
     return visit.page(
         "policy.html",
+        status=entered.status if entered else 200,
         here="/policy",
         view=view,
+        entered=entered,
+        limits=list(dict.fromkeys([*(rule.name for rule in view.rules), *classes])),
+        classes=list(dict.fromkeys(classes)),
         lines=view.text.splitlines(),
         tiers=visit.desk.tiers(),
         routes=visit.desk.routes(),

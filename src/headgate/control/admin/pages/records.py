@@ -50,14 +50,14 @@ def make_token(visit: Visit) -> Response:
         made = visit.frame.tokens.make(name, role, by=visit.actor.name, days=int(days[:6]))  # type: ignore[arg-type] # checked there
     except InvalidInput as error:
         return _tokens(visit, entered._replace(problems=(f"{error}",)))
-    visit.desk.note(visit.actor, "made a token", f"token {made.token.name} ({made.token.role})")
+    visit.desk.note(visit.actor, "made token", f"{made.token.name} ({made.token.role}, {made.token.id})")
     return _tokens(visit, made=made)
 
 
 def revoke_token(visit: Visit) -> Response:
     _only_admins(visit)
     token = visit.frame.tokens.revoke(visit.request.path_params["id"], by=visit.actor.name)
-    visit.desk.note(visit.actor, "revoked a token", f"token {token.name} ({token.role})")
+    visit.desk.note(visit.actor, "revoked token", f"{token.name} ({token.role}, {token.id})")
     return visit.go("/tokens", f"The token of {token.name} is revoked. Whoever was signed in with it is signed out.")
 
 

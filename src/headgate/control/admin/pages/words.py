@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Final
 from urllib.parse import urlencode
@@ -14,12 +15,14 @@ from headgate.telemetry.moments import shown
 __all__ = [
     "amount",
     "client_url",
+    "count",
     "latency",
     "moment",
     "percent",
     "relative",
     "short",
     "short_hash",
+    "told",
     "wait",
     "zone_named",
 ]
@@ -30,6 +33,7 @@ UNITS: Final = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 NOW: Final = 2
 """Seconds that are called now."""
 SHORT_HASH: Final = 14
+_HASH: Final = re.compile(r"\b([a-z][a-z0-9_]*) (hmac:[0-9a-f]{32})\b")
 
 
 def zone_named(name: str | None) -> tzinfo:
@@ -43,6 +47,11 @@ def zone_named(name: str | None) -> tzinfo:
 def amount(number: float | None) -> str:
     """A number for people: 12,345; a dash for none."""
     return "–" if number is None else f"{number:,.0f}"
+
+
+def count(number: int, one: str, several: str) -> str:
+    """So many of something, in words: 1 request, 2 requests."""
+    return f"{amount(number)} {one if number == 1 else several}"
 
 
 def short(number: float) -> str:
@@ -103,6 +112,21 @@ def moment(at_us: int | None, *, now_us: int, zone: tzinfo, never: str = "–") 
 def short_hash(value: str) -> str:
     """A keyed hash, cut to what tells clients apart; anything else as it is."""
     return f"{value[:SHORT_HASH]}…" if value.startswith("hmac:") and len(value) > SHORT_HASH else value
+
+
+def told(text: str) -> Markup:
+    """What somebody did, as versions and the audit say it: hashes are cut, and lead to the page of that client.
+
+    >>> told(f"removed block of user hmac:{'0' * 32}")  # doctest: +ELLIPSIS
+    Markup('removed block of user <a href="/client?kind=user&amp;value=hmac%3A000...000">hmac:000000000…</a>')
+    """
+    said, last = Markup(""), 0
+    for found in _HASH.finditer(text):
+        kind, value = found.groups()
+        said += text[last : found.start(2)]
+        said += Markup('<a href="{}">{}</a>').format(client_url(kind, value), short_hash(value))
+        last = found.end()
+    return said + text[last:]
 
 
 def client_url(kind: str, value: str) -> str:
