@@ -20,9 +20,10 @@ import pytest
 
 from headgate import InvalidConfiguration
 from headgate.adapters import Admission
+from headgate.policy import read
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import IdentitySettings
-from headgate.telemetry import DecisionLog, Record, writer
+from headgate.telemetry import DecisionLog, Record, packing, writer
 from headgate.telemetry.records import Denial
 from traffic import SECRET, START_US, Kept, Request, Traffic
 
@@ -446,6 +447,19 @@ def test_a_decision_that_cannot_be_made_into_a_record_costs_no_other(
     assert "a decision could not be made into a record: KeyError('address')" in caplog.text
 
 
+def test_a_kind_of_text_of_the_apps_own_is_text(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
+    class Text(str):
+        __slots__ = ()
+
+    log = open_log()
+    (refused,) = Traffic("limits: [{by: tenant, bucket: 1/hour}]", log).send(tenant="acme", times=2)[1:]
+    who = {kind: Text(value) for kind, value in refused.resolution.who.items()}  # type: ignore[union-attr]
+    log(Request(method=Text("GET")), Admission(refused.resolution._replace(who=who), refused.decision, refused.refusal))  # type: ignore[union-attr]
+    assert log.flush()
+    first, second = sink.records
+    assert first._replace(id="") == second._replace(id="")
+
+
 def test_many_threads_lose_nothing(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
     log = open_log(batch=64)
     traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
@@ -496,6 +510,39 @@ def test_closing_does_not_wait_for_ever(sink: Kept, caplog: pytest.LogCaptureFix
     assert log.stats.lost == 7
     assert sink.is_closed
     assert "the decision log has lost 7 records, which its sink did not take before the end" in caplog.text
+
+
+def test_closing_says_what_a_sink_that_hangs_may_lose(sink: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    class Hanging(Kept):
+        def write(self, batch: Sequence[Record]) -> None:
+            is_asked.set()
+            assert may_go_on.wait(20)
+
+    log = DecisionLog(Hanging(), secret=SECRET, sample=0)
+    Traffic("limits: [{by: ip, bucket: 1/hour}]", log).send(times=8)
+    assert is_asked.wait(20)
+    log.close(0.01)
+    assert log.stats.waiting == 7
+    assert "the decision log ends while its sink hangs; 7 records may be lost" in caplog.text
+    may_go_on.set()
+
+
+def test_what_is_known_of_policies_is_forgotten_when_they_are_gone(
+    open_log: Callable[..., DecisionLog], sink: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "STALE", 0)
+    log = open_log(sample=1)
+    traffic = Traffic(POLICY, log)
+    for name in ("one", "two", "three"):
+        traffic.gate._swap(read(POLICY.replace("Acme Corp", name)))
+        traffic.send(tenant="acme")
+        assert log.flush()
+    assert [each.label for each in sink.records] == ["one", "two", "three"]
+    packer = log._pack.__self__  # type: ignore[attr-defined] # a bound method
+    assert 1 <= len(packer._places) + len(packer._limits) <= 2
+    assert len(packer._policies) <= 2
 
 
 def test_a_log_that_nobody_uses_writes_the_rest_and_goes(sink: Kept) -> None:

@@ -86,6 +86,7 @@ DEPENDENCIES = {
     "fastapi": ("adapters.fastapi", "control.admin"),
     "pydantic": "control.admin",
     "uvicorn": "control.admin.serve",
+    "h11": "control.admin.serve",
     "jinja2": "control.admin.pages",
     "markupsafe": "control.admin.pages",
     "flask": "adapters.flask",

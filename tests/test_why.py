@@ -27,7 +27,7 @@ from headgate.telemetry import DecisionLog
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.letters import letter
 from headgate.telemetry.moments import shown, shown_span, span
-from headgate.telemetry.sinks import open_reader
+from headgate.telemetry.sinks import open_reader, open_sink
 from headgate.telemetry.why import Asked, why
 from traffic import SECRET, START_US, Kept, Request, Traffic
 
@@ -502,17 +502,14 @@ def test_times_are_shown_with_their_zone() -> None:
 
 def test_the_reader_of_sqlite_finds_what_the_shelf_finds(folder: Path) -> None:
     shelf = Shelf()
-    with (
-        DecisionLog(shelf, secret=SECRET, sample=0.5) as one,
-        DecisionLog("sqlite:///decisions.db", secret=SECRET) as other,
-    ):
+    with DecisionLog(shelf, secret=SECRET, sample=0.5) as one, closing(open_sink("sqlite:///decisions.db")) as sink:
         traffic = Traffic("limits: [{name: it, by: client, bucket: 3/minute}]", one)
         for second in range(200):
             traffic.send(Request(user=f"u{second % 3}", tenant=None if second % 2 else "acme"))
             traffic.clock.advance(1)
         assert one.flush()
-        other._writer._sink.write(shelf.records)
-        other._writer._sink.write(shelf.records[:50])
+        sink.write(shelf.records)
+        sink.write(shelf.records[:50])
     keys = [CLIENTS.key("tenant", "acme"), CLIENTS.key("user", "u1")]
     with closing(open_reader("sqlite:///decisions.db")) as reader:
         for since, until, most in [(0, 300, 1000), (20, 90, 1000), (20, 21, 5), (0, 300, 7), (500, 600, 7)]:

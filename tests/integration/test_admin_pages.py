@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 import time
+import warnings
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from starlette.responses import Response
 
 from headgate import Limiter
 from headgate.adapters.wsgi import HeadgateMiddleware
+from headgate.control.admin.app import create_app
 from headgate.control.admin.pages import charts, words
 from headgate.control.admin.pages.charts import Band
 from headgate.control.admin.pages.frame import STATIC, local_path
@@ -34,6 +36,9 @@ from headgate.telemetry.decision_log import DecisionLog
 from headgate.telemetry.pulse import Pulse
 from servers import RedisServer, wait_until
 
+with warnings.catch_warnings(action="ignore"):  # it works as well with httpx as with the newer httpx2
+    from starlette.testclient import TestClient
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -43,6 +48,7 @@ RAW_KEY = "sk_live_never_to_be_seen_0123456789"
 ZONE = "Europe/Berlin"
 BERLIN = ZoneInfo(ZONE)
 ADA = Actor("ada", "admin")
+ROLES = ("admin", "viewer", "support")
 POLICY = """\
 name: town
 tier: free
@@ -86,9 +92,7 @@ class Town:
         self.desk = Desk(self.config, counters=self.counters, log=log, board=board, secret=SECRET)
         self.tokens = Tokens(url)
         self.server = AdminServer(self.desk, self.tokens, port=0).start()
-        self._keys = {
-            role: self.tokens.make(f"{role} eve", role, by="tests").text for role in ("admin", "viewer", "support")
-        }
+        self._keys = {role: self.tokens.make(f"{role} eve", role, by="tests").text for role in ROLES}  # type: ignore[arg-type] # of these
         self._is_over = threading.Event()
         self._traffic = threading.Thread(target=self._drive, daemon=True)
         self._traffic.start()
@@ -163,34 +167,61 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+class Desks:
+    """Browsers at which somebody has signed in. Tests share them, as people keep theirs open."""
+
+    def __init__(self, town: Town, browser: Browser) -> None:
+        self._town, self._browser = town, browser
+        self._shared: dict[str, Page] = {}
+        self.told: list[str] = []
+        """What should not have been: errors in the console, requests to other hosts."""
+
+    def shared(self, role: str) -> Page:
+        if role not in self._shared:
+            self._shared[role] = self.new(role)
+        return self._shared[role]
+
+    def new(self, role: str | None, **options: Any) -> Page:
+        context: BrowserContext = self._browser.new_context(
+            **{"viewport": {"width": 1024, "height": 640}, "timezone_id": ZONE, **options}
+        )
+        context.set_default_timeout(10_000)
+        page, told = context.new_page(), self.told
+        page.on("console", lambda said: told.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: told.append(f"{error}"))
+        page.on("request", lambda request: None if _is_ours(request.url) else told.append(request.url))
+        page.on("dialog", lambda dialog: (told.append("a dialog"), dialog.dismiss()))
+        if role is not None:
+            url = self._town.server.url
+            context.add_cookies([self._town.cookie(role), {"name": "zone", "value": ZONE, "url": url}])
+        return page
+
+
+@pytest.fixture(scope="module")
+def desks(town: Town, browser: Browser) -> Desks:
+    return Desks(town, browser)
+
+
 @pytest.fixture
-def visit(town: Town, browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens a page as somebody who has signed in. At the end: no error in the console, nothing asked of other hosts."""
-    told: list[str] = []
+def visit(town: Town, desks: Desks) -> Iterator[Callable[..., Page]]:
+    """Opens a page as somebody who has signed in; for one without, or with another browser, in a window of its own. At
+    the end: no error in the console, nothing asked of other hosts."""
     with ExitStack() as stack:
 
         def opened(path: str = "/", *, role: str | None = "admin", **options: Any) -> Page:
-            context: BrowserContext = browser.new_context(
-                **{"viewport": {"width": 1280, "height": 900}, "timezone_id": ZONE, **options}
-            )
-            stack.callback(context.close)
-            context.set_default_timeout(10_000)
-            page = context.new_page()
-            page.on("console", lambda said: told.append(said.text) if said.type in ("error", "warning") else None)
-            page.on("pageerror", lambda error: told.append(f"{error}"))
-            page.on("request", lambda request: None if _is_ours(request.url) else told.append(request.url))
-            page.on("dialog", lambda dialog: (told.append("a dialog"), dialog.dismiss()))
-            if role is not None:
-                context.add_cookies([town.cookie(role), {"name": "zone", "value": ZONE, "url": town.server.url}])
+            is_shared = role in ROLES and not options
+            page = desks.shared(role or "") if is_shared else desks.new(role, **options)
+            stack.callback(lambda: page.goto("about:blank") if is_shared else page.context.close())
             page.goto(f"{town.server.url}{path}")
             return page
 
         yield opened
+    told, desks.told[:] = [*desks.told], []
     assert [each for each in told if not any(known in each for known in CONFUSED)] == []
 
 
 def _is_ours(url: str) -> bool:
-    return url.startswith(("http://127.0.0.1:", "data:"))
+    return url.startswith(("http://127.0.0.1:", "data:", "about:"))
 
 
 def client(tenant: str) -> str:
@@ -305,7 +336,8 @@ def test_a_block_acts_at_once_and_can_be_lifted(town: Town, visit: Callable[...,
 
 def test_why_is_answered_in_a_letter_that_can_be_copied(town: Town, visit: Callable[..., Page]) -> None:
     town.use_up("curious")
-    page = visit(client("curious"), permissions=["clipboard-read", "clipboard-write"])
+    page = visit(client("curious"))
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
 
     def is_answered() -> bool:
         page.goto(f"{town.server.url}{client('curious')}")
@@ -346,6 +378,47 @@ def test_a_tier_is_given(town: Town, visit: Callable[..., Page]) -> None:
     expect(page.get_by_role("heading", level=1)).to_have_text("Climber Inc")
     expect(page.get_by_text("600/minute")).to_be_visible()
     expect(page.get_by_text("its tier")).to_be_visible()
+
+
+def test_an_override_helps_at_once_if_what_was_used_is_reset(town: Town, visit: Callable[..., Page]) -> None:
+    town.use_up("hurried")
+    page = visit(client("hurried"))
+    fill(page, "Override a limit", limit="requests", allow="6/minute", reason="ticket 12")
+    page.get_by_label("Also reset what it has used").check()
+    page.get_by_role("button", name="Give the override").click()
+    expect(page.get_by_role("status").first).to_contain_text("What it has used of requests is forgotten.")
+    assert page.get_by_label("Used of requests").evaluate("e => [e.value, e.max]") == [0, 6]
+
+
+def test_numbers_of_a_tier_and_costs_of_a_route_are_set_and_taken_back(town: Town, visit: Callable[..., Page]) -> None:
+    def pro() -> list[str]:
+        return [each.bucket for tier in town.desk.tiers() if tier.name == "pro" for each in tier.limits]
+
+    page = visit("/policy")
+    tiers = page.locator("section", has=page.get_by_role("heading", name="Tiers"))
+    fill(page, "Set a tier's numbers", tier="pro", limit="requests", allow="9000/minute", reason="big ones")
+    page.get_by_role("button", name="Set the numbers").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Give the tier pro 9000/minute on requests?")
+    page.get_by_role("button", name="Yes, do it").click()
+    expect(tiers).to_contain_text("requests: 9000/minute set here")
+    assert pro() == ["9000/minute"]
+    fill(page, "Take back the numbers of pro on requests", reason="too much")
+    page.get_by_role("button", name="Take it back").click()
+    page.get_by_role("button", name="Yes, do it").click()  # less than a tenth is a danger, too
+    expect(tiers).to_contain_text("requests: 600/minute")
+    assert pro() == ["600/minute"]
+
+    fill(page, "Set what a route costs", route="POST /exports", cost="many", reason="heavy")
+    page.get_by_role("button", name="Set the cost").click()
+    expect(page.locator("#route-cost-error")).to_contain_text("a whole number")
+    page.get_by_label("Cost").fill("5")
+    page.get_by_role("button", name="Set the cost").click()
+    expect(page.get_by_text("POST /exports costs 5 now.")).to_be_visible()
+    assert [(each.path, each.cost) for each in town.desk.routes()] == [("POST /exports", 5)]
+    fill(page, "Take back what POST /exports costs", reason="lighter now")
+    page.get_by_role("button", name="Take it back").click()
+    expect(page.get_by_text("The policy document says it again.")).to_be_visible()
+    assert town.desk.routes() == []
 
 
 def test_what_is_dangerous_is_asked_for_twice(town: Town, visit: Callable[..., Page]) -> None:
@@ -459,13 +532,15 @@ def test_the_audit_tells_who_did_what(town: Town, visit: Callable[..., Page]) ->
     town.desk.add_override(
         Actor("carol", "support"), Who("tenant", "audited"), "9/minute", limit="requests", reason="for the record"
     )
-    page = visit("/audit")
-    page.get_by_label("By whom").fill("carol")
-    page.get_by_role("button", name="Show").click()
+    hashed = f"hmac:{'0' * 32}"
+    town.desk.block(Actor("carol", "support"), Who("api_key", hashed), reason="leaked")
+    page = visit("/audit?author=carol")
     rows = page.locator("tbody tr")
-    expect(rows).to_have_count(1)
-    expect(rows).to_contain_text("override of tenant audited")
-    expect(rows).to_contain_text("for the record")
+    expect(rows).to_have_count(2)
+    expect(rows.last).to_contain_text("override of tenant audited")
+    expect(rows.last).to_contain_text("for the record")
+    expect(rows.first.locator("td").nth(2)).to_have_text("added block of api_key hmac:000000000…")
+    assert rows.first.get_by_role("link", name="hmac:").get_attribute("href") == words.client_url("api_key", hashed)
 
 
 def test_long_lists_are_paged_searched_and_filtered(town: Town, visit: Callable[..., Page]) -> None:
@@ -569,14 +644,12 @@ def test_a_degraded_node_is_said_and_read_out(town: Town, visit: Callable[..., P
     expect(page.locator("#told")).to_contain_text("All nodes are ready", timeout=8000)
 
 
+DIFFERENT = ("/", client("hooli"), "/blocks", "/policy", "/policy/edit")
+"""Pages between which all there is on any of them is seen once."""
 PATHS = (
-    "/",
+    *DIFFERENT,
     "/clients",
-    client("hooli"),
     "/overrides?search=acme",
-    "/blocks",
-    "/policy",
-    "/policy/edit",
     "/policy/versions",
     "/policy/versions/1",
     "/audit?author=carol",
@@ -587,15 +660,19 @@ PATHS = (
 def test_every_page_fits_a_phone_and_can_be_used_by_everybody(town: Town, visit: Callable[..., Page]) -> None:
     page = visit("/", viewport={"width": 360, "height": 740})
     for path in PATHS:
-        page.goto(f"{town.server.url}{path}")
+        if path != "/":
+            page.goto(f"{town.server.url}{path}")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
         assert page.locator("[style], style, script:not([src])").count() == 0, path
-        page.evaluate("document.querySelectorAll('.action').forEach(each => each.open = true)")
-        assert [(each["id"], each["nodes"][0]["html"]) for each in Axe().run(page).response["violations"]] == [], path
-        for scheme, is_dark in (("light", False), ("dark", True)):
-            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type] # one of these
-            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == is_dark, path
+        if path in DIFFERENT:
+            page.evaluate("document.querySelectorAll('.action').forEach(each => each.open = true)")
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
+            found = Axe().run(page).response["violations"]
+            assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], path
+    for scheme, is_dark in (("light", False), ("dark", True)):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type] # one of these
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground))) < 200) == is_dark
 
 
 def test_pages_say_what_is_missing_where_nothing_stands_behind_them(visit: Callable[..., Page], tmp_path: Path) -> None:
@@ -608,9 +685,18 @@ def test_pages_say_what_is_missing_where_nothing_stands_behind_them(visit: Calla
             expect(page.get_by_text("Nobody is near a limit.")).to_be_visible()
             expect(page.get_by_text("No node has said anything.")).to_be_visible()
             for path in PATHS:
-                answer = page.goto(f"{server.url}{path}")
-                assert answer is not None
-                assert answer.status == (404 if path.endswith("/1") else 200), path
+                status = page.request.get(f"{server.url}{path}").status
+                assert status == (404 if path.endswith("/1") else 200), path
+
+
+def test_a_path_that_is_none_is_told_to_people_in_words(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/nothing", role="viewer")
+    expect(page.get_by_text("There is nothing at this path.")).to_be_visible()
+    expect(page.get_by_role("link", name="Overrides")).to_be_visible()
+    headers = {"Accept": "text/html"}
+    assert "<h1>" in page.request.get(f"{town.server.url}/blocks/7/remove", headers=headers).text()
+    answer = page.request.get(f"{town.server.url}/api/v1/nothing", headers=headers)
+    assert answer.headers["content-type"] == "application/problem+json"
 
 
 # ------------------------------------------------------------------ what they never do
@@ -658,6 +744,20 @@ def test_a_raw_api_key_gets_into_no_address_and_no_page(town: Town, visit: Calla
     assert answer is not None
     assert answer.status == 422
     assert RAW_KEY not in answer.text()
+
+
+def test_no_cookie_travels_in_clear_where_browsers_speak_tls(town: Town) -> None:
+    with TestClient(create_app(town.desk, town.tokens, secure=True), base_url="https://testserver") as browser:
+        browser.post("/login", data={"token": town.token("support")}, follow_redirects=False)
+        page = browser.get("/blocks").text
+        form = {"csrf": re.findall(r'name="csrf" value="(.+?)"', page)[0], "client": "tenant=secure", "reason": "test"}
+        done = browser.post("/blocks", data=form, follow_redirects=False)
+        shown = browser.get("/blocks")
+        for answer in (done, shown):  # it is set, and then taken away
+            flash = answer.headers["set-cookie"]
+            assert flash.startswith("flash=")
+            assert {"Secure", "HttpOnly", "SameSite=strict"} <= {*flash.split("; ")}
+        assert "tenant secure is blocked." in shown.text
 
 
 # ------------------------------------------------------------------ what they are made of

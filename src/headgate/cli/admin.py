@@ -32,7 +32,7 @@ EXAMPLES = """
     headgate admin token ada --role support --days 30 --config sqlite:///headgate.db
 
     The first start prints a token, once. If all tokens are lost, whoever has
-    the config store makes another with `headgate admin token`.
+    the config store makes another, as in the last example.
 
     exit code: 0 ended by a signal, 2 it cannot be started so
 """

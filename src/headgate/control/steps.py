@@ -45,6 +45,8 @@ OLDEST: Final = 4
 """Minutes that are still on the board."""
 WRITE_EVERY: Final = 10
 """Minutes of history that are written at once."""
+MOST: Final = 2**53
+"""Of requests; more are a mistake, and no database could keep them."""
 LOOK_EVERY: Final = 5.0
 """Seconds between looks whether a minute is over."""
 
@@ -155,7 +157,9 @@ class Watcher:
             run = name.rpartition(":")[0]
             try:
                 said, clients = read_minute(posted.document)
-            except ValueError:
+                if abs(said["at_us"]) >= 2**63:
+                    raise ValueError("not a time")
+            except (ValueError, OverflowError):
                 logger.warning("what is on the board as %s is no word of a node", ascii(name)[:100])
                 continue
             if run not in shifts:  # by its last word: those before may have waited for the board
@@ -163,9 +167,11 @@ class Watcher:
                 shifts[run] = self._placing.shift(run, said["at_us"], put_us).by
             minute = sums.setdefault(said["minute"] + shifts[run], {})
             for busy in clients:
+                if not (busy.kind.isprintable() and busy.key.isprintable()):
+                    continue  # no node names a client so, and no database could keep it
                 total = minute.get((busy.kind, busy.key))
                 if total is None:
-                    total = minute[busy.kind, busy.key] = Sum(busy.label)
+                    total = minute[busy.kind, busy.key] = Sum(_printable(busy.label))
                 total.requests += busy.requests
                 if busy.traits is not None:
                     total.traits.add(busy.traits)
@@ -232,6 +238,10 @@ class Sum:
         self.traits = Traits()
 
 
+def _printable(label: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in label)
+
+
 def _claim(connection: Connection, minute: int) -> bool:
     """Whether nobody else has looked at the minute."""
     last = connection.execute(select(WATCH.c.last_minute).order_by(WATCH.c.day.desc()).limit(1)).scalar()
@@ -268,7 +278,7 @@ def judged(client: Client, history: History, now: Sum, before: Sum, minute: int)
         agents=agents,
         addresses=addresses,
         paths=paths,
-        looked_at=traits.looked_at,
+        looked_at=max(0, min(traits.looked_at, MOST)),
     )
 
 

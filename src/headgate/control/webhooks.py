@@ -190,13 +190,14 @@ class Webhook:
             return list(due)
 
     def _failed(self, engine: Engine, row: Any, error: Exception, now_us: int) -> None:
-        reason = str(error) or type(error).__name__
+        # What a receiver answers may be among the words: it must not write lines of its own into a log.
+        reason = ascii(str(error) or type(error).__name__)[1:-1][:200]
         if not self._is_failing:
             logger.warning("the webhook did not take a step change: %s; it is tried again for a day", reason)
         self._is_failing = True
         is_over = isinstance(error, Refused) and error.status == GONE
         next_us = None if is_over else now_us + round(pause(row.attempts) * 1_000_000)
-        _note(engine, row.id, error=reason[:500], next_us=next_us)
+        _note(engine, row.id, error=reason, next_us=next_us)
 
 
 def pause(attempts: int) -> float:

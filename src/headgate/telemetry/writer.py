@@ -174,6 +174,9 @@ class Writer:
             self._run()
         elif thread is not None and wait:
             thread.join(timeout + GRACE)
+            if thread.is_alive() and not was_closed:
+                waiting = len(self.queue) + len(self._batch)
+                logger.error("the decision log ends while its sink hangs; %d records may be lost", waiting)
 
     # ------------------------------------------------------------------ the thread's own
 

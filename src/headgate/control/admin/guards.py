@@ -24,12 +24,12 @@ BODY: Final = "headgate.body"
 SMALL: Final = 64 * 1024
 LARGE: Final = 1024 * 1024
 """Bytes of a body: of all, and of those that bring a policy."""
+LONGEST_PATH: Final = 2000
 DEADLINE: Final = 15.0
 """Seconds for a body to arrive: who sends it a byte at a time holds a connection, but not for ever."""
 
 _COOKIES: Final = re.compile(
-    rb"(?:^|;)[ \t]*((?:__Host-headgate|headgate|flash|zone)=(?:[\w=+/.-]{0,4096}|\"[\w=+/.-]{0,4096}\"))(?=[ \t]*(?:;|$))",
-    re.ASCII,
+    rb'(?:^|;)[ \t]*((?:__Host-headgate|headgate|flash|zone)=("?)[\w=+/.-]{0,4096}\2)(?=[ \t]*(?:;|$))'
 )
 """Those that this server sets, in letters that need no reading of escapes."""
 _SESSION: Final = re.compile(r"(?:^|; )(?:__Host-headgate|headgate)=([\w-]+)")
@@ -119,6 +119,15 @@ class Shell:
                 send_with_fields, 421, "unknown-host", "Misdirected Request",
                 "This server is not called by that name; start it with --name to add one.",
             )  # fmt: skip
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # A proxy may have believed the other one: what it takes for a body would be the next request here.
+            return await _refuse(
+                send_with_fields, 400, "bad-request", "Bad Request", "The length of the body is told in two ways."
+            )
+        if len(scope["path"]) > LONGEST_PATH:  # numbers in it are read before anybody could say that they are none
+            return await _refuse(
+                send_with_fields, 414, "too-long", "URI Too Long", f"A path has at most {LONGEST_PATH} characters."
+            )
         return await self.app(scope, receive, send_with_fields)
 
 
@@ -180,7 +189,7 @@ def _declared(scope: Scope) -> int:
 
 def _with_own_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The header fields with no other cookies than ours: what reads cookies takes minutes over a few backslashes."""
-    cookies = [found for name, value in headers if name == b"cookie" for found in _COOKIES.findall(value)]
+    cookies = [found for name, value in headers if name == b"cookie" for found, _ in _COOKIES.findall(value)]
     others = [(name, value) for name, value in headers if name != b"cookie"]
     return [*others, (b"cookie", b"; ".join(cookies))] if cookies else others
 

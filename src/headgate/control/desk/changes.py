@@ -253,6 +253,7 @@ class Changes(Reads):
         self._allow(actor, "operator", "change the policy")
         with self._signing(actor, reason, file) as by:
             after = self._checked(text, file)
+            self._finder.refuse_keys_in_document(text)
             before = self._ground()
             if not before.problems:  # the first one drops nothing
                 dangers.confirmed(dangers.of_policy(before.base, after.base), confirm)

@@ -82,6 +82,11 @@ def of_policy(before: Policy, after: Policy, *, document: bool = True) -> Iterat
                 yield Danger("policy", f"limit {rule.name} {gone}")
         else:
             yield from _of_rule(rule, other, {*before.tiers, *after.tiers})
+            if before.default_tier != after.default_tier:
+                yield from _of_default(rule, other, before.default_tier, after.default_tier)
+            if document and {*rule.by} != {*other.by}:
+                by, instead = ("+".join(each.by) or "global" for each in (rule, other))
+                yield Danger("policy", f"limit {rule.name} counts by {by}, and would count by {instead}")
     if document:
         yield from _no_longer_closed(before, after)
     yield from of_costs(before, after)
@@ -157,6 +162,15 @@ def _of_rule(before: Rule, after: Rule, tiers: Collection[str]) -> Iterator[Dang
         elif old is not None and new is None:
             whose = "those without a tier" if tier is None else f"tier {tier}"
             yield Danger("policy", f"limit {before.name} would not hold for {whose} any more")
+
+
+def _of_default(before: Rule, after: Rule, tier: str | None, other: str | None) -> Iterator[Danger]:
+    """Of another tier for everybody whom nobody has put into one."""
+    old, new = _numbers(before, tier), _numbers(after, other)
+    if old is not None and new is not None:
+        yield from of_numbers([old], new, whose="everybody in no other tier")
+    elif old is not None:
+        yield Danger("policy", f"limit {before.name} would not hold for everybody in no other tier any more")
 
 
 def _numbers(rule: Rule, tier: str | None) -> Limit | None:

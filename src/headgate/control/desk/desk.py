@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from headgate.control.config import auditing
@@ -12,13 +13,14 @@ from headgate.control.desk import dangers
 from headgate.control.desk.changes import Changes
 from headgate.control.desk.errors import NotFound
 from headgate.control.desk.finding import is_network
+from headgate.control.desk.secrecy import LOOKS_SECRET, looks_secret
 from headgate.control.desk.signing import checked_reason, done, in_the_past
 from headgate.control.desk.standing import faced, rounds
 from headgate.control.desk.views import Change, Who
 from headgate.errors import HeadgateError, InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
     from datetime import datetime
 
     from headgate.control.desk.standing import Faced
@@ -99,18 +101,19 @@ class Desk(Changes):
             if is_network(who):
                 self._allow(actor, "operator", "end blocks of networks")
             rows = [found[0]] if found is not None else [each.id for each in self._config.blocks(who=who)]
-            version = None
             if rows:
                 version = self._config.write([Remove("blocked", each) for each in rows], **by, based_on=based_on)
-            ended, note = self._unblock_live(who)
-            if not rows and not ended:
-                in_document = who in self._ground().entries and self._ground().entries[who].get("blocked")
-                where = "it stands in the policy document, and is ended there" if in_document else "nobody blocks it"
-                raise NotFound(note or f"there is no block of this client to end: {where}")
-            if version is None:
-                self.note(actor, "unblocked", str(who), reason=reason)
-                return Change(None, (note,) if note else (), f"unblocked {who}")
-            return done(version, *([note] if note else []))
+                _, note = self._unblock_live(who)
+                return done(version, *([note] if note else []))
+            in_document = self._ground().entries.get(who, {}).get("blocked")
+            with self._noted(actor, "unblocked", str(who), reason=reason):
+                ended, note = self._unblock_live(who)
+                if not ended:
+                    where = (
+                        "it stands in the policy document, and is ended there" if in_document else "nobody blocks it"
+                    )
+                    raise NotFound(note or f"there is no block of this client to end: {where}")
+            return Change(None, (note,) if note else (), f"unblocked {who}")
 
     def reset(self, actor: Actor, who: Who, *, limits: Collection[str] | None = None, reason: str) -> Change:
         """Forget what a client has used: of all limits that count it by itself, or of these."""
@@ -133,27 +136,36 @@ class Desk(Changes):
             if not own:
                 others = f": not {_names(shared)}" if shared else ""
                 raise NotFound(f"no limit counts this client by itself{others}")
-            for some in rounds([each.key for each in own]):
-                self._counters.reset(*some)
             names = ", ".join(dict.fromkeys(each.rule.name for each in own))
-            self.note(actor, "reset", f"{who}: {names}", reason=reason)
+            with self._noted(actor, "reset", f"{who}: {names}", reason=reason):
+                for some in rounds([each.key for each in own]):
+                    self._counters.reset(*some)
             notes = [f"not reset, as they do not count this client alone: {_names(shared)}"] if shared else []
             return Change(None, tuple(notes), f"reset {who}: {names}")
 
     def note(self, actor: Actor, action: str, about: str, *, reason: str = "") -> None:
         """Keep in the audit what is no version: sign-ins, tokens, resets."""
+        with self._noted(actor, action, about, reason=reason):
+            pass
+
+    def refuse_keys(self, *texts: str) -> None:
+        """InvalidInput, if there is an API key among the words of what somebody wants to be kept."""
+        self._finder.refuse_known_keys(*texts)
+        if any(looks_secret(text) for text in texts):
+            raise InvalidInput(LOOKS_SECRET)
+
+    # ------------------------------------------------------------------ within
+
+    @contextmanager
+    def _noted(self, actor: Actor, action: str, about: str, *, reason: str) -> Iterator[None]:
+        """While it is done: what cannot be kept in the audit is not done, and what fails is not kept."""
         told = {"action": action[:LONGEST_ACTION], "about": about[:LONGEST_ABOUT], "author": actor.name[:200]}
         if not action or not all(text.isprintable() for text in told.values()):
             raise InvalidInput("what is noted is one line")
         why = checked_reason(reason) if reason else ""
         with writing(self._config.engine) as connection:
             auditing.note(connection, at_us=self._now_us(), reason=why, **told)
-
-    def refuse_keys(self, *texts: str) -> None:
-        """InvalidInput, if there is an API key among the words of what somebody wants to be kept."""
-        self._finder.refuse_known_keys(*texts)
-
-    # ------------------------------------------------------------------ within
+            yield
 
     def _blocked_row(self, id: int) -> tuple[int, Who]:
         self._possible(id, "block")

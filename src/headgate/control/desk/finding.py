@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from headgate.control.config.database import reading
 from headgate.control.config.queries import rows_of, who_is_called
 from headgate.control.desk.errors import LogUnavailable, NotFound
-from headgate.control.desk.secrecy import words_like_keys
+from headgate.control.desk.secrecy import LOOKS_SECRET, SHORTEST_HIDDEN, looks_secret, words_like_keys
 from headgate.control.desk.views import Who
 from headgate.errors import InvalidConfiguration, InvalidInput
 from headgate.policy import words
@@ -36,6 +36,8 @@ KINDS: Final = ("tenant", "user", "api_key", "ip", "subnet")
 NO_CLIENTS: Final = ("endpoint", "client", "global", "tier", "address")
 LONGEST: Final = 4200
 """Characters of what somebody writes: an API key has at most 4096."""
+MOST_OF_DOCUMENT: Final = 500
+"""Words of a document that are looked up."""
 
 NOBODY: Final = (
     "nobody of that name is known here; say what it is with tenant=..., user=..., ip=... or api_key=..., or give the "
@@ -155,7 +157,17 @@ class Finder:
 
     def refuse_known_keys(self, *texts: str | None) -> None:
         """InvalidInput, if one of the words is an API key that the configuration or the log knows."""
-        found = words_like_keys(texts)
+        self._refuse(words_like_keys(texts))
+
+    def refuse_keys_in_document(self, text: str) -> None:
+        """The same for a policy document: comments and labels are kept, too. Of its words, those that could be keys
+        and nothing else."""
+        if looks_secret(text):
+            raise InvalidInput(LOOKS_SECRET)
+        found = words_like_keys([text], shortest=SHORTEST_HIDDEN, most=MOST_OF_DOCUMENT)
+        self._refuse([word for word in found if any(letter.isdigit() for letter in word)])
+
+    def _refuse(self, found: list[str]) -> None:
         if not found or self._clients is None:
             return
         hashes = []

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from headgate.control.desk.secrecy import discreetly
+from headgate.control.desk.secrecy import LOOKS_SECRET, discreetly, looks_secret
 from headgate.control.desk.views import Change
 from headgate.errors import InvalidInput
 from headgate.policy import words
@@ -32,6 +32,8 @@ def signed(
     """While somebody writes: author and reason, as the config store takes them."""
     by = {"author": _checked_name(actor.name), "reason": checked_reason(reason)}
     finder.refuse_known_keys(reason, *texts)
+    if any(looks_secret(text) for text in (reason, *texts) if text):
+        raise InvalidInput(LOOKS_SECRET)
     with discreetly(*texts), lock:
         yield by
 

@@ -1,6 +1,5 @@
 """What requests may say: every field strictly, bounded, and without what could be an API key in a wrong place."""
 
-import re
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -15,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from headgate.control.desk.secrecy import looks_secret
 from headgate.control.desk.views import Role, Who
 from headgate.errors import InvalidInput
 from headgate.policy import words
@@ -56,20 +56,6 @@ __all__ = [
 LARGEST: Final = 2**53 - 1
 
 _LINE: Final = r"^[^\x00-\x1f\x7f]*$"
-_SECRET: Final = re.compile(
-    r"hg_[0-9a-z]{10}_\w+|(?:sk|pk|rk)_(?:live|test)_\w{8,}|sk-[\w-]{20,}|gh[opsu]_\w{20,}|glpat-[\w-]{20,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}"
-)
-"""Tokens of ours, and keys in the shapes that everybody knows. The desk knows those of its clients by their hashes."""
-
-
-def looks_secret(text: str) -> bool:
-    """Whether a text seems to hold an API key or a token: by the shapes that such things are commonly given.
-
-    >>> looks_secret("contract 4711, agreed with ada"), looks_secret("his key is sk_live_51H8xkTt")
-    (False, True)
-    """
-    return _SECRET.search(text) is not None
 
 
 def _harmless(text: str) -> str:

@@ -1,0 +1,537 @@
+"""The admin server under attack: what strangers, viewers and support try on it, and what hostile values do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+import time
+from contextlib import ExitStack, closing
+from datetime import UTC, datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from asgi_client import scope, talk
+from headgate import Limiter
+from headgate.cli import main
+from headgate.control.admin import AdminServer, Tokens, create_app, serve
+from headgate.control.admin.guards import Shell, who_asks
+from headgate.control.config import ConfigStore, ConfigUnavailable
+from headgate.control.config.database import reading, writing
+from headgate.control.config.tables import AUDIT
+from headgate.control.desk import Actor, Desk, Who
+from headgate.control.desk.errors import NeedsConfirmation, NotAllowed, NotFound
+from headgate.control.desk.secrecy import words_like_keys
+from headgate.control.step_tables import STEPS
+from headgate.control.steps import Watcher
+from headgate.control.webhooks import Webhook
+from headgate.errors import HeadgateError, InvalidInput, StoreUnavailable
+from headgate.telemetry.boards import MemoryBoard
+from headgate.testing import FakeClock
+from postgres import postgres  # noqa: F401 - a fixture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+POLICY = """
+tier: free
+routes: [{path: /search, class: search}]
+limits:
+  - {name: search, class: search, by: client, bucket: 100/minute, tiers: {pro: 5000/minute}}
+  - {name: pay, path: /pay, by: ip, bucket: 10/minute}
+  - {name: devices, path: /devices, by: device, missing: skip, bucket: 10/minute}
+"""
+SECRET = "the same sixteen bytes or more"
+KEY = "zzKnownKey7Qm2vN8xLpR4"
+START_US = 1_794_800_000_000_000
+ACME = Who("tenant", "acme")
+SUE, OTTO, ADA = Actor("sue", "support"), Actor("otto", "operator"), Actor("ada", "admin")
+EVERYBODY = Who("ip", "0.0.0.0/0")
+
+
+class Place:
+    """A desk with tokens beside it, and an app that serves them."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.clock = FakeClock(START_US)
+        self.config = ConfigStore(url, secret=SECRET, clock=self.clock)
+        self.tokens = Tokens(url, clock=self.clock)
+        self.counters = Limiter(clock=self.clock)
+        self.desk = Desk(self.config, counters=self.counters, secret=SECRET, clock=self.clock)
+        if self.config.version == 0:
+            self.desk.put_policy(OTTO, POLICY, reason="begin")
+            self.desk.add_override(SUE, Who("api_key", KEY), "150/minute", limit="search", reason="known")
+
+    def app(self) -> Any:
+        return create_app(self.desk, self.tokens, clock=self.clock)
+
+    def close(self) -> None:
+        self.counters.close()
+        self.tokens.close()
+        self.config.close()
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Stores that are ready: not for each test anew."""
+    file = tmp_path_factory.mktemp("begun") / "config.db"
+    Place(f"sqlite:///{file}").close()
+    return {"file": file}
+
+
+@pytest.fixture
+def place(tmp_path: Path, begun: dict[str, Any]) -> Iterator[Place]:
+    shutil.copy(begun["file"], tmp_path / "config.db")
+    with closing(Place(f"sqlite:///{tmp_path}/config.db")) as made:
+        yield made
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def anywhere(request: pytest.FixtureRequest, begun: dict[str, Any]) -> Iterator[Place]:
+    """On each kind of database, for what changes nothing."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{begun['file']}"
+    else:
+        url = begun.setdefault("url", request.getfixturevalue("postgres").fresh_url())
+    with closing(Place(url)) as made:
+        yield made
+
+
+def ask(app: Any, method: str, path: str, **options: Any) -> httpx.Response:
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app, client=("203.0.113.9", 1234), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return await http.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+def notes(place: Place) -> list[str]:
+    with reading(place.config.engine) as connection:
+        return list(connection.scalars(select(AUDIT.c.action)))
+
+
+# ------------------------------------------------------------------ strangers
+
+
+def test_a_cookie_full_of_backslashes_costs_nothing(place: Place) -> None:
+    # To read it as cookies are read takes a minute, in which nobody else is answered.
+    cookie = 'headgate="' + "\\" * 60_000 + '"'
+    app = place.app()
+    before = time.process_time()
+    answers = [ask(app, "GET", path, headers={"Cookie": cookie}).status_code for path in ("/health", "/")]
+    assert answers == [200, 303]
+    assert time.process_time() - before < 5.0
+
+
+@pytest.mark.parametrize(
+    ("sent", "seen"),
+    [
+        (["headgate=abc_-1; other=x; zone=Etc/GMT+5"], "headgate=abc_-1; zone=Etc/GMT+5"),
+        (['a="x\\"y; headgate=1'], "headgate=1"),
+        (['flash="YWJj=="; headgate=1'], 'flash="YWJj=="; headgate=1'),
+        (["__Host-headgate=1", "zone=UTC"], "__Host-headgate=1; zone=UTC"),
+        (['headgate="a\\073b"'], None),
+        (["xheadgate=1; headgates=2"], None),
+    ],
+)
+def test_no_cookies_but_its_own_reach_the_server(sent: list[str], seen: str | None) -> None:
+    found: list[Any] = []
+
+    async def app(scope: Any, _: Any, send: Any) -> None:
+        found.extend(value.decode() for name, value in scope["headers"] if name == b"cookie")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    asyncio.run(talk(Shell(app), scope(headers=[(b"cookie", each.encode()) for each in sent])))
+    assert found == ([] if seen is None else [seen])
+
+
+def test_who_has_signed_in_has_limits_of_their_own() -> None:
+    def asked(cookie: str) -> str | None:
+        class Arrival:
+            def header(self, name: str) -> list[str]:
+                return [cookie] if name == "cookie" else []
+
+        return who_asks(Arrival())
+
+    assert asked("zone=UTC; headgate=one") == asked("headgate=one") != asked("headgate=two")
+    assert asked("__Host-headgate=one") == asked("headgate=one")
+    assert asked("zone=UTC") is None
+
+
+def test_whoever_connects_and_asks_nothing_is_sent_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "ASKS_WITHIN", 0.3)
+    with AdminServer(place.desk, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
+
+        def opened(*sent: bytes) -> socket.socket:
+            made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+            for each in sent:
+                made.sendall(each)
+            return made
+
+        whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        silent, begun = opened(), opened(b"GET /health HTTP/1.1\r\nHost: 127.0")
+        second = opened(whole)
+        assert second.recv(65536).startswith(b"HTTP/1.1 200")
+        second.sendall(whole[:20])
+        assert [each.recv(65536) for each in (silent, begun, second)] == [b"", b"", b""]
+        answered = opened(whole)
+        assert answered.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_request_has_a_head_of_bounded_size(place: Place) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(AdminServer(place.desk, place.tokens, port=0, pages=False))
+        made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+        made.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 70_000)
+        assert made.recv(65536).startswith(b"HTTP/1.1 400")
+
+
+def test_a_path_of_thousands_of_digits_is_no_number(place: Place) -> None:
+    app = place.app()
+    for path in ("/overrides/", "/policy/versions/", "/api/v1/overrides/"):
+        refused = ask(app, "GET", path + "9" * 5000)
+        assert (refused.status_code, refused.json()["type"]) == (414, "too-long")
+
+
+def test_no_request_hides_in_the_body_of_another(place: Place) -> None:
+    inner = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    head = b"POST /health HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
+    with ExitStack() as stack:
+        server = stack.enter_context(AdminServer(place.desk, place.tokens, port=0, pages=False))
+        made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+        made.sendall(head + b"Content-Length: %d\r\n\r\n0\r\n\r\n" % (len(inner) + 5) + inner)
+        answers = b"".join(iter(lambda: made.recv(65536), b""))
+    assert (answers.count(b"HTTP/1.1 "), answers[:12]) == (1, b"HTTP/1.1 400")
+
+
+def test_reading_policies_is_not_for_ever_and_a_day(place: Place) -> None:
+    token = place.tokens.make("vera", "viewer", by="the test").text
+    app = place.app()
+    headers = {"Authorization": f"Bearer {token}"}
+    asked = [
+        ask(app, "POST", "/api/v1/policy/check", json={"text": "limits: []"}, headers=headers).status_code
+        for _ in range(12)
+    ]
+    assert asked == [200] * 10 + [429] * 2
+    assert ask(app, "GET", "/api/v1/tiers", headers=headers).status_code == 200
+
+
+# ------------------------------------------------------------------ roles
+
+
+NETWORKS: dict[str, Callable[[Desk, Actor, Who], Any]] = {
+    "override": lambda desk, by, who: desk.add_override(by, who, "90/minute", limit="search", reason="r"),
+    "assign": lambda desk, by, who: desk.assign(by, who, "pro", reason="r"),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_support_does_nothing_to_networks(place: Place, name: str) -> None:
+    for kind, value in (("ip", "0.0.0.0/0"), ("ip", "::/0"), ("ip", "::ffff:0:0/97"), ("subnet", "192.0.2.0/24")):
+        with pytest.raises(NotAllowed, match="networks"):
+            NETWORKS[name](place.desk, SUE, Who(kind, value))
+    assert NETWORKS[name](place.desk, OTTO, EVERYBODY).version
+    assert NETWORKS[name](place.desk, SUE, Who("ip", "192.0.2.1")).version
+
+
+def test_support_does_not_undo_what_was_done_to_networks(place: Place) -> None:
+    desk = place.desk
+    (id,) = desk.add_override(OTTO, EVERYBODY, "90/minute", limit="search", reason="r").version.ids  # type: ignore[union-attr] # a version
+    desk.assign(OTTO, EVERYBODY, "pro", reason="r")
+    before = desk.version
+    changes: list[Callable[[], Any]] = [
+        lambda: desk.change_override(SUE, id, "95/minute", limit="search", reason="r"),
+        lambda: desk.remove_override(SUE, id, reason="r"),
+        lambda: desk.unassign(SUE, EVERYBODY, reason="r"),
+    ]
+    for change in changes:
+        with pytest.raises(NotAllowed, match="networks"):
+            change()
+    assert desk.version == before
+    desk.remove_override(OTTO, id, reason="r")
+
+
+# ------------------------------------------------------------------ dangers
+
+
+def doubts(change: Callable[[], Any]) -> list[str]:
+    with pytest.raises(NeedsConfirmation) as error:
+        change()
+    return [danger.code for danger in error.value.dangers]
+
+
+def test_a_block_that_comes_back_with_a_version_is_looked_at_twice(place: Place) -> None:
+    desk = place.desk
+    desk.block(OTTO, Who("ip", "10.0.0.0/9"), reason="r", confirm=["wildcard-block"])
+    then = desk.version
+    desk.unblock(OTTO, Who("ip", "10.0.0.0/9"), reason="r")
+    assert doubts(lambda: desk.rollback(OTTO, then, reason="r")) == ["wildcard-block"]
+    assert desk.rollback(OTTO, then, reason="r", confirm=["wildcard-block"]).version
+
+
+def test_an_override_that_comes_back_with_a_version_is_compared_with_what_holds(place: Place) -> None:
+    desk = place.desk
+    desk.add_override(SUE, ACME, "5000/minute", limit="search", reason="r", confirm=["ten-times"])
+    then = desk.version
+    desk.remove_override(SUE, 2, reason="r")
+    assert doubts(lambda: desk.rollback(OTTO, then, sections=["overrides"], reason="r")) == ["ten-times"]
+    desk.add_override(SUE, ACME, "100/minute, burst 5000", limit="search", reason="r", confirm=["ten-times"])
+    after = desk.version
+    desk.change_override(SUE, 3, "100/minute", limit="search", reason="r", confirm=["tenth"])
+    assert doubts(lambda: desk.rollback(OTTO, after, reason="r")) == ["ten-times"]
+
+
+def test_every_danger_is_told_of_however_many_there_are(place: Place) -> None:
+    desk = place.desk
+    many = "".join(f"  - {{name: more{n}, path: /more{n}, by: ip, bucket: 10/minute}}\n" for n in range(30))
+    last = "  - {name: last, path: /last, by: ip, bucket: 10/minute}\n"
+    desk.put_policy(OTTO, POLICY + many + last, reason="r")
+    other = POLICY + last.replace("10/", "900/")
+    codes = doubts(lambda: desk.put_policy(OTTO, other, reason="r"))
+    assert {*codes} == {"policy", "ten-times"}
+    assert len(codes) == 20
+    assert {*doubts(lambda: desk.put_policy(OTTO, other, reason="r", confirm=["policy"]))} == {"policy", "ten-times"}
+    assert desk.put_policy(OTTO, other, reason="r", confirm=["policy", "ten-times"]).version
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        (POLICY.replace("tier: free", "tier: pro"), ["ten-times"]),
+        (POLICY.replace("path: /pay, by: ip", "path: /pay, by: global"), ["policy"]),
+        (POLICY.replace("tier: free", "tier: basic"), []),
+    ],
+)
+def test_what_changes_for_everybody_is_looked_at_twice(place: Place, text: str, codes: list[str]) -> None:
+    if codes:
+        assert doubts(lambda: place.desk.put_policy(OTTO, text, reason="r")) == codes
+    assert place.desk.put_policy(OTTO, text, reason="r", confirm=codes).version
+
+
+# ------------------------------------------------------------------ hostile values
+
+
+HUGE = 10**19
+READS: dict[str, Callable[[Place], Any]] = {
+    "search of clients": lambda place: place.desk.clients(search="\0"),
+    "search of overrides": lambda place: place.desk.overrides(search="a\0"),
+    "search of blocks": lambda place: place.desk.blocks(search="\0"),
+    "search of the audit": lambda place: place.desk.audit(search="\0"),
+    "author": lambda place: place.desk.audit(author="\0"),
+    "client": lambda place: place.desk.find("\0"),
+    "label": lambda place: place.desk.find("label=a\0"),
+    "surrogate": lambda place: place.desk.find("\ud800"),
+    "number in a cursor": lambda place: place.desk.clients(after="tables:5"),
+    "nothing in a cursor": lambda place: place.desk.blocks(after="live:null"),
+    "object in a cursor": lambda place: place.desk.clients(after='tables:{"a": 1, "b": 2}'),
+    "text in a cursor": lambda place: place.desk.clients(after='tables:"ab"'),
+    "NUL in a cursor": lambda place: place.desk.clients(after='tables:["a", "\\u0000"]'),
+    "deep cursor": lambda place: place.desk.clients(after="tables:" + "[" * 100_000),
+    "override": lambda place: place.desk.override(HUGE),
+    "change of an override": lambda place: place.desk.change_override(SUE, HUGE, "1/minute", reason="r"),
+    "block": lambda place: place.desk.unblock(SUE, HUGE, reason="r"),
+    "below": lambda place: place.desk.override(-1),
+    "version": lambda place: place.desk.policy(HUGE),
+    "token": lambda place: place.tokens.revoke("\0", by="ada"),
+    "end of time": lambda place: place.desk.why(ACME, at="9999-12-31", zone=UTC),
+    "begin of time": lambda place: place.desk.why(ACME, at="0001-01-01", zone=timezone(timedelta(hours=14))),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_no_database_can_hold_is_refused_and_no_failure(anywhere: Place, name: str) -> None:
+    with pytest.raises((InvalidInput, NotFound)):
+        READS[name](anywhere)
+    assert anywhere.desk.versions(before=HUGE, most=1)
+
+
+def test_the_database_itself_refuses_what_nobody_has_looked_at(anywhere: Place) -> None:
+    is_postgres = anywhere.url.startswith("postgresql")  # SQLite can hold any letter
+    for asked in [AUDIT.c.number == HUGE, *([AUDIT.c.author == "\0"] if is_postgres else [])]:
+        with pytest.raises(InvalidInput, match="cannot keep"), reading(anywhere.config.engine) as connection:
+            connection.execute(select(AUDIT).where(asked))
+
+
+def test_a_time_at_the_end_of_all_times_can_be_kept_and_shown_anywhere(place: Place) -> None:
+    desk = place.desk
+    west, east = timezone(timedelta(hours=-14)), timezone(timedelta(hours=14))
+    last, first = datetime(9999, 12, 31, 23, 59, tzinfo=west), datetime(1, 1, 1, tzinfo=east)
+    assert desk.add_override(SUE, ACME, "90/minute", limit="search", valid_from=first, valid_until=last, reason="r")
+    desk.block(SUE, ACME, valid_until=last, reason="r")
+    line = "blocked: [{tenant: evil, valid_until: 9999-12-31T23:59:59-12:00}]\n"
+    desk.put_policy(OTTO, POLICY + line, reason="r")
+    ends = [each.valid_until_us for each in desk.overrides(search="acme").items]
+    ends += [each.valid_until_us for each in desk.blocks().items]
+    for end_us in ends:
+        assert end_us is not None
+        for zone in (west, east):
+            moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=end_us)
+            assert moment.astimezone(zone).year == 9999
+    assert len(ends) == 3
+
+
+def test_a_kind_that_nobody_is_of_is_not_repeated(place: Place) -> None:
+    for value in ("hmac:" + "a" * 32, "acme"):
+        for change in (
+            lambda value=value: place.desk.reset(SUE, Who(KEY, value), reason="r"),
+            lambda value=value: place.desk.client(Who(KEY, value)),
+            lambda value=value: place.desk.block(SUE, Who(KEY, value), reason="r"),
+        ):
+            with pytest.raises(InvalidInput) as error:
+                change()
+            assert KEY not in str(error.value)
+            assert "device" in str(error.value)
+
+
+# ------------------------------------------------------------------ keys in words
+
+
+JOINTS = [*"/:|&?#@;*+~=()[]{}<>!$%^`'", "://", "... ", "-- "]
+
+
+def test_a_key_is_seen_however_it_is_joined_to_other_words(place: Place) -> None:
+    for joint in JOINTS:
+        for text in (f"see{joint}{KEY}", f"{KEY}{joint}", f"see{joint}{KEY}{joint}x"):
+            with pytest.raises(InvalidInput, match="there is an API key among the words"):
+                place.desk.refuse_keys(text)
+
+
+def test_a_key_is_seen_behind_any_number_of_words(place: Place) -> None:
+    text = " ".join(f"word{n:04}" for n in range(52))
+    with pytest.raises(InvalidInput, match="there is an API key among the words"):
+        place.desk.block(SUE, ACME, reason=f"{text} {KEY}")
+    place.desk.block(SUE, ACME, reason=text)
+
+
+def test_a_key_with_joints_of_its_own_is_a_word() -> None:
+    assert "ab+cd/ef==" in words_like_keys(["key:ab+cd/ef=="])
+
+
+def test_no_token_is_named_by_a_key_wherever_it_is_made(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = place.app()  # which the pages are a part of
+    with pytest.raises(InvalidInput, match="there is an API key"):
+        place.tokens.make(f"ci/{KEY}", "viewer", by="ada")
+    text = place.tokens.make("ada", "admin", by="the test").text
+    refused = ask(
+        app, "POST", "/api/v1/tokens", json={"name": f"ci/{KEY}", "role": "viewer"},
+        headers={"Authorization": f"Bearer {text}"},
+    )  # fmt: skip
+    assert (refused.status_code, KEY in refused.text) == (422, False)
+    monkeypatch.setenv("HEADGATE_SECRET", SECRET)
+    assert main(["admin", "token", f"ci/{KEY}", "--role", "viewer", "--config", place.url]) == 2
+    assert KEY not in "".join(capsys.readouterr())
+    assert [each.name for each in place.tokens.list()] == ["ada"]
+
+
+@pytest.mark.parametrize("name", ["a\u202eb", "a\ufeffb", "a\u2028b", "a\x85b", "a\ud800b"])
+def test_a_token_whose_name_cannot_be_noted_is_not_made(place: Place, name: str) -> None:
+    with pytest.raises(InvalidInput, match="name"):
+        place.tokens.make(name, "viewer", by="ada")
+    assert not place.tokens.list()
+
+
+# ------------------------------------------------------------------ halves
+
+
+class Away:
+    """Counters that cannot be reached."""
+
+    def __getattr__(self, _: str) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise StoreUnavailable("away")
+
+        return fail
+
+
+def test_what_cannot_be_noted_is_not_done(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with place.desk._noted(ADA, "looked", "around", reason=""):
+        pass
+    assert notes(place) == ["looked"]
+
+    def away(*_: Any, **__: Any) -> None:
+        raise ConfigUnavailable("away")
+
+    monkeypatch.setattr("headgate.control.desk.desk.auditing.note", away)
+    done: list[Any] = []
+    monkeypatch.setattr(place.counters, "reset", lambda *keys: done.append(keys))
+    monkeypatch.setattr(place.counters, "unblock", lambda *who: done.append(who))
+    changes: list[Callable[[], Any]] = [
+        lambda: place.desk.reset(SUE, ACME, reason="r"),
+        lambda: place.desk.unblock(SUE, ACME, reason="r"),
+    ]
+    for change in changes:
+        with pytest.raises(ConfigUnavailable):
+            change()
+    assert not done
+
+
+def test_what_was_not_done_is_not_noted(place: Place) -> None:
+    nowhere: Any = Away()
+    desk = Desk(place.config, counters=nowhere, secret=SECRET, clock=place.clock)
+    changes: list[Callable[[], Any]] = [
+        lambda: desk.reset(SUE, ACME, reason="r"),
+        lambda: desk.unblock(SUE, ACME, reason="r"),
+    ]
+    for change in changes:
+        with pytest.raises(HeadgateError):
+            change()
+    assert notes(place) == []
+
+
+# ------------------------------------------------------------------ step changes and webhooks
+
+
+def test_hostile_words_on_the_board_stop_nobody(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    board = MemoryBoard()
+    minute = START_US // 60_000_000 - 1
+    good = {"v": 1, "minute": minute, "at_us": START_US, "clients": [["tenant", "hmac:a", "acme", 10]]}
+    words: list[Any] = [
+        {**good, "at_us": 10**400},
+        {**good, "clients": [["tenant", "hmac:a", "acme", 10, float("inf"), "1", "1", "1"]]},
+        {**good, "clients": [["ten\0ant", "\0", "a\0b", 2**90, 2**90, "f" * 50, "1", "1"]]},
+        {**good, "minute": 10**30},
+        [],
+    ]
+    for number, each in enumerate([*words, good]):
+        board.put(f"minutes/n{number}:{minute}", json.dumps(each).encode(), keep=600)
+    place.clock.advance(80)
+    watcher = Watcher(board, place.config, clock=place.clock)
+    with caplog.at_level(logging.WARNING, logger="headgate"):
+        assert watcher.look() == []
+    sums = watcher._sums(place.clock.now_us())
+    assert {client for each in sums.values() for client in each} == {("tenant", "hmac:a")}
+    watcher.stop()
+
+
+def test_a_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    row = {
+        "id": "a", "minute": START_US // 60_000_000, "kind": "tenant", "key": "hmac:a", "label": "acme",
+        "requests": 100, "requests_before": 100, "usual": 1, "verdict": "one bot", "agents": 1, "addresses": 1,
+        "paths": 1, "looked_at": 1, "last_over": 1, "attempts": 0, "next_us": START_US,
+    }  # fmt: skip
+    with writing(place.config.engine) as connection:
+        connection.execute(STEPS.insert().values(row))
+    webhook = Webhook("http://127.0.0.1:9/hook", "a secret of 16 bytes or more")
+
+    def answered(*_: Any, **__: Any) -> None:
+        raise OSError("HTTP/1.1 200 OK\r\n2026 ERROR headgate: all is lost\0" + "x" * 9000)
+
+    webhook.send = answered  # type: ignore[method-assign] # what the other side says
+    with caplog.at_level(logging.WARNING, logger="headgate"):
+        assert webhook.deliver(place.config.engine, place.clock) == 0
+    (told,) = caplog.messages
+    assert told.isprintable()
+    assert len(told) < 400
+    with reading(place.config.engine) as connection:
+        assert str(connection.scalar(select(STEPS.c.error))).isprintable()
