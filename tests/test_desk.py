@@ -1195,6 +1195,19 @@ def test_a_key_that_only_the_configuration_knows_is_no_reason_nor_a_name(office:
             change()
 
 
+def test_the_key_that_a_change_is_about_is_not_kept_beside_it(office: Desk) -> None:
+    """Also one that nobody has heard of before."""
+    fresh, who = "fresh-and-plain-0042", Who("api_key", "fresh-and-plain-0042")
+    for change in (
+        lambda: office.add_override(SUE, who, "50/minute", limit="search", reason=f"for {fresh}"),
+        lambda: office.assign(SUE, who, "pro", label=f"customer/{fresh}", reason="r"),
+        lambda: office.block(SUE, who, reason=f"leaked: {fresh}"),
+    ):
+        with pytest.raises(InvalidInput, match="there is an API key among the words"):
+            change()
+    assert office.block(SUE, who, reason="leaked").version is not None
+
+
 def test_a_text_that_may_be_a_key_is_not_shown_though_nobody_knows_it(office: Desk) -> None:
     unknown = "sk_live_nobody_knows_this"
     for change in (

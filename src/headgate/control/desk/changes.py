@@ -118,7 +118,7 @@ class Changes(Reads):
         """Put a client into a tier. A name that it has stays, if none is given."""
         self._allow(actor, "support", "assign tiers")
         with self._signing(actor, reason, tier, label, *_told(who)) as by:
-            who = self._finder.checked(who, changes=True)
+            who = self._finder.checked(who, beside=[reason, label])
             self._allow_of(actor, who, "assign tiers")
             ground = self._ground()
             base = ground.base
@@ -142,7 +142,7 @@ class Changes(Reads):
         """Let the document, or the tier of everybody, say again in which tier a client is."""
         self._allow(actor, "support", "assign tiers")
         with self._signing(actor, reason, *_told(who)) as by:
-            who = self._finder.checked(who, changes=True)
+            who = self._finder.checked(who, beside=[reason])
             self._allow_of(actor, who, "assign tiers")
             if not self._config.clients(who=who):
                 raise NotFound("nothing in the config store says in which tier this client is")
@@ -293,7 +293,7 @@ class Changes(Reads):
     ) -> Change:
         names = given["limit"], given["route_class"]
         with self._signing(actor, reason, bucket, *names, *_told(who)) as by:
-            who = self._finder.checked(who, changes=True)
+            who = self._finder.checked(who, beside=[reason, *names])
             self._allow_of(actor, who, "give overrides")
             in_the_past(given["valid_until"], self._now_us())
             since, until = (

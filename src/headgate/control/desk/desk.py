@@ -68,7 +68,7 @@ class Desk(Changes):
         self._allow(actor, "support", "block clients")
         _refuse_wildcard(who)
         with self._signing(actor, reason, *([] if who[0] == "api_key" else [who[1]])) as by:
-            who = _as_ip(self._finder.checked(who, changes=True))
+            who = _as_ip(self._finder.checked(who, beside=[reason]))
             if is_network(who):
                 self._allow(actor, "operator", "block networks")
             in_the_past(valid_until, self._now_us())
@@ -97,7 +97,7 @@ class Desk(Changes):
         found = self._blocked_row(id) if isinstance(id, int) else None
         asked = id if found is None else found[1]
         with self._signing(actor, reason) as by:
-            who = _as_ip(self._finder.checked(asked, changes=True))  # type: ignore[arg-type] # an id has given its row's
+            who = _as_ip(self._finder.checked(asked, beside=[reason]))  # type: ignore[arg-type] # an id has given its row's
             if is_network(who):
                 self._allow(actor, "operator", "end blocks of networks")
             rows = [found[0]] if found is not None else [each.id for each in self._config.blocks(who=who)]
@@ -123,7 +123,7 @@ class Desk(Changes):
                 "the admin server was given no counters, so that nothing can be reset; start it with --store"
             )
         with self._signing(actor, reason, *([] if who[0] == "api_key" else [who[1]])):
-            who = self._finder.checked(who, changes=True)
+            who = self._finder.checked(who, beside=[reason])
             known, holding = self._holding(who)
             if not known.can_count:
                 raise InvalidInput("a network is not counted as one; reset one of its addresses")

@@ -43,6 +43,7 @@ NOBODY: Final = (
     "nobody of that name is known here; say what it is with tenant=..., user=..., ip=... or api_key=..., or give the "
     "hmac: hash"
 )
+KEY_AMONG_WORDS: Final = "there is an API key among the words; leave it out, or write its hmac: hash instead"
 NO_SECRET: Final = (
     "an API key is known by its keyed hash, and there is no secret to make that with: give the admin server the gates' "
     "own, or write the hmac: hash"
@@ -70,19 +71,26 @@ class Finder:
         self._log = log
         self._clients = clients
 
-    def checked(self, who: tuple[str, str], *, changes: bool = False) -> Who:
-        """Somebody in the one spelling. What `changes` something is about who is counted, not about a hash of that."""
+    def checked(self, who: tuple[str, str], *, beside: Sequence[str | None] | None = None) -> Who:
+        """Somebody in the one spelling.
+
+        With texts that are kept `beside` a change: that is about who is counted, not about a hash of that; and none of
+        the texts holds this very API key.
+        """
         kind, value = who
         if not isinstance(kind, str) or not isinstance(value, str):
             raise InvalidInput("a client is a kind and a value, both text")
         kind = self._checked_kind(kind)
         if kind != "api_key" and is_hash(value):
-            if changes:
+            if beside is not None:
                 raise InvalidInput(f"only a hash of this {kind} is known, by which nobody is counted: give the {kind}")
             return Who(kind, self._hash(value))
         match kind:
             case "api_key":
-                return Who(kind, self._fingerprint(value))
+                found = Who(kind, self._fingerprint(value))
+                if found.value in self._hashes(words_like_keys(beside or ())):
+                    raise InvalidInput(KEY_AMONG_WORDS)
+                return found
             case "ip" | "subnet":
                 read = words.address if kind == "ip" else words.subnet
                 try:
@@ -170,15 +178,21 @@ class Finder:
     def _refuse(self, found: list[str]) -> None:
         if not found or self._clients is None:
             return
-        hashes = []
-        for word in found:
-            with suppress(InvalidInput):
-                hashes.append(self._clients.written("api_key", word))
+        hashes = self._hashes(found)
         with reading(self._config.engine) as connection:
             rows = rows_of(connection, {"api_key": hashes})
             ground = self._grounds.now(connection)
         if any(rows.values()) or any(("api_key", each) in ground.entries for each in hashes) or self._logged(hashes):
-            raise InvalidInput("there is an API key among the words; leave it out, or write its hmac: hash instead")
+            raise InvalidInput(KEY_AMONG_WORDS)
+
+    def _hashes(self, texts: Iterable[str]) -> list[str]:
+        """Of those that could be API keys."""
+        found = []
+        if self._clients is not None:
+            for word in texts:
+                with suppress(InvalidInput):
+                    found.append(self._clients.written("api_key", word))
+        return found
 
     def label_key_of(self, label: str | None) -> tuple[str, ...]:
         """Under which the log knows all that go by a label."""

@@ -274,7 +274,7 @@ def _flash(request: Request) -> Flash | None:
     try:
         said, *notes = json.loads(base64.urlsafe_b64decode(request.cookies.get(FLASH, "")))
         return Flash(str(said), tuple(map(str, notes)))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):  # whatever a client has put there
         return None
 
 
