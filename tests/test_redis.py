@@ -300,7 +300,8 @@ def test_a_key_lives_by_the_plan_that_last_met_it(
     limiter.check(old, cost=4)
     limiter.check(new, cost=cost)
     owed = reset_ms(limiter, new)
-    assert owed <= client.pttl(stored(new)) <= owed + 3_000
+    # Denying never shortens a life: where the new window ends first, that of the old one is kept.
+    assert owed <= client.pttl(stored(new)) <= max(owed, 20_000) + 3_000
 
 
 LEASING: dict[str, Callable[[Limiter, Key], Any]] = {
