@@ -275,8 +275,11 @@ def test_a_refund_by_another_process_ends_what_is_remembered_here(server: RedisS
 
 
 def test_threads_end_when_the_limiter_is_closed_or_forgotten(server: RedisServer, unique: str) -> None:
+    before = {*threading.enumerate()}
+
     def ours() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("headgate-")]
+        since = {*threading.enumerate()} - before
+        return [thread.name for thread in since if thread.name.startswith("headgate-")]
 
     limiter = Limiter(server.url, on_failure="open")
     forgotten = Limiter(server.url, on_failure="open")
