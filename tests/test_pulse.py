@@ -462,19 +462,21 @@ def test_quantiles_are_those_of_all_requests() -> None:
 
 
 def test_a_pulse_beats_by_itself_and_ends_with_its_gate() -> None:
-    board = MemoryBoard()
+    board, before = MemoryBoard(), {*threading.enumerate()}
+
+    def beating() -> list[threading.Thread]:
+        return [thread for thread in {*threading.enumerate()} - before if thread.name == "headgate-pulse"]
+
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"))
     there = weakref.ref(Pulse(gate, board, every=0.02))  # nobody keeps it but the gate
     gate.admit(arrival())
     wait_until(lambda: Beats(board).gather().nodes, "a beat")
     assert there() is not None
-    assert [thread for thread in threading.enumerate() if thread.name == "headgate-pulse"]
+    assert beating()
     del gate
     gc.collect()
     assert there() is None
-    wait_until(
-        lambda: not [one for one in threading.enumerate() if one.name == "headgate-pulse"], "the end of the thread"
-    )
+    wait_until(lambda: not beating(), "the end of the thread")
 
 
 def test_a_pulse_ends_with_the_store_of_a_gate_that_is_closed(redis7: RedisServer) -> None:
