@@ -12,6 +12,7 @@ import pytest
 from faults import SLACK, Gate, key_of, paused, stored, timed
 
 from headgate import Decision, Limiter, StoreError, StoreUnavailable
+from headgate.shield.keeper import Keeper
 from servers import SentinelSet, wait_until
 
 if TYPE_CHECKING:
@@ -291,6 +292,20 @@ def test_threads_end_when_the_limiter_is_closed_or_forgotten(server: RedisServer
     del forgotten, one
     gc.collect()
     wait_until(lambda: not ours(), f"all threads to end: {ours()}")
+
+
+def test_requests_of_an_outage_wake_nobody(unique: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper looks at the server when it is time to, and not once for each request that it did not get."""
+    works = []
+    work = Keeper._work
+    monkeypatch.setattr(Keeper, "_work", lambda keeper: works.append(keeper) or work(keeper))
+    with Limiter("redis://127.0.0.1:1", on_failure="open") as limiter:
+        wait_until(lambda: limiter.check(key_of(unique)) and limiter._store.breakers.open_ones(), "the breaker to open")
+        works.clear()
+        for _ in range(500):
+            limiter.check(key_of(unique))
+            time.sleep(0.001)
+        assert 0 < len(works) < 100
 
 
 def test_what_a_request_took_on_one_shard_is_given_back_when_another_does_not_answer(

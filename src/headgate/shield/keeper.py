@@ -117,6 +117,8 @@ class Keeper:
         self._listener: Any = None
         self._probes: dict[Any, tuple[float, float]] = {}
         """Servers that do not serve: when to look at them, and how long to wait after that."""
+        self._planned = 0
+        """The work that the thread wakes up for by itself, as `_at_hand` tells it."""
         self._next_beat = self._next_return = self._next_settling = 0.0
         self._beaten = 0
         self._unsure = FIRST_BEATS
@@ -133,11 +135,11 @@ class Keeper:
         """Have the threads run that are needed: cheap enough to be called now and then by requests."""
         if self._closed:
             return
-        if self._thread is None and (self.beats or self._has_work()):
+        if self._thread is None and (self.beats or self._at_hand()):
             with self._lock:
                 if self._thread is None:
                     self._thread = _started("headgate-keeper", _work_for, weakref.ref(self), self._bell)
-        elif self._has_work():
+        elif self._at_hand() & ~self._planned:  # else it wakes up by itself, and not for every request of an outage
             self._bell.set()
         if self._listener is None and (self.listens or self._front.denials):
             self._listen()
@@ -184,9 +186,10 @@ class Keeper:
         self.ensure()
         self._bell.set()
 
-    def _has_work(self) -> bool:
+    def _at_hand(self) -> int:
+        """What there is to do, a bit for each kind: servers to look at, tokens to give back, debts to settle."""
         front = self._front
-        return bool(self._probes or front.purses or front.unspent or front.ledger.debt.keys)
+        return bool(self._probes) | bool(front.purses or front.unspent) << 1 | bool(front.ledger.debt.keys) << 2
 
     def _work(self) -> float | None:
         """Do what is due; how many seconds until something is, None to end the thread."""
@@ -207,12 +210,13 @@ class Keeper:
             if not self._probes and self._front.outage.is_calm(CALM):
                 self._settle()
         now = time.monotonic()
+        self._planned = work = self._at_hand()
         dues = [due for due, _ in self._probes.values()]
         dues += [self._next_beat] if self.beats else []
-        dues += [self._next_return] if self._front.purses or self._front.unspent else []
-        dues += [self._next_settling] if self._front.ledger.debt.keys else []
+        dues += [self._next_return] if work & 2 else []
+        dues += [self._next_settling] if work & 4 else []
         with self._lock:
-            if not dues and not self._has_work():  # nothing has come in since, either
+            if not dues and not self._at_hand():  # nothing has come in since, either
                 self._thread = None
                 return None
         return max(min(dues, default=now) - now, 0.001)
