@@ -171,8 +171,8 @@ def test_an_override_is_made_changed_listed_and_ended(call: Callable[..., tuple[
     assert (kept.row.quota, kept.row.limit_name, kept.row.reason) == (600, "search", "more of it")
     assert kept.row.valid_until_us is not None, "what was not said has stayed"
     assert call(f"override remove {number[1]} --reason 'over'")[0] == 0
-    assert call("override list hooli --json")[1].strip() == json.dumps({"items": [], "next": None}, indent=2)
-    assert call("override list hooli")[1:] == ("", "There are none.\n")
+    assert call("override list tenant=hooli --json")[1].strip() == json.dumps({"items": [], "next": None}, indent=2)
+    assert call("override list tenant=hooli")[1:] == ("", "There are none.\n")
 
 
 def test_a_block_acts_at_once_and_ends_at_once(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:

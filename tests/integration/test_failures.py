@@ -97,7 +97,7 @@ def test_scripts_that_are_flushed_again_and_again_cost_nothing_but_time(
             answers = [answer for _ in range(20) for answer in gate.at_once(*[(key,) for key in keys * 4])]
         finally:
             stopped.set()
-        assert flushing.result() > 10
+        assert flushing.result() > 2, "it was flushed again and again"
     assert [answer for answer in answers if not isinstance(answer, Decision)] == []
     assert sum(answer.allowed for answer in answers) == 200
 
