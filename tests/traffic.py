@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headgate.adapters.gate import Gate
 from headgate.policy import read
+from headgate.telemetry import DecisionLog
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -70,3 +71,30 @@ class Kept:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+ALL_KINDS = """
+name: shop
+limits:
+  - {name: it, by: client, bucket: 3/minute}
+  - {name: per-ip, by: ip, bucket: 4/minute}
+  - {name: soon, by: ip, bucket: 2/minute, shadow: true}
+clients: [{tenant: acme, label: "Acme, \\"Ltd\\" ünd Söhne"}]
+blocked: [{user: mallory, reason: "it's scraping"}]
+"""
+
+
+def records_of_all_kinds() -> list[Record]:
+    """Allowed, denied by one limit and by two, only watched, and blocked; with signs that want to be escaped."""
+    kept = Kept()
+    with DecisionLog(kept, secret=SECRET, sample=1, node="n1", every=0.005) as log:
+        traffic = Traffic(ALL_KINDS, log)
+        for number in range(60):
+            traffic.send(Request(tenant="acme" if number % 2 else None, user=None if number % 3 else "mallory"))
+            traffic.clock.advance(1)
+        assert log.flush()
+    assert {each.outcome for each in kept.records} == {"allowed", "denied", "blocked"}
+    assert any(each.also for each in kept.records)
+    assert any(each.shadow for each in kept.records)
+    assert {each.retry_us is None for each in kept.records} == {False}
+    return kept.records

@@ -16,7 +16,7 @@ from headgate.telemetry import DecisionLog, Record, open_sink
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.sinks import open_reader
 from servers import wait_until
-from traffic import SECRET, START_US, Kept, Request, Traffic
+from traffic import SECRET, START_US, Traffic, records_of_all_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,27 +43,9 @@ def url(server: str, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """All kinds of them."""
-    kept = Kept()
-    policy = """
-name: shop
-limits:
-  - {name: it, by: client, bucket: 3/minute}
-  - {name: per-ip, by: ip, bucket: 4/minute}
-  - {name: soon, by: ip, bucket: 2/minute, shadow: true}
-clients: [{tenant: acme, label: "Acme, \\"Ltd\\" ünd Söhne"}]
-blocked: [{user: mallory, reason: "it's scraping"}]
-"""
-    with DecisionLog(kept, secret=SECRET, sample=1, node="n1", every=0.005) as log:
-        traffic = Traffic(policy, log)
-        for number in range(60):
-            traffic.send(Request(tenant="acme" if number % 2 else None, user=None if number % 3 else "mallory"))
-            traffic.clock.advance(1)
-        assert log.flush()
-    assert any(each.also for each in kept.records)
-    assert {each.retry_us is None for each in kept.records} == {False}
-    kept.records[7] = kept.records[7]._replace(retry_us=None)
-    return sorted(kept.records, key=lambda each: each.id)
+    found = records_of_all_kinds()
+    found[7] = found[7]._replace(retry_us=None)
+    return sorted(found, key=lambda each: each.id)
 
 
 def order(server: str, fault: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 
 from headgate import InvalidConfiguration
-from headgate.telemetry import DecisionLog, Record, open_sink
+from headgate.telemetry import Record, open_sink
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.moments import span
 from headgate.telemetry.records import lost_record
@@ -30,7 +30,7 @@ from headgate.telemetry.sinks.jsonl import JsonLinesSink
 from headgate.telemetry.sinks.sqlite import SqliteSink
 from headgate.telemetry.why import Asked, why
 from test_why import NOW
-from traffic import SECRET, START_US, Kept, Request, Traffic
+from traffic import SECRET, START_US, records_of_all_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,27 +42,7 @@ TESTS = os.path.dirname(os.path.dirname(__file__))
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """All kinds of them."""
-    kept = Kept()
-    policy = """
-name: shop
-limits:
-  - {name: it, by: client, bucket: 3/minute}
-  - {name: per-ip, by: ip, bucket: 4/minute}
-  - {name: soon, by: ip, bucket: 2/minute, shadow: true}
-clients: [{tenant: acme, label: "Acme, \\"Ltd\\""}]
-blocked: [{user: mallory, reason: "it's scraping"}]
-"""
-    with DecisionLog(kept, secret=SECRET, sample=1, node="n1", every=0.005) as log:
-        traffic = Traffic(policy, log)
-        for number in range(60):
-            traffic.send(Request(tenant="acme" if number % 2 else None, user=None if number % 3 else "mallory"))
-            traffic.clock.advance(1)
-        assert log.flush()
-    assert {each.outcome for each in kept.records} == {"allowed", "denied", "blocked"}
-    assert any(each.also for each in kept.records)
-    assert any(each.shadow for each in kept.records)
-    return kept.records
+    return records_of_all_kinds()
 
 
 def at(records: list[Record], moved_us: int, token: str = "f" * 10) -> list[Record]:
@@ -390,7 +370,7 @@ def test_why_gets_the_same_from_clickhouse_as_from_sqlite(
     sink.close()
     clients = Clients(SECRET)
     with closing(open_reader(f"sqlite:///{tmp_path}/decisions.db")) as reader:
-        for client in ("acme", 'acme, "ltd"', "mallory", "203.0.113.9", "nobody"):
+        for client in ("acme", 'acme, "ltd" ünd söhne', "mallory", "203.0.113.9", "nobody"):
             for when in ("2026-11-15", "2026-11-14", "2026-11-16"):
                 question = Asked.read(client, clients), span(when, now=NOW, zone=UTC)
                 answer = why(reader, *question)

@@ -47,6 +47,8 @@ RETURNS: Final = 0.05
 """Seconds between two looks for prepaid tokens that nobody spent."""
 SETTLES: Final = 0.1
 """Seconds between two attempts to settle what is owed."""
+LOOKING, RETURNING, OWING = 1, 2, 4
+"""Kinds of work: servers to look at, tokens to give back, debts to settle."""
 CALM: Final = 0.3
 """Seconds since the last failure before debts are settled: else the charges themselves might be lost."""
 LOOK: Final = 0.1
@@ -117,8 +119,7 @@ class Keeper:
         self._listener: Any = None
         self._probes: dict[Any, tuple[float, float]] = {}
         """Servers that do not serve: when to look at them, and how long to wait after that."""
-        self._planned = 0
-        """The work that the thread wakes up for by itself, as `_at_hand` tells it."""
+        self._planned = 0  # the work that the thread wakes up for by itself
         self._next_beat = self._next_return = self._next_settling = 0.0
         self._beaten = 0
         self._unsure = FIRST_BEATS
@@ -187,9 +188,10 @@ class Keeper:
         self._bell.set()
 
     def _at_hand(self) -> int:
-        """What there is to do, a bit for each kind: servers to look at, tokens to give back, debts to settle."""
+        """What there is to do, a bit for each kind of it."""
         front = self._front
-        return bool(self._probes) | bool(front.purses or front.unspent) << 1 | bool(front.ledger.debt.keys) << 2
+        returning, owing = bool(front.purses or front.unspent), bool(front.ledger.debt.keys)
+        return LOOKING * bool(self._probes) | RETURNING * returning | OWING * owing
 
     def _work(self) -> float | None:
         """Do what is due; how many seconds until something is, None to end the thread."""
@@ -213,8 +215,8 @@ class Keeper:
         self._planned = work = self._at_hand()
         dues = [due for due, _ in self._probes.values()]
         dues += [self._next_beat] if self.beats else []
-        dues += [self._next_return] if work & 2 else []
-        dues += [self._next_settling] if work & 4 else []
+        dues += [self._next_return] if work & RETURNING else []
+        dues += [self._next_settling] if work & OWING else []
         with self._lock:
             if not dues and not self._at_hand():  # nothing has come in since, either
                 self._thread = None
