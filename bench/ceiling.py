@@ -19,10 +19,12 @@ def headgate_batch_command(limit: Any, checks: int) -> tuple[str, list[str]]:
     from headgate.stores.calls import checked
     from headgate.stores.redis.wire import Wire
 
-    check = checked((limit.by("user-__rand_int__"),), 1, None)
-    command = Wire("headgate", None).encode_checks([check] * checks)
+    wire = Wire("headgate", None)
+    # The command of different clients: one that meets the same key again and again says so, and is run another way.
+    command = wire.encode_checks([checked((limit.by(f"user-{number}"),), 1, None) for number in range(checks)])
     assert command.script is not None
-    return command.script.text.decode(), [str(len(command.keys)), *map(str, [*command.keys, *command.args])]
+    keys = [wire.name(limit.by("user-__rand_int__"))] * checks
+    return command.script.text.decode(), [str(checks), *map(str, [*keys, *command.args])]
 
 
 def script_rate(url: str, checks: int, keys: int, seconds: float) -> float:

@@ -325,7 +325,7 @@ def test_lua_decides_requests_that_ride_together_as_if_one_by_one(lua: InRedis, 
     limits = [limit_of(algorithm, 4, SECOND, name=algorithm) for algorithm in draw.sample(list(NUMBERS), 3)]
     for now_us in range(NOW, NOW + 2 * SECOND, SECOND // 4):
         checks: list[Check] = []
-        for _ in range(4):
+        for _ in range(draw.choice([1, 4])):  # of one group, no two meet at a key
             met, cost = draw.sample(limits, draw.choice([1, 1, 2, 3])), draw.choice([0, 1, 1, 2])
             if len(met) > 1 and draw.random() < 0.5:
                 cost = tuple(draw.choice([0, 1, 2]) for _ in met)
@@ -334,6 +334,26 @@ def test_lua_decides_requests_that_ride_together_as_if_one_by_one(lua: InRedis, 
             identities = draw.sample(["ada", "bob", "eve"], draw.choice([1, 2, 3]))
             checks += [Check(tuple(limit.by(identity) for limit in met), cost, id) for identity in identities]
         assert lua.run_together(checks, now_us) == [python.run(check, now_us) for check in checks]
+
+
+def test_lua_tells_of_a_wait_of_a_single_microsecond(lua: InRedis) -> None:
+    one, other = (limit_of("leaky_bucket", 2, 2, name=name).by("ada") for name in ("one", "other"))
+    for keys in ((one,), (one, other)):
+        lua.run(Reset(keys))
+        told = lua.run_together([Check(keys, 1)] * 3, NOW)
+        assert [(decision.delay_us, decision.retry_after_us) for decision in told] == [(0, 0), (1, 0), (0, 1)]
+
+
+def test_lua_writes_a_key_once_however_many_requests_meet_there(lua: InRedis) -> None:
+    one, other = (limit_of("token_bucket", 9, SECOND, name=name) for name in ("one", "other"))
+    for checks, keys in (
+        ([Check((one.by("ada"),), 1)] * 5, 1),
+        ([Check((one.by(), other.by(name)), 1) for name in ("ada", "bob")], 3),
+        ([Check((one.by(name), other.by(name)), 1) for name in ("eve", "joe")], 4),
+    ):
+        assert all(decision.allowed for decision in lua.run_together(checks, NOW))
+        assert [name for name, *_ in lua.issued] == ["SET"] * keys
+        assert len(lua.lifetimes_ms) == keys
 
 
 @pytest.mark.parametrize("together", [1, 2])
@@ -466,12 +486,12 @@ def test_lua_leaves_what_is_not_headgates_as_it_is(lua: InRedis, algorithm: str,
     lua.client.execute_command(command[0], name, *command[1:])
     before = lua.client.dump(name)
     alone, beside, peek = Check((key,), 1, "a"), Check((other, key), 6, "a"), Check((other,), 0, "a")
-    as_new, refused = [5, 0, 0, 0], [-1, 0, 0, 0]
+    as_new, refused = [5, 0], [-1, 0]
     for checks, reply in (
-        ([alone], refused),
-        ([beside], refused * 2),
-        ([alone, peek], refused + as_new),
-        ([beside, peek], refused * 2 + as_new),
+        ([alone], [-1, 0, 0, 0]),
+        ([beside], [refused * 2, [], []]),
+        ([alone, peek], [refused + as_new, [], []]),
+        ([beside, peek], [refused * 2 + as_new, [], []]),
     ):
         assert isinstance(lua.run_together(checks, NOW)[0], ScriptError)
         assert lua.reply == [NOW, *reply]

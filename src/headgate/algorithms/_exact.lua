@@ -12,12 +12,9 @@ local function div(a, b)
   return (a - a % b) / b
 end
 
--- ceil(a / b), a of either sign. a + b stays below 2^53: limits that would leave that are refused when they are made.
+-- ceil(a / b), a of either sign: what `%` leaves is never negative, so that this is the next multiple of b.
 local function ceil_div(a, b)
-  if a > 0 then
-    return div(a + b - 1, b)
-  end
-  return -div(-a, b)
+  return (a + -a % b) / b
 end
 
 -- floor(a * b / c) and the remainder, also where the product is beyond 2^53: then bit by bit, by doubling.
@@ -49,6 +46,15 @@ local function mul_div(a, b, c)
   return quotient, rest
 end
 
+-- The text of an instant. The requests of a run have most of theirs in common, so the last one is kept.
+local said, text
+local function instant(us)
+  if us ~= said then
+    said, text = us, format(WHOLE, us)
+  end
+  return text
+end
+
 -- What is known of stored strings already, by key.
 local known = {}
 
@@ -59,7 +65,7 @@ local function read(key, pattern)
   if not raw then
     return nil
   end
-  if type(raw) == 'table' then
+  if raw.err then
     return false
   end
   local first, second, third = match(raw, pattern)

@@ -8,7 +8,7 @@ local function fixed_window_load(key, now, limit)
   if not ts then
     return ts, now, div(now, limit.period), 0
   end
-  local te = math.max(now, ts)
+  local te = now > ts and now or ts
   local window = div(te, limit.period)
   return ts, te, window, window == div(ts, limit.period) and used or 0
 end
@@ -23,7 +23,7 @@ local function fixed_window(key, now, cost, limit)
   if used + cost <= quota or cost == 0 then
     if cost > 0 then
       used = used + cost
-      state = format(TWO, te, used)
+      state = instant(te) .. ' ' .. format(WHOLE, used)
     end
   else
     retry = cost > quota and -1 or to_next

@@ -24,7 +24,7 @@ local function sliding_window(key, now, cost, limit)
   if current + share + cost <= quota or cost == 0 then
     if cost > 0 then
       current = current + cost
-      state = format(THREE, te, current, previous)
+      state = instant(te) .. ' ' .. format(TWO, current, previous)
     end
   elseif cost > quota then
     retry = -1

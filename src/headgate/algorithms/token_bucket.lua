@@ -49,7 +49,7 @@ local function token_bucket(key, now, cost, limit)
   end
   local reset = level < full and te - now + ceil_div(full - level, limit.tokens) or 0
   return div(level, ticks), retry, reset, 0,
-    write and format(SIGNED, te, level, limit.signed) or nil
+    write and instant(te) .. ' ' .. format(WHOLE, level) .. ' ' .. limit.signed or nil
 end
 
 -- >8 -- scripts that only decide end here

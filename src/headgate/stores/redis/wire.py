@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hiredis import pack_command
@@ -199,7 +200,8 @@ class Wire:
             for (limit, _, _), each in zip(met, check.costs, strict=True):
                 # A cost that the limit could never bear is unsatisfiable, however large: the script sees no more.
                 groups += (limits[id(limit)], min(each, limit.capacity + 1))
-        args = [self.now(), len(limits), *limit_args, *groups]
+        meeting = "meeting" if len(set(keys)) < len(keys) else ""
+        args = [self.now(), meeting, len(limits), *limit_args, *groups]
         if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
             keys = [_safe(key) for key in keys]
         return Command(script("check", tuple(sorted(algorithms)), self._margin), keys, args, checks)
@@ -268,24 +270,30 @@ def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
     return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us))
 
 
-def _decode_checks(checks: Sequence[Check], reply: list[int]) -> list[Any]:
+def _decode_checks(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
+    now_us, told, unusual, agains = reply
+    verdicts = list(zip(told[::2], repeat(0), told[1::2], repeat(0)))
+    for index, retry_us, delay_us in zip(unusual[::3], unusual[1::3], unusual[2::3], strict=True):
+        remaining, _, reset_us, _ = verdicts[index]
+        verdicts[index] = remaining, retry_us, reset_us, delay_us
     answers: list[Any] = []
-    now_us = reply[0]
-    at = 1
+    at, allowed = 0, True
     for keys, _, lease in checks:
         if len(keys) == 1:
-            verdicts: tuple[Any, ...] = (tuple(reply[at : at + 4]),)
-            at += 4
-            allowed = verdicts[0][1] == 0
+            its: tuple[Any, ...] = (verdicts[at],)
+            at += 1
         else:
-            verdicts = tuple([tuple(reply[start : start + 4]) for start in range(at, at + 4 * len(keys), 4)])
-            at += 4 * len(keys)
-            allowed = not any([verdict[1] for verdict in verdicts])  # noqa: C419 - a list is quicker than a generator
-        if verdicts[0][0] < 0:
+            its = tuple(verdicts[at : at + len(keys)])
+            at += len(keys)
+        if unusual:
+            allowed = not any([verdict[1] for verdict in its])  # noqa: C419 - a list is quicker than a generator
+        if its[0][0] < 0:
             answers.append(_foreign(*keys))
         else:
-            answers.append(_new_decision(Decision, (allowed, keys, verdicts, lease, None, now_us, 0)))
-    for index, again_us in zip(reply[at::2], reply[at + 1 :: 2], strict=True):
+            answers.append(_new_decision(Decision, (allowed, keys, its, lease, None, now_us, 0)))
+    if at != len(verdicts):
+        raise ValueError(f"{len(verdicts)} verdicts on {at} keys")
+    for index, again_us in zip(agains[::2], agains[1::2], strict=True):
         answers[index] = answers[index]._replace(again_us=again_us)
     return answers
 
