@@ -15,13 +15,12 @@ from headgate.control.config.rows import Document
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.formats import FORMATS
 from headgate.policy.loading import read
-from headgate.policy.model import IdentitySettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SECRET = b"a secret of thirty-two bytes ..."
-KEYS = ApiKeys(IdentitySettings(), SECRET)
+KEYS = ApiKeys(SECRET)
 KEY = "sk_live_4eC39HqLyjWDarjtT1zdp7dc"
 HASH = KEYS.fingerprint(KEY)
 LIMITS = "limits: [{name: requests, by: client, bucket: 10/minute, tiers: {pro: 99/minute}}]\n"

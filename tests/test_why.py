@@ -22,7 +22,6 @@ from headgate.cli.screen import Screen
 from headgate.cli.why import add_arguments, run
 from headgate.policy import read
 from headgate.policy.credentials import ApiKeys
-from headgate.policy.model import IdentitySettings
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.letters import letter
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from headgate.telemetry.why import Answer
 
 KEY = "sk_live_4f9a"
-HASH = ApiKeys(IdentitySettings(), SECRET.encode()).fingerprint(KEY)
+HASH = ApiKeys(SECRET.encode()).fingerprint(KEY)
 NOW = datetime(2026, 11, 16, 10, 30, tzinfo=UTC)
 """On a Monday."""
 CLIENTS = Clients(SECRET)

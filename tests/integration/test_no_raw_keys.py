@@ -46,7 +46,6 @@ from headgate.control.steps import StepLog, Watcher
 from headgate.control.webhooks import Webhook
 from headgate.policy import read
 from headgate.policy.credentials import ApiKeys
-from headgate.policy.model import IdentitySettings
 from headgate.telemetry import DecisionLog, otel, prometheus
 from headgate.telemetry.pulse import Pulse
 from headgate.telemetry.redis_board import RedisBoard
@@ -77,7 +76,7 @@ KEYS = (HEADER, BEARER, LISTED, NUMBERED, SHUT_OUT, STRANGER, SHAPED, ASKED_FOR)
 SENT = (HEADER, BEARER, LISTED, NUMBERED, SHUT_OUT)
 """Those that clients send: the log has their hashes."""
 
-HASHED = ApiKeys(IdentitySettings(), SECRET.encode()).fingerprint
+HASHED = ApiKeys(SECRET.encode()).fingerprint
 HASH = HASHED(HEADER)
 LABEL = "Control Works Ltd"
 LIMIT = "control-limit"

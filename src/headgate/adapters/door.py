@@ -183,7 +183,7 @@ class Door:
                 "and count by address where nothing else does",
                 ", ".join(sorted(unknown)),
             )
-        api_keys = ApiKeys(policy.identity, self._secret(policy))
+        api_keys = ApiKeys(self._secret(policy))
         return Rules(
             Snapshot(policy, api_keys.fingerprint),
             Answers(policy.answers, body=self._refusal_body),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.adapters import way
 from headgate.adapters.door import Door
+from headgate.adapters.identities import NOT_YET_TOLD
 from headgate.adapters.way import FREE, Admission, Rules, Shadow
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.limiter import AsyncLimiter, Limiter
@@ -38,13 +39,12 @@ class Gate(Door):
         route = rules.snapshot.route(arrival.method, arrival.path)
         if route.is_exempt:
             return FREE
-        who = rules.identities.read(arrival, route.kinds | self._blocks.kinds if self._blocks else route.kinds)
-        if self._functions:
-            for kind in who:
-                if type(who[kind]) is not str:
-                    raise _asynchronous_function(kind, who[kind])
+        blocks = self._blocks or None
+        who = rules.identities.read(arrival, route.kinds if blocks is None else route.kinds | blocks.kinds)
+        if NOT_YET_TOLD in who:
+            raise _asynchronous_function(who)
         met = rules.snapshot.resolve(route, who, self._now_us())
-        if self._blocks and met.block is None:
+        if blocks is not None and met.block is None:
             met = self._live_block(met)
         if met.block is not None or not met.keys:
             admission = rules.unasked(met)
@@ -122,13 +122,13 @@ class AsyncGate(Door):
         route = rules.snapshot.route(arrival.method, arrival.path)
         if route.is_exempt:
             return FREE
-        who = rules.identities.read(arrival, route.kinds | self._blocks.kinds if self._blocks else route.kinds)
-        if self._functions:
-            for kind in who:
-                if type(who[kind]) is not str:
-                    who[kind] = await rules.identities.awaited(kind, who[kind])
+        blocks = self._blocks or None
+        who = rules.identities.read(arrival, route.kinds if blocks is None else route.kinds | blocks.kinds)
+        if NOT_YET_TOLD in who:
+            for kind in who.pop(NOT_YET_TOLD):
+                who[kind] = await rules.identities.awaited(kind, who[kind])
         met = rules.snapshot.resolve(route, who, self._now_us())
-        if self._blocks and met.block is None:
+        if blocks is not None and met.block is None:
             met = self._live_block(met)
         if met.block is not None or not met.keys:
             admission = rules.unasked(met)
@@ -193,10 +193,12 @@ class AsyncGate(Door):
         return admission
 
 
-def _asynchronous_function(kind: str, value: Any) -> InvalidConfiguration:
-    close = getattr(value, "close", None)
-    if close is not None:  # so that nobody is warned of what was never awaited
-        close()
+def _asynchronous_function(who: dict[str, Any]) -> InvalidConfiguration:
+    kinds = who[NOT_YET_TOLD]
+    for kind in kinds:
+        close = getattr(who[kind], "close", None)
+        if close is not None:  # so that nobody is warned of what was never awaited
+            close()
     return InvalidConfiguration(
-        f"the function for {kind!r} is asynchronous, but this app runs with threads: give a plain function"
+        f"the function for {kinds[0]!r} is asynchronous, but this app runs with threads: give a plain function"
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headgate.policy.credentials import ApiKeys
     from headgate.policy.model import IdentitySettings
 
-__all__ = ["AMBIGUOUS", "Identities", "IdentityFunction"]
+__all__ = ["AMBIGUOUS", "NOT_YET_TOLD", "Identities", "IdentityFunction"]
 
 logger = logging.getLogger("headgate")
 
@@ -28,6 +28,9 @@ IdentityFunction: TypeAlias = Callable[[Any], Any]
 
 AMBIGUOUS: Final = "ambiguous"
 """The one API key of all requests that send several: a client who is served under either gets no counter of its own."""
+
+NOT_YET_TOLD: Final = "not yet told"
+"""Under which the kinds stand whose values are still to be awaited."""
 
 MOST_LINES: Final = 16
 """Of a header in which one was meant to stand; a request with more is somebody's game, and counted as ambiguous."""
@@ -48,11 +51,16 @@ class Identities:
         self._addresses = Addresses(settings)
         self._forwarded_by = settings.forwarded_by if settings.proxies else None
         self._api_keys = api_keys
-        self._places = [(settings.api_key_header, False)] if settings.api_key_header is not None else []
-        """The headers in which a key may stand, and whether it is a bearer token there."""
+        self._places: list[tuple[str, Callable[[str], str | None]]] = []
+        """The headers in which a key may stand, and how it is read there."""
+        if settings.api_key_header is not None:
+            self._places.append((settings.api_key_header, api_keys.from_header))
         if settings.bearer_token:
-            self._places.append(("authorization", True))
+            self._places.append(("authorization", api_keys.from_bearer))
         self._functions = dict(functions or {})
+        self._kinds_told = frozenset(self._functions)
+        self._tells_tier = "tier" in self._functions
+        """Which is wanted for every request, whatever its limits count by."""
         self._complained: dict[str, float] = {}
         """When something was last said about each function."""
         if taken := sorted(OUR_OWN & self._functions.keys()):
@@ -62,20 +70,19 @@ class Identities:
             )
 
     def read(self, arrival: Arrival, kinds: frozenset[str]) -> dict[str, Any]:
-        """The request's identities of these kinds, its address always; a value may still have to be awaited."""
+        """The request's identities of these kinds, its address always; for some there may be something to await."""
         forwarded = arrival.header(self._forwarded_by) if self._forwarded_by is not None else ()
-        address = self._addresses.client(arrival.peer, forwarded)
-        who: dict[str, Any] = {"address": address, "ip": self._addresses.identity(address)}
+        addresses = self._addresses
+        address = addresses.client(arrival.peer, forwarded)
+        who: dict[str, Any] = {"address": address, "ip": addresses.identity(address)}
         if "subnet" in kinds:
-            who["subnet"] = self._addresses.subnet(address)
-        if "api_key" in kinds and "api_key" not in self._functions:
+            who["subnet"] = addresses.subnet(address)
+        if "api_key" in kinds and "api_key" not in self._kinds_told:
             self._read_api_key(arrival, who)
-        if self._functions:
+        if self._tells_tier or not kinds.isdisjoint(self._kinds_told):
             for kind, function in self._functions.items():
                 if kind in kinds or kind == "tier":
-                    value = self._ask(kind, function, arrival)
-                    if value is not None:
-                        who[kind] = value
+                    self._ask(kind, function, arrival, who)
         return who
 
     def fingerprint(self, api_key: str) -> str:
@@ -103,29 +110,30 @@ class Identities:
             return None
 
     def _read_api_key(self, arrival: Arrival, who: dict[str, Any]) -> None:
-        for name, is_bearer in self._places:
+        for name, read in self._places:
             lines = arrival.header(name)
-            keys = [
-                self._api_keys.from_headers(*((None, line) if is_bearer else (line, None)))
-                for line in lines[:MOST_LINES]
-            ]
             if len(lines) > 1:
                 # Which of them would the app believe? Whoever sends one that is blocked is blocked, in any case.
                 who["api_key"] = AMBIGUOUS
-                who[ALL_API_KEYS] = " ".join(filter(None, keys))
+                who[ALL_API_KEYS] = " ".join(filter(None, map(read, lines[:MOST_LINES])))
                 return
-            if keys and keys[0] is not None:
-                who["api_key"] = keys[0]
+            if lines and (key := read(lines[0])) is not None:
+                who["api_key"] = key
                 return
 
-    def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival) -> Any:
+    def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival, who: dict[str, Any]) -> None:
         try:
             value = function(arrival)
-            return value if isawaitable(value) else self.checked(kind, value)
+            if type(value) is not str and isawaitable(value):
+                who.setdefault(NOT_YET_TOLD, []).append(kind)
+            else:
+                value = self.checked(kind, value)
         except Exception:
             # Who cannot be told is counted by address: neither let through, nor answered by a 500.
             self._complain(kind, "failed", with_traceback=True)
-            return None
+            return
+        if value is not None:
+            who[kind] = value
 
     def _complain(self, kind: str, what: str, *, with_traceback: bool = False) -> None:
         now = monotonic()

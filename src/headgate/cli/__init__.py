@@ -18,7 +18,6 @@ from headgate.cli.request import given_secret
 from headgate.cli.screen import BAD, Screen
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.policy.credentials import LONGEST_KEY, ApiKeys
-from headgate.policy.model import IdentitySettings
 from headgate.policy.schema import json_schema
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def _hash_key(arguments: Namespace, out: Screen, err: Screen) -> int:
         raise InvalidInput(
             f"there is no secret to hash keys with: give --secret-file, or set {SECRET_VARIABLE}, to the app's own"
         )
-    api_keys = ApiKeys(IdentitySettings(), secret)
+    api_keys = ApiKeys(secret)
     out.say(api_keys.fingerprint(_read_key()))
     return 0
 

@@ -101,7 +101,7 @@ def examine(file: str) -> Report:
         with open(file, "rb"):
             policy = load(file)
         # What is good here has to be good in a gate, which hashes API keys and makes tables of it all.
-        Snapshot(policy, ApiKeys(policy.identity, secrets.token_bytes(32)).fingerprint)
+        Snapshot(policy, ApiKeys(secrets.token_bytes(32)).fingerprint)
     except OSError as error:
         return Report(file, (Problem(f"cannot be read: {error.strerror}"),), was_read=False)
     except InvalidPolicy as error:

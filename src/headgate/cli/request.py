@@ -55,7 +55,7 @@ class Request:
     def read(cls, arguments: Namespace, policy: Policy) -> Request:
         """The request of `headgate explain`'s arguments; InvalidInput, if there can be none."""
         secret = given_secret(arguments.secret_file)
-        api_keys = ApiKeys(policy.identity, secret or secrets.token_bytes(32))
+        api_keys = ApiKeys(secret or secrets.token_bytes(32))
         address = _address(arguments.ip)
         addresses = Addresses(policy.identity)
         who = {"address": address, "ip": addresses.identity(address), "subnet": addresses.subnet(address)}

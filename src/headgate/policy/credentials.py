@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headgate.errors import InvalidConfiguration, InvalidInput
-
-if TYPE_CHECKING:
-    from headgate.policy.model import IdentitySettings
 
 __all__ = ["LONGEST_KEY", "SHORTEST_SECRET", "ApiKeys"]
 
@@ -30,9 +27,9 @@ class ApiKeys:
     The secret must be the same in all processes of an app. Whoever has it and a hash can only try keys out.
     """
 
-    __slots__ = ("_bearer", "_hash", "_header", "_known")
+    __slots__ = ("_hash", "_known")
 
-    def __init__(self, settings: IdentitySettings, secret: bytes) -> None:
+    def __init__(self, secret: bytes) -> None:
         if not isinstance(secret, bytes):
             raise InvalidConfiguration(f"the secret for API keys is a {type(secret).__name__}; give bytes")
         if len(secret) < SHORTEST_SECRET:
@@ -44,21 +41,18 @@ class ApiKeys:
         self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=PURPOSE)
         self._known: dict[int, str] = {}
         """Hashes of busy keys, by what Python's own hash makes of the key: the keys themselves are not kept."""
-        self._header = settings.api_key_header is not None
-        self._bearer = settings.bearer_token
 
-    def from_headers(self, api_key: str | None, authorization: str | None) -> str | None:
-        """The hash of the request's key, or None if it has none: of its own header first, then of a bearer token.
+    def from_header(self, value: str) -> str | None:
+        """The hash of the key that is the value of a header, or None if there is none.
 
         What cannot be a key (empty, several words, not printable ASCII, above 4 KB) is no identity. Nor is what has a
         comma: by that, several lines are joined on their way, and which of them would the app believe?
         """
-        found = None
-        if api_key is not None and self._header:
-            found = self.hashed(api_key.strip(" \t"))
-        if found is None and authorization is not None and self._bearer and authorization[:7].lower() == "bearer ":
-            found = self.hashed(authorization[7:].strip(" \t"))
-        return found
+        return self.hashed(value.strip(" \t"))
+
+    def from_bearer(self, authorization: str) -> str | None:
+        """The same of a bearer token, as the value of `Authorization`."""
+        return self.hashed(authorization[7:].strip(" \t")) if authorization[:7].lower() == "bearer " else None
 
     def hashed(self, sent: str) -> str | None:
         """The hash of a key that a client sent, whatever it looks like, or None if it cannot be a key."""

@@ -94,7 +94,7 @@ def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
     made = checked_keys(keys)
     if id is None and "concurrency" in [key.limit.algorithm for key in made]:
         id = uuid4().hex
-    return Check(made, cost, id)
+    return _new_check(Check, (made, cost, id))
 
 
 def _checked_costs(costs: object, keys: tuple[Key | Limit, ...]) -> Cost:

@@ -11,7 +11,6 @@ from headgate.adapters.identities import AMBIGUOUS
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Networks, canonical
 from headgate.policy.credentials import PREFIX, ApiKeys
-from headgate.policy.model import IdentitySettings
 from headgate.policy.snapshot import ALL_API_KEYS, CLIENT_KINDS
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Clients:
             raise InvalidConfiguration("API keys are never shown: leave 'api_key' out of show")
         self._show = frozenset(show)
         given = _given(secret)
-        self._api_keys = ApiKeys(IdentitySettings(), given)
+        self._api_keys = ApiKeys(given)
         keyed = given if len(given) <= blake2b.MAX_KEY_SIZE else blake2b(given).digest()
         self._hash = blake2b(digest_size=16, key=keyed, person=PURPOSE)
         self._known: dict[tuple[str, str], str] = {}
