@@ -15,6 +15,7 @@ from again import with_again
 from headgate import Decision, Key, Limit
 from headgate.algorithms import NEVER
 from headgate.shield.denials import MOST_FORGOTTEN, TRUST_US, Denials
+from headgate.shield.inquiry import Inquiry
 from headgate.stores.calls import Check, Leave, Refund, Reset
 from headgate.stores.memory import MemoryStore
 from headgate.testing import FakeClock
@@ -52,12 +53,14 @@ class Desk:
         return self.run(Check(keys, cost, id))
 
     def run(self, call: Check) -> Decision:
-        decision = self.denials.recall(call)
-        if decision is not None:
-            return decision
+        found = self.denials.recall(call)
+        if isinstance(found, Decision):
+            return found
         asked_us = self.denials.now_us()
         decision = self.ask(call)
         self.denials.note(call, decision, asked_us)
+        if found is not None:
+            self.denials.end(call, found)
         return decision
 
     def ask(self, call: Check) -> Decision:
@@ -72,7 +75,7 @@ class Desk:
 
     def answers_from_memory(self, *keys: Key, cost: int | tuple[int, ...] = 1) -> bool:
         """Whether the answer to this request is remembered; it is looked for, and nobody is asked."""
-        return self.denials.recall(Check(keys, cost)) is not None
+        return isinstance(self.denials.recall(Check(keys, cost)), Decision)
 
 
 @pytest.fixture
@@ -109,14 +112,14 @@ def test_by_the_real_clock_a_denial_is_trusted_for_five_seconds(age_us: int, is_
     denials, call = Denials(), Check((TEN.by("ada"),), 3)
     denied = Decision(False, call.keys, ((0, 60 * SECOND, 99 * SECOND, 0),))
     denials.note(call, denied, denials.now_us() - age_us)
-    assert (denials.recall(call) is not None) == is_remembered
+    assert isinstance(denials.recall(call), Decision) == is_remembered
 
 
 def test_by_the_real_clock_a_denial_does_not_outlast_its_wait() -> None:
     denials, call = Denials(), Check((TEN.by("ada"),), 3)
     for wait_us, is_remembered in ((2 * SECOND, True), (SECOND, False), (SECOND - 1, False)):
         denials.note(call, Decision(False, call.keys, ((0, wait_us, wait_us, 0),)), denials.now_us() - SECOND)
-        assert (denials.recall(call) is not None) == is_remembered
+        assert isinstance(denials.recall(call), Decision) == is_remembered
 
 
 @pytest.mark.parametrize(("after_us", "is_remembered"), [(0, True), (TRUST_US - 1, True), (TRUST_US, False)])
@@ -442,8 +445,8 @@ def test_two_who_were_denied_at_the_same_time_are_one_denial(desk: Desk) -> None
         desk.denials.note(call, desk.ask(call), asked_us)
     assert len(desk.denials) == 1
     desk.clock.advance(5)
-    assert desk.denials.recall(call) is None
-    assert len(desk.denials._counters) == 0
+    assert not desk.answers_from_memory(*call.keys, cost=call.cost)
+    assert (len(desk.denials), len(desk.denials._counters)) == (0, 0)
 
 
 def test_a_memory_that_is_made_smaller_lets_go_with_the_next_denial(desk: Desk) -> None:
@@ -478,11 +481,13 @@ def test_threads_share_one_memory() -> None:
         for _ in range(3_000):
             keys = tuple(limit.by(draw.randrange(20)) for limit in draw.sample(limits, draw.choice([1, 2])))
             call, asked_us, wait_us = Check(keys, draw.choice([1, 2])), denials.now_us(), draw.choice([0, 10, NEVER])
-            decision = denials.recall(call)
-            if decision is None:
+            found = denials.recall(call)
+            if not isinstance(found, Decision):
                 denials.note(call, Decision(wait_us == 0, keys, ((0, wait_us, 9, 0),) * len(keys)), asked_us)
-            elif decision.allowed or decision.keys is not keys:
-                failures.append(decision)
+            elif found.allowed or found.keys is not keys:
+                failures.append(found)
+            if isinstance(found, Inquiry) and found.take():
+                denials.end(call, found)
             if draw.random() < 0.1:
                 denials.forget(keys[0].limit.space, keys[0].identity)
 
@@ -491,6 +496,7 @@ def test_threads_share_one_memory() -> None:
     assert failures == []
     assert denials.hits > 0
     assert len(denials) <= 20
+    assert denials._inquiries == {}
     uses = [counter for entry in denials._entries.values() for counter in entry.counters if counter.limit is not None]
     assert {counter.name for counter in uses} == set(denials._counters)
     assert len(uses) == sum(counter.uses for counter in denials._counters.values())

@@ -12,18 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate import Decision, Key, Limit, StoreTimeout, StoreUnavailable
+from headgate import Key, Limit, StoreTimeout, StoreUnavailable
 from headgate.algorithms import ALGORITHMS
 from headgate.shield.ledger import BATCH, MOST_TRIES, Debt, Ledger, Settled, settle
-from headgate.stores.calls import Check
+from headgate.stores.calls import Check, Refund
 from headgate.stores.memory import MemoryStore
 from headgate.testing import FakeClock
 from model import Model, Plan, Subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from headgate.errors import StoreError
 
 SECOND = 1_000_000
 NOW = 1_763_251_200 * SECOND
@@ -51,20 +49,20 @@ class Store:
         self.memory = MemoryStore(clock)
         self.mishaps: dict[int, str] = {}
         self.meanwhile: Callable[[], object] = lambda: None
-        self.sent: list[Check] = []
+        self.sent: list[Any] = []
         self.batches: list[int] = []
         self._numbers = count()
 
-    def run_all(self, calls: list[Check]) -> list[Decision | StoreError]:
+    def run_all(self, calls: list[Any]) -> list[Any]:
         self.batches.append(len(calls))
         return [self._run(call, self.mishaps.get(next(self._numbers))) for call in calls]
 
-    def _run(self, call: Check, mishap: str | None) -> Decision | StoreError:
+    def _run(self, call: Any, mishap: str | None) -> Any:
         self.sent.append(call)
         self.meanwhile()
         if mishap == "unsent":
             return StoreUnavailable("nobody is there")
-        answer = self.memory.decide(call) if mishap != "lost on the way" else None
+        answer = self.memory.run(call) if mishap != "lost on the way" else None
         return StoreTimeout("no answer") if mishap or answer is None else answer
 
     def used(self, key: Key) -> int:
@@ -426,3 +424,133 @@ def test_what_was_not_sent_yet_stays_owed_whatever_goes_wrong() -> None:
 def test_without_debts_nobody_is_asked() -> None:
     ledger, store = Ledger(FakeClock(NOW)), Store(FakeClock(NOW))
     assert (settled(ledger, store), store.batches) == (Settled(0, 0, 0, 0, 0), [])
+
+
+# ------------------------------------------------------------------ what could not be given back
+
+
+def charged(algorithm: str, amount: int, *, quota: int = 10) -> tuple[FakeClock, Store, Key, int]:
+    """A store that has charged so much to ada, and when."""
+    clock = FakeClock(NOW)
+    store, key = Store(clock), limit_of(algorithm, quota).by("ada")
+    decision = store.memory.decide(Check((key,), amount))
+    assert decision.allowed
+    return clock, store, key, decision.at_us
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "after", "returned"),
+    [
+        # Where the charge was counted, whole, for as long as it counts.
+        *[
+            (algorithm, after, 6)
+            for algorithm in ("fixed_window", "sliding_window", "sliding_log")
+            for after in (0, 50)
+        ],
+        *[(algorithm, 60, 0) for algorithm in ("fixed_window", "sliding_log")],
+        ("sliding_window", 60, 0),
+        # But for what was refilled since: one in six seconds, and a part of one is one.
+        *[(bucket, after, 5) for bucket in ("gcra", "leaky_bucket", "token_bucket") for after in (0, 5)],
+        *[(bucket, 6, 4) for bucket in ("gcra", "leaky_bucket", "token_bucket")],
+        *[(bucket, 36, 0) for bucket in ("gcra", "leaky_bucket", "token_bucket")],
+    ],
+)
+def test_what_could_not_be_given_back_is_when_the_store_is_back(algorithm: str, after: int, returned: int) -> None:
+    clock, store, key, at_us = charged(algorithm, 6)
+    ledger = Ledger(clock)
+    ledger.note_refund(Refund(key, 6, None, at_us))
+    assert ledger.debt == Debt(1, 0)
+    clock.advance(after)
+    before = store.used(key)
+    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0, returned)
+    assert before - store.used(key) == returned
+    assert ledger.debt == Debt(0, 0)
+    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0, 0)
+
+
+def test_refunds_of_one_counter_are_one_and_lose_a_part_of_a_token_once() -> None:
+    clock, store, key, at_us = charged("token_bucket", 6)
+    ledger = Ledger(clock)
+    for later in (3, 0, 2):
+        ledger.note_refund(Refund(key, 1, None, at_us + later))
+    assert settled(ledger, store).returned == 2
+    assert store.sent == [Refund(key, 2, store.sent[0].id, at_us)]
+
+
+def test_refunds_to_different_windows_stay_apart() -> None:
+    clock, store, key, at_us = charged("fixed_window", 6)
+    ledger = Ledger(clock)
+    clock.advance(60)
+    store.memory.decide(Check((key,), 5))
+    for amount, when_us in ((6, at_us), (1, at_us + 60 * SECOND), (2, at_us + 61 * SECOND)):
+        ledger.note_refund(Refund(key, amount, None, when_us))
+    assert settled(ledger, store).returned == 3
+    assert store.used(key) == 2
+
+
+@pytest.mark.parametrize("mishap", ["unsent", "lost on the way", "answer lost"])
+@pytest.mark.parametrize("algorithm", ["fixed_window", "token_bucket"])
+def test_a_refund_whose_fate_is_unknown_is_sent_again_and_happens_once(algorithm: str, mishap: str) -> None:
+    clock, store, key, at_us = charged(algorithm, 9)
+    ledger = Ledger(clock)
+    ledger.note_refund(Refund(key, 6, None, at_us))
+    store.mishaps = {0: mishap}
+    assert settled(ledger, store).returned == 0
+    assert ledger.debt.keys == 1
+    ledger.note_refund(Refund(key, 2, None, at_us))  # and is no part of what was sent already
+    settled(ledger, store)
+    assert store.sent[0].id == store.sent[1].id != store.sent[2].id
+    assert ledger.debt.keys == 0
+    assert store.used(key) == 9 - (8 if algorithm == "fixed_window" else 6)
+
+
+def test_a_refund_shrinks_while_it_waits_to_be_sent_again() -> None:
+    clock, store, key, at_us = charged("token_bucket", 10)
+    ledger = Ledger(clock)
+    ledger.note_refund(Refund(key, 6, None, at_us))
+    store.mishaps = {0: "unsent"}
+    settled(ledger, store)
+    clock.advance(12)
+    settled(ledger, store)
+    assert [refund.amount for refund in store.sent] == [5, 3]
+    assert store.used(key) == 10 - 2 - 3
+
+
+def test_a_refund_is_given_up_before_the_store_forgets_its_id() -> None:
+    clock = FakeClock(NOW)
+    store, key = Store(clock), Limit(10, timedelta(minutes=50), algorithm="sliding_log", name="x").by("ada")
+    ledger = Ledger(clock)
+    ledger.note_refund(Refund(key, 1, None, NOW))
+    clock.advance(3600 - 0.1)
+    assert settled(ledger, store).returned == 0
+    assert store.sent == []
+
+
+def test_refunds_come_before_charges_so_that_less_is_forgiven() -> None:
+    clock, store, key, at_us = charged("fixed_window", 10)
+    ledger = Ledger(clock)
+    ledger.note(Check((key,), 4))
+    ledger.note_refund(Refund(key, 4, None, at_us))
+    assert settled(ledger, store) == Settled(1, 4, 0, 0, 0, 4)
+    assert store.used(key) == 10
+
+
+def test_a_store_that_answers_no_refund_is_asked_for_nothing_else() -> None:
+    clock, store, key, at_us = charged("fixed_window", 5)
+    ledger = Ledger(clock)
+    ledger.note(Check((key,), 4))
+    ledger.note_refund(Refund(key, 4, None, at_us))
+    store.mishaps = {0: "unsent"}
+    assert settled(ledger, store).left == 4
+    assert ledger.debt == Debt(2, 4)
+    assert store.batches == [1]
+
+
+def test_the_number_of_refunds_is_bounded() -> None:
+    clock = FakeClock(NOW)
+    ledger, limit = Ledger(clock, most=3), limit_of("fixed_window")
+    for number in range(5):
+        ledger.note_refund(Refund(limit.by(f"{number}"), 1, None, NOW))
+    store = Store(clock)
+    settled(ledger, store)
+    assert [refund.key.identity for refund in store.sent] == ["2", "3", "4"]

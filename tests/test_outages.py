@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headgate import Limit, StoreUnavailable
+import pytest
+
+from headgate import AsyncLimiter, Limit, Limiter, StoreUnavailable
 from headgate.adapters.asgi import AsgiArrival
 from headgate.adapters.gate import AsyncGate, Gate
 from headgate.events import Event, Herald
@@ -15,8 +17,6 @@ from headgate.shield.outage import Outage
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
-    import pytest
-
     from servers import RedisServer
 
 POLICY = Policy(rules=(Rule("per-ip", Limit(5, timedelta(minutes=1), name="per-ip"), ("ip",)),))
@@ -102,3 +102,69 @@ def test_identities_that_nobody_supplies_are_warned_of(caplog: pytest.LogCapture
     assert "the policy counts by ipp, for which no function is given" in messages(caplog)[0]
     Gate(POLICY)
     assert messages(caplog) == []
+
+
+# ------------------------------------------------- while the breaker is open
+
+
+def opened(limiter: Limiter | AsyncLimiter) -> None:
+    """Its store has failed until nobody asks it any more; and nobody looks after it."""
+    assert limiter._keeper is not None
+    limiter._keeper.close()
+    breaker = limiter._store.breakers[None]
+    breaker.is_open, breaker.reason = True, str(AWAY)
+    limiter._front.note_failure(AWAY)
+
+
+UNSENT = f"{AWAY} (and it is not asked again until it is seen to answer)"
+
+
+@pytest.mark.parametrize("cost", [0, 2, (2, 0), (0, 0)])
+@pytest.mark.parametrize("mode", ["open", "closed", "local"])
+def test_while_nobody_asks_the_store_each_mode_answers_as_ever(mode: Any, cost: Any) -> None:
+    """The short way and the long way by an exception of the store's are one."""
+    keys = [Limit(100, timedelta(minutes=1), name=name).by("ada") for name in ("a", "b")]
+    with Limiter("redis://127.0.0.1:1/0", on_failure=mode, clock=FakeClock()) as limiter:
+        opened(limiter)
+        limiter._front.breaker, breaker = None, limiter._front.breaker
+        long = limiter.check(*keys, cost=cost)
+        owed = limiter.health().owed_tokens
+        limiter._front.breaker = breaker
+        limiter._store.run = None  # it is not even asked
+        short = limiter.check(*keys, cost=cost)
+        assert short.degraded == f"{mode}: {UNSENT}"
+        assert short.allowed == long.allowed
+        assert short == long or mode == "local", "which counts"
+        assert limiter.health().owed_tokens == 2 * owed
+        assert limiter.health().decided_without == 3
+
+
+def test_where_it_raises_each_gets_an_exception_of_its_own() -> None:
+    async def ask(limiter: AsyncLimiter) -> list[Any]:
+        opened(limiter)
+        key = Limit(10, timedelta(minutes=1)).by("ada")
+        told = await asyncio.gather(*[limiter.check(key) for _ in range(2)], return_exceptions=True)
+        await limiter.close()
+        return told
+
+    told = asyncio.run(ask(AsyncLimiter("redis://127.0.0.1:1/0")))
+    assert [(type(error), str(error), error.may_have_happened) for error in told] == [
+        (StoreUnavailable, UNSENT, False)
+    ] * 2
+    assert told[0] is not told[1]
+
+
+def test_as_soon_as_the_breaker_closes_the_store_is_asked(redis7: RedisServer, unique: str) -> None:
+    with Limiter(redis7.url, on_failure="open", budget=5.0) as limiter:
+        key = Limit(10, timedelta(minutes=1), name=unique).by("ada")
+        assert limiter.check(key).degraded is None
+        opened(limiter)
+        assert limiter.check(key).degraded == f"open: {UNSENT}"
+        limiter._front.breaker.close()
+        assert limiter.check(key).remaining == 8
+
+
+def test_where_there_are_several_servers_each_has_a_breaker_of_its_own() -> None:
+    for url in ("redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/main"):
+        with Limiter(url, on_failure="open") as limiter:
+            assert limiter._front.breaker is None

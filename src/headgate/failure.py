@@ -29,7 +29,10 @@ CLOSED_RETRY_US: Final = 1_000_000
 MOST_LIMITS: Final = 10_000
 """So many local limits are kept ready; those who make limits by the million pay for each again."""
 
-_new_key = tuple.__new__
+_OPEN: Final = (0, 0, 0, 0)
+_CLOSED: Final = (0, CLOSED_RETRY_US, CLOSED_RETRY_US, 0)
+
+_new_tuple = tuple.__new__
 
 
 class Fleet:
@@ -102,9 +105,9 @@ class FailurePolicy:
         why = f"{self._mode}: {error}"
         if self._mode == "local":
             return self._decide_locally(call, why)
-        wait_us = CLOSED_RETRY_US if self._mode == "closed" and any(call.costs) else 0
-        verdicts = tuple((0, wait_us, wait_us, 0) for _ in call.keys)
-        return Decision(not wait_us, call.keys, verdicts, call.id, why)
+        keys, cost, id = call
+        verdict = _CLOSED if self._mode == "closed" and (cost if type(cost) is int else any(call.costs)) else _OPEN
+        return _new_tuple(Decision, (verdict is _OPEN, keys, (verdict,) * len(keys), id, why, 0, 0))
 
     def tell(self, call: Refund | Renew | Leave, error: StoreError) -> bool:
         if self._mode == "raise":
@@ -131,7 +134,7 @@ class FailurePolicy:
 
     def _local_key(self, key: Key) -> Key:
         limit, parts, identity = key
-        return _new_key(Key, (self._fleet.part_of(limit), parts, identity))
+        return _new_tuple(Key, (self._fleet.part_of(limit), parts, identity))
 
 
 def local_limit(limit: Limit, portion: Fraction) -> Limit:

@@ -40,7 +40,7 @@ class Health(NamedTuple):
     nodes: int = 1
     """Live processes that count together, by their heartbeats; the last number known while the store is away."""
     owed_keys: int = 0
-    """Counters to be charged with what was allowed without the store."""
+    """Counters to be charged with what was allowed without the store, and refunds to be made."""
     owed_tokens: int = 0
 
     @property

@@ -14,6 +14,7 @@ from headgate.decisions import Decision
 from headgate.errors import StoreError
 from headgate.leases import Renewals, leaving, renew_forever
 from headgate.shield.front import LOOKS
+from headgate.shield.inquiry import Inquiry
 from headgate.shield.split import gathered, spread, spread_change
 from headgate.stores.calls import Check, Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
@@ -165,7 +166,7 @@ class Limiter(LimiterBase):
                 return gathered(call, self._decide(spread(call, _pick), fallback))
         front = self._front
         front.checks += 1
-        ready = front.at_once(call) if front.is_alert or not front.checks & LOOKS else None
+        ready = front.at_once(call, fallback) if front.is_alert or not front.checks & LOOKS else None
         if isinstance(ready, Decision):
             return ready
         asked_ns = front.now_ns()
@@ -206,7 +207,7 @@ class Limiter(LimiterBase):
                     step = steps.send(None)
                     continue
                 try:
-                    answer = run(step)
+                    answer = step.gate().acquire(timeout=2 * self._store.budget) if type(step) is Inquiry else run(step)
                 except StoreError as error:
                     step = steps.throw(error)
                 else:
@@ -340,7 +341,7 @@ class AsyncLimiter(LimiterBase):
                 return gathered(call, await self._decide(spread(call, _pick), fallback))
         front = self._front
         front.checks += 1
-        ready = front.at_once(call) if front.is_alert or not front.checks & LOOKS else None
+        ready = front.at_once(call, fallback) if front.is_alert or not front.checks & LOOKS else None
         if isinstance(ready, Decision):
             return ready
         asked_ns = front.now_ns()
@@ -380,7 +381,7 @@ class AsyncLimiter(LimiterBase):
                     step = steps.send(None)
                     continue
                 try:
-                    answer = await run(step)
+                    answer = await (step.future(2 * self._store.budget) if type(step) is Inquiry else run(step))
                 except StoreError as error:
                     step = steps.throw(error)
                 else:

@@ -3,13 +3,15 @@ knocking costs the store only what it is let through for."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headgate import Decision, Key, Limit
+from headgate import AsyncLimiter, Decision, Key, Limit, Limiter
 from headgate.clock import SystemClock
 from headgate.shield.denials import Denials
 from headgate.stores import open_store
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from headgate.clock import Clock
+    from servers import RedisServer
 
 SECOND = 1_000_000
 NOW_US = 1_763_251_200 * SECOND
@@ -50,11 +53,14 @@ class Client:
 
     def check(self, *keys: Key, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
         call = Check(keys, cost, id)
-        decision = self.denials.recall(call)
-        if decision is None:
-            asked_us = self.denials.now_us()
-            decision = self.ask(*keys, cost=cost, id=id)
-            self.denials.note(call, decision, asked_us)
+        found = self.denials.recall(call)
+        if isinstance(found, Decision):
+            return found
+        asked_us = self.denials.now_us()
+        decision = self.ask(*keys, cost=cost, id=id)
+        self.denials.note(call, decision, asked_us)
+        if found is not None:
+            self.denials.end(call, found)
         return decision
 
     def ask(self, *keys: Key, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
@@ -220,3 +226,97 @@ def test_in_real_time_a_flood_is_held_off_and_lets_through_what_is_due(
     assert client.asked <= 3 * passed + 20
     # Fifty a second, and what the windows at both ends hold; an idle machine would get them all.
     assert 25 * took - 10 <= passed <= 50 * took + 20
+
+
+# ------------------------------------------------------------ one for all
+
+
+async def get_ready(limiter: AsyncLimiter, key: Key) -> None:
+    """Be denied until that is not forgotten any more, as it is once, when the news are first listened to."""
+    in_a_row = 0
+    for _ in range(100):
+        before = limiter.stats["calls"]
+        await asyncio.gather(*[limiter.check(key) for _ in range(3)])
+        in_a_row = in_a_row + 1 if limiter.stats["calls"] - before <= 1 else 0
+        if in_a_row == 10:
+            return
+        await asyncio.sleep(0.02)
+
+
+def test_when_a_denial_ends_one_task_asks_for_all(redis7: Any, unique: str) -> None:
+    limit = limit_of("gcra", 1, SECOND // 20, unique)
+
+    async def knock() -> tuple[int, int, list[int]]:
+        passed, sent = 0, []
+        async with AsyncLimiter(redis7.url) as limiter:
+            await get_ready(limiter, limit.by("ada"))
+            for _ in range(20):
+                await asyncio.sleep(0.05)
+                before = limiter.stats["calls"]
+                decisions = await asyncio.gather(*[limiter.check(limit.by("ada")) for _ in range(50)])
+                passed += sum(decision.allowed for decision in decisions)
+                sent.append(limiter.stats["calls"] - before)
+            return passed, sum(sent), sent
+
+    passed, calls, sent = asyncio.run(knock())
+    print(f"{passed} of 1000 passed, with {calls} calls: {sent}")
+    assert passed >= 15
+    # Whoever comes a little too early asks once more.
+    assert calls <= 3 * passed
+
+
+def test_a_task_that_is_cancelled_while_it_asks_for_all_takes_nobody_along(redis7: Any, unique: str) -> None:
+    limit = limit_of("gcra", 1, SECOND // 10, unique)
+
+    async def knock() -> list[Any]:
+        async with AsyncLimiter(redis7.url) as limiter:
+            await get_ready(limiter, limit.by("ada"))
+            await asyncio.sleep(0.2)
+            first, *others = [asyncio.create_task(limiter.check(limit.by("ada"))) for _ in range(20)]
+            await asyncio.sleep(0)  # all of them have begun
+            first.cancel()
+            return await asyncio.gather(first, *others, return_exceptions=True)
+
+    first, *others = asyncio.run(knock())
+    assert isinstance(first, asyncio.CancelledError)
+    assert [isinstance(each, Decision) for each in others] == [True] * 19
+    # That of the first may have been charged: it had been sent.
+    assert sum(each.allowed for each in others) <= 1
+
+
+def test_when_a_denial_ends_one_thread_asks_for_all(redis7: Any, unique: str) -> None:
+    limit = limit_of("gcra", 1, SECOND // 20, unique)
+    with Limiter(redis7.url) as limiter, ThreadPoolExecutor(16) as threads:
+        while not limiter.stats["remembered"]:
+            list(threads.map(limiter.check, [limit.by("ada")] * 3))
+            time.sleep(0.02)
+        passed, before = 0, limiter.stats["calls"]
+        for _ in range(20):
+            time.sleep(0.05)
+            passed += sum(decision.allowed for decision in threads.map(limiter.check, [limit.by("ada")] * 50))
+        calls = limiter.stats["calls"] - before
+    print(f"{passed} of 1000 passed, with {calls} calls")
+    assert passed >= 15
+    assert calls <= 3 * passed + 50, "all is forgotten once, when the news are first listened to"
+
+
+def test_while_the_store_is_stopped_who_waits_for_anothers_answer_fails_with_it(
+    server: RedisServer, unique: str
+) -> None:
+    """None of them waits for a second budget. What they were let in for was never sent, and is owed."""
+    limit = limit_of("gcra", 1, SECOND // 20, unique)
+
+    async def knock() -> tuple[list[Decision], int, int]:
+        async with AsyncLimiter(server.url, on_failure="open", budget=0.5) as limiter:
+            await get_ready(limiter, limit.by("ada"))
+            await asyncio.sleep(0.2)
+            server.pause()
+            before = limiter.stats["calls"]
+            decisions = await asyncio.gather(*[limiter.check(limit.by("ada")) for _ in range(20)])
+            calls, owed = limiter.stats["calls"] - before, limiter.health().owed_keys
+            server.resume()
+            return decisions, calls, owed
+
+    decisions, calls, owed = asyncio.run(knock())
+    assert [decision.degraded is not None for decision in decisions] == [True] * 20
+    assert (calls, owed) == (1, 1)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import time
+from contextlib import closing
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from faults import LONG, Proxy, paused
 
 from headgate import Decision, Key, Limit, Limiter, StoreError
+from headgate.adapters.gate import AsyncGate, Gate
 from headgate.algorithms import ALGORITHMS
 from headgate.clock import SystemClock
 from headgate.failure import FailurePolicy, Fleet
+from headgate.policy.loading import read
 from headgate.shield.ledger import Debt, Ledger, Settled, settle
 from headgate.stores.calls import Check
 from headgate.testing import FakeClock
+from servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,3 +173,55 @@ def test_what_is_owed_is_charged_alike_on_every_store(remote_url: str, unique: s
         assert told == Settled(2, of_ada + min(free, of_bob), max(0, of_bob - free), 0, 0)
     decays = ALGORITHMS[algorithm].SHAPES_BURST
     assert (of_ada, of_bob, free) == ((25, 35, 16) if decays else (40, 50, 1))
+
+
+class Visit(NamedTuple):
+    """A request, as gates are handed them."""
+
+    peer: str
+    method: str = "GET"
+    path: str = "/"
+    native: object = None
+
+    def header(self, name: str) -> list[str]:
+        return []
+
+
+SETTLED_LATER = """
+limits:
+  - {name: failures-UNIQUE, by: ip, bucket: "100/30 days, fixed_window", count_when: status >= 500}
+  - {name: words-UNIQUE, by: ip, bucket: "100/30 days, fixed_window", reserve: 2}
+"""
+
+
+@pytest.mark.parametrize("kind", [Gate, AsyncGate])
+def test_the_cost_of_requests_that_end_in_an_outage_is_settled_after_it(
+    redis7: RedisServer, unique: str, kind: Any
+) -> None:
+    with closing(asyncio.new_event_loop()) as loop:
+
+        def done(result: Any) -> Any:
+            return loop.run_until_complete(result) if inspect.isawaitable(result) else result
+
+        async def made() -> Any:
+            return kind(read(SETTLED_LATER.replace("UNIQUE", unique)), redis7.url, budget=0.2)
+
+        gate = loop.run_until_complete(made())
+        inside = [done(gate.admit(Visit("203.0.113.9"))) for _ in range(6)]
+        assert [admission.decision.degraded for admission in inside] == [None] * 6
+        with paused(redis7):
+            while not gate._limiter._store.breakers.open_ones():
+                done(gate.admit(Visit("203.0.113.10")))
+            for number, admission in enumerate(inside):
+                admission.commit(1 if number else 9)
+                done(gate.finish(admission, 200))
+
+        def is_settled() -> bool:
+            done(asyncio.sleep(0.01))
+            health = gate.health()
+            return health.state == "ready" and health.owed_keys == 0
+
+        wait_until(is_settled, "what is owed to be settled")
+        decision = done(gate._limiter.peek(*inside[0].decision.keys))
+        done(gate.close())
+    assert [100 - outcome.remaining for outcome in decision.outcomes] == [0, 9 + 5]

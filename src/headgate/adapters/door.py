@@ -151,6 +151,7 @@ class Door:
             mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in ("open", "closed", "local")
         }
         self._blocks: Blocks = limiter._live_blocks  # noqa: SLF001
+        self._keep = limiter._front.keep  # noqa: SLF001
         return before
 
     def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:

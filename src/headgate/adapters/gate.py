@@ -73,6 +73,7 @@ class Gate(Door):
                 try:
                     answer = self._answer(step)
                 except StoreError as error:
+                    self._keep(step, error)
                     step = steps.throw(error)
                 else:
                     step = steps.send(answer)
@@ -159,6 +160,7 @@ class AsyncGate(Door):
                 try:
                     answer = await self._answer(step)
                 except StoreError as error:
+                    self._keep(step, error)
                     step = steps.throw(error)
                 else:
                     step = steps.send(answer)

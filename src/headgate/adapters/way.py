@@ -9,7 +9,7 @@ import logging
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
-from headgate.errors import InvalidCost, InvalidInput, StoreError
+from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
@@ -202,7 +202,8 @@ def settle(admission: Admission, status: int) -> Settling:
                 if not beside.allowed and beside.remaining:
                     yield Check((met.key,), beside.remaining)
         except StoreError as error:
-            logger.warning("the cost of a request on limit %r could not be settled: %s", met.rule.name, error)
+            if error.may_have_happened or isinstance(error, ScriptError):  # else the gate keeps it for later
+                logger.warning("the cost of a request on limit %r could not be settled: %s", met.rule.name, error)
 
 
 def _time_left(block: Block, now_us: int) -> int | None:

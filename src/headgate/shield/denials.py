@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from headgate._forks import renew_in_children
 from headgate.algorithms import NEVER
 from headgate.decisions import Decision
+from headgate.shield.inquiry import Inquiry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,8 +68,8 @@ class Denials:
     >>> denials.recall(login).reason
     'denied by login (1 per minute, token_bucket): 0 left, passes in 40 s'
     >>> clock.advance(40)
-    >>> denials.recall(login) is None, denials.hits
-    (True, 1)
+    >>> type(denials.recall(login)).__name__, denials.hits
+    ('Inquiry', 1)
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class Denials:
         self._entries: OrderedDict[EntryName, _Entry] = OrderedDict()
         self._counters: dict[CounterName, _Counter] = {}
         """Those that an entry meets."""
+        self._inquiries: dict[EntryName, Inquiry] = {}
+        """Of entries that are over: requests that are on their way to the store, for all that are alike."""
         self._forgotten: OrderedDict[CounterName, int] = OrderedDict()
         self._all_forgotten_us = -1
 
@@ -103,14 +106,21 @@ class Denials:
         """How many are kept. One that is over goes when it is asked for, or when it is the oldest."""
         return len(self._entries)
 
+    def __bool__(self) -> bool:
+        """Whether `recall` may have an answer to anything."""
+        return True if self._entries or self._inquiries else False  # noqa: SIM210 - runs on every request
+
     def now_us(self) -> int:
         """The instant to give to `note`: read it before the store is asked."""
         return time.monotonic_ns() // 1000 if self._clock is None else self._clock.now_us()
 
-    def recall(self, call: Check) -> Decision | None:
+    def recall(self, call: Check) -> Decision | Inquiry | None:
         """The denial of this request, as the store would tell it now; None where the store has to be asked.
 
         Whether it is allowed, who denies it, and the times are the store's own. `remaining` is what was told last.
+
+        An inquiry, where the denial is just over: who can take it asks the store, and then calls `end`; all others wait
+        for that, and then look for what it `brought`.
         """
         keys, cost, id = call
         if len(keys) == 1:
@@ -120,20 +130,58 @@ class Denials:
         else:
             name = _name(call)
         if name not in self._entries:
-            return None
+            return self._inquiries.get(name) if self._inquiries else None
         now_us = self.now_us()
         with self._lock:
             entry = self._entries.get(name)
             if entry is None or now_us < entry.asked_us:
                 return None
-            verdicts = entry.verdicts(keys, now_us, exactly=self._exactly) if now_us < entry.until_us else None
+            is_over = now_us >= entry.until_us
+            verdicts = None if is_over else entry.verdicts(keys, now_us, exactly=self._exactly)
             if verdicts is None:
                 del self._entries[name]
                 self._release(entry)
-                return None
+                return self._inquire(name) if is_over else None
             self._entries.move_to_end(name)
             self.hits += 1
         return _new_decision(Decision, (False, keys, verdicts, id, None, entry.at_us + now_us - entry.asked_us, 0))
+
+    def end(self, call: Check, inquiry: Inquiry, decision: Decision | None = None) -> None:
+        """Whoever asked has noted the answer, or has none: who waits for it goes on."""
+        name, left, is_denied = _name(call), 0, False
+        if decision is not None:
+            is_denied = not decision.allowed or decision.again_us > 0
+            costs = zip(call.costs, decision.verdicts, strict=True)
+            left = 0 if is_denied else min([verdict[0] // cost for cost, verdict in costs if cost], default=0)
+        with self._lock:
+            if not inquiry.leave(is_denied=is_denied):
+                return
+            if self._inquiries.get(name) is inquiry:
+                del self._inquiries[name]
+                if left and inquiry.is_awaited:
+                    self._inquiries[name] = Inquiry(left)
+        inquiry.end()
+
+    def brought(self, call: Check, came_us: int) -> Decision | None:
+        """The denial of a request that came at that instant and has waited for an inquiry; None if that brought none.
+
+        As the store would tell it now. If it is over by now, because this process is behind, as it was told to whoever
+        came: so those are answered who travel together.
+        """
+        name = _name(call)
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                return None
+            at_us = max(entry.asked_us, self.now_us())
+            if at_us >= entry.until_us:
+                at_us = max(entry.asked_us, came_us)
+            verdicts = entry.verdicts(call.keys, at_us, exactly=self._exactly) if at_us < entry.until_us else None
+            if verdicts is None:
+                return None
+            self._entries.move_to_end(name)
+            self.hits += 1
+        return Decision(False, call.keys, verdicts, call.id, None, entry.at_us + at_us - entry.asked_us)
 
     def note(self, call: Check, decision: Decision, asked_us: int) -> None:
         """Learn from the store's answer to a request that `recall` had none for; `asked_us` is from before it was
@@ -188,6 +236,12 @@ class Denials:
             self._counters.clear()
             self._forgotten.clear()
             self._all_forgotten_us = self.now_us()
+
+    def _inquire(self, name: EntryName) -> Inquiry:
+        inquiry = self._inquiries.get(name)
+        if inquiry is None or inquiry.is_lost:
+            inquiry = self._inquiries[name] = Inquiry()
+        return inquiry
 
     def _remember(
         self, call: Check, decision: Decision, waits_us: list[int], names: list[CounterName], asked_us: int

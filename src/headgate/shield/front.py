@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate._forks import renew_in_children
 from headgate.decisions import Decision
-from headgate.errors import ScriptError
+from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.health import Health, Shard
 from headgate.shield.blocks import Blocks
 from headgate.shield.denials import Denials
@@ -23,21 +23,27 @@ from headgate.shield.purses import Purses
 from headgate.stores.calls import Refund, Reset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from headgate.clock import Clock
-    from headgate.errors import StoreError
     from headgate.events import Herald
     from headgate.failure import Fleet
     from headgate.flow import Fallback
     from headgate.limits import Limit
-    from headgate.shield.purses import Ordering
+    from headgate.shield.inquiry import Inquiry
     from headgate.stores.calls import Call, Check
 
 __all__ = ["LOOKS", "Front"]
 
 LOOKS: Final = SAMPLED_EVERY - 1
 """A check whose number has none of these bits is looked at for what is hot."""
+
+MOST_ROUNDS: Final = 2
+"""How often a request waits for another's answer. That comes, or fails, within what is left of the other's budget; but
+where it says that there is more, this one asks itself, and each wait before that is added to the time it takes."""
+
+Way: TypeAlias = "Generator[Check | Inquiry, Any, Decision]"
+"""Yields the check to send, and is sent its decision, or an inquiry that is to be waited for; returns the answer."""
 
 
 class Front:
@@ -63,6 +69,10 @@ class Front:
         """Whether anything is remembered, prepaid or amiss: else `at_once` and `answered` need not be asked."""
         self.now_ns: Callable[[], int] = time.monotonic_ns if clock is None else lambda: clock.now_us() * 1000
         """The instant to be read before the store is asked."""
+        self.breaker: Any = None
+        """That of the only server, where there is one."""
+        self._refusal: tuple[str | None, str] = (None, "")
+        """What it was opened by, and what those are told who would ask."""
         self._clock = clock
         self._remembers = self._prepays = False
         renew_in_children(self)
@@ -86,8 +96,9 @@ class Front:
             self.unspent.extend(self.purses.clear())
         self.is_alert = True
 
-    def at_once(self, call: Check) -> Decision | Ordering | None:
-        """The answer to a check, if it is known here; or the way to one, for a key that is prepaid; or None."""
+    def at_once(self, call: Check, fallback: Fallback | None = None) -> Decision | Way | None:
+        """The answer to a check, if it is known here; or the way to one, for a key that is prepaid, or that was denied
+        until now; or None. The fallback's, where nobody asks the store now."""
         if not self.checks & LOOKS:
             self.ensure()
             if self._prepays:
@@ -96,7 +107,10 @@ class Front:
         # First what is paid for: a denial may be remembered from while it was on its way.
         ready = self.purses.provide(call) if self._prepays and self.purses else None
         if ready is None:
-            return self.denials.recall(call) if self.denials else None
+            recalled = self.denials.recall(call) if self.denials else None
+            if recalled is None:
+                return self._refused(call, fallback) if self.outage.failures else None
+            return recalled if isinstance(recalled, Decision) else self._way(call, recalled)
         return self._watched(ready) if self.outage.failures and not isinstance(ready, Decision) else ready
 
     def answered(self, call: Check, decision: Decision, asked_ns: int) -> None:
@@ -111,7 +125,53 @@ class Front:
         if self.outage.failures:
             self.outage.note_answer()
 
-    def _watched(self, ordering: Ordering) -> Ordering:
+    def _way(self, call: Check, inquiry: Inquiry, *, rounds: int = MOST_ROUNDS) -> Way | None:
+        """How the answer to a request is found whose denial is just over."""
+        if inquiry.take():
+            return self._asking(call, inquiry)
+        if rounds and not inquiry.is_lost:
+            return self._waiting(call, inquiry, rounds)
+        return None
+
+    def _asking(self, call: Check, inquiry: Inquiry) -> Way:
+        """Ask the store for all who wait, and tell them when there is an answer."""
+        decision = None
+        try:
+            decision = yield from self._exactly(call)
+        except StoreError as error:
+            inquiry.error = error
+            raise
+        finally:
+            self.denials.end(call, inquiry, decision)
+        return decision
+
+    def _waiting(self, call: Check, inquiry: Inquiry, rounds: int) -> Way:
+        """Wait for whoever asks for the same, and ask only if that says nothing of this request."""
+        came_us = self.now_ns() // 1000
+        yield inquiry
+        brought = self.denials.brought(call, came_us)
+        if brought is not None:
+            return brought
+        error = inquiry.error
+        if error is not None and not isinstance(error, ScriptError):
+            # As if it had travelled with that one, whose time was its own, too. But it was never sent.
+            told = type(error)(*error.args)
+            told.may_have_happened = False
+            raise told
+        found = self.denials.recall(call)
+        if isinstance(found, Decision):
+            return found
+        way = None if found is None else self._way(call, found, rounds=rounds - 1)
+        return (yield from way or self._exactly(call))
+
+    def _exactly(self, call: Check) -> Way:
+        """Ask the store."""
+        asked_ns = self.now_ns()
+        decision: Decision = yield call
+        self.answered(call, decision, asked_ns)
+        return decision
+
+    def _watched(self, ordering: Way) -> Way:
         """The same; that it was answered ends an outage, too, where all that is asked for is prepaid."""
         decision = yield from ordering
         self.outage.note_answer()
@@ -129,6 +189,31 @@ class Front:
         if decision.allowed and not error.may_have_happened and not isinstance(error, ScriptError):
             self.ledger.note(call)
         return decision
+
+    def _refused(self, call: Check, fallback: Fallback | None) -> Decision | None:
+        """The answer while the breaker of the only server is open, without an exception on the way; else None."""
+        breaker = self.breaker
+        if breaker is None or not breaker.is_open or fallback is None:
+            return None
+        reason, told = self._refusal
+        if reason is not breaker.reason:
+            reason, told = self._refusal = breaker.reason, str(breaker.refusal())
+        error = StoreUnavailable(told)
+        self.outage.note_failure(error)
+        decision = fallback.decide(call, error)
+        if decision[0]:
+            self.ledger.note(call)
+        return decision
+
+    def keep(self, call: Check | Refund, error: StoreError) -> None:
+        """The cost of a request could not be settled: it is when the store is back, if that is certain to be once."""
+        if error.may_have_happened or isinstance(error, ScriptError):
+            return
+        if not isinstance(call, Refund):
+            self.ledger.note(call)
+        elif call.at_us:
+            self.ledger.note_refund(call)
+        self.ensure()
 
     def note_failure(self, error: StoreError) -> None:
         if isinstance(error, ScriptError):

@@ -104,10 +104,10 @@ class Keeper:
         weakref.finalize(self, self._companion.close).atexit = False
         self._closed = False
         self._begin()
-        # Weakly: a limiter that nobody uses any more goes at once, with its connections.
-        keeper = weakref.ref(self)
+        keeper = weakref.ref(self)  # weakly: a limiter that nobody uses any more goes at once, with its connections
         store.breakers.opened = lambda node: _with(keeper, lambda kept: kept._look_after(node))  # noqa: SLF001 - its own
         front.ensure = lambda: _with(keeper, Keeper.ensure)
+        front.breaker = store.breakers[None] if store.nodes() == [None] else None
         renew_in_children(self)
 
     def _begin(self) -> None:

@@ -5,6 +5,8 @@ counter owes is what it would lack now. So buckets pay back by themselves, a win
 counter owes more than its capacity: nobody is locked out for longer than the limit itself could have done it.
 
 Each charge is sent at most once. Of one whose fate is unknown, nobody is charged twice; it is counted as uncertain.
+
+What could not be given back is kept, too. It has an id, so that it can be sent until there is an answer.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from uuid import uuid4
 
 from headgate._forks import renew_in_children
 from headgate.algorithms import ALGORITHMS
 from headgate.clock import SystemClock
-from headgate.errors import StoreError
-from headgate.stores.calls import Check
+from headgate.errors import ScriptError, StoreError
+from headgate.stores.calls import Check, Refund, refund_memory_us
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.algorithms import Verdict
     from headgate.clock import Clock
-    from headgate.decisions import Decision
     from headgate.keys import Key
 
 __all__ = ["Debt", "Ledger", "Settled", "settle"]
@@ -34,6 +36,11 @@ BATCH: Final = 256
 MOST_TRIES: Final = 8
 """How often what is left of a counter is asked for that live requests empty at the same time."""
 
+REFUND_WAY_US: Final = 100_000
+"""So much later than now a refund may arrive: what a bucket refills until then does not come back, either."""
+
+_REFILLED: Final = frozenset({"gcra", "leaky_bucket", "token_bucket"})
+_WINDOWS: Final = frozenset({"fixed_window", "sliding_window"})
 _PROBES: Final = 8
 """How many counters are looked at, where there are too many, to find the one to forget."""
 
@@ -42,6 +49,7 @@ class Debt(NamedTuple):
     """What is not settled yet."""
 
     keys: int
+    """Counters that are to be charged, and refunds that are to be made."""
     tokens: int
     """What the counters owed when each was last charged: they may owe less by now."""
 
@@ -59,6 +67,8 @@ class Settled(NamedTuple):
     """Sent, but not answered: charged or not, it is not sent again."""
     left: int
     """Back in the ledger, as it could not be sent."""
+    returned: int = 0
+    """Given back, of what could not be before."""
 
 
 class Ledger:
@@ -81,16 +91,73 @@ class Ledger:
         self._taken: OrderedDict[tuple[str, str], _Account] = OrderedDict()
         """What was taken last, until it is known what became of it."""
         self._tokens = self._forgiven = 0
+        self._refunds: OrderedDict[tuple[str, str, int], Refund] = OrderedDict()
+        """Those that were never sent, and can still grow."""
+        self._sent: deque[Refund] = deque(maxlen=self._most)
+        """Those that were sent, but not answered: nothing can be added to them any more."""
 
     @property
     def debt(self) -> Debt:
-        return Debt(len(self._accounts), self._tokens)
+        return Debt(len(self._accounts) + self.refunds, self._tokens)
+
+    @property
+    def counters(self) -> int:
+        """How many owe anything."""
+        return len(self._accounts)
+
+    @property
+    def refunds(self) -> int:
+        """How many are to be made."""
+        return len(self._refunds) + len(self._sent)
+
+    def note_refund(self, refund: Refund) -> None:
+        """This was certainly not given back, of a charge whose instant is known. Those of one counter become one."""
+        limit, _, identity = refund.key
+        at_us = place = refund.at_us or 0
+        if limit.algorithm in _REFILLED:
+            place = 0
+        elif limit.algorithm in _WINDOWS:
+            place = at_us // limit.period_us
+        name = limit.space, identity, place
+        with self._lock:
+            known = self._refunds.get(name)
+            if known is not None:
+                refund = refund._replace(
+                    amount=known.amount + refund.amount, id=known.id, at_us=min(known.at_us or 0, at_us)
+                )
+            else:
+                if len(self._refunds) >= self._most:
+                    self._refunds.popitem(last=False)  # the oldest, as it is worth the least
+                refund = refund._replace(id=uuid4().hex)
+            self._refunds[name] = refund
+
+    def take_refunds(self, most: int) -> list[tuple[Refund, int]]:
+        """So many that have waited the longest, and how much of each may come back; they are in the ledger no more.
+
+        Windows and logs take a refund out of where it was charged, and know when that is over. A bucket may have become
+        full since, and then its capacity and what comes back would both be spent: what it has refilled since the charge
+        stays charged. See docs/decisions/0012-prepaid-tokens.md for the proof.
+        """
+        with self._lock:
+            taken = [self._sent.popleft() for _ in range(min(most, len(self._sent)))]
+            more = min(most - len(taken), len(self._refunds))
+            taken += [self._refunds.popitem(last=False)[1] for _ in range(more)]
+        now_us = self._now_us()
+        worths = [(refund, _worth(refund, now_us)) for refund in taken]
+        return [(refund, worth) for refund, worth in worths if worth > 0]
+
+    def send_again(self, refunds: list[Refund]) -> None:
+        """Whatever became of these: they have an id, and happen once."""
+        with self._lock:
+            self._sent.extend(refunds)
 
     def note(self, call: Check) -> None:
         """This was admitted without the store, and certainly not charged there."""
-        for key, cost in zip(call.keys, call.costs, strict=True):
+        keys, costs, _ = call
+        for index, key in enumerate(keys):
+            cost = costs[index] if isinstance(costs, tuple) else costs
             # Who is inside leaves by itself, or is forgotten when its lease is over.
-            if cost and key.limit.algorithm != "concurrency":
+            if cost and key[0].algorithm != "concurrency":
                 self._charge(key, cost)
 
     def take(self, most: int | None = None) -> list[tuple[Key, int]]:
@@ -193,23 +260,32 @@ class _Account:
         return ALGORITHMS[self.key.limit.algorithm].decide(self.state, now_us, 0, self.key.limit)[1]
 
 
+def _worth(refund: Refund, now_us: int) -> int:
+    """How much of a refund may come back now."""
+    limit, age_us = refund.key.limit, max(0, now_us - (refund.at_us or 0)) + REFUND_WAY_US
+    if age_us >= refund_memory_us(refund.key):  # the store may not know the id any more: it could come back twice
+        return 0
+    return refund.amount + (-age_us * limit.tokens // limit.ticks if limit.algorithm in _REFILLED else 0)
+
+
 def settle(
     ledger: Ledger,
-    run_all: Callable[[list[Check]], list[Decision | StoreError]],
+    run_all: Callable[[list[Any]], list[Any]],
     *,
     most_seconds: float,
     now: Callable[[], float],
 ) -> Settled:
     """Charge the store with what the ledger holds, for at most so many seconds; what is left stays in the ledger.
 
-    `run_all` carries out the checks, each by itself, and never twice. Where the store has less than is owed, all
+    First it gets back what it could not get before, so that less has to be forgiven.
+    `run_all` carries out the calls, each by itself, and never twice. Where the store has less than is owed, all
     that it has is taken. As soon as it answers nothing of a batch, the rest is kept for another time.
     """
     end = now() + most_seconds
-    untaken = ledger.debt.keys
+    returned, is_answered = _give_back(ledger, run_all, lambda: now() < end)
+    untaken = ledger.counters
     keys = charged = uncertain = left = 0
     forgiven = ledger.take_forgiven()
-    is_answered = True
     while untaken > 0 and is_answered and now() < end:
         waiting = deque([(key, owed, 1) for key, owed in ledger.take(min(BATCH, untaken))])
         untaken -= BATCH
@@ -244,4 +320,28 @@ def settle(
         left += sum(amount for _, amount in back)
     if untaken > 0:  # with what was not even looked at, and what has come in since
         left = ledger.debt.tokens
-    return Settled(keys, charged, forgiven, uncertain, left)
+    return Settled(keys, charged, forgiven, uncertain, left, returned)
+
+
+def _give_back(
+    ledger: Ledger, run_all: Callable[[list[Any]], list[Any]], may_go_on: Callable[[], bool]
+) -> tuple[int, bool]:
+    """How much was given back, and whether the store answers."""
+    returned, untaken = 0, ledger.refunds
+    while untaken > 0 and may_go_on():
+        batch = ledger.take_refunds(min(BATCH, untaken))
+        untaken -= BATCH
+        left = [refund for refund, _ in batch]
+        try:
+            answers = run_all([refund._replace(amount=worth) for refund, worth in batch]) if batch else []
+            left = [refund for refund, answer in zip(left, answers, strict=True) if _is_lost(answer)]
+        finally:
+            ledger.send_again(left)
+        returned += sum([worth for (_, worth), answer in zip(batch, answers, strict=True) if answer is True])
+        if batch and len(left) == len(batch):
+            return returned, False
+    return returned, True
+
+
+def _is_lost(answer: object) -> bool:
+    return isinstance(answer, StoreError) and not isinstance(answer, ScriptError)
