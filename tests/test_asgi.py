@@ -25,11 +25,13 @@ from asgi_client import ask, client, fields, knock, live, scope, statuses, talk
 from headgate.adapters.asgi import AsgiArrival, HeadgateMiddleware
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, Arrival, current_admission
+from headgate.errors import InvalidPolicy
 from headgate.policy.loading import read
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
 
     from starlette.requests import Request
 
@@ -283,6 +285,29 @@ def test_an_app_that_cannot_start_says_so_itself() -> None:
     app = gated(Starlette(lifespan=lifespan), per_ip("1/minute"))
     with pytest.raises(RuntimeError, match="no database"):
         asyncio.run(live(app))
+
+
+@pytest.mark.parametrize("kind", [FastAPI, Starlette])
+def test_a_bad_policy_of_a_middleware_that_is_made_late_keeps_the_server_from_starting(
+    kind: type[Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("limits: [{by: ip, bukcet: 1/minute}]")
+    app = kind()
+    app.add_middleware(HeadgateMiddleware, file)
+    (sent,) = asyncio.run(live(app))
+    mistake = f"{file}:1:19: unknown field 'bukcet'; did you mean 'bucket'?"
+    assert sent == {"type": "lifespan.startup.failed", "message": f"headgate: {mistake}"}
+    assert statuses(ask(app, "/", "/")) == [500, 500]
+    for _ in range(2):
+        with pytest.raises(InvalidPolicy) as told:
+            asyncio.run(talk(app, scope("/")))
+        assert str(told.value) == mistake
+
+
+def test_a_bad_policy_is_told_at_once_where_the_middleware_is_made_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidPolicy, match="cannot be read"):
+        HeadgateMiddleware(FastAPI(), tmp_path / "nowhere.yaml")
 
 
 # ---------------------------------------------------------------------------------------------- streams and their ends

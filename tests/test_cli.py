@@ -159,6 +159,7 @@ def call(
         ("explain slips.yaml GET /health", 1, "", "slips.yaml:3:39: "),
         ("explain nowhere.yaml GET /", 2, "", "nowhere.yaml: cannot be read"),
         ("explain shop.yaml GET", 2, "", "required: PATH"),
+        ("explain shop.yaml /search GET", 2, "", "headgate: '/search' is no method; write the method first, as in GET"),
         ("explain shop.yaml GET / --ip 203.0.113", 2, "", "headgate: --ip '203.0.113' is no address; write it like"),
         ("explain shop.yaml GET / --tier por", 2, "", "--tier 'por' is none of the policy's; did you mean 'pro'?"),
         ("explain odd.yaml GET / --tier pro", 2, "", "--tier 'pro' is none of the policy's; it has no tiers"),

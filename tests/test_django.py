@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import secrets
+import socket
 import threading
 import time
 from contextlib import closing
@@ -21,10 +22,12 @@ import pytest
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
 from django.contrib.auth import alogin, login
+from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.handlers.asgi import ASGIHandler
 from django.core.handlers.wsgi import WSGIHandler
 from django.core.management import call_command
+from django.core.management.base import SystemCheckError
 from django.db import connection
 from django.db.backends.utils import CursorWrapper
 from django.http import FileResponse, HttpResponse, StreamingHttpResponse
@@ -182,7 +185,9 @@ def async_client(loop: asyncio.AbstractEventLoop) -> Ask:
             answer.whole = b"".join([chunk async for chunk in answer])
         else:
             answer.whole = answer.content
-        await asyncio.sleep(0)  # one turn of the loop, for what was left to be done in it
+        await asyncio.sleep(0)  # one turn of the loop, in which what is left to be done is begun
+        left = [task for task in asyncio.all_tasks() if "AsyncGate.finish" in repr(task.get_coro())]
+        await asyncio.gather(*left)
         return answer
 
     def ask(path: str, method: str = "get", **options: Any) -> Any:
@@ -523,6 +528,93 @@ def test_a_bad_policy_is_told_with_all_its_mistakes(tmp_path: Path) -> None:
     with override_settings(HEADGATE={"policy": file}), pytest.raises(ImproperlyConfigured) as told:
         ASGIHandler()
     assert str(told.value).count(f"{file}:1:") >= 2
+
+
+def told_by_check() -> list[tuple[str, str, str | None]]:
+    """What `manage.py check` finds in what is ours."""
+    found = checks.run_checks(tags=["headgate"])
+    return [(f"{each.id}", each.msg, each.hint) for each in found]
+
+
+def test_a_good_setting_passes_djangos_checks_and_no_store_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as redis:
+        redis.setblocking(False)
+        store = f"redis://127.0.0.1:{redis.getsockname()[1]}/0"
+        with gated(PER_IP, store=store):
+            assert told_by_check() == []
+            call_command("check")
+        with pytest.raises(BlockingIOError):
+            redis.accept()
+    assert "no issues" in capsys.readouterr().out
+
+
+def test_a_project_without_headgate_hears_nothing_of_it() -> None:
+    with override_settings(MIDDLEWARE=SIGNED_IN[:2]):
+        assert told_by_check() == []
+
+
+def test_a_middleware_without_its_setting_is_an_error_of_djangos_checks() -> None:
+    ((id, told, _),) = told_by_check()
+    assert (id, told) == (
+        "headgate.E001",
+        "HEADGATE is None; give a dict: HEADGATE = {'policy': BASE_DIR / 'limits.yaml'}",
+    )
+
+
+def test_what_keeps_the_gate_from_opening_is_an_error_of_djangos_checks(tmp_path: Path) -> None:
+    file = tmp_path / "limits.yaml"
+    file.write_text("limits: [{by: ip, bukcet: 1/hour}]")
+    with override_settings(HEADGATE={"policy": file}):
+        message = f"HEADGATE: {file}:1:19: unknown field 'bukcet'; did you mean 'bucket'?"
+        assert told_by_check() == [("headgate.E001", message, "`headgate check FILE` says the same of a policy file.")]
+        with pytest.raises(SystemCheckError, match="did you mean 'bucket'"):
+            call_command("check")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (None, "HEADGATE is None; give a dict"),
+        ({"policy": read(PER_IP), "stroe": "y"}, "HEADGATE: 'stroe' is no setting; did you mean 'store'?"),
+        ({"policy": read(PER_IP), "store": "mysql://"}, "HEADGATE: cannot open the store 'mysql://'"),
+        ({"policy": read(PER_IP), "identities": {"user": "no.such"}}, "HEADGATE: No module named 'no'"),
+        (
+            {
+                "policy": read("limits: [{by: api_key, bucket: 1/hour}, {by: ip, bucket: 1/hour}]"),
+                "store": "redis://127.0.0.1:1/0",
+            },
+            "HEADGATE: the policy counts by API keys, which are stored as keyed hashes, and there is no secret",
+        ),
+    ],
+    ids=["none", "setting", "store", "function", "secret"],
+)
+def test_bad_settings_are_errors_of_djangos_checks(said: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADGATE_SECRET", raising=False)
+    with override_settings(HEADGATE=said):
+        ((id, told, hint),) = told_by_check()
+    assert id == "headgate.E001"
+    assert told.startswith(message)
+    assert hint is None
+
+
+def test_djangos_checks_warn_of_what_is_probably_not_meant() -> None:
+    with gated("limits: [{by: api_key, bucket: 1/hour}]"):
+        ((id, told, _),) = told_by_check()
+    assert id == "headgate.W002"
+    assert "who sends another key each time is never stopped" in told
+    with gated(PER_IP, middleware=SIGNED_IN[:2]):
+        ((id, told, hint),) = told_by_check()
+    assert (id, told) == ("headgate.W001", "HEADGATE is set, but nothing counts by it.")
+    assert GATE in (hint or "")
+
+
+class OurOwnGate(HeadgateMiddleware):
+    """As a project may have one."""
+
+
+def test_djangos_checks_know_a_middleware_that_is_made_of_ours() -> None:
+    with gated(PER_IP, middleware=["no.such.Middleware", f"{__name__}.OurOwnGate"]):
+        assert told_by_check() == []
 
 
 @pytest.mark.usefixtures("users")

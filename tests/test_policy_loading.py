@@ -291,6 +291,30 @@ def test_what_has_ended_is_warned_of_where_it_stands() -> None:
     assert policy.warnings == (f"{file}:1:51: it ended 2020-01-01T00:00:00+00:00 and holds no more; remove the entry",)
 
 
+def test_a_queue_in_which_nobody_waits_is_warned_of() -> None:
+    (warning,) = read("limits: [{name: mails, by: ip, bucket: '5/minute, leaky_bucket'}]").warnings
+    assert warning.startswith("policy.yaml:1:10: limit 'mails' is a leaky_bucket, which gives each request its turn")
+    assert read("limits: [{name: mails, by: ip, bucket: '5/minute, gcra'}]").warnings == ()
+
+
+def test_a_list_of_no_limits_is_warned_of() -> None:
+    (warning,) = read("limits: []").warnings
+    assert warning.startswith("policy.yaml:1:9: there are no limits: nothing is counted")
+    assert read("blocked: [{ip: 203.0.113.9}]").warnings == ()
+
+
+@pytest.mark.parametrize("network", ["fd00::/8", "fc00::/7", "fd12:3456::/32", "10.0.0.0/8", "2001::/16"])
+def test_proxies_may_have_all_of_a_network_that_strangers_cannot_be_in(network: str) -> None:
+    policy = read(f"{{identity: {{proxies: ['{network}']}}, limits: [{{by: ip, bucket: 5/minute}}]}}")
+    assert policy.identity.proxies == (network,)
+
+
+@pytest.mark.parametrize("network", ["fc00::/6", "fe00::/9", "2000::/3"])
+def test_proxies_may_not_have_more_than_that(network: str) -> None:
+    with pytest.raises(InvalidPolicy, match="lets strangers say what their address is"):
+        read(f"{{identity: {{proxies: ['{network}']}}, limits: [{{by: ip, bucket: 5/minute}}]}}")
+
+
 def test_an_identity_that_looks_misspelled_is_warned_of() -> None:
     assert read("limits: [{by: tennant, bucket: 5/minute}]").warnings == (
         "policy.yaml:1:15: 'tennant' is an identity that the app has to supply; did you mean 'tenant'?",

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import lru_cache, partial
+from inspect import currentframe
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 from urllib.parse import urlparse
 
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, enter_context
+from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
     from os import PathLike
+    from types import FrameType
 
     from headgate.adapters.answers import Header, Refusal
     from headgate.adapters.door import GateOptions
+    from headgate.adapters.way import Admission
     from headgate.policy.model import Policy
 
     Scope: TypeAlias = MutableMapping[str, Any]
@@ -83,12 +87,19 @@ class HeadgateMiddleware:
             if policy is None:
                 raise TypeError("give a policy (a file's path, or a Policy), or a gate")
             options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
-            gate = AsyncGate(policy, store, **options)
+            try:
+                gate = AsyncGate(policy, store, **options)
+            except InvalidInput as error:
+                if not _is_made_by_a_call():
+                    raise
+                gate = _Unmade(error)
         self.gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
         if kind == "lifespan":
+            if isinstance(self.gate, _Unmade):
+                return await self.gate.decline(receive, send)
             return await live(self.app, scope, receive, send, self.gate)
         if kind not in ("http", "websocket"):
             return await self.app(scope, receive, send)
@@ -111,6 +122,30 @@ class HeadgateMiddleware:
             return await self.app(scope, receive, send_with_headers)
         finally:
             context.var.reset(context)  # servers may serve the next request of a connection in the same task
+
+
+class _Unmade(AsyncGate):
+    """Stands where no gate could be made: the server is told why as it starts, and who comes nevertheless is, too."""
+
+    def __init__(self, error: InvalidInput) -> None:
+        self._error = error
+
+    async def decline(self, receive: Receive, send: Send) -> None:
+        """Let the server not start."""
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": f"headgate: {self._error}"})
+
+    async def admit(self, arrival: Any, rules: Any = None) -> Admission:
+        raise self._error.with_traceback(None)
+
+
+def _is_made_by_a_call() -> bool:
+    """Whether an app makes its middleware only when it is first called, as Starlette does: what is raised then looks to
+    servers as if the app had no lifespan, so that they start it, and every request fails."""
+    frame: FrameType | None = currentframe()
+    while frame is not None and not {"scope", "receive", "send"} <= {*frame.f_code.co_varnames}:
+        frame = frame.f_back
+    return frame is not None
 
 
 async def serve(

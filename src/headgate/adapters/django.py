@@ -1,13 +1,17 @@
-"""Django: a middleware for its sync and its async stack, set up by `settings.HEADGATE`. See docs/django.md."""
+"""Django: a middleware for its sync and its async stack, set up by `settings.HEADGATE`. See docs/django.md.
+
+In `INSTALLED_APPS`, this module lets `manage.py check` look at that setting and at the policy.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
 from django import conf
+from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpResponse
 from django.utils.functional import LazyObject
@@ -16,6 +20,8 @@ from django.utils.module_loading import import_string
 from headgate.adapters.gate import AsyncGate, Gate
 from headgate.adapters.way import enter_context
 from headgate.adapters.wsgi import check_settings, header_lines, native_headers
+from headgate.errors import InvalidPolicy
+from headgate.limiter import Limiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +31,11 @@ if TYPE_CHECKING:
 
     from headgate.adapters.answers import Refusal
     from headgate.adapters.way import Admission
+    from headgate.failure import Fleet
 
-__all__ = ["DjangoArrival", "HeadgateMiddleware", "asigned_in_user", "signed_in_user"]
+__all__ = ["DjangoArrival", "HeadgateMiddleware", "asigned_in_user", "look_at_settings", "signed_in_user"]
+
+Opened = TypeVar("Opened", bound="Gate | AsyncGate")
 
 FUNCTIONS: Final = ("on_decision", "on_event", "refusal_body")
 """The settings that may also be the name of a function."""
@@ -93,6 +102,27 @@ class HeadgateMiddleware:
         return _leave(response, admission, partial(_finish_soon, self.gate, asyncio.get_running_loop()))
 
 
+@checks.register("headgate")
+def look_at_settings(**_: Any) -> list[checks.CheckMessage]:
+    """What Django's system checks say of `settings.HEADGATE`: all that would keep the gate from opening."""
+    is_used = any(map(_is_gate, conf.settings.MIDDLEWARE))
+    if not is_used and not hasattr(conf.settings, "HEADGATE"):
+        return []
+    try:
+        trial = _opened(_Trial, getattr(conf.settings, "HEADGATE", None))
+    except ImproperlyConfigured as error:
+        hint = "`headgate check FILE` says the same of a policy file." if _is_about_policy(error) else None
+        return [checks.Error(str(error), hint=hint, id="headgate.E001")]
+    trial.close()
+    told: list[checks.CheckMessage] = [
+        checks.Warning(text, id="headgate.W002") for text in trial.rules.snapshot.policy.warnings
+    ]
+    if not is_used:
+        hint = "Add 'headgate.adapters.django.HeadgateMiddleware' to MIDDLEWARE."
+        told.append(checks.Warning("HEADGATE is set, but nothing counts by it.", hint=hint, id="headgate.W001"))
+    return told
+
+
 def signed_in_user(arrival: DjangoArrival) -> str | None:
     """The key of the user whom a middleware further out has found out. Without a session, no database is asked."""
     return _key(getattr(arrival.native, "user", None))
@@ -153,7 +183,7 @@ def _gate(kind: type[Gate | AsyncGate]) -> Gate | AsyncGate:
     return known[1]
 
 
-def _opened(kind: type[Gate | AsyncGate], said: Any) -> Gate | AsyncGate:
+def _opened(kind: type[Opened], said: Any) -> Opened:
     if not isinstance(said, dict):
         raise ImproperlyConfigured(
             f"HEADGATE is {said!r}; give a dict: HEADGATE = {{'policy': BASE_DIR / 'limits.yaml'}}"
@@ -162,12 +192,37 @@ def _opened(kind: type[Gate | AsyncGate], said: Any) -> Gate | AsyncGate:
         check_settings(said, repr)
         options = {**said, **{name: _imported(said[name]) for name in FUNCTIONS if name in said}}
         options["identities"] = {
-            "user": signed_in_user if kind is Gate else asigned_in_user,
+            "user": asigned_in_user if kind is AsyncGate else signed_in_user,
             **{name: _imported(function) for name, function in (said.get("identities") or {}).items()},
         }
         return kind(**options)
     except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
         raise ImproperlyConfigured(f"HEADGATE: {error}") from error
+
+
+class _Idle(Limiter):
+    """A limiter that never asks its store."""
+
+    def _guard_routes(self) -> Fleet:
+        return self._front.fleet
+
+
+class _Trial(Gate):
+    """A gate that is only made to see whether it can be: commands that look at settings need no store."""
+
+    _limiter_type = _Idle
+
+
+def _is_gate(middleware: str) -> bool:
+    try:
+        found = import_string(middleware)
+    except ImportError:  # told by Django itself, when it starts
+        return False
+    return isinstance(found, type) and issubclass(found, HeadgateMiddleware)
+
+
+def _is_about_policy(error: ImproperlyConfigured) -> bool:
+    return isinstance(error.__cause__, InvalidPolicy)
 
 
 def _imported(function: Any) -> Any:

@@ -10,6 +10,7 @@ from headgate.cli.reasons import explain
 from headgate.cli.request import Request
 from headgate.cli.screen import BAD, BOLD, GOOD, ODD
 from headgate.cli.table import table
+from headgate.errors import InvalidInput
 from headgate.policy.snapshot import UNMATCHED
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     if report.policy is None:
         tell(report, err)
         return report.code()
+    if "/" in arguments.method:
+        raise InvalidInput(f"{arguments.method!r} is no method; write the method first, as in GET {arguments.method}")
     explanation = explain(report.policy, Request.read(arguments, report.policy))
     out.say(*([json.dumps(plain(explanation), indent=2)] if arguments.json else show(explanation, out)))
     return 0

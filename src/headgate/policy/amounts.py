@@ -17,7 +17,14 @@ from headgate.policy.kinds import refusal, show
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["duration", "duration_between", "duration_or_off", "rate", "share"]
+__all__ = ["duration", "duration_between", "duration_or_off", "foreign_limit", "rate", "share"]
+
+_FOREIGN: Final = re.compile(
+    r"\s*(?P<quota>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<times>[km]?)\s*(?:(?:r|reqs?|requests?|calls?|hits?|tokens?)\s*)?"
+    r"(?:/|per)\s*(?P<count>[1-9][0-9]{0,8})?\s*(?P<unit>[a-z]+)(?:\W+burst\W+(?P<burst>[0-9]{1,9}))?\s*",
+    re.IGNORECASE,
+)
+_AT_ONCE: Final = re.compile(r"\s*([1-9][0-9]{0,8})\s+(?:concurrent|parallel|at once|in parallel|in flight)\b.*")
 
 _PERCENT: Final = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) ?%")
 
@@ -55,6 +62,29 @@ def rate(value: object) -> Fraction:
     if found.denominator > 10**9:
         raise InvalidInput(f"{value} has too many digits; at most nine may follow the point")
     return found
+
+
+def foreign_limit(text: str) -> str | None:
+    """What to write for a limit as others write it; None for one that they don't, either.
+
+    >>> foreign_limit("10k requests/minute"), foreign_limit("1.5 r/s"), foreign_limit("1.5/month")
+    ('write "10000/minute"', 'write "3/2 s"', None)
+    """
+    if re.fullmatch(r"\s*(unlimited|infinite|infinity|none|off)\s*", text, re.IGNORECASE):
+        return 'write more than anybody sends, like "1000000/second", or leave the limit out'
+    if found := _AT_ONCE.fullmatch(text):
+        return f'write "{found[1]}/60 s, concurrency"; a lease ends after the 60 s, unless it is renewed'
+    if (found := _FOREIGN.fullmatch(text)) and Fraction(found["quota"]):
+        times = {"": 1, "k": 1_000, "m": 1_000_000}[found["times"].lower()]
+        quota = Fraction(found["quota"]) * times
+        count = int(found["count"] or 1) * quota.denominator
+        burst = f", burst {found['burst']}" if found["burst"] else ""
+        period = found["unit"] if count == 1 else f"{count} {found['unit']}"
+        meant = f"{quota.numerator}/{period}{burst}"
+        with suppress(InvalidLimit):
+            _grammar.parse(meant)
+            return f'write "{meant}"'
+    return None
 
 
 def share(value: object) -> Fraction:

@@ -63,6 +63,10 @@ class Builder:
         checks.costs(drafts, self._costs, self._problems)
         checks.addresses(drafts, routes, self._warnings)
         checks.identities(drafts, self._warnings)
+        checks.turns(drafts, self._warnings)
+        if "limits" in entry.fields and not drafts:
+            told = "there are no limits: nothing is counted; add one, like {by: ip, bucket: 10/minute}"
+            self._warnings.add(entry.at("limits"), told)
         return Policy(
             rules=tuple([draft.rule() for draft in drafts]),
             routes=tuple(routes),

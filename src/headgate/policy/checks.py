@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headgate.policy.problems import Problems
     from headgate.policy.rules import Draft
 
-__all__ = ["Costs", "addresses", "costs", "identities", "routes_given_twice"]
+__all__ = ["Costs", "addresses", "costs", "identities", "routes_given_twice", "turns"]
 
 EVERYWHERE: Final = Template.parse("*")
 
@@ -100,6 +100,17 @@ def addresses(drafts: list[Draft], routes: list[RouteRule], warnings: Problems) 
                     "routes: who sends another key each time is never stopped; add a limit by ip",
                 )
                 break
+
+
+def turns(drafts: list[Draft], warnings: Problems) -> None:
+    """Queues, in which nobody stands."""
+    for draft in drafts:
+        if any(limit.algorithm == "leaky_bucket" for limit in draft.limits.values()):
+            warnings.add(
+                draft.path,
+                f"limit {draft.name!r} is a leaky_bucket, which gives each request its turn, but a gate never waits: "
+                "let the app wait for current_admission().decision.delay, or write gcra, which lets in the same ones",
+            )
 
 
 def identities(drafts: list[Draft], warnings: Problems) -> None:

@@ -252,10 +252,14 @@ class Record:
     """Makes something better of an entry that is not broken."""
     others: Kind | None = None
     """For editors: what fields may be whose names stand elsewhere in the policy."""
+    example: str | None = None
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """For fields that other limiters have: what to write here."""
 
     def read(self, value: object, path: Path, problems: Problems) -> Any:
         if type(value) is not dict:
-            wanted = f"{self.what}: a mapping with fields like {', '.join(list(self.fields)[:3])}"
+            form = self.example or f"with fields like {', '.join(list(self.fields)[:3])}"
+            wanted = f"{self.what}: a mapping {form}"
             # Not shown: where a client should stand, it could be a key.
             return _mismatch(value, path, problems, wanted, shown=not isinstance(value, str))
         before = len(problems)
@@ -266,9 +270,8 @@ class Record:
             if known is None:
                 if problems.full:
                     break
-                problems.add(
-                    (*path, key), f"unknown field {show(key)}; {suggest(key[:100], list(fields))}", at_key=True
-                )
+                remedy = self.remedies.get(key) or suggest(key[:100], list(fields))
+                problems.add((*path, key), f"unknown field {show(key)}; {remedy}", at_key=True)
                 continue
             read = known.kind.read(each, (*path, key), problems)
             if read is BROKEN:

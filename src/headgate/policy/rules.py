@@ -267,7 +267,9 @@ class RuleBook:
             )
         if draft.get("shadow"):
             self._problems.add(
-                draft.at("shadow"), "a limit of concurrency counts who is inside, which a shadow never is; leave it out"
+                draft.at("shadow"),
+                "concurrency counts who is inside, and a limit in shadow lets nobody in that it could count; "
+                "leave shadow out, and begin with a number that nobody reaches",
             )
         for name in ("count_when", "reserve"):
             if draft.get(name) is not None:

@@ -129,6 +129,19 @@ ROUTES: Final = ListOf(
 _PATHS: Final = OneOrMany(ROUTE, "[/login, /signup]")
 _CLASSES: Final = OneOrMany(NAME, "[search, export]")
 
+_WRITE_NUMBERS: Final = 'write the numbers together, like bucket: "1000/minute, burst 200"'
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("rate", "quota", "max", "requests", "period", "per", "window", "windowMs", "interval", "burst", "capacity"),
+        _WRITE_NUMBERS,
+    ),
+    **dict.fromkeys(("key", "keys", "key_func", "key_by", "identifier", "identity", "scope"), "did you mean 'by'?"),
+    **dict.fromkeys(("paths", "url", "uri", "urls", "match", "prefix"), "did you mean 'path'?"),
+    **dict.fromkeys(("dry_run", "log_only", "report_only"), "did you mean 'shadow'?"),
+    **dict.fromkeys(("fail", "fail_open", "failure_mode"), "did you mean 'on_failure'?"),
+}
+"""What other limiters call the fields of a limit."""
+
 LIMIT: Final = Record(
     "a limit",
     {
@@ -173,6 +186,8 @@ LIMIT: Final = Record(
             _whole(1, 1_000, example=4), "Over how many counters it is spread; its numbers must be multiples of it."
         ),
     },
+    example="like {by: ip, bucket: 10/minute}",
+    remedies=_ELSEWHERE,
 )
 
 LIMITS: Final = OneOf(

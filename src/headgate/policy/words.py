@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 from headgate import _grammar
 from headgate._grammar import Phrase, suggest
-from headgate.errors import InvalidInput
+from headgate.errors import InvalidInput, InvalidLimit
+from headgate.policy.amounts import foreign_limit
 from headgate.policy.formats.document import Unreadable
 from headgate.policy.kinds import refusal, show
 from headgate.policy.model import StatusTest
@@ -70,6 +71,9 @@ _FIELDS: Final = frozenset(
 """What stands beside an identity in clients and overrides."""
 
 _Network: TypeAlias = IPv4Network | IPv6Network
+
+_PRIVATE_IPV6: Final = IPv6Network("fc00::/7")
+"""Reached from nowhere outside, as 10.0.0.0/8 is: no stranger comes from there."""
 
 
 # ------------------------------------------------------------------ simple values
@@ -138,7 +142,12 @@ def numbers(value: object) -> Phrase:
     """What the text of a limit says."""
     if type(value) is not str:
         raise refusal(value, 'a limit like "10/minute" or "1000/minute, burst 200"')
-    return _phrase(value)
+    try:
+        return _phrase(value)
+    except InvalidLimit:
+        if (remedy := foreign_limit(value)) is not None:
+            raise InvalidInput(f"cannot read the limit {show(value)}: {remedy}") from None
+        raise
 
 
 # Policies repeat themselves: a hundred thousand overrides hold a handful of different texts.
@@ -278,7 +287,7 @@ def proxy(value: object) -> str:
     """A network that is narrow enough to be trusted."""
     found = _network(value, "10.0.0.0/8")
     least = 8 if found.version == 4 else 16
-    if found.prefixlen < least:
+    if found.prefixlen < least and not (found.version == 6 and found.subnet_of(_PRIVATE_IPV6)):
         raise InvalidInput(
             f"{found} lets strangers say what their address is; name the proxies' own network, /{least} or narrower"
         )
