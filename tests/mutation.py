@@ -83,7 +83,7 @@ EQUIVALENT: Final = [  # in the files, what stands there, what it becomes, and w
     ("*/check.lua", "or remaining < cost", "or remaining <= cost", "what is just enough runs out after 0 us: unsaid"),
     ("*/check.lua", "longest = 0", "longest = 1", "what has run out takes at least 1 us"),
     ("*/check.lua", "remains[index] < costs", "remains[index] <= costs", "what is just enough passes again after 0 us"),
-    ("*/check.lua", "if remaining < cost and", "if remaining <= cost and", "what is just enough passes again after 0 us"),
+    ("*/check.lua", "if remaining < cost and", "if remaining <= cost and", "just enough passes again after 0 us"),
     ("*/check.lua", "position <= #ARGV", "position < #ARGV", "a group has more than one argument"),
     ("*/check.lua", "number_met == 1", "number_met == 0", "one by itself is only quicker"),
     ("*/check.lua", "index = 1, number_met", "index = 0, number_met", "place 0 is not visited"),

@@ -6,8 +6,10 @@ import importlib.util
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ class PostgresServer:
         self.directory = Path(tempfile.mkdtemp(prefix="headgate-pg-"))
         self._process: subprocess.Popen[bytes] | None = None
         self._schemas = 0
+        self._paused: list[int] = []
 
     @property
     def url(self) -> str:
@@ -73,9 +76,24 @@ class PostgresServer:
         except psycopg.OperationalError:
             return False
 
+    def pause(self) -> None:
+        """SIGSTOP for all of it: connections stay open, also new ones are taken by the kernel, and nobody answers."""
+        # The first one before the others: else it would start more of them.
+        os.kill(self.pid, signal.SIGSTOP)
+        self._paused = [self.pid, *_children_of(self.pid)]
+        for pid in self._paused[1:]:
+            os.kill(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for pid in self._paused:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._paused = []
+
     def kill(self) -> None:
         """As in a crash: SIGQUIT, on which the server leaves everything as it is, and takes its children with it."""
         if self._process is not None:
+            self.resume()
             self._process.send_signal(3)
             self._process.wait(10)
             self._process = None
@@ -126,6 +144,11 @@ def _as_ordinary_user(command: list[str]) -> list[str]:
     if os.getuid() != 0:
         return command
     return ["setpriv", f"--reuid={_nobody().pw_uid}", "--clear-groups", "--pdeathsig", "KILL", "--", *command]
+
+
+def _children_of(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", f"{pid}"], capture_output=True, text=True, check=False)
+    return [int(each) for each in found.stdout.split()]
 
 
 def _nobody() -> Any:

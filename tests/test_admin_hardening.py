@@ -9,29 +9,37 @@ import shutil
 import socket
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote_plus
 
 import httpx
 import pytest
 from sqlalchemy import select
+from starlette.responses import Response
 
 from asgi_client import scope, talk
 from headgate import Limiter
+from headgate.adapters.gate import Gate
 from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app, serve
 from headgate.control.admin.guards import Shell, who_asks
+from headgate.control.admin.sessions import Sessions
 from headgate.control.config import ConfigStore, ConfigUnavailable
 from headgate.control.config.database import reading, writing
 from headgate.control.config.tables import AUDIT
-from headgate.control.desk import Actor, Desk, Who
-from headgate.control.desk.errors import NeedsConfirmation, NotAllowed, NotFound
+from headgate.control.desk import Actor, Desk, Who, reads
+from headgate.control.desk.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
 from headgate.control.desk.secrecy import words_like_keys
 from headgate.control.step_tables import STEPS
 from headgate.control.steps import Watcher
 from headgate.control.webhooks import Webhook
 from headgate.errors import HeadgateError, InvalidInput, StoreUnavailable
+from headgate.policy import read
 from headgate.telemetry.boards import MemoryBoard
+from headgate.telemetry.gathered import Node
+from headgate.telemetry.pulse import Pulse
 from headgate.testing import FakeClock
 from postgres import postgres  # noqa: F401 - a fixture
 
@@ -535,3 +543,182 @@ def test_a_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: py
     assert len(told) < 400
     with reading(place.config.engine) as connection:
         assert str(connection.scalar(select(STEPS.c.error))).isprintable()
+
+
+# ------------------------------------------------------------------ addresses
+
+
+UNKNOWN = "zzUnknownKey5Tb9wQ3hJmX7"
+LISTS = ("/clients", "/overrides", "/blocks", "/audit")
+
+
+def signed_in(place: Place, role: Any = "viewer") -> dict[str, Any]:
+    """A session: what a browser sends with each request, and what its forms carry."""
+    response = Response()
+    session = Sessions(place.tokens).begin(place.tokens.make(f"a {role}", role, by="the test").token, response)
+    return {"cookie": response.headers["set-cookie"].partition(";")[0], "csrf": session.csrf}
+
+
+def test_what_is_searched_for_gets_into_an_address_only_if_it_is_no_key(place: Place) -> None:
+    hashed = place.desk.find(KEY).value
+    place.desk.assign(SUE, Who("tenant", "customer-4711-in-the-north"), None, label="North Ltd.", reason="named")
+    searchable = place.desk.searchable
+    for name in ("", "acme", "contract 4711", "North Ltd.", "customer-4711-in-the-north", "203.0.113.0/24", hashed):
+        assert searchable(name) == name
+    assert searchable(f"removed override of api_key {hashed}") == f"removed override of api_key {hashed}"
+    for text in (KEY, f"key {KEY}", f"api_key={KEY}"):
+        assert searchable(text) == hashed, "a key that is known"
+    assert [each.who.value for each in place.desk.overrides(search=hashed).items] == [hashed]
+    for text in (UNKNOWN, "sk_live_51H8xkTt", f"his key is {UNKNOWN}"):
+        assert searchable(text).startswith("hmac:"), "what looks like a key, or may be one and is said nowhere"
+    place.config.assign(("tenant", "acme"), None, author="ada", reason="leaked sk_live_99H8xkTt")
+    assert searchable("sk_live_99H8xkTt").startswith("hmac:"), "also if somebody has written it down"
+    assert searchable(UNKNOWN[:15]) == UNKNOWN[:15], "so short a word may as well be a name"
+
+
+def test_without_a_secret_what_may_be_a_key_is_refused_and_not_repeated(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADGATE_SECRET", raising=False)
+    desk = Desk(place.config, clock=place.clock)
+    with pytest.raises(InvalidInput, match="must not stand in an address") as refused:
+        desk.searchable(UNKNOWN)
+    assert UNKNOWN not in str(refused.value)
+    assert desk.searchable("acme") == "acme"
+
+
+@pytest.mark.parametrize("path", LISTS)
+def test_a_key_in_a_search_form_goes_no_further_than_its_body(place: Place, path: str) -> None:
+    app, session = place.app(), signed_in(place)
+    hashed = place.desk.find(KEY).value
+    headers = {"cookie": session["cookie"]}
+    shown = ask(app, "GET", path, headers=headers)
+    assert 'method="get"' not in shown.text
+    form = {"csrf": session["csrf"], "list": path, "search": KEY, "state": "active", "author": UNKNOWN}
+    sent = ask(app, "POST", "/search", data=form, headers=headers)
+    there = sent.headers["location"]
+    assert sent.status_code == 303
+    assert there.startswith(f"{path}?search={quote_plus(hashed)}")
+    assert KEY not in there
+    assert UNKNOWN not in there
+    assert ("state=active" in there) == (path in ("/overrides", "/blocks"))
+    found = ask(app, "GET", there, headers=headers)
+    assert found.status_code == 200
+    assert "the hash of what may be an API key" in found.text
+    again = ask(app, "GET", f"{path}?search={KEY}&after=", headers=headers)
+    assert (again.status_code, again.headers["location"]) == (303, f"{path}?search={quote_plus(hashed)}")
+    assert ask(app, "POST", "/search", data={**form, "csrf": "other"}, headers=headers).status_code == 403
+    assert ask(app, "POST", "/search", data={**form, "list": "//evil.example"}, headers=headers).status_code == 422
+    named = ask(app, "POST", "/search", data={**form, "search": "acme", "author": ""}, headers=headers)
+    assert named.headers["location"].startswith(f"{path}?search=acme")
+
+
+@pytest.mark.parametrize("path", LISTS)
+def test_the_api_refuses_a_key_in_a_url_and_tells_what_to_send_instead(place: Place, path: str) -> None:
+    text = place.tokens.make("program", "viewer", by="the test").text
+    headers = {"Authorization": f"Bearer {text}"}
+    app = place.app()
+    refused = ask(app, "GET", f"/api/v1{path}", params={"search": KEY}, headers=headers)
+    assert refused.status_code == 422
+    assert KEY not in refused.text
+    told = ask(app, "POST", "/api/v1/search", json={"text": KEY}, headers=headers)
+    assert told.json() == {"text": place.desk.find(KEY).value}
+    assert ask(app, "GET", f"/api/v1{path}", params={"search": told.json()["text"]}, headers=headers).status_code == 200
+    assert ask(app, "GET", f"/api/v1{path}", params={"search": UNKNOWN}, headers=headers).status_code == 200
+
+
+def test_the_command_line_puts_no_key_into_a_url(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    server = AdminServer(place.desk, place.tokens, port=0)
+    app: Any = server._server.config.app
+
+    async def listening(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            asked.append(f"{scope['path']}?{scope['query_string'].decode()}")
+        await app(scope, receive, send)
+
+    server._server.config.app = listening
+    with server:
+        monkeypatch.setenv("HEADGATE_ADMIN", server.url)
+        monkeypatch.setenv("HEADGATE_TOKEN", place.tokens.make("program", "viewer", by="the test").text)
+        for command in (["override", "list", "--search", KEY], ["block", "list", "--search", UNKNOWN]):
+            assert main(command) == 0
+        assert main(["audit", "--search", UNKNOWN, "--author", KEY]) == 0
+        assert main(["override", "list", "--search", "known"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("150/minute") == 2, "found by the key, and by the reason"
+    assert any("search=hmac" in each for each in asked)
+    assert not [each for each in asked if KEY in each or UNKNOWN in each]
+
+
+def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    place.tokens.make("op", "operator", by="the test")
+    with Limiter("redis://127.0.0.1:1/0", budget=0.05) as away:
+        desk = Desk(place.config, counters=away, board=Unreadable(), log="clickhouse://127.0.0.1:2/d", secret=SECRET)
+        blocked = desk.block(SUE, Who("tenant", "globex"), reason="r")
+        ended = desk.unblock(SUE, Who("tenant", "globex"), reason="r")
+        view = desk.client(ACME)
+        overview = desk.overview(SUE)
+        said = json.dumps([blocked.notes, ended.notes, view.troubles, view.as_dict(), overview.as_dict()])
+        with pytest.raises(LogUnavailable) as unread:
+            desk.decisions()
+        app = create_app(desk, place.tokens, clock=place.clock)
+        session = signed_in(place, "support")
+        form = {"csrf": session["csrf"], "kind": "tenant", "value": "acme", "reason": "r"}
+        page = ask(app, "POST", "/client/reset", data=form, headers={"cookie": session["cookie"]})
+        client = ask(app, "GET", "/client?kind=tenant&value=acme&at=today", headers={"cookie": session["cookie"]})
+    for text in (said, str(unread.value), page.text, client.text):
+        assert "127.0.0.1" not in text
+    assert "the counters cannot be asked" in view.troubles
+    assert "The counters cannot be reached" in page.text
+    assert "the board cannot be read" in overview.troubles
+    assert "127.0.0.1:1" in caplog.text, "the log says it"
+    assert "10.9.8.7" in json.dumps(desk.overview(OTTO).as_dict()), "operators may know"
+
+
+class Unreadable(MemoryBoard):
+    """A board on a server that is away."""
+
+    def read(self, prefix: str) -> Any:
+        raise StoreUnavailable("Error 111 connecting to 10.9.8.7:6379. Connection refused.")
+
+
+def test_the_overview_says_where_stores_are_to_operators_alone(place: Place) -> None:
+    board = MemoryBoard()
+    gate = Gate(read("limits: [{by: ip, bucket: 10/minute}]"), "redis://127.0.0.1:1/0", budget=0.05)
+    with closing(gate), closing(Pulse(gate, board, secret=SECRET, node="web-1", every=None)) as pulse:
+        gate.admit(Arrival())
+        pulse.beat()
+        desk = Desk(place.config, board=board, secret=SECRET)
+        (shown,), (known,), (unsaid,) = (desk.overview(each).nodes for each in (SUE, OTTO, None))
+    assert (shown.name, shown.state) == (known.name, known.state)
+    assert shown.shards == (("server 1", known.shards[0][1]),)
+    assert "127.0.0.1" not in repr(shown)
+    assert "127.0.0.1:1" in repr(known)
+    assert "127.0.0.1" not in repr(unsaid)
+
+
+class Arrival:
+    method, path, peer, native = "GET", "/", "192.0.2.7", None
+
+    def header(self, _: str) -> list[str]:
+        return []
+
+
+def test_of_a_node_people_see_that_its_store_is_away_and_not_where() -> None:
+    node = Node(
+        name="web-1", region="", at_us=0, state="degraded", reason="connecting to 10.9.8.7:6379: refused",
+        degraded_for_s=1.0, shards=(("10.9.8.7:6379", False),), policy_version="1",
+        policy_error='config store postgresql://db.internal/x: connection to server at "db.internal" failed',
+        config_age_s=9.0, allowed=0, denied=0, blocked=0, unavailable=0, degraded=0, p50_us=None, p99_us=None,
+        waiting=0, lost=0, log_error="HTTPConnectionPool(host='10.9.8.7', port=8123)",
+    )  # fmt: skip
+    shown = reads._without_places(node)
+    assert not [text for text in ("10.9.8.7", "internal") if text in repr(shown)]
+    assert (shown.config_age_s, shown.shards, shown.state) == (9.0, (("server 1", False),), "degraded")
+    plain = replace(
+        node, reason="Redis did not answer within 5 ms", policy_error="limits[0]: no bucket", log_error=None
+    )
+    assert reads._without_places(plain) == replace(plain, shards=(("server 1", False),))

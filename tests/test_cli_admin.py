@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 from headgate import InvalidInput, Limiter, cli
 from headgate.adapters.gate import Gate
 from headgate.cli import api
+from headgate.cli import tail as tails
 from headgate.cli.api import AdminApi, AdminError, Unconfirmed, is_loopback
 from headgate.cli.completion import SCRIPTS, places
 from headgate.control.admin import AdminServer, Tokens
@@ -29,11 +31,12 @@ from headgate.control.config import ConfigStore
 from headgate.control.desk.desk import Desk
 from headgate.control.feed import ConfigFeed
 from headgate.policy.credentials import ApiKeys
-from headgate.policy.model import IdentitySettings
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.boards import MemoryBoard
 from headgate.telemetry.moments import coming, microseconds
 from headgate.telemetry.pulse import Pulse
+from headgate.telemetry.records import Record, id_prefix, lost_record
+from headgate.telemetry.sinks import open_reader, open_sink
 from servers import RedisServer, wait_until
 from test_cli import ESCAPE, PLAIN, AtATerminal
 from traffic import SECRET, Request
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 
 PAGE = (Path(__file__).parents[1] / "docs" / "cli.md").read_text("utf-8")
 KEY = "sk_live_4f9a1c77"
-HASH = ApiKeys(IdentitySettings(), SECRET.encode()).fingerprint(KEY)
+HASH = ApiKeys(SECRET.encode()).fingerprint(KEY)
 POLICY = """\
 tier: free
 routes:
@@ -278,14 +281,71 @@ def test_tail_shows_decisions_and_follows_them(fleet: Fleet, tmp_path: Path) -> 
         fleet.send(tenant="tyrell", method="DELETE")
         assert fleet.log.flush()
         terminal.until("DELETE /search of tenant tyrell")
+        with closing(open_reader(f"sqlite:///{fleet.log_file}")) as reader:
+            earlier = next(each for each in reader.recent(most=100) if each.method == "PUT")
+        late = earlier._replace(id=id_prefix(earlier.at_us + 1) + earlier.id[14:], method="PATCH")
+        with closing(open_sink(f"sqlite:///{fleet.log_file}")) as another_node:
+            another_node.write([late])
+        terminal.until("PATCH /search of tenant tyrell")
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.end() == 0
     lines = ESCAPE.sub("", terminal.shown).splitlines()
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d denied   GET /search of tenant tyrell: search .* @api-1", lines[0]
     )
-    assert sum("denied   " in line for line in lines) == 4, "each is shown once"
+    assert sum("denied   " in line for line in lines) == 5, "each is shown once"
     assert "Traceback" not in terminal.shown
+
+
+class Log:
+    """A decision log in a file, asked as the server is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sink = open_sink(f"sqlite:///{folder}/decisions.db")
+        self._url = f"sqlite:///{folder}/decisions.db"
+
+    def write(self, *at_us: int, by: str = "a") -> None:
+        for some in range(0, len(at_us), 500):
+            self.sink.write([_record(each, by) for each in at_us[some : some + 500]])
+
+    def ask(self, *, after: str = "", most: int = 100) -> dict[str, Any]:
+        with closing(open_reader(self._url)) as reader:
+            return {"items": [{"id": each.id, "at_us": each.at_us} for each in reader.recent(after=after, most=most)]}
+
+
+def _record(at_us: int, by: str) -> Record:
+    return lost_record(f"{id_prefix(at_us)}{by}", 1, since_us=at_us, until_us=at_us, node=by, region="")
+
+
+def test_what_is_written_late_is_shown_once_and_nothing_twice(tmp_path: Path) -> None:
+    now_us = time.time_ns() // 1000 - 1_000_000
+    log = Log(tmp_path)
+    log.write(*range(now_us, now_us + 3_000, 1))
+    shown = log.ask(most=10)["items"]
+    tail = tails._Tail(log.ask, shown)
+
+    def new() -> list[int]:
+        return [each["at_us"] - now_us for some in tail.more() for each in some]
+
+    assert new() == []
+    log.write(now_us + 5_000)
+    assert new() == [5_000]
+    log.write(now_us + 4_000, by="b")
+    assert new() == [4_000], "also what was written after newer ones"
+    log.write(now_us + 10, by="b")
+    assert new() == [], "that was before the first that is shown"
+    log.write(now_us + 7_200_000_000, by="c")
+    assert new() == [7_200_000_000]
+    log.write(now_us + 6_000)
+    assert new() == [6_000], "one clock that is ahead hides nobody"
+    log.write(*range(now_us + 100_000, now_us + 105_000))
+    assert len(new()) == 5_000
+    assert len(tail._seen) <= tails.MANY
+    log.write(now_us + 104_500, by="b")
+    log.write(now_us + 100_500, by="b")
+    assert new() == [104_500], "what is looked at again is bounded"
+    assert new() == []
+    log.sink.close()
 
 
 def test_tail_gives_programs_a_line_for_each(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:

@@ -33,7 +33,7 @@ from headgate.control.config.reading import Stamp, changes, contents
 from headgate.control.config.tables import METADATA
 from headgate.control.step_tables import METADATA as STEPS
 from headgate.policy.credentials import ApiKeys
-from headgate.policy.model import IdentitySettings, Policy, Validity
+from headgate.policy.model import Policy, Validity
 from headgate.policy.snapshot import Snapshot
 from headgate.testing import FakeClock
 from postgres import config_url, postgres  # noqa: F401 - fixtures
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 SECRET = b"a secret of thirty-two bytes ..."
 KEY = "sk_live_4eC39HqLyjWDarjtT1zdp7dc"
-HASH = ApiKeys(IdentitySettings(), SECRET).fingerprint(KEY)
+HASH = ApiKeys(SECRET).fingerprint(KEY)
 BY = {"author": "ada@example.com", "reason": "contract 4711"}
 UNTIL = datetime(2096, 5, 28, 2, 1, tzinfo=UTC)
 
@@ -466,7 +466,7 @@ def test_api_keys_are_stored_as_keyed_hashes(store: ConfigStore, store_url: str,
     everything += [str(row) for row in dump(store_url)]
     everything += [file.read_bytes().decode("latin-1") for file in tmp_path.iterdir() if file.is_file()]
     assert not [each for each in everything if KEY in each]
-    snapshot = Snapshot(store.policy(), ApiKeys(IdentitySettings(), SECRET).fingerprint)
+    snapshot = Snapshot(store.policy(), ApiKeys(SECRET).fingerprint)
     met = snapshot.resolve(snapshot.route("GET", "/api/search"), {"api_key": HASH, "ip": "1.2.3.4"}, 0)
     assert met.block is not None
 
@@ -580,7 +580,7 @@ def run(url: str, statements: str) -> None:
 
 
 def test_the_three_tables_are_read_as_they_stand(seeds: str, caplog: pytest.LogCaptureFixture) -> None:
-    found = read_seed_tables(seeds, fingerprint=ApiKeys(IdentitySettings(), SECRET).fingerprint)
+    found = read_seed_tables(seeds, fingerprint=ApiKeys(SECRET).fingerprint)
     assert [(row.path, row.route_class, row.cost) for row in found.routes] == [
         ("/api/v1/search", "search", 50), ("/api/v1/transfer", "write", 1), ("/health", "free", 0), ("*", "default", 1),
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -18,9 +19,10 @@ from sqlalchemy import text
 
 from headgate import HeadgateError, InvalidInput, InvalidPolicy, Limiter
 from headgate.adapters.gate import Gate
-from headgate.control.config import ConfigStore, ConfigUnavailable, Conflict
+from headgate.control.config import Assignment, ConfigStore, ConfigUnavailable, Conflict, Put
 from headgate.control.config.database import writing
 from headgate.control.config.tables import METADATA
+from headgate.control.config.writing import Moved
 from headgate.control.desk import (
     ROLES,
     Actor,
@@ -875,6 +877,56 @@ def test_a_change_on_what_has_changed_meanwhile_is_refused(world: World) -> None
     assert desk.add_override(SUE, ACME, "70/minute", limit="watched", reason="r", based_on=seen).version
 
 
+class Overtaken(ConfigStore):
+    """The store of an admin server, at which somebody is quicker: writes between a look and the write that follows."""
+
+    others: list[Callable[[], Any]]
+
+    def write(self, changes: Any, **more: Any) -> Any:
+        if self.others:
+            self.others.pop()()
+        return super().write(changes, **more)
+
+
+def test_what_was_judged_is_what_is_written_over_two_admin_servers(world: World) -> None:
+    store = Overtaken(world.url, secret=SECRET, clock=world.clock)
+    store.others = []
+    mine, theirs = Desk(store, secret=SECRET, clock=world.clock), world.made()
+
+    def lower(number: int) -> Callable[[], Any]:
+        return lambda: theirs.set_tier(OTTO, "pro", "search", f"{number}/minute", reason="r")
+
+    store.others = [lower(500)]
+    with pytest.raises(NeedsConfirmation, match="500/minute on search now; 9000/minute is 18 times"):
+        mine.set_tier(OTTO, "pro", "search", "9000/minute", reason="r")  # nine times what it was
+    assert [each.row.quota for each in store.tiers()] == [500]
+
+    store.others = [lambda: theirs.block(OTTO, GLOBEX, reason="r")]
+    assert mine.set_tier(OTTO, "pro", "search", "600/minute", reason="r").version, "looked at again, and harmless"
+    store.others = [lower(600 + number) for number in range(10)]
+    with pytest.raises(Conflict, match="all the while"):
+        mine.set_tier(OTTO, "pro", "search", "700/minute", reason="r")
+    assert len(store.others) == 5
+    store.close()
+
+
+def test_a_change_that_was_judged_by_an_older_version_is_not_written(world: World) -> None:
+    store = world.config
+    seen = store.version
+    world.desk.block(SUE, GLOBEX, reason="r")
+    by: Any = {"author": "ada", "reason": "r"}
+    for change in (
+        lambda: store.judged_by(seen).assign(ACME, None, **by),
+        lambda: store.judged_by(seen).rollback(seen, **by),
+        lambda: store.judged_by(seen).put_policy(POLICY + "# later", **by),
+    ):
+        with pytest.raises(Moved):
+            change()
+    assert store.version == seen + 1
+    assert store.judged_by(seen + 1).rollback(seen, **by)
+    assert store.assign(ACME, None, label="Acme", **by), "nobody else is held back"
+
+
 @pytest.mark.parametrize("reason", ["", "  ", "x" * 501, "two\nlines"])
 def test_every_change_has_a_reason(found_in: World, reason: str) -> None:
     before = found_in.desk.version
@@ -1090,9 +1142,35 @@ def test_clients_of_document_and_tables_are_one_list(world: World) -> None:
             after = page.next
         assert {tuple(each.who): (each.label, each.tier, each.overrides, each.blocked) for each in found} == everybody
         assert len(found) == len(everybody)
+        assert [each.label for each in found] == ["Acme Inc", "Initech", "The office", None, None, None]
     assert [each.who.value for each in desk.clients(search="ACME").items] == ["acme"]
     assert [each.who.value for each in desk.clients(search="office").items] == ["198.51.100.0/24"]
     assert [each.who.kind for each in desk.clients(search=KEY).items] == ["api_key"]
+
+
+def test_clients_come_by_their_names_over_all_pages(world: World) -> None:
+    """Names of rows and of the document are one order, whatever the database thinks of letters."""
+    names = ["zebra", "Ähre", "acme 2", "Acme 10", "b_c", "B-D", "ÖSEN", "the end", "É", "𝔄", "~", "Initech", "acme 2"]
+    rows = [Put("clients", Assignment("tenant", f"t{number}", None, name)) for number, name in enumerate(names)]
+    rows += [Put("clients", Assignment("tenant", f"n{number}", "pro", None)) for number in range(3)]
+    rows += [Put("clients", Assignment("tenant", "initech", "free", None))]
+    world.config.write(rows, author="ada", reason="many")
+    found: list[Any] = []
+    after = None
+    while True:
+        page = world.desk.clients(most=2, after=after)
+        found += page.items
+        if page.next is None:
+            break
+        after = page.next
+        assert re.fullmatch(r"[!-~]+", after), "it may stand in an address"
+    labels = [each.label for each in found]
+    small = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz")
+    named = sorted([*names, "Initech", "The office"], key=lambda name: name.translate(small))
+    assert [each for each in labels if each is not None] == named
+    assert labels[len(named) :] == [None] * 4
+    assert [each.who.value for each in found if each.label is None] == ["evil", "n0", "n1", "n2"]
+    assert [each.tier for each in found if each.who.value == "initech"] == ["free"], "what a row says of it"
 
 
 def test_the_audit_is_all_that_was_done_in_the_order_of_time(world: World) -> None:

@@ -562,6 +562,36 @@ def test_long_lists_are_paged_searched_and_filtered(town: Town, visit: Callable[
     expect(found).to_contain_text("ended 1 day ago")
 
 
+@pytest.mark.parametrize(
+    ("path", "button", "place"),
+    [
+        ("/clients", "Search", "Clients"),
+        ("/overrides", "Search", "Overrides"),
+        ("/blocks", "Search", "Blocks"),
+        ("/audit", "Show", "Audit"),
+    ],
+)
+def test_an_api_key_that_is_searched_for_gets_into_no_address(
+    town: Town, visit: Callable[..., Page], path: str, button: str, place: str
+) -> None:
+    page = visit(path)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(f"{request.url} {request.headers.get('referer', '')}"))
+    lists = page.get_by_role("region", name=place)
+    lists.get_by_label("Search").fill(RAW_KEY)
+    lists.get_by_role("button", name=button).click()
+    expect(lists.get_by_text("the hash of what may be an API key")).to_be_visible()
+    expect(lists.get_by_label("Search")).to_have_value(town.desk.searchable(RAW_KEY))
+    assert urlsplit(page.url).path == path
+    page.reload()
+    expect(lists.get_by_label("Search")).to_have_value(town.desk.searchable(RAW_KEY))
+    assert not [each for each in asked if RAW_KEY in each]
+    lists.get_by_label("Search").fill("hooli")
+    lists.get_by_label("Search").press("Enter")
+    page.wait_for_url(f"**{path}?search=hooli**")  # names stay, so that what was found can be sent to others
+    assert RAW_KEY not in page.content()
+
+
 # ------------------------------------------------------------------ how they are used
 
 

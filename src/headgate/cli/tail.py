@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from headgate.cli.api import UNANSWERED, AdminError
@@ -16,6 +17,7 @@ from headgate.telemetry.records import Outcome, Record
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable, Iterator
 
     from headgate.cli.asking import Desk
     from headgate.cli.screen import Screen
@@ -36,6 +38,12 @@ STYLES: Final = {"allowed": GOOD, "denied": BAD, "blocked": BAD, "unavailable": 
 EVERY: Final = 1.0
 MOST: Final = 500
 """Records that are asked for at once."""
+LATE_US: Final = 30_000_000
+"""How much later than others that are newer a record may be written: nodes write in batches, and try again."""
+MANY: Final = 2000
+"""Records that are looked at again each time, at most."""
+FIRST: Final = "0"
+"""Before all ids."""
 AWAY: Final = 60
 """So often in a row the server may fail to answer before that is the end."""
 
@@ -60,18 +68,57 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
+class _Tail:
+    """What is new in the log whenever it is asked for, also if it was written after others that are newer: the last of
+    what was seen is looked at again, and known by its ids."""
+
+    def __init__(self, ask: Callable[..., Any], shown: list[dict[str, Any]]) -> None:
+        self._ask = ask
+        self._seen = {each["id"]: each["at_us"] for each in shown}
+        self._before = FIRST
+        """An id; nothing up to it is shown any more."""
+        if shown:
+            self._before = shown[0]["id"]
+
+    def more(self) -> Iterator[list[dict[str, Any]]]:
+        """In pieces: nobody waits for the end of a log that grows faster than it is read."""
+        after = self._before
+        while True:
+            found = self._ask(after=after, most=MOST)["items"]
+            new = [each for each in found if each["id"] not in self._seen]
+            self._seen |= {each["id"]: each["at_us"] for each in new}
+            self._forget()
+            yield new
+            if len(found) < MOST:
+                break
+            after = found[-1]["id"]
+
+    def _forget(self) -> None:
+        """All but the last seconds, and of these what is not too much to be looked at again."""
+        if self._seen:
+            # A node whose clock is ahead must not hide the others.
+            late_us = min(max(self._seen.values()), time.time_ns() // 1000) - LATE_US
+            ids = sorted(self._seen)
+            kept = [id for id in ids[-MANY:] if self._seen[id] >= late_us]
+            if len(kept) < len(ids):
+                self._before = ids[-len(kept) - 1]
+                self._seen = {id: self._seen[id] for id in kept}
+
+
 def _follow(arguments: Namespace, desk: Desk, asked: dict[str, Any]) -> None:
     first = desk.api.get("decisions", most=max(1, min(arguments.lines, MOST)), **asked)["items"]
     _say(first[-arguments.lines :] if arguments.lines else [], arguments, desk)
-    last = first[-1]["id"] if first else ""
     if not first:
         desk.err.say("Nothing of that is logged." if arguments.no_follow else "Nothing of that is logged yet: waiting.")
-    failed, has_more = 0, False
-    while not arguments.no_follow:
-        if not has_more:
-            time.sleep(EVERY)
+    if arguments.no_follow:
+        return
+    tail = _Tail(partial(desk.api.get, "decisions", **asked), first)
+    failed = 0
+    while True:
+        time.sleep(EVERY)
         try:
-            found = desk.api.get("decisions", after=last or None, most=MOST, **asked)["items"]
+            for found in tail.more():
+                _say(found, arguments, desk)
         except AdminError as error:
             failed += 1
             if error.code != UNANSWERED or error.status == 401 or failed > AWAY:
@@ -80,9 +127,6 @@ def _follow(arguments: Namespace, desk: Desk, asked: dict[str, Any]) -> None:
                 desk.err.say(f"{desk.err.paint('waiting:', ODD)} {error}")
             continue
         failed = 0
-        _say(found, arguments, desk)
-        last = found[-1]["id"] if found else last
-        has_more = len(found) == MOST
 
 
 def _say(records: list[dict[str, Any]], arguments: Namespace, desk: Desk) -> None:

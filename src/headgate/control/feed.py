@@ -16,7 +16,7 @@ from headgate.control.config.database import opened, reading, shown
 from headgate.control.config.merging import Assembly, release
 from headgate.control.config.pace import politely
 from headgate.control.config.reading import Changes, Contents, Stamp, changes, contents, newest_stamp
-from headgate.control.news import news_of
+from headgate.control.news import RETRY, news_of
 from headgate.errors import HeadgateError, InvalidInput
 
 if TYPE_CHECKING:
@@ -257,9 +257,10 @@ def _follow_forever(following: weakref.ref[Following[Any]], stop: threading.Even
         if (each := following()) is not None:
             each.is_current()
 
+    pause = POLL
     try:
         while wanted(0):
-            news.wait(POLL, wanted, nothing)
+            news.wait(pause, wanted, nothing)
             each = following()
             if each is None or stop.is_set():
                 return
@@ -268,6 +269,8 @@ def _follow_forever(following: weakref.ref[Following[Any]], stop: threading.Even
                     each.look()
             except Exception:  # a bug of ours must not end it: the next version may be read
                 logger.exception("%s could not be looked at; version %s stays in force", each.name, each.version)
+            # Who could not look has missed what was told meanwhile, and is told of it no more.
+            pause = RETRY if isinstance(each.error, ConfigUnavailable) else POLL
             del each
     finally:
         news.close()

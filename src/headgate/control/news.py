@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from headgate.control.config.reading import Stamp
 
-__all__ = ["News", "news_of"]
+__all__ = ["RETRY", "News", "news_of"]
 
 LOOK_EVERY: Final = 0.2
 """Seconds between looks at a file's counter of changes, which cost microseconds."""
@@ -30,6 +30,7 @@ SLICE: Final = 0.5
 """Seconds after which a waiting thread sees whether it is still wanted."""
 
 RETRY: Final = 1.0
+"""Seconds before a store is asked again that could not be."""
 
 ASK_EVERY: Final = 5.0
 """Seconds after which PostgreSQL is asked for its newest version, though it would tell: a connection that is dead says

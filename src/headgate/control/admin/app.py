@@ -154,7 +154,6 @@ def _told(request: Request, problem: Problem) -> Response:
     if pages is None or is_for_programs:
         return problem.response()
     page: Response = pages.problem(request, problem)
-    page.headers.update(problem.headers)
     return page
 
 

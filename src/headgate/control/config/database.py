@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +15,7 @@ from sqlalchemy.pool import NullPool
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from sqlalchemy import Connection, Engine
 
@@ -26,7 +27,14 @@ CHANNEL: Final = "headgate_config"
 WRITES: Final = "headgate_writes"
 
 PATIENCE: Final = 10.0
-"""Seconds to wait for another writer, or for a connection."""
+"""Seconds to wait for another writer. PostgreSQL itself gives up what takes longer."""
+SILENCE: Final = 4.0
+"""Seconds after which a server that says nothing at all is taken for hung, whatever TCP still hopes for."""
+REST: Final = 2.0
+"""Seconds for which a server that was silent is not asked: nobody else need find out by waiting."""
+ABANDONED: Final = 60.0
+"""Seconds after which PostgreSQL ends a transaction in which nobody says anything: a client that the network has cut
+off would keep all writers waiting until TCP notices, which may take hours."""
 
 
 class ConfigUnavailable(HeadgateError):
@@ -88,7 +96,8 @@ def writing(engine: Engine) -> Iterator[Connection]:
     with _told(engine), engine.connect().execution_options(**{WRITES: True}) as connection, connection.begin():
         if engine.dialect.name == "postgresql":
             # One at a time, also while there are no tables yet; readers are not kept waiting.
-            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('headgate config'))")
+            with _patiently(connection):
+                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('headgate config'))")
         yield connection
 
 
@@ -99,7 +108,7 @@ def shown(engine: Engine) -> str:
 
 def _opened_postgresql(url: URL, keep: int) -> Engine:
     patience = {
-        "connect_timeout": str(int(PATIENCE)),
+        "connect_timeout": str(int(SILENCE)),
         # A host that is gone does not say so: without these a listener would wait for hours.
         "keepalives_idle": "10",
         "keepalives_interval": "5",
@@ -108,9 +117,9 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
     }
     pool: dict[str, Any] = {"poolclass": NullPool}
     if keep:
-        pool = {"pool_size": keep, "max_overflow": 10, "pool_pre_ping": True}
+        pool = {"pool_size": keep, "max_overflow": 10, "pool_pre_ping": True, "pool_timeout": SILENCE}
     try:
-        return create_engine(
+        engine = create_engine(
             url,
             **pool,
             hide_parameters=True,
@@ -123,6 +132,110 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
         raise InvalidConfiguration(
             "a config store in PostgreSQL needs the package 'psycopg': pip install 'headgate[postgres]'"
         ) from None
+    driver: Any = engine.dialect.dbapi
+    rest = _Rest()
+    connection_class = _watched(driver, rest)
+
+    @event.listens_for(engine, "do_connect")
+    def _connect(_: Any, __: Any, arguments: Any, options: Any) -> Any:
+        if not rest.is_over():
+            raise ConfigUnavailable(f"config store {shown(engine)}: {SILENT}")
+        try:
+            made = connection_class.connect(*arguments, **options)
+        except driver.errors.ConnectionTimeout:
+            rest.begin()
+            raise
+        except driver.Error:
+            rest.end()  # it has answered, or somebody did for it
+            raise
+        rest.end()
+        return made
+
+    bounds = {"statement_timeout": PATIENCE, "idle_in_transaction_session_timeout": ABANDONED}
+    given = str(url.query.get("options", ""))
+    set_here = "; ".join(f"SET {name} = '{most:.0f}s'" for name, most in bounds.items() if name not in given)
+
+    @event.listens_for(engine, "connect")
+    def _bound(connection: Any, _: Any) -> None:
+        connection.autocommit = True
+        connection.execute(set_here)  # not among the options, which poolers refuse
+        connection.autocommit = False
+
+    return engine
+
+
+SILENT: Final = f"the server has said nothing for {SILENCE:.0f} seconds"
+
+
+class _Rest:
+    """Whether a server that was silent is left alone; then one asks it again, and the others go by what it hears."""
+
+    # Without a lock, which a fork could leave taken for ever: at worst two ask where one would do.
+
+    def __init__(self) -> None:
+        self._until: float | None = None
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + REST
+
+    def is_over(self) -> bool:
+        """Whether the caller may ask."""
+        now, until = time.monotonic(), self._until
+        if until is None or now < until:
+            return until is None
+        self._until = now + SILENCE + REST
+        return True
+
+    def end(self) -> None:
+        self._until = None
+
+
+def _watched(driver: Any, rest: _Rest) -> Any:
+    """The driver's connections, of which no wait is longer than a server may be silent."""
+
+    class Watched(driver.Connection):  # type: ignore[misc] # the driver is imported by who needs it
+        patience = SILENCE
+
+        def wait(self, steps: Any, *arguments: Any, **options: Any) -> Any:
+            try:
+                return super().wait(_heard(steps, self.patience), *arguments, **options)
+            except _Silence:
+                rest.begin()
+                self.pgconn.finish()  # else what follows would wait again, to take back what was begun
+                raise driver.OperationalError(SILENT) from None
+
+    return Watched
+
+
+class _Silence(Exception):
+    """A server has said nothing for too long."""
+
+
+def _heard(steps: Any, patience: float) -> Generator[Any, Any, Any]:
+    """The same steps of the driver, as long as the server goes on to say something."""
+    last = time.monotonic()
+    try:
+        wanted = next(steps)
+        while True:
+            ready = yield wanted
+            if ready:
+                last = time.monotonic()
+            elif time.monotonic() - last >= patience:
+                raise _Silence
+            wanted = steps.send(ready)
+    except StopIteration as end:
+        return end.value
+
+
+@contextmanager
+def _patiently(connection: Connection) -> Iterator[None]:
+    """While another one may write: nobody says anything then, and that is right."""
+    driver: Any = connection.connection.driver_connection
+    driver.patience = PATIENCE + SILENCE
+    try:
+        yield
+    finally:
+        driver.patience = SILENCE
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from string import ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import Select, and_, func, literal, or_, select, tuple_, union
+from sqlalchemy import Select, and_, collate, exists, func, literal, or_, select, tuple_, union
 
 from headgate.control.config.rows import FRAME, LISTS, SECTIONS, BlockRow, Kept, OverrideRow
 from headgate.control.config.tables import TABLES, VERSIONS
@@ -22,7 +23,9 @@ __all__ = [
     "frame_mark",
     "labels_of",
     "listed",
+    "name_key",
     "named",
+    "nameless",
     "override_counts",
     "row",
     "rows_of",
@@ -30,6 +33,8 @@ __all__ = [
     "who_is_called",
 ]
 
+_SMALL: Final = str.maketrans(ascii_uppercase, ascii_lowercase)
+"""What databases take for small letters without knowing a language."""
 AT_ONCE: Final = 400
 """Values in one question: SQLite takes 999 in its older versions."""
 
@@ -122,15 +127,46 @@ def listed(
     return _listed(connection, query.order_by(table.c.id.desc()).limit(most), section)
 
 
+def name_key(label: str, kind: str, value: str) -> tuple[str, str, str]:
+    """Where a client with a name stands among the others; the same in Python and in every database."""
+    return label.translate(_SMALL), kind, value
+
+
 def named(
+    connection: Connection,
+    *,
+    search: str = "",
+    hashed: str | None = None,
+    after: tuple[str, str, str] | None,
+    most: int,
+) -> list[Named]:
+    """The clients to whom a row gives a name, by their names: in the order of `name_key`."""
+    clients = TABLES["clients"]
+
+    def in_order(column: ColumnElement[Any]) -> ColumnElement[Any]:
+        return column if connection.dialect.name == "sqlite" else collate(column, "C")
+
+    key = (in_order(func.lower(in_order(clients.c.label))), in_order(clients.c.kind), in_order(clients.c.value))
+    query = select(clients.c.kind, clients.c.value, clients.c.label, clients.c.tier)
+    query = query.where(clients.c.until_version.is_(None), clients.c.label.is_not(None))
+    if after is not None:
+        query = query.where(tuple_(*key) > tuple_(*[literal(each) for each in after]))
+    if search:
+        query = query.where(_found(connection, clients, ("value",), search, hashed))
+    return [Named(*each) for each in connection.execute(query.order_by(*key).limit(most))]
+
+
+def nameless(
     connection: Connection, *, search: str = "", hashed: str | None = None, after: tuple[str, str] | None, most: int
 ) -> list[Named]:
-    """Everybody of whom a row says something, in the database's own order of kinds and values."""
+    """Everybody else of whom a row says something, in the database's own order of kinds and values."""
     clients = TABLES["clients"]
     parts = []
     for section in LISTS:
         table = TABLES[section]
-        query = select(table.c.kind, table.c.value).where(table.c.until_version.is_(None)).distinct()
+        called = clients.alias()
+        has_name = exists().where(_same_client(table, called), called.c.label.is_not(None))
+        query = select(table.c.kind, table.c.value).where(table.c.until_version.is_(None), ~has_name).distinct()
         if after is not None:
             query = query.where(tuple_(table.c.kind, table.c.value) > tuple_(literal(after[0]), literal(after[1])))
         if search:
@@ -238,7 +274,7 @@ def _listed(connection: Connection, query: Select[Any], section: str) -> list[Li
     return [Listed(id, since, kind(*fields), label) for id, since, label, *fields in connection.execute(query)]
 
 
-def _same_client(one: Any, clients: Table) -> ColumnElement[bool]:
+def _same_client(one: Any, clients: Any) -> ColumnElement[bool]:
     return and_(clients.c.kind == one.c.kind, clients.c.value == one.c.value, clients.c.until_version.is_(None))
 
 

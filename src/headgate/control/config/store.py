@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -33,7 +34,6 @@ from headgate.errors import InvalidConfiguration, InvalidInput, InvalidPolicy
 from headgate.policy import words
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.formats import FORMATS
-from headgate.policy.model import IdentitySettings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -68,9 +68,10 @@ class ConfigStore:
         self.engine = self._engine = opened(url, keep=2)
         weakref.finalize(self, self._engine.dispose)
         self._clock = clock or SystemClock()
+        self._judged_by: int | None = None
         given = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._secret = given.encode() if isinstance(given, str) else given
-        self._keys = None if self._secret is None else ApiKeys(IdentitySettings(), self._secret)
+        self._keys = None if self._secret is None else ApiKeys(self._secret)
         with writing(self._engine) as connection:
             migrate(connection)
         renew_in_children(self)
@@ -156,7 +157,8 @@ class ConfigStore:
                 for each in differences(connection, newest, version)
                 if sections is None or each.section in sections
             ]
-            return write(connection, back, **self._signed(author, reason), based_on=based_on, restores=version)
+            signed = self._signed(author, reason)
+            return write(connection, back, **signed, based_on=based_on, restores=version, judged_by=self._judged_by)
 
     # ------------------------------------------------------------------ changes
 
@@ -305,9 +307,16 @@ class ConfigStore:
         signed = self._signed(author, reason)
         with writing(self._engine) as connection:
             try:
-                return write(connection, changes, **signed, based_on=based_on)
+                return write(connection, changes, **signed, based_on=based_on, judged_by=self._judged_by)
             except IntegrityError as error:
                 raise InvalidInput("two rows would be about the same; change the one that is there") from error
+
+    def judged_by(self, version: int) -> ConfigStore:
+        """The same store for one change that was judged by what held at a version: `Moved`, if that is not the newest
+        any more when the change is written, by whichever process."""
+        same = copy.copy(self)
+        same._judged_by = version  # noqa: SLF001 - it is one of us
+        return same
 
     def known(self, who: tuple[str, str]) -> tuple[str, str]:
         """Whom a row is about, as it is stored: addresses in their one spelling, of API keys only the hash."""
@@ -359,7 +368,7 @@ class ConfigStore:
     def _fingerprint(self, key: str) -> str:
         if self._keys is None:
             if key.startswith(FINGERPRINT):
-                return ApiKeys(IdentitySettings(), bytes(32)).fingerprint(key)  # nothing is hashed: it is one already
+                return ApiKeys(bytes(32)).fingerprint(key)  # nothing is hashed: it is one already
             raise InvalidConfiguration(
                 "an API key is stored as a keyed hash, and there is no secret to key it with: give secret=, or set "
                 f"{SECRET_VARIABLE}, to what the gates have"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-__all__ = ["Change", "Conflict", "Put", "Remove", "write"]
+__all__ = ["Change", "Conflict", "Moved", "Put", "Remove", "write"]
 
 FEW: Final = 500
 """Up to so many rows are checked by themselves; more take as long as all of them would."""
@@ -31,6 +31,10 @@ class Conflict(HeadgateError):
         super().__init__(text)
         self.version = version
         """The version to look at now."""
+
+
+class Moved(Conflict):
+    """There is a newer version than the one that a change was judged by: it is to be judged again."""
 
 
 class Put(NamedTuple):
@@ -67,12 +71,16 @@ def write(
     at_us: int,
     based_on: int | None = None,
     restores: int | None = None,
+    judged_by: int | None = None,
 ) -> Version | None:
     """The new version, in force when the transaction ends; None if there is nothing to change.
 
-    InvalidPolicy, if what came out would not load; Conflict, if a row has changed after the version `based_on`.
+    InvalidPolicy, if what came out would not load; Conflict, if a row has changed after the version `based_on`; Moved,
+    if there is a newer version than the one that it was `judged_by`.
     """
     newest = newest_version(connection)
+    if judged_by not in (None, newest):
+        raise Moved("others have changed the configuration all the while; try again", version=newest)
     if based_on is not None and based_on > newest:
         raise Conflict(f"version {based_on} does not exist; the newest is {newest}", version=newest)
     steps = [step for step in _steps(connection, changes, newest, based_on) if step.before != step.after]

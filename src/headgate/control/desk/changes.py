@@ -15,14 +15,14 @@ from headgate.control.desk.finding import is_network
 from headgate.control.desk.ground import changed, ground_at
 from headgate.control.desk.reads import Reads
 from headgate.control.desk.secrecy import discreetly
-from headgate.control.desk.signing import done, in_the_past, signed
+from headgate.control.desk.signing import done, in_the_past, judged, signed
 from headgate.control.desk.standing import faced
 from headgate.control.desk.views import Change, Who
 from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy import words
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from datetime import datetime
 
     from headgate.control.desk.errors import Danger
@@ -165,14 +165,18 @@ class Changes(Reads):
         self._allow(actor, "operator", "change tiers")
         with self._signing(actor, reason, tier, limit, bucket) as by:
             made = TierNumbers(words.name(tier), words.name(limit), **_numbers(bucket))
-            ground = self._readable()
-            known = dict.fromkeys([each for rule in ground.base.rules for each in (rule.name, *rule.classes)])
-            if limit not in known:  # a table may bring a limit of its own; by hand that is a slip
-                raise InvalidInput(f"there is no such limit, nor such a class; known are {', '.join(known)}")
-            others = [each.row for each in ground.tiers if (each.row.tier, each.row.limit_name) != (tier, limit)]
-            after = changed(ground, tiers=[*others, made])
-            dangers.confirmed(dangers.of_policy(ground.base, after, document=False), confirm)
-            return done(self._config.set_tier(tier, limit, bucket, **by, based_on=based_on))
+
+            def judge() -> Iterable[Danger]:
+                ground = self._readable()
+                known = dict.fromkeys([each for rule in ground.base.rules for each in (rule.name, *rule.classes)])
+                if limit not in known:  # a table may bring a limit of its own; by hand that is a slip
+                    raise InvalidInput(f"there is no such limit, nor such a class; known are {', '.join(known)}")
+                others = [each.row for each in ground.tiers if (each.row.tier, each.row.limit_name) != (tier, limit)]
+                return dangers.of_policy(ground.base, changed(ground, tiers=[*others, made]), document=False)
+
+            return judged(
+                self._config, judge, confirm, lambda store: store.set_tier(tier, limit, bucket, **by, based_on=based_on)
+            )
 
     def remove_tier(
         self,
@@ -187,15 +191,18 @@ class Changes(Reads):
         """Take the numbers of a tier out of the table, on one limit or on all: those of the document hold again."""
         self._allow(actor, "operator", "change tiers")
         with self._signing(actor, reason, tier, limit) as by:
-            ground = self._readable()
-            mine = [each for each in ground.tiers if each.row.tier == tier and limit in (None, each.row.limit_name)]
-            if not mine:
-                raise NotFound(
-                    "the tables have no such numbers of a tier; what the policy document says is changed there"
-                )
-            after = changed(ground, tiers=[each.row for each in ground.tiers if each not in mine])
-            dangers.confirmed(dangers.of_policy(ground.base, after, document=False), confirm)
-            return done(self._config.remove_tier(tier, limit, **by, based_on=based_on))
+
+            def judge() -> Iterable[Danger]:
+                ground = self._readable()
+                mine = [each for each in ground.tiers if each.row.tier == tier and limit in (None, each.row.limit_name)]
+                if not mine:
+                    raise NotFound("the tables have no such numbers of a tier; the policy document's are changed there")
+                after = changed(ground, tiers=[each.row for each in ground.tiers if each not in mine])
+                return dangers.of_policy(ground.base, after, document=False)
+
+            return judged(
+                self._config, judge, confirm, lambda store: store.remove_tier(tier, limit, **by, based_on=based_on)
+            )
 
     def set_route(
         self,
@@ -213,11 +220,18 @@ class Changes(Reads):
         with self._signing(actor, reason, path, route_class) as by:
             whole = words.whole(0, 2**53, example=5)(cost)
             made = RouteCost(words.text(path), whole, route_class and words.name(route_class))
-            ground = self._readable()
-            others = [each.row for each in ground.routes if each.row.path != path]
-            after = changed(ground, routes=[*others, made])
-            dangers.confirmed(dangers.of_policy(ground.base, after, document=False), confirm)
-            return done(self._config.set_route(path, cost, route_class=route_class, **by, based_on=based_on))
+
+            def judge() -> Iterable[Danger]:
+                ground = self._readable()
+                others = [each.row for each in ground.routes if each.row.path != path]
+                return dangers.of_policy(ground.base, changed(ground, routes=[*others, made]), document=False)
+
+            return judged(
+                self._config,
+                judge,
+                confirm,
+                lambda store: store.set_route(path, cost, route_class=route_class, **by, based_on=based_on),
+            )
 
     def remove_route(
         self,
@@ -231,13 +245,15 @@ class Changes(Reads):
         """Let the document say again what a route costs."""
         self._allow(actor, "operator", "change routes")
         with self._signing(actor, reason, path) as by:
-            ground = self._readable()
-            left = [each.row for each in ground.routes if each.row.path != path]
-            if len(left) == len(ground.routes):
-                raise NotFound("the tables have no such route; what the policy document says is changed there")
-            after = changed(ground, routes=left)
-            dangers.confirmed(dangers.of_policy(ground.base, after, document=False), confirm)
-            return done(self._config.remove_route(path, **by, based_on=based_on))
+
+            def judge() -> Iterable[Danger]:
+                ground = self._readable()
+                left = [each.row for each in ground.routes if each.row.path != path]
+                if len(left) == len(ground.routes):
+                    raise NotFound("the tables have no such route; what the policy document says is changed there")
+                return dangers.of_policy(ground.base, changed(ground, routes=left), document=False)
+
+            return judged(self._config, judge, confirm, lambda store: store.remove_route(path, **by, based_on=based_on))
 
     def put_policy(
         self,
@@ -252,12 +268,16 @@ class Changes(Reads):
         """Take another policy document."""
         self._allow(actor, "operator", "change the policy")
         with self._signing(actor, reason, file) as by:
-            after = self._checked(text, file)
-            self._finder.refuse_keys_in_document(text)
-            before = self._ground()
-            if not before.problems:  # the first one drops nothing
-                dangers.confirmed(dangers.of_policy(before.base, after.base), confirm)
-            return done(self._config.put_policy(text, file=file, **by, based_on=based_on))
+
+            def judge() -> Iterable[Danger]:
+                after = self._checked(text, file)
+                self._finder.refuse_keys_in_document(text)
+                before = self._ground()
+                return () if before.problems else dangers.of_policy(before.base, after.base)  # the first drops nothing
+
+            return judged(
+                self._config, judge, confirm, lambda store: store.put_policy(text, file=file, **by, based_on=based_on)
+            )
 
     def rollback(
         self,
@@ -275,8 +295,12 @@ class Changes(Reads):
         if unknown := {*(sections or ())} - {*SECTIONS}:
             raise InvalidInput(f"there are no {', '.join(sorted(unknown))}; known are {', '.join(SECTIONS)}")
         with self._signing(actor, reason) as by:
-            dangers.confirmed(self._of_rollback(version, {*SECTIONS} if sections is None else {*sections}), confirm)
-            return done(self._config.rollback(version, sections=sections, **by, based_on=based_on))
+            return judged(
+                self._config,
+                lambda: self._of_rollback(version, {*SECTIONS} if sections is None else {*sections}),
+                confirm,
+                lambda store: store.rollback(version, sections=sections, **by, based_on=based_on),
+            )
 
     # ------------------------------------------------------------------ within
 
@@ -303,8 +327,12 @@ class Changes(Reads):
             limit, route_class = (name and words.name(name) for name in names)
             rate = _numbers(bucket)
             made = OverrideRow(*who, limit, route_class, **rate, valid_from_us=since, valid_until_us=until)
-            dangers.confirmed(self._of_override(who, made), confirm)
-            return done(self._config.override(who, bucket, id=id, **given, **by, based_on=based_on))
+            return judged(
+                self._config,
+                lambda: self._of_override(who, made),
+                confirm,
+                lambda store: store.override(who, bucket, id=id, **given, **by, based_on=based_on),
+            )
 
     def _of_override(self, who: Who, made: OverrideRow) -> Iterator[Danger]:
         """Against the numbers that the client has now."""

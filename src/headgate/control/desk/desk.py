@@ -11,7 +11,7 @@ from headgate.control.config.queries import row
 from headgate.control.config.writing import Remove
 from headgate.control.desk import dangers
 from headgate.control.desk.changes import Changes
-from headgate.control.desk.errors import NotFound
+from headgate.control.desk.errors import NotFound, discreet
 from headgate.control.desk.finding import is_network
 from headgate.control.desk.secrecy import LOOKS_SECRET, looks_secret
 from headgate.control.desk.signing import checked_reason, done, in_the_past
@@ -34,6 +34,7 @@ LONGEST_ABOUT: Final = 600
 WITHIN_A_SECOND: Final = (
     "the admin server was given no counters: nodes hear of it from the config store, within a second"
 )
+STORE_AWAY: Final = "the store cannot be reached: nodes hear of it from the config store, within a second"
 
 
 class Desk(Changes):
@@ -191,7 +192,7 @@ class Desk(Changes):
         try:
             self._counters.block(*who, until=until, reason=reason)
         except HeadgateError as error:
-            return [f"nodes hear of it from the config store, within a second; the store said: {error}"]
+            return [discreet(STORE_AWAY, error)]
         return []
 
     def _unblock_live(self, who: Who) -> tuple[bool, str | None]:
@@ -201,7 +202,7 @@ class Desk(Changes):
         try:
             return self._counters.unblock(*who), None
         except HeadgateError as error:
-            return False, f"nodes could not be told, and may keep it out until they are: {error}"
+            return False, discreet("nodes could not be told, and may keep it out until they are", error)
 
 
 def _as_ip(who: Who) -> Who:

@@ -9,7 +9,10 @@ HeadgateError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import logging
+import re
+import time
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from headgate.errors import HeadgateError
 
@@ -18,7 +21,16 @@ if TYPE_CHECKING:
 
     from headgate.control.desk.views import Role
 
-__all__ = ["Danger", "LogUnavailable", "NeedsConfirmation", "NotAllowed", "NotFound"]
+__all__ = ["Danger", "LogUnavailable", "NeedsConfirmation", "NotAllowed", "NotFound", "discreet", "without_place"]
+
+logger = logging.getLogger("headgate")
+
+TOLD_AGAIN: Final = 60.0
+"""Seconds after which the log hears again of the same trouble, however often somebody looks."""
+
+_PLACE: Final = re.compile(r"://|:\d{2,5}\b|\b\d+\.\d+\.\d+\.\d+\b|\b(?:host|port)\b|\.sock\b")
+"""What there is in a text that says where a server is."""
+_told: Final[dict[str, tuple[str, float]]] = {}
 
 
 class Danger(NamedTuple):
@@ -51,3 +63,22 @@ class NeedsConfirmation(HeadgateError):
 
 class LogUnavailable(HeadgateError):
     """The decision log cannot be read now."""
+
+
+def discreet(what: str, error: Exception) -> str:
+    """What everybody may read of a trouble. Only the server's log says why, as that says where stores are."""
+    why, now = str(error).strip().partition("\n")[0][:300], time.monotonic()
+    before, told_at = _told.get(what, ("", 0.0))
+    if why != before or now - told_at >= TOLD_AGAIN:
+        _told[what] = why, now
+        logger.warning("%s: %s", what, why)
+    return what
+
+
+def without_place(text: str, instead: str) -> str:
+    """What a node or a board has said, for those who need not know where stores are.
+
+    >>> without_place("connecting to 10.0.0.7:6379: refused", "its store is away"), without_place("no policy", "?")
+    ('its store is away', 'no policy')
+    """
+    return instead if _PLACE.search(text) else text

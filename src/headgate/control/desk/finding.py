@@ -5,6 +5,7 @@ A text that says nothing of itself may be an API key. It is hashed first, and ne
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -21,7 +22,7 @@ from headgate.policy.credentials import PREFIX
 from headgate.telemetry.clients import LABEL, Clients, label_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from headgate.control.config.store import ConfigStore
     from headgate.control.desk.ground import Ground, Grounds
@@ -44,10 +45,14 @@ NOBODY: Final = (
     "hmac: hash"
 )
 KEY_AMONG_WORDS: Final = "there is an API key among the words; leave it out, or write its hmac: hash instead"
+NOT_IN_ADDRESSES: Final = "this may be an API key, which must not stand in an address; search for its hmac: hash"
 NO_SECRET: Final = (
     "an API key is known by its keyed hash, and there is no secret to make that with: give the admin server the gates' "
     "own, or write the hmac: hash"
 )
+
+
+_HASH: Final = re.compile(r"hmac:[0-9a-fA-F]*")
 
 
 class Known(NamedTuple):
@@ -175,15 +180,37 @@ class Finder:
         found = words_like_keys([text], shortest=SHORTEST_HIDDEN, most=MOST_OF_DOCUMENT)
         self._refuse([word for word in found if any(letter.isdigit() for letter in word)])
 
+    def searchable(self, text: str, is_said: Callable[[str], bool]) -> str:
+        """What to search for in place of a text, so that no API key gets into an address: the keyed hash of what is a
+        key in it, or looks like one, or could be one and is said nowhere. A name stays as it is.
+
+        `is_said` tells whether a text stands in what everybody can read: then it is no secret.
+        """
+        suspects = [word for word in words_like_keys([_HASH.sub(" ", text)]) if not is_hash(word)]
+        for word in suspects:
+            if looks_secret(word) or self._is_known(self._hashes([word])):
+                return self._searched_by_hash(word)
+        unknown = [word for word in suspects if len(word) >= SHORTEST_HIDDEN]
+        return self._searched_by_hash(unknown[0]) if unknown and not is_said(text) else text
+
+    def _searched_by_hash(self, word: str) -> str:
+        hashes = self._hashes([word])
+        if not hashes:
+            raise InvalidInput(f"{NOT_IN_ADDRESSES}{'' if self._clients is not None else f'. {NO_SECRET}'}")
+        return hashes[0]
+
     def _refuse(self, found: list[str]) -> None:
-        if not found or self._clients is None:
-            return
-        hashes = self._hashes(found)
+        if self._is_known(self._hashes(found)):
+            raise InvalidInput(KEY_AMONG_WORDS)
+
+    def _is_known(self, hashes: Sequence[str]) -> bool:
+        """Whether the configuration or the log knows an API key with one of these hashes."""
+        if not hashes:
+            return False
         with reading(self._config.engine) as connection:
             rows = rows_of(connection, {"api_key": hashes})
             ground = self._grounds.now(connection)
-        if any(rows.values()) or any(("api_key", each) in ground.entries for each in hashes) or self._logged(hashes):
-            raise InvalidInput(KEY_AMONG_WORDS)
+        return any(rows.values()) or any(("api_key", each) in ground.entries for each in hashes) or self._logged(hashes)
 
     def _hashes(self, texts: Iterable[str]) -> list[str]:
         """Of those that could be API keys."""

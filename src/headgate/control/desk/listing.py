@@ -102,7 +102,7 @@ def blocks(
         alone = [each for each in _alone(connection, ground, live) if seen is None or each[:2] > seen]
         labels = queries.labels_of(connection, [each[:2] for each in alone[: most + 1]])
         views += [
-            (f"live:{json.dumps(each[:2])}", live_view(each, _label(ground, each[:2], labels.get(each[:2])), now_us))
+            (f"live:{_spelled(each[:2])}", live_view(each, _label(ground, each[:2], labels.get(each[:2])), now_us))
             for each in alone
         ]
     fitting = [each for each in views if _fits(each[1], search, state, hashed)]
@@ -120,24 +120,20 @@ def clients(
     most: int,
     now_us: int,
 ) -> Page[ClientRow]:
-    """Those whom the document alone names; then everybody of whom a row says something."""
-    found: list[queries.Named] = []
-    last: tuple[str, str] | None = None
-    place, rest = ("document", None) if after is None else _cut(after)
-    if place == "document":
-        start = -1 if rest is None else _number(rest)
-        found = [
-            each for index, each in enumerate(_in_document(ground)) if index > start and _is_meant(each, search, hashed)
-        ]
-        in_tables = queries.rows_of(connection, _by_kind(found))
-        taken = {(each.row.kind, each.row.value) for rows in in_tables.values() for each in rows}
-        found = [each for each in found if (each.kind, each.value) not in taken]
-    else:
-        last = _pair(rest or "")
-    count = len(found)
-    if count <= most:
-        found += queries.named(connection, search=search, hashed=hashed, after=last, most=most + 1 - count)
-    shown = found[:most]
+    """Those with a name first, by their names; then those whom the document alone tells of, then those of the rows."""
+    asked: Any = {"search": search, "hashed": hashed}
+    place, rest = ("names", None) if after is None else _cut(after)
+    found: list[tuple[str, queries.Named]] = []
+    if place == "names":
+        found = _with_names(connection, ground, after=_key(rest), most=most + 1, **asked)
+        place, rest = "document", None
+    if len(found) <= most and place == "document":
+        found += _of_document(connection, ground, start=-1 if rest is None else _number(rest), **asked)
+        place, rest = "tables", None
+    if len(found) <= most and place == "tables":
+        last = None if rest is None else _pair(rest)
+        found += _of_tables(connection, ground, after=last, most=most + 1 - len(found), **asked)
+    shown = [each for _, each in found[:most]]
     named = [(each.kind, each.value) for each in shown]
     counts = queries.override_counts(connection, named)
     blocked = {
@@ -156,14 +152,7 @@ def clients(
         )
         for each in shown
     ]
-    cursor = None
-    if len(found) > most:
-        if most <= count:
-            position = next(i for i, each in enumerate(_in_document(ground)) if each == shown[-1])
-            cursor = f"document:{position}"
-        else:
-            cursor = f"tables:{json.dumps(named[-1])}"
-    return Page(tuple(rows), cursor)
+    return Page(tuple(rows), found[most - 1][0] if len(found) > most else None)
 
 
 # ------------------------------------------------------------------ one line each
@@ -266,6 +255,67 @@ def _in_document(ground: Ground) -> list[queries.Named]:
     return [queries.Named(*who, _label(ground, who, None), _tier(ground, who)) for who in ground.entries]
 
 
+def _with_names(
+    connection: Connection,
+    ground: Ground,
+    *,
+    search: str,
+    hashed: str | None,
+    after: tuple[str, str, str] | None,
+    most: int,
+) -> list[tuple[str, queries.Named]]:
+    """Those to whom a row gives a name, and those to whom only the document does; each with its place."""
+    found = queries.named(connection, search=search, hashed=hashed, after=after, most=most)
+    labelled = [each for each in _in_document(ground) if each.label and _is_meant(each, search, hashed)]
+    rows = queries.rows_of(connection, _by_kind(labelled), ["clients"])["clients"]
+    in_rows = {(each.row.kind, each.row.value): each.row for each in rows}
+    for each in labelled:
+        row = in_rows.get((each.kind, each.value))
+        if row is None or row.label is None:
+            found.append(each if row is None else each._replace(tier=row.tier or each.tier))
+    places = sorted([(queries.name_key(each.label or "", each.kind, each.value), each) for each in found])
+    return [(f"names:{_spelled(key)}", each) for key, each in places if after is None or key > after][:most]
+
+
+def _of_document(
+    connection: Connection, ground: Ground, *, search: str, hashed: str | None, start: int
+) -> list[tuple[str, queries.Named]]:
+    """Those without a name of whom no row says anything."""
+    found = [
+        (f"document:{index}", each)
+        for index, each in enumerate(_in_document(ground))
+        if index > start and not each.label and _is_meant(each, search, hashed)
+    ]
+    in_rows = queries.rows_of(connection, _by_kind(each for _, each in found))
+    taken = {(each.row.kind, each.row.value) for rows in in_rows.values() for each in rows}
+    return [(place, each) for place, each in found if (each.kind, each.value) not in taken]
+
+
+def _of_tables(
+    connection: Connection,
+    ground: Ground,
+    *,
+    search: str,
+    hashed: str | None,
+    after: tuple[str, str] | None,
+    most: int,
+) -> list[tuple[str, queries.Named]]:
+    """Those without a name of whom a row says something."""
+    found: list[tuple[str, queries.Named]] = []
+    while len(found) < most:
+        some = queries.nameless(connection, search=search, hashed=hashed, after=after, most=MOST)
+        named = [(each.kind, each.value) for each in some]
+        found += [
+            (f"tables:{_spelled(who)}", each)
+            for who, each in zip(named, some, strict=True)
+            if _label(ground, who, None) is None  # else it has stood among the names
+        ]
+        if len(some) < MOST:
+            break
+        after = named[-1]
+    return found[:most]
+
+
 def _is_meant(each: queries.Named, search: str, hashed: str | None) -> bool:
     text = search.casefold()
     is_key = each.kind == "api_key" and each.value == hashed
@@ -285,19 +335,39 @@ def _place(after: str | None) -> tuple[str, str | None]:
 
 def _cut(cursor: str) -> tuple[str, str | None]:
     place, _, rest = cursor[:LONGEST_CURSOR].partition(":")
-    if place not in ("config", "policy", "live", "document", "tables") or not rest:
+    if place not in ("config", "policy", "live", "names", "document", "tables") or not rest:
         raise _no_cursor()
     return place, rest
 
 
+def _spelled(texts: Sequence[str]) -> str:
+    """Texts in a cursor, as they may stand in an address."""
+    return json.dumps(texts, separators=(",", ":")).replace(" ", "\\u0020")
+
+
 def _pair(text: str) -> tuple[str, str]:
+    match _texts(text):
+        case [kind, value]:
+            return kind, value
+    raise _no_cursor()
+
+
+def _key(text: str | None) -> tuple[str, str, str] | None:
+    if text is None:
+        return None
+    match _texts(text):
+        case [label, kind, value]:
+            return label, kind, value
+    raise _no_cursor()
+
+
+def _texts(text: str) -> list[str]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         raise _no_cursor() from None
-    match found:
-        case [str(kind), str(value)] if kind.isprintable() and value.isprintable():
-            return kind, value
+    if isinstance(found, list) and all(isinstance(each, str) and each.isprintable() for each in found):
+        return found
     raise _no_cursor()
 
 

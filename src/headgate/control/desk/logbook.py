@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.control.desk.errors import LogUnavailable, NotFound
+from headgate.control.desk.errors import LogUnavailable, NotFound, discreet
 from headgate.control.desk.views import Slot, Timeline
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 from headgate.telemetry.records import id_prefix
@@ -29,6 +29,7 @@ MOST_SLOTS: Final = 1000
 LONGEST_US: Final = 400 * 86_400_000_000
 OUTCOMES: Final = ("allowed", "denied", "blocked", "unavailable", "lost", REJECTED)
 
+CANNOT_BE_READ: Final = "the decision log cannot be read"
 NONE: Final = "no decision log was given to the admin server; start it with --log"
 
 
@@ -113,13 +114,13 @@ class Logbook:
                 if "is no decision log" not in str(error):
                     raise  # a URL that means nothing
                 if "there is no decision log at" not in str(error):
-                    raise LogUnavailable(str(error)) from None
+                    raise LogUnavailable(discreet(CANNOT_BE_READ, error)) from None
         try:
             yield reader
         except HeadgateError:
             raise
         except Exception as error:  # of SQLite, or of ClickHouse's client
-            raise LogUnavailable(f"the decision log cannot be read: {_first_line(error)}") from error
+            raise LogUnavailable(discreet(CANNOT_BE_READ, error)) from error
         finally:
             if reader is not None:
                 reader.close()
@@ -150,7 +151,3 @@ def _newest(reader: Reader, keys: Sequence[str], since_us: int, until_us: int) -
     """Of that time, the newest first."""
     found = reader.recent(keys, before=id_prefix(until_us), most=MOST_RECENT)
     return [record for record in reversed(found) if record.at_us >= since_us]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]

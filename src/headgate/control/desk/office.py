@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from headgate._forks import renew_in_children
 from headgate.clock import SystemClock
 from headgate.control.config.database import reading
-from headgate.control.desk.errors import NotAllowed, NotFound
+from headgate.control.desk.errors import NotAllowed, NotFound, discreet
 from headgate.control.desk.finding import Finder, opened_clients
 from headgate.control.desk.ground import Grounds
 from headgate.control.desk.logbook import Logbook
@@ -91,7 +91,7 @@ class Office:
         try:
             return self._counters.blocked(), None
         except HeadgateError as error:
-            return (), f"live blocks cannot be read: {error}"
+            return (), discreet("live blocks cannot be read", error)
 
     def _existing(self, version: int) -> int:
         """NotFound for a version that is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from headgate.control.config.queries import Listed, row, samples
 from headgate.control.config.reading import newest_version
 from headgate.control.config.rows import Document
 from headgate.control.desk import audit, listing, policies
-from headgate.control.desk.errors import NotFound
+from headgate.control.desk.errors import NotFound, discreet, without_place
 from headgate.control.desk.fleet import Overview, Totals
 from headgate.control.desk.ground import ground_at
 from headgate.control.desk.office import LARGEST, Office
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from headgate.control.desk.finding import Known
     from headgate.control.desk.ground import Ground, Holding
     from headgate.control.desk.views import (
+        Actor,
         AuditEntry,
         BlockView,
         ClientRow,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     )
     from headgate.control.steps import StepChange
     from headgate.policy.model import Block
+    from headgate.telemetry.gathered import Node
     from headgate.telemetry.records import Record
     from headgate.telemetry.why import Answer
 
@@ -60,19 +63,21 @@ class Reads(Office):
 
     # ------------------------------------------------------------------ the fleet
 
-    def overview(self) -> Overview:
-        """What the fleet is doing. It never fails: what cannot be found out is told among `troubles`."""
+    def overview(self, actor: Actor | None = None) -> Overview:
+        """What the fleet is doing. It never fails: what cannot be found out is told among `troubles`. Where stores are
+        is told to operators."""
+        knows = actor is not None and actor.may("operator")
         troubles: list[str] = []
         version: int | None = None
         try:
             version = self._config.version
         except HeadgateError as error:
-            troubles.append(str(error))
+            troubles.append(discreet("the config store cannot be asked", error))
         steps: list[StepChange] = []
         try:
             steps = self.steps()
         except HeadgateError as error:
-            troubles.append(f"step changes cannot be read: {error}")
+            troubles.append(discreet("step changes cannot be read", error))
         if trouble := self._log.trouble:
             troubles.append(trouble)
         if self._beats is None:
@@ -82,14 +87,14 @@ class Reads(Office):
         return Overview(
             found.at_us,
             version,
-            found.nodes,
+            found.nodes if knows else tuple([_without_places(node) for node in found.nodes]),
             found.series,
             found.totals,
             found.top_denied,
             found.near,
             found.hot,
             tuple(steps),
-            (*troubles, *found.troubles),
+            (*troubles, *[each if knows else without_place(each, each.partition(":")[0]) for each in found.troubles]),
         )
 
     def steps(self, *, most: int = 20) -> list[StepChange]:
@@ -155,7 +160,8 @@ class Reads(Office):
         """The newest decisions that were kept, newest last; or the first after that with an id.
 
         `outcome` is one of those that records have, or "rejected". Nodes write in batches, and clocks differ: a record
-        may come a second after others that are newer.
+        may be written after others that are newer. Who wants all of them asks for those after an older id again, and
+        drops what was seen.
         """
         if who is None:
             return self._log.decisions((), after=after, outcome=outcome, most=most)
@@ -163,6 +169,18 @@ class Reads(Office):
         return self._log.decisions(keys, after=after, outcome=outcome, most=most) if keys else []
 
     # ------------------------------------------------------------------ lists
+
+    def searchable(self, text: str) -> str:
+        """What to search the lists for in place of a text, so that it may stand in an address: itself, or the keyed
+        hash of what may be an API key in it."""
+        return self._finder.searchable(text, self._is_said)
+
+    def _is_said(self, text: str) -> bool:
+        """Whether one of the lists shows this text."""
+        if len(text) > listing.LONGEST_SEARCH or "\0" in text:
+            return False
+        lists = (self.clients, self.overrides, self.blocks, self.audit)
+        return any(each(search=text, most=1).items for each in lists)
 
     def clients(self, *, search: str = "", after: str | None = None, most: int = 50) -> Page[ClientRow]:
         """Everybody of whom the configuration says something."""
@@ -317,6 +335,16 @@ class Reads(Office):
             if block.value in known.identities.get(block.kind, ()) and block.holds_at(now_us):
                 return listing.live_view(block, label, now_us), trouble
         return None, trouble
+
+
+def _without_places(node: Node) -> Node:
+    return replace(
+        node,
+        reason=node.reason and without_place(node.reason, "its store cannot be asked"),
+        shards=tuple([(f"server {number}", ready) for number, (_, ready) in enumerate(node.shards, 1)]),
+        policy_error=node.policy_error and without_place(node.policy_error, "the config store cannot be asked"),
+        log_error=node.log_error and without_place(node.log_error, "it cannot be written"),
+    )
 
 
 def _listed(kept: Kept[Any], label: str | None) -> Listed:

@@ -1,4 +1,5 @@
-"""How a change is signed: a reason that can be kept, one writer at a time, and no API key in what is said of it."""
+"""How a change is signed: a reason that can be kept, one writer at a time, no API key in what is said of it, and
+written as it was judged."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
+from headgate.control.config.writing import Moved
+from headgate.control.desk import dangers
 from headgate.control.desk.secrecy import LOOKS_SECRET, discreetly, looks_secret
 from headgate.control.desk.views import Change
 from headgate.errors import InvalidInput
@@ -13,14 +16,18 @@ from headgate.policy import words
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from headgate.control.config.history import Version
+    from headgate.control.config.store import ConfigStore
+    from headgate.control.desk.errors import Danger
     from headgate.control.desk.finding import Finder
     from headgate.control.desk.views import Actor
 
-__all__ = ["checked_reason", "done", "in_the_past", "signed"]
+__all__ = ["checked_reason", "done", "in_the_past", "judged", "signed"]
 
+LOOKS: Final = 5
+"""So often a change is looked at while others write, before that is said to be a conflict."""
 LONGEST_REASON: Final = 500
 LONGEST_NAME: Final = 200
 
@@ -51,6 +58,26 @@ def in_the_past(until: datetime | None, now_us: int) -> None:
     """InvalidInput for an end that has been."""
     if until is not None and words.instant(until) <= datetime.fromtimestamp(now_us / 1_000_000, UTC):
         raise InvalidInput(f"{until.isoformat()} is over already; give a time to come, or none")
+
+
+def judged(
+    config: ConfigStore,
+    judge: Callable[[], Iterable[Danger]],
+    confirm: Collection[str],
+    write: Callable[[ConfigStore], Version | None],
+) -> Change:
+    """What came of a change that is harmless, or confirmed. If somebody writes between the look and the write, also at
+    another admin server, it is looked at again: what was confirmed is what happens."""
+    looks = LOOKS
+    while True:
+        looks -= 1
+        store = config.judged_by(config.version)  # before the look: what comes after it is noticed
+        dangers.confirmed(judge(), confirm)
+        try:
+            return done(write(store))
+        except Moved:
+            if not looks:
+                raise
 
 
 def done(version: Version | None, *notes: str) -> Change:

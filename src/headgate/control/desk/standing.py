@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from headgate._grammar import spell
 from headgate.algorithms import ALGORITHMS
 from headgate.control.config.rows import microseconds
+from headgate.control.desk.errors import discreet
 from headgate.control.desk.views import Standing
 from headgate.errors import HeadgateError
 from headgate.policy.model import Override
@@ -135,7 +136,8 @@ def uses(counters: Limiter | None, met: Iterable[Faced]) -> tuple[dict[Key, Use]
         try:
             outcomes = counters.peek(*some).outcomes
         except HeadgateError as error:
-            return found | _left(keys, found, "the counters cannot be asked"), f"the counters cannot be asked: {error}"
+            why = discreet("the counters cannot be asked", error)
+            return found | _left(keys, found, why), why
         found |= {key: Use(outcome) for key, outcome in zip(some, outcomes, strict=True)}
     return found, None
 

@@ -42,6 +42,7 @@ __all__ = [
     "RestoreBody",
     "RouteBody",
     "RouteGoneQuery",
+    "SearchBody",
     "StepsQuery",
     "TierBody",
     "TierGoneQuery",
@@ -81,7 +82,7 @@ Label = Bucket
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=_LINE), _Harmless]
 Template = Annotated[str, StringConstraints(min_length=1, max_length=1100, pattern=_LINE), _Harmless]
 Search = Annotated[str, StringConstraints(max_length=200, pattern=_LINE)]
-Cursor = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[!-~]+$")]
+Cursor = Annotated[str, StringConstraints(min_length=1, max_length=4000, pattern=r"^[!-~]+$")]
 Kind = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,49}$")]
 Value = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=_LINE)]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=_LINE)]
@@ -131,6 +132,10 @@ class Signed(Body):
 
 class FindBody(Body):
     client: Key
+
+
+class SearchBody(Body):
+    text: Key
 
 
 class ResetBody(Signed):

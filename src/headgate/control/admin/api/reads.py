@@ -53,6 +53,14 @@ class Found(BaseModel):
     label: str | None
 
 
+class Searched(BaseModel):
+    """What to search for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: str
+
+
 class Why(BaseModel):
     """Why a client was rejected."""
 
@@ -107,7 +115,7 @@ def _gives(model: type, *problems: str, config: bool = False) -> dict[str, Any]:
 @router.get("/overview", **_gives(shape(Overview)))
 def overview(caller: Asking) -> JSONResponse:
     """What the fleet is doing: nodes, the last five minutes, who is denied, who is near a limit."""
-    return answer(caller.desk.overview().as_dict())
+    return answer(caller.desk.overview(caller.actor).as_dict())
 
 
 @router.get("/steps", **_gives(listed(StepChange)))
@@ -118,7 +126,8 @@ def steps(caller: Asking, query: Annotated[fields.StepsQuery, Query()]) -> JSONR
 
 @router.get("/decisions", **_gives(listed(Record), "not-found", "config-away", "log-away"))
 def decisions(caller: Asking, query: Annotated[fields.DecisionsQuery, Query()]) -> JSONResponse:
-    """The decision log, the newest last; `after` the last that was seen, to go on."""
+    """The decision log, the newest last; `after` the last that was seen, to go on. A record may be written later than
+    others that are newer: who wants all of them gives an older id, and drops what was seen."""
     asked = query.who()
     who = None if asked is None else meant(caller.desk, asked)
     found = caller.desk.decisions(who=who, after=query.after, outcome=query.outcome, most=query.most)
@@ -133,6 +142,13 @@ def find(caller: Asking, body: fields.FindBody) -> JSONResponse:
     """Which client a text means: a label, "tenant=acme", an address, an API key. Of a key only its hash comes back."""
     who = caller.desk.find(body.client)
     return answer({"kind": who.kind, "value": who.value, "label": caller.desk.client(who).label})
+
+
+@router.post("/search", **_gives(Searched))
+def search(caller: Asking, body: fields.SearchBody) -> JSONResponse:
+    """What to give as `search` or `author` in place of a text: itself; where it may be an API key, which must not stand
+    in a URL, its hash."""
+    return answer({"text": caller.desk.searchable(body.text)})
 
 
 @router.get("/client", **_gives(shape(ClientView), "not-found", config=True))
@@ -170,6 +186,7 @@ def timeline(caller: Asking, query: Annotated[fields.TimelineQuery, Query()]) ->
 def clients(caller: Asking, query: Annotated[fields.ClientsQuery, Query()]) -> JSONResponse:
     """Clients of whom the configuration says something."""
     version = caller.desk.version
+    caller.desk.refuse_keys(query.search)
     return answer(caller.desk.clients(search=query.search, after=query.after, most=query.most).as_dict(), version)
 
 
@@ -180,6 +197,7 @@ def clients(caller: Asking, query: Annotated[fields.ClientsQuery, Query()]) -> J
 def overrides(caller: Asking, query: Annotated[fields.OverridesQuery, Query()]) -> JSONResponse:
     """Other numbers for single clients."""
     version = caller.desk.version
+    caller.desk.refuse_keys(query.search)
     asked = query.who()
     who = None if asked is None else meant(caller.desk, asked)
     page = caller.desk.overrides(search=query.search, state=query.state, who=who, after=query.after, most=query.most)
@@ -197,6 +215,7 @@ def override(caller: Asking, id: Annotated[fields.Number, Path()]) -> JSONRespon
 def blocks(caller: Asking, query: Annotated[fields.BlocksQuery, Query()]) -> JSONResponse:
     """Who does not get in."""
     version = caller.desk.version
+    caller.desk.refuse_keys(query.search)
     page = caller.desk.blocks(search=query.search, state=query.state, after=query.after, most=query.most)
     return answer(page.as_dict(), version)
 
@@ -253,6 +272,7 @@ def diff(
 @router.get("/audit", **_gives(listed(AuditEntry)))
 def audit(caller: Asking, query: Annotated[fields.AuditQuery, Query()]) -> JSONResponse:
     """What people did, the newest first: changes, resets, tokens, and who has signed in."""
+    caller.desk.refuse_keys(query.search, query.author or "")
     page = caller.desk.audit(before=query.before, most=query.most, author=query.author, search=query.search)
     return answer(page.as_dict())
 

@@ -33,6 +33,7 @@ READS: Final[dict[str, Handler]] = {
 }
 WRITES: Final[dict[str, Handler]] = {
     "/find": clients.find,
+    "/search": lists.search,
     "/client/override": clients.override,
     "/client/block": clients.block,
     "/client/unblock": clients.unblock,

@@ -11,6 +11,8 @@ from starlette.responses import RedirectResponse
 from headgate.control.admin.pages import charts, words
 from headgate.control.admin.pages.charts import Band
 from headgate.control.admin.pages.forms import Entered, attempt, bucket, given, reason, until
+from headgate.control.admin.pages.lists import readdressed
+from headgate.control.admin.problems import of_error
 from headgate.control.desk import Who
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.letters import letter
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from headgate.control.admin.pages.frame import Form, Visit
     from headgate.control.desk import Change
-    from headgate.control.desk.views import ClientRow, Page, Slot, Timeline
+    from headgate.control.desk.views import Slot, Timeline
 
 __all__ = ["block", "client", "clients", "find", "override", "reset", "tier", "unblock"]
 
@@ -76,10 +78,11 @@ def find(visit: Visit) -> Response:
 
 def clients(visit: Visit) -> Response:
     """Everybody of whom the configuration says something."""
+    if (elsewhere := readdressed(visit)) is not None:
+        return elsewhere
     search, after = visit.query.get("search", ""), visit.query.get("after") or None
     found = visit.desk.clients(search=search, after=after)
-    items = found.items if after or found.next else _by_name(found)
-    return visit.page("clients.html", here="/clients", found=found, items=items, search=search, after=after)
+    return visit.page("clients.html", here="/clients", found=found, search=search, after=after)
 
 
 def client(visit: Visit) -> Response:
@@ -168,11 +171,6 @@ def tier(visit: Visit) -> Response:
 # ---------------------------------------------------------------------- within
 
 
-def _by_name(found: Page[ClientRow]) -> list[ClientRow]:
-    """Those with a name first. Only where all are on one page: else they come in the order of the database."""
-    return sorted(found.items, key=lambda each: (each.label is None, (each.label or "").casefold(), *each.who))
-
-
 def _with_reset(visit: Visit, who: Who, limit: str | None, given_one: Change) -> Change:
     """An override that was given, and what was used of the limit forgotten, if the form says so, too."""
     if "reset" not in visit.form or limit is None:
@@ -180,7 +178,7 @@ def _with_reset(visit: Visit, who: Who, limit: str | None, given_one: Change) ->
     try:
         done = visit.desk.reset(visit.actor, who, limits=[limit], reason=reason(visit))
     except HeadgateError as error:  # the override holds all the same
-        return replace(given_one, notes=(*given_one.notes, f"What it has used was not reset: {error}"))
+        return replace(given_one, notes=(*given_one.notes, f"What it has used was not reset: {of_error(error).detail}"))
     return replace(given_one, notes=(*given_one.notes, f"What it has used of {limit} is forgotten.", *done.notes))
 
 
@@ -209,7 +207,7 @@ def _timeline(visit: Visit, who: Who, reach: Reach) -> dict[str, Any]:
             who, since_us=until_us - reach.seconds * SECOND_US, until_us=until_us, slots=reach.slots
         )
     except HeadgateError as error:
-        return {"timeline": None, "timeline_error": f"{error}"}
+        return {"timeline": None, "timeline_error": of_error(error).detail}
     labels = [f"{_local(visit, slot.at_us):{reach.format}}" for slot in found.slots]
     shown = [
         (name, css) for name, css in BANDS if css in ("allowed", "denied") or any(getattr(s, css) for s in found.slots)
@@ -243,7 +241,7 @@ def _why(visit: Visit, who: Who) -> Why | None:
     try:
         answer = visit.desk.why(who, at=at, until=visit.query.get("to") or None, zone=visit.zone)
     except HeadgateError as error:
-        return Why(at, error=f"{error}")
+        return Why(at, error=of_error(error).detail)
     return Why(at, letter(answer, zone=visit.zone))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD
 from headgate.control.config import ConfigUnavailable, Conflict
 from headgate.control.desk.errors import NeedsConfirmation, NotAllowed, NotFound
@@ -89,7 +90,7 @@ def attempt(
     except (NotAllowed, NotFound, ConfigUnavailable):
         raise
     except HeadgateError as error:
-        return again(entered._replace(problems=(f"{error}",)))
+        return again(entered._replace(problems=(of_error(error).detail,)))
     number = "" if change.version is None else f" Version {change.version.number}."
     return visit.go(back, f"{said}{number}", change.notes)
 

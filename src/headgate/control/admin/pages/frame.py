@@ -224,7 +224,7 @@ class Frame:
             return handler(Visit(self, request, self.sessions.check_form(request, form), form))
         session = self.sessions.of(request)
         if session is None:
-            there = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            there = _there(request)
             asked = "" if there in ("/", "/overview/live") else f"?{urlencode({'next': there})}"
             return RedirectResponse(f"/login{asked}", 303)
         return handler(Visit(self, request, session, Form([])))
@@ -248,16 +248,27 @@ class Frame:
             session = self.sessions.of(request)
         except HeadgateError:  # the same database is away
             session = None
-        told = {"heading": problem.title, "text": problem.detail}
+        is_away = problem.status == 503 and request.method == "GET"
+        again = local_path(_there(request)) if is_away else None
+        told: dict[str, Any] = {"heading": problem.title, "text": problem.detail, "again": again}
         if session is None:
-            return HTMLResponse(self.render("alone.html", **told), problem.status)
-        return self.page(Visit(self, request, session, Form([])), "error.html", status=problem.status, **told)
+            response: Response = HTMLResponse(self.render("alone.html", **told), problem.status)
+        else:
+            visit = Visit(self, request, session, Form([]))
+            response = self.page(visit, "error.html", status=problem.status, **told)
+        response.headers.update(problem.headers)
+        return response
 
     def _version(self) -> int | None:
         try:
             return self.desk.version
         except HeadgateError:
             return None  # the page itself says what is away
+
+
+def _there(request: Request) -> str:
+    """What was asked for, as a link leads to it."""
+    return request.url.path + (f"?{request.url.query}" if request.url.query else "")
 
 
 def local_path(path: str) -> str:

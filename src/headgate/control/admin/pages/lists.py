@@ -4,26 +4,66 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
+
+from starlette.responses import RedirectResponse
 
 from headgate.control.admin.pages import words
 from headgate.control.admin.pages.forms import Entered, Mistake, attempt, bucket, given, until
-from headgate.errors import HeadgateError
+from headgate.errors import HeadgateError, InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starlette.responses import Response
 
-    from headgate.control.admin.pages.frame import Visit
+    from headgate.control.admin.pages.frame import Form, Visit
     from headgate.control.desk import Who
     from headgate.control.desk.views import OverrideView
 
-__all__ = ["add_block", "blocks", "change_override", "override", "overrides", "remove_block", "remove_override"]
+__all__ = [
+    "add_block",
+    "blocks",
+    "change_override",
+    "override",
+    "overrides",
+    "readdressed",
+    "remove_block",
+    "remove_override",
+    "search",
+]
 
 STATES: Final = (("all", "All"), ("active", "Active"), ("future", "To come"), ("expired", "Expired"))
 
 
+SEARCHED: Final = {
+    "/clients": ("search",),
+    "/overrides": ("search", "state"),
+    "/blocks": ("search", "state"),
+    "/audit": ("search", "author"),
+}
+"""The lists that are searched, and the fields of their forms."""
+TYPED: Final = ("search", "author")
+"""Those into which people type, and paste API keys."""
+
+
+def search(visit: Visit) -> Response:
+    """From what was typed to the page that shows what was found. It came in a form's body; of an API key, only the
+    hash gets into the address, where histories and logs keep it."""
+    path = visit.form.get("list", "")
+    if path not in SEARCHED:
+        raise InvalidInput("there is no such list to search")
+    return _to(path, {name: visit.form.get(name, "") for name in SEARCHED[path]}, _hidden(visit, visit.form))
+
+
+def readdressed(visit: Visit) -> Response | None:
+    """To the same page under an address without an API key; None if there is none in this one."""
+    found = _hidden(visit, visit.query)
+    return _to(visit.request.url.path, visit.query, found) if found else None
+
+
 def overrides(visit: Visit) -> Response:
-    asked = _asked(visit)
-    return visit.page("overrides.html", here="/overrides", found=visit.desk.overrides(**asked), **_shown(asked))
+    return readdressed(visit) or _overrides(visit)
 
 
 def override(visit: Visit) -> Response:
@@ -68,7 +108,7 @@ def remove_override(visit: Visit) -> Response:
 
 
 def blocks(visit: Visit) -> Response:
-    return _blocks(visit)
+    return readdressed(visit) or _blocks(visit)
 
 
 def add_block(visit: Visit) -> Response:
@@ -109,6 +149,11 @@ def remove_block(visit: Visit) -> Response:
 # ---------------------------------------------------------------------- within
 
 
+def _overrides(visit: Visit) -> Response:
+    asked = _asked(visit)
+    return visit.page("overrides.html", here="/overrides", found=visit.desk.overrides(**asked), **_shown(asked))
+
+
 def _override(visit: Visit, entered: Entered | None = None) -> Response:
     view = visit.desk.override(_id(visit))
     limits = list(dict.fromkeys(rule.name for rule in visit.desk.policy().rules))
@@ -133,6 +178,17 @@ def _blocks(visit: Visit, entered: Entered | None = None) -> Response:
         entered=entered,
         **_shown(asked),
     )
+
+
+def _hidden(visit: Visit, typed: Form) -> dict[str, str]:
+    """What stands in the place of texts that may be API keys, by the names of their fields."""
+    texts = {name: typed[name] for name in TYPED if typed.get(name)}
+    return {name: found for name, text in texts.items() if (found := visit.desk.searchable(text)) != text}
+
+
+def _to(path: str, query: Mapping[str, str], hidden: Mapping[str, str]) -> Response:
+    said = {name: value for name, value in {**query, **hidden}.items() if value}
+    return RedirectResponse(f"{path}?{urlencode(said)}" if said else path, 303)
 
 
 def _asked(visit: Visit) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from headgate.control.admin.pages.forms import Entered
+from headgate.control.admin.pages.lists import readdressed
 from headgate.control.admin.tokens import DEFAULT_DAYS
 from headgate.control.desk import ROLES
 from headgate.control.desk.errors import NotAllowed
@@ -27,6 +28,8 @@ ROLE_WORDS: Final = {
 
 
 def audit(visit: Visit) -> Response:
+    if (elsewhere := readdressed(visit)) is not None:
+        return elsewhere
     search, author, before = (visit.query.get(name, "") for name in ("search", "author", "before"))
     found = visit.desk.audit(before=before or None, author=author or None, search=search)
     return visit.page("audit.html", here="/audit", found=found, search=search, author=author, after=before)

@@ -1,0 +1,195 @@
+"""A config store that hangs, and neither answers nor hangs up: every wait ends, nothing is half done, gates go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from headgate import Limiter
+from headgate.adapters.gate import Gate
+from headgate.control.admin import AdminServer, Tokens
+from headgate.control.config import ConfigStore, ConfigUnavailable, database
+from headgate.control.config.database import SILENCE, opened, writing
+from headgate.control.desk import Desk
+from headgate.control.feed import ConfigFeed
+from postgres import PostgresServer
+from servers import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BY: Any = {"author": "ada", "reason": "test"}
+POLICY = "limits: [{name: search, by: tenant, bucket: 1000/minute}]\n"
+SOON = 2.5 * SILENCE
+"""Seconds: far from what TCP would take, and enough for a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    with PostgresServer() as started:
+        yield started
+
+
+@pytest.fixture
+def store(server: PostgresServer) -> Iterator[ConfigStore]:
+    server.resume()
+    with closing(ConfigStore(server.fresh_url(), secret="sixteen bytes or more")) as made:
+        made.put_policy(POLICY, **BY)
+        yield made
+        server.resume()
+
+
+def url_of(store: ConfigStore) -> str:
+    return store.engine.url.render_as_string(hide_password=False).replace("+psycopg", "")
+
+
+class Arrival:
+    method, path, peer, native = "GET", "/", "192.0.2.7", None
+
+    def header(self, _: str) -> list[str]:
+        return []
+
+
+def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
+    server: PostgresServer, store: ConfigStore
+) -> None:
+    counters = Limiter()
+    desk = Desk(store, counters=counters, secret="sixteen bytes or more")
+    tokens = Tokens(url_of(store))
+    made = tokens.make("ada", "admin", by="the test")
+    block = {"who": {"kind": "tenant", "value": "acme"}, "reason": "test"}
+    with (
+        closing(tokens),
+        AdminServer(desk, tokens, port=0) as admin,
+        httpx.Client(base_url=admin.url, timeout=60, headers={"Authorization": f"Bearer {made.text}"}) as program,
+        httpx.Client(base_url=admin.url, timeout=60, headers={"Accept": "text/html"}) as person,
+    ):
+        assert person.get("/enter", params={"code": tokens.code(made.token)}).status_code in (200, 303)
+        assert person.get("/blocks").status_code == 200
+        server.pause()
+        began = time.monotonic()
+        refused = program.post("/api/v1/blocks", json=block, headers={"Idempotency-Key": "one"})
+        page = person.get("/blocks")
+        many = [0.0] * 30
+
+        def ask(number: int) -> None:
+            at = time.monotonic()
+            assert httpx.get(f"{admin.url}/blocks", cookies=person.cookies, timeout=60).status_code == 503
+            many[number] = time.monotonic() - at
+
+        asking = [threading.Thread(target=ask, args=(number,)) for number in range(len(many))]
+        for each in asking:
+            each.start()
+        for each in asking:
+            each.join()
+        took = time.monotonic() - began
+        assert (refused.status_code, refused.json()["type"], refused.headers["Retry-After"]) == (
+            503,
+            "config-away",
+            "5",
+        )
+        assert (page.status_code, page.headers["Retry-After"]) == (503, "5")
+        assert "The config store is away" in page.text
+        assert 'href="/blocks">Try again' in page.text
+        assert took < 2 * SOON
+        assert all(many), "each has had an answer"
+        assert not counters.blocked()
+        assert program.get("/health").status_code == 200
+        server.resume()
+
+        def answers() -> bool:
+            return program.get("/api/v1/blocks").status_code == 200
+
+        wait_until(answers, "the server to ask again", timeout=SOON)
+        assert program.get("/api/v1/blocks").json()["items"] == []
+        assert store.version == 1
+        done = program.post("/api/v1/blocks", json=block, headers={"Idempotency-Key": "two"})
+        assert (done.status_code, done.json()["version"]) == (200, 2)
+        assert person.get("/blocks").status_code == 200
+    counters.close()
+
+
+def test_a_gate_goes_on_and_says_how_old_its_policy_is(
+    server: PostgresServer, store: ConfigStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    feed: Any = ConfigFeed(url_of(store))
+    gate = Gate(feed, identities={"tenant": lambda _: "acme"})
+    following: Any = gate._watch
+    wait_until(lambda: following.age < 1, "the gate to follow")
+    server.pause()
+    waits = []
+    began = time.monotonic()
+    while following.error is None and time.monotonic() < began + 4 * SOON:
+        at = time.monotonic()
+        assert gate.admit(Arrival()).allowed
+        waits.append(time.monotonic() - at)
+        time.sleep(0.02)
+    assert isinstance(following.error, ConfigUnavailable)
+    assert sorted(waits)[len(waits) // 2] < 0.05, "no request has waited for the config store"
+    assert max(waits) < SILENCE / 2
+    assert following.age > SILENCE
+    assert gate.policy_version == "1"
+    assert gate.policy_error is not None
+    assert "version 1 stays in force, 0:00:" in caplog.text
+    server.resume()
+    wait_until(lambda: following.error is None and following.age < 1, "the gate to be in touch again", timeout=4 * SOON)
+    store.put_policy(POLICY.replace("1000/", "2000/"), **BY)
+    wait_until(lambda: gate.policy_version == "2", "the change to arrive", timeout=SOON)
+    gate.close()
+
+
+def test_what_was_begun_when_the_server_hung_is_undone(server: PostgresServer, store: ConfigStore) -> None:
+    def lose() -> None:
+        with writing(store.engine) as connection:
+            connection.execute(text("DELETE FROM headgate_versions"))
+            server.pause()
+            connection.execute(text("SELECT 1"))
+
+    with pytest.raises(ConfigUnavailable, match="has said nothing"):
+        lose()
+    server.resume()
+    time.sleep(database.REST)
+    assert store.version == 1
+    assert store.assign(("tenant", "acme"), None, **BY) is not None, "nobody holds the lock of writers"
+
+
+def test_who_is_cut_off_keeps_no_writer_waiting_for_ever(store: ConfigStore) -> None:
+    names = ("statement_timeout", "idle_in_transaction_session_timeout")
+
+    def shown(url: str) -> list[str | None]:
+        engine = opened(url)
+        with engine.connect() as connection:
+            return [connection.scalar(text(f"SHOW {name}")) for name in names]
+
+    assert shown(url_of(store)) == ["10s", "1min"]
+    own = "".join(f"%20-c{name}%3D7s" for name in names)
+    assert shown(f"{url_of(store)}{own}") == ["7s", "7s"], "what the URL says holds"
+
+
+def test_a_writer_waits_for_another_longer_than_for_a_silent_server(store: ConfigStore) -> None:
+    """Silence has a reason then."""
+    done: list[Any] = []
+    with writing(store.engine):
+        other = threading.Thread(target=lambda: done.append(store.assign(("tenant", "acme"), None, **BY)))
+        other.start()
+        time.sleep(SILENCE + 1)
+        assert not done
+    other.join()
+    assert done[0].number == 2
+
+
+def test_a_writer_that_waits_in_vain_is_told(store: ConfigStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "PATIENCE", 1.0)
+    with (
+        closing(ConfigStore(url_of(store))) as hasty,
+        writing(store.engine),
+        pytest.raises(ConfigUnavailable, match="statement timeout"),
+    ):
+        hasty.assign(("tenant", "acme"), None, **BY)
+    assert store.version == 1
