@@ -26,11 +26,12 @@ from headgate.adapters.gate import AsyncGate, Gate
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.carriers import Carried, Here
+from headgate.telemetry.packing import FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from headgate.telemetry.carriers import Batch
+    from headgate.telemetry.packing import Batch
 
 SECRET: Final = "thirty-two bytes, kept elsewhere"
 POLICY: Final = """
@@ -163,8 +164,8 @@ class Nobody(Here):
     """Takes what a scribe would be handed, and forgets it: so is seen what the app's own process pays."""
 
     def carry(self, batch: Batch) -> Carried:
-        marshal.dumps(list(batch.raws), 2)
-        return Carried(len(batch.raws))
+        marshal.dumps([tuple(piece) for piece in batch.pieces], FORMAT)
+        return Carried(batch.size)
 
 
 def _opened(options: dict[str, Any]) -> DecisionLog:

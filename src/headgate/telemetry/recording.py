@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from marshal import loads
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.algorithms import NEVER
 from headgate.policy.model import Client, Identity, Policy
 from headgate.policy.routes import METHODS
-from headgate.telemetry.packing import EDITIONS
+from headgate.telemetry.packing import EDITIONS, LOSS, REJECTION
 from headgate.telemetry.records import Denial, Record, id_prefix, lost_record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from headgate.telemetry.clients import Clients
-    from headgate.telemetry.packing import Labels
+    from headgate.telemetry.packing import Batch, Labels
     from headgate.telemetry.records import Outcome, Reason
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "Unmade"]
 
 MOST_KNOWN: Final = 10_000
 """Routes and limits that are kept in mind; policies have fewer, but they come and go."""
@@ -26,14 +28,17 @@ MOST_KNOWN: Final = 10_000
 NOTHING: Final = ("", "", 0, 0, 0, "", "", 0, 0, 0)
 """The fields of a limit, where there is none."""
 
-PLAIN: Final = 5
-"""How many fields there are in what is packed of most rejections."""
-REST_OF_PLAIN: Final[tuple[Any, ...]] = (None, 1.0, False, None, ())
-"""Their note, weight, whether they were allowed, why degraded, and what shadows said."""
-LOSS: Final = 3
-"""How many fields there are in what stands for decisions that are lost."""
+REST_OF_DENIED: Final = ("", False, "", 1.0)
+"""Of most rejections: why degraded, whether only watched, the note, the weight."""
 
-_new_denial = _new_record = tuple.__new__
+_new_tuple = tuple.__new__
+
+
+class Unmade(NamedTuple):
+    """A decision of which no record could be made."""
+
+    at_us: int
+    error: str
 
 
 class Recorder:
@@ -43,7 +48,7 @@ class Recorder:
         self._clients = clients
         self.node = node
         self._region = region
-        self._unpacked: dict[bytes, tuple[Any, ...]] = {}
+        self._read: dict[bytes, tuple[Any, ...]] = {}
         """What is the same in all denials on a route, or by a limit."""
         self._labels: dict[int, Policy | None] = {0: None}
         """By the number of their policy."""
@@ -61,20 +66,33 @@ class Recorder:
         while len(self._labels) > EDITIONS + 1:
             del self._labels[min(number for number in self._labels if number)]
 
-    def record(self, raw: bytes, token: str, number: int) -> Record:
-        """The record of what `Packer` has packed, under an id that is the same each time it is made."""
-        fields = loads(raw)
+    def made(self, batch: Batch) -> Iterator[Record | Unmade]:
+        """The records of a batch, under ids that are the same each time they are made. A bug costs one, not the log."""
+        number = batch.first
+        for count, packed in batch.pieces:
+            try:
+                found = loads(packed)
+            except Exception as error:
+                found = [repr(error)] * count
+            for fields in found:
+                try:
+                    made: Record | Unmade = self._record(fields, batch.token, number)
+                except Exception as error:
+                    made = Unmade(_when(fields), repr(error))
+                yield made
+                number += 1
+
+    def _record(self, fields: Any, token: str, number: int) -> Record:
+        if isinstance(fields, str):
+            raise ValueError(f"it could not be packed: {fields}")
+        if len(fields) == REJECTION:
+            return self._denied(fields, token, number)
         if len(fields) == LOSS:
             since_us, until_us, count = fields
             id = _id(since_us, token, number)
             return lost_record(id, count, since_us=since_us, until_us=until_us, node=self.node, region=self._region)
-        if len(fields) == PLAIN:
-            now_us, method, place, who, verdicts = fields
-            policy, endpoint, route_class, tier, is_local, edition, cost, limits = self._known(place)
-            note, weight, allowed, why_degraded, shadows = REST_OF_PLAIN
-        else:
-            now_us, method, place, note, weight, allowed, why_degraded, cost, who, limits, verdicts, shadows = fields
-            policy, endpoint, route_class, tier, is_local, edition, _, _ = self._known(place)
+        now_us, method, place, note, weight, allowed, why_degraded, cost, who, limits, verdicts, shadows = fields
+        policy, endpoint, route_class, tier, is_local, edition, _, _ = self._known(place)
         outcome: Outcome = "allowed"
         reason: Reason = "within-limits"
         degraded, shadow = why_degraded or "", False
@@ -103,7 +121,7 @@ class Recorder:
             numbers = self._tightest(limits, costs, verdicts)
         who_it_was = self._clients.named((*who, *who.values()), self._labels.get(edition))
         kind, key, label, kinds, keys = who_it_was
-        return _new_record(
+        return _new_tuple(
             Record,
             (
                 _id(now_us, token, number),
@@ -131,6 +149,26 @@ class Recorder:
             ),
         )
 
+    def _denied(self, fields: tuple[Any, ...], token: str, number: int) -> Record:
+        """The same for what most rejections are, in half the time."""
+        now_us, method, place, who, verdicts = fields
+        policy, endpoint, route_class, tier, _, edition, cost, limits = self._known(place)
+        found: list[Denial] = []
+        for at, (remaining, retry_us, _, _) in enumerate(verdicts):
+            if retry_us:
+                paid = cost if type(cost) is int else cost[at]
+                told = None if retry_us == NEVER else retry_us
+                found.append(_new_tuple(Denial, (*limits[at], paid, remaining, told)))
+        if len(found) > 1:
+            found.sort(key=_wait, reverse=True)
+        numbers, *also = found
+        reason = "over-capacity" if numbers[-1] is None else "over-limit"
+        kind, key, label, kinds, keys = self._clients.named((*who, *who.values()), self._labels.get(edition))
+        method = method if method in METHODS else "OTHER"
+        head = self.node, self._region, policy, method, endpoint, route_class, tier, "denied", reason
+        tail = kind, key, label, *REST_OF_DENIED, kinds, keys, tuple(also)
+        return _new_tuple(Record, (_id(now_us, token, number), now_us, *head, *numbers, *tail))
+
     def _tightest(self, limits: list[bytes], costs: Any, verdicts: Any) -> Denial:
         """The limit with the least share left: no denial, but the same fields."""
         said = zip(limits, costs, verdicts, strict=True)
@@ -139,14 +177,14 @@ class Recorder:
 
     def _denial(self, columns: bytes | tuple[Any, ...], cost: int, remaining: int, retry_us: int) -> Denial:
         known = self._known(columns) if isinstance(columns, bytes) else columns
-        return _new_denial(Denial, (*known, cost, remaining, None if retry_us == NEVER else retry_us))
+        return _new_tuple(Denial, (*known, cost, remaining, None if retry_us == NEVER else retry_us))
 
     def _known(self, packed: bytes) -> tuple[Any, ...]:
-        known = self._unpacked.get(packed)
+        known = self._read.get(packed)
         if known is None:
-            if len(self._unpacked) >= MOST_KNOWN:
-                self._unpacked.clear()
-            known = self._unpacked[packed] = loads(packed)
+            if len(self._read) >= MOST_KNOWN:
+                self._read.clear()
+            known = self._read[packed] = loads(packed)
         return known
 
 
@@ -156,3 +194,9 @@ def _id(at_us: int, token: str, number: int) -> str:
 
 def _wait(denial: Denial) -> float:
     return float("inf") if denial.retry_us is None else denial.retry_us
+
+
+def _when(fields: Any) -> int:
+    with suppress(Exception):
+        return int(fields[0])
+    return time.time_ns() // 1000

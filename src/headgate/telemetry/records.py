@@ -143,7 +143,7 @@ class Record(NamedTuple):
 
     def as_row(self) -> tuple[Any, ...]:
         """The same for tables without lists."""
-        also = _encode(self.also) if self.also else ""
+        also = f"[{','.join([_written(denial) for denial in self.also])}]" if self.also else ""
         return (*self[:FIRST_LISTED], *_texts(self.kinds, self.clients), also)
 
     @classmethod
@@ -190,6 +190,17 @@ def id_prefix(at_us: int) -> str:
 def _texts(kinds: tuple[str, ...], clients: tuple[str, ...]) -> tuple[str, str]:
     """The lists of one client, as text: busy clients have many records."""
     return " ".join(kinds), _encode(clients)
+
+
+def _written(denial: Denial) -> str:
+    """A denial in JSON, as a list: all but the last two of its fields are the same again and again."""
+    *same, remaining, retry_us = denial
+    return f"{_beginning(*same)},{remaining},{'null' if retry_us is None else retry_us}]"
+
+
+@lru_cache(maxsize=4096)
+def _beginning(*same: Any) -> str:
+    return _encode(same)[:-1]
 
 
 def _denial(written: list[Any] | dict[str, Any]) -> Denial:
