@@ -26,12 +26,12 @@ from headgate.adapters.gate import AsyncGate, Gate
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.carriers import Carried, Here
-from headgate.telemetry.packing import FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from headgate.telemetry.packing import Batch
+    from headgate.adapters.way import Admission
+    from headgate.telemetry.carriers import Batch
 
 SECRET: Final = "thirty-two bytes, kept elsewhere"
 POLICY: Final = """
@@ -99,7 +99,7 @@ class Told:
     without: list[Slice]
     with_: list[Slice]
     missing: int
-    """Checks that are neither in the log nor counted as lost."""
+    """Rejections that are neither in the log nor counted as lost."""
     lost: int
 
     def ratio(self, name: str) -> float:
@@ -164,8 +164,8 @@ class Nobody(Here):
     """Takes what a scribe would be handed, and forgets it: so is seen what the app's own process pays."""
 
     def carry(self, batch: Batch) -> Carried:
-        marshal.dumps([tuple(piece) for piece in batch.pieces], FORMAT)
-        return Carried(batch.size)
+        marshal.dumps(list(batch.raws), 2)
+        return Carried(len(batch.raws))
 
 
 def _opened(options: dict[str, Any]) -> DecisionLog:
@@ -180,7 +180,7 @@ def _opened(options: dict[str, Any]) -> DecisionLog:
 
 def _take_turn(turn: Turn, pipe: Any) -> None:
     slices: dict[bool, list[Slice]] = {True: [], False: []}
-    requests, checks = _requests(), 0
+    requests, rejected = _requests(), 0
     log = _opened(turn.log)
     with asyncio.Runner() as runner:
         gate = (AsyncGate if turn.kind == "asyncio" else Gate)(read(POLICY), secret=SECRET)
@@ -193,9 +193,9 @@ def _take_turn(turn: Turn, pipe: Any) -> None:
                 _by_threads(gate, taken, turn.threads)
             return taken
 
-        run(WARM)  # from now on, all are denied
+        run(WARM)  # from now on, nearly all are denied
         gate.on_decision = log
-        checks += len(run(WARM).took)  # and it is known who writes
+        rejected += run(WARM).rejected  # and it is known who writes
         log.flush(60)
         for _ in range(turn.pairs):
             for is_with in random.sample((True, False), 2):
@@ -203,11 +203,11 @@ def _take_turn(turn: Turn, pipe: Any) -> None:
                 gc.collect()
                 taken = run(turn.seconds)
                 slices[is_with].append(taken.slice())
-                checks += len(taken.took) * is_with
+                rejected += taken.rejected * is_with
                 log.flush(60)  # so that nobody writes any more in a slice without
     stats = log.stats
     log.close()
-    pipe.send(Told(slices[False], slices[True], checks - stats.written - stats.lost, stats.lost))
+    pipe.send(Told(slices[False], slices[True], rejected - stats.written - stats.lost, stats.lost))
 
 
 class Taken:
@@ -216,6 +216,7 @@ class Taken:
     def __init__(self, rate: int, seconds: float, requests: list[Request]) -> None:
         self.took: list[int] = []
         self.late: list[int] = []
+        self.passed: list[int] = []
         self._seconds = seconds
         self._step = SECOND_NS // rate
         self._requests = requests
@@ -231,9 +232,15 @@ class Taken:
             number += shares
             due = max(due + step, time.perf_counter_ns() - SECOND_NS // 100)
 
-    def note(self, due: int, start: int, end: int) -> None:
+    def note(self, due: int, start: int, end: int, admission: Admission) -> None:
         self.took.append(end - start)
         self.late.append(end - due)
+        if admission.allowed:  # after a minute, one of each client passes again
+            self.passed.append(end)
+
+    @property
+    def rejected(self) -> int:
+        return len(self.took) - len(self.passed)
 
     def slice(self) -> Slice:
         took, late, count = sorted(self.took), sorted(self.late), len(self.took)
@@ -247,8 +254,8 @@ def _by_threads(gate: Gate, taken: Taken, count: int) -> None:
         for due, request in taken.turns(share, count):
             while (start := time.perf_counter_ns()) < due:
                 time.sleep(NAP)
-            gate.admit(request)
-            taken.note(due, start, time.perf_counter_ns())
+            admission = gate.admit(request)
+            taken.note(due, start, time.perf_counter_ns(), admission)
 
     threads = [threading.Thread(target=work, args=(share,)) for share in range(count)]
     for thread in threads:
@@ -261,8 +268,8 @@ async def _by_asyncio(gate: AsyncGate, taken: Taken) -> None:
     for due, request in taken.turns(0, 1):
         while (start := time.perf_counter_ns()) < due:  # noqa: ASYNC110 - nothing happens but time
             await asyncio.sleep(0)
-        await gate.admit(request)
-        taken.note(due, start, time.perf_counter_ns())
+        admission = await gate.admit(request)
+        taken.note(due, start, time.perf_counter_ns(), admission)
 
 
 def _requests() -> list[Request]:

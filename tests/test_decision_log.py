@@ -23,8 +23,6 @@ from headgate.adapters import Admission
 from headgate.policy import read
 from headgate.policy.credentials import ApiKeys
 from headgate.telemetry import DecisionLog, Record, packing, writer
-from headgate.telemetry.clients import Clients
-from headgate.telemetry.recording import Recorder, Unmade
 from headgate.telemetry.records import Denial
 from traffic import SECRET, START_US, Kept, Request, Traffic
 
@@ -541,7 +539,7 @@ def test_what_is_known_of_policies_is_forgotten_when_they_are_gone(
         traffic.send(tenant="acme")
         assert log.flush()
     assert [each.label for each in sink.records] == ["one", "two", "three"]
-    packer = log._writer._pack.__self__  # type: ignore[attr-defined] # a bound method
+    packer = log._pack.__self__  # type: ignore[attr-defined] # a bound method
     assert 1 <= len(packer._places) + len(packer._limits) <= 2
     assert len(packer._policies) <= 2
 
@@ -638,93 +636,6 @@ def test_a_record_survives_json_and_rows(open_log: Callable[..., DecisionLog], s
     for record in sink.records:
         assert Record.from_dict(json.loads(record.as_json())) == record
         assert Record.from_row(record.as_row()) == record
-
-
-# ------------------------------------------------------------------ what waits
-
-
-def test_what_waits_keeps_no_request_alive() -> None:
-    class Held:
-        """A request that can be seen to go."""
-
-        path, method, peer, native, tenant = "/search", "GET", "203.0.113.9", None, None
-
-        def __init__(self, user: str | None = None) -> None:
-            self.user = user
-
-        def header(self, name: str) -> list[str]:
-            return []
-
-    kept: list[packing.Entry] = []
-
-    def keep(arrival: Any, admission: Admission) -> None:
-        assert admission.resolution is not None
-        kept.append(packing.entry(arrival, admission, admission.resolution, 1.0))
-
-    traffic = Traffic(POLICY, keep)
-    requests = [Held(), Held("mallory")]
-    gone = [weakref.ref(each) for each in requests]
-    for number in range(10):
-        traffic.gate.admit(requests[number % 2])
-    requests.clear()
-    gc.collect()
-    assert {len(each) for each in kept} == {packing.PLAIN, packing.PLAIN + 8}
-    assert [each() for each in gone] == [None, None]
-
-
-def test_no_more_is_taken_out_of_the_queue_than_goes_at_once(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
-    log = open_log(batch=5, every=60)
-    traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
-    traffic.send(times=2)
-    assert log.flush()
-    sink.refuses = OSError("disk full")
-    traffic.send(times=30)
-    assert not log.flush(0.05)
-    assert 1 <= log._writer._batch.size <= 5
-    assert log.stats.waiting == 30 + 1  # and the mark of whoever waits
-
-
-def test_an_identity_that_is_no_text_costs_its_own_record_only(
-    open_log: Callable[..., DecisionLog], sink: Kept, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = open_log(every=60)
-    (refused,) = Traffic("limits: [{by: ip, bucket: 1/hour}]", log).send(times=2)[1:]
-    resolution = refused.resolution
-    assert resolution is not None
-    odd = resolution._replace(who={**resolution.who, "tenant": object()})  # type: ignore[dict-item]
-    log(Request(), Admission(odd, refused.decision, refused.refusal))
-    log(Request(), refused)
-    assert log.flush()
-    assert [each.outcome for each in sink.records] == ["denied", "denied"]
-    assert log.stats.lost == 1
-    assert "it could not be packed: TypeError('a object among what is kept')" in caplog.text
-
-
-def test_a_piece_that_cannot_be_read_is_lost_and_counted() -> None:
-    recorder = Recorder(Clients(SECRET), node="n1", region="")
-    pieces = [packing.Piece(3, b"?"), packing.Packer().pack([packing.lost_entry(7, 10, 20)])]
-    *lost, kept = recorder.made(packing.Batch("a" * 10, 5, pieces))
-    assert [type(each) for each in lost] == [Unmade] * 3
-    assert isinstance(kept, Record)
-    assert (kept.id[-8:], kept.weight) == ("00000008", 7.0)
-
-
-@pytest.mark.parametrize(
-    ("done", "size", "first", "pieces"),
-    [
-        (0, 10, 1, [4, 4]),
-        (0, 8, 1, [4, 4]),
-        (0, 7, 1, [4]),
-        (0, 1, 1, [4]),
-        (4, 10, 5, [4, 5]),
-        (8, 10, 9, [5]),
-        (13, 10, 14, []),
-    ],
-)
-def test_batches_are_cut_between_pieces(done: int, size: int, first: int, pieces: list[int]) -> None:
-    batch = packing.Batch("token", 1, [packing.Piece(each, b"") for each in (4, 4, 5)])
-    part = batch.after(done).up_to(size)
-    assert (part.first, [each.size for each in part.pieces]) == (first, pieces)
 
 
 @pytest.mark.parametrize("retry_us", [0, 59_999_999, None])

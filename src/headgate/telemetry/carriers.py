@@ -13,21 +13,21 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from marshal import loads
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from headgate.telemetry.frames import read_frame, write_frame
-from headgate.telemetry.recording import Unmade
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headgate.telemetry.clients import Clients
-    from headgate.telemetry.packing import Batch, Packer
+    from headgate.telemetry.packing import Packer
     from headgate.telemetry.recording import Recorder
     from headgate.telemetry.records import Record
     from headgate.telemetry.sinks import Sink
 
-__all__ = ["BREATH", "Carried", "Carrier", "Either", "Here", "ScribeBeside", "Terms"]
+__all__ = ["BREATH", "Batch", "Carried", "Carrier", "Either", "Here", "ScribeBeside", "Terms", "Unmade", "made"]
 
 logger = logging.getLogger("headgate")
 
@@ -55,6 +55,21 @@ ENDING: Final = 1.0
 
 START: Final = "import sys; sys.path[:] = sys.argv[1:]; from headgate.telemetry.scribe import main; main()"
 """What a scribe runs. It finds what this process finds, wherever that has come from."""
+
+
+class Batch(NamedTuple):
+    """Decisions, as they were packed. Their ids come from the token, and from where they stand after the first."""
+
+    token: str
+    first: int
+    raws: Sequence[bytes]
+
+
+class Unmade(NamedTuple):
+    """A decision of which no record could be made."""
+
+    at_us: int
+    error: str
 
 
 class Carried(NamedTuple):
@@ -114,22 +129,20 @@ class Here:
         self._recorder.learn(self._packer.labels_since(self._recorder.newest, self._clients))
         records: list[Record] = []
         unmade: list[Unmade] = []
-        part = batch.up_to(self.size)
-        next_breath = self._slice
-        for number, made in enumerate(self._recorder.made(part)):
-            if number == next_breath:
+        start, size = 0, min(self.size, len(batch.raws))
+        while start < size:
+            if start:
                 self._stand_back()
-                next_breath += self._slice
-            if isinstance(made, Unmade):
-                unmade.append(made)
-            else:
-                records.append(made)
+            end = min(start + self._slice, size)
+            some = Batch(batch.token, batch.first + start, batch.raws[start:end])
+            made(self._recorder, some, records, unmade)
+            start = end
         try:
             with self._writing:
                 self._sink.write(records)
         except Exception as error:
             return Carried(0, error=_said(error))
-        return Carried(part.size, unmade)
+        return Carried(size, unmade)
 
     def close(self) -> None:
         self._sink.close()
@@ -193,9 +206,7 @@ class ScribeBeside:
         try:
             process = self._process or self._start()
             labels = self._packer.labels_since(self._told, self._clients)
-            write_frame(
-                _fd(process.stdin), (batch.token, batch.first, labels, [tuple(piece) for piece in batch.pieces])
-            )
+            write_frame(_fd(process.stdin), (batch.token, batch.first, labels, list(batch.raws)))
             answer = read_frame(_fd(process.stdout))
         except OSError as error:
             answer, trouble = None, f": {_said(error)}"
@@ -325,6 +336,22 @@ class Either:
         elif self._carrier is self.beside and now - self._busy_at > CALM:
             self.beside.close()
             self._carrier = self.beside if self._always else self._here
+
+
+def made(recorder: Recorder, batch: Batch, records: list[Record], unmade: list[Unmade]) -> None:
+    """Add the records of a batch, and the decisions of which none can be made: a bug costs one record, not the log."""
+    token, first, raws = batch
+    for number, raw in enumerate(raws, first):
+        try:
+            records.append(recorder.record(raw, token, number))
+        except Exception as error:
+            unmade.append(Unmade(_when(raw), repr(error)))
+
+
+def _when(raw: bytes) -> int:
+    with suppress(Exception):
+        return int(loads(raw)[0])
+    return time.time_ns() // 1000
 
 
 def _can_start() -> bool:

@@ -13,7 +13,7 @@ from headgate.adapters.door import SECRET_VARIABLE
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.carriers import Either, Here, ScribeBeside, Terms
 from headgate.telemetry.clients import Clients
-from headgate.telemetry.packing import Packer, entry
+from headgate.telemetry.packing import Packer
 from headgate.telemetry.recording import Recorder
 from headgate.telemetry.sinks import open_sink
 from headgate.telemetry.writer import PATIENCE, LogStats, Writer
@@ -64,6 +64,7 @@ class DecisionLog:
         size = _checked_whole("batch", getattr(opened, "batch", 1000) if batch is None else batch)
         recorder = Recorder(clients, node=socket.gethostname() if node is None else node, region=region)
         packer = Packer()
+        self._pack = packer.pack
         here = Here(opened, recorder, packer, clients=clients, size=size)
         self._scribe: ScribeBeside | None = None
         if _may_be_beside(sink, _checked_writer(writer)) and isinstance(sink, str):
@@ -73,7 +74,6 @@ class DecisionLog:
             self._scribe = ScribeBeside(terms, packer, clients=clients)
         self._writer = Writer(
             here if self._scribe is None else Either(here, self._scribe, always=writer == "process"),
-            pack=packer.pack,
             most=most,
             every=_checked_every(getattr(opened, "every", 0.2) if every is None else every),
         )
@@ -95,7 +95,7 @@ class DecisionLog:
         if len(queue) >= most:
             self._writer.lose(resolution.now_us)
             return
-        queue.append(entry(arrival, admission, resolution, weight))
+        queue.append(self._pack(arrival, admission, resolution, weight))
         if self._writer.thread is None:
             self._writer.ensure()
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import suppress
 from marshal import loads
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from headgate.algorithms import NEVER
 from headgate.policy.model import Client, Identity, Policy
 from headgate.policy.routes import METHODS
-from headgate.telemetry.packing import EDITIONS, LOSS, REJECTION
+from headgate.telemetry.packing import EDITIONS
 from headgate.telemetry.records import Denial, Record, id_prefix, lost_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from headgate.telemetry.clients import Clients
-    from headgate.telemetry.packing import Batch, Labels
+    from headgate.telemetry.packing import Labels
     from headgate.telemetry.records import Outcome, Reason
 
-__all__ = ["Recorder", "Unmade"]
+__all__ = ["Recorder"]
 
 MOST_KNOWN: Final = 10_000
 """Routes and limits that are kept in mind; policies have fewer, but they come and go."""
@@ -28,17 +26,14 @@ MOST_KNOWN: Final = 10_000
 NOTHING: Final = ("", "", 0, 0, 0, "", "", 0, 0, 0)
 """The fields of a limit, where there is none."""
 
-REST_OF_DENIED: Final = ("", False, "", 1.0)
-"""Of most rejections: why degraded, whether only watched, the note, the weight."""
+PLAIN: Final = 5
+"""How many fields there are in what is packed of most rejections."""
+REST_OF_PLAIN: Final = ("", False, "", 1.0)
+"""Of these: why degraded, whether only watched, the note, the weight."""
+LOSS: Final = 3
+"""How many fields there are in what stands for decisions that are lost."""
 
 _new_tuple = tuple.__new__
-
-
-class Unmade(NamedTuple):
-    """A decision of which no record could be made."""
-
-    at_us: int
-    error: str
 
 
 class Recorder:
@@ -48,7 +43,7 @@ class Recorder:
         self._clients = clients
         self.node = node
         self._region = region
-        self._read: dict[bytes, tuple[Any, ...]] = {}
+        self._unpacked: dict[bytes, tuple[Any, ...]] = {}
         """What is the same in all denials on a route, or by a limit."""
         self._labels: dict[int, Policy | None] = {0: None}
         """By the number of their policy."""
@@ -66,26 +61,10 @@ class Recorder:
         while len(self._labels) > EDITIONS + 1:
             del self._labels[min(number for number in self._labels if number)]
 
-    def made(self, batch: Batch) -> Iterator[Record | Unmade]:
-        """The records of a batch, under ids that are the same each time they are made. A bug costs one, not the log."""
-        number = batch.first
-        for count, packed in batch.pieces:
-            try:
-                found = loads(packed)
-            except Exception as error:
-                found = [repr(error)] * count
-            for fields in found:
-                try:
-                    made: Record | Unmade = self._record(fields, batch.token, number)
-                except Exception as error:
-                    made = Unmade(_when(fields), repr(error))
-                yield made
-                number += 1
-
-    def _record(self, fields: Any, token: str, number: int) -> Record:
-        if isinstance(fields, str):
-            raise ValueError(f"it could not be packed: {fields}")
-        if len(fields) == REJECTION:
+    def record(self, raw: bytes, token: str, number: int) -> Record:
+        """The record of what `Packer` has packed, under an id that is the same each time it is made."""
+        fields = loads(raw)
+        if len(fields) == PLAIN:
             return self._denied(fields, token, number)
         if len(fields) == LOSS:
             since_us, until_us, count = fields
@@ -150,7 +129,7 @@ class Recorder:
         )
 
     def _denied(self, fields: tuple[Any, ...], token: str, number: int) -> Record:
-        """The same for what most rejections are, in half the time."""
+        """The same for what most rejections are, in less time."""
         now_us, method, place, who, verdicts = fields
         policy, endpoint, route_class, tier, _, edition, cost, limits = self._known(place)
         found: list[Denial] = []
@@ -166,7 +145,7 @@ class Recorder:
         kind, key, label, kinds, keys = self._clients.named((*who, *who.values()), self._labels.get(edition))
         method = method if method in METHODS else "OTHER"
         head = self.node, self._region, policy, method, endpoint, route_class, tier, "denied", reason
-        tail = kind, key, label, *REST_OF_DENIED, kinds, keys, tuple(also)
+        tail = kind, key, label, *REST_OF_PLAIN, kinds, keys, tuple(also)
         return _new_tuple(Record, (_id(now_us, token, number), now_us, *head, *numbers, *tail))
 
     def _tightest(self, limits: list[bytes], costs: Any, verdicts: Any) -> Denial:
@@ -175,16 +154,15 @@ class Recorder:
         found = [self._denial(columns, cost, *verdict[:2]) for columns, cost, verdict in said]
         return min(found, key=lambda each: each.remaining / each.burst)
 
-    def _denial(self, columns: bytes | tuple[Any, ...], cost: int, remaining: int, retry_us: int) -> Denial:
-        known = self._known(columns) if isinstance(columns, bytes) else columns
-        return _new_tuple(Denial, (*known, cost, remaining, None if retry_us == NEVER else retry_us))
+    def _denial(self, columns: bytes, cost: int, remaining: int, retry_us: int) -> Denial:
+        return _new_tuple(Denial, (*self._known(columns), cost, remaining, None if retry_us == NEVER else retry_us))
 
     def _known(self, packed: bytes) -> tuple[Any, ...]:
-        known = self._read.get(packed)
+        known = self._unpacked.get(packed)
         if known is None:
-            if len(self._read) >= MOST_KNOWN:
-                self._read.clear()
-            known = self._read[packed] = loads(packed)
+            if len(self._unpacked) >= MOST_KNOWN:
+                self._unpacked.clear()
+            known = self._unpacked[packed] = loads(packed)
         return known
 
 
@@ -194,9 +172,3 @@ def _id(at_us: int, token: str, number: int) -> str:
 
 def _wait(denial: Denial) -> float:
     return float("inf") if denial.retry_us is None else denial.retry_us
-
-
-def _when(fields: Any) -> int:
-    with suppress(Exception):
-        return int(fields[0])
-    return time.time_ns() // 1000

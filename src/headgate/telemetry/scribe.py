@@ -14,15 +14,14 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.telemetry.carriers import Terms
+from headgate.telemetry.carriers import Batch, Terms, Unmade, made
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.frames import read_frame, write_frame
-from headgate.telemetry.packing import Batch, Piece
-from headgate.telemetry.recording import Recorder, Unmade
-from headgate.telemetry.records import Record
+from headgate.telemetry.recording import Recorder
 from headgate.telemetry.sinks import open_sink
 
 if TYPE_CHECKING:
+    from headgate.telemetry.records import Record
     from headgate.telemetry.sinks import Sink
 
 __all__ = ["main"]
@@ -53,9 +52,9 @@ def main() -> None:
     with suppress(BrokenPipeError):
         write_frame(answers, "ready")
     while (asked := _next(questions, parent)) is not None:
-        token, first, labels, pieces = asked
+        token, first, labels, raws = asked
         recorder.learn(labels)
-        answer = _written(recorder, sink, Batch(token, first, [Piece(*each) for each in pieces]), terms.size)
+        answer = _written(recorder, sink, Batch(token, first, raws), terms.size)
         with suppress(BrokenPipeError):
             write_frame(answers, answer)
     sink.close()
@@ -73,19 +72,18 @@ def _next(questions: int, parent: int) -> Any:
 
 def _written(recorder: Recorder, sink: Sink, batch: Batch, size: int) -> tuple[int, list[Unmade], str | None]:
     """Write as much as the sink takes; how much that was, what could not be made, and why no more."""
+    token, first, raws = batch
     unmade: list[Unmade] = []
-    done = 0
-    while (rest := batch.after(done)).pieces:
-        part = rest.up_to(size)
-        made = [*recorder.made(part)]
-        some = [each for each in made if isinstance(each, Unmade)]
+    for start in range(0, len(raws), size):
+        records: list[Record] = []
+        some: list[Unmade] = []
+        made(recorder, Batch(token, first + start, raws[start : start + size]), records, some)
         try:
-            sink.write([each for each in made if isinstance(each, Record)])
+            sink.write(records)
         except Exception as error:
-            return done, _plain(unmade), f"{type(error).__name__}: {error}"
+            return start, _plain(unmade), f"{type(error).__name__}: {error}"
         unmade += some
-        done += part.size
-    return done, _plain(unmade), None
+    return len(raws), _plain(unmade), None
 
 
 def _plain(unmade: list[Unmade]) -> Any:

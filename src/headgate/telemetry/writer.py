@@ -19,14 +19,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from headgate._forks import renew_in_children
-from headgate.telemetry.carriers import BREATH
-from headgate.telemetry.packing import Batch, lost_entry
+from headgate.telemetry.carriers import BREATH, Batch
+from headgate.telemetry.packing import packed_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from headgate.telemetry.carriers import Carrier
-    from headgate.telemetry.packing import Entry, Piece
 
 __all__ = ["PATIENCE", "LogStats", "Writer"]
 
@@ -45,9 +42,6 @@ STANDSTILL: Final = 1.0
 """Seconds that a fork waits for a sink."""
 GRACE: Final = 0.2
 """Seconds more for the thread to say what it could not write."""
-PIECE: Final = 200
-"""Decisions that are packed at a time. Nothing else computes meanwhile, for a fraction of a millisecond; were they
-fewer, more requests would be interrupted."""
 
 
 class LogStats(NamedTuple):
@@ -73,12 +67,11 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 class Writer:
     """Carries what is put into `queue` to the sink."""
 
-    def __init__(self, carrier: Carrier, *, pack: Callable[[Sequence[Entry]], Piece], most: int, every: float) -> None:
-        self.queue: deque[Entry | _Queued] = deque()
-        """Decisions as requests have left them, and between them marks that are set when all before them is written."""
+    def __init__(self, carrier: Carrier, *, most: int, every: float) -> None:
+        self.queue: deque[bytes | _Queued] = deque()
+        """Decisions as they were packed, and between them marks that are set when all before them is written."""
         self.thread: threading.Thread | None = None
         self._carrier = carrier
-        self._pack = pack
         self._most = most
         self._every = every
         self._begin()
@@ -90,9 +83,11 @@ class Writer:
         self.thread = None
         self._lock = threading.RLock()
         self._bell = threading.Event()
-        self._batch = Batch(secrets.token_hex(5), 1, [])
-        """What is to be written next, and again if that fails. Ids are made of its token, which no other process has,
-        and of the number of its first."""
+        self._batch: list[bytes] = []
+        """What is to be written next, and again if that fails."""
+        self._token = secrets.token_hex(5)
+        self._first = 1
+        """Of these the ids are made: no other process has the token, and the first of the batch is of this number."""
         self._marks: list[_Queued] = []
         """Of those who wait for the batch."""
         self._awaited = 0
@@ -130,7 +125,7 @@ class Writer:
 
     @property
     def stats(self) -> LogStats:
-        return LogStats(self._written, len(self.queue) + self._batch.size, self._lost, self._failures, self._error)
+        return LogStats(self._written, len(self.queue) + len(self._batch), self._lost, self._failures, self._error)
 
     def lose(self, at_us: int) -> None:
         """Count what the queue has no room for. To stop here for a moment is all that a full queue costs a request."""
@@ -180,7 +175,7 @@ class Writer:
         elif thread is not None and wait:
             thread.join(timeout + GRACE)
             if thread.is_alive() and not was_closed:
-                waiting = len(self.queue) + self._batch.size
+                waiting = len(self.queue) + len(self._batch)
                 logger.error("the decision log ends while its sink hangs; %d records may be lost", waiting)
 
     # ------------------------------------------------------------------ the thread's own
@@ -200,9 +195,9 @@ class Writer:
 
     def _step(self) -> float | None:
         """Write one batch; how many seconds until the next, None to end the thread."""
-        if not self._batch.pieces:
+        if not self._batch:
             self._take()
-        if self._batch.pieces:
+        if self._batch:
             now, self._idle_since = time.monotonic(), None
             if now < min(self._not_before, self._end):
                 return min(self._not_before, self._end) - now
@@ -210,7 +205,7 @@ class Writer:
                 if (now := time.monotonic()) < self._end:
                     return max(0.0, min(self._not_before, self._end) - now)
                 self._give_up(everything=True)
-            if self._batch.pieces:
+            if self._batch:
                 return BREATH
         for mark in self._marks:
             mark.set()
@@ -223,30 +218,24 @@ class Writer:
 
     def _take(self) -> None:
         """The next batch out of the queue, with its marks."""
-        queue, room = self.queue, self._carrier.size
-        pieces: list[Piece] = []
-        while queue and room > 0:
-            if pieces:
-                time.sleep(BREATH)  # so that those who wait for their turn get it
-            left: list[Any] = [queue.popleft() for _ in range(min(len(queue), room, PIECE))]
+        queue, batch, size = self.queue, self._batch, self._carrier.size
+        while queue and len(batch) < size:
+            some = [queue.popleft() for _ in range(min(len(queue), size - len(batch)))]
+            batch += [raw for raw in some if type(raw) is bytes]
             if self._awaited:
-                marks = [each for each in left if type(each) is not tuple]
-                left = [each for each in left if type(each) is tuple]
+                marks = [raw for raw in some if not isinstance(raw, bytes)]
                 with self._lock:
                     self._awaited -= len(marks)
                 self._marks += marks
-            if left:
-                pieces.append(self._pack(left))
-            room -= len(left)
-        if self._untold is not None and (pieces or not queue):
+        if self._untold is not None and (batch or not queue):
             with self._lock:
                 untold, self._untold = self._untold, None
-            pieces.append(self._pack([lost_entry(*untold)]))
-        self._batch = self._batch._replace(pieces=pieces)
+            batch.append(packed_loss(*untold))
 
     def _send(self) -> bool:
-        carried = self._carrier.carry(self._batch)
-        self._batch = self._batch.after(carried.done)
+        carried = self._carrier.carry(Batch(self._token, self._first, self._batch))
+        self._batch = self._batch[carried.done :]
+        self._first += carried.done
         self._written += carried.done - len(carried.unmade)
         for at_us, error in carried.unmade:
             self.lose(at_us)
@@ -261,7 +250,7 @@ class Writer:
                 "failed",
                 "the decision log cannot write to its sink: %s; %d records wait, and up to %d are kept",
                 self._error,
-                len(self.queue) + self._batch.size,
+                len(self.queue) + len(self._batch),
                 self._most,
             )
             return False
@@ -289,14 +278,13 @@ class Writer:
 
     def _give_up(self, *, everything: bool = False) -> None:
         """The batch is lost, or all that waits, for there is no time left to wait for the sink."""
-        lost = self._batch.size
-        self._batch = self._batch.after(lost)
+        lost, self._batch = len(self._batch), []
         while everything and self.queue:
-            left = self.queue.popleft()
-            if isinstance(left, tuple):
+            raw = self.queue.popleft()
+            if isinstance(raw, bytes):
                 lost += 1
             else:
-                self._marks.append(left)  # nobody has to wait any longer for what will not be
+                self._marks.append(raw)  # nobody has to wait any longer for what will not be
         with self._lock:
             self._lost += lost
         logger.error("the decision log has lost %d records, which its sink did not take before the end", lost)
