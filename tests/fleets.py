@@ -118,19 +118,19 @@ class Fleet:
         elif isinstance(answer, tuple):
             self._end(arrival, answer, ())
         else:
-            self._drive(arrival, answer, next(answer))
+            # What is paid out of a purse is spent when it is set aside for the request, however often that asks then.
+            self._drive(arrival, answer, next(answer), self.clock.now_us())
 
-    def _drive(self, arrival: Arrival, steps: Generator[Check, Decision, Decision], check: Check) -> None:
-        # What is paid out of a purse is spent when it is set aside for the request that is under way.
-        set_aside_us = self.clock.now_us()
-
+    def _drive(
+        self, arrival: Arrival, steps: Generator[Check, Decision, Decision], check: Check, set_aside_us: int
+    ) -> None:
         def heard(decision: Decision) -> None:
             try:
                 following = steps.send(decision)
             except StopIteration as end:
                 self._end(arrival, end.value, check.costs if decision.allowed else (), set_aside_us)
             else:
-                self._drive(arrival, steps, following)
+                self._drive(arrival, steps, following, set_aside_us)
 
         self._ask(arrival, check, heard)
 
