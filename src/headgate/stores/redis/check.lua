@@ -36,9 +36,13 @@ end
 
 local told, replied, unusual, agains = {}, 0, {}, {}
 
-local function tell_unusual(retry, delay)
-  local at = #unusual
-  unusual[at + 1], unusual[at + 2], unusual[at + 3] = replied / 2, retry, delay
+local function tell(remaining, retry, reset, delay)
+  if retry ~= 0 or delay ~= 0 then
+    local at = #unusual
+    unusual[at + 1], unusual[at + 2], unusual[at + 3] = replied / 2, retry, delay
+  end
+  told[replied + 1], told[replied + 2] = remaining, reset
+  replied = replied + 2
 end
 
 -- Of requests that have just taken what they would need to pass again. Not of those that hold a lease: it ends when its
@@ -59,8 +63,7 @@ local function decide_all(request, first, id, met, costs)
       limit.judge(KEYS[first + index], now, costs[index], limit, id)
     if not remaining then
       for _ = 1, number do
-        told[replied + 1], told[replied + 2] = -1, 0
-        replied = replied + 2
+        tell(-1, 0, 0, 0)
       end
       return
     end
@@ -79,11 +82,7 @@ local function decide_all(request, first, id, met, costs)
     elseif not allowed then
       mend(key, reset)
     end
-    if retry ~= 0 or delay ~= 0 then
-      tell_unusual(retry, delay)
-    end
-    told[replied + 1], told[replied + 2] = remaining, reset
-    replied = replied + 2
+    tell(remaining, retry, reset, delay)
   end
   if exhausted and allowed then
     local longest = 0
@@ -122,11 +121,7 @@ while position <= #ARGV do
       elseif retry ~= 0 then
         mend(key, reset)
       end
-      if retry ~= 0 or delay ~= 0 then
-        tell_unusual(retry, delay)
-      end
-      told[replied + 1], told[replied + 2] = remaining, reset
-      replied = replied + 2
+      tell(remaining, retry, reset, delay)
     end
   else
     local met, costs = {}, {}
