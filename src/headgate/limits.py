@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from math import gcd
-from typing import Final
+from typing import Any, Final
 
 from headgate import _grammar
 from headgate.algorithms import ALGORITHMS
@@ -19,6 +20,9 @@ EXACT: Final = 2**53
 
 HORIZON_US: Final = 10 * 366 * 86_400 * 1_000_000
 """Ten years: no debt lasts longer, so that every instant a limit meets stays far below 2**53."""
+
+KEYS_AT_HAND: Final = 1024
+"""How many clients' keys a limit keeps made: a client that comes again, and most do, gets the one it had."""
 
 _new_key = tuple.__new__
 
@@ -60,6 +64,7 @@ class Limit:
     """Where its counters live in a store: name, algorithm and the version of the stored form."""
     part: Limit | None = field(init=False, repr=False, compare=False)
     """What each of its parts allows, as a limit of its own; None where it is not split."""
+    _at_hand: dict[str, Key] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _whole("quota", self.quota)
@@ -87,6 +92,7 @@ class Limit:
         keep(self, "space", f"{escape(self.name)}:{self.algorithm}.{algorithm.VERSION}")
         self._check_exactness(algorithm.peak(self))
         keep(self, "part", self._divided())
+        keep(self, "_at_hand", {})
 
     @classmethod
     def parse(cls, text: str, *, name: str = "default", algorithm: str | None = None) -> Limit:
@@ -113,9 +119,22 @@ class Limit:
         if len(parts) == 1:
             # The common case by itself, and without a call: this runs on every request.
             text = parts[0]
-            if type(text) is str and len(text) <= LONGEST_IDENTITY and "%" not in text and "|" not in text:
-                return _new_key(Key, (self, parts, text))
+            if type(text) is str:
+                at_hand = self._at_hand
+                key = at_hand.get(text)
+                if key is not None:
+                    return key
+                if len(text) <= LONGEST_IDENTITY and "%" not in text and "|" not in text:
+                    if len(at_hand) >= KEYS_AT_HAND:
+                        at_hand.clear()
+                    key = at_hand[text] = _new_key(Key, (self, parts, text))
+                    return key
         return _new_key(Key, (self, parts, identify(parts)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it was written: a copy in another process counts for others, and makes its own keys."""
+        names = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return partial(Limit, **names), ()
 
     def __str__(self) -> str:
         """The limit in words; but for concurrency, they are those that `parse` reads."""

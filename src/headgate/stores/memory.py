@@ -86,16 +86,17 @@ class MemoryStore:
 
     def check(self, *keys: Key | Limit, cost: Cost = 1, id: str | None = None) -> Decision:
         """Charge all keys or none."""
-        if len(keys) == 1 and type(keys[0]) is Key and type(cost) is int and cost >= 0 and id is None:
-            limit, identity = keys[0].limit, keys[0].identity
+        if len(keys) == 1 and id is None and type(cost) is int and cost >= 0 and type(key := keys[0]) is Key:
+            limit = key.limit
             space = self._short.get(limit.space)
             if space is not None:
-                now_us = self._time_ns() // 1000
-                states = space.states
+                identity = key.identity
+                states, decide, time_ns = space.states, space.decide, self._time_ns  # cheaper to call by a name
+                now_us = time_ns() // 1000
                 # The state before its writer: whoever adopts a state signs it first.
                 state = states.get(identity)
                 if space.only is limit or space.is_written_by(limit, identity):
-                    after, verdict = space.decide(state, now_us, cost, limit)
+                    after, verdict = decide(state, now_us, cost, limit)
                     if after is state:
                         return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us, 0))
                     if state is not None:
@@ -103,9 +104,7 @@ class MemoryStore:
                             # Compare and set: no call and no loop may come between the two (see above).
                             if not self._busy and states[identity] is state:
                                 states[identity] = after
-                                return _new_decision(
-                                    Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us, 0)
-                                )
+                                return _new_decision(Decision, (True, keys, (verdict,), None, None, now_us, 0))
                         except KeyError:  # it was reset or forgotten in the meantime
                             pass
         return self.decide(checked(keys, cost, id))
