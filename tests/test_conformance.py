@@ -283,6 +283,62 @@ def test_who_leaves_the_queue_is_told_how_it_stands_without_them(gate: Gate, uni
     assert (late.remaining, late.reset_after) == (seen.remaining, seen.reset_after) == (3, 4)
 
 
+def test_acquire_takes_a_place_as_soon_as_somebody_leaves(open_gate: Callable[..., Gate], unique: str) -> None:
+    gate = open_gate()
+    seat = limit_of("concurrency", 1, unique, timedelta(minutes=5)).by("ada")
+    gate.enter(seat, id="first")
+    answer = gate.begin("acquire", seat, id="second")
+    gate.leave(seat, id="first")
+    waited = answer()
+    assert waited.allowed
+    assert waited.id == "second"
+
+
+@pytest.mark.parametrize("timeout", [0, 0.004, 0.3, 9.999999])
+def test_acquire_looks_for_a_place_until_its_time_is_over(
+    gate: Gate, clock: FakeClock, unique: str, timeout: float
+) -> None:
+    seat = limit_of("concurrency", 1, unique, TEN_SECONDS).by("ada")
+    gate.enter(seat, id="first")
+    late = gate.acquire(seat, id="second", timeout=timeout)
+    assert (late.allowed, late.remaining) == (False, 0)
+    assert clock.now_us() == START_US + round(timeout * SECOND)
+
+
+def test_acquire_waits_for_no_place_that_a_limit_of_another_kind_denies(
+    gate: Gate, clock: FakeClock, unique: str
+) -> None:
+    seat = limit_of("concurrency", 1, unique, TEN_SECONDS).by("ada")
+    units = limit_of("token_bucket", 2, unique, TEN_SECONDS).by("ada")
+    gate.enter(seat, id="first")
+    gate.check(units, cost=2)
+    assert not gate.acquire(seat, units, id="second", timeout=4.9).allowed
+    assert clock.now_us() == START_US
+    assert gate.acquire(seat, units, id="second", timeout=10).allowed
+    assert clock.now_us() == START_US + 10 * SECOND
+
+
+def test_acquire_does_not_wait_to_get_into_a_queue_that_is_too_long(gate: Gate, clock: FakeClock, unique: str) -> None:
+    key = limit_of("leaky_bucket", 5, unique, TEN_SECONDS).by("ada")
+    gate.check(key, cost=5)
+    assert not gate.acquire(key, timeout=9.9).allowed
+    assert clock.now_us() == START_US
+    assert gate.acquire(key, timeout=10).allowed
+    assert clock.now_us() == START_US + 10 * SECOND
+
+
+def test_a_lease_from_before_survives_a_turn_that_comes_too_late(gate: Gate, unique: str) -> None:
+    seat = limit_of("concurrency", 1, unique, TEN_SECONDS).by("ada")
+    queue = limit_of("leaky_bucket", 5, unique, TEN_SECONDS).by("ada")
+    gate.check(queue, cost=2)
+    gate.enter(seat, id="job")
+    assert not gate.acquire(seat, queue, id="job", timeout=3).allowed
+    assert gate.renew(seat, id="job")
+    gate.leave(seat, id="job")
+    assert not gate.acquire(seat, queue, id="job", timeout=3).allowed
+    assert not gate.renew(seat, id="job")
+
+
 def test_a_wait_on_one_key_does_not_delay_another(open_gate: Callable[..., Gate], unique: str) -> None:
     gate = open_gate()
     limit = Limit(1, timedelta(milliseconds=300), name=unique)

@@ -42,10 +42,12 @@ EVERYBODY = limit_of("fixed_window", 6, 100 * SECOND, "everybody")
 class Desk:
     """A store in memory behind what it denied, at one instant."""
 
-    def __init__(self, now_us: int = 100 * SECOND, *, most: int = 100, tells_again: bool = False) -> None:
+    def __init__(
+        self, now_us: int = 100 * SECOND, *, most: int = 100, tells_again: bool = False, knocks: int = 0
+    ) -> None:
         self.clock = FakeClock(now_us)
         self.store = MemoryStore(self.clock)
-        self.denials = Denials(self.clock, most=most)
+        self.denials = Denials(self.clock, most=most, knocks=knocks)
         self.tells_again = tells_again
         self.asked = 0
 
@@ -284,6 +286,34 @@ def test_whoever_takes_the_last_is_denied_without_asking(algorithm: str) -> None
     assert desk.asked == 1
     desk.clock.set_us(start_us + taken.again_us)
     assert desk.check(key, wide, cost=(2, 1))
+
+
+def test_only_who_keeps_on_knocking_is_remembered_and_then_from_the_last_that_passes() -> None:
+    desk = Desk(tells_again=True, knocks=3)
+    key, other = limit_of("gcra", 2, 2 * SECOND).by("ada"), limit_of("gcra", 2, 2 * SECOND).by("bob")
+    desk.check(other, cost=2)
+    assert desk.check(key, cost=2).again_us > 0
+    asked = []
+    for _ in range(5):
+        assert not desk.check(key, cost=2).allowed
+        asked.append(desk.asked - 2)
+    assert asked == [1, 2, 3, 3, 3]
+    assert not desk.answers_from_memory(other, cost=2)
+    desk.clock.advance(2)
+    assert desk.check(key, cost=2).again_us > 0
+    assert desk.answers_from_memory(key, cost=2)
+
+
+def test_those_who_knocked_are_forgotten_too() -> None:
+    desk = Desk(most=2, knocks=2)
+    keys = [limit_of("gcra", 1, SECOND).by(name) for name in ("ada", "bob", "eve")]
+    for key in keys:
+        desk.check(key)
+        desk.check(key)
+    for key in keys[1:]:
+        desk.check(key)
+    desk.check(keys[0])
+    assert [desk.answers_from_memory(key) for key in keys] == [False, True, True]
 
 
 def test_of_two_limits_that_are_used_up_together_the_store_is_asked_who_denies_for_how_long() -> None:

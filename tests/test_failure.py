@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headgate import InvalidConfiguration, InvalidLimit, Limit, StoreUnavailable
 from headgate.algorithms import ALGORITHMS
-from headgate.failure import FailurePolicy, Fleet, _nearest_below, local_limit
+from headgate.failure import FailureMode, FailurePolicy, Fleet, _nearest_below, local_limit
 from headgate.limits import HORIZON_US
 from headgate.stores.calls import Check, Leave, Refund, Renew
 from headgate.testing import FakeClock
@@ -247,13 +247,24 @@ def test_without_local_counting_no_lease_is_known(mode: Any) -> None:
     assert (policy.tell(Renew(room, "a"), AWAY), policy.tell(Leave(room, "a"), AWAY)) == (False, False)
 
 
-@pytest.mark.parametrize("cost", [0, 1, 1_000])
+@pytest.mark.parametrize("cost", [0, 1, 5, (10, 5)])
 def test_open_allows_and_closed_denies_all_but_peeks(cost: int) -> None:
     check = Check((Limit(10, MINUTE).by("ada"), Limit(5, SECOND, name="b").by("ada")), cost)
     opened, closed = (FailurePolicy(mode, FakeClock()).decide(check, AWAY) for mode in ("open", "closed"))
     assert (opened.allowed, opened.retry_after, opened.degraded) == (True, 0, "open: nobody is there")
     assert (closed.allowed, closed.retry_after) == ((True, 0) if cost == 0 else (False, 1))
     assert closed.degraded == "closed: nobody is there"
+
+
+@pytest.mark.parametrize("mode", ["open", "closed", "local"])
+@pytest.mark.parametrize(("cost", "waits"), [((11, 1), (None, 0)), ((1, 6), (0, None)), (10**30, (None, None))])
+def test_what_can_never_pass_is_denied_without_the_store_too(
+    mode: FailureMode, cost: int | tuple[int, int], waits: tuple[int | None, int | None]
+) -> None:
+    check = Check((Limit(10, MINUTE).by("ada"), Limit(5, SECOND, name="b").by("ada")), cost)
+    told = FailurePolicy(mode, FakeClock()).decide(check, AWAY)
+    assert (told.allowed, told.unsatisfiable, told.retry_after) == (False, True, None)
+    assert [outcome.unsatisfiable for outcome in told.outcomes] == [wait is None for wait in waits]
 
 
 def test_raise_raises_what_the_store_raised() -> None:

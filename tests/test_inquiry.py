@@ -14,6 +14,7 @@ from headgate import Decision, Key, Limit
 from headgate.errors import ScriptError, StoreError, StoreTimeout, StoreUnavailable
 from headgate.events import Herald
 from headgate.failure import Fleet
+from headgate.shield.denials import KNOCKS
 from headgate.shield.front import Front
 from headgate.shield.inquiry import LONGEST, Inquiry
 from headgate.stores.calls import Check, Refund
@@ -100,9 +101,11 @@ class Site:
         return Request(self, key, cost)
 
     def use_up(self, key: Key, cost: int = 1) -> None:
-        """So much at once, until it is denied, and the denial is over."""
+        """So much at once, until it is denied so often that it is remembered, and the denial is over."""
         while self.begin(key, cost).finish().again_us == 0:
             pass
+        for _ in range(KNOCKS):
+            self.begin(key, cost).finish()
         self.clock.set_us(self.clock.now_us() + SECOND)
         self.asked = 0
 

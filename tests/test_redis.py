@@ -198,6 +198,20 @@ def test_a_key_can_be_read_by_people(limiter: Limiter, client: redis.Redis, uniq
     }
 
 
+@pytest.mark.parametrize("denied", [0, 1, 2])
+@pytest.mark.parametrize("clock", [None, FakeClock()])
+def test_whoever_lost_a_counter_starts_anew_at_once(
+    server: RedisServer, client: redis.Redis, unique: str, clock: FakeClock | None, denied: int
+) -> None:
+    """Pitfall 37. Only who knocks on and on is denied from memory; with a clock for tests, nobody is."""
+    key = Limit(100, HOUR, name=unique).by("ada")
+    with Limiter(server.url, clock=clock) as limiter:
+        assert [limiter.check(key).allowed for _ in range(100 + denied)].count(True) == 100
+        client.delete(*client.keys(f"*{unique}*"))
+        assert all(limiter.check(key).allowed for _ in range(100))
+        assert not limiter.check(key).allowed
+
+
 def test_no_caller_chooses_a_slot_or_stores_a_megabyte(limiter: Limiter, client: redis.Redis, unique: str) -> None:
     limit = Limit(5, HOUR, name=unique)
     limiter.check(limit.by("x" * 1_000_000))

@@ -33,6 +33,7 @@ __all__ = ["LimiterBase", "checked_timeout"]
 
 PATIENT_BUDGET: Final = 1.0
 QUICK_BUDGET: Final = 0.005
+USUALLY_REMEMBERED: Final = 10_000
 
 
 class LimiterBase:
@@ -49,7 +50,7 @@ class LimiterBase:
         on_failure: FailureMode = "raise",
         budget: float | None = None,
         max_keys: int = 1_000_000,
-        remember: int = 10_000,
+        remember: int | None = None,
         lease: float = 0.1,
         share: float = 0.2,
         nodes: int = 1,
@@ -74,7 +75,7 @@ class LimiterBase:
         # The memory store answers at once and cannot fail: it is asked without all of this, in a third of the time.
         self._memory: MemoryStore | None = self._store if isinstance(self._store, MemoryStore) else None
         self._front = Front(herald, clock=clock, fleet=fleet)
-        self._front.configure(remember=_checked_remember(remember), lease_us=_checked_lease(lease))
+        self._front.configure(remember=_checked_remember(remember, clock), lease_us=_checked_lease(lease))
         self._keeper: Keeper | None = None
         if self._memory is None:
             tells = on_failure != "raise" or on_event is not None
@@ -206,7 +207,10 @@ def _checked_budget(budget: float | None, on_failure: str) -> float:
     return float(budget)
 
 
-def _checked_remember(remember: int) -> int:
+def _checked_remember(remember: int | None, clock: Clock | None) -> int:
+    if remember is None:
+        # A clock that somebody sets is for tests, in which nothing but the store shall answer.
+        return USUALLY_REMEMBERED if clock is None else 0
     if type(remember) is not int or remember < 0:
         raise InvalidConfiguration(f"remember {remember!r} is not a number of denials: give a whole number, 0 for none")
     return remember

@@ -16,6 +16,7 @@ from headgate.stores.calls import Check, Refund
 from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
+    from headgate.algorithms import Verdict
     from headgate.clock import Clock
     from headgate.errors import StoreError
     from headgate.stores.calls import Leave, Renew
@@ -107,7 +108,12 @@ class FailurePolicy:
             return self._decide_locally(call, why)
         keys, cost, id = call
         verdict = _CLOSED if self._mode == "closed" and (cost if type(cost) is int else any(call.costs)) else _OPEN
-        return _new_tuple(Decision, (verdict is _OPEN, keys, (verdict,) * len(keys), id, why, 0, 0))
+        verdicts: tuple[Verdict, ...] = (verdict,) * len(keys)
+        for each, (limit, _, _) in zip((cost,) * len(keys) if type(cost) is int else call.costs, keys, strict=True):
+            if each > limit.capacity:  # that it can never pass, one knows without the store
+                verdicts = _with_what_cannot_be(call, verdicts)
+                return _new_tuple(Decision, (False, keys, verdicts, id, why, 0, 0))
+        return _new_tuple(Decision, (verdict is _OPEN, keys, verdicts, id, why, 0, 0))
 
     def tell(self, call: Refund | Renew | Leave, error: StoreError) -> bool:
         if self._mode == "raise":
@@ -135,6 +141,13 @@ class FailurePolicy:
     def _local_key(self, key: Key) -> Key:
         limit, parts, identity = key
         return _new_tuple(Key, (self._fleet.part_of(limit), parts, identity))
+
+
+def _with_what_cannot_be(call: Check, verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
+    return tuple(
+        (verdict[0], NEVER, *verdict[2:]) if cost > key.limit.capacity else verdict
+        for key, cost, verdict in zip(call.keys, call.costs, verdicts, strict=True)
+    )
 
 
 def local_limit(limit: Limit, portion: Fraction) -> Limit:

@@ -50,8 +50,8 @@ class Limiter(LimiterBase):
     store may take, connecting included: 0.005 by default, 1.0 where the only other answer is an exception. `on_event`
     is told when it is lost, and back. More in docs/outages.md.
 
-    `remember` is how many denials are kept until they end, `lease` for how many seconds tokens of hot keys are prepaid;
-    0 turns either off. More in docs/hot-keys.md.
+    `remember` is how many denials are kept until they end (10,000), `lease` for how many seconds tokens of hot keys are
+    prepaid; 0 turns either off. With a `clock` of yours neither is on by itself. More in docs/hot-keys.md.
 
     >>> from datetime import timedelta
     >>> from headgate import Limit, Limiter

@@ -6,6 +6,9 @@ over, as nobody but time gives anything back; whoever does so (a refund, a reset
 the one before the store was asked, which is not later than the store's own. An entry answers its own keys at its own
 costs: smaller costs may pass, and of larger ones nobody has said when they will.
 
+Only who keeps on knocking is remembered: from the third denial on, and from then on also by what the store says of
+requests that pass.
+
 What a counter stood at, all entries that meet it share, as told last: a request that passed elsewhere on one of an
 entry's limits need not undo the entry, unless that limit is the one that denies, or has become one.
 """
@@ -20,15 +23,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from headgate._forks import renew_in_children
 from headgate.algorithms import NEVER
 from headgate.decisions import Decision
+from headgate.shield.denial import Counter, Denial, waits
 from headgate.shield.inquiry import Inquiry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headgate.algorithms import Verdict
     from headgate.clock import Clock
-    from headgate.keys import Key
     from headgate.limits import Limit
+    from headgate.shield.denial import CounterName
     from headgate.stores.calls import Check
 
 __all__ = ["Denials"]
@@ -36,13 +39,14 @@ __all__ = ["Denials"]
 TRUST_US: Final = 5_000_000
 """For how long a denial is believed without asking again: the clocks of two machines drift, and a server's may step."""
 
+KNOCKS: Final = 3
+"""Which denial in a row is the first to be remembered. One that is seldom asked for saves nothing; and whoever deletes
+a counter by hand, or resets it elsewhere, finds the next request let in."""
+
 MOST_FORGOTTEN: Final = 1_000
 """Counters of which is known when they were forgotten. For older ones, one instant stands for all."""
 
 _new_decision = tuple.__new__
-
-CounterName: TypeAlias = tuple[str, str]
-"""The limit's space, and the identity in it."""
 
 EntryName: TypeAlias = tuple[Any, ...]
 
@@ -78,11 +82,14 @@ class Denials:
         *,
         most: int = 10_000,
         exactly: bool = False,
+        knocks: int = 0,
         is_heard: Callable[[int, Limit], bool] = lambda cost, limit: True,
     ) -> None:
         self._clock = clock
         self._exactly = exactly
         """Whether nothing is told that could be more by now."""
+        self._knocks = knocks
+        """Which of the denials of a request is the first to be remembered; 0: also one that is yet to come."""
         self._is_heard = is_heard
         """Whether refunds elsewhere, by which so much of a limit may pass, are heard of here."""
         self.most = most
@@ -94,11 +101,13 @@ class Denials:
     def renew_after_fork(self) -> None:
         """Whoever held the lock is not in the child to release it, nor to finish what it guarded."""
         self._lock = threading.Lock()
-        self._entries: OrderedDict[EntryName, _Entry] = OrderedDict()
-        self._counters: dict[CounterName, _Counter] = {}
+        self._entries: OrderedDict[EntryName, Denial] = OrderedDict()
+        self._counters: dict[CounterName, Counter] = {}
         """Those that an entry meets."""
         self._inquiries: dict[EntryName, Inquiry] = {}
         """Of entries that are over: requests that are on their way to the store, for all that are alike."""
+        self._knocked: OrderedDict[EntryName, int] = OrderedDict()
+        """How often what was denied came again, up to where it is remembered."""
         self._forgotten: OrderedDict[CounterName, int] = OrderedDict()
         self._all_forgotten_us = -1
 
@@ -198,7 +207,7 @@ class Denials:
                     break
             else:
                 return
-        waits_us = _waits(call, decision)
+        waits_us = waits(call, decision)
         if waits_us is not None and not self._hears_of_all(call, waits_us):
             waits_us = None
         names = [(limit.space, identity) for limit, _, identity in call.keys]
@@ -212,7 +221,7 @@ class Denials:
                     counter.charges += decision.allowed and cost > 0
                 else:
                     self._retire(name)
-            if waits_us is not None and not self._is_outdated(names, asked_us):
+            if waits_us is not None and self._is_knocking(call, decision) and not self._is_outdated(names, asked_us):
                 self._remember(call, decision, waits_us, names, asked_us)
 
     def forget(self, space: str, identity: str) -> None:
@@ -234,6 +243,7 @@ class Denials:
         with self._lock:
             self._entries.clear()
             self._counters.clear()
+            self._knocked.clear()
             self._forgotten.clear()
             self._all_forgotten_us = self.now_us()
 
@@ -253,11 +263,11 @@ class Denials:
         for name, key, verdict in zip(names, call.keys, decision.verdicts, strict=True):
             counter = self._counters.get(name)
             if counter is None:
-                counter = self._counters[name] = _Counter(name, key.limit)
+                counter = self._counters[name] = Counter(name, key.limit)
                 counter.tell(verdict, asked_us)
             counter.uses += 1
             counters.append(counter)
-        entry = _Entry(call, counters, waits_us, asked_us, asked_us + longest_us, decision.at_us)
+        entry = Denial(call, counters, waits_us, asked_us, asked_us + longest_us, decision.at_us)
         name = _name(call)
         replaced = self._entries.pop(name, None)
         self._entries[name] = entry
@@ -266,6 +276,18 @@ class Denials:
         while len(self._entries) > self.most:
             _, oldest = self._entries.popitem(last=False)
             self._release(oldest)
+
+    def _is_knocking(self, call: Check, decision: Decision) -> bool:
+        """Whether it was denied so often by now that it is worth to be remembered."""
+        name = _name(call)
+        knocked = self._knocked.get(name, 0)
+        if knocked < self._knocks and not decision.allowed:
+            knocked = self._knocked[name] = knocked + 1
+            if len(self._knocked) > self.most:
+                self._knocked.popitem(last=False)
+        elif knocked:
+            self._knocked.move_to_end(name)
+        return knocked >= self._knocks
 
     def _hears_of_all(self, call: Check, waits_us: list[int]) -> bool:
         """Whether nothing can end the denial early without being heard of."""
@@ -283,91 +305,11 @@ class Denials:
         if counter is not None:
             counter.limit = None
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entry: Denial) -> None:
         for counter in entry.counters:
             counter.uses -= 1
             if not counter.uses and self._counters.get(counter.name) is counter:
                 del self._counters[counter.name]
-
-
-class _Counter:
-    """What a counter stood at when it was last told of."""
-
-    __slots__ = ("charges", "limit", "name", "remaining", "reset_at_us", "told_us", "uses")
-
-    def __init__(self, name: CounterName, limit: Limit) -> None:
-        self.name = name
-        self.limit: Limit | None = limit
-        """None when nothing that rests on it holds any longer."""
-        self.charges = 0
-        """How many requests were seen to take from it: each makes who is denied here wait for longer."""
-        self.uses = 0
-        """By how many entries it is met."""
-        self.told_us = self.remaining = self.reset_at_us = 0
-
-    def is_of(self, limit: Limit) -> bool:
-        return self.limit is limit or self.limit == limit
-
-    def tell(self, verdict: Verdict, asked_us: int) -> None:
-        self.told_us, self.remaining, self.reset_at_us = asked_us, verdict[0], asked_us + verdict[2]
-
-
-class _Entry:
-    """A request that is denied: for how long by each of its limits, from the instant before the store was asked."""
-
-    __slots__ = ("asked_us", "at_us", "counters", "parts", "until_us")
-
-    def __init__(
-        self,
-        call: Check,
-        counters: list[_Counter],
-        waits_us: list[int],
-        asked_us: int,
-        until_us: int,
-        at_us: int,
-    ) -> None:
-        self.counters = counters
-        self.parts = [
-            (counter, cost, wait_us, counter.charges)
-            for counter, cost, wait_us in zip(counters, call.costs, waits_us, strict=True)
-        ]
-        self.asked_us = asked_us
-        self.until_us = until_us
-        self.at_us = at_us
-
-    def verdicts(self, keys: tuple[Key, ...], now_us: int, *, exactly: bool) -> tuple[Verdict, ...] | None:
-        """What each limit says now; None if something has happened to one of them since.
-
-        Time gives back to limits that deny and to those that don't, so that what remains may be more than was told;
-        None also for that, where it has to be told exactly.
-        """
-        elapsed_us = now_us - self.asked_us
-        told: list[Verdict] = []
-        for (limit, _, _), (counter, cost, wait_us, charges) in zip(keys, self.parts, strict=True):
-            if counter.limit is not limit and counter.limit != limit:
-                return None
-            if now_us < counter.told_us or (wait_us and counter.charges != charges):
-                return None
-            remaining, reset_us = counter.remaining, counter.reset_at_us - now_us
-            if reset_us < 0:
-                reset_us = 0
-            # One more would pass; or all of it is there.
-            stands_still = (wait_us > elapsed_us and remaining == cost - 1) or remaining == limit.capacity
-            if exactly and now_us != counter.told_us and not stands_still:
-                return None
-            if wait_us > elapsed_us:
-                if remaining >= cost:  # somebody, somewhere, has given something back
-                    return None
-                told.append((remaining, wait_us - elapsed_us, reset_us, 0))
-            elif wait_us == NEVER:
-                told.append((remaining, NEVER, reset_us, 0))
-            elif wait_us or remaining >= cost:
-                # It would pass here, and says what a peek says: in a queue, how long the next one waits.
-                delay_us = reset_us if limit.algorithm == "leaky_bucket" else 0
-                told.append((max(remaining, cost), 0, reset_us, delay_us))
-            else:
-                return None
-        return tuple(told)
 
 
 def _name(call: Check) -> EntryName:
@@ -375,26 +317,3 @@ def _name(call: Check) -> EntryName:
         limit, _, identity = call.keys[0]
         return limit.space, identity, call.cost
     return (call.cost, *[text for limit, _, identity in call.keys for text in (limit.space, identity)])
-
-
-def _waits(call: Check, decision: Decision) -> list[int] | None:
-    """How long each limit denies the same request from now on, 0 where it does not, NEVER for ever; None where that is
-    not known.
-
-    A lease ends when its holder likes. An allowed answer knows only the longest wait: so of two limits that
-    it has left with too little, nobody knows when the first of them ceases to deny.
-    """
-    if decision.allowed and not decision.again_us:
-        return None
-    if "concurrency" in [key.limit.algorithm for key in call.keys]:
-        return None
-    if not decision.allowed:
-        waits_us = [verdict[1] for verdict in decision.verdicts]
-    else:
-        waits_us = [
-            decision.again_us if verdict[0] < cost else 0
-            for verdict, cost in zip(decision.verdicts, call.costs, strict=True)
-        ]
-        if len(waits_us) - waits_us.count(0) != 1:
-            return None
-    return waits_us

@@ -15,7 +15,7 @@ from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.health import Health, Shard
 from headgate.shield.blocks import Blocks
-from headgate.shield.denials import Denials
+from headgate.shield.denials import KNOCKS, Denials
 from headgate.shield.heat import SAMPLED_EVERY
 from headgate.shield.ledger import Ledger
 from headgate.shield.outage import Outage
@@ -51,7 +51,7 @@ class Front:
 
     def __init__(self, herald: Herald, *, clock: Clock | None, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.denials = Denials(clock, exactly=clock is not None, is_heard=_is_heard)
+        self.denials = Denials(clock, exactly=clock is not None, knocks=KNOCKS, is_heard=_is_heard)
         self.purses = Purses(nodes=lambda: fleet.nodes)
         self.blocks = Blocks()
         """Who is blocked, as far as this process has heard."""
