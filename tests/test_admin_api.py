@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack, closing
 from functools import cache
@@ -547,6 +549,30 @@ def test_a_key_is_of_one_request_and_of_one_token(admin: Admin) -> None:
     assert theirs.status_code == 200
 
 
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE if row.method == "DELETE" and "reason" in row.path], ids=lambda row: row.path
+)
+def test_a_reason_may_stand_in_a_header_field_where_no_log_keeps_it(row: Row, furnished: Admin) -> None:
+    path = row.path.replace("&reason=over", "").replace("?reason=over", "")
+    bare = furnished.ask("DELETE", path, role=row.role)
+    assert (bare.status_code, bare.json()["problems"]) == (
+        422,
+        ["reason: say it in the header field Headgate-Reason, or in the query"],
+    )
+    said = {"Headgate-Reason": "50%25 back, says J%C3%BCrgen", "Idempotency-Key": "r-1"}
+    assert furnished.ask("DELETE", path, role=row.role, headers=said).status_code == 200
+    assert furnished.ask("GET", "audit", role="viewer").json()["items"][0]["reason"] == "50% back, says Jürgen"
+    other = furnished.ask("DELETE", path, role=row.role, headers={**said, "Headgate-Reason": "another"})
+    assert (other.status_code, other.json()["type"]) == (422, "key-reused")
+
+
+@pytest.mark.parametrize("reason", ["%20", "%ff", "a%0Ab", "x" * 501, "his key is sk_live_51H8xkTtQq", "tab\there"])
+def test_a_reason_in_a_header_field_is_as_strict_as_in_a_body(furnished: Admin, reason: str) -> None:
+    refused = furnished.ask("DELETE", "overrides/1", role="support", headers={"Headgate-Reason": reason})
+    assert (refused.status_code, refused.json()["type"]) == (422, "invalid")
+    assert "sk_live" not in refused.text
+
+
 def test_a_key_is_free_again_after_a_day_or_a_refusal(admin: Admin) -> None:
     headers = {"Idempotency-Key": "a-1"}
     refused = admin.ask("POST", "overrides", json=override(limit="serch"), headers=headers)
@@ -1022,3 +1048,20 @@ def test_a_server_that_cannot_be_is_told_before_it_starts(
     monkeypatch.chdir(tmp_path)
     assert main(["admin", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("proxies", [[], ["--proxy", "127.0.0.1"]], ids=["unnamed", "named"])
+def test_who_names_no_proxy_is_told_when_the_server_starts(proxies: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headgate", "admin", "--behind-tls", "--port", "0", *proxies]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            told = ""
+            while "in the roles they need" not in told:  # the last line before it serves
+                line = process.stderr.readline()
+                assert line, told
+                told += line
+        finally:
+            process.terminate()
+    note = "no --proxy is named: all who come through the proxy share the limits of one address"
+    assert (note in told) == (not proxies)

@@ -613,6 +613,30 @@ def test_a_key_in_a_search_form_goes_no_further_than_its_body(place: Place, path
     assert named.headers["location"].startswith(f"{path}?search=acme")
 
 
+def test_a_key_where_a_time_belongs_goes_no_further_than_its_body(place: Place) -> None:
+    app, session = place.app(), signed_in(place)
+    headers = {"cookie": session["cookie"]}
+    page = "/client?kind=tenant&value=acme"
+    assert 'method="get"' not in ask(app, "GET", page, headers=headers).text
+    form = {"csrf": session["csrf"], "kind": "tenant", "value": "acme", "reach": "day"}
+    for key in (KEY, UNKNOWN):
+        sent = ask(app, "POST", "/client/why", data={**form, "at": key}, headers=headers)
+        assert (sent.status_code, sent.headers.get("location")) == (422, None)
+        assert 'id="why-error"' in sent.text
+        assert key not in sent.text
+    unread = ask(app, "POST", "/client/why", data={**form, "at": "at tea time"}, headers=headers)
+    assert unread.status_code == 422
+    assert 'value="at tea time"' in unread.text, "what was written is kept, to be corrected"
+    sent = ask(app, "POST", "/client/why", data={**form, "at": "yesterday 15:00"}, headers=headers)
+    assert (sent.status_code, sent.headers["location"]) == (303, f"{page}&reach=day&at=yesterday+15%3A00")
+    answer = ask(app, "GET", sent.headers["location"], headers=headers)
+    assert 'value="yesterday 15:00"' in answer.text
+    assert (
+        ask(app, "POST", "/client/why", data={**form, "csrf": "other", "at": "today"}, headers=headers).status_code
+        == 403
+    )
+
+
 @pytest.mark.parametrize("path", LISTS)
 def test_the_api_refuses_a_key_in_a_url_and_tells_what_to_send_instead(place: Place, path: str) -> None:
     text = place.tokens.make("program", "viewer", by="the test").text
@@ -676,6 +700,21 @@ def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.
     assert "the board cannot be read" in overview.troubles
     assert "127.0.0.1:1" in caplog.text, "the log says it"
     assert "10.9.8.7" in json.dumps(desk.overview(OTTO).as_dict()), "operators may know"
+
+
+def test_who_is_signed_in_while_the_config_store_is_away_is_told_and_may_try_again(
+    place: Place, tmp_path: Path
+) -> None:
+    lost = ConfigStore(f"sqlite:///{tmp_path}/lost.db", secret=SECRET)
+    app = create_app(Desk(lost, secret=SECRET), place.tokens, clock=place.clock)
+    (tmp_path / "lost.db").write_bytes(b"no database any more")
+    page = ask(app, "GET", "/blocks?state=active", headers={"cookie": signed_in(place)["cookie"]})
+    assert (page.status_code, page.headers["Retry-After"]) == (503, "5")
+    assert "The config store is away" in page.text
+    assert 'href="/blocks?state=active">Try again' in page.text
+    assert "Sign out" in page.text
+    assert "None" not in page.text, "no version is known"
+    assert "lost.db" not in page.text
 
 
 class Unreadable(MemoryBoard):

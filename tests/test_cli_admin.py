@@ -240,6 +240,49 @@ def test_a_key_is_never_shown_and_warned_about(
         assert KEY.encode() not in file.read_bytes(), file
 
 
+def test_a_name_is_no_key(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+    key = "sk_live_of_the_corner_cafe"
+    assert call("tier assign - pro --label 'Corner Cafe' --reason paid", given=f"{key}\n")[0] == 0
+    fleet.follow()
+    fleet.send(api_key=key, path="/keys")
+    assert fleet.log.flush()
+    for name in ("Corner Cafe", "corner cafe"):
+        code, printed, complained = call(f"who '{name}'")
+        assert (code, "Corner Cafe" in printed, complained) == (0, True, "")
+    assert call("tier unassign 'Corner Cafe' --reason left")[0] == 0
+    assert call("tier unassign 'Corner Cafe' --reason 'nor its name'")[0] == 0
+    assert call("who 'Corner Cafe'")[2] == "", "the log knows it by that"
+
+
+def test_an_override_is_of_some_limit(call: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, complained = call("override add tenant=acme 10/minute --reason x")
+    assert code == 2
+    assert "say of which limit: --limit LIMIT, one of those that `headgate who` shows, or --class CLASS" in complained
+
+
+def test_an_address_with_its_network_is_told_from_a_network(call: Callable[..., tuple[int, str, str]]) -> None:
+    for written in ("198.51.100.7/24", "ip=198.51.100.7/24"):
+        code, _, complained = call(f"block {written} --reason scraping")
+        assert code == 1
+        assert "write 198.51.100.0/24, or the address alone" in complained
+
+
+def test_who_has_a_token_asks_the_server_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def told() -> str:
+        assert cli.main(["why", "Acme", "--at", "today"]) == 2
+        return capsys.readouterr().err
+
+    assert "decisions.db" in told(), "a log here"
+    monkeypatch.setenv("HEADGATE_TOKEN", "not one")
+    assert "HEADGATE_TOKEN holds no token" in told()
+
+
 def test_why_says_the_same_through_the_server_as_from_the_log(
     call: Callable[..., tuple[int, str, str]], fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,10 +565,15 @@ def test_a_document_is_looked_at_before_it_is_put(fleet: Fleet, tmp_path: Path) 
         ("block tenant=x --reason x", "viewer", 1, "support"),
         ("token list", "operator", 1, "admin"),
         ("override remove 999999 --reason x", "operator", 1, "999999"),
-        ("override add tenant=x 5/month --reason x", "operator", 1, "a month has no fixed length"),
+        ("override add tenant=x 5/month --limit search --reason x", "operator", 1, "a month has no fixed length"),
         ("override add tenant=x 50/day --limit serch --reason x", "operator", 1, "did you mean 'search'?"),
-        ("override add tenant=x 0/minute --reason x", "operator", 1, "block"),
-        ("override add tenant=x 5/minute --until yesterday --reason x", "operator", 2, "'yesterday' is no time"),
+        ("override add tenant=x 0/minute --limit search --reason x", "operator", 1, "block"),
+        (
+            "override add tenant=x 5/day --limit search --until yesterday --reason x",
+            "operator",
+            2,
+            "'yesterday' is no time",
+        ),
         ("block '*' --reason x", "operator", 1, ""),
         ("policy rollback 999999 --reason x", "operator", 1, "999999"),
         ("policy put nowhere.yaml --reason x", "operator", 2, "nowhere.yaml: cannot be read: No such file"),
@@ -670,7 +718,8 @@ BERLIN = ZoneInfo("Europe/Berlin")
 )
 def test_a_time_ahead_is_the_first_that_is_meant(written: str, begins: str, ends: str) -> None:
     for at_its_end, expected in ((False, begins), (True, ends)):
-        assert f"{coming(written, now=MONDAY, zone=UTC, at_its_end=at_its_end):%Y-%m-%d %H:%M}" == expected
+        moment = coming(written, now=MONDAY.replace(microsecond=7), zone=UTC, at_its_end=at_its_end)
+        assert (f"{moment:%Y-%m-%d %H:%M}", moment.microsecond) == (expected, 0)
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,13 @@ def test_a_client_is_shown_with_its_limits_and_where_they_come_from(world: World
     assert standing(desk, ACME, "search").from_ == "tier"
     desk.unassign(SUE, ACME, reason="has not paid")
     assert (standing(desk, ACME, "search").from_, standing(desk, ACME, "search").bucket) == ("policy", "100/minute")
+    assert (desk.client(ACME).label, desk.find("acme inc")) == ("Acme Inc", ACME), "it is still called so"
+    desk.unassign(SUE, ACME, reason="nor its name")
+    assert desk.client(ACME).label is None
+    initech = Who("tenant", "initech")
+    desk.assign(SUE, initech, "free", label="Initech", reason="a trial")
+    desk.unassign(SUE, initech, reason="over")
+    assert desk.client(initech).tier == "pro", "as the document says"
     assert desk.client(Who("tenant", "initech")).tier_from == "policy"
 
 

@@ -535,6 +535,9 @@ def test_a_url_is_read_in_full(url: str, options: dict[str, Any]) -> None:
         (lambda: FakeClock(2**52), f"a clock cannot stand at {2**52}: give whole microseconds from 0 to 2**52"),
         (lambda: FakeClock(1.5), "a clock cannot stand at 1.5: give whole microseconds from 0 to 2**52"),
         (lambda: FakeClock().advance(-1), "a clock cannot stand at -1000000: give whole microseconds from 0 to 2**52"),
+        (lambda: FakeClock().advance("60"), "a clock cannot move by '60': give seconds, or a timedelta"),  # type: ignore[arg-type]
+        (lambda: FakeClock().advance(math.inf), "a clock cannot move by inf: give seconds, or a timedelta"),
+        (lambda: FakeClock().advance(True), "a clock cannot move by True: give seconds, or a timedelta"),
         (lambda: FakeClock().set_us(True), "a clock cannot stand at True: give whole microseconds from 0 to 2**52"),
     ],
 )

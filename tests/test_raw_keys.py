@@ -153,8 +153,11 @@ def test_short_keys_may_be_words_of_a_comment() -> None:
 def test_the_store_keeps_fingerprints_and_all_else(tmp_path: Path) -> None:
     text = f"{LIMITS}clients:  # ours\n  - {{api_key: {KEY}, tier: pro, label: Acme}}\n"
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
-    with pytest.raises(InvalidPolicy, match="a key is stored as its fingerprint"):
+    with pytest.raises(InvalidPolicy, match="a key is stored as its fingerprint; write hmac:"):
         store.put_policy(text, **BY)
+    unknowing = ConfigStore(f"sqlite:///{tmp_path}/config.db")
+    with pytest.raises(InvalidPolicy, match="write its hmac: hash, which `headgate hash-key` prints"):
+        unknowing.put_policy(text, **BY)
     assert store.put_policy(text, hash_keys=True, **BY) is not None
     assert store.put_policy(text, hash_keys=True, **BY) is None, "it is the same again"
     document = store.document()

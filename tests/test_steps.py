@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import threading
+import warnings
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,18 +18,28 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import select, update
 
 from headgate import InvalidConfiguration, StoreError
+from headgate.adapters.gate import Gate
 from headgate.control import usual, webhooks
+from headgate.control.admin import Tokens
+from headgate.control.admin.app import create_app
 from headgate.control.config import ConfigStore
 from headgate.control.config.database import reading, writing
+from headgate.control.desk import Desk
 from headgate.control.step_tables import METADATA, MINUTES, STEPS, WATCH
 from headgate.control.steps import StepChange, StepLog, Sum, Watcher, judged
 from headgate.control.usual import DAY, History, Usual, histories, most_of, percentile, step_of
 from headgate.control.webhooks import Webhook, sign, verify
+from headgate.policy import read
 from headgate.telemetry.boards import MemoryBoard
+from headgate.telemetry.clients import Clients
 from headgate.telemetry.minutes import Traits
+from headgate.telemetry.pulse import Pulse
 from headgate.testing import FakeClock
 from postgres import config_url, postgres  # noqa: F401 - fixtures
 from servers import wait_until
+
+with warnings.catch_warnings(action="ignore"):  # it works as well with httpx as with the newer httpx2
+    from starlette.testclient import TestClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -373,6 +386,7 @@ def test_the_percentile_is_that_of_all_minutes() -> None:
         assert percentile(steps, len(numbers)) == sorted(numbers)[-(-len(numbers) * 95 // 100) - 1]
 
 
+@pytest.mark.filterwarnings("ignore:Skipped unsupported reflection of expression-based index")
 def test_migrations_make_the_tables_that_are_used(any_fleet: Fleet) -> None:
     def ours(thing: Any, name: str | None, kind: str, *_: Any) -> bool:
         return kind != "table" or name in METADATA.tables
@@ -454,6 +468,68 @@ def test_a_step_change_is_told_once_signed_and_with_its_id(any_fleet: Fleet, rec
     assert verify(call.body, call.headers["headgate-signature"], SECRET, now=now)
     (row,) = any_fleet.rows()
     assert (row.attempts, row.next_us, row.error, row.delivered_us) == (1, None, None, any_fleet.clock.now_us())
+
+
+class Visit:
+    """A request as a gate sees it."""
+
+    method, native = "GET", None
+
+    def __init__(self, number: int, *, alike: bool) -> None:
+        self.path = "/prices" if alike else f"/items/{number % 7}"
+        self.peer = "203.0.113.9" if alike else f"198.51.100.{number % 40}"
+        self._agent = "python-requests/2.31" if alike else f"Mozilla/5.0 (browser {number % 9})"
+
+    def header(self, name: str) -> list[str]:
+        return [self._agent] if name == "user-agent" else []
+
+
+@pytest.mark.parametrize(("alike", "verdict"), [(True, "one bot"), (False, "people")])
+def test_from_a_request_to_the_webhook_and_the_overview(
+    fleet: Fleet, receiver: Receiver, alike: bool, verdict: str
+) -> None:
+    """Two busy minutes of a tenant that has had a request in each minute so far, of one kind or the other."""
+    policy = read("limits: [{name: requests, by: tenant, bucket: 50/minute}]")
+    who: dict[str, Any] = {"tenant": lambda _: "acme"}
+    gate = Gate(policy, identities=who, clock=fleet.clock, secret=SECRET)
+    pulse = Pulse(gate, fleet.board, node="web-1", every=None)
+    webhook = Webhook(receiver.url, SECRET)
+    found: list[StepChange] = []
+
+    def minute(requests: int) -> None:
+        for number in range(requests):
+            gate.admit(Visit(number, alike=alike))
+            if number % 100 == 99:
+                fleet.clock.advance(1)
+                pulse.beat()
+        fleet.clock.set_us((fleet.minute + 1) * MINUTE_US)
+        pulse.beat()
+        fleet.clock.advance(20)
+        found.extend(fleet.watcher.look())
+
+    with closing(gate), closing(pulse):
+        fleet.learn({1: 2 * DAY}, minutes=2 * DAY, client=("tenant", Clients(SECRET).written("tenant", "acme")))
+        minute(1)
+        assert not found
+        minute(900)
+        minute(1000)
+        (step,) = found
+        assert (step.kind, step.label, step.count, step.usual) == ("tenant", "tenant acme", 1000, 1)
+        assert step.verdict == verdict
+        assert webhook.deliver(fleet.store.engine, fleet.clock) == 1
+        said = json.loads(receiver.calls[0].body)
+        assert said["step"] == step.as_dict()
+        assert said["step"]["verdict"] == verdict
+        desk = Desk(fleet.store, board=fleet.board, steps=fleet.log, secret=SECRET, clock=fleet.clock)
+        tokens = Tokens(str(fleet.store.engine.url), clock=fleet.clock)
+        made, app = tokens.make("ada", "viewer", by="the test"), create_app(desk, tokens, clock=fleet.clock)
+        with closing(tokens), TestClient(app, base_url="http://127.0.0.1") as web:
+            assert web.get("/enter", params={"code": tokens.code(made.token)}).status_code == 200
+            page = " ".join(re.sub("<[^>]*>", " ", web.get("/").text).split())
+            program = web.get("/api/v1/overview", headers={"Authorization": f"Bearer {made.text}"}).json()
+        kinds = "1 agent, 1 address, 1 path" if alike else r"\d+ agents, \d+ addresses, \d+ paths"
+        assert re.search(rf"tenant acme .*1,000 in a minute, usually 1 at most; looks like {verdict} \({kinds}\)", page)
+        assert [each["verdict"] for each in program["steps"]] == [verdict]
 
 
 @pytest.mark.parametrize(

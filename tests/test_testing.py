@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -279,6 +280,13 @@ def test_a_request_without_limits_is_allowed_and_says_so() -> None:
 def test_a_clock_cannot_stand_anywhere(instant: Any) -> None:
     with pytest.raises(InvalidInput, match="a clock cannot stand at"):
         FakeClock(instant)
+
+
+@pytest.mark.parametrize("step", [90, 90.0, timedelta(minutes=1, seconds=30)])
+def test_a_clock_moves_by_seconds_or_by_a_timedelta(step: float | timedelta) -> None:
+    clock = FakeClock(5)
+    clock.advance(step)
+    assert clock.now_us() == 90_000_005
 
 
 # ------------------------------------------------------------------ the pytest plugin

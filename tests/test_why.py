@@ -136,7 +136,7 @@ def test_why_was_acme_blocked_at_3pm_yesterday(
         f"{len(denied)} requests of Acme Corp were rejected.\n"
     )
     assert (
-        f'\n{len(denied)} were denied by the limit "search", which allows 100 per minute, burst 50, token_bucket and '
+        f'\n{len(denied)} were denied by the limit "search", which allows 100 per minute, burst 50, token_bucket, and '
         f"is counted by tenant, between 2026-11-15 {first} and {last} CET (UTC+01:00), on GET /search. "
     ) in told
     assert re.search(
@@ -201,7 +201,7 @@ def test_one_request_is_told_as_one(traffic: Any, asked: Callable[..., str]) -> 
     assert traffic.flush()
     assert asked(HASH, "--at", "2026-11-15 15:00", "--utc") == (
         "Between 2026-11-15 14:50:00 and 15:11:00 UTC, 1 request of api_key " + HASH[:13] + " was rejected.\n"
-        '\n1 was denied by the limit "keys", which allows 2 per minute, token_bucket and is counted by api_key, at '
+        '\n1 was denied by the limit "keys", which allows 2 per minute, token_bucket, and is counted by api_key, at '
         "2026-11-15 15:00:00 UTC, on GET /keys. It cost 1 while 0 were left: 1 over. It would have passed 30 s later. "
         "With this line under overrides: in the policy, all of them would have passed:\n"
         f'  - {{api_key: "{HASH}", limit: "keys", bucket: "3/minute"}}\n'

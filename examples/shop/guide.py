@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from examples.shop import tour
 from examples.shop.live import BOLD, DIM, RED, paint
@@ -52,9 +53,11 @@ class Guide(threading.Thread):
 
     def _hand_over(self) -> None:
         policy, headgate = _from_here(self._options.policy), _from_here(Path(sys.executable).with_name("headgate"))
+        link = self._link()
         print(f"\n  {paint('Now it is yours.', BOLD)} The tour has used up nothing of what you have.")
         ideas: list[tuple[str, str | None]] = [
-            ("Look at the admin pages, by another link that signs you in once:", self._link()),
+            ("Look at the admin pages, by another link that signs you in once:", link),
+            ("Or look at the command line, with a token of your own:", self._command_line(headgate, link)),
             ("Repeat a line of the tour: what you send appears here.", None),
             ("Change the policy: a good version holds within a second, a bad one never.", f"edit {policy}"),
             ("Ask which limits a request meets, and why:", f"{headgate} explain {policy} GET /search"),
@@ -68,6 +71,16 @@ class Guide(threading.Thread):
                 print(paint(f"     {how}", DIM))
         more = "Enter makes another link. " if _has_somebody() else ""
         print(paint(f"\n  {more}Ctrl-C closes the shop.\n", DIM), flush=True)
+
+    def _command_line(self, headgate: Path, link: str) -> str:
+        there = urlsplit(link)
+        config = f"sqlite:///{_from_here(self._options.data / 'config.db')}"
+        lines = [
+            f"export HEADGATE_ADMIN={there.scheme}://{there.netloc}",
+            f"export HEADGATE_TOKEN=$({headgate} admin token me --role operator --config {config})",
+            f"{headgate} top",
+        ]
+        return "\n     ".join(lines)
 
     def _wait_for_enter(self) -> None:
         """A link is good for ten minutes, and once: who comes later gets another."""

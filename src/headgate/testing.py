@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.errors import InvalidInput
@@ -188,9 +190,14 @@ class FakeClock:
     def now_us(self) -> int:
         return self._now_us
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds: float | timedelta) -> None:
         """Move by `seconds`, rounded to whole microseconds; a negative number moves the clock back."""
-        self.set_us(self._now_us + round(seconds * 1_000_000))
+        if isinstance(seconds, timedelta):
+            self.set_us(self._now_us + seconds // timedelta(microseconds=1))
+        elif isinstance(seconds, int | float) and not isinstance(seconds, bool) and isfinite(seconds):
+            self.set_us(self._now_us + round(seconds * 1_000_000))
+        else:
+            raise InvalidInput(f"a clock cannot move by {seconds!r}: give seconds, or a timedelta")
 
     def set_us(self, now_us: int) -> None:
         """Jump to an instant, also backwards: real clocks do."""

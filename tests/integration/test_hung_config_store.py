@@ -1,21 +1,25 @@
-"""A config store that hangs, and neither answers nor hangs up: every wait ends, nothing is half done, gates go on."""
+"""A config store that hangs, and neither answers nor hangs up: every wait ends, nothing is half done, gates go on.
+So does every wait for a resolver that hangs."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import httpx
 import pytest
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 
 from headgate import Limiter
 from headgate.adapters.gate import Gate
 from headgate.control.admin import AdminServer, Tokens
 from headgate.control.config import ConfigStore, ConfigUnavailable, database
-from headgate.control.config.database import SILENCE, opened, writing
+from headgate.control.config.database import SILENCE, opened, reading, writing
 from headgate.control.desk import Desk
 from headgate.control.feed import ConfigFeed
 from postgres import PostgresServer
@@ -54,6 +58,10 @@ class Arrival:
 
     def header(self, _: str) -> list[str]:
         return []
+
+
+class HealthCheck(Arrival):
+    path = "/headgate/health"
 
 
 def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
@@ -119,7 +127,7 @@ def test_a_gate_goes_on_and_says_how_old_its_policy_is(
     server: PostgresServer, store: ConfigStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     feed: Any = ConfigFeed(url_of(store))
-    gate = Gate(feed, identities={"tenant": lambda _: "acme"})
+    gate = Gate(feed, identities={"tenant": lambda _: "acme"}, health_path="/headgate/health")
     following: Any = gate._watch
     wait_until(lambda: following.age < 1, "the gate to follow")
     server.pause()
@@ -135,7 +143,11 @@ def test_a_gate_goes_on_and_says_how_old_its_policy_is(
     assert max(waits) < SILENCE / 2
     assert following.age > SILENCE
     assert gate.policy_version == "1"
-    assert gate.policy_error is not None
+    assert f":{server.port}/postgres" in (gate.policy_error or "")
+    assert f":{server.port}/postgres" in caplog.text
+    page = gate.admit(HealthCheck()).refusal
+    assert page is not None
+    assert json.loads(page.body)["policy_error"] == "the config store cannot be asked", "and not where it is"
     assert "version 1 stays in force, 0:00:" in caplog.text
     server.resume()
     wait_until(lambda: following.error is None and following.age < 1, "the gate to be in touch again", timeout=4 * SOON)
@@ -193,3 +205,82 @@ def test_a_writer_that_waits_in_vain_is_told(store: ConfigStore, monkeypatch: py
     ):
         hasty.assign(("tenant", "acme"), None, **BY)
     assert store.version == 1
+
+
+def named(url: str, *hosts: str) -> str:
+    """The same server, under these names."""
+    parsed = make_url(url)
+    options = f"options={quote(str(parsed.query['options']))}"
+    where = "&".join(f"host={host}:{parsed.port}" for host in hosts)
+    return f"postgresql://{parsed.username}@/{parsed.database}?{options}&{where}"
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While the event is not set, nobody hears from the resolver which address hung.invalid has; else it is
+    localhost's. The system's own cannot be made to hang for one process."""
+    answers = threading.Event()
+    asked = socket.getaddrinfo
+
+    def resolve(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host == "hung.invalid":
+            answers.wait()
+            host = "localhost"
+        return asked(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    yield answers
+    answers.set()
+
+
+def resolving() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("headgate-resolve")]
+
+
+def test_a_resolver_that_hangs_keeps_nobody_waiting(store: ConfigStore, resolver: threading.Event) -> None:
+    url = named(url_of(store), "hung.invalid")
+    began = time.monotonic()
+    with pytest.raises(ConfigUnavailable, match="nobody has said for 4 seconds which address the server's name has"):
+        ConfigStore(url)
+    assert SILENCE <= time.monotonic() - began < SOON
+    engine = opened(url)
+    waits: list[float] = []
+
+    def ask() -> None:
+        at = time.monotonic()
+        with pytest.raises(ConfigUnavailable), reading(engine):
+            pass
+        waits.append(time.monotonic() - at)
+
+    before = len(resolving())
+    asking = [threading.Thread(target=ask) for _ in range(20)]
+    for each in asking:
+        each.start()
+    for each in asking:
+        each.join()
+    assert len(waits) == len(asking)
+    assert max(waits) < SOON
+    assert len(resolving()) - before < 5, "they have waited for the same answer"
+    at = time.monotonic()
+    ask()
+    assert time.monotonic() - at < SILENCE / 2, "who comes then need not find out by waiting"
+    resolver.set()
+
+    def answers() -> bool:
+        try:
+            with reading(engine) as connection:
+                return bool(connection.scalar(text("SELECT 1")))
+        except ConfigUnavailable:
+            return False
+
+    wait_until(answers, "the server to be asked again", timeout=SOON)
+
+
+def test_a_name_that_hangs_or_is_unknown_leaves_the_other_servers(
+    store: ConfigStore, resolver: threading.Event
+) -> None:
+    for hosts in (("localhost",), ("127.0.0.1", "hung.invalid"), ("unknown.invalid", "localhost")):
+        with closing(ConfigStore(named(url_of(store), *hosts))) as found:
+            assert found.version == 1, hosts
+    with pytest.raises(ConfigUnavailable, match=r"failed to resolve host 'unknown\.invalid'"):
+        ConfigStore(named(url_of(store), "unknown.invalid"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.cli.request import given_secret
-from headgate.cli.screen import BOLD
+from headgate.cli.screen import BOLD, ODD
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -165,6 +165,11 @@ def _serve(arguments: Namespace, err: Screen) -> int:
             proxies=arguments.proxy,
             watchers=_watchers(arguments, fleet, store),
         )
+        if arguments.behind_tls and not arguments.proxy:
+            err.say(
+                f"{err.paint('note:', ODD)} no --proxy is named: all who come through the proxy share the limits "
+                "of one address, and whoever fails to sign in too often keeps the others out"
+            )
         _welcome(server, tokens, err)
         # uvicorn ends its work on either signal, and then raises it again: so that what is left to close is closed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

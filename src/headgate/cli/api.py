@@ -46,6 +46,8 @@ AGAIN: Final = 0.5
 TRIES: Final = 2
 
 _HEARD: Final = frozenset({"GET", "HEAD"})
+_PLAIN: Final = "".join(map(chr, range(32, 127))).replace("%", "")
+"""What may stand in a header field as it is."""
 
 
 class AdminError(HeadgateError):
@@ -98,6 +100,7 @@ class AdminApi:
         body: Any = None,
         query: Mapping[str, Any] | None = None,
         based_on: int | None = None,
+        reason: str | None = None,
     ) -> Reply:
         """The answer, asked for again where that can do no harm: after a broken connection, as writes carry a key by
         which the server knows them again; and once after a pause that the server asks for."""
@@ -112,6 +115,8 @@ class AdminApi:
             headers["Idempotency-Key"] = secrets.token_hex(16)
         if based_on is not None:
             headers["If-Match"] = f'"{based_on}"'
+        if reason is not None:
+            headers["Headgate-Reason"] = quote(reason, safe=_PLAIN)
         request = urllib.request.Request(target, data, headers, method=method)
         tries = TRIES
         while True:

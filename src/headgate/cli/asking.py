@@ -140,10 +140,14 @@ def zone_of(arguments: Namespace) -> tzinfo | None:
 def client_of(desk: Desk, written: str) -> Who:
     """The client that is meant; `-` reads an API key from the input. What a shell remembers is warned about."""
     asked = f"api_key={read_key()}" if written == "-" else written
+    if not asked.strip():
+        raise InvalidInput("say which client is meant")
     found = desk.api.ask("POST", "find", body={"client": asked}).body
     who = Who(found["kind"], found["value"], found.get("label") or "")
     said = written.removeprefix("api_key=")
-    if who.kind == "api_key" and written != "-" and not said.startswith("hmac:") and said != who.label:
+    # A name has blanks, or is the one that is known; it may be known to the log alone, which does not tell it here.
+    is_name = " " in said or said.casefold() == who.label.casefold()
+    if who.kind == "api_key" and written != "-" and not said.startswith("hmac:") and not is_name:
         desk.err.say(
             f"{desk.err.paint('warning:', ODD)} an API key on the command line stays in the shell's history, and "
             "others on this machine may see it; write - instead, and give the key on the standard input"
@@ -185,15 +189,15 @@ def confirmed(
 ) -> Reply:
     """The server's answer to a change."""
     given = {name: value for name, value in fields.items() if value is not None}
-    given["reason"] = _reason(arguments)
+    reason = _reason(arguments)
     based_on = getattr(arguments, "based_on", None) if based_on is None else based_on
     codes = [*(getattr(arguments, "confirm", None) or ())]
     while True:
         asked = given | ({"confirm": codes} if codes else {})
         try:
             if method == "DELETE":
-                return desk.api.ask(method, path, query=asked, based_on=based_on)
-            return desk.api.ask(method, path, body=asked, based_on=based_on)
+                return desk.api.ask(method, path, query=asked, based_on=based_on, reason=reason)
+            return desk.api.ask(method, path, body={**asked, "reason": reason}, based_on=based_on)
         except Unconfirmed as unconfirmed:
             missing = [code for code, _ in unconfirmed.dangers if code not in codes]
             if not missing or not _agrees(desk, unconfirmed):

@@ -84,8 +84,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_where(parser: ArgumentParser) -> None:
-    parser.add_argument("--limit", metavar="LIMIT", help="only on this limit")
-    parser.add_argument("--class", metavar="CLASS", dest="route_class", help="only on routes of this class")
+    parser.add_argument("--limit", metavar="LIMIT", help="on this limit, as `headgate who` names it")
+    parser.add_argument("--class", metavar="CLASS", dest="route_class", help="on routes of this class")
     parser.add_argument("--from", metavar="TIME", dest="since", help="from when on; at once, if not given")
     add_until(parser)
 
@@ -101,6 +101,10 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
 
 
 def add(arguments: Namespace, out: Screen, err: Screen) -> int:
+    if arguments.limit is None and arguments.route_class is None:
+        raise InvalidInput(
+            "say of which limit: --limit LIMIT, one of those that `headgate who` shows, or --class CLASS"
+        )
     desk = opened(arguments, out, err)
     until = ahead(arguments.until, desk, at_its_end=True)
     since = ahead(arguments.since, desk, at_its_end=False)
@@ -113,7 +117,7 @@ def add(arguments: Namespace, out: Screen, err: Screen) -> int:
         "valid_from": since,
         "valid_until": until,
     }
-    number = "It is override {0}: `headgate override remove {0}` ends it."
+    number = "It is override {0}: `headgate override remove {0} --reason ...` ends it."
     return change(arguments, desk, "POST", "overrides", fields=fields, number=number)
 
 

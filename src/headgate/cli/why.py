@@ -60,7 +60,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--log",
         metavar="URL",
-        help="sqlite:///decisions.db, clickhouse://host/database; an admin server is asked, if one is given instead",
+        help="sqlite:///decisions.db, clickhouse://host/database; without it an admin server is asked, if there is a "
+        "token for one or its URL is given",
     )
     parser.add_argument("--policy", metavar="FILE", help="today's policy: with it, the log's hashes get their names")
     add_server(parser)
@@ -68,7 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     """Answer the question; the exit code tells whether it could be asked."""
-    if arguments.log is None and (arguments.admin or os.environ.get("HEADGATE_ADMIN")):
+    if arguments.log is None and _knows_server(arguments):
         return _ask_server(arguments, out, err)
     policy: Policy | None = None
     if arguments.policy is not None:
@@ -116,6 +117,12 @@ def _wrapped(paragraphs: list[str], out: Screen) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------ through an admin server
+
+
+def _knows_server(arguments: Namespace) -> bool:
+    """Whether somebody has said anything of an admin server: who has a token means to ask one."""
+    given = arguments.admin or arguments.token_file
+    return bool(given or os.environ.get("HEADGATE_ADMIN") or os.environ.get("HEADGATE_TOKEN"))
 
 
 def _ask_server(arguments: Namespace, out: Screen, err: Screen) -> int:

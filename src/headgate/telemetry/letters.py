@@ -101,7 +101,7 @@ def _limit(found: LimitDenials, zone: tzinfo | None) -> str:
     verb = "would have been" if found.shadow else _were(found.count)
     source = {"override": ", by an override", "tier": ", by its tier", "": ""}[denial.origin]
     start = (
-        f'{found.count} {verb} denied by the limit "{denial.limit}", which allows {denial.allows}{source} '
+        f'{found.count} {verb} denied by the limit "{denial.limit}", which allows {denial.allows}{source}, '
         f"and is counted by {denial.by}"
     )
     if single:

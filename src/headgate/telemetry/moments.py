@@ -71,7 +71,8 @@ def coming(written: str, *, now: datetime, zone: tzinfo | None = None, at_its_en
     words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
     if (ahead := _IN.fullmatch(words)) and (seconds := _UNITS_AHEAD.get(ahead["unit"])) is not None:
         try:
-            return now + timedelta(seconds=seconds * (int(ahead["count"]) if ahead["count"].isdigit() else 1))
+            count = int(ahead["count"]) if ahead["count"].isdigit() else 1
+            return now.replace(microsecond=0) + timedelta(seconds=seconds * count)  # nobody means the microsecond
         except OverflowError:
             raise InvalidInput(f"{written!r} is too far ahead for a calendar; {HOW_TO_COME}") from None
     if (exact := _iso(words, zone)) is not None:

@@ -137,7 +137,8 @@ def _unavailable(error: Any) -> Problem:
     logger.warning("the admin server could not ask: %s", error)
     return Problem(
         "config-away",
-        "The config store cannot be reached, or it refused. Nodes go on with what they have. The log says why.",
+        "The config store cannot be reached, or it refused. Nodes go on with what they have. "
+        "The log of this server says why.",
         headers={"Retry-After": "5"},
     )
 

@@ -12,6 +12,7 @@ from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool
 
+from headgate.control.config.hosts import Hosts, Unresolved
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ off would keep all writers waiting until TCP notices, which may take hours."""
 
 
 class ConfigUnavailable(HeadgateError):
-    """The config store could not be reached, or it refused."""
+    """The config store could not be reached, or it refused. The message says where it is: it is for operators."""
+
+    discreet: Final = "the config store cannot be asked"
+    """What everybody may read of it."""
 
 
 def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str = "wal") -> Engine:
@@ -133,7 +137,7 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
             "a config store in PostgreSQL needs the package 'psycopg': pip install 'headgate[postgres]'"
         ) from None
     driver: Any = engine.dialect.dbapi
-    rest = _Rest()
+    rest, hosts = _Rest(), Hosts()
     connection_class = _watched(driver, rest)
 
     @event.listens_for(engine, "do_connect")
@@ -141,7 +145,13 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
         if not rest.is_over():
             raise ConfigUnavailable(f"config store {shown(engine)}: {SILENT}")
         try:
-            made = connection_class.connect(*arguments, **options)
+            made = connection_class.connect(*arguments, **hosts.found(options, SILENCE))
+        except TimeoutError:
+            rest.begin()
+            raise driver.OperationalError(UNRESOLVED) from None
+        except Unresolved as unknown:
+            rest.end()
+            raise driver.OperationalError(str(unknown)) from None
         except driver.errors.ConnectionTimeout:
             rest.begin()
             raise
@@ -165,6 +175,7 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
 
 
 SILENT: Final = f"the server has said nothing for {SILENCE:.0f} seconds"
+UNRESOLVED: Final = f"nobody has said for {SILENCE:.0f} seconds which address the server's name has"
 
 
 class _Rest:

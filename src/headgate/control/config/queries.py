@@ -117,7 +117,9 @@ def listed(
     query = _with_label(section)
     if search:
         names = ("value", "reason", "author", *(("limit_name", "route_class") if section == "overrides" else ()))
-        query = query.where(_found(connection, table, names, search, hashed))
+        query = query.where(
+            or_(_found(connection, table, names, search, hashed), _is_called(connection, table, search))
+        )
     if state != "all":
         query = query.where(_in_state(table, state, now_us))
     if before is not None:
@@ -150,9 +152,10 @@ def named(
     query = select(clients.c.kind, clients.c.value, clients.c.label, clients.c.tier)
     query = query.where(clients.c.until_version.is_(None), clients.c.label.is_not(None))
     if after is not None:
-        query = query.where(tuple_(*key) > tuple_(*[literal(each) for each in after]))
+        # The first test says no more than the second, but SQLite finds its way by it.
+        query = query.where(key[0] >= after[0], tuple_(*key) > tuple_(*[literal(each) for each in after]))
     if search:
-        query = query.where(_found(connection, clients, ("value",), search, hashed))
+        query = query.where(_found(connection, clients, ("value", "label"), search, hashed))
     return [Named(*each) for each in connection.execute(query.order_by(*key).limit(most))]
 
 
@@ -197,7 +200,11 @@ def who_is_called(connection: Connection, label: str) -> list[tuple[str, str]]:
     table = TABLES["clients"]
     query = (
         select(table.c.kind, table.c.value)
-        .where(table.c.until_version.is_(None), func.lower(table.c.label) == func.lower(label))
+        .where(
+            table.c.until_version.is_(None),
+            table.c.label.is_not(None),  # said for SQLite, which else does not see that the index has them all
+            func.lower(table.c.label) == func.lower(label),
+        )
         .order_by(table.c.id)
         .limit(10)
     )
@@ -281,20 +288,25 @@ def _same_client(one: Any, clients: Any) -> ColumnElement[bool]:
 def _found(
     connection: Connection, table: Table, names: Iterable[str], search: str, hashed: str | None
 ) -> ColumnElement[bool]:
-    """Whether a text stands in one of these columns, or in the label of the client."""
-    clients = TABLES["clients"]
-    is_sqlite = connection.dialect.name == "sqlite"
-
-    def holds(column: ColumnElement[Any]) -> ColumnElement[bool]:
-        # SQLite's LIKE takes capitals for small letters by itself, in a third of the time.
-        return column.contains(search, autoescape=True) if is_sqlite else column.icontains(search, autoescape=True)
-
-    called = select(clients.c.kind, clients.c.value).where(clients.c.until_version.is_(None), holds(clients.c.label))
-    tests = [holds(table.c[name]) for name in names]
-    tests.append(tuple_(table.c.kind, table.c.value).in_(called))
+    """Whether a text stands in one of these columns."""
+    tests = [_holds(connection, table.c[name], search) for name in names]
     if hashed is not None:
         tests.append(and_(table.c.kind == "api_key", table.c.value == hashed))
     return or_(*tests)
+
+
+def _is_called(connection: Connection, table: Table, search: str) -> ColumnElement[bool]:
+    """Whether a text stands in the label of the client."""
+    clients = TABLES["clients"]
+    labels = (clients.c.until_version.is_(None), _holds(connection, clients.c.label, search))
+    return tuple_(table.c.kind, table.c.value).in_(select(clients.c.kind, clients.c.value).where(*labels))
+
+
+def _holds(connection: Connection, column: ColumnElement[Any], search: str) -> ColumnElement[bool]:
+    # SQLite's LIKE takes capitals for small letters by itself, in a third of the time.
+    if connection.dialect.name == "sqlite":
+        return column.contains(search, autoescape=True)
+    return column.icontains(search, autoescape=True)
 
 
 def _in_state(table: Table, state: str, now_us: int) -> ColumnElement[bool]:

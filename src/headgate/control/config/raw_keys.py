@@ -37,6 +37,7 @@ _BREAK: Final = {
     "json": re.compile("\n"),
 }
 """What ends a line, as the places of each format count them."""
+ASK_FOR_IT: Final = "its hmac: hash, which `headgate hash-key` prints"
 _WORD: Final = re.compile(r"[\w-]+")
 
 
@@ -58,7 +59,7 @@ class _Raw(NamedTuple):
 def refuse_keys(document: Document, fingerprint: Callable[[str], str] | None) -> None:
     """InvalidPolicy, if there are any; it says what to write, where there is a `fingerprint` to tell it."""
     told = [
-        _told(document, raw, "" if fingerprint is None else f"; write {fingerprint(raw.key)}")
+        _told(document, raw, f"; write {ASK_FOR_IT if fingerprint is None else fingerprint(raw.key)}")
         for raw in _raw_keys(_value(document))
     ]
     if told:

@@ -15,7 +15,7 @@ from headgate.control.desk.finding import is_network
 from headgate.control.desk.ground import changed, ground_at
 from headgate.control.desk.reads import Reads
 from headgate.control.desk.secrecy import discreetly
-from headgate.control.desk.signing import done, in_the_past, judged, signed
+from headgate.control.desk.signing import done, in_the_past, judged, signed, told_of
 from headgate.control.desk.standing import faced
 from headgate.control.desk.views import Change, Who
 from headgate.errors import InvalidInput, InvalidPolicy
@@ -117,7 +117,7 @@ class Changes(Reads):
     ) -> Change:
         """Put a client into a tier. A name that it has stays, if none is given."""
         self._allow(actor, "support", "assign tiers")
-        with self._signing(actor, reason, tier, label, *_told(who)) as by:
+        with self._signing(actor, reason, tier, label, *told_of(who)) as by:
             who = self._finder.checked(who, beside=[reason, label])
             self._allow_of(actor, who, "assign tiers")
             ground = self._ground()
@@ -141,11 +141,14 @@ class Changes(Reads):
     ) -> Change:
         """Let the document, or the tier of everybody, say again in which tier a client is."""
         self._allow(actor, "support", "assign tiers")
-        with self._signing(actor, reason, *_told(who)) as by:
+        with self._signing(actor, reason, *told_of(who)) as by:
             who = self._finder.checked(who, beside=[reason])
             self._allow_of(actor, who, "assign tiers")
-            if not self._config.clients(who=who):
+            if not (before := self._config.clients(who=who)):
                 raise NotFound("nothing in the config store says in which tier this client is")
+            row, is_named = before[0].row, [*self._ground().entries_of({who.kind: (who.value,)}, "clients")]
+            if row.tier is not None and row.label and not is_named:  # else nobody would find it by its name any more
+                return done(self._config.assign(who, None, label=row.label, **by, based_on=based_on))
             return done(self._config.unassign(who, **by, based_on=based_on))
 
     # ------------------------------------------------------------------ everybody
@@ -316,7 +319,7 @@ class Changes(Reads):
         based_on: int | None,
     ) -> Change:
         names = given["limit"], given["route_class"]
-        with self._signing(actor, reason, bucket, *names, *_told(who)) as by:
+        with self._signing(actor, reason, bucket, *names, *told_of(who)) as by:
             who = self._finder.checked(who, beside=[reason, *names])
             self._allow_of(actor, who, "give overrides")
             in_the_past(given["valid_until"], self._now_us())
@@ -392,8 +395,3 @@ def _numbers(bucket: str) -> dict[str, Any]:
     """InvalidLimit for what is no limit, or lets nothing pass."""
     with discreetly(bucket):
         return numbers(dangers.written(bucket))
-
-
-def _told(who: Who) -> tuple[str, ...]:
-    """What is said of somebody, but an API key, which is hashed."""
-    return () if who[0] == "api_key" else (str(who[1]),)

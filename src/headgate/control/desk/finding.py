@@ -101,7 +101,7 @@ class Finder:
                 try:
                     return Who(kind, read(value))
                 except InvalidInput:
-                    raise InvalidInput("this is no address; write it like 203.0.113.9 or 203.0.113.0/24") from None
+                    raise InvalidInput(_no_address(value)) from None
         try:
             return Who(kind, words.identity(value))
         except InvalidInput:
@@ -352,11 +352,18 @@ def _kinds(policy: Policy) -> tuple[str, ...]:
 
 
 def _is_network(text: str) -> bool:
+    """Also if it is one that is written with an address of it."""
     try:
-        words.address(text)
-    except InvalidInput:
+        ip_network(text, strict=False)
+    except ValueError:
         return False
     return True
+
+
+def _no_address(value: str) -> str:
+    if "/" in value and _is_network(value):
+        return f"this is an address with its network; write {ip_network(value, strict=False)}, or the address alone"
+    return "this is no address; write it like 203.0.113.9 or 203.0.113.0/24"
 
 
 def _around(network: IPv4Network | IPv6Network) -> tuple[str, ...]:

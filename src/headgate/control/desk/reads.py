@@ -15,6 +15,7 @@ from headgate.control.desk.errors import NotFound, discreet, without_place
 from headgate.control.desk.fleet import Overview, Totals
 from headgate.control.desk.ground import ground_at
 from headgate.control.desk.office import LARGEST, Office
+from headgate.control.desk.secrecy import discreetly
 from headgate.control.desk.standing import faced, said_by, standings, uses
 from headgate.control.desk.views import ClientView, OverrideView, Who
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
@@ -143,7 +144,8 @@ class Reads(Office):
         keys = known.log_keys or self._finder.label_key_of(self._label(known, holding))
         now = datetime.fromtimestamp(self._now_us() / 1_000_000, UTC)
         try:
-            when = span(at, until, now=now, zone=zone)
+            with discreetly(at, until):
+                when = span(at, until, now=now, zone=zone)
         except OverflowError:
             raise InvalidInput("there is no time before the year 1, nor after 9999; give one that has been") from None
         identities = {} if not known.values else dict.fromkeys(keys, (who.kind, who.value))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from headgate.control.config.store import ConfigStore
     from headgate.control.desk.errors import Danger
     from headgate.control.desk.finding import Finder
-    from headgate.control.desk.views import Actor
+    from headgate.control.desk.views import Actor, Who
 
-__all__ = ["checked_reason", "done", "in_the_past", "judged", "signed"]
+__all__ = ["checked_reason", "done", "in_the_past", "judged", "signed", "told_of"]
 
 LOOKS: Final = 5
 """So often a change is looked at while others write, before that is said to be a conflict."""
@@ -85,6 +85,11 @@ def done(version: Version | None, *notes: str) -> Change:
     if version is None:
         return Change(None, ("all was so already", *notes), "nothing to change")
     return Change(version, notes, version.what)
+
+
+def told_of(who: Who) -> tuple[str, ...]:
+    """What is said of somebody, but an API key, which is hashed."""
+    return () if who[0] == "api_key" else (str(who[1]),)
 
 
 def _checked_name(name: str) -> str:

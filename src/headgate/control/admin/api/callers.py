@@ -5,12 +5,14 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from urllib.parse import unquote
 
 from fastapi import Depends, Header, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from headgate.control.admin.api.fields import Reason
 from headgate.control.admin.guards import BODY
 from headgate.control.admin.problems import Problem, Refused
 from headgate.control.admin.replays import Answered, Replays, fingerprint
@@ -23,7 +25,9 @@ from headgate.errors import InvalidInput
 if TYPE_CHECKING:
     from headgate.control.desk.desk import Desk
 
-__all__ = ["Asking", "Caller", "Parts", "Write", "WriteAnswer", "Writer", "answer", "meant"]
+__all__ = ["REASON_FIELD", "Asking", "Caller", "Parts", "Said", "Write", "WriteAnswer", "Writer", "answer", "meant"]
+
+REASON_FIELD: Final = "Headgate-Reason"
 
 LARGEST: Final = 2**53 - 1
 """What every reader of JSON can hold, and every database."""
@@ -60,6 +64,7 @@ class Caller(NamedTuple):
             raise NotAllowed(what, role=self.actor.role, needed=role)
 
 
+_reason: Final[TypeAdapter[str]] = TypeAdapter(Reason)
 _bearer: Final = HTTPBearer(
     auto_error=False, scheme_name="token", description="A token of this server: hg_<id>_<secret>. Each has a role."
 )
@@ -157,7 +162,8 @@ class Writer:
         else:
             scope = self._request.scope
             parts = (scope["method"], scope["path"]), (scope["query_string"], scope[BODY])
-            same = [*(each.encode() for each in parts[0]), *parts[1], str(self.based_on).encode()]
+            reason = self._request.headers.get(REASON_FIELD, "").encode()
+            same = [*(each.encode() for each in parts[0]), *parts[1], str(self.based_on).encode(), reason]
             answered = self._caller.parts.replays.once(
                 self._caller.token.id,
                 self._key,
@@ -172,6 +178,31 @@ class Writer:
 
 
 Write = Annotated[Writer, Depends()]
+
+
+def _said(
+    text: Annotated[
+        str | None,
+        Header(
+            alias=REASON_FIELD,
+            description="Why something is removed; letters beyond ASCII, and %, percent-encoded as in a URL",
+            min_length=1,
+            max_length=6000,
+            pattern=r"^[ -~]+$",
+        ),
+    ] = None,
+) -> str | None:
+    if text is None:
+        return None
+    try:
+        return _reason.validate_python(unquote(text, errors="strict").strip())
+    except ValueError:
+        told = f"{REASON_FIELD}: write 1 to 500 characters, in one line, and no API key among them"
+        raise Refused(Problem("invalid", told, {"problems": [told]})) from None
+
+
+Said = Annotated[str | None, Depends(_said)]
+"""The reason of a write that has no body, out of a header field: proxies keep addresses in their logs."""
 
 
 def meant(desk: "Desk", who: Who) -> Who:

@@ -216,7 +216,9 @@ class ClientQuery(Query):
 
 
 class Gone(Query):
-    reason: Reason
+    reason: Annotated[
+        Reason | None, Field(description="Needed, here or in the header field Headgate-Reason, which no log keeps")
+    ] = None
     confirm: list[Danger] = []
 
 

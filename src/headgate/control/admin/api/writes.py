@@ -6,9 +6,9 @@ from fastapi import APIRouter, Path, Query
 from fastapi.responses import Response
 
 from headgate.control.admin.api import fields
-from headgate.control.admin.api.callers import Write, WriteAnswer, meant
+from headgate.control.admin.api.callers import REASON_FIELD, Said, Write, WriteAnswer, meant
 from headgate.control.admin.api.reads import ALWAYS
-from headgate.control.admin.problems import answers
+from headgate.control.admin.problems import Problem, Refused, answers
 from headgate.errors import InvalidInput
 
 __all__ = ["REPEATABLE", "router"]
@@ -32,8 +32,12 @@ router: Final = APIRouter(
 )  # fmt: skip
 
 
-def _signed(said: fields.Signed | fields.Gone, write: Write) -> dict[str, Any]:
-    return {"reason": said.reason, "confirm": tuple(said.confirm), "based_on": write.based_on}
+def _signed(said: fields.Signed | fields.Gone, write: Write, apart: str | None = None) -> dict[str, Any]:
+    reason = said.reason if apart is None else apart
+    if reason is None:
+        told = f"reason: say it in the header field {REASON_FIELD}, or in the query"
+        raise Refused(Problem("invalid", told, {"problems": [told]}))
+    return {"reason": reason, "confirm": tuple(said.confirm), "based_on": write.based_on}
 
 
 # ------------------------------------------------------------------ one client
@@ -58,9 +62,11 @@ def assign(write: Write, body: fields.TierBody) -> Response:
 
 
 @router.delete("/client/tier", response_model=None)
-def unassign(write: Write, query: Annotated[fields.TierGoneQuery, Query()]) -> Response:
+def unassign(write: Write, query: Annotated[fields.TierGoneQuery, Query()], said: Said) -> Response:
     """Let the policy say again in which tier a client is."""
-    return write.done(lambda: write.desk.unassign(write.actor, meant(write.desk, query.who()), **_signed(query, write)))
+    return write.done(
+        lambda: write.desk.unassign(write.actor, meant(write.desk, query.who()), **_signed(query, write, said))
+    )
 
 
 @router.post("/overrides", response_model=None)
@@ -85,10 +91,10 @@ def change_override(write: Write, id: Annotated[fields.Number, Path()], body: fi
 
 @router.delete("/overrides/{id}", response_model=None)
 def remove_override(
-    write: Write, id: Annotated[fields.Number, Path()], query: Annotated[fields.GoneQuery, Query()]
+    write: Write, id: Annotated[fields.Number, Path()], query: Annotated[fields.GoneQuery, Query()], said: Said
 ) -> Response:
     """Let a client have its usual numbers again."""
-    return write.done(lambda: write.desk.remove_override(write.actor, id, **_signed(query, write)))
+    return write.done(lambda: write.desk.remove_override(write.actor, id, **_signed(query, write, said)))
 
 
 @router.post("/blocks", response_model=None)
@@ -103,16 +109,18 @@ def block(write: Write, body: fields.BlockBody) -> Response:
 
 @router.delete("/blocks/{id}", response_model=None)
 def unblock(
-    write: Write, id: Annotated[fields.Number, Path()], query: Annotated[fields.GoneQuery, Query()]
+    write: Write, id: Annotated[fields.Number, Path()], query: Annotated[fields.GoneQuery, Query()], said: Said
 ) -> Response:
     """Let somebody in again."""
-    return write.done(lambda: write.desk.unblock(write.actor, id, **_signed(query, write)))
+    return write.done(lambda: write.desk.unblock(write.actor, id, **_signed(query, write, said)))
 
 
 @router.delete("/blocks", response_model=None)
-def unblock_client(write: Write, query: Annotated[fields.TierGoneQuery, Query()]) -> Response:
+def unblock_client(write: Write, query: Annotated[fields.TierGoneQuery, Query()], said: Said) -> Response:
     """Let a client in again, whatever blocked it: a row of the configuration, or what was told to the nodes alone."""
-    return write.done(lambda: write.desk.unblock(write.actor, meant(write.desk, query.who()), **_signed(query, write)))
+    return write.done(
+        lambda: write.desk.unblock(write.actor, meant(write.desk, query.who()), **_signed(query, write, said))
+    )
 
 
 # ------------------------------------------------------------------ the policy
@@ -135,9 +143,10 @@ def remove_tier(
     tier: Annotated[fields.Name, Path()],
     limit: Annotated[fields.Name, Path()],
     query: Annotated[fields.GoneQuery, Query()],
+    said: Said,
 ) -> Response:
     """Let the policy document say the numbers of a tier again."""
-    return write.done(lambda: write.desk.remove_tier(write.actor, tier, limit, **_signed(query, write)))
+    return write.done(lambda: write.desk.remove_tier(write.actor, tier, limit, **_signed(query, write, said)))
 
 
 @router.put("/routes", response_model=None)
@@ -151,9 +160,9 @@ def set_route(write: Write, body: fields.RouteBody) -> Response:
 
 
 @router.delete("/routes", response_model=None)
-def remove_route(write: Write, query: Annotated[fields.RouteGoneQuery, Query()]) -> Response:
+def remove_route(write: Write, query: Annotated[fields.RouteGoneQuery, Query()], said: Said) -> Response:
     """Let the policy document say again what a route is."""
-    return write.done(lambda: write.desk.remove_route(write.actor, query.path, **_signed(query, write)))
+    return write.done(lambda: write.desk.remove_route(write.actor, query.path, **_signed(query, write, said)))
 
 
 @router.put("/policy", response_model=None, responses=answers("if-match-needed"))

@@ -39,6 +39,7 @@ WRITES: Final[dict[str, Handler]] = {
     "/client/unblock": clients.unblock,
     "/client/reset": clients.reset,
     "/client/tier": clients.tier,
+    "/client/why": clients.why,
     "/overrides/{id:int}": lists.change_override,
     "/overrides/{id:int}/remove": lists.remove_override,
     "/blocks": lists.add_block,

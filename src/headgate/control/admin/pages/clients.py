@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlencode
 
 from starlette.responses import RedirectResponse
 
@@ -14,8 +15,10 @@ from headgate.control.admin.pages.forms import Entered, attempt, bucket, given, 
 from headgate.control.admin.pages.lists import readdressed
 from headgate.control.admin.problems import of_error
 from headgate.control.desk import Who
+from headgate.control.desk.secrecy import may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.letters import letter
+from headgate.telemetry.moments import span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from headgate.control.desk import Change
     from headgate.control.desk.views import Slot, Timeline
 
-__all__ = ["block", "client", "clients", "find", "override", "reset", "tier", "unblock"]
+__all__ = ["block", "client", "clients", "find", "override", "reset", "tier", "unblock", "why"]
 
 SECOND_US: Final = 1_000_000
 
@@ -87,6 +90,17 @@ def clients(visit: Visit) -> Response:
 
 def client(visit: Visit) -> Response:
     return _page(visit, _who(visit.query))
+
+
+def why(visit: Visit) -> Response:
+    """From what was typed to the answer. It came in a form's body: only a time gets into the address, whatever else
+    was pasted there."""
+    who, at = _who(visit.form), visit.form.get("at", "")
+    try:
+        span(at, now=_local(visit, visit.now_us), zone=visit.zone)
+    except (InvalidInput, OverflowError):
+        return _page(visit, who)
+    return RedirectResponse(f"{words.client_url(*who)}&{urlencode({'reach': _reach(visit).name, 'at': at})}", 303)
 
 
 def override(visit: Visit) -> Response:
@@ -184,7 +198,7 @@ def _with_reset(visit: Visit, who: Who, limit: str | None, given_one: Change) ->
 
 def _page(visit: Visit, who: Who, entered: Entered | None = None) -> Response:
     view = visit.desk.client(who)
-    reach = next((each for each in REACHES if each.name == visit.query.get("reach")), REACHES[0])
+    reach, why = _reach(visit), _why(visit, who)
     values: dict[str, Any] = {
         "view": view,
         "entered": entered,
@@ -194,10 +208,16 @@ def _page(visit: Visit, who: Who, entered: Entered | None = None) -> Response:
         "kind_words": KINDS,
         "limits": list(dict.fromkeys(each.limit for each in view.limits)),
         "own_limits": list(dict.fromkeys(each.limit for each in view.limits if each.own)),
-        "why": _why(visit, who),
+        "why": why,
         **_timeline(visit, who, reach),
     }
-    return visit.page("client.html", status=entered.status if entered else 200, here="/clients", **values)
+    status = entered.status if entered else 422 if why is not None and why.error and visit.form.get("at") else 200
+    return visit.page("client.html", status=status, here="/clients", **values)
+
+
+def _reach(visit: Visit) -> Reach:
+    asked = visit.query.get("reach") or visit.form.get("reach")
+    return next((each for each in REACHES if each.name == asked), REACHES[0])
 
 
 def _timeline(visit: Visit, who: Who, reach: Reach) -> dict[str, Any]:
@@ -235,13 +255,13 @@ def _rows(found: Timeline, labels: Sequence[str], columns: Sequence[str]) -> lis
 
 
 def _why(visit: Visit, who: Who) -> Why | None:
-    at = visit.query.get("at", "")
+    at = visit.query.get("at") or visit.form.get("at", "")
     if not at:
         return None
     try:
         answer = visit.desk.why(who, at=at, until=visit.query.get("to") or None, zone=visit.zone)
     except HeadgateError as error:
-        return Why(at, error=of_error(error).detail)
+        return Why("" if may_be_key(at) else at, error=of_error(error).detail)
     return Why(at, letter(answer, zone=visit.zone))
 
 
