@@ -495,11 +495,30 @@ def test_lua_leaves_what_is_not_headgates_as_it_is(lua: InRedis, algorithm: str,
     ):
         assert isinstance(lua.run_together(checks, NOW)[0], ScriptError)
         assert lua.reply == [NOW, *reply]
+    assert isinstance(lua.run_together([peek, beside], NOW)[1], ScriptError)
+    assert lua.reply == [NOW, as_new + refused * 2, [], []]
     for call in [Renew(key, "a"), Leave(key, "a")] if algorithm == "concurrency" else [Refund(key, 1)]:
         assert isinstance(lua.run(call, NOW), ScriptError)
         assert lua.reply in (-1, [-1, 0, 0, 0, 0])
     assert lua.client.dump(name) == before
     assert not lua.client.exists(lua.wire.name(other))
+
+
+@each_algorithm
+def test_keys_of_one_run_have_instants_and_lifetimes_of_their_own(lua: InRedis, algorithm: str) -> None:
+    """What keys have in common becomes text once; the one in the middle was charged by a clock that is ahead."""
+    limit = limit_of(algorithm, 9, SECOND)
+    keys = [limit.by(name) for name in ("ada", "bob", "eve")]
+    lua.run(Check((keys[1],), 2, "a"), NOW + 300_000)
+    checks = [Check((key,), 3, "b") for key in keys]
+    decisions = lua.run_together(checks, NOW)
+    assert lua.lifetimes_ms == {
+        lua.wire.name(key): lifetime_of(decision) for key, decision in zip(keys, decisions, strict=True)
+    }
+    for key, decision in zip(keys, decisions, strict=True):
+        ((remaining, _, reset_us, _),) = decision.verdicts
+        ((still_remaining, _, still_reset_us, _),) = lua.run(Check((key,), 0, "b"), NOW).verdicts
+        assert (still_remaining, still_reset_us) == (remaining, reset_us)
 
 
 @each_algorithm

@@ -47,9 +47,19 @@ local function token_bucket(key, now, cost, limit)
   else
     retry = te - now + ceil_div(need - level, limit.tokens)
   end
-  local reset = level < full and te - now + ceil_div(full - level, limit.tokens) or 0
-  return div(level, ticks), retry, reset, 0,
-    write and instant(te) .. ' ' .. format(WHOLE, level) .. ' ' .. limit.signed or nil
+  local reset = 0
+  if level < full then
+    local missing, tokens = full - level, limit.tokens
+    reset = te - now + (missing + -missing % tokens) / tokens
+  end
+  local state
+  if write then
+    if te ~= limit.instant then -- the requests of a run have most of theirs in common
+      limit.instant, limit.text = te, format(WHOLE, te) .. ' ' .. WHOLE .. ' ' .. limit.signed
+    end
+    state = format(limit.text, level)
+  end
+  return (level - level % ticks) / ticks, retry, reset, 0, state
 end
 
 -- >8 -- scripts that only decide end here

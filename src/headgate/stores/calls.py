@@ -88,9 +88,18 @@ def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
         raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
     if id is not None:
         checked_id("lease", id)
-    elif len(keys) == 1 and type(keys[0]) is Key and keys[0][0].algorithm != "concurrency":
-        # The common case by itself: this runs on every request.
-        return _new_check(Check, (keys, cost, id))
+    elif len(keys) == 1:
+        # The common cases by themselves: this runs on every request.
+        if type(keys[0]) is Key and keys[0][0].algorithm != "concurrency":
+            return _new_check(Check, (keys, cost, id))
+    else:
+        spaces = set()
+        for key in keys:
+            if type(key) is not Key or (limit := key[0]).algorithm == "concurrency":
+                break
+            spaces.add(limit.space)
+        if len(spaces) == len(keys) > 0:
+            return _new_check(Check, (keys, cost, id))
     made = checked_keys(keys)
     if id is None and "concurrency" in [key.limit.algorithm for key in made]:
         id = uuid4().hex

@@ -22,10 +22,16 @@ local function parse_limit(first)
   }
 end
 
+-- The text of a lifetime. Requests that wait for the same window have theirs in common, so the last one is kept.
+local lasting, lifetime
+
 -- A state is the text of a string, or the commands that change a collection. Its expiry is set in the same run: when
 -- the key is as new, and the margin.
 local function write(key, state, reset)
-  local lifetime = format(WHOLE, ceil_div(reset, 1000) + MARGIN)
+  local ms = (reset + -reset % 1000) / 1000 + MARGIN
+  if ms ~= lasting then
+    lasting, lifetime = ms, format(WHOLE, ms)
+  end
   if not state[1] then -- a text: that it has no first command is seen three times as quickly as its type
     return call('SET', key, state, 'PX', lifetime)
   end

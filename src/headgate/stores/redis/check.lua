@@ -34,15 +34,11 @@ if ARGV[2] ~= '' then
   end
 end
 
-local told, replied, unusual, agains = {}, 0, {}, {}
+local told, unusual, agains = {}, {}, {}
 
-local function tell(remaining, retry, reset, delay)
-  if retry ~= 0 or delay ~= 0 then
-    local at = #unusual
-    unusual[at + 1], unusual[at + 2], unusual[at + 3] = replied / 2, retry, delay
-  end
-  told[replied + 1], told[replied + 2] = remaining, reset
-  replied = replied + 2
+local function tell_unusual(index, retry, delay)
+  local at = #unusual
+  unusual[at + 1], unusual[at + 2], unusual[at + 3] = index - 1, retry, delay
 end
 
 -- Of requests that have just taken what they would need to pass again. Not of those that hold a lease: it ends when its
@@ -52,51 +48,79 @@ local function tell_again(request, again)
 end
 
 -- Several limits: all are judged on the state before the request; then either all are charged or none is.
-local remains, retries, lasts, delays, states = {}, {}, {}, {}, {}
+local retries, delays, states = {}, {}, {}
+
+local function charge_all(request, first, id, met, costs, exhausted)
+  for index = 1, #costs do
+    local at, state = first + index, states[index]
+    if state and costs[index] > 0 then
+      keep(KEYS[at], state, told[at * 2])
+    end
+  end
+  if not exhausted then
+    return
+  end
+  local longest = 0
+  for index = 1, #met do
+    local limit, cost, at = met[index], costs[index], first + index
+    if limit.judge == JUDGES.concurrency then
+      return
+    end
+    if told[at * 2 - 1] < cost then
+      local _, again = limit.judge(KEYS[at], now, cost, limit, id)
+      longest = math.max(longest, again)
+    end
+  end
+  tell_again(request, longest)
+end
+
+local function deny_all(first, id, met, costs)
+  for index = 1, #met do
+    local at, limit, state = first + index, met[index], states[index]
+    if retries[index] == 0 then
+      -- It would have passed here, but nothing is spent: what it says is what a peek says.
+      told[at * 2 - 1], retries[index], told[at * 2], delays[index], state = limit.judge(KEYS[at], now, 0, limit, id)
+    end
+    if state and costs[index] > 0 then
+      keep(KEYS[at], state, told[at * 2])
+    else
+      mend(KEYS[at], told[at * 2])
+    end
+  end
+end
 
 local function decide_all(request, first, id, met, costs)
-  local number, allowed, exhausted = #met, true, false
-  for index = 1, number do
-    local limit = met[index]
-    local remaining, retry
-    remaining, retry, lasts[index], delays[index], states[index] =
-      limit.judge(KEYS[first + index], now, costs[index], limit, id)
+  local allowed, usual, exhausted = true, true, false
+  for index = 1, #met do
+    local at, limit, cost = first + index, met[index], costs[index]
+    local remaining, retry, reset, delay, state = limit.judge(KEYS[at], now, cost, limit, id)
     if not remaining then
-      for _ = 1, number do
-        tell(-1, 0, 0, 0)
+      for each = first + 1, first + #met do
+        told[each * 2 - 1], told[each * 2] = -1, 0
       end
       return
     end
-    remains[index], retries[index], allowed = remaining, retry, allowed and retry == 0
+    told[at * 2 - 1], told[at * 2], states[index] = remaining, reset, state
+    retries[index], delays[index] = retry, delay
+    if retry ~= 0 then
+      allowed = false
+    elseif delay ~= 0 then
+      usual = false
+    end
+    exhausted = exhausted or remaining < cost
   end
-  for index = 1, number do
-    local key, cost, limit, retry = KEYS[first + index], costs[index], met[index], retries[index]
-    local remaining, reset, delay, state = remains[index], lasts[index], delays[index], states[index]
-    if not allowed and retry == 0 then
-      -- It would have passed here, but nothing is spent: what it says is what a peek says.
-      remaining, retry, reset, delay, state = limit.judge(key, now, 0, limit, id)
+  if allowed then
+    charge_all(request, first, id, met, costs, exhausted)
+    if usual then
+      return
     end
-    if state and cost > 0 then
-      keep(key, state, reset)
-      exhausted = exhausted or remaining < cost
-    elseif not allowed then
-      mend(key, reset)
-    end
-    tell(remaining, retry, reset, delay)
+  else
+    deny_all(first, id, met, costs)
   end
-  if exhausted and allowed then
-    local longest = 0
-    for index = 1, number do
-      local limit = met[index]
-      if limit.judge == JUDGES.concurrency then
-        return
-      end
-      if remains[index] < costs[index] then
-        local _, again = limit.judge(KEYS[first + index], now, costs[index], limit, id)
-        longest = math.max(longest, again)
-      end
+  for index = 1, #met do
+    if retries[index] ~= 0 or delays[index] ~= 0 then
+      tell_unusual(first + index, retries[index], delays[index])
     end
-    tell_again(request, longest)
   end
 end
 
@@ -111,7 +135,7 @@ while position <= #ARGV do
       local key = KEYS[index]
       local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id)
       if not remaining then
-        remaining, retry, reset, delay = -1, 0, 0, 0
+        remaining, reset = -1, 0
       elseif state and cost > 0 then
         keep(key, state, reset)
         if remaining < cost and retry == 0 and judge ~= JUDGES.concurrency then
@@ -121,7 +145,10 @@ while position <= #ARGV do
       elseif retry ~= 0 then
         mend(key, reset)
       end
-      tell(remaining, retry, reset, delay)
+      told[index * 2 - 1], told[index * 2] = remaining, reset
+      if remaining >= 0 and (retry ~= 0 or delay ~= 0) then
+        tell_unusual(index, retry, delay)
+      end
     end
   else
     local met, costs = {}, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import repeat
+from operator import add
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hiredis import pack_command
@@ -171,37 +172,43 @@ class Wire:
             return self.encode_one(checks[0])
         prefix = self._prefix
         keys: list[str] = []
-        limits: dict[int, int] = {}
+        indices: dict[int, int] = {}
         limit_args: list[Any] = []
         groups: list[Any] = []
         algorithms: list[str] = []
+        heads: list[str] = []
         size_at = -1
-        last: tuple[list[Limit], Cost] | None = None
+        limits: tuple[Limit, ...]
+        last_limits: tuple[Limit, ...] = ()
+        last_cost: Cost = 0
         for check in checks:
             met, cost, lease = check
             if len(met) == 1:
                 limit, _, identity = met[0]
                 keys.append(f"{prefix}{limit.space}:{identity}")
+                limits = (limit,)
             else:
-                keys += [f"{prefix}{limit.space}:{identity}" for limit, _, identity in met]
-            shape = [key[0] for key in met], cost
-            if shape == last:
+                limits, _, identities = zip(*met, strict=True)
+                if limits != last_limits:
+                    heads = [f"{prefix}{limit.space}:" for limit in limits]
+                keys += map(add, heads, identities)
+            if limits == last_limits and cost == last_cost:
                 groups[size_at] += 1
                 continue
-            last = shape if lease is None else None
-            for limit, _, _ in met:
-                if id(limit) not in limits:
-                    limits[id(limit)] = len(limits) + 1
+            last_limits, last_cost = (limits, cost) if lease is None else ((), 0)
+            for limit in limits:
+                if id(limit) not in indices:
+                    indices[id(limit)] = len(indices) + 1
                     limit_args += (limit.algorithm, *_describe(limit))
                     if limit.algorithm not in algorithms:
                         algorithms.append(limit.algorithm)
             size_at = len(groups)
             groups += (1, lease or "", len(met))
-            for (limit, _, _), each in zip(met, check.costs, strict=True):
+            for limit, each in zip(limits, check.costs, strict=True):
                 # A cost that the limit could never bear is unsatisfiable, however large: the script sees no more.
-                groups += (limits[id(limit)], min(each, limit.capacity + 1))
+                groups += (indices[id(limit)], min(each, limit.capacity + 1))
         meeting = "meeting" if len(set(keys)) < len(keys) else ""
-        args = [self.now(), meeting, len(limits), *limit_args, *groups]
+        args = [self.now(), meeting, len(indices), *limit_args, *groups]
         if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
             keys = [_safe(key) for key in keys]
         return Command(script("check", tuple(sorted(algorithms)), self._margin), keys, args, checks)
@@ -272,10 +279,13 @@ def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
 
 def _decode_checks(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
     now_us, told, unusual, agains = reply
-    verdicts = list(zip(told[::2], repeat(0), told[1::2], repeat(0)))
-    for index, retry_us, delay_us in zip(unusual[::3], unusual[1::3], unusual[2::3], strict=True):
-        remaining, _, reset_us, _ = verdicts[index]
-        verdicts[index] = remaining, retry_us, reset_us, delay_us
+    verdicts = tuple(zip(told[::2], repeat(0), told[1::2], repeat(0)))
+    if unusual:
+        changed = list(verdicts)
+        for index, retry_us, delay_us in zip(unusual[::3], unusual[1::3], unusual[2::3], strict=True):
+            remaining, _, reset_us, _ = changed[index]
+            changed[index] = remaining, retry_us, reset_us, delay_us
+        verdicts = tuple(changed)
     answers: list[Any] = []
     at, allowed = 0, True
     for keys, _, lease in checks:
@@ -283,7 +293,7 @@ def _decode_checks(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
             its: tuple[Any, ...] = (verdicts[at],)
             at += 1
         else:
-            its = tuple(verdicts[at : at + len(keys)])
+            its = verdicts[at : at + len(keys)]
             at += len(keys)
         if unusual:
             allowed = not any([verdict[1] for verdict in its])  # noqa: C419 - a list is quicker than a generator
