@@ -47,6 +47,9 @@ NAP: Final = 0.00002
 """Seconds that whoever is ahead of the clock sleeps: so long that others get their turn, as in a server that waits."""
 WARM: Final = 2.5
 """Seconds before the measurement, at the same rate."""
+NOTHING: Final = "nothing"
+"""Instead of who writes: there is no log in either slice. How far these ratios are from 1 is how far others can be by
+chance."""
 WITHIN: Final = 1.10
 """How much longer a check may take with the log, at the 99th percentile."""
 
@@ -169,6 +172,8 @@ class Nobody(Here):
 
 
 def _opened(options: dict[str, Any]) -> DecisionLog:
+    if options["writer"] == NOTHING:
+        options = {**options, "writer": "thread"}
     if options["writer"] != "nobody":
         return DecisionLog(secret=SECRET, sample=0, **options)
     log = DecisionLog(secret=SECRET, sample=0, **{**options, "writer": "thread"})
@@ -193,13 +198,14 @@ def _take_turn(turn: Turn, pipe: Any) -> None:
                 _by_threads(gate, taken, turn.threads)
             return taken
 
+        hook = None if turn.log["writer"] == NOTHING else log
         run(WARM)  # from now on, nearly all are denied
-        gate.on_decision = log
+        gate.on_decision = hook
         rejected += run(WARM).rejected  # and it is known who writes
         log.flush(60)
         for _ in range(turn.pairs):
             for is_with in random.sample((True, False), 2):
-                gate.on_decision = log if is_with else None
+                gate.on_decision = hook if is_with else None
                 gc.collect()
                 taken = run(turn.seconds)
                 slices[is_with].append(taken.slice())
@@ -207,7 +213,8 @@ def _take_turn(turn: Turn, pipe: Any) -> None:
                 log.flush(60)  # so that nobody writes any more in a slice without
     stats = log.stats
     log.close()
-    pipe.send(Told(slices[False], slices[True], rejected - stats.written - stats.lost, stats.lost))
+    missing = rejected - stats.written - stats.lost if hook is not None else 0
+    pipe.send(Told(slices[False], slices[True], missing, stats.lost))
 
 
 class Taken:
@@ -308,11 +315,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--kind", choices=("threads", "asyncio"), action="append", help="may be given again")
     parser.add_argument("--sink", choices=("sqlite", "jsonl", "kafka"), action="append", help="may be given again")
-    parser.add_argument("--writer", choices=("auto", "thread", "process", "nobody"), action="append")
+    parser.add_argument("--writer", choices=("auto", "thread", "process", "nobody", NOTHING), action="append")
     options = parser.parse_args()
     options.kind = options.kind or ["threads", "asyncio"]
     options.sink = options.sink or ["sqlite", "jsonl", "kafka"]
-    options.writer = options.writer or ["auto", "thread", "nobody"]
+    options.writer = options.writer or ["auto", "thread", "nobody", NOTHING]
     return options
 
 

@@ -443,6 +443,9 @@ def test_a_decision_that_cannot_be_made_into_a_record_costs_no_other(
     assert log.flush()
     assert [each.outcome for each in sink.records if each.outcome != "lost"] == ["denied", "denied"]
     assert log.stats.lost == 1
+    traffic.send()
+    assert log.flush()
+    assert [each.at_us for each in sink.records if each.outcome == "lost"] == [START_US]
     assert "a decision could not be made into a record: KeyError('address')" in caplog.text
 
 
@@ -457,6 +460,44 @@ def test_a_kind_of_text_of_the_apps_own_is_text(open_log: Callable[..., Decision
     assert log.flush()
     first, second = sink.records
     assert first._replace(id="") == second._replace(id="")
+
+
+def test_clients_who_share_their_counters_are_told_apart(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
+    log = open_log()
+    wanted = "clients: [{tenant: none, tier: pro}, {user: none, tier: pro}]"
+    traffic = Traffic(f"limits: [{{by: ip, bucket: 1/hour, tiers: {{pro: 2/hour}}}}]\n{wanted}", log)
+    traffic.send()
+    said: list[tuple[str, dict[str, Any]]] = [
+        ("GET", {"tenant": "a"}),
+        ("GET", {"user": "a"}),
+        ("GET", {"tenant": "b"}),
+        ("PUT", {"tenant": "b"}),
+    ]
+    for method, who in said * 3:
+        traffic.send(method=method, **who)
+    assert log.flush()
+    assert [(each.method, each.client_kind) for each in sink.records] == [(m, *who) for m, who in said] * 3
+    assert len({each.client for each in sink.records}) == 3
+    assert len({(each.method, each.clients) for each in sink.records}) == 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 32, 33, 40])
+def test_however_many_limits_deny_each_keeps_its_numbers(
+    open_log: Callable[..., DecisionLog], sink: Kept, count: int
+) -> None:
+    log = open_log()
+    limits = [f"  - {{name: l{each}, by: ip, cost: {1 + each % 3}, bucket: {3 + each}/hour}}" for each in range(count)]
+    traffic = Traffic("\n".join(["limits:", *limits]), log)
+    traffic.clock.advance(0.000_001)
+    *_, refused = traffic.send(times=5)
+    assert log.flush()
+    decision, record = refused.decision, sink.records[-1]
+    assert decision is not None
+    denied = [(each.limit.name, each.remaining, each.retry_after_us) for each in decision.outcomes if not each.allowed]
+    assert denied
+    assert sorted((each.limit, each.remaining, each.retry_us) for each in record.denials) == sorted(denied)
+    assert {each.limit: each.cost for each in record.denials} == {name: 1 + int(name[1:]) % 3 for name, _, _ in denied}
+    assert record.at_us == START_US + 1
 
 
 def test_many_threads_lose_nothing(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
