@@ -383,7 +383,7 @@ def test_redis_is_counted_in_operations_and_what_spared_them(redis7: RedisServer
             gate.admit(arrival())
         told = numbers(counted)
     hits = told["local_cache_hits", "remembered"]
-    assert hits >= 7  # two pass, one is denied by Redis at most
+    assert hits >= 4  # two pass, and four are denied by Redis at most
     assert told["redis_ops"] + hits == 10
     assert told["redis_round_trips"] == told["redis_ops"]
     assert (told["script_eval_errors"], told["shards", "ready"]) == (0, 1)

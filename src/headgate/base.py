@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from headgate.limits import Limit
     from headgate.shield.blocks import Blocks
 
-__all__ = ["LimiterBase", "checked_timeout"]
+__all__ = ["FIRST_CONNECTION", "LimiterBase", "checked_timeout"]
 
 PATIENT_BUDGET: Final = 1.0
 QUICK_BUDGET: Final = 0.005
+FIRST_CONNECTION: Final = 0.25
+"""Seconds that whoever makes a limiter may wait for its first connection: so that no request has to."""
 USUALLY_REMEMBERED: Final = 10_000
 
 
@@ -80,8 +82,10 @@ class LimiterBase:
         if self._memory is None:
             tells = on_failure != "raise" or on_event is not None
             self._keeper = Keeper(self._front, self._store, herald, beats=tells)
-            if on_failure != "raise":
-                self._store.warm()
+        self._is_quick = self._keeper is not None and on_failure != "raise"
+        """Whether its first request shall find a connection, as it would not wait long for one."""
+        if self._is_quick:
+            self._store.warm(wait=FIRST_CONNECTION)
         self._make_ready()
 
     def _make_ready(self) -> None:

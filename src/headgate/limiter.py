@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from headgate import flow
-from headgate.base import LimiterBase, checked_timeout
+from headgate.base import FIRST_CONNECTION, LimiterBase, checked_timeout
 from headgate.decisions import Decision
 from headgate.errors import StoreError
 from headgate.leases import Renewals, leaving, renew_forever
@@ -327,6 +327,8 @@ class AsyncLimiter(LimiterBase):
             await self._store.close()
 
     async def __aenter__(self) -> Self:
+        if self._is_quick:
+            await self._store.warm_up(wait=FIRST_CONNECTION)
         return self
 
     async def __aexit__(

@@ -130,11 +130,12 @@ def test_open_and_closed_answer_as_their_names_say(
     room = Limit(5, LONG, algorithm="concurrency", name=unique).by("ada")
     server.kill()
     allowed, retry_after = MODES[mode]
-    for decision in (gate.check(key), gate.check(key, cost=1_000), gate.enter(room, id="a")):
+    for decision in (gate.check(key), gate.check(key, cost=100), gate.enter(room, id="a")):
         assert (decision.allowed, decision.retry_after, decision.unsatisfiable) == (allowed, retry_after, False)
         assert decision.degraded.startswith(f"{mode}: cannot reach Redis")
         assert decision.degraded in decision.reason
         assert decision.denied_by == (() if allowed else (unique,))
+    assert gate.check(key, cost=101).unsatisfiable
     assert gate.peek(key).allowed
     assert [gate.refund(key, 1), gate.renew(room, id="a"), gate.leave(room, id="a")] == [False] * 3
     server.start()

@@ -243,7 +243,6 @@ class Denials:
         with self._lock:
             self._entries.clear()
             self._counters.clear()
-            self._knocked.clear()
             self._forgotten.clear()
             self._all_forgotten_us = self.now_us()
 

@@ -72,11 +72,17 @@ class AsyncRedisStore(SharedStore):
             desk = self._desk = self._desk_of(loop)
         return desk.ask(call)
 
-    def warm(self) -> None:
-        """Begin to connect, without waiting for it, if there is a loop to do it in: the first call needs it within its
-        budget."""
+    def warm(self, *, wait: float = 0) -> None:
+        """Begin to connect, if there is a loop to do it in, for which nobody can wait here: the first call needs it
+        within its budget."""
         with suppress(RuntimeError):
             self._desk_of(asyncio.get_running_loop()).warm()
+
+    async def warm_up(self, *, wait: float) -> None:
+        """Connect, and wait so many seconds for it."""
+        opening = self._desk_of(asyncio.get_running_loop()).warm()
+        if opening is not None:
+            await asyncio.wait([opening], timeout=wait)
 
     def prepare(self, node: Node | None, *, wait: float) -> None:
         """Connect to a server that serves again before requests go there; called from another thread, which waits."""
@@ -135,13 +141,14 @@ class _Desk:
         self._lines: dict[Node | None, Line] = {}
         self._closed = False
 
-    def warm(self, node: Node | None = None) -> None:
-        """Begin to connect, whatever the breaker says."""
-        if not self._closed and (node is not None or isinstance(self._place.topology, Standalone)):
-            line = self._lines.get(node)
-            if line is None or line.closed:
-                line = self._open_line(node)
-            line.open()
+    def warm(self, node: Node | None = None) -> asyncio.Task[None] | None:
+        """Begin to connect, whatever the breaker says; what is over when that is, where it is known whom to."""
+        if self._closed or (node is None and not isinstance(self._place.topology, Standalone)):
+            return None
+        line = self._lines.get(node)
+        if line is None or line.closed:
+            line = self._open_line(node)
+        return line.open()
 
     def is_warm(self, node: Node | None) -> bool:
         line = self._lines.get(node)

@@ -76,10 +76,11 @@ class Line(asyncio.Protocol):
             self._give_time(question)
             self.open()
 
-    def open(self) -> None:
-        """Begin to connect."""
+    def open(self) -> asyncio.Task[None]:
+        """Begin to connect; what is over when it is open, or has failed."""
         if self._opening is None:
             self._opening = self._loop.create_task(self._open())
+        return self._opening
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader

@@ -82,10 +82,13 @@ class RedisStore(SharedStore):
             raise answer
         return answer
 
-    def warm(self) -> None:
-        """Begin to connect, without waiting for it: the first call needs it within its budget."""
+    def warm(self, *, wait: float = 0) -> None:
+        """Begin to connect, and wait so many seconds for it: the first call needs it within its budget."""
         if self._only is not None and not self._openings and not self._lines:
             self._openings[None] = self._opening(None)
+            if wait:
+                with suppress(StoreError):
+                    self._openings[None].wait(wait)
 
     def prepare(self, node: Node | None, *, wait: float) -> None:
         """Connect to a server that serves again before requests go there; called from another thread, which waits."""
