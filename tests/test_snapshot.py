@@ -12,6 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import Limit
+from headgate.adapters.answers import Answers
+from headgate.adapters.identities import Identities
+from headgate.adapters.way import Rules
+from headgate.policy.credentials import ApiKeys
 from headgate.policy.loading import read
 from headgate.policy.model import Block, Client, Identity, Override, Policy, RouteRule, Rule, Validity
 from headgate.policy.routes import Template
@@ -292,16 +296,35 @@ def plain(met: Iterable[Met]) -> list[Any]:
 def test_a_request_meets_what_the_docs_say(policy: Policy, asked: list[Request]) -> None:
     snapshot = Snapshot(policy, fingerprint)
     for request in asked * 2:  # what was seen before is remembered
-        found, model = resolve(snapshot, request), Model(policy, request).expected()
-        route = found.route
-        told = (route.endpoint, route.route_class, route.cost, route.on_failure, found.tier, found.block)
-        assert told == model[:6]
-        assert route.is_exempt is (model.cost == 0)
-        assert plain(found.met) == model.met
-        assert plain(found.shadows) == model.shadows
-        assert found.keys == tuple(limit.by(*parts) for _, limit, parts, *_ in model.met)
-        costs = [found.cost] * len(model.met) if isinstance(found.cost, int) else list(found.cost)
-        assert costs == [cost for _, _, _, cost, *_ in model.met]
+        agrees_with_the_docs(policy, request, resolve(snapshot, request))
+
+
+@given(policy=policies(), asked=st.lists(requests(), min_size=1, max_size=8))
+def test_who_comes_again_meets_what_the_docs_say(policy: Policy, asked: list[Request]) -> None:
+    """Before and after overrides and blocks begin and end, and in whatever order."""
+    snapshot = Snapshot(policy, fingerprint)
+    known = Rules(snapshot, Answers(policy.answers), Identities(policy.identity, ApiKeys(b"x" * 16)))
+    for request in asked * 3:
+        found, check, description = known.meet(
+            snapshot.route(request.method, request.path), request.who, request.now_us
+        )
+        agrees_with_the_docs(policy, request, found)
+        assert (found.who, found.now_us) == (request.who, request.now_us)
+        assert check == (None if found.block or not found.keys else (found.keys, found.cost, None))
+        assert description.quotas == tuple((b"x-ratelimit-limit", b"%d" % key.limit.quota) for key in found.keys)
+
+
+def agrees_with_the_docs(policy: Policy, request: Request, found: Resolution) -> None:
+    model = Model(policy, request).expected()
+    route = found.route
+    told = (route.endpoint, route.route_class, route.cost, route.on_failure, found.tier, found.block)
+    assert told == model[:6]
+    assert route.is_exempt is (model.cost == 0)
+    assert plain(found.met) == model.met
+    assert plain(found.shadows) == model.shadows
+    assert found.keys == tuple(limit.by(*parts) for _, limit, parts, *_ in model.met)
+    costs = [found.cost] * len(model.met) if isinstance(found.cost, int) else list(found.cost)
+    assert costs == [cost for _, _, _, cost, *_ in model.met]
 
 
 @given(policy=policies(), request=requests())
@@ -527,6 +550,17 @@ def test_methods_that_are_made_up_take_no_memory() -> None:
     assert len(snapshot._routes) == 2
     assert len(snapshot.route("purge", "/a").rules) == 2
     assert len(snapshot.route("MADE-UP", "/a").rules) == 1
+
+
+def test_remembered_paths_are_bounded_in_number_and_length() -> None:
+    snapshot = Snapshot(read("limits: [{path: '/users/{id}', by: ip, bucket: 1/s}]"))
+    plans = {id(snapshot.route("GET", f"/users/{number}")) for number in range(10_000)}
+    assert len(plans) == 1
+    assert len(snapshot._known) == 10_000 % 4096
+    snapshot = Snapshot(snapshot.policy)
+    assert len(snapshot.route("GET", "/users/" + "x" * 200).rules) == 1
+    assert len(snapshot.route("MADE-UP", "/users/1").rules) == 1
+    assert not snapshot._known
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "get", "Head"])

@@ -198,7 +198,9 @@ class Door:
 
     def _say_how_it_is(self) -> Admission:
         """The answer at `health_path`: for load balancers, who take out a node without a store, and for people."""
-        health = {**self.health().as_dict(), "policy_version": self.policy_version, "policy_error": self.policy_error}
+        # Where the config store is, only the log and `policy_error` say.
+        error = self.policy_error and getattr(self._watch.error, "discreet", self.policy_error)
+        health = {**self.health().as_dict(), "policy_version": self.policy_version, "policy_error": error}
         return Admission(refusal=status_page(health, ready=health["state"] == "ready"))
 
     def _stored(self, kind: str, value: str) -> str:

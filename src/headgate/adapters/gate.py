@@ -16,12 +16,11 @@ from headgate.stores.calls import Check
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from headgate.adapters.answers import Description
     from headgate.adapters.way import Arrival
     from headgate.policy.snapshot import Resolution
 
 __all__ = ["AsyncGate", "Gate"]
-
-_new_check = tuple.__new__
 
 
 class Gate(Door):
@@ -43,20 +42,19 @@ class Gate(Door):
         who = rules.identities.read(arrival, route.kinds if blocks is None else route.kinds | blocks.kinds)
         if NOT_YET_TOLD in who:
             raise _asynchronous_function(who)
-        met = rules.snapshot.resolve(route, who, self._now_us())
+        met, check, described = rules.meet(route, who, self._now_us())
         if blocks is not None and met.block is None:
             met = self._live_block(met)
-        if met.block is not None or not met.keys:
+        if check is None or met.block is not None:
             admission = rules.unasked(met)
         elif route.leases:
-            admission = self._entered(rules, met)
+            admission = self._entered(rules, met, described)
         else:
-            check = _new_check(Check, (met.keys, met.cost, None))
             if self._memory is not None:  # what is remembered or prepaid spares no round trip here
                 decision = self._memory.decide(check)
             else:
                 decision = self._decide(check, self._fallbacks[route.on_failure])
-            admission = rules.conclude(met, decision)
+            admission = rules.conclude(met, decision, described)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
@@ -93,14 +91,14 @@ class Gate(Door):
             self._watch.close()
         self._limiter.close()
 
-    def _entered(self, rules: Rules, met: Resolution) -> Admission:
+    def _entered(self, rules: Rules, met: Resolution, described: Description) -> Admission:
         """The same for requests that take leases, which the admission holds until `finish`."""
         try:
             held: Any = self._limiter.hold(*met.keys, cost=met.cost)
             decision = held.__enter__()
         except StoreError as error:
             held, decision = self._held_without_store(met, error)
-        admission = rules.conclude(met, decision)
+        admission = rules.conclude(met, decision, described)
         if admission.allowed:
             admission.held = held
         elif held is not None:
@@ -128,20 +126,19 @@ class AsyncGate(Door):
         if NOT_YET_TOLD in who:
             for kind in who.pop(NOT_YET_TOLD):
                 who[kind] = await rules.identities.awaited(kind, who[kind])
-        met = rules.snapshot.resolve(route, who, self._now_us())
+        met, check, described = rules.meet(route, who, self._now_us())
         if blocks is not None and met.block is None:
             met = self._live_block(met)
-        if met.block is not None or not met.keys:
+        if check is None or met.block is not None:
             admission = rules.unasked(met)
         elif route.leases:
-            admission = await self._entered(rules, met)
+            admission = await self._entered(rules, met, described)
         else:
-            check = _new_check(Check, (met.keys, met.cost, None))
             if self._memory is not None:
                 decision = self._memory.decide(check)
             else:
                 decision = await self._decide(check, self._fallbacks[route.on_failure])
-            admission = rules.conclude(met, decision)
+            admission = rules.conclude(met, decision, described)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [
@@ -180,14 +177,14 @@ class AsyncGate(Door):
             self._watch.close()
         await self._limiter.close()
 
-    async def _entered(self, rules: Rules, met: Resolution) -> Admission:
+    async def _entered(self, rules: Rules, met: Resolution, described: Description) -> Admission:
         """The same for requests that take leases, which the admission holds until `finish`."""
         try:
             held: Any = self._limiter.hold(*met.keys, cost=met.cost)
             decision = await held.__aenter__()
         except StoreError as error:
             held, decision = self._held_without_store(met, error)
-        admission = rules.conclude(met, decision)
+        admission = rules.conclude(met, decision, described)
         if admission.allowed:
             admission.held = held
         elif held is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isawaitable
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Addresses
@@ -18,13 +18,19 @@ if TYPE_CHECKING:
     from headgate.policy.credentials import ApiKeys
     from headgate.policy.model import IdentitySettings
 
-__all__ = ["AMBIGUOUS", "NOT_YET_TOLD", "Identities", "IdentityFunction"]
+__all__ = ["AMBIGUOUS", "NOT_YET_TOLD", "Identities", "IdentityFunction", "Known"]
 
 logger = logging.getLogger("headgate")
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 IdentityFunction: TypeAlias = Callable[[Any], Any]
 """Given the `Arrival`, says who sends it: text, a whole number, or None; or gives an awaitable of these."""
 
+
+_Sent: TypeAlias = tuple[frozenset[str], str | None, tuple[str, ...], str, int | None]
+"""What identities are read from: the kinds, the peer, the forwarding lines, and where an API key stands."""
 
 AMBIGUOUS: Final = "ambiguous"
 """The one API key of all requests that send several: a client who is served under either gets no counter of its own."""
@@ -35,11 +41,39 @@ NOT_YET_TOLD: Final = "not yet told"
 MOST_LINES: Final = 16
 """Of a header in which one was meant to stand; a request with more is somebody's game, and counted as ambiguous."""
 
+MOST_KNOWN: Final = 4096
+PATIENCE: Final = 16 * MOST_KNOWN
+"""How many strangers are let go while no more are kept: a flood of them makes requests no dearer than they would be
+if nobody was kept, and who is busy is kept after the next start."""
+
+LONGEST_KNOWN: Final = 256
+"""In characters of the peer and of forwarding lines: about two megabytes of known clients, whatever they send."""
+
 OUR_OWN: Final = frozenset({"address", "ip", "subnet", "endpoint", "client", "global"})
 """The kinds that no function tells."""
 
 QUIET: Final = 1.0
 """Seconds between two words on the same function in the log: clients may be able to make it fail."""
+
+
+class Known(dict[K, V]):
+    """What was worked out for clients that come often: a dict that nobody writes to before `has_room`."""
+
+    __slots__ = ("_strangers",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._strangers = 0
+
+    def has_room(self) -> bool:
+        """Whether a stranger can be kept; to be asked once for each. After many who could not, all start anew."""
+        if len(self) < MOST_KNOWN:
+            return True
+        self._strangers += 1
+        if self._strangers >= PATIENCE:
+            self._strangers = 0
+            self.clear()
+        return False
 
 
 class Identities:
@@ -57,6 +91,9 @@ class Identities:
             self._places.append((settings.api_key_header, api_keys.from_header))
         if settings.bearer_token:
             self._places.append(("authorization", api_keys.from_bearer))
+        self._known: Known[_Sent, dict[str, Any]] = Known()
+        """The identities of busy clients, by what they were read from. Of API keys that is what Python's own hash makes
+        of them: the keys themselves are not kept."""
         self._functions = dict(functions or {})
         self._kinds_told = frozenset(self._functions)
         self._tells_tier = "tier" in self._functions
@@ -71,15 +108,32 @@ class Identities:
 
     def read(self, arrival: Arrival, kinds: frozenset[str]) -> dict[str, Any]:
         """The request's identities of these kinds, its address always; for some there may be something to await."""
-        forwarded = arrival.header(self._forwarded_by) if self._forwarded_by is not None else ()
-        addresses = self._addresses
-        address = addresses.client(arrival.peer, forwarded)
-        who: dict[str, Any] = {"address": address, "ip": addresses.identity(address)}
-        if "subnet" in kinds:
-            who["subnet"] = addresses.subnet(address)
+        forwarded = tuple(arrival.header(self._forwarded_by)) if self._forwarded_by is not None else ()
+        place, line = "", None
         if "api_key" in kinds and "api_key" not in self._kinds_told:
-            self._read_api_key(arrival, who)
+            for name, read in self._places:  # noqa: B007 - used below, where a line was found
+                lines = arrival.header(name)
+                if lines:
+                    place, line = name, hash(lines[0]) if len(lines) == 1 else None
+                    break
+        sent = (kinds, arrival.peer, forwarded, place, line)
+        who = self._known.get(sent)
+        if who is None:
+            who = self._addresses_of(arrival.peer, forwarded, kinds)
+            key = read(lines[0]) if line is not None else None
+            if key is not None:
+                who["api_key"] = key
+            elif place:  # several lines, or one without a key, after which others count: `sent` does not say which
+                self._read_api_key(arrival, who)
+            is_all_sent = key is not None or not place
+            if (
+                is_all_sent
+                and self._known.has_room()
+                and sum(map(len, (arrival.peer or "", *forwarded))) <= LONGEST_KNOWN
+            ):
+                self._known[sent] = who
         if self._tells_tier or not kinds.isdisjoint(self._kinds_told):
+            who = {**who}
             for kind, function in self._functions.items():
                 if kind in kinds or kind == "tier":
                     self._ask(kind, function, arrival, who)
@@ -108,6 +162,14 @@ class Identities:
         except Exception:
             self._complain(kind, "failed", with_traceback=True)
             return None
+
+    def _addresses_of(self, peer: str | None, forwarded: Sequence[str], kinds: frozenset[str]) -> dict[str, Any]:
+        addresses = self._addresses
+        address = addresses.client(peer, forwarded)
+        who = {"address": address, "ip": addresses.identity(address)}
+        if "subnet" in kinds:
+            who["subnet"] = addresses.subnet(address)
+        return who
 
     def _read_api_key(self, arrival: Arrival, who: dict[str, Any]) -> None:
         for name, read in self._places:

@@ -6,10 +6,14 @@ Nothing here waits. `gate.py` asks these questions in their order, and knows how
 from __future__ import annotations
 
 import logging
+import sys
+from bisect import bisect_right
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
+from headgate.adapters.identities import Known
 from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
+from headgate.policy.snapshot import Resolution
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
@@ -18,8 +22,10 @@ if TYPE_CHECKING:
     from headgate.adapters.answers import Answers, Description, Header, Refusal
     from headgate.adapters.identities import Identities
     from headgate.decisions import Decision
+    from headgate.keys import Key
     from headgate.policy.model import Block
-    from headgate.policy.snapshot import Met, Resolution, Snapshot
+    from headgate.policy.snapshot import CompiledRule, Met, RoutePlan, Snapshot, Who
+    from headgate.stores.calls import Cost
 
 __all__ = [
     "FREE",
@@ -34,6 +40,11 @@ __all__ = [
 ]
 
 logger = logging.getLogger("headgate")
+
+LONGEST_KNOWN: Final = 512
+"""In characters of all identities: about four megabytes of known clients, whoever comes."""
+
+_new_tuple = tuple.__new__
 
 
 class Arrival(Protocol):
@@ -65,6 +76,12 @@ class Shadow(NamedTuple):
 
 
 Settling: TypeAlias = "Generator[Check | Refund, Any, None]"
+
+_Asked: TypeAlias = tuple[Any, ...]
+"""Who is on which route: the plan, the kinds of the identities, and then their values."""
+
+_Met: TypeAlias = "tuple[tuple[Key, ...], Cost, Sequence[CompiledRule], str | None, Check, Description]"
+"""What a client meets, as long as the policy stays as it is."""
 
 
 class Admission:
@@ -150,7 +167,7 @@ def current_admission() -> Admission:
 class Rules:
     """All that holds for the requests that begin now; swapped whole when the policy changes."""
 
-    __slots__ = ("_answers", "_descriptions", "identities", "snapshot")
+    __slots__ = ("_answers", "_descriptions", "_period", "_turns", "identities", "snapshot")
 
     def __init__(self, snapshot: Snapshot, answers: Answers, identities: Identities) -> None:
         self.snapshot = snapshot
@@ -158,6 +175,24 @@ class Rules:
         self._answers = answers
         self._descriptions: dict[Any, Description] = {}
         """Of the limits that requests have met so far; the snapshot keeps those alive whose ids stand here."""
+        self._turns = [-sys.maxsize, *snapshot.policy.turns, sys.maxsize]
+        self._period: tuple[int, int, Known[_Asked, _Met]] = (0, 0, Known())
+        """From when until when nothing in the policy begins or ends, and what busy clients meet in that time."""
+
+    def meet(self, route: RoutePlan, who: Who, now_us: int) -> tuple[Resolution, Check | None, Description]:
+        """What the request meets, what the store is asked, and how it is told; None where the store is not asked.
+
+        Most clients have been here before, and meet what they met then, until something in the policy begins or ends.
+        """
+        since_us, until_us, known = self._period
+        if not since_us <= now_us < until_us:
+            known = self._turn(now_us)
+        asked = (route, *who, *who.values())
+        found = known.get(asked)
+        if found is None:
+            return self._met(known, asked, self.snapshot.resolve(route, who, now_us))
+        keys, cost, rules, tier, check, description = found
+        return _new_tuple(Resolution, (route, keys, cost, rules, who, tier, now_us, None)), check, description
 
     def unasked(self, resolution: Resolution) -> Admission:
         """How a request is let in that is blocked, or meets no limit: the store need not be asked."""
@@ -165,24 +200,46 @@ class Rules:
             return Admission(resolution)
         return Admission(resolution, None, self._answers.blocked(_time_left(resolution.block, resolution.now_us)))
 
-    def conclude(self, resolution: Resolution, decision: Decision) -> Admission:
+    def conclude(self, resolution: Resolution, decision: Decision, description: Description) -> Admission:
         """How the request is let in, or its refusal."""
         if decision.degraded is not None and resolution.route.on_failure != "local":
             # Nothing is known of the limits: the client is told no numbers.
             refusal = None if decision.allowed else self._answers.unavailable(decision)
             return Admission(resolution, decision, refusal)
+        refusal = None if decision.allowed else self._answers.denied(decision, description)
+        return Admission(resolution, decision, refusal, description)
+
+    def _met(
+        self, known: Known[_Asked, _Met], asked: _Asked, met: Resolution
+    ) -> tuple[Resolution, Check | None, Description]:
+        """The same of a client who is not known yet; who is blocked never gets known."""
+        description = self._described(met)
+        if met.block is not None or not met.keys:
+            return met, None, description
+        check = _new_tuple(Check, (met.keys, met.cost, None))
+        if known.has_room() and sum([len(value) for value in met.who.values() if value]) <= LONGEST_KNOWN:
+            known[asked] = met.keys, met.cost, met.rules, met.tier, check, description
+        return met, check, description
+
+    def _described(self, met: Resolution) -> Description:
         # What the numbers depend on: the tier, or, where rules are left out or overridden, the very limits.
-        if resolution.rules is resolution.route.rules and not resolution.route.has_overrides:
-            shape: Any = resolution.route, resolution.tier
+        if met.rules is met.route.rules and not met.route.has_overrides:
+            shape: Any = met.route, met.tier
         else:
-            shape = tuple([id(key[0]) for key in resolution.keys])
+            shape = tuple([id(key.limit) for key in met.keys])
         description = self._descriptions.get(shape)
         if description is None:
             description = self._descriptions[shape] = self._answers.describe(
-                [key.limit for key in resolution.keys], [rule.rule.unit for rule in resolution.rules]
+                [key.limit for key in met.keys], [rule.rule.unit for rule in met.rules]
             )
-        refusal = None if decision.allowed else self._answers.denied(decision, description)
-        return Admission(resolution, decision, refusal, description)
+        return description
+
+    def _turn(self, now_us: int) -> Known[_Asked, _Met]:
+        """Begin the period that the instant is in: nothing is known of it yet."""
+        index = bisect_right(self._turns, now_us)
+        known: Known[_Asked, _Met] = Known()
+        self._period = self._turns[index - 1], self._turns[index], known
+        return known
 
 
 def settle(admission: Admission, status: int) -> Settling:

@@ -7,7 +7,7 @@ it is immutable: a running request keeps the policy that it started with.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
@@ -40,6 +40,8 @@ RouteMode: TypeAlias = Literal["open", "closed", "local"]
 
 LeaseMode: TypeAlias = Literal["auto", "always", "never"]
 """When a limit's tokens are prepaid: where it is found to be busy, always, or never."""
+
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 ADDRESSES: Final = ("ip", "subnet")
 """The identities that every request has, whoever sends it."""
@@ -229,3 +231,10 @@ class Policy:
     name: str = "policy"
     warnings: tuple[str, ...] = ()
     """What is allowed, but probably not meant: `headgate check` prints them."""
+
+    @property
+    def turns(self) -> list[int]:
+        """The instants at which an override or a block begins or ends, in order. To be asked once."""
+        validities = {each.validity for each in self.overrides} | {each.validity for each in self.blocked}
+        ends = {end for validity in validities for end in (validity.since, validity.until) if end is not None}
+        return sorted((end - EPOCH) // timedelta(microseconds=1) for end in ends)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
@@ -23,10 +22,6 @@ __all__ = ["LONGEST_TEMPLATE", "Matcher", "Template", "decoded", "normal", "norm
 
 LONGEST_TEMPLATE: Final = 1000
 """In characters: far beyond any route of an app, and a bound for the states of a matcher."""
-
-MOST_PATHS: Final = 4096
-LONGEST_REMEMBERED: Final = 200
-"""Together about a megabyte of remembered paths, whatever is asked for."""
 
 MOST_STATES: Final = 20_000
 """A policy of a thousand routes has about as many states; only one that is made for it has more."""
@@ -88,7 +83,7 @@ class Matcher:
     states depend on the templates alone, however many different paths are asked for.
     """
 
-    __slots__ = ("_depth", "_ranks", "_remembered", "_results", "_start", "_states")
+    __slots__ = ("_depth", "_ranks", "_results", "_start", "_states")
 
     def __init__(self, templates: Sequence[Template]) -> None:
         self._depth = max((len(template.segments) for template in templates), default=0)
@@ -97,7 +92,6 @@ class Matcher:
         self._results: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._states: dict[frozenset[_Place], _State] = {}
         self._start = self._state(frozenset([_tree(templates)]))
-        self._remembered = lru_cache(MOST_PATHS)(self._find)
 
     def match(self, path: str) -> tuple[int, ...]:
         """The indices of all templates that fit, the most specific first; equal answers are one object.
@@ -107,9 +101,6 @@ class Matcher:
         >>> Matcher([Template.parse(text) for text in ("*", "/users/{id}", "/users/me")]).match("/users/me")
         (2, 1, 0)
         """
-        return self._remembered(path) if len(path) <= LONGEST_REMEMBERED else self._find(path)
-
-    def _find(self, path: str) -> tuple[int, ...]:
         state, spelled = self._start, normal(path.removesuffix("\n"))
         if spelled != "/":
             # Below the deepest template all segments are alike: they stay together, however many there are.

@@ -1,7 +1,7 @@
 """A policy made ready for requests: which limits does this one meet, under which numbers, counted by whom?
 
 All that depends on the route alone is worked out when a route is first seen, and kept. For each request only what
-depends on the client is left: its tier, its overrides, and its identities as keys. Pure, and never changed.
+depends on the client is left: its tier, its overrides, and its identities as keys. What it says never changes.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ UNMATCHED: Final = "unmatched"
 STRICTNESS: Final = ("closed", "local", "open")
 ALWAYS: Final = Validity()
 ANYWHERE: Final = object()
+
+MOST_PATHS: Final = 4096
+LONGEST_PATH: Final = 200
+"""Together about a megabyte of remembered paths, whatever is asked for."""
 
 _new_tuple = tuple.__new__
 
@@ -152,6 +156,8 @@ class Snapshot:
             for place in (*rule.templates, *rule.classes) or (ANYWHERE,):
                 self._rules_by_place.setdefault(place, []).append(number)
         self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
+        self._known: dict[tuple[str, str], RoutePlan] = {}
+        """The plans for busy paths."""
         named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
         self._methods = frozenset([*METHODS, *(normal_method(method) for methods in named for method in methods)])
         """The methods that may make a difference; all others are alike."""
@@ -171,9 +177,8 @@ class Snapshot:
 
     def route(self, method: str, path: str) -> RoutePlan:
         """The plan for requests of this method to this path."""
-        matched = self._matcher.match(path)
-        plan = self._routes.get((matched, method))
-        return plan if plan is not None else self._plan(matched, method)
+        plan = self._known.get((method, path))
+        return plan if plan is not None else self._found(method, path)
 
     def resolve(self, route: RoutePlan, who: Who, now_us: int) -> Resolution:
         """Which limits the request meets; `who` has those of the route's `kinds` that the request has."""
@@ -182,10 +187,8 @@ class Snapshot:
         keys: list[Key] = []
         rules: Sequence[CompiledRule] = route.rules
         for rule in rules:
-            # The common cases by themselves: no overrides, and no identity, or one that is there.
-            if rule.shared_key is not None:
-                keys.append(rule.shared_key)
-            elif (value := who.get(rule.simple_kind)) and (limit := rule.tiers.get(tier, rule.limit)) is not None:
+            # The common case by itself: no overrides, and one identity, which is there.
+            if (value := who.get(rule.simple_kind)) and (limit := rule.tiers.get(tier, rule.limit)) is not None:
                 keys.append(limit.by(value))
             elif (key := rule.key(who, tier, now_us)) is not None:
                 keys.append(key)
@@ -242,16 +245,18 @@ class Snapshot:
             if override.route_class in (None, route_class)
         )
 
-    def _plan(self, matched: tuple[int, ...], method: str) -> RoutePlan:
-        known = normal_method(method)
+    def _found(self, method: str, path: str) -> RoutePlan:
+        matched, known = self._matcher.match(path), normal_method(method)
         if known not in self._methods:
             known = "UNKNOWN"
         plan = self._routes.get((matched, known))
         if plan is None:
             plan = RoutePlan(self, tuple(self._templates[index] for index in matched), known)
             plan = self._routes.setdefault((matched, known), plan)
-        if method in METHODS:  # HEAD; spellings that are made up are not kept, there is no end of them
-            self._routes[matched, method] = plan
+        if method in METHODS and len(path) <= LONGEST_PATH:  # there is no end of methods that are made up
+            if len(self._known) >= MOST_PATHS:
+                self._known.clear()
+            self._known[method, path] = plan
         return plan
 
     def _block(self, who: Who, now_us: int) -> Block | None:
@@ -304,8 +309,7 @@ class CompiledRule:
     """A rule on one route."""
 
     __slots__ = (
-        "_lookups", "_missing", "_said", "cost", "has_overrides", "kinds", "limit", "rule", "shared_key", "simple_kind",
-        "tiers",
+        "_lookups", "_missing", "_said", "cost", "has_overrides", "kinds", "limit", "rule", "simple_kind", "tiers",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
@@ -323,8 +327,6 @@ class CompiledRule:
         self.simple_kind = rule.by[0] if is_simple else ""
         self.limit = rule.limit
         self.tiers: Mapping[Any, Limit] = rule.tiers
-        is_shared = not (rule.by or rule.tiers or self._lookups)
-        self.shared_key = rule.limit.by() if is_shared and rule.limit is not None else None
 
     def key(self, who: Who, tier: str | None, now_us: int) -> Key | None:
         """What the request is counted under; None if it does not meet the rule."""
