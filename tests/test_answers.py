@@ -126,6 +126,17 @@ def test_the_parser_of_these_tests_is_strict(text: str) -> None:
         parse_list(text)
 
 
+@pytest.mark.parametrize("algorithm", ["token_bucket", "gcra", "leaky_bucket", "fixed_window"])
+@pytest.mark.parametrize(("quota", "period"), [(10, 60), (3, 1), (7, 3600), (1, 5)])
+def test_where_nothing_is_left_t_is_when_there_is_more(algorithm: str, quota: int, period: int) -> None:
+    """As the next request is told, which comes at the same moment and is denied."""
+    limit = Limit(quota, timedelta(seconds=period), algorithm=algorithm, name="x")
+    limiter = Limiter(clock=FakeClock(1_763_251_200_000_000))
+    last, denied = limiter.check(limit.by("ada"), cost=quota), limiter.check(limit.by("ada"))
+    [(_, left), (_, told)] = [parse_list(fields((limit, each.verdicts[0]))["ratelimit"])[0] for each in (last, denied)]
+    assert (left["r"], left["t"]) == (0, -(-denied.retry_after_us // SECOND)) == (0, told["t"])
+
+
 # --------------------------------------------------------------- X-RateLimit
 
 
@@ -139,8 +150,8 @@ def test_the_parser_of_these_tests_is_strict(text: str) -> None:
         pytest.param([(SEARCH, (50, 0, 0, 0))], (10, 50, 0), id="the quota, not the burst"),
         pytest.param(
             [(PER_IP, (100, 0, 54 * SECOND, 0)), (SEARCH, (6, 0, 2 * SECOND, 0))],
-            (1000, 100, 54),
-            id="share, not count",
+            (10, 6, 2),
+            id="what passes now, not the share",
         ),
         pytest.param(
             [(PER_IP, (0, 0, 60 * SECOND, 0)), (EXPORTS, (0, 0, DAY, 0))], (1000, 0, 86_400), id="equal: the slower"
@@ -404,6 +415,7 @@ def test_other_refusals_tell_nothing_of_limits(
         "error": error,
         "message": message,
         "retry_after_seconds": retry,
+        "doc_url": None,
     }
     assert refusal.status == status
     assert as_text(refusal.headers) == ({} if retry is None else {"retry-after": str(retry)}) | {

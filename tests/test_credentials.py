@@ -29,6 +29,7 @@ class Arrival(NamedTuple):
     method: str = "GET"
     peer: str | None = "203.0.113.9"
     native: Any = None
+    below: str | None = None
 
     def header(self, name: str) -> list[str]:
         value = self.sent.get(name)

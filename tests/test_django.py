@@ -483,10 +483,13 @@ def test_who_a_request_is_from(
 @pytest.mark.parametrize(
     ("make_client", "path"), [("sync", "/hello"), ("async", "/shop/hello")], indirect=["make_client"]
 )
+@pytest.mark.parametrize("limited", ["/shop/hello", "/hello"])
 @override_settings(FORCE_SCRIPT_NAME="/shop")
-def test_a_mounted_project_is_counted_by_its_whole_path(path: str, make_client: Callable[[], Ask]) -> None:
+def test_a_mounted_project_is_counted_by_either_name_of_a_path(
+    path: str, limited: str, make_client: Callable[[], Ask]
+) -> None:
     """WSGI hands a mounted app its path without the mount's, ASGI with it."""
-    with gated("limits: [{endpoint: /shop/hello, by: ip, bucket: 1/hour}]"):
+    with gated(f"limits: [{{endpoint: {limited}, by: ip, bucket: 1/hour}}]"):
         ask = make_client()
         assert [ask(path).status_code for _ in range(2)] == [200, 429]
 

@@ -33,6 +33,7 @@ class Arrival(NamedTuple):
     native: Any = None
     path: str = "/"
     method: str = "GET"
+    below: str | None = None
 
     def header(self, name: str) -> list[str]:
         return self.sent.get(name, [])

@@ -54,7 +54,7 @@ def url_of(store: ConfigStore) -> str:
 
 
 class Arrival:
-    method, path, peer, native = "GET", "/", "192.0.2.7", None
+    method, path, below, peer, native = "GET", "/", None, "192.0.2.7", None
 
     def header(self, _: str) -> list[str]:
         return []

@@ -29,6 +29,7 @@ class AiohttpArrival:
     """A request. `native` is aiohttp's own."""
 
     __slots__ = ("method", "native", "path", "peer")
+    below = None
 
     def __init__(self, request: web.Request) -> None:
         self.native = request

@@ -16,7 +16,7 @@ from math import inf
 from random import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from headgate.algorithms import NEVER
+from headgate.algorithms import ALGORITHMS, NEVER
 from headgate.errors import InvalidConfiguration
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class Description:
     names: tuple[str, ...]
     quotas: tuple[Header, ...]
     """X-RateLimit-Limit of each."""
-    capacities: tuple[int, ...]
+    filling: tuple[int, ...]
+    """For how many microseconds each goes on filling when the first of it is there; 0 where it comes all at once."""
     policy: Header
     """RateLimit-Policy, which is always the same."""
     template: bytes
@@ -90,16 +91,18 @@ class Description:
         """The fields for an answer, from what each limit said, in the order of the description.
 
         X-RateLimit speaks of the tightest limit: of those that denied, the one with the longest wait; if none did,
-        the one with the least share left. This runs on every request, hence one loop and one formatting for all.
+        the one with the least left. This runs on every request, hence one loop and one formatting for all.
         """
         if not verdicts or not (self.x_ratelimit or self.ratelimit):
             return []
-        capacities = self.capacities
+        filling = self.filling
         numbers: list[int] = []
+        tightest: float
         tightest, which, index = inf, 0, 0
         for remaining, retry_us, reset_us, _ in verdicts:
             if retry_us == 0:
-                room, wait_us = remaining / capacities[index], reset_us
+                room: float = remaining
+                wait_us = reset_us if remaining else reset_us - filling[index]
             elif retry_us == NEVER:
                 room, wait_us = -inf, reset_us
             else:
@@ -156,7 +159,7 @@ class Answers:
         return Description(
             names=tuple(limit.name for limit in limits),
             quotas=tuple((b"x-ratelimit-limit", b"%d" % limit.quota) for limit in limits),
-            capacities=tuple(limit.capacity for limit in limits),
+            filling=tuple(_filling_us(limit) for limit in limits),
             policy=(b"ratelimit-policy", ", ".join(items).encode("ascii")),
             template=", ".join(name.replace("%", "%%") + ";r=%d;t=%d" for name in names).encode("ascii"),
             x_ratelimit=self._settings.x_ratelimit,
@@ -245,6 +248,11 @@ def status_page(facts: Mapping[str, object], *, ready: bool) -> Refusal:
     )
 
 
+def _filling_us(limit: Limit) -> int:
+    is_steady = ALGORITHMS[limit.algorithm].SHAPES_BURST
+    return -((1 - limit.capacity) * limit.ticks // limit.tokens) if is_steady else 0
+
+
 def _problem(facts: RefusalFacts, doc_url: str | None) -> bytes:
     kind, title = _TYPES_AND_TITLES[facts.status]
     members: dict[str, object] = {"type": kind, "title": title, "status": facts.status, "detail": facts.message}
@@ -253,8 +261,7 @@ def _problem(facts: RefusalFacts, doc_url: str | None) -> bytes:
     members["error"] = facts.error
     members["message"] = facts.message
     members["retry_after_seconds"] = facts.retry_after_seconds
-    if doc_url is not None:
-        members["doc_url"] = doc_url
+    members["doc_url"] = doc_url
     return json.dumps(members).encode("ascii")
 
 

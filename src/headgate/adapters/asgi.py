@@ -38,6 +38,9 @@ ANSWERS: Final = frozenset({"http.response.start", "websocket.accept", "websocke
 
 BODIES: Final = frozenset({"http.response.body", "websocket.http.response.body"})
 
+MOST_LAYERS: Final = 100
+"""Of middleware around an app, each of which calls the next one its `app`."""
+
 TRY_AGAIN_LATER: Final = 1013
 """The close code of a websocket whose server cannot say 429."""
 
@@ -45,13 +48,16 @@ TRY_AGAIN_LATER: Final = 1013
 class AsgiArrival:
     """A request, or the handshake of a websocket. `native` is its scope."""
 
-    __slots__ = ("method", "native", "path", "peer")
+    __slots__ = ("below", "method", "native", "path", "peer")
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, root: str = "") -> None:
         self.native = scope
         self.method: str = scope.get("method", "GET")
         path: str = scope["path"]
         self.path = path if path[:1] == "/" else _path_of(path)
+        self.below: str | None = None
+        if root := (root or scope.get("root_path", "")).rstrip("/"):
+            self.path, self.below = _under(root, self.path)
         client = scope.get("client")
         self.peer: str | None = client[0] if client else None
 
@@ -83,6 +89,7 @@ class HeadgateMiddleware:
         **options: Unpack[GateOptions],
     ) -> None:
         self.app = app
+        self._root = _root_of(app)
         if gate is None:
             if policy is None:
                 raise TypeError("give a policy (a file's path, or a Policy), or a gate")
@@ -103,7 +110,7 @@ class HeadgateMiddleware:
             return await live(self.app, scope, receive, send, self.gate)
         if kind not in ("http", "websocket"):
             return await self.app(scope, receive, send)
-        admission = await self.gate.admit(AsgiArrival(scope))
+        admission = await self.gate.admit(AsgiArrival(scope, self._root))
         if admission.refusal is not None:
             return await refuse(admission.refusal, scope, receive, send)
         if admission is FREE:
@@ -243,6 +250,23 @@ def _path_of(target: str) -> str:
         return urlparse(target).path
     except ValueError:
         return target
+
+
+def _under(root: str, path: str) -> tuple[str, str]:
+    """The whole path, and that below the root. An app that has a root serves both spellings."""
+    if path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+        return path, path[len(root) :] or "/"
+    return root + path, path
+
+
+def _root_of(app: Any) -> str:
+    """Where the app says it is mounted: FastAPI tells those who stand behind it, but not who stands before."""
+    for _ in range(MOST_LAYERS):
+        root = getattr(app, "root_path", "")
+        if isinstance(root, str) and root:
+            return root
+        app = getattr(app, "app", None)
+    return ""
 
 
 _unfinished: set[asyncio.Future[None]] = set()

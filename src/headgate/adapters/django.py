@@ -44,12 +44,13 @@ FUNCTIONS: Final = ("on_decision", "on_event", "refusal_body")
 class DjangoArrival:
     """A request. `native` is Django's own."""
 
-    __slots__ = ("method", "native", "path", "peer")
+    __slots__ = ("below", "method", "native", "path", "peer")
 
     def __init__(self, request: HttpRequest) -> None:
         self.native = request
         self.method: str = request.method or "GET"
         self.path: str = request.path
+        self.below = request.path_info if request.path_info != request.path else None
         self.peer: str | None = request.META.get("REMOTE_ADDR")
 
     def header(self, name: str) -> list[str]:

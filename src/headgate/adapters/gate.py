@@ -32,10 +32,10 @@ class Gate(Door):
         """How the request is let in, or its refusal."""
         if not self.is_on:
             return FREE
-        if arrival.path == self._health_path:
+        if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
         rules = self.rules
-        route = rules.snapshot.route(arrival.method, arrival.path)
+        route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
         if route.is_exempt:
             return FREE
         blocks = self._blocks or None
@@ -115,10 +115,10 @@ class AsyncGate(Door):
         """How the request is let in, or its refusal: by the policy, or by rules that `made` has made of another."""
         if not self.is_on:
             return FREE
-        if arrival.path == self._health_path:
+        if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
         rules = rules or self.rules
-        route = rules.snapshot.route(arrival.method, arrival.path)
+        route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
         if route.is_exempt:
             return FREE
         blocks = self._blocks or None

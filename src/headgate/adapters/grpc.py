@@ -73,6 +73,7 @@ class GrpcArrival:
     """An RPC. `native` is its context."""
 
     __slots__ = ("_metadata", "method", "native", "path", "peer")
+    below = None
 
     def __init__(self, details: grpc.HandlerCallDetails, context: Any) -> None:
         self.native = context

@@ -54,7 +54,11 @@ class Arrival(Protocol):
     def method(self) -> str: ...
     @property
     def path(self) -> str:
-        """Decoded, as the framework routes by it."""
+        """Decoded, as the framework routes by it, from the server's root on."""
+
+    @property
+    def below(self) -> str | None:
+        """The same from where the app is mounted, if that is not the root."""
 
     @property
     def peer(self) -> str | None:

@@ -38,12 +38,14 @@ __all__ = [
 class WsgiArrival:
     """A request. `native` is its environ."""
 
-    __slots__ = ("method", "native", "path", "peer")
+    __slots__ = ("below", "method", "native", "path", "peer")
 
     def __init__(self, environ: Environ) -> None:
         self.native = environ
         self.method: str = environ["REQUEST_METHOD"]
-        self.path = _decoded(environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")) or "/"
+        root, path = environ.get("SCRIPT_NAME", ""), environ.get("PATH_INFO", "")
+        self.path = _decoded(root + path) or "/"
+        self.below = _decoded(path) or "/" if root else None
         self.peer: str | None = environ.get("REMOTE_ADDR")
 
     def header(self, name: str) -> list[str]:

@@ -57,7 +57,7 @@ class Addresses:
 
         `forwarded` holds the lines of the configured header, in their order. Each proxy adds at the right end whom it
         was called by. So the list is read from there, and the first hop that is no trusted proxy is the client: what
-        stands further left is what the client claims. A hop that is no address ends the reading, too.
+        stands further left is what the client claims. Where a hop is no address, it is the peer.
         """
         hop = self._hop(peer) if peer is not None and len(peer) <= LONGEST_ADDRESS else None
         if hop is None:
@@ -73,12 +73,13 @@ class Addresses:
         """What `by: subnet` counts, as in "203.0.113.0/24"."""
         return self._network(address, *self._subnets)
 
-    def _behind(self, address: str, forwarded: Sequence[str]) -> str:
+    def _behind(self, peer: str, forwarded: Sequence[str]) -> str:
+        address = peer
         for element in _elements(forwarded):
             name = self._name(element)
             hop = self._hop(name) if len(name) <= LONGEST_ADDRESS else None
             if hop is None:
-                break
+                return peer
             address, is_proxy = hop
             if not is_proxy:
                 break

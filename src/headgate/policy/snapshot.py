@@ -156,7 +156,7 @@ class Snapshot:
             for place in (*rule.templates, *rule.classes) or (ANYWHERE,):
                 self._rules_by_place.setdefault(place, []).append(number)
         self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
-        self._known: dict[tuple[str, str], RoutePlan] = {}
+        self._known: dict[tuple[str, str, str | None], RoutePlan] = {}
         """The plans for busy paths."""
         named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
         self._methods = frozenset([*METHODS, *(normal_method(method) for methods in named for method in methods)])
@@ -175,10 +175,10 @@ class Snapshot:
         if policy.default_tier is not None:
             self.tiers |= {policy.default_tier}
 
-    def route(self, method: str, path: str) -> RoutePlan:
-        """The plan for requests of this method to this path."""
-        plan = self._known.get((method, path))
-        return plan if plan is not None else self._found(method, path)
+    def route(self, method: str, path: str, below: str | None = None) -> RoutePlan:
+        """The plan for requests of this method to this path, which in a mounted app has a name `below` that, too."""
+        plan = self._known.get((method, path, below))
+        return plan if plan is not None else self._found(method, path, below)
 
     def resolve(self, route: RoutePlan, who: Who, now_us: int) -> Resolution:
         """Which limits the request meets; `who` has those of the route's `kinds` that the request has."""
@@ -245,8 +245,8 @@ class Snapshot:
             if override.route_class in (None, route_class)
         )
 
-    def _found(self, method: str, path: str) -> RoutePlan:
-        matched, known = self._matcher.match(path), normal_method(method)
+    def _found(self, method: str, path: str, below: str | None) -> RoutePlan:
+        matched, known = self._matcher.match(path, below), normal_method(method)
         if known not in self._methods:
             known = "UNKNOWN"
         plan = self._routes.get((matched, known))
@@ -256,7 +256,7 @@ class Snapshot:
         if method in METHODS and len(path) <= LONGEST_PATH:  # there is no end of methods that are made up
             if len(self._known) >= MOST_PATHS:
                 self._known.clear()
-            self._known[method, path] = plan
+            self._known[method, path, below] = plan
         return plan
 
     def _block(self, who: Who, now_us: int) -> Block | None:

@@ -1,0 +1,136 @@
+"""A mounted app has two names for each path. A limit on either of them meets the request, however it came."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
+from flask import Flask
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from werkzeug.test import Client
+
+from asgi_client import PEER
+from headgate.adapters import asgi, wsgi
+from headgate.adapters.asgi import AsgiArrival
+from headgate.policy.loading import read
+from headgate.policy.routes import Matcher, Template
+from headgate.testing import FakeClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ON_THE_ROUTE = "limits: [{path: POST /login, by: ip, bucket: 2/hour}]"
+ON_THE_WHOLE = "limits: [{path: POST /api/login, by: ip, bucket: 2/hour}]"
+BOTH = "limits: [{path: [POST /api/login, POST /login], by: endpoint, bucket: 2/hour}]"
+
+
+def login(root: str = "") -> FastAPI:
+    app = FastAPI()
+    app.root_path = root
+    app.post("/login", response_class=PlainTextResponse)(lambda: "in")
+    return app
+
+
+def in_front(app: Any, policy: str) -> Any:
+    return asgi.HeadgateMiddleware(app, read(policy), clock=FakeClock(), health_path="/health")
+
+
+def within(app: Any, policy: str) -> Any:
+    app.add_middleware(asgi.HeadgateMiddleware, policy=read(policy), clock=FakeClock(), health_path="/health")
+    return app
+
+
+def behind_another(app: Any, policy: str) -> Any:
+    class Other:
+        def __init__(self) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await self.app(scope, receive, send)
+
+    return in_front(Other(), policy)
+
+
+def posted(app: Any, *paths: str, root: str = "") -> list[int]:
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(app, client=(PEER, 1), root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [(await client.post(path)).status_code for path in paths]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("policy", [ON_THE_ROUTE, ON_THE_WHOLE, BOTH])
+@pytest.mark.parametrize("put", [in_front, within, behind_another])
+def test_an_app_that_says_where_it_is_mounted_serves_both_names_under_one_limit(
+    put: Callable[[Any, str], Any], policy: str
+) -> None:
+    app = put(login("/api"), policy)
+    assert posted(app, "/login", "/api/login", "/login", "/api/login", "/api/other") == [200, 200, 429, 429, 404]
+
+
+@pytest.mark.parametrize("policy", [ON_THE_ROUTE, ON_THE_WHOLE])
+def test_a_server_may_say_so(policy: str) -> None:
+    app = in_front(login(), policy)
+    assert posted(app, *["/api/login"] * 3, root="/api") == [200, 200, 429]
+
+
+@pytest.mark.parametrize("policy", [ON_THE_ROUTE, ON_THE_WHOLE])
+def test_a_mounted_app_may_have_a_gate_of_its_own(policy: str) -> None:
+    app = Starlette(routes=[Mount("/api", within(login(), policy))])
+    assert posted(app, *["/api/login"] * 3) == [200, 200, 429]
+
+
+def test_health_is_told_by_either_name() -> None:
+    for path in ("/health", "/api/health"):
+        [answer] = posted(in_front(login("/api"), ON_THE_ROUTE), path)
+        assert answer == 200
+
+
+def test_a_root_that_is_only_the_beginning_of_a_word_is_none() -> None:
+    assert posted(in_front(login("/log"), ON_THE_ROUTE), *["/login"] * 3) == [200, 200, 429]
+
+
+@pytest.mark.parametrize("policy", [ON_THE_ROUTE, ON_THE_WHOLE])
+def test_wsgi_servers_split_the_path(policy: str) -> None:
+    app = Flask("shop")
+    app.post("/login")(lambda: "in")
+    client = Client(wsgi.HeadgateMiddleware(app, read(policy), clock=FakeClock()))
+    answers = [client.post("/login", base_url="http://localhost/api").status_code for _ in range(3)]
+    assert answers == [200, 200, 429]
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "whole", "below"),
+    [
+        ("/api/login", "/api", "/api/login", "/login"),
+        ("/login", "/api", "/api/login", "/login"),
+        ("/api", "/api", "/api", "/"),
+        ("/apis", "/api", "/api/apis", "/apis"),
+        ("/login", "", "/login", None),
+        ("/login", "/", "/login", None),
+    ],
+)
+def test_the_names_of_a_path(path: str, root: str, whole: str, below: str | None) -> None:
+    arrival = AsgiArrival({"type": "http", "path": path, "root_path": root, "headers": []})
+    assert (arrival.path, arrival.below) == (whole, below)
+
+
+TEMPLATES = [Template.parse(text) for text in ("*", "/a", "/a/*", "/{x}", "/a/{x}", "/{x}/b", "/b", "/b/*")]
+paths = st.lists(st.sampled_from("abc"), max_size=3).map(lambda words: "/" + "/".join(words))
+
+
+@given(paths, paths)
+def test_both_names_together_fit_what_either_fits_the_most_specific_first(path: str, below: str) -> None:
+    matcher = Matcher(TEMPLATES)
+    either = {*matcher.match(path), *matcher.match(below)}
+    everything = sorted(range(len(TEMPLATES)), key=matcher._ranks.__getitem__)
+    assert matcher.match(path, below) == tuple(index for index in everything if index in either)
+    assert matcher.match(path, below) is matcher.match(below, path)
