@@ -62,6 +62,7 @@ class Request(NamedTuple):
     peer: str
     key: str
     native: Any = None
+    below: str | None = None
 
     def header(self, name: str) -> list[str]:
         return [self.key] if name == "x-api-key" else []

@@ -473,7 +473,7 @@ def test_a_step_change_is_told_once_signed_and_with_its_id(any_fleet: Fleet, rec
 class Visit:
     """A request as a gate sees it."""
 
-    method, native = "GET", None
+    method, native, below = "GET", None, None
 
     def __init__(self, number: int, *, alike: bool) -> None:
         self.path = "/prices" if alike else f"/items/{number % 7}"

@@ -44,6 +44,7 @@ class Request(NamedTuple):
     path: str
     peer: str = "203.0.113.9"
     native: Any = None
+    below: str | None = None
 
     def header(self, name: str) -> list[str]:
         return []

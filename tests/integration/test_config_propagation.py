@@ -188,7 +188,7 @@ def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
 
 
 class Request:
-    method, path, peer, native = "GET", "/", "192.0.2.7", None
+    method, path, below, peer, native = "GET", "/", None, "192.0.2.7", None
 
     def header(self, _: str) -> list[str]:
         return []

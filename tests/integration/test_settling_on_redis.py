@@ -182,6 +182,7 @@ class Visit(NamedTuple):
     method: str = "GET"
     path: str = "/"
     native: object = None
+    below: str | None = None
 
     def header(self, name: str) -> list[str]:
         return []
