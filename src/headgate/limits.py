@@ -21,8 +21,11 @@ EXACT: Final = 2**53
 HORIZON_US: Final = 10 * 366 * 86_400 * 1_000_000
 """Ten years: no debt lasts longer, so that every instant a limit meets stays far below 2**53."""
 
-KEYS_AT_HAND: Final = 1024
+KEYS_AT_HAND: Final = 256
 """How many clients' keys a limit keeps made: a client that comes again, and most do, gets the one it had."""
+
+EVERYBODY: Final[Any] = object()
+"""Where nobody is named."""
 
 _new_key = tuple.__new__
 
@@ -114,21 +117,20 @@ class Limit:
             name=name,
         )
 
-    def by(self, *parts: str | int) -> Key:
+    def by(self, part: str | int = EVERYBODY, /, *more: str | int) -> Key:
         """This limit for one client: `limit.by("tenant-7", user_id)`. Without parts, one counter for everybody."""
-        if len(parts) == 1:
+        if not more and type(part) is str:
             # The common case by itself, and without a call: this runs on every request.
-            text = parts[0]
-            if type(text) is str:
-                at_hand = self._at_hand
-                key = at_hand.get(text)
-                if key is not None:
-                    return key
-                if len(text) <= LONGEST_IDENTITY and "%" not in text and "|" not in text:
-                    if len(at_hand) >= KEYS_AT_HAND:
-                        at_hand.clear()
-                    key = at_hand[text] = _new_key(Key, (self, parts, text))
-                    return key
+            at_hand = self._at_hand
+            key = at_hand.get(part)
+            if key is not None:
+                return key
+            if len(part) <= LONGEST_IDENTITY and "%" not in part and "|" not in part:
+                if len(at_hand) >= KEYS_AT_HAND:
+                    at_hand.clear()
+                key = at_hand[part] = _new_key(Key, (self, (part,), part))
+                return key
+        parts = () if part is EVERYBODY else (part, *more)
         return _new_key(Key, (self, parts, identify(parts)))
 
     def __reduce__(self) -> tuple[Any, ...]:

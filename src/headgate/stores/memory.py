@@ -46,6 +46,9 @@ _MARGIN_US: Final = 60 * 1_000_000
 _PROBES: Final = 16
 """How many keys an insertion looks at, at most, to find the one to forget."""
 
+NOTHING: Final[Any] = object()
+"""Where no key is given."""
+
 _new_decision = tuple.__new__
 
 
@@ -84,9 +87,11 @@ class MemoryStore:
     def stats(self) -> MemoryStats:
         return MemoryStats(self._keys, self._evicted, self._forgiven)
 
-    def check(self, *keys: Key | Limit, cost: Cost = 1, id: str | None = None) -> Decision:
+    def check(
+        self, key: Key | Limit = NOTHING, /, *others: Key | Limit, cost: Cost = 1, id: str | None = None
+    ) -> Decision:
         """Charge all keys or none."""
-        if len(keys) == 1 and id is None and type(cost) is int and cost >= 0 and type(key := keys[0]) is Key:
+        if not others and id is None and type(cost) is int and cost >= 0 and type(key) is Key:
             limit = key.limit
             space = self._short.get(limit.space)
             if space is not None:
@@ -98,16 +103,16 @@ class MemoryStore:
                 if space.only is limit or space.is_written_by(limit, identity):
                     after, verdict = decide(state, now_us, cost, limit)
                     if after is state:
-                        return _new_decision(Decision, (verdict[1] == 0, keys, (verdict,), None, None, now_us, 0))
+                        return _new_decision(Decision, (verdict[1] == 0, (key,), (verdict,), None, None, now_us, 0))
                     if state is not None:
                         try:
                             # Compare and set: no call and no loop may come between the two (see above).
                             if not self._busy and states[identity] is state:
                                 states[identity] = after
-                                return _new_decision(Decision, (True, keys, (verdict,), None, None, now_us, 0))
+                                return _new_decision(Decision, (True, (key,), (verdict,), None, None, now_us, 0))
                         except KeyError:  # it was reset or forgotten in the meantime
                             pass
-        return self.decide(checked(keys, cost, id))
+        return self.decide(checked(() if key is NOTHING else (key, *others), cost, id))
 
     def run(self, call: Call) -> Any:
         """Carry out any call."""
