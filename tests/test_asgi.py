@@ -25,7 +25,7 @@ from asgi_client import ask, client, fields, knock, live, scope, statuses, talk
 from headgate.adapters.asgi import AsgiArrival, HeadgateMiddleware
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, Arrival, current_admission
-from headgate.errors import InvalidPolicy
+from headgate.errors import InvalidConfiguration, InvalidPolicy
 from headgate.policy.loading import read
 from headgate.testing import FakeClock
 
@@ -50,6 +50,13 @@ def gated(app: Any, policy: str, store: Any = "memory://", **options: Any) -> He
 
 def per_ip(text: str, **more: Any) -> str:
     return json.dumps({"limits": [{"name": "all", "by": "ip", "bucket": text, **more}]})
+
+
+@pytest.mark.parametrize("policy", [{"limits": []}, b"limits.yaml", 5])
+def test_what_is_no_policy_is_refused_by_name(policy: Any) -> None:
+    told = f"^{type(policy).__name__} is no policy: give a file's path, or what headgate.policy.read"
+    with pytest.raises(InvalidConfiguration, match=told):
+        HeadgateMiddleware(starlette_app(), policy)
 
 
 # ---------------------------------------------------------------------------- the same small app in each framework

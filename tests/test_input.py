@@ -488,13 +488,28 @@ def test_what_tells_no_time_is_no_clock(url: str, clock: Any) -> None:
     "url",
     [
         *["redis://h/?foo=1", "redis://h?foo=1", "redis://h:6379?foo=1", "redis+cluster://h?foo=1"],
-        *["unix:///tmp/socket?foo=1", "redis+sentinel://h/name?foo=1", "redis://h/0?socket_timeout=5"],
+        *["unix:///tmp/socket?foo=1", "redis+sentinel://h/name?foo=1"],
     ],
 )
 def test_an_option_that_is_not_known_is_not_ignored(url: str) -> None:
     option = url.partition("?")[2].partition("=")[0]
     with pytest.raises(InvalidConfiguration, match=f"^unknown option '{option}' in the Redis URL; known are host, "):
         Limiter(url)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("socket_timeout=5", "leave it out, and give the limiter budget=, the seconds that Redis may take"),
+        ("socket_connect_timeout=5", "leave it out, and give the limiter budget=, the seconds that Redis may take"),
+        ("max_connections=50", "leave it out: requests share one connection"),
+    ],
+)
+def test_an_option_of_other_clients_is_told_its_place_here(option: str, remedy: str) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(InvalidConfiguration) as told:
+        Limiter(f"redis://h/0?{option}")
+    assert str(told.value) == f"unknown option {name!r} in the Redis URL; {remedy}"
 
 
 @pytest.mark.parametrize(

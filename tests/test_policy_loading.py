@@ -291,6 +291,20 @@ def test_what_has_ended_is_warned_of_where_it_stands() -> None:
     assert policy.warnings == (f"{file}:1:51: it ended 2020-01-01T00:00:00+00:00 and holds no more; remove the entry",)
 
 
+@pytest.mark.parametrize(
+    ("policy", "warned"),
+    [
+        ("limits: [{name: a, by: [ip, endpoint], bucket: 5/minute}]", True),
+        ("limits: [{name: a, by: [ip, endpoint], bucket: 5/minute}]\nroutes: [{path: /users, cost: 2}]", False),
+        ("limits: [{name: a, by: [ip, endpoint], path: /users/*, bucket: 5/minute}]", False),
+        ("limits: [{name: a, by: ip, bucket: 5/minute}]", False),
+    ],
+)
+def test_endpoints_that_nobody_tells_apart_are_warned_of(policy: str, warned: bool) -> None:
+    begins = "policy.yaml:1:10: limit 'a' is counted by endpoint, but the policy names no paths"
+    assert [warning.startswith(begins) for warning in read(policy).warnings] == [True] * warned
+
+
 def test_a_queue_in_which_nobody_waits_is_warned_of() -> None:
     (warning,) = read("limits: [{name: mails, by: ip, bucket: '5/minute, leaky_bucket'}]").warnings
     assert warning.startswith("policy.yaml:1:10: limit 'mails' is a leaky_bucket, which gives each request its turn")

@@ -122,6 +122,10 @@ class Door:
             follow = getattr(policy, "follow", None)  # a source of policies of its own, as the config store has one
             if follow is not None:
                 self._watch = follow(self._swap, every=reload_every)
+            elif not isinstance(policy, str | os.PathLike):
+                raise InvalidConfiguration(
+                    f"{type(policy).__name__} is no policy: give a file's path, or what headgate.policy.read makes"
+                )
             else:
                 self._watch = Watch(policy, self._swap, every=reload_every)
         self.doors.add(self)

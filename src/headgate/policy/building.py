@@ -62,6 +62,7 @@ class Builder:
         checks.routes_given_twice(self._routes, self._problems)
         checks.costs(drafts, self._costs, self._problems)
         checks.addresses(drafts, routes, self._warnings)
+        checks.endpoints(drafts, routes, self._warnings)
         checks.identities(drafts, self._warnings)
         checks.turns(drafts, self._warnings)
         if "limits" in entry.fields and not drafts:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headgate.policy.problems import Problems
     from headgate.policy.rules import Draft
 
-__all__ = ["Costs", "addresses", "costs", "identities", "routes_given_twice", "turns"]
+__all__ = ["Costs", "addresses", "costs", "endpoints", "identities", "routes_given_twice", "turns"]
 
 EVERYWHERE: Final = Template.parse("*")
 
@@ -110,6 +110,19 @@ def turns(drafts: list[Draft], warnings: Problems) -> None:
                 draft.path,
                 f"limit {draft.name!r} is a leaky_bucket, which gives each request its turn, but a gate never waits: "
                 "let the app wait for current_admission().decision.delay, or write gcra, which lets in the same ones",
+            )
+
+
+def endpoints(drafts: list[Draft], routes: list[RouteRule], warnings: Problems) -> None:
+    """Limits by endpoint, where none is told apart."""
+    if routes or any(draft.templates for draft in drafts):
+        return
+    for draft in drafts:
+        if "endpoint" in draft.by:
+            warnings.add(
+                draft.path,
+                f"limit {draft.name!r} is counted by endpoint, but the policy names no paths, so that all requests go "
+                "to one endpoint; name them under routes, as {path: /users/{id}}",
             )
 
 

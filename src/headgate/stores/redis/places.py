@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "find_place"]
 
+_BUDGET: Final = "leave it out, and give the limiter budget=, the seconds that Redis may take"
+_REMEDIES: Final = {
+    "socket_timeout": _BUDGET,
+    "socket_connect_timeout": _BUDGET,
+    "timeout": _BUDGET,
+    "max_connections": "leave it out: requests share one connection",
+}
+"""What is said elsewhere, of what people write for other clients."""
+
 _HANDSHAKE: Final = [
     "host",
     "port",
@@ -168,7 +177,8 @@ def _options_of_url(url: str) -> dict[str, Any]:
     ours = {"connection_class", "sentinel_username", "sentinel_password"}
     unknown = sorted(set(parsed) - set(known) - ours)
     if unknown:
-        raise InvalidConfiguration(f"unknown option {unknown[0]!r} in the Redis URL; known are {', '.join(_HANDSHAKE)}")
+        remedy = _REMEDIES.get(unknown[0], f"known are {', '.join(_HANDSHAKE)}")
+        raise InvalidConfiguration(f"unknown option {unknown[0]!r} in the Redis URL; {remedy}")
     return known
 
 
