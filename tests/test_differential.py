@@ -365,6 +365,15 @@ def test_lua_says_when_to_come_again_only_to_who_has_passed(lua: InRedis, togeth
     assert [(one.allowed, one.again_us) for one in denied] == [(False, 0)] * together
 
 
+@pytest.mark.parametrize(("cost", "written"), [(0, 0), (1, 1)])
+def test_lua_adopts_no_plan_of_what_a_denied_request_only_looks_at(lua: InRedis, cost: int, written: int) -> None:
+    old, new = (limit_of("token_bucket", quota, DAY).by("ada") for quota in (5, 4))
+    narrow = limit_of("token_bucket", 1, DAY, name="narrow").by("ada")
+    lua.run(Check((old, narrow), 1), NOW)
+    assert lua.run(Check((new, narrow), (cost, 1)), NOW).denied_by == ("narrow",)
+    assert [command[0] for command in lua.issued].count("SET") == written
+
+
 # ------------------------------------------------------------------ stories
 
 
