@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from datetime import timedelta
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from headgate import Decision, InvalidConfiguration, Limit, Limiter
 from headgate.adapters.answers import Answers, Refusal, RefusalFacts
 from headgate.algorithms import ALGORITHMS, NEVER
+from headgate.failure import local_limit
 from headgate.policy.model import AnswerSettings
 from headgate.testing import FakeClock
 
@@ -135,6 +137,17 @@ def test_where_nothing_is_left_t_is_when_there_is_more(algorithm: str, quota: in
     last, denied = limiter.check(limit.by("ada"), cost=quota), limiter.check(limit.by("ada"))
     [(_, left), (_, told)] = [parse_list(fields((limit, each.verdicts[0]))["ratelimit"])[0] for each in (last, denied)]
     assert (left["r"], left["t"]) == (0, -(-denied.retry_after_us // SECOND)) == (0, told["t"])
+
+
+@pytest.mark.parametrize("portion", [Fraction(1, 15), Fraction(1, 2), Fraction(1, 1000)])
+def test_no_part_of_a_limit_that_a_node_goes_by_alone_has_more_before_now(portion: Fraction) -> None:
+    """Its numbers are not those that are described: less at once, in a shorter time."""
+    limit = Limit(100, timedelta(minutes=1), name="x")
+    own, limiter = local_limit(limit, portion), Limiter(clock=FakeClock())
+    last = limiter.check(own.by("ada"), cost=own.capacity)
+    [(_, told)] = parse_list(fields((limit, last.verdicts[0]))["ratelimit"])
+    assert told["r"] == 0
+    assert 0 <= told["t"] <= -(-last.reset_after_us // SECOND)
 
 
 # --------------------------------------------------------------- X-RateLimit

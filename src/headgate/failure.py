@@ -109,10 +109,8 @@ class FailurePolicy:
         keys, cost, id = call
         verdict = _CLOSED if self._mode == "closed" and (cost if type(cost) is int else any(call.costs)) else _OPEN
         verdicts: tuple[Verdict, ...] = (verdict,) * len(keys)
-        for each, (limit, _, _) in zip((cost,) * len(keys) if type(cost) is int else call.costs, keys, strict=True):
-            if each > limit.capacity:  # that it can never pass, one knows without the store
-                verdicts = _with_what_cannot_be(call, verdicts)
-                return _new_tuple(Decision, (False, keys, verdicts, id, why, 0, 0))
+        if any([each > key[0].capacity for key, each in zip(keys, call.costs, strict=True)]):  # noqa: C419 - quicker
+            verdict, verdicts = _CLOSED, _with_what_cannot_be(call, verdicts)  # which one knows without the store
         return _new_tuple(Decision, (verdict is _OPEN, keys, verdicts, id, why, 0, 0))
 
     def tell(self, call: Refund | Renew | Leave, error: StoreError) -> bool:

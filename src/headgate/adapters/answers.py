@@ -102,7 +102,10 @@ class Description:
         for remaining, retry_us, reset_us, _ in verdicts:
             if retry_us == 0:
                 room: float = remaining
-                wait_us = reset_us if remaining else reset_us - filling[index]
+                wait_us = reset_us
+                # Of nothing, the first comes before the rest; a node's own part, without the store, may fill sooner.
+                if not remaining and wait_us >= filling[index]:
+                    wait_us -= filling[index]
             elif retry_us == NEVER:
                 room, wait_us = -inf, reset_us
             else:
