@@ -38,8 +38,9 @@ class Gate(Door):
         route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
         if route.is_exempt:
             return FREE
-        blocks = self._blocks or None
-        who = rules.identities.read(arrival, route.kinds if blocks is None else route.kinds | blocks.kinds)
+        blocks = self._blocks if self._blocks.are_there else None
+        kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
+        who = rules.identities.read(arrival, kinds)
         if NOT_YET_TOLD in who:
             raise _asynchronous_function(who)
         met, check, described = rules.meet(route, who, self._now_us())
@@ -121,8 +122,9 @@ class AsyncGate(Door):
         route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
         if route.is_exempt:
             return FREE
-        blocks = self._blocks or None
-        who = rules.identities.read(arrival, route.kinds if blocks is None else route.kinds | blocks.kinds)
+        blocks = self._blocks if self._blocks.are_there else None
+        kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
+        who = rules.identities.read(arrival, kinds)
         if NOT_YET_TOLD in who:
             for kind in who.pop(NOT_YET_TOLD):
                 who[kind] = await rules.identities.awaited(kind, who[kind])

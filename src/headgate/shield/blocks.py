@@ -58,6 +58,11 @@ class Blocks:
         self._mutex = threading.Lock()
         """For those who change something. Who only looks does not wait."""
         self._tables = _Tables()
+        # Asked on every request, hence no properties.
+        self.are_there = False
+        """Whether anybody is blocked."""
+        self.kinds: frozenset[str] = frozenset()
+        """The kinds of identity, beside addresses, by which somebody is."""
         renew_in_children(self)
 
     def renew_after_fork(self) -> None:
@@ -73,6 +78,7 @@ class Blocks:
             return
         with self._mutex:
             self._tables.put(block)
+            self._look_over()
 
     def drop(self, kind: str, value: str) -> bool:
         """End a block; whether there was one."""
@@ -81,7 +87,9 @@ class Blocks:
         except InvalidInput:
             return False
         with self._mutex:
-            return self._tables.remove(kind, value)
+            was_there = self._tables.remove(kind, value)
+            self._look_over()
+        return was_there
 
     def replace(self, blocks: Iterable[tuple[str, str, int | None, str | None]]) -> None:
         """Block these, and nobody else."""
@@ -90,6 +98,7 @@ class Blocks:
             fresh.set(*block)
         with self._mutex:
             self._tables = fresh._tables
+            self._look_over()
 
     def sweep(self, now_us: int) -> None:
         """Forget the blocks that have ended: `find` passes over them, but they take up room."""
@@ -97,6 +106,7 @@ class Blocks:
             for block in list(self._tables):
                 if not block.holds_at(now_us):
                     self._tables.remove(block.kind, block.value)
+            self._look_over()
 
     def find(self, who: Mapping[str, str], now_us: int) -> LiveBlock | None:
         """The block that holds now for one of the identities, if there is any.
@@ -118,15 +128,6 @@ class Blocks:
                     return found
         return None
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of identity by which somebody is blocked."""
-        return frozenset(self._tables.plain)
-
-    def __bool__(self) -> bool:
-        """Whether anybody is blocked."""
-        return bool(self._tables.plain or self._tables.networks)
-
     def __len__(self) -> int:
         return self._tables.count
 
@@ -134,6 +135,10 @@ class Blocks:
         """All blocks that are known, those that have ended and were not yet forgotten included."""
         with self._mutex:
             return iter(list(self._tables))
+
+    def _look_over(self) -> None:
+        self.kinds = frozenset(self._tables.plain)
+        self.are_there = self._tables.count > 0
 
 
 def canonical(kind: str, value: str) -> str:
