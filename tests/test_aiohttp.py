@@ -108,6 +108,19 @@ def test_every_answer_is_counted_once_and_told(method: str, path: str, status: i
     run(app, conversation)
 
 
+def test_of_a_handler_that_gives_nothing_aiohttp_tells(caplog: pytest.LogCaptureFixture) -> None:
+    async def forgetful(request: web.Request) -> Any: ...
+
+    app = application(web.get("/", forgetful))
+    setup(app, read("limits: [{by: ip, bucket: 1/minute, count_when: status == 500}]"), clock=FakeClock())
+
+    async def conversation(client: TestClient[Any, Any]) -> list[int]:
+        return [(await client.get("/")).status for _ in range(2)]
+
+    assert run(app, conversation) == [500, 429]
+    assert "Missing return statement on request handler" in caplog.text
+
+
 def test_exactly_as_many_pass_as_may() -> None:
     app = application(web.get("/", hello))
     setup(app, policy("20/minute"), clock=FakeClock())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 import time
 from contextlib import asynccontextmanager
@@ -57,6 +58,22 @@ def test_what_is_no_policy_is_refused_by_name(policy: Any) -> None:
     told = f"^{type(policy).__name__} is no policy: give a file's path, or what headgate.policy.read"
     with pytest.raises(InvalidConfiguration, match=told):
         HeadgateMiddleware(starlette_app(), policy)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"reload_every": "1"}, "reload_every '1' is no number of seconds above 0; None never looks again"),
+        ({"reload_every": 0}, "reload_every 0 is no number of seconds above 0; None never looks again"),
+        ({"reload_every": True}, "reload_every True is no number of seconds above 0; None never looks again"),
+        ({"on_decision": "print"}, "on_decision 'print' cannot be called: give a function"),
+        ({"refusal_body": b"no"}, "refusal_body b'no' cannot be called: give a function"),
+        ({"identities": {"user": "ada"}}, "identities['user'] 'ada' cannot be called: give a function"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_at_once(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=f"^{re.escape(told)}$"):
+        gated(starlette_app(), per_ip("1/s"), **options)
 
 
 # ---------------------------------------------------------------------------- the same small app in each framework

@@ -86,6 +86,23 @@ def test_the_prefixes_of_included_routers_belong_to_the_template() -> None:
         assert [message.get("status", message["type"]) for message in sent] == ["websocket.accept", 429]
 
 
+@pytest.mark.parametrize("root", ["", "/behind/a/proxy"])
+def test_where_an_app_is_mounted_belongs_to_the_template(root: str) -> None:
+    app, limits = made()
+    app.root_path = root
+    once = [Depends(limits.allow("1/minute"))]
+    app.get("/items/{id}", dependencies=once)(lambda: None)
+    for path in ("/v1", "/v2", "/{version}"):
+        version = FastAPI()
+        limits.install(version)
+        version.get("/items/{id}", dependencies=once)(lambda: None)
+        app.mount(path, version)
+    paths = [f"{root}{mount}/items/{id}" for id in (1, 2) for mount in ("", "/v1", "/v2")]
+    assert statuses(ask(app, *paths)) == [200, 200, 200, 429, 429, 429]
+    # What a client made up is no route of its own.
+    assert statuses(ask(app, f"{root}/v3/items/1", f"{root}/v4/items/1")) == [429, 429]
+
+
 def test_a_name_or_a_limit_counts_all_its_routes_together() -> None:
     app, limits = made()
     exports = Limit(2, timedelta(days=1), name="exports")
@@ -203,6 +220,13 @@ def test_only_answers_that_count_are_counted() -> None:
     assert statuses(ask(app, *sent)) == [200, 401, 200, 200, 401, 429]
 
 
+@pytest.mark.parametrize("status", [204, 304, 451, 599, 600, 999])
+def test_every_answer_counts_unless_it_is_said_which(status: int) -> None:
+    app, limits = made()
+    app.get("/", dependencies=[Depends(limits.allow("1/minute"))])(lambda: Response(status_code=status))
+    assert statuses(ask(app, "/", "/")) == [status, 429]
+
+
 def test_a_lease_lasts_until_the_stream_has_ended() -> None:
     app, limits = made()
     one = Limit(1, timedelta(minutes=1), algorithm="concurrency", name="one")
@@ -260,6 +284,31 @@ def test_policy_and_dependencies_work_side_by_side() -> None:
     assert answers[1].headers["ratelimit"] == '"everything";r=1;t=40, "1/minute by ip";r=0;t=60'
     violated = [json.loads(answer.content)["violated-policies"] for answer in answers[1:]]
     assert violated == [["1/minute by ip"], ["1/minute by ip"], ["everything"]]
+
+
+def test_several_stores_in_one_app_each_settle_their_own() -> None:
+    app, limits = made()
+    others = FastAPILimits(clock=FakeClock())
+    others.install(app)
+    failed = {"count_when": "status == 401"}
+    granted = [
+        Depends(limits.allow("1/minute", name="a", **failed)),
+        Depends(others.allow("1/minute", name="b", **failed)),
+    ]
+    app.get("/{status}", dependencies=granted)(lambda status: Response(status_code=int(status)))
+    answers = ask(app, "/200", "/200", "/401", "/401")
+    assert statuses(answers) == [200, 200, 401, 429]
+    assert answers[0].headers["ratelimit"] == '"a";r=0;t=60, "b";r=0;t=60'
+
+
+def test_the_gate_says_how_it_is_at_a_path_of_no_route() -> None:
+    app, limits = made(health_path="/healthz")
+    app.get("/", dependencies=[Depends(limits.allow("1/minute"))])(lambda: None)
+    mounting = FastAPI()
+    mounting.mount("/api", app)
+    answers = [*ask(app, "/healthz", "/", "/other"), *ask(mounting, "/api/healthz", "/healthz")]
+    assert statuses(answers) == [200, 200, 404, 200, 404]
+    assert [answers[index].json()["state"] for index in (0, 3)] == ["ready", "ready"]
 
 
 def test_settings_are_those_of_a_policy() -> None:

@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from headgate import AsyncLimiter, Limit, Limiter
 from headgate.adapters.functions import limited
-from headgate.errors import HeadgateError, InvalidConfiguration, InvalidKey, InvalidLimit, RequestDenied
+from headgate.errors import HeadgateError, InvalidConfiguration, InvalidCost, InvalidKey, InvalidLimit, RequestDenied
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -213,6 +215,101 @@ def test_an_async_generator_holds_its_lease_until_it_has_ended() -> None:
     assert asyncio.run(main()) == [1, 2]
 
 
+def test_an_async_generator_can_be_sent_values() -> None:
+    async def main() -> list[str]:
+        @limited("1/minute", limiter=AsyncLimiter())
+        async def parrot() -> Any:
+            said = yield "first"
+            yield said
+
+        running: Any = parrot()
+        return [await anext(running), await running.asend("second"), await anext(running, "over")]
+
+    assert asyncio.run(main()) == ["first", "second", "over"]
+
+
+def test_a_block_that_is_made_of_an_async_generator_hears_how_it_ended() -> None:
+    ended: list[str] = []
+
+    async def main() -> None:
+        async with AsyncLimiter() as limiter:
+
+            @asynccontextmanager
+            @limited(ONE, limiter=limiter)
+            async def transaction() -> AsyncIterator[None]:
+                try:
+                    yield
+                except ZeroDivisionError:
+                    ended.append("rolled back")
+                else:
+                    ended.append("committed")
+
+            for number in (1, 0):
+                async with transaction():
+                    assert 1 / number
+            with pytest.raises(KeyError):
+                async with transaction():
+                    raise KeyError
+            assert (await limiter.peek(ONE)).remaining == 1
+
+    asyncio.run(main())
+    assert ended == ["committed", "rolled back"]
+
+
+class Jobs:
+    @limited("1/minute", by=lambda cls, name: name, limiter=Limiter(clock=FakeClock()))
+    @classmethod
+    def of_class(cls, name: str) -> tuple[type, str]:
+        return cls, name
+
+    @limited("1/minute", by=lambda name: name, limiter=Limiter(clock=FakeClock()))
+    @staticmethod
+    def of_none(name: str) -> str:
+        return name
+
+
+def test_the_decorator_may_stand_above_what_makes_a_method_another_kind() -> None:
+    assert (Jobs.of_class("ada"), Jobs().of_class("bob")) == ((Jobs, "ada"), (Jobs, "bob"))
+    assert (Jobs.of_none("ada"), Jobs().of_none("bob")) == ("ada", "bob")
+    for call in (Jobs.of_class, Jobs().of_none):
+        with pytest.raises(RequestDenied):
+            call("ada")
+
+
+class Adder:
+    def __call__(self, number: int) -> int:
+        return number + 1
+
+
+class Look:
+    """Tells, a moment later, what is left of the limit."""
+
+    def __init__(self, limiter: AsyncLimiter) -> None:
+        self._limiter = limiter
+
+    async def __call__(self) -> int:
+        await asyncio.sleep(0)
+        return (await self._limiter.peek(ONE)).remaining
+
+
+@pytest.mark.parametrize("add", [partial(Adder.__call__, Adder()), Adder()])
+def test_whatever_can_be_called_is_a_function(add: Any) -> None:
+    guarded = limited("1/minute", name="adding", limiter=Limiter())(add)
+    assert guarded(1) == 2
+    with pytest.raises(RequestDenied):
+        guarded(1)
+
+
+@pytest.mark.parametrize("made", [Look, lambda limiter: partial(Look.__call__, Look(limiter))])
+def test_what_gives_a_coroutine_holds_its_lease_until_that_has_ended(made: Any) -> None:
+    async def main() -> None:
+        async with AsyncLimiter() as limiter:
+            look = limited(ONE, limiter=limiter)(made(limiter))
+            assert [await look(), (await limiter.peek(ONE)).remaining] == [0, 1]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("wait", [None, 5.0])
 def test_a_lease_ends_with_the_call_also_if_it_fails(wait: float | None) -> None:
     @limited(ONE, limiter=Limiter(), wait=wait)
@@ -328,6 +425,14 @@ SHARED = Limiter()
         (lambda: limited(TWICE, by=len, limiter=SHARED).__enter__(), InvalidConfiguration, "no arguments"),
         (lambda: limited(TWICE, by=lambda: None, limiter=SHARED)(lambda: 1)(), InvalidKey, "without an identity"),
         (lambda: limited("1/s", name="ü", limiter=SHARED)(print), InvalidLimit, "printable ASCII.*name="),
+        (lambda: limited("1/s", limiter=SHARED)(Adder()), InvalidConfiguration, "'1/s' has no name .* give name="),
+        (lambda: limited(TWICE, limiter=SHARED)(Look(AsyncLimiter())), InvalidConfiguration, "needs .* AsyncLimiter"),
+        (lambda: limited("1/s", limiter=SHARED)(3), InvalidConfiguration, "3 is no function"),  # type: ignore[arg-type]
+        (lambda: limited("1/s", cost=-1, limiter=SHARED), InvalidCost, "cost -1 is not a whole number >= 0"),
+        (lambda: limited("1/s", cost=True, limiter=SHARED), InvalidCost, "cost True is not a whole number"),
+        (lambda: limited("1/s", wait=-1, limiter=SHARED), InvalidConfiguration, "wait -1 is not .* seconds >= 0"),
+        (lambda: limited("1/s", wait=float("nan"), limiter=SHARED), InvalidConfiguration, "wait nan is not"),
+        (lambda: limited("1/s", wait=True, limiter=SHARED), InvalidConfiguration, "wait True is not"),
     ],
 )
 def test_mistakes_are_told(make: Callable[[], Any], error: type[Exception], message: str) -> None:

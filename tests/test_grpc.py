@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from headgate import Limit
 from headgate.adapters.grpc import AsyncHeadgateInterceptor, GrpcArrival, HeadgateInterceptor, _address
 from headgate.adapters.way import FREE, current_admission
+from headgate.errors import InvalidConfiguration
 from headgate.policy.loading import read
 from headgate.policy.model import Policy, Rule
 from headgate.testing import FakeClock
@@ -36,6 +37,9 @@ def policy(text: str = "5/minute", **options: Any) -> Policy:
 
 
 def act(request: bytes, context: Any) -> None:
+    if request == b"give up":
+        context.set_trailing_metadata((("mine", "kept"),))
+        context.abort(grpc.StatusCode.ABORTED, "as it must be")
     if request.startswith(b"abort "):
         context.abort(grpc.StatusCode[request[6:].decode()], "as you wish")
     if request == b"raise":
@@ -66,6 +70,8 @@ def stream_stream(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
 
 
 async def act_async(request: bytes, context: Any) -> None:
+    if request == b"give up":
+        await context.abort(grpc.StatusCode.ABORTED, "as it must be", (("mine", "kept"),))
     if request.startswith(b"abort "):
         await context.abort(grpc.StatusCode[request[6:].decode()], "as you wish")
     act(request, context)
@@ -208,6 +214,17 @@ def test_every_kind_of_rpc_is_counted_told_and_refused(serving: Any, kind: str) 
 
 
 @both
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("request_", [b"abort NOT_FOUND", b"give up", b"raise"])
+def test_an_rpc_that_fails_is_told_of_its_limits(serving: Any, kind: str, request_: bytes) -> None:
+    with serving(policy("5/minute"), clock=FakeClock()) as ask:
+        failed, unknown = ask(kind, request_), ask(path="/test.Echo/Nothing")
+    assert failed.code is not OK
+    assert set(failed.metadata) == (LIMIT_FIELDS | {"mine"} if request_ == b"give up" else LIMIT_FIELDS)
+    assert (set(unknown.metadata), unknown.metadata["x-ratelimit-remaining"]) == (LIMIT_FIELDS, "3")
+
+
+@both
 def test_exactly_as_many_pass_as_may(serving: Any) -> None:
     with serving(policy("20/minute"), clock=FakeClock()) as ask, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: ask().code, range(60)))
@@ -335,3 +352,9 @@ def test_the_address_of_a_peer(peer: str, address: str | None) -> None:
 def test_a_gate_needs_a_policy(interceptor: Any) -> None:
     with pytest.raises(TypeError, match="give a policy"):
         interceptor()
+
+
+@pytest.mark.parametrize("interceptor", [HeadgateInterceptor, AsyncHeadgateInterceptor])
+def test_grpc_has_no_path_for_health(interceptor: Any) -> None:
+    with pytest.raises(InvalidConfiguration, match="gRPC has no health_path"):
+        interceptor(policy(), health_path="/health")

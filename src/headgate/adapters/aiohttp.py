@@ -74,7 +74,7 @@ def setup(
         status = 500
         try:
             response = await handler(request)
-            status = response.status
+            status = getattr(response, "status", 500)  # a handler may give nothing, of which aiohttp itself tells
         except web.HTTPException as answer:
             status = answer.status
             raise

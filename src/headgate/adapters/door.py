@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict
 from uuid import uuid4
@@ -24,7 +25,7 @@ from headgate.policy.watching import Watch
 from headgate.stores.calls import Check, Leave
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from os import PathLike
 
     from headgate.adapters.answers import RefusalBody
@@ -101,12 +102,13 @@ class Door:
         on_event: Callable[[Event], Any] | None = None,
         health_path: str | None = None,
     ) -> None:
-        self._functions = dict(identities or {})
-        self._refusal_body = refusal_body
-        self.on_decision = on_decision
+        self._functions = _checked_functions(identities)
+        self._refusal_body = _checked_function("refusal_body", refusal_body)
+        self.on_decision = _checked_function("on_decision", on_decision)
         """Told of every decision as it is made; those on routes that are exempt are none."""
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._given_budget = budget
+        reload_every = _checked_interval(reload_every)
         self._health_path = _checked_path(health_path)
         self.is_on = True
         """Whether requests are counted at all."""
@@ -294,6 +296,24 @@ class _HeldWithoutStore:
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
+
+
+def _checked_functions(identities: Mapping[str, IdentityFunction] | None) -> dict[str, IdentityFunction]:
+    if not isinstance(identities or {}, Mapping):
+        raise InvalidConfiguration(f"identities {identities!r}: give functions by kind, like {{'user': function}}")
+    return {kind: _checked_function(f"identities[{kind!r}]", function) for kind, function in (identities or {}).items()}
+
+
+def _checked_function(name: str, function: Any) -> Any:
+    if function is not None and not callable(function):
+        raise InvalidConfiguration(f"{name} {function!r} cannot be called: give a function")
+    return function
+
+
+def _checked_interval(seconds: float | None) -> float | None:
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
+        raise InvalidConfiguration(f"reload_every {seconds!r} is no number of seconds above 0; None never looks again")
+    return seconds
 
 
 def _checked_path(path: str | None) -> str | None:

@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the
 
 from headgate._grammar import suggest
 from headgate.adapters.answers import Answers
-from headgate.adapters.asgi import TRY_AGAIN_LATER, AsgiArrival, live, serve, signed_in_user
+from headgate.adapters.asgi import TRY_AGAIN_LATER, AsgiArrival, live, refuse, serve, signed_in_user
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, Admission, current_admission, enter_context
 from headgate.errors import InvalidConfiguration, InvalidCost
@@ -33,10 +33,16 @@ if TYPE_CHECKING:
 
     By: TypeAlias = str | Callable[[HTTPConnection], Any]
 
+    Granted: TypeAlias = list[tuple[AsyncGate, Admission]]
+    """Each with the gate that has granted it: an app may have several."""
+
 __all__ = ["FastAPILimits", "Refused", "admission"]
 
 ADMISSIONS: Final = "headgate.admissions"
 """Where a request's scope keeps those that its dependencies have got."""
+
+MOUNT: Final = "headgate.mount"
+"""Where it keeps the path that the app with its limits is mounted at."""
 
 CALLER: Final = "headgate:caller"
 ROUTE: Final = "headgate:route"
@@ -45,7 +51,7 @@ ROUTE: Final = "headgate:route"
 TOLD_FOR_ALL: Final = (b"x-ratelimit-", b"ratelimit")
 """How the names of fields start that are told once for all limits of a request."""
 
-ANSWERED: Final = frozenset(words.STATUSES)
+ANSWERED: Final = frozenset(range(1, 1000))
 NOT_SERVED: Final = 0
 """The status of a request that another limit refused afterwards: no answer of the app's has it, so it is given back."""
 
@@ -84,6 +90,7 @@ class FastAPILimits:
         self._answers = Answers(self._policy.answers)
         functions |= {CALLER: lambda arrival: arrival.by(arrival.native), ROUTE: _route}
         options["identities"] = functions
+        self.health_path = options.get("health_path")
         self.gate = AsyncGate(self._policy, store, **options)
 
     def allow(
@@ -123,17 +130,17 @@ class FastAPILimits:
         made = self.gate.made(replace(self._policy, rules=tuple(rules)))
 
         async def allowed(connection: HTTPConnection) -> Admission:
-            admissions = connection.scope.get(ADMISSIONS)
+            admissions: Granted | None = connection.scope.get(ADMISSIONS)
             if admissions is None:
                 raise InvalidConfiguration("the app does not know its limits: call limits.install(app) once")
             admission = await self.gate.admit(_FastapiArrival(connection, by), made)
             if admission.refusal is not None:
-                for earlier in admissions:
-                    await self.gate.finish(earlier, NOT_SERVED)
-                admissions[:] = [admission]
+                for gate, earlier in admissions:
+                    await gate.finish(earlier, NOT_SERVED)
+                admissions[:] = [(self.gate, admission)]
                 raise Refused(admission.refusal)
             if admission is not FREE:
-                admissions.append(admission)
+                admissions.append((self.gate, admission))
                 if current_admission() is FREE:
                     enter_context(admission)
             return admission
@@ -145,11 +152,12 @@ class FastAPILimits:
         app.add_exception_handler(Refused, _answer)  # type: ignore[arg-type]  # for both kinds of connection
         app.add_middleware(_Layer, limits=self)
 
-    def headers(self, admissions: list[Admission], policy: Admission) -> list[Header]:
+    def headers(self, admissions: Granted, policy: Admission) -> list[Header]:
         """The fields for all admissions of a request, and for what a policy has granted before, as if they were one."""
-        if not any(each.headers for each in admissions):
+        granted = [each for _, each in admissions]
+        if not any(each.headers for each in granted):
             return []
-        told = [each for each in (policy, *admissions) if each.headers]
+        told = [each for each in (policy, *granted) if each.headers]
         if len(told) == 1:
             return told[0].headers
         policy.hush()
@@ -160,10 +168,10 @@ class FastAPILimits:
         )
         return description.headers([each for decision in decisions for each in decision.verdicts], decisions[-1].at_us)
 
-    async def finish(self, admissions: list[Admission], status: int) -> None:
-        """The answer is out."""
-        for each in admissions:
-            await self.gate.finish(each, status)
+    async def health_page(self, arrival: AsgiArrival) -> Refusal | None:
+        """What is answered at `health_path`, where no dependency is asked; None at every other path."""
+        is_there = self.health_path in (arrival.path, arrival.below)
+        return (await self.gate.admit(arrival)).refusal if is_there else None
 
     def _checked_kinds(self, by: By) -> tuple[str, ...]:
         if not isinstance(by, str):
@@ -205,14 +213,25 @@ class _Layer:
             return await live(self._app, scope, receive, send, self._limits.gate)
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
-        admissions: list[Admission] = []
+        if self._limits.health_path is not None:
+            page = await self._limits.health_page(AsgiArrival(scope))
+            if page is not None:
+                return await refuse(page, scope, receive, send)
+        admissions: Granted = []
         scope[ADMISSIONS] = admissions
+        scope[MOUNT] = _mount(scope)
         context = enter_context(current_admission())
         try:
             headers = partial(self._limits.headers, admissions, current_admission())
-            return await serve(self._app, scope, receive, send, headers, partial(self._limits.finish, admissions))
+            return await serve(self._app, scope, receive, send, headers, partial(_finish, admissions))
         finally:
             context.var.reset(context)
+
+
+async def _finish(admissions: Granted, status: int) -> None:
+    """The answer is out."""
+    for gate, each in admissions:
+        await gate.finish(each, status)
 
 
 async def _answer(connection: HTTPConnection, error: Exception) -> Response | None:
@@ -250,4 +269,10 @@ def _route(arrival: AsgiArrival) -> str:
         found = scope["fastapi"]["effective_route_context"]
         route = getattr(found, "starlette_route", None) or found
     methods = getattr(route, "methods", None) or ["WEBSOCKET"]
-    return f"{'|'.join(sorted(methods))} {route.path_format}"
+    return f"{'|'.join(sorted(methods))} {scope[MOUNT]}{route.path_format}"
+
+
+def _mount(scope: Scope) -> str:
+    """Where in the outermost app this one is mounted; nothing for a template: only the client's path is known."""
+    root: str = scope.get("root_path", "")
+    return "" if scope.get("path_params") else root[len(scope.get("app_root_path", root)) :]

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from headgate.errors import InvalidConfiguration, InvalidLimit, RequestDenied
+from headgate.errors import InvalidConfiguration, InvalidCost, InvalidLimit, RequestDenied
 from headgate.limiter import AsyncLimiter, Limiter
 from headgate.limits import Limit
 
@@ -63,6 +63,10 @@ class limited:  # noqa: N801 - a decorator, and used as one
     ) -> None:
         if not limits:
             raise InvalidConfiguration('no limit given: write it like limited("10/minute", limiter=limiter)')
+        if type(cost) is not int or cost < 0:
+            raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
+        if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0):
+            raise InvalidConfiguration(f"wait {wait!r} is not a number of seconds >= 0; None does not wait at all")
         self._limits = limits
         self._limiter: Any = limiter
         self._by = by
@@ -79,9 +83,16 @@ class limited:  # noqa: N801 - a decorator, and used as one
                 )
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        self._check_limiter(iscoroutinefunction(function) or isasyncgenfunction(function), function.__qualname__)
+        if isinstance(function, classmethod | staticmethod):  # the method first: what binds it stays outermost
+            return type(function)(self(function.__func__))
+        if not callable(function):
+            raise InvalidConfiguration(f"{function!r} is no function: there is nothing to call")
+        # Neither partials have one, nor objects that can be called.
+        name: str | None = getattr(function, "__qualname__", None)
+        is_asynchronous = _is(iscoroutinefunction, function) or _is(isasyncgenfunction, function)
+        self._check_limiter(is_asynchronous, name or repr(function))
         try:
-            limits = self._named(self._name or f"{function.__module__}.{function.__qualname__}")
+            limits = self._named(self._name or (name and f"{function.__module__}.{name}"))
         except InvalidLimit as error:
             raise InvalidLimit(f"{error}; give name=") from None
         run: Any = function
@@ -100,8 +111,18 @@ class limited:  # noqa: N801 - a decorator, and used as one
 
         async def iterate_async(*args: Any, **kwargs: Any) -> Any:
             async with self._entered_async(self._keys(limits, args, kwargs)), aclosing(run(*args, **kwargs)) as values:
-                async for value in values:
-                    yield value
+                step = values.asend(None)
+                while True:  # what `yield from` does: also a block made of this hears how it ended
+                    try:
+                        value = await step
+                    except StopAsyncIteration:
+                        return
+                    try:
+                        step = values.asend((yield value))
+                    except GeneratorExit:
+                        raise
+                    except BaseException as error:
+                        step = values.athrow(error)
 
         wrapper: Any = call
         for is_one, fitting in (
@@ -109,7 +130,7 @@ class limited:  # noqa: N801 - a decorator, and used as one
             (iscoroutinefunction, call_async),
             (isasyncgenfunction, iterate_async),
         ):
-            if is_one(function):
+            if _is(is_one, function):
                 wrapper = fitting
         return wraps(function)(wrapper)
 
@@ -164,7 +185,7 @@ class limited:  # noqa: N801 - a decorator, and used as one
         """The limits; those that are texts under the name, each with its text where there are several."""
         texts = [limit for limit in self._limits if not isinstance(limit, Limit)]
         if texts and name is None:
-            raise InvalidConfiguration(f"the limit {texts[0]!r} of a block has no name to be counted under: give name=")
+            raise InvalidConfiguration(f"the limit {texts[0]!r} has no name to be counted under: give name=")
         return [
             limit
             if isinstance(limit, Limit)
@@ -188,6 +209,11 @@ class limited:  # noqa: N801 - a decorator, and used as one
         needed = AsyncLimiter if is_asynchronous else Limiter
         if not isinstance(self._limiter, needed):
             raise InvalidConfiguration(f"{what} needs limiter= to be a {needed.__name__}, not {self._limiter!r}")
+
+
+def _is(kind: Callable[[Any], bool], function: Any) -> bool:
+    """Whether a function is of that kind, or the method that makes an object one."""
+    return kind(function) or kind(type(function).__call__)
 
 
 def _allowed(decision: Decision) -> Decision:

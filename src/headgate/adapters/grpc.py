@@ -102,7 +102,7 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         gate: Gate | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
-        self.gate = gate or Gate(_given(policy), store, **options)
+        self.gate = gate or Gate(_given(policy, options), store, **options)
 
     def close(self) -> None:
         """Close the store, and watch the policy no more."""
@@ -157,7 +157,7 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         gate: AsyncGate | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
-        self.gate = gate or AsyncGate(_given(policy), store, **options)
+        self.gate = gate or AsyncGate(_given(policy, options), store, **options)
 
     async def close(self) -> None:
         """Close the store, and watch the policy no more."""
@@ -170,13 +170,13 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
             async def answer(request: Any, context: Any) -> Any:
-                async with self._admitted(GrpcArrival(handler_call_details, context)):
-                    return await behavior(request, context)
+                async with self._admitted(GrpcArrival(handler_call_details, context)) as told:
+                    return await behavior(request, told)
 
             async def answers(request: Any, context: Any) -> AsyncIterator[Any]:
                 async with (
-                    self._admitted(GrpcArrival(handler_call_details, context)),
-                    aclosing(behavior(request, context)) as messages,
+                    self._admitted(GrpcArrival(handler_call_details, context)) as told,
+                    aclosing(behavior(request, told)) as messages,
                 ):
                     async for message in messages:
                         yield message
@@ -193,7 +193,7 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         return _rebuilt(await continuation(handler_call_details) or _unknown(_not_found_async), guarded)
 
     @asynccontextmanager
-    async def _admitted(self, arrival: GrpcArrival) -> AsyncIterator[None]:
+    async def _admitted(self, arrival: GrpcArrival) -> AsyncIterator[Any]:
         context = arrival.native
         admission = await self.gate.admit(arrival)
         if admission.refusal is not None:
@@ -202,7 +202,7 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         enter_context(admission)  # each RPC has a task of its own
         failure: BaseException | None = None
         try:
-            yield
+            yield _Context(context, admission)
         except BaseException as error:
             failure = error
             raise
@@ -212,9 +212,26 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
                 await whatever_happens(self.gate.finish(admission, _status(context, failure)))
 
 
-def _given(policy: Policy | str | PathLike[str] | None) -> Policy | str | PathLike[str]:
+class _Context:
+    """The context of an RPC on an asyncio server, for its handler: `abort` sends the end at once, so it tells here."""
+
+    def __init__(self, context: Any, admission: Admission) -> None:
+        self._context = context
+        self._admission = admission
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        own = trailing_metadata or self._context.trailing_metadata() or ()
+        await self._context.abort(code, details, (*own, *_metadata(self._admission.headers)))
+
+
+def _given(policy: Policy | str | PathLike[str] | None, options: GateOptions) -> Policy | str | PathLike[str]:
     if policy is None:
         raise TypeError("give a policy (a file's path, or a Policy), or a gate")
+    if options.get("health_path") is not None:
+        raise InvalidConfiguration("gRPC has no health_path: let its health service tell what gate.health() says")
     return policy
 
 
