@@ -612,3 +612,31 @@ def test_no_refund_of_one_key_uses_up_the_id_of_another(limiter: Limiter, unique
     for identity, _ in pairs:
         limiter.check(limit.by(identity), cost=5)
     assert [limiter.refund(limit.by(identity), 1, id=id) for identity, id in pairs] == [True] * 4
+
+
+@pytest.mark.parametrize("way", ["hold", "acquire"])
+def test_who_is_cancelled_on_the_way_in_holds_nothing(redis7: RedisServer, unique: str, way: str) -> None:
+    async def enter(limiter: AsyncLimiter, room: Limit) -> None:
+        if way == "hold":
+            async with limiter.hold(room):
+                await asyncio.Event().wait()
+        else:
+            await limiter.acquire(room, timeout=1)
+
+    async def main() -> list[int]:
+        rooms = [limit_of("concurrency", 1, f"{unique}-{number}") for number in range(8)]
+        async with AsyncLimiter(redis7.url) as limiter:
+            await limiter.peek(rooms[0])  # it is connected
+            for turns, room in enumerate(rooms):
+                task = asyncio.create_task(enter(limiter, room))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            for _ in range(100):  # whoever got in all the same is leaving
+                left = [(await limiter.peek(room)).remaining for room in rooms]
+                if all(left):
+                    break
+        return left
+
+    assert asyncio.run(main()) == [1] * 8

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from headgate.keys import Key
+    from headgate.stores.calls import Check
 
-__all__ = ["Renewals", "leaving", "renew_forever"]
+__all__ = ["Renewals", "leaving", "left_if_cancelled", "renew_forever"]
 
 logger = logging.getLogger("headgate")
 
@@ -100,6 +101,28 @@ async def renew_forever(keys: list[Key], id: str, renew: Callable[..., Awaitable
         for key in keys:
             with _renewing(key, id) as told:
                 told.append(await renew(key, id=id))
+
+
+_farewells: set[asyncio.Task[None]] = set()
+
+
+@contextmanager
+def left_if_cancelled(call: Check, leave: Callable[..., Awaitable[bool]]) -> Iterator[None]:
+    """Who is cancelled on the way in may get in all the same, and nobody else knows of it: so it leaves at once."""
+
+    async def say_farewell(key: Key, id: str) -> None:
+        with leaving(key, id):
+            await leave(key, id=id)
+
+    try:
+        yield
+    except asyncio.CancelledError:
+        for key in call.keys:
+            if key.limit.algorithm == "concurrency" and call.id is not None:
+                task = asyncio.create_task(say_farewell(key, call.id))
+                _farewells.add(task)  # a loop keeps only weak references
+                task.add_done_callback(_farewells.discard)
+        raise
 
 
 @contextmanager

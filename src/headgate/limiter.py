@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -12,7 +12,7 @@ from headgate import flow
 from headgate.base import FIRST_CONNECTION, LimiterBase, checked_timeout
 from headgate.decisions import Decision
 from headgate.errors import StoreError
-from headgate.leases import Renewals, leaving, renew_forever
+from headgate.leases import Renewals, leaving, left_if_cancelled, renew_forever
 from headgate.shield.front import LOOKS
 from headgate.shield.inquiry import Inquiry
 from headgate.shield.split import gathered, spread, spread_change
@@ -109,8 +109,7 @@ class Limiter(LimiterBase):
 
     @contextmanager
     def hold(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Iterator[Decision]:
-        """Enter, renew in the background while the block runs, leave. Look at the decision: the block runs also
-        when it is denied."""
+        """Enter, renew while the block runs, leave. The block also runs when it is denied: look at the decision."""
         decision = self.enter(*keys, cost=cost, id=id)
         leased = [key for key in decision.keys if key.limit.algorithm == "concurrency"]
         if not decision.allowed or not leased or decision.id is None:
@@ -254,9 +253,9 @@ class AsyncLimiter(LimiterBase):
         """Like `check`, but waits until the request may pass; a denial comes back as soon as waiting cannot help in
         `timeout` seconds."""
         call = checked(keys, cost, id)
-        decision: Decision = await self._drive(
-            flow.acquire(call, self._failure, checked_timeout(timeout), self._elapsed())
-        )
+        steps = flow.acquire(call, self._failure, checked_timeout(timeout), self._elapsed())
+        with nullcontext() if id is not None else left_if_cancelled(call, self.leave):
+            decision: Decision = await self._drive(steps)
         return decision
 
     async def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
@@ -287,9 +286,10 @@ class AsyncLimiter(LimiterBase):
     async def hold(
         self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None
     ) -> AsyncIterator[Decision]:
-        """Enter, renew in the background while the block runs, leave. Look at the decision: the block runs also
-        when it is denied."""
-        decision = await self.enter(*keys, cost=cost, id=id)
+        """Enter, renew while the block runs, leave. The block also runs when it is denied: look at the decision."""
+        call = checked(keys, cost, id)
+        with left_if_cancelled(call, self.leave):
+            decision = await self.enter(*call.keys, cost=call.cost, id=call.id)
         leased = [key for key in decision.keys if key.limit.algorithm == "concurrency"]
         if not decision.allowed or not leased or decision.id is None:
             yield decision
@@ -300,7 +300,7 @@ class AsyncLimiter(LimiterBase):
         finally:
             renewing.cancel()
             for key in leased:
-                with leaving(key, decision.id):
+                with left_if_cancelled(call, self.leave), leaving(key, decision.id):
                     await self.leave(key, id=decision.id)
 
     async def block(self, kind: str, value: str, *, until: datetime | None = None, reason: str | None = None) -> None:
