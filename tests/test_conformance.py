@@ -29,6 +29,8 @@ TEN_SECONDS = timedelta(seconds=10)
 START_US = 1_763_251_200 * SECOND  # a whole hour, so that windows begin here
 
 ALGORITHMS = ("concurrency", "fixed_window", "gcra", "leaky_bucket", "sliding_log", "sliding_window", "token_bucket")
+QUEUES = ("gcra", "leaky_bucket")
+"""Those that go by the raw clock, and deny while it is far behind."""
 REFUNDABLE = [name for name in ALGORITHMS if name != "concurrency"]
 
 
@@ -497,27 +499,17 @@ def test_a_refund_is_made_once_for_its_id_and_key(gate: Gate, unique: str, algor
     assert (gate.peek(ada).remaining, gate.peek(bob).remaining) == (4, 2)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_reset_key_is_as_new_and_others_are_not(gate: Gate, unique: str, algorithm: str) -> None:
-    ada, bob, eve = (limit_of(algorithm, 5, unique).by(name) for name in ("ada", "bob", "eve"))
-    for key in (ada, bob, eve):
-        gate.check(key, cost=5)
-    gate.reset(ada, bob)
-    assert [gate.peek(key).remaining for key in (ada, bob, eve)] == [5, 5, 0]
-    gate.reset(limit_of(algorithm, 5, unique).by("nobody"))
-    assert gate.check(ada, cost=5).allowed
+@pytest.mark.parametrize("algorithm", REFUNDABLE)
+def test_a_refund_that_found_nothing_is_over_too(gate: Gate, unique: str, algorithm: str) -> None:
+    """Sent again by somebody who had no answer, it must not give back what others have spent since."""
+    key = limit_of(algorithm, 5, unique).by("ada")
+    assert not gate.refund(key, 2, id="1")
+    gate.check(key, cost=3)
+    assert not gate.refund(key, 2, id="1")
+    assert gate.peek(key).remaining == 2
+    assert gate.refund(key, 2, id="2")
 
 
-# Several limits
-
-
-def test_several_limits_are_charged_together(gate: Gate, unique: str) -> None:
-    keys = [limit.by("ada") for limit in one_of_each(unique)]
-    assert [outcome.remaining for outcome in gate.check(*keys, cost=2).outcomes] == [3] * 7
-    assert [gate.peek(key).remaining for key in keys] == [3] * 7
-
-
-@pytest.mark.parametrize("drained", ALGORITHMS)
 @pytest.mark.parametrize("used", [0, 2])
 def test_what_one_limit_denies_no_other_has_counted(
     gate: Gate, clock: FakeClock, unique: str, drained: str, used: int
@@ -540,6 +532,59 @@ def test_what_one_limit_denies_no_other_has_counted(
     for seconds in (1_799, 1_799, 3_600):
         clock.advance(seconds)
         assert [state(gate, key) for key in ada] == [state(gate, key) for key in twin]
+
+
+@pytest.mark.parametrize("used", [0, 2])
+def test_what_is_denied_while_the_clock_is_behind_is_not_counted_either(
+    gate: Gate, clock: FakeClock, unique: str, used: int
+) -> None:
+    """The clock went back over the windows' beginning: what is charged now counts where the last request did."""
+    keys = [limit_of(algorithm, 5, unique).by("ada") for algorithm in ALGORITHMS if algorithm not in QUEUES]
+    never = Limit(1, HOUR, name=f"{unique}-never")
+    if used:
+        gate.check(*keys, cost=used, id="a")
+    clock.advance(-7_000)
+    before = [state(gate, key) for key in keys]
+    assert gate.check(*keys, never, cost=2, id="b").denied_by == (never.name,)
+    assert [state(gate, key) for key in keys] == before
+
+
+@pytest.mark.parametrize("later", [0, 3])
+def test_a_lease_that_is_held_outlasts_a_denial_but_not_itself(
+    gate: Gate, clock: FakeClock, unique: str, later: int
+) -> None:
+    """Neither renewed nor given up, also when the denial comes in the microsecond in which it was taken."""
+    room = limit_of("concurrency", 2, unique, TEN_SECONDS).by("ada")
+    full = limit_of("fixed_window", 1, unique).by("ada")
+    gate.check(full)
+    gate.enter(room, id="a")
+    clock.advance(later)
+    for _ in range(2):
+        denied = gate.enter(room, full, id="a")
+        assert denied.denied_by == (full.limit.name,)
+        assert [outcome.reset_after for outcome in denied.outcomes] == [10 - later, 3600 - later]
+    clock.set_us(START_US + 10 * SECOND - 1)
+    assert gate.peek(room).remaining == 1
+    clock.advance(0.000001)
+    assert gate.peek(room).remaining == 2
+
+
+def test_a_lease_that_was_renewed_and_then_denied_keeps_what_it_was_renewed_to(
+    gate: Gate, clock: FakeClock, unique: str
+) -> None:
+    room = limit_of("concurrency", 2, unique, TEN_SECONDS).by("ada")
+    full = limit_of("fixed_window", 1, unique).by("ada")
+    gate.check(full)
+    gate.enter(room, id="a")
+    clock.advance(3)
+    assert gate.enter(room, id="a").allowed
+    clock.advance(3)
+    assert not gate.enter(room, full, id="a").allowed
+    assert gate.peek(room).reset_after == 7
+    clock.advance(1)
+    assert gate.renew(room, id="a")
+    assert not gate.enter(room, full, id="a").allowed
+    assert gate.peek(room).reset_after == 10
 
 
 def test_each_limit_may_have_a_cost_of_its_own(gate: Gate, clock: FakeClock, unique: str) -> None:

@@ -1,8 +1,9 @@
--- Mirrors concurrency.py. KEYS: a hash, lease id -> "cost expiry_us taken_us".
+-- Mirrors concurrency.py. KEYS: a hash, lease id -> "cost expiry_us before_us": before_us is what an undo goes back to,
+-- the instant at which the lease was taken, or the expiry that it had before a check renewed it.
 -- In: key, now (us), cost (<= quota + 1), limit, id. Out: remaining, retry (us, -1 never), reset (us), delay,
 -- commands or nil.
 
--- The leases that are held, as { id, cost, expiry, taken }, their costs together, the last expiry, and a command
+-- The leases that are held, as { id, cost, expiry, before }, their costs together, the last expiry, and a command
 -- that drops the others.
 local function concurrency_load(key, now)
   local fields = pcall('HGETALL', key)
@@ -11,13 +12,13 @@ local function concurrency_load(key, now)
   end
   local leases, held, last, expired = {}, 0, now, {}
   for index = 1, #fields, 2 do
-    local cost, expiry, taken = match(fields[index + 1], '^(%d+) (%d+) (%d+)$')
+    local cost, expiry, before = match(fields[index + 1], '^(%d+) (%d+) (%d+)$')
     if not cost then
       return nil
     end
     cost, expiry = tonumber(cost), tonumber(expiry)
     if expiry > now then
-      leases[#leases + 1] = { fields[index], cost, expiry, tonumber(taken) }
+      leases[#leases + 1] = { fields[index], cost, expiry, tonumber(before) }
       held, last = held + cost, math.max(last, expiry)
     else
       expired[#expired + 1] = fields[index]
@@ -43,9 +44,9 @@ local function concurrency_forget(key, expired)
   return commands
 end
 
-local function concurrency_write(key, id, cost, expiry, taken, expired)
+local function concurrency_write(key, id, cost, expiry, before, expired)
   local commands = concurrency_forget(key, expired)
-  commands[#commands + 1] = { 'HSET', key, id, format(THREE, cost, expiry, taken) }
+  commands[#commands + 1] = { 'HSET', key, id, format(THREE, cost, expiry, before) }
   return commands
 end
 
@@ -71,7 +72,7 @@ local function concurrency(key, now, cost, limit, id)
     local mine = concurrency_find(leases, id)
     if mine then
       expiry = math.max(expiry, mine[3])
-      commands = concurrency_write(key, id, mine[2], expiry, mine[4], expired)
+      commands = concurrency_write(key, id, mine[2], expiry, mine[3], expired)
       last = math.max(last, expiry)
     elseif held + cost <= quota then
       commands = concurrency_write(key, id, cost, expiry, now, expired)
@@ -106,8 +107,19 @@ local function concurrency_leave(key, now, id)
   return commands
 end
 
--- Undoes what was taken at that instant: a lease that was only renewed then stays.
-local function concurrency_refund(key, now, _, _, at, id)
+-- Undoes what a check did at that instant: what it took is left, and what it renewed ends when it would have. What was
+-- renewed since then stays.
+local function concurrency_refund(key, now, _, limit, at, id)
   local mine = concurrency_find(concurrency_load(key, now), id)
-  return mine and mine[4] == at and { { 'HDEL', key, id } } or nil
+  if not mine then
+    return nil
+  end
+  local before = mine[4]
+  if before == at then
+    return { { 'HDEL', key, id } }
+  end
+  if before > at and mine[3] == math.max(before, at + limit.period) then
+    return { { 'HSET', key, id, format(THREE, mine[2], before, before) } }
+  end
+  return nil
 end

@@ -1,7 +1,7 @@
 """Concurrency: at most `quota` at the same time, by leases that end by themselves when their holder crashes.
 
-State: a tuple of leases (id, cost, expiry_us, taken_us). The limit's period is the lease time: a lease holds until
-its expiry, and whoever holds one renews it. Entering again under an id that is held renews it and counts once.
+State: a tuple of leases (id, cost, expiry_us). The limit's period is the lease time: a lease holds until its expiry,
+and whoever holds one renews it. Entering again under an id that is held renews it and counts once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headgate.algorithms._shape import NEVER
 if TYPE_CHECKING:
     from headgate.algorithms._shape import LimitNumbers, Verdict
 
-State: TypeAlias = tuple[tuple[str, int, int, int], ...]
+State: TypeAlias = tuple[tuple[str, int, int], ...]
 
 SHAPES_BURST: Final = False
 VERSION: Final = 1
@@ -38,7 +38,7 @@ def decide(
             state = leases = renewed
         elif held + cost <= limit.quota:
             held += cost
-            state = leases = (*leases, (id, cost, now_us + limit.period_us, now_us))
+            state = leases = (*leases, (id, cost, now_us + limit.period_us))
         elif cost > limit.quota:
             retry_us = NEVER
         else:
@@ -51,9 +51,9 @@ def renew(state: State | None, now_us: int, limit: LimitNumbers, id: str) -> tup
     """The leases with that of `id` prolonged, and whether it was still held."""
     leases = _held(state, now_us)
     prolonged = tuple(
-        (id, cost, max(expiry_us, now_us + limit.period_us), taken_us) if holder == id else lease
+        (id, cost, max(expiry_us, now_us + limit.period_us)) if holder == id else lease
         for lease in leases
-        for holder, cost, expiry_us, taken_us in (lease,)
+        for holder, cost, expiry_us in (lease,)
     )
     return prolonged, any(holder == id for holder, *_ in leases)
 
@@ -82,7 +82,7 @@ def _held(state: State | None, now_us: int) -> State:
 
 def _freed_us(leases: State, needed: int) -> int:
     """When leases worth `needed` will have expired, if nobody renews or leaves."""
-    for _, cost, expiry_us, _ in sorted(leases, key=_expiry_us):
+    for _, cost, expiry_us in sorted(leases, key=_expiry_us):
         needed -= cost
         if needed <= 0:
             return expiry_us

@@ -36,6 +36,10 @@ _REFUSALS: Final = (
 )
 """Errors by which a server says that it does not serve now: nothing is wrong with what was asked."""
 
+_CHARGED_FOR: Final = {"fixed_window": 1, "sliding_log": 1, "sliding_window": 2}
+"""For how many periods after the instant that was charged to, or after the beginning of its window, a key is not as
+new. For the others the instant does not matter, or is the clock's."""
+
 
 class Unsent(StoreUnavailable):
     """The server could not be reached; not a byte was sent, so it is safe to ask another."""
@@ -132,13 +136,22 @@ def _give_back(
             for piece, decision in zip(pieces, told, strict=True):
                 if piece.cost and isinstance(decision, Decision) and decision.allowed:
                     (key,) = piece.keys
-                    undo = Undo(piece, key, decision.at_us)
+                    undo = Undo(piece, key, _charged_us(decision))
                     undos.append(((id(call), key.limit.space, key.identity), wire.encode_other(undo)))
     if undos:
         yield from deliver([command for _, command in undos], cluster)
     return {
         name: answer for name, command in undos for _, answer in _answers(command) if not isinstance(answer, Exception)
     }
+
+
+def _charged_us(decision: Decision) -> int:
+    """The instant to which a shard charged one limit: a clock that has gone back charges to the last request's. When
+    the key is as new tells it, as that is always so long after the charge, or after the beginning of its window."""
+    limit = decision.keys[0].limit
+    _, _, reset_us, _ = decision.verdicts[0]
+    periods = _CHARGED_FOR.get(limit.algorithm)
+    return decision.at_us if periods is None else decision.at_us + reset_us - periods * limit.period_us
 
 
 def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) -> Any:
