@@ -487,6 +487,17 @@ FOREIGN = {
 }
 
 
+def test_lua_says_and_is_told_only_what_is_unusual_of_a_request_that_comes_alone(lua: InRedis) -> None:
+    key = limit_of("leaky_bucket", 2, 2, name="queue").by("ada")
+    assert len(Wire("headgate", None).encode_one(Check((key,), 1)).args) == 4
+    lua.run(Check((key,), 1), NOW)
+    assert lua.reply == [NOW, 1, 1]
+    lua.run(Check((key,), 1), NOW)
+    assert lua.reply == [NOW, 0, 2, 0, 1, 1]
+    lua.run(Check((key,), 1), NOW)
+    assert lua.reply == [NOW, 0, 2, 1, 0, 0]
+
+
 @pytest.mark.parametrize("command", FOREIGN.values(), ids=FOREIGN)
 @each_algorithm
 def test_lua_leaves_what_is_not_headgates_as_it_is(lua: InRedis, algorithm: str, command: tuple[Any, ...]) -> None:
@@ -497,7 +508,7 @@ def test_lua_leaves_what_is_not_headgates_as_it_is(lua: InRedis, algorithm: str,
     alone, beside, peek = Check((key,), 1, "a"), Check((other, key), 6, "a"), Check((other,), 0, "a")
     as_new, refused = [5, 0], [-1, 0]
     for checks, reply in (
-        ([alone], [-1, 0, 0, 0]),
+        ([alone], [-1, 0]),
         ([beside], [refused * 2, [], []]),
         ([alone, peek], [refused + as_new, [], []]),
         ([beside, peek], [refused * 2 + as_new, [], []]),
@@ -552,13 +563,41 @@ def test_lua_undoes_what_lies_in_the_window_before(lua: InRedis) -> None:
         assert lua.run(Undo(check(limit, cost), key, at_us), NOW)[0] == remaining
 
 
-def test_lua_does_not_undo_a_lease_that_was_only_renewed(lua: InRedis) -> None:
-    key = limit_of("concurrency", 5, SECOND).by("ada")
+# A lease whose id is used by calls that overlap, as a server sees them: at which second a check comes in, its holder
+# renews or leaves it, or what the check of another second did is taken back. Then when it ends; None if it has.
+ENTER, RENEW, LEAVE = "enter", "renew", "leave"
+OVERLAPS: dict[str, tuple[list[tuple[int, str | int]], int | None]] = {
+    "taken and taken back": ([(0, ENTER), (1, 0)], None),
+    "taken back after its end": ([(0, ENTER), (10, 0)], None),
+    "renewed and taken back": ([(0, ENTER), (3, ENTER), (4, 3)], 10),
+    "renewed and taken back, twice": ([(0, ENTER), (3, ENTER), (4, 3), (5, 3)], 10),
+    "renewed and taken back, again and again": ([(0, ENTER), (3, ENTER), (4, 3), (5, ENTER), (6, 5)], 10),
+    "renewed in the same instant and taken back": ([(0, ENTER), (0, ENTER), (0, 0)], 10),
+    "taken back after another has renewed it": ([(0, ENTER), (3, ENTER), (4, 0)], 13),
+    "a renewal taken back after another": ([(0, ENTER), (3, ENTER), (5, ENTER), (6, 3)], 15),
+    "two renewals taken back, of which one step is known": ([(0, ENTER), (3, ENTER), (5, ENTER), (6, 5), (6, 3)], 13),
+    "renewed by its holder meanwhile": ([(0, ENTER), (3, ENTER), (4, RENEW), (5, 3)], 14),
+    "taken, renewed by its holder, and taken back": ([(0, ENTER), (1, RENEW), (2, 0)], None),
+    "left meanwhile": ([(0, ENTER), (3, ENTER), (4, LEAVE), (5, 3)], None),
+    "left and taken anew meanwhile": ([(0, ENTER), (3, ENTER), (4, LEAVE), (5, ENTER), (6, 3)], 15),
+    "of an instant before it was taken": ([(5, ENTER), (6, 0)], 15),
+    "of an instant in which nothing happened": ([(0, ENTER), (3, ENTER), (5, 4)], 13),
+    "a clock that went back renews nothing": ([(5, ENTER), (2, ENTER), (3, 2)], 15),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_lua_undoes_of_a_lease_what_the_check_did_and_nothing_that_came_after(lua: InRedis, case: str) -> None:
+    key = limit_of("concurrency", 5, 10 * SECOND).by("ada")
     entered = Check((key,), 2, "a")
-    assert [lua.run(entered, NOW).remaining, lua.run(entered, NOW + 1).remaining] == [3, 3]
-    assert lua.run(Undo(entered, key, NOW + 1), NOW + 1) == (3, 0, SECOND, 0)
-    assert lua.run(Undo(entered, key, NOW), NOW + 1) == (5, 0, 0, 0)
-    assert lua.run(Undo(entered, key, NOW), NOW + 1) == (5, 0, 0, 0)
+    calls = {ENTER: entered, RENEW: Renew(key, "a"), LEAVE: Leave(key, "a")}
+    events, end = OVERLAPS[case]
+    for second, event in events:
+        call = calls[event] if isinstance(event, str) else Undo(entered, key, NOW + event * SECOND)
+        assert lua.run(call, NOW + second * SECOND)
+    last_us = NOW + events[-1][0] * SECOND
+    ends_us = last_us if end is None else NOW + end * SECOND
+    assert lua.run(Check((key,), 0), last_us).verdicts == ((5 if end is None else 3, 0, ends_us - last_us, 0),)
 
 
 def test_lua_forgets_any_number_of_expired_leases(lua: InRedis) -> None:

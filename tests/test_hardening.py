@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 HOUR = timedelta(hours=1)
 HERE, THERE = Node("127.0.0.1", 1), Node("127.0.0.1", 2)
-ALLOWED, DENIED = [1_000_000, 4, 0, 0, 0], [1_000_000, 0, 7, 0, 0]
+ALLOWED, DENIED = [1_000_000, 4, 0], [1_000_000, 0, 0, 7, 0, 0]
 GIVEN_BACK = [1, 5, 0, 0, 0]
 SLOTS = [(0, 8191, (b"127.0.0.1", 1)), (8192, 16383, (b"127.0.0.1", 2))]
 

@@ -2,41 +2,43 @@
 -- a token. In: key, now (us), cost (<= capacity + 1), limit. Out: remaining, retry (us, -1 never), reset (us),
 -- delay, new state or nil.
 
-local function token_bucket_load(key, now, limit)
-  local te, level, signed = read(key, '^(%d+) (%d+) (.+)')
-  if not te then
-    return te, now, limit.full
-  end
-  local changed = signed ~= limit.signed
-  local tokens, ticks, full = limit.tokens, limit.ticks, limit.full
-  if changed then
-    local capacity
-    tokens, ticks, capacity = signature(signed)
-    if not tokens then
-      return false
-    end
-    full = capacity * ticks
+-- What was written under other numbers, refilled until now at the old rate, as the limit has to see it; nothing if it is
+-- foreign.
+local function token_bucket_adopt(te, level, signed, now, limit)
+  local tokens, ticks, capacity = signature(signed)
+  if not tokens then
+    return nil
   end
   if now > te then
+    level, te = math.min(capacity * ticks, level + (now - te) * tokens), now
+  end
+  -- Whole tokens first, so that the product stays small; rounding the rest down loses no decision.
+  local whole = div(level, ticks)
+  if whole >= limit.capacity then
+    return te, limit.full
+  end
+  return te, whole * limit.ticks + mul_div(level % ticks, limit.ticks, ticks)
+end
+
+local function token_bucket(key, now, cost, limit)
+  local te, level, signed = read(key, '^(%d+) (%d+) (.+)')
+  local tokens, ticks, full, write = limit.tokens, limit.ticks, limit.full, false
+  if te == nil then
+    te, level = now, full
+  elseif not te then
+    return nil
+  elseif signed ~= limit.signed then
+    te, level = token_bucket_adopt(te, level, signed, now, limit)
+    if not te then
+      return nil
+    end
+    write = true
+  elseif now > te then
     -- Beyond 2^53 the product is rounded, but then it is more than enough to fill the bucket.
     local gained = (now - te) * tokens
     level = gained < full - level and level + gained or full
     te = now
   end
-  if changed then
-    -- Whole tokens first, so that the product stays small; rounding the rest down loses no decision.
-    local whole = div(level, ticks)
-    level = whole < limit.capacity and whole * limit.ticks + mul_div(level % ticks, limit.ticks, ticks) or limit.full
-  end
-  return true, te, level, changed
-end
-
-local function token_bucket(key, now, cost, limit)
-  local known, te, level, write = token_bucket_load(key, now, limit)
-  if known == false then
-    return nil
-  end
-  local ticks, full = limit.ticks, limit.full
   local need, retry = cost * ticks, 0
   if need <= level then
     if cost > 0 then
@@ -45,11 +47,11 @@ local function token_bucket(key, now, cost, limit)
   elseif cost > limit.capacity then
     retry = -1
   else
-    retry = te - now + ceil_div(need - level, limit.tokens)
+    retry = te - now + ceil_div(need - level, tokens)
   end
   local reset = 0
   if level < full then
-    local missing, tokens = full - level, limit.tokens
+    local missing = full - level
     reset = te - now + (missing + -missing % tokens) / tokens
   end
   local state
@@ -65,13 +67,11 @@ end
 -- >8 -- scripts that only decide end here
 
 local function token_bucket_refund(key, now, amount, limit)
-  local known, te, level = token_bucket_load(key, now, limit)
-  if not known or level >= limit.full then
+  -- (What was written under another limit has been adopted by now.)
+  local te, level = read(key, '^(%d+) (%d+) (.+)')
+  if not te or math.max(now - te, 0) * limit.tokens >= limit.full - level then
     return nil
   end
-  -- Adding before or after the refill comes to the same level, so the instant stays as it is: loaded at 0, nothing
-  -- refills. (What was written under another limit has been adopted by now.)
-  known, te, level = token_bucket_load(key, 0, limit)
-  level = math.min(limit.full, level + amount * limit.ticks)
-  return format(SIGNED, te, level, limit.signed)
+  -- Adding before or after the refill comes to the same level, so the instant stays as it is.
+  return format(SIGNED, te, math.min(limit.full, level + amount * limit.ticks), limit.signed)
 end

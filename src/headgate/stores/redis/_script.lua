@@ -11,14 +11,17 @@ end
 
 -- A limit from ARGV[first ..]: capacity, tokens, ticks, period (us).
 local function parse_limit(first)
+  local ARGV = ARGV
   local capacity, tokens, ticks = ARGV[first], ARGV[first + 1], ARGV[first + 2]
+  local signed = tokens .. '/' .. ticks .. '/' .. capacity
+  capacity, ticks = capacity + 0, ticks + 0 -- digits all: quicker than tonumber
   return {
-    capacity = tonumber(capacity),
-    tokens = tonumber(tokens),
-    ticks = tonumber(ticks),
-    period = tonumber(ARGV[first + 3]),
+    capacity = capacity,
+    tokens = tokens + 0,
+    ticks = ticks,
+    period = ARGV[first + 3] + 0,
     full = capacity * ticks,
-    signed = tokens .. '/' .. ticks .. '/' .. capacity,
+    signed = signed,
   }
 end
 
@@ -28,9 +31,8 @@ local lasting, lifetime
 -- A state is the text of a string, or the commands that change a collection. Its expiry is set in the same run: when
 -- the key is as new, and the margin.
 local function write(key, state, reset)
-  local ms = (reset + -reset % 1000) / 1000 + MARGIN
-  if ms ~= lasting then
-    lasting, lifetime = ms, format(WHOLE, ms)
+  if reset ~= lasting then
+    lasting, lifetime = reset, format(WHOLE, ceil_div(reset, 1000) + MARGIN)
   end
   if not state[1] then -- a text: that it has no first command is seen three times as quickly as its type
     return call('SET', key, state, 'PX', lifetime)

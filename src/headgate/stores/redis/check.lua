@@ -48,12 +48,13 @@ local function tell_again(request, again)
 end
 
 -- Several limits: all are judged on the state before the request; then either all are charged or none is.
-local retries, delays, states = {}, {}, {}
+local states = {}
 
 local function charge_all(request, first, id, met, costs, exhausted)
   for index = 1, #costs do
-    local at, state = first + index, states[index]
+    local state = states[index]
     if state and costs[index] > 0 then
+      local at = first + index
       keep(KEYS[at], state, told[at * 2])
     end
   end
@@ -74,10 +75,10 @@ local function charge_all(request, first, id, met, costs, exhausted)
   tell_again(request, longest)
 end
 
-local function deny_all(first, id, met, costs)
+local function deny_all(first, id, met, costs, retries, delays)
   for index = 1, #met do
     local at, limit, state = first + index, met[index], states[index]
-    if retries[index] == 0 then
+    if (retries[index] or 0) == 0 then
       -- It would have passed here, but nothing is spent: what it says is what a peek says.
       told[at * 2 - 1], retries[index], told[at * 2], delays[index], state = limit.judge(KEYS[at], now, 0, limit, id)
     end
@@ -90,7 +91,7 @@ local function deny_all(first, id, met, costs)
 end
 
 local function decide_all(request, first, id, met, costs)
-  local allowed, usual, exhausted = true, true, false
+  local allowed, exhausted, retries, delays = true, false, nil, nil
   for index = 1, #met do
     local at, limit, cost = first + index, met[index], costs[index]
     local remaining, retry, reset, delay, state = limit.judge(KEYS[at], now, cost, limit, id)
@@ -100,26 +101,31 @@ local function decide_all(request, first, id, met, costs)
       end
       return
     end
-    told[at * 2 - 1], told[at * 2], states[index] = remaining, reset, state
-    retries[index], delays[index] = retry, delay
-    if retry ~= 0 then
-      allowed = false
-    elseif delay ~= 0 then
-      usual = false
+    -- One by one: assigned together, they would be moved twice.
+    told[at * 2 - 1] = remaining
+    told[at * 2] = reset
+    states[index] = state
+    if retry ~= 0 or delay ~= 0 then
+      retries, delays = retries or {}, delays or {}
+      retries[index], delays[index] = retry, delay
+      allowed = allowed and retry == 0
     end
-    exhausted = exhausted or remaining < cost
+    if remaining < cost then
+      exhausted = true
+    end
   end
   if allowed then
     charge_all(request, first, id, met, costs, exhausted)
-    if usual then
-      return
-    end
   else
-    deny_all(first, id, met, costs)
+    deny_all(first, id, met, costs, retries, delays)
+  end
+  if not retries then
+    return
   end
   for index = 1, #met do
-    if retries[index] ~= 0 or delays[index] ~= 0 then
-      tell_unusual(first + index, retries[index], delays[index])
+    local retry, delay = retries[index] or 0, delays[index] or 0
+    if retry ~= 0 or delay ~= 0 then
+      tell_unusual(first + index, retry, delay)
     end
   end
 end

@@ -23,6 +23,8 @@ __all__ = ["Line", "Opening"]
 
 STALE: Final = 0.1
 """Seconds after which it is tried again to connect, whatever came of the last time."""
+INBOX: Final = 65_536
+"""Bytes that are read at once, at most."""
 IDLE: Final = 0.05
 """Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
 
@@ -98,6 +100,7 @@ class Line:
             raise Unsent("cannot reach Redis: the connection was closed as soon as it was open")
         self._budget = budget
         self._reader = Reader()
+        self._inbox = bytearray(INBOX)  # one for all replies, and not a new one for each
         self._used = -IDLE  # it may have waited for somebody to need it
         self._watch = selectors.DefaultSelector()
         self._watch.register(self._socket, selectors.EVENT_READ)
@@ -150,12 +153,12 @@ class Line:
                 if late:  # each piece came in time, but all of them together did not
                     raise TimeoutError
                 try:
-                    data = self._socket.recv(65536)
+                    size = self._socket.recv_into(self._inbox)
                 except TimeoutError:
-                    data = self._last_look()
-                if not data:
+                    size = self._last_look()
+                if not size:
                     raise Lost("Redis closed the connection while the answer was on its way")
-                reader.feed(data)
+                reader.feed(self._inbox, 0, size)  # type: ignore[arg-type] # any buffer will do
                 self._used = time.monotonic()
                 late = self._used > deadline
         except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as error:
@@ -176,9 +179,9 @@ class Line:
         self._watch.close()
         self._connection.disconnect()
 
-    def _last_look(self) -> bytes:
-        """What is there now: this thread may have waited for the interpreter, and not for the server."""
+    def _last_look(self) -> int:
+        """How much is there now: this thread may have waited for the interpreter, and not for the server."""
         self._socket.settimeout(0)
         self._hurried = True
-        data: bytes = self._socket.recv(65536)
-        return data
+        size: int = self._socket.recv_into(self._inbox)
+        return size

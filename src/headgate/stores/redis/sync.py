@@ -185,8 +185,8 @@ class RedisStore(SharedStore):
 
         An error of the server's means that nothing was done, and the long way knows what to do about each.
         """
-        line = self._lines.get(None)
-        if line is None or (packed := self._wire.pack_one(call)) is None or not line.is_usable():
+        line, only = self._lines.get(None), self._only
+        if line is None or only is None or (packed := self._wire.pack_one(call)) is None or not line.is_usable():
             return None
         self._round_trips += 1
         try:
@@ -197,7 +197,7 @@ class RedisStore(SharedStore):
             return public(error)
         if type(reply) is not list:
             return None
-        self.breakers.succeed(None)
+        only.succeed()
         self._failed = False
         return decode_one(call, reply)  # type: ignore[arg-type] # a Check, or not packed
 

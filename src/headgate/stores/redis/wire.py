@@ -162,7 +162,10 @@ class Wire:
         """A check of one limit that goes alone."""
         (key,), _, lease = check
         limit = key.limit
-        args = [*_describe(limit), self.now(), min(check.costs[0], limit.capacity + 1), lease or ""]
+        args = [*_describe(limit)]
+        # As most calls cost 1, by the server's clock, without a lease, the script need not be told.
+        if check.cost != 1 or self._clock is not None or lease is not None:
+            args += min(check.costs[0], limit.capacity + 1), self.now(), lease or ""
         return Command(script("one", (limit.algorithm,), self._margin), [self.name(key)], args, [check])
 
     def encode_checks(self, checks: Sequence[Check]) -> Command:
@@ -263,11 +266,12 @@ def _decode(command: Command) -> list[Any]:
 
 def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
     """The answer to a check that went alone."""
-    again_us = 0
+    retry_us = delay_us = again_us = 0
     try:
-        if len(reply) == 6:
-            *reply, again_us = reply
-        now_us, remaining, retry_us, reset_us, delay_us = reply
+        if len(reply) == 3:
+            now_us, remaining, reset_us = reply
+        else:
+            now_us, remaining, reset_us, retry_us, delay_us, again_us = reply
         if remaining < 0:
             return _foreign(*check.keys)
     except (TypeError, ValueError):
