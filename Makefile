@@ -44,20 +44,26 @@ clean: ## remove everything that the other commands made
 servers:
 	@scripts/install-servers
 
-$(VENV)/.ready: pyproject.toml
-	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing headgate into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(PIP) --editable '.[all]'
+# A venv that could not be finished (on Debian, for want of python3-venv) is there, but without pip. One of a Python that is
+# too old is never begun: it would stand in the way of the next.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "headgate needs Python 3.11 or newer, and $(PYTHON) is not: name another, as in make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@touch $@
 
-$(VENV)/.run: $(VENV)/.ready
-	@$(PIP) --group run
+$(VENV)/.ready: $(VENV)/.made
+	@$(PIP) --upgrade 'pip>=25.1'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.ready
-	@echo "installing what the tests need"
-	@$(PIP) --group test --group check
+$(VENV)/.run: $(VENV)/.ready pyproject.toml
+	@echo "installing headgate and what the shop needs into $(VENV)"
+	@$(PIP) --editable '.[admin,fastapi,redis,yaml]' --group run
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.ready pyproject.toml
+	@echo "installing headgate and what the tests need into $(VENV)"
+	@$(PIP) --editable '.[all]' --group test --group check
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
