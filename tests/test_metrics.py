@@ -471,6 +471,24 @@ def test_a_child_does_not_tell_again_what_its_parent_counted() -> None:
     assert numbers(counted)["rejections", "none", "limit"] == 1
 
 
+def test_a_child_does_not_tell_again_what_its_parent_saw_of_the_store(redis7: RedisServer, unique: str) -> None:
+    gate, counted = watched("limits: [{by: ip, bucket: 9/minute}]", redis7.url, namespace=unique)
+    with closing(gate):
+        herald = gate._limiter._front.outage._herald
+        herald.tell("store-lost", "gone")
+        herald.tell("state-lost", "empty")
+        herald.tell("store-back", "here", requests=3, seconds=2.0)
+        told = numbers(counted)
+        assert (told["fallback_mode"], told["fallback_seconds"], told["redis_errors"]) == (1, 2, 3)
+        assert told["store_events", "state-lost"] == 1
+        counted.renew_after_fork()
+        told = numbers(counted)
+        assert (told["fallback_mode"], told["fallback_seconds"], told["redis_errors"]) == (0, 0, 0)
+        assert {told[key] for key in told if key[0] == "store_events"} == {0}
+        herald.tell("state-lost", "empty")
+        assert numbers(counted)["store_events", "state-lost"] == 1
+
+
 # -------------------------------------------------------------------- Prometheus
 
 
@@ -501,6 +519,20 @@ def test_a_registry_shows_the_gates_that_are_registered() -> None:
     assert told["rate_limiter_memory_keys", labels()] == 2
     text = generate_latest(registry).decode()
     assert text.count("# TYPE rate_limiter_decisions_total counter") == 1
+
+
+def test_a_gate_that_is_registered_again_is_counted_once() -> None:
+    registry = CollectorRegistry()
+    gate = Gate(read("limits: [{name: a, by: ip, bucket: 1/minute}]"))
+    first = prometheus.register(gate, registry)
+    assert prometheus.register(gate, registry, lag=lambda: 7.0) is first
+    prometheus.register(gate, registry)  # as in a hook that runs at every start of an app
+    gate.admit(arrival())
+    told = exposed(registry)
+    assert told["rate_limiter_allowed_total", labels(policy="a", route_class="none", endpoint="unmatched")] == 1
+    assert told["rate_limiter_check_latency_seconds_count", labels()] == 1
+    assert told["rate_limiter_memory_keys", labels()] == 1
+    assert told["rate_limiter_config_refresh_lag_seconds", labels()] == 7
 
 
 def test_the_buckets_of_a_histogram_add_up() -> None:
@@ -608,6 +640,26 @@ def test_opentelemetry_is_told_the_same_numbers() -> None:
     assert [point.value for point in points(reader)["limiter.rejections"]] == [2]
     assert set(told) <= {family.otel_name for family in FAMILIES.values()}
     assert {"config.refresh.lag_seconds", "limiter.degraded_mode", "limiter.keys"} <= set(told)
+
+
+def test_a_gate_that_is_instrumented_and_traced_again_is_told_of_once() -> None:
+    gate = Gate(read("limits: [{name: a, by: ip, bucket: 4/minute}]"))
+    reader, spans, other = InMemoryMetricReader(), InMemorySpanExporter(), InMemorySpanExporter()
+    meters, tracers, others = MeterProvider([reader]), TracerProvider(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(spans))
+    others.add_span_processor(SimpleSpanProcessor(other))
+    for _ in range(2):
+        otel.instrument(gate, meters)
+        otel.trace(gate, tracers)
+    otel.trace(gate, others)
+    gate.admit(arrival())
+    data = reader.get_metrics_data()
+    assert data is not None
+    told = {each.name: each.data.data_points for each in data.resource_metrics[0].scope_metrics[0].metrics}
+    assert [point.value for point in told["limiter.allowed"]] == [1]
+    assert [point.count for point in told["limiter.check.latency"]] == [1]
+    assert [point.count for point in told["limiter.remaining_ratio"]] == [1]
+    assert (len(spans.get_finished_spans()), len(other.get_finished_spans())) == (1, 1)
 
 
 def test_opentelemetry_is_told_nothing_of_what_is_left_while_nobody_knows() -> None:

@@ -86,6 +86,7 @@ class Metrics:
     >>> gate = Gate(read("limits: [{by: ip, bucket: 10/minute}]"))
     >>> metrics = Metrics()
     >>> metrics.watch(gate)
+    True
     >>> sorted({reading.family.name for reading in metrics.read()})[:2]
     ['rate_limiter_check_latency_seconds', 'rate_limiter_config_info']
     """
@@ -98,15 +99,18 @@ class Metrics:
         self._begin()
         renew_in_children(self)
 
-    def watch(self, gate: Door, *, lag: Callable[[], float] | None = None) -> None:
-        """Count what the gate decides from now on.
+    def watch(self, gate: Door, *, lag: Callable[[], float] | None = None) -> bool:
+        """Count what the gate decides from now on. Whether it was not watched already: nothing is counted twice.
 
         `lag` tells for how many seconds its policy has not been the newest one; if not given, for how long a policy
         file has been refused.
         """
-        source = _Source(gate, lag)
         with self._lock:
-            self._sources.append(source)
+            for source in self._sources:
+                if source.is_of(gate):
+                    source.lag = lag or source.lag
+                    return False
+            self._sources.append(_Source(gate, lag))
         note, there = self.note, ref(gate)
 
         def hook(_: Arrival, admission: Admission) -> None:
@@ -115,6 +119,7 @@ class Metrics:
                 note(admission, gate._now_us())  # noqa: SLF001 - the clock by which its requests were resolved
 
         tell_also(gate, hook)
+        return True
 
     def note(self, admission: Admission, now_us: int) -> None:
         """Count one decision. This runs on every request."""
@@ -168,6 +173,8 @@ class Metrics:
             self._decisions, self._rejections, self._allowed, self._blocked, self._shadows, self._degraded
         ):  # fmt: skip
             totals.clear()
+        for source in self._sources:
+            source.begin()
         self._begin()
 
     def _begin(self) -> None:
@@ -267,15 +274,23 @@ class _Source:
 
     def __init__(self, gate: Door, lag: Callable[[], float] | None) -> None:
         self._gate = ref(gate)
-        self._lag = lag
+        self.lag = lag
         self._refused_since: float | None = None
         self._events = Totals(*[(kind,) for kind in ("store-lost", "store-back", "state-lost", "moved", "settled")])
+        self.begin()
+        _listen(gate, self._hear)
+
+    def begin(self) -> None:
+        """Nothing has happened yet, as in a child: its parent tells what it saw."""
+        self._events.clear()
         self._outages = 0
         self._seconds = self._errors = 0.0
         """Of outages that are over."""
         self._counters: dict[tuple[str, Labels], float] = {}
         """As last read: a counter never falls, also when its gate is gone."""
-        _listen(gate, self._hear)
+
+    def is_of(self, gate: Door) -> bool:
+        return self._gate() is gate
 
     def now_us(self) -> int:
         gate = self._gate()
@@ -311,8 +326,8 @@ class _Source:
 
     def _policy(self, gate: Door) -> Iterator[tuple[str, Labels, float]]:
         yield "config_info", (gate.policy_version or NONE,), 1
-        if self._lag is not None:
-            yield "config_refresh_lag_seconds", (), self._lag()
+        if self.lag is not None:
+            yield "config_refresh_lag_seconds", (), self.lag()
             return
         if gate.policy_error is None:
             self._refused_since = None

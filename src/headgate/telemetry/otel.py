@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.families import FAMILIES, LATENCY_US, SHARES, Distribution
@@ -60,7 +60,12 @@ def trace(gate: Door, provider: TracerProvider | None = None) -> None:
     _demand_library()
     from opentelemetry import trace as tracing
 
-    tracer = tracing.get_tracer(SCOPE, tracer_provider=provider)
+    provider = tracing.get_tracer_provider() if provider is None else provider
+    traced = _traced.setdefault(gate, WeakSet())
+    if provider in traced:
+        return
+    traced.add(provider)
+    tracer = provider.get_tracer(SCOPE)
     elapsed_us = _stopwatch(gate)
 
     def hook(_: Arrival, admission: Admission) -> None:
@@ -76,6 +81,8 @@ def trace(gate: Door, provider: TracerProvider | None = None) -> None:
 
 _instruments: WeakKeyDictionary[Any, Instruments] = WeakKeyDictionary()
 """Of each provider: instruments that are made twice are told of twice."""
+_traced: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
+"""The providers that have a span of each decision of a gate already."""
 
 
 class Instruments:
@@ -106,8 +113,8 @@ class Instruments:
     def add(self, gate: Door, name: str, lag: Callable[[], float] | None) -> Metrics:
         """Count at one gate more."""
         metrics = self._metrics.setdefault(name, Metrics())
-        metrics.watch(gate, lag=lag)
-        tell_also(gate, self._recorder(gate, name))
+        if metrics.watch(gate, lag=lag):
+            tell_also(gate, self._recorder(gate, name))
         return metrics
 
     def _observer(self, family: Family, *, reads: bool) -> Callable[[CallbackOptions], Iterator[Observation]]:
