@@ -725,6 +725,18 @@ def test_what_is_not_there_is_told(method: str, path: str, status: int, kind: st
     assert refused.json()["title"] == TITLES[kind][1]
 
 
+def test_a_wrong_method_is_told_all_that_the_path_knows(admin: Admin) -> None:
+    refused = admin.ask("PATCH", "overrides/1")
+    assert refused.headers["Allow"] == "DELETE, GET, PUT"
+    assert refused.json()["detail"] == "This path does not know the method. Use DELETE, GET, PUT."
+
+
+def test_control_characters_are_told_in_words(admin: Admin) -> None:
+    told = admin.ask("POST", "blocks", json={"who": {"kind": "tenant", "value": "a\x00b"}, "reason": "a\nb"}).json()
+    said = "it has control characters, or a line break"
+    assert told["problems"] == [f"body.reason: {said}", f"body.who.value: {said}"]
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b'{"who": NaN}', b"[" * 50_000])
 def test_a_body_that_cannot_be_read_is_told(content: bytes, admin: Admin) -> None:
     refused = admin.ask("POST", "overrides", content=content, headers={"Content-Type": "application/json"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import threading
 import time
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zoneinfo import ZoneInfo
@@ -22,10 +24,11 @@ import pytest
 
 from headgate import InvalidInput, Limiter, cli
 from headgate.adapters.gate import Gate
-from headgate.cli import api
+from headgate.cli import api, asking
 from headgate.cli import tail as tails
 from headgate.cli.api import AdminApi, AdminError, Unconfirmed, is_loopback
 from headgate.cli.completion import SCRIPTS, places
+from headgate.cli.screen import Screen
 from headgate.control.admin import AdminServer, Tokens
 from headgate.control.config import ConfigStore
 from headgate.control.desk.desk import Desk
@@ -351,9 +354,10 @@ class Log:
         for some in range(0, len(at_us), 500):
             self.sink.write([_record(each, by) for each in at_us[some : some + 500]])
 
-    def ask(self, *, after: str = "", most: int = 100) -> dict[str, Any]:
+    def ask(self, *, after: str = "", most: int = 100, outcome: str | None = None) -> dict[str, Any]:
         with closing(open_reader(self._url)) as reader:
-            return {"items": [{"id": each.id, "at_us": each.at_us} for each in reader.recent(after=after, most=most)]}
+            found = reader.recent(after=after, most=most, outcome=outcome)
+        return {"items": [{"id": each.id, "at_us": each.at_us} for each in found]}
 
 
 def _record(at_us: int, by: str) -> Record:
@@ -389,6 +393,57 @@ def test_what_is_written_late_is_shown_once_and_nothing_twice(tmp_path: Path) ->
     assert new() == [104_500], "what is looked at again is bounded"
     assert new() == []
     log.sink.close()
+
+
+def test_who_says_no_more_than_is_known(call: Callable[..., tuple[int, str, str]]) -> None:
+    """Of a network nothing is counted, and of a hash no limit can be told."""
+    network = call("who 203.0.113.0/24", role="viewer")[1]
+    assert network.count("a network is not counted as one") >= 2
+    assert "no counters" not in network
+    assert "hash" not in network
+    hashed = call(f"who tenant=hmac:{'7' * 32}", role="viewer")[1]
+    assert "only a hash of this tenant is known" in hashed
+    assert "Which limits it meets is not known." in hashed
+    assert "pass" not in hashed
+
+
+def test_a_time_on_the_other_side_of_a_change_of_clocks_says_its_zone() -> None:
+    desk = asking.Desk(AdminApi("http://127.0.0.1:1", "hg_x"), Screen(io.StringIO()), Screen(io.StringIO()), BERLIN)
+    shown = {desk.time(microseconds(datetime(2096, month, 1, tzinfo=BERLIN))) for month in (1, 7)}
+    is_winter = desk.zone_name == "UTC+01:00"
+    assert shown == {
+        "2096-01-01 00:00:00" + ("" if is_winter else " UTC+01:00"),
+        "2096-07-01 00:00:00" + (" UTC+02:00" if is_winter else ""),
+    }
+
+
+def test_a_rare_outcome_is_found_among_all_that_has_come_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headgate.telemetry.sinks.sqlite.MOST_LOOKED_AT", 100)
+    now_us = time.time_ns() // 1000 - 1_000_000
+    log = Log(tmp_path)
+    blocked = _record(now_us, "b")._replace(outcome="blocked")
+    log.sink.write([blocked._replace(id=id_prefix(now_us - 3_600_000_000))])
+    log.write(*range(now_us - 3_000_000_000, now_us - 3_000_000_000 + 200))
+    ask = partial(log.ask, outcome="blocked")
+    assert ask()["items"] == []
+    tail = tails._Tail(ask, [], lambda: log.ask(most=1)["items"][0]["at_us"])
+    assert [*tail.more()] == [[]], "what is long past is not new"
+    log.sink.write([blocked])
+    assert [each["id"] for some in tail.more() for each in some] == [blocked.id]
+    assert [*tail.more()] == [[]]
+    log.sink.close()
+
+
+def test_tail_begins_with_as_many_as_it_is_told(
+    call: Callable[..., tuple[int, str, str]], fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tails, "MOST", 8)
+    fleet.send(21, tenant="virtucon")
+    assert fleet.log.flush()
+    for lines, expected in ((8, 8), (20, 20), (21, 21), (1000, 21)):
+        printed = call(f"tail tenant=virtucon --json --no-follow --lines {lines}", role="viewer")[1]
+        ids = [json.loads(line)["id"] for line in printed.splitlines()]
+        assert (len(ids), ids) == (expected, sorted({*ids}))
 
 
 def test_tail_gives_programs_a_line_for_each(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:

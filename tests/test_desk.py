@@ -520,6 +520,8 @@ def test_timeline_decisions_and_why_agree_with_what_happened(here: World) -> Non
     assert [record.id for record in newest] == sorted(record.id for record in newest)
     assert here.desk.decisions(after=newest[1].id, most=2) == newest[2:4]
     assert here.desk.decisions(after=newest[-1].id) == []
+    assert here.desk.decisions(before=newest[-1].id, most=3) == newest[1:4]
+    assert here.desk.decisions(after=newest[0].id, before=newest[-1].id, most=2) == newest[1:3]
     assert {record.outcome for record in here.desk.decisions(outcome="blocked", most=1000)} == {"blocked"}
     assert len(here.desk.decisions(outcome="rejected", most=1000)) == denied + 2
     assert len(here.desk.decisions(who=ACME, outcome="denied", most=7)) == 7
@@ -673,6 +675,10 @@ def without(words: str) -> str:
     return "".join(line for line in POLICY.splitlines(keepends=True) if words not in line)
 
 
+def overriding(tenant: str, bucket: str) -> str:
+    return f"{POLICY}overrides: [{{tenant: {tenant}, limit: search, bucket: {bucket}}}]\n"
+
+
 OPENED = POLICY.replace('"POST /login", on_failure: closed', '"POST /login"')
 
 DANGERS: dict[str, tuple[Asked, list[str]]] = {
@@ -694,11 +700,30 @@ DANGERS: dict[str, tuple[Asked, list[str]]] = {
     "a route that costs nothing": (route(0), ["ten-times"]),
     "a dear route": (route(21), ["tenth"]),
     "a route that is not so dear": (route(20), []),
+    "some methods of a route out of its class": (
+        ("set_route", ("GET /search", 2), {}),
+        ["policy"],
+    ),
+    "some methods of a route in its class": (("set_route", ("GET /search", 2), {"route_class": "search"}), []),
+    "a document's route out of its class": (
+        document(
+            POLICY.replace("path: /search, class: search, ", "path: /search, ").replace(
+                "class: search, by", "class: items, by"
+            )
+        ),
+        ["policy"],
+    ),
     "a limit that is gone": (document(without("name: seats")), ["policy"]),
     "a limit that is only watched": (document(POLICY.replace("bucket: 60/", "shadow: true, bucket: 60/")), ["policy"]),
     "a watched limit that is gone": (document(without("name: watched")), []),
     "what fails closed no more": (document(OPENED), ["policy"]),
     "what fails closed by default": (document(OPENED.replace("on_failure: open", "on_failure: closed")), []),
+    "a wide network in a document": (document(f"{POLICY}  - {{ip: 10.0.0.0/8}}\n"), ["wildcard-block"]),
+    "everybody in a document": (document(f"{POLICY}  - {{ip: '::/0'}}\n"), ["wildcard-block"]),
+    "a network in a document": (document(f"{POLICY}  - {{ip: 10.0.0.0/24}}\n"), []),
+    "an override in a document": (document(overriding("acme", "1001/minute")), ["ten-times"]),
+    "an override in a document with less": (document(overriding("acme", "9/minute")), ["tenth"]),
+    "an override in a document by its tier": (document(overriding("initech", "1001/minute")), []),
     "a document's numbers": (document(POLICY.replace("100/minute", "5000/minute")), ["ten-times"]),
 }
 
@@ -737,6 +762,17 @@ def test_what_an_override_is_compared_with_is_what_holds_now(office: Desk) -> No
     with pytest.raises(NeedsConfirmation) as error:
         desk.change_override(SUE, 1, "700/minute", limit="search", reason="r")
     assert codes(error) == ["tenth"]
+
+
+def test_who_gives_an_override_twice_is_told_which_one_to_change(office: Desk) -> None:
+    office.add_override(SUE, ACME, "900/minute", limit="search", reason="r")
+    with pytest.raises(InvalidInput, match="override 1 is for the same client, limit and time: change it, or remove"):
+        office.add_override(SUE, ACME, "800/minute", limit="search", reason="r")
+    for_a_time = {"limit": "search", "valid_until": datetime(2096, 1, 1, tzinfo=UTC), "reason": "r"}
+    office.add_override(SUE, ACME, "800/minute", **for_a_time)
+    with pytest.raises(InvalidInput, match="override 1 is for the same"):
+        office.change_override(SUE, 2, "800/minute", limit="search", reason="r")
+    office.change_override(SUE, 2, "700/minute", **for_a_time)
 
 
 @pytest.mark.parametrize("bucket", ["0/minute", "0 per day"])

@@ -317,6 +317,12 @@ def test_a_list_of_no_limits_is_warned_of() -> None:
     assert read("blocked: [{ip: 203.0.113.9}]").warnings == ()
 
 
+@pytest.mark.parametrize("network", ["0.0.0.0/0", "::/0"])
+def test_a_block_of_everybody_is_warned_of(network: str) -> None:
+    (warning,) = read(f"blocked: [{{user: mallory}}, {{ip: '{network}'}}]").warnings
+    assert warning == f"policy.yaml:1:28: {network} is everybody: nobody gets in, but to routes of cost 0"
+
+
 @pytest.mark.parametrize("network", ["fd00::/8", "fc00::/7", "fd12:3456::/32", "10.0.0.0/8", "2001::/16"])
 def test_proxies_may_have_all_of_a_network_that_strangers_cannot_be_in(network: str) -> None:
     policy = read(f"{{identity: {{proxies: ['{network}']}}, limits: [{{by: ip, bucket: 5/minute}}]}}")

@@ -25,7 +25,7 @@ from headgate.policy.credentials import ApiKeys
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.letters import letter
-from headgate.telemetry.moments import shown, shown_span, span
+from headgate.telemetry.moments import coming, microseconds, shown, shown_span, span
 from headgate.telemetry.sinks import open_reader, open_sink
 from headgate.telemetry.why import Asked, why
 from traffic import SECRET, START_US, Kept, Request, Traffic
@@ -453,6 +453,7 @@ BERLIN = ZoneInfo("Europe/Berlin")
         ("10 minutes ago", "2026-11-16T11:20:00+01:00"),
         ("an hour ago", "2026-11-16T10:30:00+01:00"),
         ("2h ago", "2026-11-16T09:30:00+01:00"),
+        ("a week ago", "2026-11-09T11:30:00+01:00"),
         ("now", "2026-11-16T11:30:00+01:00"),
     ],
 )
@@ -481,11 +482,73 @@ def test_a_longer_time_has_two_ends(at: str, until: str | None, since: str, end:
 
 
 @pytest.mark.parametrize(
-    "written", ["", "soon", "15", "25:00", "13pm", "0am", "3 weeks ago", "2026-13-01", "yesterday 7 pm x"]
+    "written", ["", "soon", "15", "25:00", "13pm", "0am", "3 months ago", "2026-13-01", "2026-W46", "yesterday 7 pm x"]
 )
 def test_what_is_no_time_is_refused(written: str) -> None:
     with pytest.raises(InvalidInput, match="write it like"):
         span(written, now=NOW, zone=BERLIN)
+
+
+@pytest.fixture(params=[BERLIN, None], ids=["a zone by its name", "the zone of this machine"])
+def zone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ZoneInfo | None:
+    """Berlin, where clocks were put forward on 2026-03-29 and back on 2026-10-25."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    found: ZoneInfo | None = request.param
+    return found
+
+
+@pytest.mark.parametrize(
+    ("at", "until", "since", "end"),
+    [
+        # 23 hours, and 25.
+        ("2026-03-29", None, "2026-03-29T00:00+01:00", "2026-03-30T00:00+02:00"),
+        ("2026-10-25", None, "2026-10-25T00:00+02:00", "2026-10-26T00:00+01:00"),
+        ("2026-10-24", "2026-10-25", "2026-10-24T00:00+02:00", "2026-10-26T00:00+01:00"),
+        # Ten minutes around are ten minutes, whatever clocks say then.
+        ("2026-03-29 01:55", None, "2026-03-29T01:45+01:00", "2026-03-29T03:06+02:00"),
+        ("2026-03-29 03:05", None, "2026-03-29T01:55+01:00", "2026-03-29T03:16+02:00"),
+        ("2026-10-25 03:05", None, "2026-10-25T02:55+01:00", "2026-10-25T03:16+01:00"),
+        # There was no 2:30; and there were two of them.
+        ("2026-03-29 02:30", None, "2026-03-29T03:20+02:00", "2026-03-29T03:41+02:00"),
+        ("2026-10-25 02:30", None, "2026-10-25T02:20+02:00", "2026-10-25T02:41+01:00"),
+        ("2026-10-25 2:30am", None, "2026-10-25T02:20+02:00", "2026-10-25T02:41+01:00"),
+        ("2026-10-25 01:50", "2:10", "2026-10-25T01:50+02:00", "2026-10-25T02:11+01:00"),
+        ("2026-10-25T02:30+01:00", None, "2026-10-25T02:20+01:00", "2026-10-25T02:41+01:00"),
+    ],
+)
+def test_a_night_on_which_clocks_change_is_asked_about_whole(
+    zone: ZoneInfo | None, at: str, until: str | None, since: str, end: str
+) -> None:
+    found = span(at, until, now=NOW, zone=zone)
+    times = datetime.fromisoformat(since), datetime.fromisoformat(end)
+    assert (found.since_us, found.until_us) == tuple(microseconds(each) for each in times)
+
+
+@pytest.mark.parametrize(
+    ("written", "moment"),
+    [
+        ("2:50", "2026-10-25T02:50+02:00"),
+        ("2:30", "2026-10-25T02:30+01:00"),
+        ("2026-10-25 02:30", "2026-10-25T02:30+01:00"),
+        ("today", "2026-10-26T00:00+01:00"),
+    ],
+)
+def test_what_comes_twice_is_still_ahead_while_one_of_them_is(zone: ZoneInfo | None, written: str, moment: str) -> None:
+    now = datetime.fromisoformat("2026-10-25T02:40+02:00")
+    assert coming(written, now=now, zone=zone, at_its_end=True) == datetime.fromisoformat(moment)
+
+
+@pytest.mark.parametrize("written", ["0001-01-01", "9999-12-31", "9999-12-31 23:59", "999999 days ago"])
+def test_a_time_that_no_calendar_has_is_refused(zone: ZoneInfo | None, written: str) -> None:
+    with pytest.raises(InvalidInput, match="no time before the year 1, nor after 9999"):
+        span(written, now=NOW, zone=zone)
+
+
+@pytest.mark.parametrize("written", ["9999-12-31", "999999 weeks"])
+def test_a_time_too_far_ahead_is_refused(zone: ZoneInfo | None, written: str) -> None:
+    with pytest.raises(InvalidInput, match="too far ahead"):
+        coming(written, now=NOW, zone=zone, at_its_end=True)
 
 
 def test_times_are_shown_with_their_zone() -> None:

@@ -720,6 +720,12 @@ def test_pages_say_what_is_missing_where_nothing_stands_behind_them(visit: Calla
             page.goto("about:blank")  # before there is nobody to ask
 
 
+def test_a_page_says_no_more_than_is_known(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit(words.client_url("tenant", f"hmac:{'7' * 32}"))
+    expect(page.get_by_text("Which limits it meets is not known.")).to_be_visible()
+    expect(page.get_by_text("Whatever it sends passes")).to_have_count(0)
+
+
 def test_a_path_that_is_none_is_told_to_people_in_words(town: Town, visit: Callable[..., Page]) -> None:
     page = visit("/nothing", role="viewer")
     expect(page.get_by_text("There is nothing at this path.")).to_be_visible()
@@ -871,7 +877,15 @@ def test_what_a_chart_is_called_is_escaped() -> None:
 
 @pytest.mark.parametrize(
     ("ahead_s", "said"),
-    [(0, "now"), (-3, "3 seconds ago"), (-60, "1 minute ago"), (-7200, "2 hours ago"), (86400 * 3, "in 3 days")],
+    [
+        (0, "now"),
+        (-3, "3 seconds ago"),
+        (-60, "1 minute ago"),
+        (-7200, "2 hours ago"),
+        (86400 * 3, "in 3 days"),
+        (86400 * 720, "in 720 days"),
+        (86400 * 365 * 70, "in 70 years"),
+    ],
 )
 def test_times_are_told_from_now(ahead_s: int, said: str) -> None:
     now = datetime(2026, 11, 16, 9, tzinfo=UTC)

@@ -76,8 +76,12 @@ class Desk(NamedTuple):
     zone: tzinfo | None
 
     def time(self, at_us: int | None, *, none: str = "") -> str:
-        """A moment for people; the zone is said once, in the title of a column."""
-        return none if at_us is None else shown(at_us_of(at_us), self.zone, with_zone=False)
+        """A moment for people; the zone is said once, in the title of a column, and again where clocks are others."""
+        if at_us is None:
+            return none
+        at = at_us_of(at_us)
+        other = _offset(at, self.zone)
+        return shown(at, self.zone, with_zone=False) + ("" if other == self.zone_name else f" {other}")
 
     def iso(self, at_us: int | None) -> str | None:
         """A moment as the server reads it."""
@@ -95,8 +99,12 @@ class Desk(NamedTuple):
     @property
     def zone_name(self) -> str:
         """As short as can be: UTC+01:00."""
-        told = f"{datetime.now(UTC).astimezone(self.zone):%z}"
-        return "UTC" if int(told) == 0 else f"UTC{told[:3]}:{told[3:5]}"
+        return _offset(datetime.now(UTC), self.zone)
+
+
+def _offset(moment: datetime, zone: tzinfo | None) -> str:
+    told = f"{moment.astimezone(zone):%z}"
+    return "UTC" if int(told) == 0 else f"UTC{told[:3]}:{told[3:5]}"
 
 
 def opened(arguments: Namespace, out: Screen, err: Screen) -> Desk:

@@ -13,7 +13,7 @@ from headgate.cli.asking import client_of, opened
 from headgate.cli.options import CLIENT, add_server
 from headgate.cli.screen import BAD, DIM, GOOD, ODD, printable
 from headgate.errors import InvalidInput
-from headgate.telemetry.records import Outcome, Record
+from headgate.telemetry.records import Outcome, Record, id_prefix
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -72,8 +72,15 @@ class _Tail:
     """What is new in the log whenever it is asked for, also if it was written after others that are newer: the last of
     what was seen is looked at again, and known by its ids."""
 
-    def __init__(self, ask: Callable[..., Any], shown: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        ask: Callable[..., Any],
+        shown: list[dict[str, Any]],
+        newest_us: Callable[[], int | None] | None = None,
+    ) -> None:
         self._ask = ask
+        self._newest_us = newest_us
+        """Of all that is logged, where only some of it is asked for."""
         self._seen = {each["id"]: each["at_us"] for each in shown}
         self._before = FIRST
         """An id; nothing up to it is shown any more."""
@@ -82,6 +89,9 @@ class _Tail:
 
     def more(self) -> Iterator[list[dict[str, Any]]]:
         """In pieces: nobody waits for the end of a log that grows faster than it is read."""
+        if self._newest_us is not None and (newest_us := self._newest_us()) is not None:
+            # Of one outcome there may be few, or none: what lies between them is not looked through again and again.
+            self._before = max(self._before, id_prefix(_late_us(newest_us)))
         after = self._before
         while True:
             found = self._ask(after=after, most=MOST)["items"]
@@ -96,8 +106,7 @@ class _Tail:
     def _forget(self) -> None:
         """All but the last seconds, and of these what is not too much to be looked at again."""
         if self._seen:
-            # A node whose clock is ahead must not hide the others.
-            late_us = min(max(self._seen.values()), time.time_ns() // 1000) - LATE_US
+            late_us = _late_us(max(self._seen.values()))
             ids = sorted(self._seen)
             kept = [id for id in ids[-MANY:] if self._seen[id] >= late_us]
             if len(kept) < len(ids):
@@ -105,14 +114,36 @@ class _Tail:
                 self._seen = {id: self._seen[id] for id in kept}
 
 
+def _late_us(newest_us: int) -> int:
+    """What is older is not waited for. A node whose clock is ahead must not hide the others."""
+    return min(newest_us, time.time_ns() // 1000) - LATE_US
+
+
+def _last(ask: Callable[..., Any], lines: int) -> list[dict[str, Any]]:
+    """The newest, in as many pieces as that takes."""
+    found: list[dict[str, Any]] = []
+    while True:
+        most = min(lines - len(found), MOST)
+        some = ask(most=most, before=found[0]["id"] if found else None)["items"]
+        found = [*some, *found]
+        if len(some) < most or len(found) == lines:
+            return found
+
+
+def _newest_us(desk: Desk) -> int | None:
+    return next((each["at_us"] for each in desk.api.get("decisions", most=1)["items"]), None)
+
+
 def _follow(arguments: Namespace, desk: Desk, asked: dict[str, Any]) -> None:
-    first = desk.api.get("decisions", most=max(1, min(arguments.lines, MOST)), **asked)["items"]
+    first = _last(partial(desk.api.get, "decisions", **asked), max(1, arguments.lines))
     _say(first[-arguments.lines :] if arguments.lines else [], arguments, desk)
     if not first:
         desk.err.say("Nothing of that is logged." if arguments.no_follow else "Nothing of that is logged yet: waiting.")
     if arguments.no_follow:
         return
-    tail = _Tail(partial(desk.api.get, "decisions", **asked), first)
+    tail = _Tail(
+        partial(desk.api.get, "decisions", **asked), first, partial(_newest_us, desk) if arguments.outcome else None
+    )
     failed = 0
     while True:
         time.sleep(EVERY)

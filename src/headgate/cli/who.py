@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from headgate.cli.asking import as_json, client_of, opened, titled
 from headgate.cli.drawing import bar, duration
 from headgate.cli.options import CLIENT, add_server
-from headgate.cli.screen import BAD, DIM, GOOD, ODD, printable
+from headgate.cli.screen import BAD, GOOD, ODD, printable
 from headgate.cli.table import table
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def _shown(found: dict[str, Any], who: Who, desk: Desk) -> Iterator[str]:
 
 def _limits(found: dict[str, Any], desk: Desk) -> Iterator[str]:
     out = desk.out
+    if not found["limits"] and found.get("troubles"):
+        yield out.paint("Which limits it meets is not known.", ODD)
+        return
     if not found["limits"]:
         yield out.paint("no limit", ODD) + ": its requests pass, and nothing is counted"
         return
@@ -90,10 +93,6 @@ def _limits(found: dict[str, Any], desk: Desk) -> Iterator[str]:
     for line in lines:
         # The colour of a bar tells at a glance whom a limit is about to stop.
         yield _painted(line, out)
-    if not found.get("can_count", True):
-        yield out.paint(
-            "Only a hash of this client is known, so what it has used cannot be looked up: ask by its name.", DIM
-        )
 
 
 def _painted(line: str, out: Screen) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate.errors import InvalidLimit
 from headgate.policy import checks
 from headgate.policy.model import (
+    ADDRESSES,
     AnswerSettings,
     Block,
     Client,
@@ -240,6 +241,9 @@ class Builder:
             identity = self._identity(entry)
             if identity is not None:
                 made.append(Block(identity, self._validity(entry), entry.get("reason")))
+                if identity.kind in ADDRESSES and identity.value.endswith("/0"):
+                    told = f"{identity.value} is everybody: nobody gets in, but to routes of cost 0"
+                    self._warnings.add(entry.path, told)
         return tuple(made)
 
     def _identity(self, entry: Entry) -> Identity | None:

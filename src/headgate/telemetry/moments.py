@@ -2,15 +2,21 @@
 
 What is asked about lies in the past: a time without a day is the last one that has been. What is to come has words
 of its own: "friday 18:00", "in 2 hours", "tomorrow"; there, the first such moment is meant that is still ahead.
+
+Where clocks are put back, an hour comes twice, and who asks about 2:30 may mean either: both are looked at. Moments are
+reckoned with in UTC, where no hour is missing or comes twice, and days end where the next one begins.
 """
 
 from __future__ import annotations
 
 import re
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["Span", "coming", "microseconds", "shown", "shown_span", "span"]
 
@@ -18,7 +24,10 @@ AROUND: Final = timedelta(minutes=10)
 """A moment that somebody remembers is meant so exactly."""
 DAY: Final = timedelta(days=1)
 WEEKDAYS: Final = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
-UNITS: Final = {"second": 1, "sec": 1, "s": 1, "minute": 60, "min": 60, "m": 60, "hour": 3600, "h": 3600, "day": 86400}
+UNITS: Final = {
+    "second": 1, "sec": 1, "s": 1, "minute": 60, "min": 60, "m": 60, "hour": 3600, "h": 3600, "day": 86400, "d": 86400,
+    "week": 7 * 86400, "w": 7 * 86400,
+}  # fmt: skip
 HOW: Final = 'write it like "yesterday 15:00", "2026-11-15 15:00", "3pm", "10 minutes ago" or 2026-11-15T15:00:00Z'
 
 HOW_TO_COME: Final = (
@@ -29,7 +38,6 @@ _AGO: Final = re.compile(r"(?P<count>\d{1,6}|an?)\s*(?P<unit>[a-z]+?)s?\s+ago")
 _IN: Final = re.compile(r"(?:in\s+)?(?P<count>\d{1,6}|an?)\s*(?P<unit>[a-z]+?)s?")
 _CLOCK: Final = re.compile(r"(?P<hour>\d{1,2})(?::(?P<minute>\d\d)(?::(?P<second>\d\d))?)?\s*(?P<half>[ap]m)?")
 _DATE: Final = re.compile(r"\d{4}-\d\d-\d\d").fullmatch
-_UNITS_AHEAD: Final = {**UNITS, "d": 86400, "week": 7 * 86400, "w": 7 * 86400}
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -54,38 +62,44 @@ class Span(NamedTuple):
 def span(at: str, until: str | None = None, *, now: datetime, zone: tzinfo | None = None) -> Span:
     """The time that is meant: around a moment, or a whole day, or from one to the other. `zone` is that of times which
     don't say theirs; None for this machine's."""
-    start, width = _read(at, now, zone)
-    if until is not None:
-        end, more = _read(until, now, zone, day=_local(start, zone).date())
-        if end + more <= start:
-            raise InvalidInput(f"until {until!r}, which is {shown(end, zone)}, is before {at!r}, {shown(start, zone)}")
-        return Span(start, end + more, None)
-    if width >= DAY:
-        return Span(start, start + width, None)
-    return Span(start - AROUND, start + width + AROUND, start)
+    now = now.astimezone(UTC)
+    try:
+        start, over, is_day = _read(at, now, zone)
+        if until is not None:
+            last, end, _ = _read(until, now, zone, day=_local(start, zone).date())
+            if end <= start:
+                told = f"until {until!r}, which is {shown(last, zone)}, is before {at!r}, {shown(start, zone)}"
+                raise InvalidInput(told)
+            found = Span(start, end, None)
+        else:
+            found = Span(start, over, None) if is_day else Span(start - AROUND, over + AROUND, start)
+        shown_span(found.since, found.until, zone=zone)  # the answer will
+        return found
+    except OverflowError:
+        raise InvalidInput(f"{at!r}: there is no time before the year 1, nor after 9999; {HOW}") from None
 
 
 def coming(written: str, *, now: datetime, zone: tzinfo | None = None, at_its_end: bool = False) -> datetime:
     """The moment ahead that is meant: the first Friday that is not over, the next 18:00. A day stands for its begin;
     `at_its_end`, as in "until friday", for the begin of the day after."""
+    now = now.astimezone(UTC)
     words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
-    if (ahead := _IN.fullmatch(words)) and (seconds := _UNITS_AHEAD.get(ahead["unit"])) is not None:
-        try:
+    try:
+        if (ahead := _IN.fullmatch(words)) and (seconds := UNITS.get(ahead["unit"])) is not None:
             count = int(ahead["count"]) if ahead["count"].isdigit() else 1
             return now.replace(microsecond=0) + timedelta(seconds=seconds * count)  # nobody means the microsecond
-        except OverflowError:
-            raise InvalidInput(f"{written!r} is too far ahead for a calendar; {HOW_TO_COME}") from None
-    if (exact := _iso(words, zone)) is not None:
-        start, width = exact
-        moment = start if width < DAY or not at_its_end else _next_day(start, zone)
-        if moment <= now:
-            raise InvalidInput(f"{written!r}, which is {shown(moment, zone)}, is over; {HOW_TO_COME}")
-        return moment
-    today = _local(now, zone).date()
-    for day in (today + timedelta(days=ahead) for ahead in range(8)):
-        moment, is_meant = _on(day, words, written, today, zone, at_its_end=at_its_end)
-        if is_meant and moment > now:
-            return moment
+        if (exact := _iso(words)) is not None:
+            moments = _moments(*exact, zone, at_its_end=at_its_end)
+            if moments[-1] <= now:
+                raise InvalidInput(f"{written!r}, which is {shown(moments[-1], zone)}, is over; {HOW_TO_COME}")
+            return next(moment for moment in moments if moment > now)
+        today = _local(now, zone).date()
+        for day in (today + timedelta(days=ahead) for ahead in range(8)):
+            for moment in _on(day, words, written, today, zone, at_its_end=at_its_end):
+                if moment > now:
+                    return moment
+    except OverflowError:
+        raise InvalidInput(f"{written!r} is too far ahead for a calendar; {HOW_TO_COME}") from None
     raise InvalidInput(f"{written!r} is over; {HOW_TO_COME}")
 
 
@@ -108,27 +122,33 @@ def microseconds(moment: datetime) -> int:
     return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
-def _read(written: str, now: datetime, zone: tzinfo | None, *, day: date | None = None) -> tuple[datetime, timedelta]:
-    """When that is or begins, and for how long it lasts. `day` is the one that is meant where none is said."""
+def _read(
+    written: str, now: datetime, zone: tzinfo | None, *, day: date | None = None
+) -> tuple[datetime, datetime, bool]:
+    """When that begins, when it is over, and whether it is a whole day. `day` is meant where none is said."""
     words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
     if words == "now":
-        return now, timedelta(seconds=1)
+        return now, now + timedelta(seconds=1), False
     if ago := _AGO.fullmatch(words):
-        return _ago(ago, written, now)
-    if (exact := _iso(words, zone)) is not None:
-        return exact
-    said, clock = _day(words, _local(now, zone).date())
-    moment, width = _clock(clock, written)
-    if said is not None or day is not None:
-        return _aware(datetime.combine(said or day or now, moment), zone), width
-    last = _aware(datetime.combine(_local(now, zone).date(), moment), zone)
-    return (last if last <= now else _aware(datetime.combine(_local(now, zone).date() - DAY, moment), zone)), width
+        moment = _ago(ago, written, now)
+        return moment, moment + timedelta(seconds=1), False
+    if (exact := _iso(words)) is not None:
+        found, width = exact
+    else:
+        today = _local(now, zone).date()
+        said, rest = _day(words, today)
+        clock, width = _clock(rest, written)
+        found = datetime.combine(said or day or today, clock)
+        if said is None and day is None and _utc(found, zone) > now:
+            found -= DAY
+    first, last = _moments(found, width, zone, at_its_end=False)
+    return first, (_next_day(found, zone) if width >= DAY else last + width), width >= DAY
 
 
 def _on(
     day: date, words: str, written: str, today: date, zone: tzinfo | None, *, at_its_end: bool
-) -> tuple[datetime, bool]:
-    """The moment that the words would mean on a day, and whether they can mean that day."""
+) -> Sequence[datetime]:
+    """The moments that the words may mean on a day."""
     names = {"today": today, "tomorrow": today + DAY, WEEKDAYS[day.weekday()]: day, WEEKDAYS[day.weekday()][:3]: day}
     others = {*WEEKDAYS, *(name[:3] for name in WEEKDAYS)}
     parts = words.split()
@@ -139,32 +159,46 @@ def _on(
         meant = day if said is None else date.fromisoformat(said) if _DATE(said) else names.get(said)
     except ValueError:
         raise InvalidInput(f"{written!r} is no time; {HOW_TO_COME}") from None
-    start = _aware(datetime.combine(meant or day, clock), zone)
-    return (_next_day(start, zone) if width >= DAY and at_its_end else start), meant is not None
+    if meant is None:
+        return ()
+    return _moments(datetime.combine(meant, clock), width, zone, at_its_end=at_its_end)
 
 
-def _next_day(start: datetime, zone: tzinfo | None) -> datetime:
+def _moments(found: datetime, width: timedelta, zone: tzinfo | None, *, at_its_end: bool) -> tuple[datetime, datetime]:
+    """What was written as a moment: the first and the last that it may be, which are two only in an hour that comes
+    twice. A day stands for its begin, or for its end."""
+    if width >= DAY:
+        moment = _next_day(found, zone) if at_its_end else _utc(found, zone)
+        return moment, moment
+    first = _utc(found, zone)
+    return first, max(first, _utc(found.replace(fold=1), zone))  # in an hour that is missing, the other way round
+
+
+def _next_day(day: datetime, zone: tzinfo | None) -> datetime:
     """Where the day after begins, also where the clocks change in between."""
-    return _aware(datetime.combine(_local(start, zone).date() + DAY, time()), zone)
+    return _utc(datetime.combine(day.date() + DAY, time()), zone)
 
 
-def _ago(ago: re.Match[str], written: str, now: datetime) -> tuple[datetime, timedelta]:
+def _ago(ago: re.Match[str], written: str, now: datetime) -> datetime:
     unit = UNITS.get(ago["unit"])
     if unit is None:
         raise InvalidInput(f"{written!r}: {ago['unit']!r} is no unit of time here; {HOW}")
     count = int(ago["count"]) if ago["count"].isdigit() else 1
-    return now - timedelta(seconds=count * unit), timedelta(seconds=1)
+    return now - timedelta(seconds=count * unit)
 
 
-def _iso(words: str, zone: tzinfo | None) -> tuple[datetime, timedelta] | None:
+def _iso(words: str) -> tuple[datetime, timedelta] | None:
+    """What stands there, and how exactly it was said."""
+    if "w" in words:
+        return None  # a week of the calendar, which would be read as its Monday
     try:
         found = datetime.fromisoformat(words.upper())
     except ValueError:
         return None
     if len(words) <= len("2026-11-15"):
-        return _aware(found, zone), DAY
+        return found, DAY
     width = timedelta(minutes=1) if words.count(":") - (words[-6:-5] in "+-") == 1 else timedelta(seconds=1)
-    return (found if found.tzinfo is not None else _aware(found, zone)), width
+    return found, width
 
 
 def _day(words: str, today: date) -> tuple[date | None, str]:
@@ -204,8 +238,14 @@ def _clock(words: str, written: str) -> tuple[time, timedelta]:
     return time(hour, minute, second), timedelta(seconds=1) if clock["second"] else timedelta(minutes=1)
 
 
-def _aware(naive: datetime, zone: tzinfo | None) -> datetime:
-    return naive.astimezone() if zone is None else naive.replace(tzinfo=zone)
+def _utc(found: datetime, zone: tzinfo | None) -> datetime:
+    """The moment, which is in that zone if it does not say another; of an hour that is missing, as much later."""
+    if found.tzinfo is not None or zone is not None:
+        return (found if found.tzinfo is not None else found.replace(tzinfo=zone)).astimezone(UTC)
+    try:
+        return datetime.fromtimestamp(found.timestamp(), UTC)
+    except ValueError as error:  # its way of saying that there is no such year
+        raise OverflowError from error
 
 
 def _local(moment: datetime, zone: tzinfo | None) -> datetime:

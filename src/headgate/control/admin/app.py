@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 import headgate
 from headgate.adapters.asgi import HeadgateMiddleware
@@ -132,10 +133,9 @@ def _of_http(request: Request, error: Exception) -> Response:
         case 404:
             return _told(request, Problem("not-found", "There is nothing at this path.", headers=headers))
         case 405:
-            allowed = f" Use {headers['Allow']}." if "Allow" in headers else ""
-            return _told(
-                request, Problem("wrong-method", f"This path does not know the method.{allowed}", headers=headers)
-            )
+            allowed = ", ".join(_methods(request))
+            told = f"This path does not know the method. Use {allowed}."
+            return _told(request, Problem("wrong-method", told, headers=headers | {"Allow": allowed}))
         case 400:
             return _told(request, Problem("bad-request", "The body cannot be read.", headers=headers))
     title = HTTPStatus(error.status_code).phrase
@@ -145,6 +145,13 @@ def _of_http(request: Request, error: Exception) -> Response:
         headers,
         "application/problem+json",
     )
+
+
+def _methods(request: Request) -> list[str]:
+    """All that the path knows: each of them is a route of its own, and the framework tells of the first."""
+    scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "HEAD", "POST", "PUT")}
+    routes = request.app.routes
+    return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
 def _told(request: Request, problem: Problem) -> Response:

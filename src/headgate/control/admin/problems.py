@@ -203,5 +203,7 @@ def _complaint(error: Any) -> str:
             return "it is needed"
         case "extra_forbidden":
             return "there is no such field"
+        case "string_pattern_mismatch" if error["ctx"]["pattern"].startswith("^[^\\x00"):
+            return "it has control characters, or a line break"
     text = str(error["msg"]).removeprefix("Value error, ")
     return text[:1].lower() + text[1:]

@@ -330,6 +330,8 @@ class Changes(Reads):
             limit, route_class = (name and words.name(name) for name in names)
             rate = _numbers(bucket)
             made = OverrideRow(*who, limit, route_class, **rate, valid_from_us=since, valid_until_us=until)
+            if same := self._holding(who)[1].same_override(made, but=id):
+                raise InvalidInput(f"override {same} is for the same client, limit and time: change it, or remove it")
             return judged(
                 self._config,
                 lambda: self._of_override(who, made),

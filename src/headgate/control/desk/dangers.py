@@ -16,6 +16,7 @@ from headgate.errors import InvalidInput, InvalidLimit
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
+    from ipaddress import IPv4Network, IPv6Network
 
     from headgate._grammar import Phrase
     from headgate.control.config.history import Difference
@@ -67,8 +68,7 @@ def of_block(who: Who) -> Iterator[Danger]:
         return
     if network.prefixlen == 0:
         raise InvalidInput("that is everybody: nobody would get in; block a network, or take the API down")
-    if network.prefixlen < WIDEST[network.version]:
-        yield Danger("wildcard-block", f"{network} has {network.num_addresses} addresses, and all of them are kept out")
+    yield from _of_network(network)
 
 
 def of_policy(before: Policy, after: Policy, *, document: bool = True) -> Iterator[Danger]:
@@ -89,6 +89,7 @@ def of_policy(before: Policy, after: Policy, *, document: bool = True) -> Iterat
                 yield Danger("policy", f"limit {rule.name} counts by {by}, and would count by {instead}")
     if document:
         yield from _no_longer_closed(before, after)
+        yield from _of_clients(before, after)
     yield from of_costs(before, after)
 
 
@@ -109,6 +110,7 @@ def of_costs(before: Policy, after: Policy) -> Iterator[Danger]:
         if (route.template, route.methods) not in known and (route.cost == 0 or route.cost > TIMES):
             what = "would not be counted any more" if route.cost == 0 else f"would cost {route.cost}, not 1"
             yield Danger("ten-times" if route.cost == 0 else "tenth", f"requests to {_named(route)} {what}")
+    yield from _of_classes(before, after)
 
 
 def of_rows(differences: Iterable[Difference]) -> Iterator[Danger]:
@@ -175,6 +177,38 @@ def _of_default(before: Rule, after: Rule, tier: str | None, other: str | None) 
 
 def _numbers(rule: Rule, tier: str | None) -> Limit | None:
     return rule.limit if tier is None else rule.tiers.get(tier, rule.limit)
+
+
+def _of_classes(before: Policy, after: Policy) -> Iterator[Danger]:
+    """Of routes that leave their class, and so its limits: also if only some of their methods get an entry."""
+    classes = {(each.template, each.methods): each.route_class for each in before.routes}
+    for route in after.routes:
+        was = classes.get((route.template, route.methods), classes.get((route.template, frozenset())))
+        if was is not None and was != route.route_class and any(was in rule.classes for rule in before.rules):
+            other = "no class" if route.route_class is None else f"class {route.route_class}"
+            yield Danger("policy", f"requests to {_named(route)} are of class {was}, and would be of {other}")
+
+
+def _of_clients(before: Policy, after: Policy) -> Iterator[Danger]:
+    """Of what a document says of single clients, and did not before: whom it blocks, and its overrides."""
+    known = {block.identity for block in before.blocked}
+    for block in after.blocked:
+        if block.identity not in known and (network := network_of(Who(*block.identity))) is not None:
+            yield from _of_network(network)
+    tiers = {client.identity: client.tier for client in before.clients}
+    rules = {rule.name: rule for rule in before.rules}
+    numbers = {(each.identity, each.rule, each.route_class): each.limit for each in before.overrides}
+    overrides = {*before.overrides}
+    for each in after.overrides:
+        if each not in overrides and each.rule in rules:
+            usual = _numbers(rules[each.rule], tiers.get(each.identity) or before.default_tier)
+            now = numbers.get((each.identity, each.rule, each.route_class), usual)
+            yield from of_numbers([] if now is None else [now], each.limit, whose=" ".join(each.identity))
+
+
+def _of_network(network: IPv4Network | IPv6Network) -> Iterator[Danger]:
+    if network.prefixlen < WIDEST[network.version]:
+        yield Danger("wildcard-block", f"{network} has {network.num_addresses} addresses, and all of them are kept out")
 
 
 def _no_longer_closed(before: Policy, after: Policy) -> Iterator[Danger]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
     from headgate.control.config.queries import Mark
-    from headgate.control.config.rows import Document, Kept, RouteCost, TierNumbers
+    from headgate.control.config.rows import Document, Kept, OverrideRow, RouteCost, TierNumbers
     from headgate.policy.model import Block, Client, Override
 
 __all__ = ["Ground", "Grounds", "Holding", "changed", "ground_at", "held"]
@@ -76,6 +76,15 @@ class Holding(NamedTuple):
     def row_of(self, made: Override | Block | Client | None) -> int | None:
         """The id of the row that something was made of; None if it stands in the document."""
         return self.ids.get(id(made))
+
+    def same_override(self, made: OverrideRow, *, but: int | None) -> int | None:
+        """The id of another row for the same client, limit and time."""
+        same = [each.id for each in self.rows["overrides"] if _of_what(each.row) == _of_what(made)]
+        return next((each for each in same if each != but), None)
+
+
+def _of_what(row: OverrideRow) -> tuple[Any, ...]:
+    return row.kind, row.value, row.limit_name, row.route_class, row.valid_from_us, row.valid_until_us
 
 
 class Grounds:

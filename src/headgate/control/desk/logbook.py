@@ -86,16 +86,22 @@ class Logbook:
         ]
         return Timeline(since_us, until_us, tuple(made), tuple(recent), troubles)
 
-    def decisions(self, keys: Sequence[str], *, after: str, outcome: str | None, most: int) -> list[Record]:
-        """The newest, or those after an id; newest last."""
+    def decisions(
+        self, keys: Sequence[str], *, after: str, before: str, outcome: str | None, most: int
+    ) -> list[Record]:
+        """The newest, or the first after an id, or the last before one; newest last."""
         if outcome is not None and outcome not in OUTCOMES:
             raise InvalidInput(f"there is no such outcome; known are {', '.join(OUTCOMES)}")
         if not 1 <= most <= MOST_RECORDS:
             raise InvalidInput(f"1 to {MOST_RECORDS} records can be asked for, not {most}")
-        if after and not (after.isascii() and after.isalnum() and len(after) <= 64):
-            raise InvalidInput("after is no id of a record; give that of the last one that was seen")
+        for name, id, seen in (("after", after, "last"), ("before", before, "first")):
+            if id and not (id.isascii() and id.isalnum() and len(id) <= 64):
+                raise InvalidInput(f"{name} is no id of a record; give that of the {seen} one that was seen")
         with self._reader() as reader:
-            return [] if reader is None else reader.recent(keys, after=after, outcome=outcome, most=most)
+            found = (
+                None if reader is None else reader.recent(keys, after=after, before=before, outcome=outcome, most=most)
+            )
+        return found or []
 
     def last(self, *keys: str) -> Record | None:
         """The newest record with one of these keys."""

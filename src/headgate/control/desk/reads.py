@@ -16,7 +16,7 @@ from headgate.control.desk.fleet import Overview, Totals
 from headgate.control.desk.ground import ground_at
 from headgate.control.desk.office import LARGEST, Office
 from headgate.control.desk.secrecy import discreetly
-from headgate.control.desk.standing import faced, said_by, standings, uses
+from headgate.control.desk.standing import Use, faced, said_by, standings, uses
 from headgate.control.desk.views import ClientView, OverrideView, Who
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
 from headgate.policy.formats import FORMATS
@@ -120,9 +120,11 @@ class Reads(Office):
         if known.values and not holding.ground.problems:
             tier, met = faced(holding, known.values, kind=who.kind, now_us=now_us)
             tier_from = self._tier_from(holding, tier)
-            used, trouble = uses(self._counters if known.can_count else None, met)
-            if known.can_count and trouble is not None:
-                troubles.append(trouble)
+            if known.can_count:
+                used, trouble = uses(self._counters, met)
+                troubles += [] if trouble is None else [trouble]
+            else:
+                used = {each.key: Use(None, "a network is not counted as one") for each in met if not each.lacks}
             limits = list(standings(holding, met, used))
         if not known.can_count:
             troubles.append(ONLY_A_HASH.format(kind=who.kind) if not known.values else A_NETWORK)
@@ -143,11 +145,8 @@ class Reads(Office):
         known, holding = self._holding(who)
         keys = known.log_keys or self._finder.label_key_of(self._label(known, holding))
         now = datetime.fromtimestamp(self._now_us() / 1_000_000, UTC)
-        try:
-            with discreetly(at, until):
-                when = span(at, until, now=now, zone=zone)
-        except OverflowError:
-            raise InvalidInput("there is no time before the year 1, nor after 9999; give one that has been") from None
+        with discreetly(at, until):
+            when = span(at, until, now=now, zone=zone)
         identities = {} if not known.values else dict.fromkeys(keys, (who.kind, who.value))
         asked = Asked("" if who.kind == "api_key" else f"{who.kind}={who.value}", keys, identities)
         return self._log.why(asked, when, policy=holding.policy)
@@ -157,18 +156,24 @@ class Reads(Office):
         return self._log.timeline(self._keys(who), since_us=since_us, until_us=until_us, slots=slots)
 
     def decisions(
-        self, *, who: Who | None = None, after: str = "", outcome: str | None = None, most: int = 100
+        self,
+        *,
+        who: Who | None = None,
+        after: str = "",
+        before: str = "",
+        outcome: str | None = None,
+        most: int = 100,
     ) -> list[Record]:
-        """The newest decisions that were kept, newest last; or the first after that with an id.
+        """The newest decisions that were kept, newest last; or the first after that with an id, or the last before it.
 
         `outcome` is one of those that records have, or "rejected". Nodes write in batches, and clocks differ: a record
         may be written after others that are newer. Who wants all of them asks for those after an older id again, and
         drops what was seen.
         """
         if who is None:
-            return self._log.decisions((), after=after, outcome=outcome, most=most)
+            return self._log.decisions((), after=after, before=before, outcome=outcome, most=most)
         keys = self._keys(who)
-        return self._log.decisions(keys, after=after, outcome=outcome, most=most) if keys else []
+        return self._log.decisions(keys, after=after, before=before, outcome=outcome, most=most) if keys else []
 
     # ------------------------------------------------------------------ lists
 

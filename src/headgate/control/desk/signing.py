@@ -50,7 +50,7 @@ def checked_reason(reason: str) -> str:
     if not isinstance(reason, str) or not reason.strip():
         raise InvalidInput("give a reason: whoever reads this later wants to know why")
     if len(reason) > LONGEST_REASON or not reason.isprintable():
-        raise InvalidInput(f"a reason is one line of up to {LONGEST_REASON} characters")
+        raise InvalidInput(f"a reason is one line of up to {LONGEST_REASON} characters that can be printed")
     return reason
 
 

@@ -278,8 +278,12 @@ class OverridesQuery(BlocksQuery, OfClient):
     pass
 
 
+RecordId = Annotated[str, StringConstraints(max_length=100, pattern=r"^[!-~]*$")]
+
+
 class DecisionsQuery(OfClient):
-    after: Annotated[str, StringConstraints(max_length=100, pattern=r"^[!-~]*$")] = ""
+    after: RecordId = ""
+    before: RecordId = ""
     outcome: Outcome | None = None
     most: Most = 100
 

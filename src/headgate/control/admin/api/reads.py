@@ -126,11 +126,14 @@ def steps(caller: Asking, query: Annotated[fields.StepsQuery, Query()]) -> JSONR
 
 @router.get("/decisions", **_gives(listed(Record), "not-found", "config-away", "log-away"))
 def decisions(caller: Asking, query: Annotated[fields.DecisionsQuery, Query()]) -> JSONResponse:
-    """The decision log, the newest last; `after` the last that was seen, to go on. A record may be written later than
-    others that are newer: who wants all of them gives an older id, and drops what was seen."""
+    """The decision log, the newest last; `after` the last that was seen, to go on; `before` the first, to go back. A
+    record may be written later than others that are newer: who wants all of them gives an older id, and drops what was
+    seen."""
     asked = query.who()
     who = None if asked is None else meant(caller.desk, asked)
-    found = caller.desk.decisions(who=who, after=query.after, outcome=query.outcome, most=query.most)
+    found = caller.desk.decisions(
+        who=who, after=query.after, before=query.before, outcome=query.outcome, most=query.most
+    )
     return answer({"items": plain(found), "next": found[-1].id if found else query.after or None})
 
 

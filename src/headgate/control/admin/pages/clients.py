@@ -98,7 +98,7 @@ def why(visit: Visit) -> Response:
     who, at = _who(visit.form), visit.form.get("at", "")
     try:
         span(at, now=_local(visit, visit.now_us), zone=visit.zone)
-    except (InvalidInput, OverflowError):
+    except InvalidInput:
         return _page(visit, who)
     return RedirectResponse(f"{words.client_url(*who)}&{urlencode({'reach': _reach(visit).name, 'at': at})}", 303)
 

@@ -29,6 +29,7 @@ __all__ = [
 
 SECOND_US: Final = 1_000_000
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+YEAR: Final = 31_557_600
 UNITS: Final = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 NOW: Final = 2
 """Seconds that are called now."""
@@ -93,7 +94,8 @@ def relative(at_us: int, now_us: int) -> str:
     seconds = (at_us - now_us) / SECOND_US
     if abs(seconds) < NOW:
         return "now"
-    size, unit = next((size, unit) for size, unit in UNITS if abs(seconds) >= size)
+    units = ((YEAR, "year"), *UNITS) if abs(seconds) >= 2 * YEAR else UNITS
+    size, unit = next((size, unit) for size, unit in units if abs(seconds) >= size)
     count = round(abs(seconds) / size) or 1
     said = f"{count} {unit}{'' if count == 1 else 's'}"
     return f"in {said}" if seconds > 0 else f"{said} ago"
