@@ -526,6 +526,17 @@ def test_the_app_says_what_a_request_has_cost() -> None:
     assert statuses(ask(gate, "/1", "/1", "/4", "/0")) == [200, 200, 200, 429]
 
 
+def test_what_is_said_of_the_cost_after_the_answer_is_told_to_come_too_late(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await only_http(scope, receive, send)
+        current_admission().commit(1)
+
+    gate = gated(app, per_ip("10/minute", reserve=5))
+    assert statuses(ask(gate, "/", "/", "/")) == [200, 200, 429]
+    too_late = "commit(1) comes too late: the answer was out, and the cost of its request settled"
+    assert caplog.messages == [too_late] * 2
+
+
 # ----------------------------------------------------------------------------------------------------------- who it is
 
 

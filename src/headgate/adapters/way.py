@@ -44,6 +44,9 @@ logger = logging.getLogger("headgate")
 LONGEST_KNOWN: Final = 512
 """In characters of all identities: about four megabytes of known clients, whoever comes."""
 
+SETTLED: Final[dict[str, int]] = {}
+"""What was committed, once nothing more can be."""
+
 _new_tuple = tuple.__new__
 
 
@@ -147,7 +150,14 @@ class Admission:
         reserved = [each.rule.name for each in self.resolution.route.rules if each.rule.settled]
         if limit is not None and limit not in reserved:
             raise InvalidInput(f"requests to this route reserve nothing on a limit {limit!r}; they do on: {reserved}")
+        if self._committed is SETTLED and reserved:
+            logger.warning("commit(%d) comes too late: the answer was out, and the cost of its request settled", cost)
+            return
         self._committed = (self._committed or {}) | dict.fromkeys(reserved if limit is None else [limit], cost)
+
+    def close(self) -> None:
+        """Take nothing more: it is settled."""
+        self._committed = SETTLED
 
     def cost_of(self, met: Met, status: int) -> int:
         """What the request has cost on a limit in the end, given the app's answer."""
@@ -265,6 +275,7 @@ def settle(admission: Admission, status: int) -> Settling:
         except StoreError as error:
             if error.may_have_happened or isinstance(error, ScriptError):  # else the gate keeps it for later
                 logger.warning("the cost of a request on limit %r could not be settled: %s", met.rule.name, error)
+    admission.close()
 
 
 def _time_left(block: Block, now_us: int) -> int | None:

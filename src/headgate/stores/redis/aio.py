@@ -240,7 +240,7 @@ class _Desk:
         for node, its in by_node.items():
             try:
                 if end is not None and self.loop.time() >= end:
-                    raise OutOfTime("cannot reach Redis: other servers have used up the budget")
+                    raise OutOfTime("cannot reach Redis: the budget was used up before it was its turn")
                 self._line(node).ask(its, answered)
             except (Unsent, Shut) as error:
                 for command in its:

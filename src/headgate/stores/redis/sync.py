@@ -227,7 +227,7 @@ class RedisStore(SharedStore):
         for node, its in by_node.items():
             try:
                 if hasty and time.monotonic() >= end:
-                    raise OutOfTime("cannot reach Redis: other servers have used up the budget")
+                    raise OutOfTime("cannot reach Redis: the budget was used up before it was its turn")
                 line = self._line(node, end)
                 line.send(b"".join([command.pack() for command in its]))
                 sent.append((node, line, its))
