@@ -510,6 +510,27 @@ def test_a_refund_that_found_nothing_is_over_too(gate: Gate, unique: str, algori
     assert gate.refund(key, 2, id="2")
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_reset_key_is_as_new_and_others_are_not(gate: Gate, unique: str, algorithm: str) -> None:
+    ada, bob, eve = (limit_of(algorithm, 5, unique).by(name) for name in ("ada", "bob", "eve"))
+    for key in (ada, bob, eve):
+        gate.check(key, cost=5)
+    gate.reset(ada, bob)
+    assert [gate.peek(key).remaining for key in (ada, bob, eve)] == [5, 5, 0]
+    gate.reset(limit_of(algorithm, 5, unique).by("nobody"))
+    assert gate.check(ada, cost=5).allowed
+
+
+# Several limits
+
+
+def test_several_limits_are_charged_together(gate: Gate, unique: str) -> None:
+    keys = [limit.by("ada") for limit in one_of_each(unique)]
+    assert [outcome.remaining for outcome in gate.check(*keys, cost=2).outcomes] == [3] * 7
+    assert [gate.peek(key).remaining for key in keys] == [3] * 7
+
+
+@pytest.mark.parametrize("drained", ALGORITHMS)
 @pytest.mark.parametrize("used", [0, 2])
 def test_what_one_limit_denies_no_other_has_counted(
     gate: Gate, clock: FakeClock, unique: str, drained: str, used: int

@@ -27,8 +27,10 @@ def clone(tmp_path: Path) -> Path:
 
 
 def make(clone: Path, target: str, python: str = sys.executable, **environ: str) -> subprocess.CompletedProcess[str]:
+    # The tests may run under a `make` of their own, whose options are not meant for this one.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", target, f"PYTHON={python}"]
-    return subprocess.run(command, cwd=clone, env=os.environ | environ, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=clone, env=own | environ, capture_output=True, text=True, timeout=100)
 
 
 def test_a_python_that_is_too_old_is_named_and_leaves_nothing_behind(clone: Path, tmp_path: Path) -> None:
