@@ -89,6 +89,7 @@ EQUIVALENT: Final = [  # in the files, what stands there, what it becomes, and w
     ("*/check.lua", "= true, false, nil", "= true, true, nil", "after 0 us: as if it were unsaid"),
     ("*/check.lua", "index = 1, #costs", "index = 0, #costs", "place 0 has no state"),
     ("*/check.lua", "if remaining < cost then", "if remaining <= cost then", "just enough passes again after 0 us"),
+    ("*/check.lua", "for number = 1, #met", "for number = 0, #met", "nothing is kept of a limit before the first"),
     ("*/check.lua", "longest = 0", "longest = 1", "what has run out takes at least 1 us"),
     ("*/check.lua", "2 - 1] < cost", "2 - 1] <= cost", "what is just enough passes again after 0 us"),
     ("*/check.lua", "if remaining < cost and", "if remaining <= cost and", "just enough passes again after 0 us"),

@@ -122,10 +122,10 @@ local function decide_all(request, first, id, met, costs)
   if not retries then
     return
   end
-  for index = 1, #met do
-    local retry, delay = retries[index] or 0, delays[index] or 0
+  for number = 1, #met do
+    local retry, delay = retries[number] or 0, delays[number] or 0
     if retry ~= 0 or delay ~= 0 then
-      tell_unusual(first + index, retry, delay)
+      tell_unusual(first + number, retry, delay)
     end
   end
 end
