@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 import warnings
 from collections import Counter
 from contextlib import closing, suppress
@@ -21,6 +22,7 @@ from http.client import HTTPConnection
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -135,9 +137,15 @@ class Shop(WebServer):
             with closing(Tokens(f"sqlite:///{self.data / 'config.db'}")) as tokens:
                 self._token = tokens.make("a test", "viewer", by="a test").text
         asked = Request(f"{self.pages}/api/v1/overview", headers={"Authorization": f"Bearer {self._token}"})
-        with urlopen(asked, timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+        try:
+            with urlopen(asked, timeout=10) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except HTTPError as error:  # whoever asks all the time is limited there, too
+            if error.code != 429:
+                raise
+            time.sleep(int(error.headers["Retry-After"]))
+            return self.overview()
 
     @property
     def pages(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import ssl
@@ -27,6 +28,11 @@ INBOX: Final = 65_536
 """Bytes that are read at once, at most."""
 IDLE: Final = 0.05
 """Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
+WATCH: Final = 0.0001
+"""Seconds for which a thread looks again and again for its answer before it goes to sleep: to be put to sleep and woken
+takes longer than a server that is near, and as much of the processor."""
+REST: Final = 64
+"""Answers that are slept for after one that did not come meanwhile: a server that is far away is not watched for."""
 
 
 class Opening:
@@ -91,9 +97,9 @@ class Opening:
 
 
 class Line:
-    """A connection to one server."""
+    """A connection to one server. Where somebody waits for its answers, it is to be `watched`: see `WATCH`."""
 
-    def __init__(self, connection: Any, budget: float) -> None:
+    def __init__(self, connection: Any, budget: float, *, watched: bool = False) -> None:
         self._connection = connection  # kept: it closes the socket when it is collected
         self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
         if self._socket is None or self._socket.fileno() < 0:
@@ -105,7 +111,9 @@ class Line:
         self._watch = selectors.DefaultSelector()
         self._watch.register(self._socket, selectors.EVENT_READ)
         self._hurried = True
-        self._can_write = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
+        self._is_plain = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
+        self._rest: float = 0 if watched and self._is_plain else math.inf
+        """How many answers are to be slept for."""
 
     def allow(self, budget: float) -> None:
         """Wait so many seconds for answers from now on."""
@@ -126,7 +134,7 @@ class Line:
             if self._hurried:
                 self._socket.settimeout(self._budget)
                 self._hurried = False
-            if self._can_write:
+            if self._is_plain:
                 # Without asking first whether the socket can take it, as Python would: it nearly always can.
                 packed = packed[os.write(self._socket.fileno(), packed) :]
         except BlockingIOError:
@@ -153,7 +161,7 @@ class Line:
                 if late:  # each piece came in time, but all of them together did not
                     raise TimeoutError
                 try:
-                    size = self._socket.recv_into(self._inbox)
+                    size = self._watched(deadline) or self._socket.recv_into(self._inbox)
                 except TimeoutError:
                     size = self._last_look()
                 if not size:
@@ -178,6 +186,23 @@ class Line:
     def close(self) -> None:
         self._watch.close()
         self._connection.disconnect()
+
+    def _watched(self, deadline: float) -> int:
+        """How much has come while this thread watched; nothing where it did not, or in vain.
+
+        Each look lets other threads run, who keep this one waiting no more than if it had slept.
+        """
+        if self._rest > 0:
+            self._rest -= 1
+            return 0
+        inbox, until = (self._inbox,), min(time.monotonic() + WATCH, deadline)
+        while True:
+            try:
+                return os.readv(self._socket.fileno(), inbox)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    self._rest = REST
+                    return 0
 
     def _last_look(self) -> int:
         """How much is there now: this thread may have waited for the interpreter, and not for the server."""

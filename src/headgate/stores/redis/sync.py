@@ -279,7 +279,7 @@ class RedisStore(SharedStore):
             raise
         if self._openings.get(node) is opening:
             self._openings.pop(node, None)
-        return Line(connection, self.budget)
+        return Line(connection, self.budget, watched=True)
 
     def _opening(self, node: Node | None) -> Opening:
         return Opening(lambda: self._place.connection(node, asynchronous=False))

@@ -1,0 +1,101 @@
+"""Lines for threads: an answer that is near is watched for, one that is not is slept for, and either has its budget."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headgate.errors import StoreTimeout
+from headgate.stores.redis import line as lines
+from headgate.stores.redis.conversation import Lost
+from headgate.stores.redis.line import REST, WATCH, Line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BUDGET = 5.0
+LATE = 200 * WATCH
+
+
+class Ends:
+    """A line, and the other end of its connection."""
+
+    def __init__(self, **options: Any) -> None:
+        self._sock, self.server = socket.socketpair()
+        self.line = Line(self, BUDGET, **options)
+        self.looks = 0
+
+    def put(self) -> None:
+        """Put the question, and nothing more."""
+        self.line.send(b"?")
+        self.server.recv(1)
+
+    def ask(self, *, after: float = 0) -> Any:
+        """What is received when the answer is sent so many seconds after the question."""
+        self.put()
+        if after:
+            threading.Timer(after, self.server.send, [b":7\r\n"]).start()
+        else:
+            self.server.send(b":7\r\n")
+        return self.line.receive(time.monotonic() + BUDGET)
+
+    def disconnect(self) -> None:
+        self._sock.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    ends = Ends(watched=True)
+    read = os.readv
+
+    def counted(*args: Any) -> int:
+        ends.looks += 1
+        return read(*args)
+
+    monkeypatch.setattr(os, "readv", counted)
+    with ends.server:
+        yield ends
+        ends.line.close()
+
+
+def test_an_answer_that_is_there_is_seen_at_the_first_look(ends: Ends) -> None:
+    assert [ends.ask() for _ in range(3)] == [7, 7, 7]
+    assert ends.looks == 3
+
+
+def test_who_has_watched_in_vain_sleeps_and_goes_on_to_for_a_while(ends: Ends) -> None:
+    assert ends.ask(after=LATE) == 7
+    assert ends.looks > 1
+    ends.looks = 0
+    assert [ends.ask() for _ in range(REST)] == [7] * REST
+    assert ends.looks == 0
+    assert ends.ask() == 7
+    assert ends.looks == 1
+
+
+def test_to_watch_takes_no_longer_than_the_deadline(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "WATCH", 60.0)
+    ends.line.allow(0.01)
+    ends.put()
+    with pytest.raises(StoreTimeout, match="Redis did not answer within the budget of 10 ms"):
+        ends.line.receive(time.monotonic() + 0.01)
+
+
+def test_a_server_that_goes_while_it_is_watched_is_lost(ends: Ends) -> None:
+    ends.put()
+    ends.server.close()
+    with pytest.raises(Lost, match="closed the connection"):
+        ends.line.receive(time.monotonic() + BUDGET)
+
+
+def test_nobody_watches_where_nobody_waits(ends: Ends) -> None:
+    background = Ends()
+    with background.server:
+        assert background.ask() == 7
+        background.line.close()
+    assert ends.looks == 0
