@@ -39,7 +39,8 @@ class Arrival(NamedTuple):
 def read(api_key: str | None, authorization: str | None, settings: IdentitySettings | None = None) -> str | None:
     """The key of such a request, as it is counted by."""
     arrival = Arrival({"x-api-key": api_key, "authorization": authorization})
-    return Identities(settings or IdentitySettings(), KEYS).read(arrival, frozenset({"api_key"})).get("api_key")
+    who, _ = Identities(settings or IdentitySettings(), KEYS).read(arrival, frozenset({"api_key"}))
+    return who.get("api_key")
 
 
 def expected(key: str) -> str:

@@ -431,14 +431,20 @@ def test_what_waits_is_written_though_more_comes_after_it(open_log: Callable[...
     assert len(sink.records) == 8
 
 
+def known_as(admission: Admission, who: dict[str, str]) -> Admission:
+    """The same, of somebody else."""
+    assert admission.resolution is not None
+    met = admission.resolution._replace(who=who)
+    return Admission(met, admission.decision, admission.refusal, came_us=admission.came_us)
+
+
 def test_a_decision_that_cannot_be_made_into_a_record_costs_no_other(
     open_log: Callable[..., DecisionLog], sink: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = open_log(every=0.2)
     traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
     (refused,) = traffic.send(times=2)[1:]
-    odd = Admission(refused.resolution._replace(who={}), refused.decision, refused.refusal)  # type: ignore[union-attr]
-    log(Request(), odd)
+    log(Request(), known_as(refused, {}))
     log(Request(), refused)
     assert log.flush()
     assert [each.outcome for each in sink.records if each.outcome != "lost"] == ["denied", "denied"]
@@ -456,7 +462,7 @@ def test_a_kind_of_text_of_the_apps_own_is_text(open_log: Callable[..., Decision
     log = open_log()
     (refused,) = Traffic("limits: [{by: tenant, bucket: 1/hour}]", log).send(tenant="acme", times=2)[1:]
     who = {kind: Text(value) for kind, value in refused.resolution.who.items()}  # type: ignore[union-attr]
-    log(Request(method=Text("GET")), Admission(refused.resolution._replace(who=who), refused.decision, refused.refusal))  # type: ignore[union-attr]
+    log(Request(method=Text("GET")), known_as(refused, who))
     assert log.flush()
     first, second = sink.records
     assert first._replace(id="") == second._replace(id="")

@@ -299,17 +299,31 @@ def test_a_request_meets_what_the_docs_say(policy: Policy, asked: list[Request])
         agrees_with_the_docs(policy, request, resolve(snapshot, request))
 
 
+class Sender(NamedTuple):
+    """A request from that address, of which the app tells all else."""
+
+    peer: str
+    method: str = "GET"
+    path: str = "/"
+    below: str | None = None
+    native: Any = None
+
+    def header(self, name: str) -> list[str]:
+        return []
+
+
 @given(policy=policies(), asked=st.lists(requests(), min_size=1, max_size=8))
 def test_who_comes_again_meets_what_the_docs_say(policy: Policy, asked: list[Request]) -> None:
     """Before and after overrides and blocks begin and end, and in whatever order."""
     snapshot = Snapshot(policy, fingerprint)
     known = Rules(snapshot, Answers(policy.answers), Identities(policy.identity, ApiKeys(b"x" * 16)))
     for request in asked * 3:
-        found, check, description = known.meet(
-            snapshot.route(request.method, request.path), request.who, request.now_us
-        )
+        arrival = Sender(request.who["address"])
+        told = {kind: value for kind, value in request.who.items() if kind not in ("address", "ip")}
+        route = snapshot.route(request.method, request.path)
+        found, check, description = known.meet(route, arrival, frozenset({"ip"}), told, request.now_us)
         agrees_with_the_docs(policy, request, found)
-        assert (found.who, found.now_us) == (request.who, request.now_us)
+        assert found.who == request.who
         assert check == (None if found.block or not found.keys else (found.keys, found.cost, None))
         assert description.quotas == tuple((b"x-ratelimit-limit", b"%d" % key.limit.quota) for key in found.keys)
 

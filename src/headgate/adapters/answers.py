@@ -95,40 +95,45 @@ class Description:
         """
         if not verdicts or not (self.x_ratelimit or self.ratelimit):
             return []
-        filling = self.filling
         numbers: list[int] = []
-        tightest: float
-        tightest, which, index = inf, 0, 0
-        for remaining, retry_us, reset_us, _ in verdicts:
-            if retry_us == 0:
-                room: float = remaining
-                wait_us = reset_us
-                # Of nothing, the first comes before the rest; a node's own part, without the store, may fill sooner.
-                if not remaining and wait_us >= filling[index]:
-                    wait_us -= filling[index]
-            elif retry_us == NEVER:
-                room, wait_us = -inf, reset_us
+        least: float = inf
+        tightest = verdicts[0]
+        for verdict in verdicts:
+            remaining, retry_us, reset_us, _ = verdict
+            room: float
+            if remaining and not retry_us:
+                room, wait_us = remaining, reset_us
             else:
-                room, wait_us = -retry_us, retry_us
-            if remaining > LARGEST:
-                remaining = LARGEST
-            numbers.append(remaining)
-            numbers.append(-(wait_us // -SECOND_US))
+                room, wait_us = self._wanting(verdict, len(numbers) // 2)
+            numbers += remaining, -(wait_us // -SECOND_US)
             # Of two that are equally tight the slower one, so that the order of the limits does not matter.
-            if room < tightest or (room == tightest and reset_us > verdicts[which][2]):
-                tightest, which = room, index
-            index += 1  # noqa: SIM113 - enumerate would pack and unpack one tuple more, a ninth of the time
-        headers: list[Header] = []
-        if self.x_ratelimit:
-            remaining, _, reset_us, _ = verdicts[which]
-            headers = [
-                self.quotas[which],
-                (b"x-ratelimit-remaining", b"%d" % remaining),
-                (b"x-ratelimit-reset", b"%d" % -((now_us + reset_us) // -SECOND_US)),
-            ]
+            if room < least or (room == least and reset_us > tightest[2]):
+                least, tightest = room, verdict
+        if max(numbers) > LARGEST:
+            numbers = [min(number, LARGEST) for number in numbers]
+        ratelimit = (b"ratelimit", self.template % tuple(numbers))
+        if not self.x_ratelimit:
+            return [self.policy, ratelimit]
+        remaining, _, reset_us, _ = tightest
+        headers = [
+            self.quotas[verdicts.index(tightest)],
+            (b"x-ratelimit-remaining", b"%d" % remaining),
+            (b"x-ratelimit-reset", b"%d" % -((now_us + reset_us) // -SECOND_US)),
+        ]
         if self.ratelimit:
-            headers += self.policy, (b"ratelimit", self.template % tuple(numbers))
+            headers += self.policy, ratelimit
         return headers
+
+    def _wanting(self, verdict: Verdict, index: int) -> tuple[float, int]:
+        """How much room a limit has that denied, or has nothing left, and how long it is until there is more."""
+        _, retry_us, reset_us, _ = verdict
+        if retry_us == NEVER:
+            return -inf, reset_us
+        if retry_us:
+            return -retry_us, retry_us
+        # Of nothing, the first comes before the rest; a node's own part, without the store, may fill sooner.
+        filling_us = self.filling[index]
+        return 0, reset_us - filling_us if reset_us >= filling_us else reset_us
 
 
 class Answers:

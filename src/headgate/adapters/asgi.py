@@ -33,6 +33,8 @@ __all__ = ["AsgiArrival", "HeadgateMiddleware", "live", "refuse", "serve", "sign
 
 _encoded = lru_cache(maxsize=64)(str.encode)
 
+ARRIVALS: Final = frozenset({"http", "websocket"})
+
 ANSWERS: Final = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 """The messages that begin an answer, and carry its header fields."""
 
@@ -56,7 +58,8 @@ class AsgiArrival:
         path: str = scope["path"]
         self.path = path if path[:1] == "/" else _path_of(path)
         self.below: str | None = None
-        if root := (root or scope.get("root_path", "")).rstrip("/"):
+        root = root or scope.get("root_path", "")
+        if root and (root := root.rstrip("/")):
             self.path, self.below = _under(root, self.path)
         client = scope.get("client")
         self.peer: str | None = client[0] if client else None
@@ -103,13 +106,12 @@ class HeadgateMiddleware:
         self.gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = scope["type"]
-        if kind == "lifespan":
+        if scope["type"] not in ARRIVALS:
+            if scope["type"] != "lifespan":
+                return await self.app(scope, receive, send)
             if isinstance(self.gate, _Unmade):
                 return await self.gate.decline(receive, send)
             return await live(self.app, scope, receive, send, self.gate)
-        if kind not in ("http", "websocket"):
-            return await self.app(scope, receive, send)
         admission = await self.gate.admit(AsgiArrival(scope, self._root))
         if admission.refusal is not None:
             return await refuse(admission.refusal, scope, receive, send)

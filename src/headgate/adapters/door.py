@@ -246,13 +246,13 @@ class Door:
         decision: Decision = self._limiter._front.without_store(check, error, fallback)  # noqa: SLF001
         return (_HeldWithoutStore(fallback, check, error) if decision.allowed else None), decision
 
-    def _live_block(self, met: Resolution) -> Resolution:
+    def _live_block(self, met: Resolution, now_us: int) -> Resolution:
         """The same, blocked if somebody has blocked the client since the policy was written."""
         who = met.who
-        found = self._blocks.find(who, met.now_us)
+        found = self._blocks.find(who, now_us)
         if found is None and ALL_API_KEYS in who:
             keys = who[ALL_API_KEYS].split()
-            found = next(filter(None, [self._blocks.find({"api_key": key}, met.now_us) for key in keys]), None)
+            found = next(filter(None, [self._blocks.find({"api_key": key}, now_us) for key in keys]), None)
         if found is None:
             return met
         until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from headgate.adapters.answers import Description
+    from headgate.adapters.identities import Told
     from headgate.adapters.way import Arrival
     from headgate.policy.snapshot import Resolution
 
@@ -40,22 +41,23 @@ class Gate(Door):
             return FREE
         blocks = self._blocks if self._blocks.are_there else None
         kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
-        who = rules.identities.read(arrival, kinds)
-        if NOT_YET_TOLD in who:
-            raise _asynchronous_function(who)
-        met, check, described = rules.meet(route, who, self._now_us())
+        told = rules.identities.told(arrival, kinds)
+        if told and NOT_YET_TOLD in told:
+            raise _asynchronous_function(told)
+        now_us = self._now_us()
+        met, check, described = rules.meet(route, arrival, kinds, told, now_us)
         if blocks is not None and met.block is None:
-            met = self._live_block(met)
+            met = self._live_block(met, now_us)
         if check is None or met.block is not None:
-            admission = rules.unasked(met)
+            admission = rules.unasked(met, now_us)
         elif route.leases:
-            admission = self._entered(rules, met, described)
+            admission = self._entered(rules, met, described, now_us)
         else:
             if self._memory is not None:  # what is remembered or prepaid spares no round trip here
                 decision = self._memory.decide(check)
             else:
                 decision = self._decide(check, self._fallbacks[route.on_failure])
-            admission = rules.conclude(met, decision, described)
+            admission = rules.conclude(met, decision, described, now_us)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
@@ -92,14 +94,14 @@ class Gate(Door):
             self._watch.close()
         self._limiter.close()
 
-    def _entered(self, rules: Rules, met: Resolution, described: Description) -> Admission:
+    def _entered(self, rules: Rules, met: Resolution, described: Description, now_us: int) -> Admission:
         """The same for requests that take leases, which the admission holds until `finish`."""
         try:
             held: Any = self._limiter.hold(*met.keys, cost=met.cost)
             decision = held.__enter__()
         except StoreError as error:
             held, decision = self._held_without_store(met, error)
-        admission = rules.conclude(met, decision, described)
+        admission = rules.conclude(met, decision, described, now_us)
         if admission.allowed:
             admission.held = held
         elif held is not None:
@@ -124,23 +126,24 @@ class AsyncGate(Door):
             return FREE
         blocks = self._blocks if self._blocks.are_there else None
         kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
-        who = rules.identities.read(arrival, kinds)
-        if NOT_YET_TOLD in who:
-            for kind in who.pop(NOT_YET_TOLD):
-                who[kind] = await rules.identities.awaited(kind, who[kind])
-        met, check, described = rules.meet(route, who, self._now_us())
+        told = rules.identities.told(arrival, kinds)
+        if told and NOT_YET_TOLD in told:
+            for kind in told.pop(NOT_YET_TOLD):
+                told[kind] = await rules.identities.awaited(kind, told[kind])
+        now_us = self._now_us()
+        met, check, described = rules.meet(route, arrival, kinds, told, now_us)
         if blocks is not None and met.block is None:
-            met = self._live_block(met)
+            met = self._live_block(met, now_us)
         if check is None or met.block is not None:
-            admission = rules.unasked(met)
+            admission = rules.unasked(met, now_us)
         elif route.leases:
-            admission = await self._entered(rules, met, described)
+            admission = await self._entered(rules, met, described, now_us)
         else:
             if self._memory is not None:
                 decision = self._memory.decide(check)
             else:
                 decision = await self._decide(check, self._fallbacks[route.on_failure])
-            admission = rules.conclude(met, decision, described)
+            admission = rules.conclude(met, decision, described, now_us)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [
@@ -179,14 +182,14 @@ class AsyncGate(Door):
             self._watch.close()
         await self._limiter.close()
 
-    async def _entered(self, rules: Rules, met: Resolution, described: Description) -> Admission:
+    async def _entered(self, rules: Rules, met: Resolution, described: Description, now_us: int) -> Admission:
         """The same for requests that take leases, which the admission holds until `finish`."""
         try:
             held: Any = self._limiter.hold(*met.keys, cost=met.cost)
             decision = await held.__aenter__()
         except StoreError as error:
             held, decision = self._held_without_store(met, error)
-        admission = rules.conclude(met, decision, described)
+        admission = rules.conclude(met, decision, described, now_us)
         if admission.allowed:
             admission.held = held
         elif held is not None:
@@ -194,10 +197,10 @@ class AsyncGate(Door):
         return admission
 
 
-def _asynchronous_function(who: dict[str, Any]) -> InvalidConfiguration:
-    kinds = who[NOT_YET_TOLD]
+def _asynchronous_function(told: Told) -> InvalidConfiguration:
+    kinds = told[NOT_YET_TOLD]
     for kind in kinds:
-        close = getattr(who[kind], "close", None)
+        close = getattr(told[kind], "close", None)
         if close is not None:  # so that nobody is warned of what was never awaited
             close()
     return InvalidConfiguration(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from inspect import isawaitable
 from math import inf
 from time import monotonic
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headgate.policy.credentials import ApiKeys
     from headgate.policy.model import IdentitySettings
 
-__all__ = ["AMBIGUOUS", "NOT_YET_TOLD", "Identities", "IdentityFunction", "Known"]
+__all__ = ["AMBIGUOUS", "NOBODY", "NOT_YET_TOLD", "Identities", "IdentityFunction", "Known", "Sent", "Told"]
 
 logger = logging.getLogger("headgate")
 
@@ -29,8 +29,15 @@ IdentityFunction: TypeAlias = Callable[[Any], Any]
 """Given the `Arrival`, says who sends it: text, a whole number, or None; or gives an awaitable of these."""
 
 
-_Sent: TypeAlias = tuple[frozenset[str], str | None, tuple[str, ...], str, int | None]
-"""What identities are read from: the kinds, the peer, the forwarding lines, and where an API key stands."""
+Sent: TypeAlias = tuple[frozenset[str], str | None, tuple[str, ...], str, int]
+"""What identities are read from: the kinds, the peer, the forwarding lines, the header in which an API key stands, and
+what Python's own hash makes of its line. The key itself is not in it."""
+
+Told: TypeAlias = dict[str, Any]
+"""What the app's own functions say of a request, by kind."""
+
+NOBODY: Final[Told] = {}
+"""Where no function is asked."""
 
 AMBIGUOUS: Final = "ambiguous"
 """The one API key of all requests that send several: a client who is served under either gets no counter of its own."""
@@ -45,9 +52,6 @@ MOST_KNOWN: Final = 4096
 PATIENCE: Final = 16 * MOST_KNOWN
 """How many strangers are let go while no more are kept: a flood of them makes requests no dearer than they would be
 if nobody was kept, and who is busy is kept after the next start."""
-
-LONGEST_KNOWN: Final = 256
-"""In characters of the peer and of forwarding lines: about two megabytes of known clients, whatever they send."""
 
 OUR_OWN: Final = frozenset({"address", "ip", "subnet", "endpoint", "client", "global"})
 """The kinds that no function tells."""
@@ -91,11 +95,10 @@ class Identities:
             self._places.append((settings.api_key_header, api_keys.from_header))
         if settings.bearer_token:
             self._places.append(("authorization", api_keys.from_bearer))
-        self._known: Known[_Sent, dict[str, Any]] = Known()
-        """The identities of busy clients, by what they were read from. Of API keys that is what Python's own hash makes
-        of them: the keys themselves are not kept."""
         self._functions = dict(functions or {})
         self._kinds_told = frozenset(self._functions)
+        if "api_key" in self._kinds_told:
+            self._places.clear()
         self._tells_tier = "tier" in self._functions
         """Which is wanted for every request, whatever its limits count by."""
         self._complained: dict[str, float] = {}
@@ -106,38 +109,37 @@ class Identities:
                 "or name your proxies under identity: in the policy"
             )
 
-    def read(self, arrival: Arrival, kinds: frozenset[str]) -> dict[str, Any]:
-        """The request's identities of these kinds, its address always; for some there may be something to await."""
+    def sent(self, arrival: Arrival, kinds: frozenset[str]) -> Sent | None:
+        """What a request sends of who it is from: the same for requests of the same sender. None for one that sends
+        several API keys."""
         forwarded = tuple(arrival.header(self._forwarded_by)) if self._forwarded_by is not None else ()
-        place, line = "", None
-        if "api_key" in kinds and "api_key" not in self._kinds_told:
-            for name, read in self._places:  # noqa: B007 - used below, where a line was found
+        if "api_key" in kinds:
+            for name, _ in self._places:
                 lines = arrival.header(name)
                 if lines:
-                    place, line = name, hash(lines[0]) if len(lines) == 1 else None
-                    break
-        sent = (kinds, arrival.peer, forwarded, place, line)
-        who = self._known.get(sent)
-        if who is None:
-            who = self._addresses_of(arrival.peer, forwarded, kinds)
-            key = read(lines[0]) if line is not None else None
-            if key is not None:
-                who["api_key"] = key
-            elif place:  # several lines, or one without a key, after which others count: `sent` does not say which
-                self._read_api_key(arrival, who)
-            is_all_sent = key is not None or not place
-            if (
-                is_all_sent
-                and self._known.has_room()
-                and sum(map(len, (arrival.peer or "", *forwarded))) <= LONGEST_KNOWN
-            ):
-                self._known[sent] = who
-        if self._tells_tier or not kinds.isdisjoint(self._kinds_told):
-            who = {**who}
-            for kind, function in self._functions.items():
-                if kind in kinds or kind == "tier":
-                    self._ask(kind, function, arrival, who)
-        return who
+                    return None if len(lines) > 1 else (kinds, arrival.peer, forwarded, name, hash(lines[0]))
+        return kinds, arrival.peer, forwarded, "", 0
+
+    def told(self, arrival: Arrival, kinds: frozenset[str]) -> Told:
+        """What the app says of the request's identities of these kinds; for some there may be something to await."""
+        if not self._tells_tier and kinds.isdisjoint(self._kinds_told):
+            return NOBODY
+        told: Told = {}
+        for kind, function in self._functions.items():
+            if kind in kinds or kind == "tier":
+                self._ask(kind, function, arrival, told)
+        return told
+
+    def read(self, arrival: Arrival, kinds: frozenset[str]) -> tuple[dict[str, str], bool]:
+        """The request's identities of these kinds, its address always, but for what the app says; and whether all
+        requests that have sent the same have the same."""
+        addresses = self._addresses
+        forwarded = tuple(arrival.header(self._forwarded_by)) if self._forwarded_by is not None else ()
+        address = addresses.client(arrival.peer, forwarded)
+        who = {"address": address, "ip": addresses.identity(address)}
+        if "subnet" in kinds:
+            who["subnet"] = addresses.subnet(address)
+        return who, "api_key" not in kinds or self._read_api_key(arrival, who)
 
     def fingerprint(self, api_key: str) -> str:
         """The name that an API key is counted by, or blocked by; one that is written as a hash stays."""
@@ -163,31 +165,29 @@ class Identities:
             self._complain(kind, "failed", with_traceback=True)
             return None
 
-    def _addresses_of(self, peer: str | None, forwarded: Sequence[str], kinds: frozenset[str]) -> dict[str, Any]:
-        addresses = self._addresses
-        address = addresses.client(peer, forwarded)
-        who = {"address": address, "ip": addresses.identity(address)}
-        if "subnet" in kinds:
-            who["subnet"] = addresses.subnet(address)
-        return who
-
-    def _read_api_key(self, arrival: Arrival, who: dict[str, Any]) -> None:
+    def _read_api_key(self, arrival: Arrival, who: dict[str, str]) -> bool:
+        """Add the API key, if there is one; whether the first header that may have it says all of that."""
+        says_all = True
         for name, read in self._places:
             lines = arrival.header(name)
             if len(lines) > 1:
                 # Which of them would the app believe? Whoever sends one that is blocked is blocked, in any case.
                 who["api_key"] = AMBIGUOUS
                 who[ALL_API_KEYS] = " ".join(filter(None, map(read, lines[:MOST_LINES])))
-                return
-            if lines and (key := read(lines[0])) is not None:
-                who["api_key"] = key
-                return
+                return False
+            if lines:
+                key = read(lines[0])
+                if key is not None:
+                    who["api_key"] = key
+                    return says_all
+                says_all = False  # a line without a key: the next header counts
+        return says_all
 
-    def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival, who: dict[str, Any]) -> None:
+    def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival, told: Told) -> None:
         try:
             value = function(arrival)
             if type(value) is not str and isawaitable(value):
-                who.setdefault(NOT_YET_TOLD, []).append(kind)
+                told.setdefault(NOT_YET_TOLD, []).append(kind)
             else:
                 value = self.checked(kind, value)
         except Exception:
@@ -195,7 +195,7 @@ class Identities:
             self._complain(kind, "failed", with_traceback=True)
             return
         if value is not None:
-            who[kind] = value
+            told[kind] = value
 
     def _complain(self, kind: str, what: str, *, with_traceback: bool = False) -> None:
         now = monotonic()

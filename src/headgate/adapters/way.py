@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from headgate.adapters.identities import Known
 from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
-from headgate.policy.snapshot import Resolution
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from headgate.adapters.answers import Answers, Description, Header, Refusal
-    from headgate.adapters.identities import Identities
+    from headgate.adapters.identities import Identities, Sent, Told
     from headgate.decisions import Decision
-    from headgate.keys import Key
     from headgate.policy.model import Block
-    from headgate.policy.snapshot import CompiledRule, Met, RoutePlan, Snapshot, Who
-    from headgate.stores.calls import Cost
+    from headgate.policy.snapshot import Met, Resolution, RoutePlan, Snapshot
 
 __all__ = [
     "FREE",
@@ -42,12 +39,11 @@ __all__ = [
 logger = logging.getLogger("headgate")
 
 LONGEST_KNOWN: Final = 512
-"""In characters of all identities: about four megabytes of known clients, whoever comes."""
+"""In characters of all identities and of what they were read from: about four megabytes of known clients, whoever
+comes."""
 
 SETTLED: Final[dict[str, int]] = {}
 """What was committed, once nothing more can be."""
-
-_new_tuple = tuple.__new__
 
 
 class Arrival(Protocol):
@@ -84,17 +80,14 @@ class Shadow(NamedTuple):
 
 Settling: TypeAlias = "Generator[Check | Refund, Any, None]"
 
-_Asked: TypeAlias = tuple[Any, ...]
-"""Who is on which route: the plan, the kinds of the identities, and then their values."""
-
-_Met: TypeAlias = "tuple[tuple[Key, ...], Cost, Sequence[CompiledRule], str | None, Check, Description]"
-"""What a client meets, as long as the policy stays as it is."""
+Meeting: TypeAlias = "tuple[Resolution, Check | None, Description]"
+"""What a request meets, what the store is asked, and how the client is told; None where the store is not asked."""
 
 
 class Admission:
     """How a request was let in, or not. The app finds its own with `current_admission()`."""
 
-    __slots__ = ("_committed", "_description", "decision", "held", "refusal", "resolution", "shadows")
+    __slots__ = ("_committed", "_description", "came_us", "decision", "held", "refusal", "resolution", "shadows")
 
     def __init__(
         self,
@@ -102,7 +95,10 @@ class Admission:
         decision: Decision | None = None,
         refusal: Refusal | None = None,
         description: Description | None = None,
+        came_us: int = 0,
     ) -> None:
+        self.came_us = came_us
+        """The instant at which the request came, by the gate's own clock."""
         self.resolution = resolution
         """The limits that it meets; None where no limit is looked at."""
         self.decision = decision
@@ -190,50 +186,48 @@ class Rules:
         self._descriptions: dict[Any, Description] = {}
         """Of the limits that requests have met so far; the snapshot keeps those alive whose ids stand here."""
         self._turns = [-sys.maxsize, *snapshot.policy.turns, sys.maxsize]
-        self._period: tuple[int, int, Known[_Asked, _Met]] = (0, 0, Known())
-        """From when until when nothing in the policy begins or ends, and what busy clients meet in that time."""
+        self._period: tuple[int, int, Known[Any, Meeting]] = (0, 0, Known())
+        """From when until when nothing in the policy begins or ends, and what busy clients meet in that time: by the
+        route, what they send, and what the app says of them."""
 
-    def meet(self, route: RoutePlan, who: Who, now_us: int) -> tuple[Resolution, Check | None, Description]:
-        """What the request meets, what the store is asked, and how it is told; None where the store is not asked.
+    def meet(self, route: RoutePlan, arrival: Arrival, kinds: frozenset[str], told: Told, now_us: int) -> Meeting:
+        """What the request meets; `kinds` are the identities that matter, and `told` those that the app has told.
 
         Most clients have been here before, and meet what they met then, until something in the policy begins or ends.
         """
         since_us, until_us, known = self._period
         if not since_us <= now_us < until_us:
             known = self._turn(now_us)
-        asked = (route, *who, *who.values())
+        sent = self.identities.sent(arrival, kinds)
+        asked = (route, sent, *told.items()) if told else (route, sent)
         found = known.get(asked)
-        if found is None:
-            return self._met(known, asked, self.snapshot.resolve(route, who, now_us))
-        keys, cost, rules, tier, check, description = found
-        return _new_tuple(Resolution, (route, keys, cost, rules, who, tier, now_us, None)), check, description
+        if found is not None:
+            return found
+        who, is_all_sent = self.identities.read(arrival, kinds)
+        met = self.snapshot.resolve(route, {**who, **told}, now_us)
+        meeting = self._meeting(met)
+        if sent is not None and is_all_sent and meeting[1] is not None and known.has_room() and _is_short(sent, met):
+            known[asked] = meeting
+        return meeting
 
-    def unasked(self, resolution: Resolution) -> Admission:
+    def unasked(self, resolution: Resolution, now_us: int) -> Admission:
         """How a request is let in that is blocked, or meets no limit: the store need not be asked."""
-        if resolution.block is None:
-            return Admission(resolution)
-        return Admission(resolution, None, self._answers.blocked(_time_left(resolution.block, resolution.now_us)))
+        block = resolution.block
+        refusal = None if block is None else self._answers.blocked(_time_left(block, now_us))
+        return Admission(resolution, None, refusal, None, now_us)
 
-    def conclude(self, resolution: Resolution, decision: Decision, description: Description) -> Admission:
+    def conclude(self, resolution: Resolution, decision: Decision, description: Description, now_us: int) -> Admission:
         """How the request is let in, or its refusal."""
         if decision.degraded is not None and resolution.route.on_failure != "local":
             # Nothing is known of the limits: the client is told no numbers.
             refusal = None if decision.allowed else self._answers.unavailable(decision)
-            return Admission(resolution, decision, refusal)
+            return Admission(resolution, decision, refusal, None, now_us)
         refusal = None if decision.allowed else self._answers.denied(decision, description)
-        return Admission(resolution, decision, refusal, description)
+        return Admission(resolution, decision, refusal, description, now_us)
 
-    def _met(
-        self, known: Known[_Asked, _Met], asked: _Asked, met: Resolution
-    ) -> tuple[Resolution, Check | None, Description]:
-        """The same of a client who is not known yet; who is blocked never gets known."""
-        description = self._described(met)
-        if met.block is not None or not met.keys:
-            return met, None, description
-        check = _new_tuple(Check, (met.keys, met.cost, None))
-        if known.has_room() and sum([len(value) for value in met.who.values() if value]) <= LONGEST_KNOWN:
-            known[asked] = met.keys, met.cost, met.rules, met.tier, check, description
-        return met, check, description
+    def _meeting(self, met: Resolution) -> Meeting:
+        is_asked = met.block is None and met.keys
+        return met, Check(met.keys, met.cost) if is_asked else None, self._described(met)
 
     def _described(self, met: Resolution) -> Description:
         # What the numbers depend on: the tier, or, where rules are left out or overridden, the very limits.
@@ -248,10 +242,10 @@ class Rules:
             )
         return description
 
-    def _turn(self, now_us: int) -> Known[_Asked, _Met]:
+    def _turn(self, now_us: int) -> Known[Any, Meeting]:
         """Begin the period that the instant is in: nothing is known of it yet."""
         index = bisect_right(self._turns, now_us)
-        known: Known[_Asked, _Met] = Known()
+        known: Known[Any, Meeting] = Known()
         self._period = self._turns[index - 1], self._turns[index], known
         return known
 
@@ -276,6 +270,12 @@ def settle(admission: Admission, status: int) -> Settling:
             if error.may_have_happened or isinstance(error, ScriptError):  # else the gate keeps it for later
                 logger.warning("the cost of a request on limit %r could not be settled: %s", met.rule.name, error)
     admission.close()
+
+
+def _is_short(sent: Sent, met: Resolution) -> bool:
+    """Whether it takes no more memory to know a client than it may."""
+    _, peer, forwarded, _, _ = sent
+    return sum([len(text) for text in (peer, *forwarded, *met.who.values()) if text]) <= LONGEST_KNOWN
 
 
 def _time_left(block: Block, now_us: int) -> int | None:

@@ -80,6 +80,8 @@ class Resolution(NamedTuple):
     who: Who
     tier: str | None
     now_us: int
+    """An instant at which this held. Of a request that is known already it is that of an earlier one: nothing that is
+    said here has begun or ended since."""
     block: Block | None
 
     @property

@@ -93,7 +93,7 @@ class DecisionLog:
         if resolution is None:  # nothing was decided
             return
         if len(queue) >= most:
-            self._writer.lose(resolution.now_us)
+            self._writer.lose(admission.came_us)
             return
         queue.append(self._pack(arrival, admission, resolution, weight))
         if self._writer.thread is None:

@@ -127,7 +127,7 @@ class Metrics:
         if resolution is None:
             return
         decision = admission.decision
-        took_us = now_us - resolution.now_us
+        took_us = now_us - admission.came_us
         with self._lock:
             if now_us >= self._turns_us:
                 self._turn(now_us)

@@ -55,7 +55,8 @@ class Packer:
         self._learnt_since = time.monotonic()
 
     def pack(self, arrival: Arrival, admission: Admission, resolution: Resolution, weight: float) -> bytes:
-        route, keys, cost, rules, who, tier, now_us, block = resolution
+        route, keys, cost, rules, who, tier, _, block = resolution
+        now_us = admission.came_us
         place = self._places.get(route if tier is None else (route, tier))
         if place is None:
             place = self._learn_place(route, tier)

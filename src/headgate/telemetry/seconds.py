@@ -160,7 +160,7 @@ class Seconds:
         if resolution is None or gate is None:
             return
         now_us = gate._now_us()  # noqa: SLF001
-        _, keys, _, _, who, _, began_us, block = resolution
+        _, keys, _, _, who, _, _, block = resolution
         if len(who) == 2:  # an address, and nothing else that it could be known by
             client = "ip", who["ip"]
         else:
@@ -168,7 +168,7 @@ class Seconds:
                 if value := who.get(kind):
                     break
             client = kind, value or ""
-        decision, took_us = admission.decision, now_us - began_us
+        decision, took_us = admission.decision, now_us - admission.came_us
         with self._lock:
             second = self._second
             if not second.start_us <= now_us < second.ends_us:
