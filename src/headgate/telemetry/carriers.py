@@ -47,7 +47,9 @@ CALM: Final = 60.0
 """Seconds below half of that after which the scribe is let go."""
 
 MOUTHFUL: Final = 10_000
-"""The most decisions that a scribe is handed at once."""
+"""The most decisions that a scribe is handed before it answers."""
+PIECE: Final = 128
+"""So many of them go into its pipe at once, and in between requests get their turn: it takes 20 µs, and not 2 ms."""
 AGAIN: Final = 60.0
 """Seconds until another one is started, after one that never got ready."""
 ENDING: Final = 1.0
@@ -206,7 +208,10 @@ class ScribeBeside:
         try:
             process = self._process or self._start()
             labels = self._packer.labels_since(self._told, self._clients)
-            write_frame(_fd(process.stdin), (batch.token, batch.first, labels, list(batch.raws)))
+            pipe, raws = _fd(process.stdin), list(batch.raws)
+            write_frame(pipe, (batch.token, batch.first, labels, len(raws)))
+            for start in range(0, len(raws), PIECE):
+                write_frame(pipe, raws[start : start + PIECE])
             answer = read_frame(_fd(process.stdout))
         except OSError as error:
             answer, trouble = None, f": {_said(error)}"

@@ -52,7 +52,10 @@ def main() -> None:
     with suppress(BrokenPipeError):
         write_frame(answers, "ready")
     while (asked := _next(questions, parent)) is not None:
-        token, first, labels, raws = asked
+        token, first, labels, count = asked
+        raws: list[bytes] = []
+        while len(raws) < count and (piece := read_frame(questions)) is not None:
+            raws += piece
         recorder.learn(labels)
         answer = _written(recorder, sink, Batch(token, first, raws), terms.size)
         with suppress(BrokenPipeError):

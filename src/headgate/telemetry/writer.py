@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from headgate._forks import renew_in_children
@@ -220,13 +221,15 @@ class Writer:
         """The next batch out of the queue, with its marks."""
         queue, batch, size = self.queue, self._batch, self._carrier.size
         while queue and len(batch) < size:
-            some = [queue.popleft() for _ in range(min(len(queue), size - len(batch)))]
-            batch += [raw for raw in some if type(raw) is bytes]
-            if self._awaited:
+            # Without a step of Python's for each: requests wait meanwhile.
+            some: list[Any] = [*map(deque.popleft, repeat(queue, min(len(queue), size - len(batch))))]
+            if self._awaited:  # who waits has been counted before being queued
                 marks = [raw for raw in some if not isinstance(raw, bytes)]
                 with self._lock:
                     self._awaited -= len(marks)
                 self._marks += marks
+                some = [raw for raw in some if isinstance(raw, bytes)]
+            batch += some
         if self._untold is not None and (batch or not queue):
             with self._lock:
                 untold, self._untold = self._untold, None
