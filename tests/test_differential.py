@@ -19,7 +19,7 @@ from headgate import Decision, InvalidLimit, Key, Limit, ScriptError
 from headgate.algorithms import NEVER
 from headgate.stores.calls import Call, Check, Leave, Refund, Renew, Reset
 from headgate.stores.memory import MemoryStore
-from headgate.stores.redis.wire import CALLER_MARGIN_MS, SERVER_MARGIN_MS, Undo, Wire, decode
+from headgate.stores.redis.wire import CALLER_MARGIN_MS, MOST_PACKED, SERVER_MARGIN_MS, Undo, Wire, decode
 from headgate.testing import FakeClock
 from model import Model, Plan, Subject
 
@@ -485,6 +485,31 @@ FOREIGN = {
     "a log that ends well": ("ZADD", NOW, "nonsense", NOW + 1, "2:1"),
     "a log that begins well": ("ZADD", NOW, "1:1", NOW + 1, "nonsense"),
 }
+
+
+@pytest.mark.parametrize("cost", [0, 1, 7, 10**30, (1, 2, 500)], ids=str)
+@pytest.mark.parametrize("who", ["ada", "{ada}", "ä|%", "\ud800", "a" * 1000, ""])
+def test_what_goes_alone_is_packed_as_it_is_among_others(who: str, cost: Any) -> None:
+    limits = [limit_of(algorithm, 5, 1, name=algorithm) for algorithm in ("token_bucket", "gcra", "fixed_window")]
+    wire = Wire("headgate", None)
+    for met in (limits, limits[::-1], limits[:1] if isinstance(cost, int) else limits):
+        check = Check(tuple([limit.by(who) for limit in met]), cost)
+        for _ in range(2):  # also when it is kept
+            assert wire.pack_alone(check) == wire.encode_checks([check]).pack()
+
+
+def test_what_takes_a_lease_or_brings_the_time_goes_the_long_way() -> None:
+    check = Check((limit_of("gcra", 5, 1, name="posts").by("ada"),), 1)
+    assert Wire("headgate", None).pack_alone(check._replace(id="a")) is None
+    assert Wire("headgate", FakeClock()).pack_alone(check) is None
+    assert Wire("headgate", None).pack_alone(Reset(check.keys)) is None
+
+
+def test_what_is_kept_of_packed_checks_is_bounded() -> None:
+    wire, key = Wire("headgate", None), limit_of("gcra", 5, 1, name="posts").by("ada")
+    for cost in range(3 * MOST_PACKED):
+        wire.pack_alone(Check((key,), cost))
+        assert len(wire._packed) <= MOST_PACKED
 
 
 def test_lua_says_and_is_told_only_what_is_unusual_of_a_request_that_comes_alone(lua: InRedis) -> None:

@@ -17,7 +17,7 @@ from headgate.shield.purses import Purses
 from headgate.stores.calls import Check, Refund
 from headgate.stores.memory import MemoryStore
 from headgate.stores.redis.scripts import script
-from headgate.stores.redis.wire import Command, decode, decode_one
+from headgate.stores.redis.wire import Command, decode, decode_alone, decode_one
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ def test_an_order_that_is_answered_ends_an_outage() -> None:
 @pytest.mark.parametrize("reply", [[], [5], [1, b"a", b"b"], [1, None, 0], [1, 2, 3, 0, 0], [1, 2, 3, 4, 5, 6, 7]])
 def test_a_reply_that_is_no_answer_is_an_error_of_the_store(reply: list[Any]) -> None:
     assert isinstance(decode_one(ONE, reply), ScriptError)
+    assert isinstance(decode_alone(Check((*ONE.keys, LIMIT.by("bob")), 1), reply), ScriptError)
 
 
 @pytest.mark.parametrize("reply", [[], [5], 7, b"OK", None, [1, b"a", b"b", 1, 1, 0, 0, 0, 0]])

@@ -20,7 +20,7 @@ from headgate.stores.redis.breaker import Shut
 from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.topology import Standalone
-from headgate.stores.redis.wire import decode_one
+from headgate.stores.redis.wire import decode_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -199,9 +199,9 @@ class _Desk:
                 _Errand(self, converse(calls, self._wire, self._place.topology), futures).go_on()
 
     def _ask_shortly(self) -> bool:
-        """Send the commonest call when it goes alone; false if it has to go the long way."""
+        """Send a check that goes alone; false if it has to go the long way."""
         line = self._lines.get(None)
-        packed = self._wire.pack_one(self._waiting[0])
+        packed = self._wire.pack_alone(self._waiting[0])
         if line is None or packed is None or len(self._waiting) > 1 or not line.is_open():
             return False
         self._on_the_way += 1
@@ -320,7 +320,7 @@ class _Errand:
 
 
 class _Single:
-    """The commonest call, sent by itself."""
+    """A check, sent by itself."""
 
     __slots__ = ("_call", "_desk", "_future", "_packed", "_reply", "deadline")
 
@@ -342,7 +342,7 @@ class _Single:
     def finish(self) -> None:
         if type(self._reply) is list:
             self._desk._breakers.succeed(None)  # noqa: SLF001 - a part of the desk, in its own file
-            _tell(self._future, decode_one(self._call, self._reply))
+            _tell(self._future, decode_alone(self._call, self._reply))
             self._desk._back()  # noqa: SLF001
         else:
             # An error of the server's: nothing was done, and the long way knows what to do about each.

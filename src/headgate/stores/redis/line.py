@@ -28,11 +28,13 @@ INBOX: Final = 65_536
 """Bytes that are read at once, at most."""
 IDLE: Final = 0.05
 """Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
-WATCH: Final = 0.0001
+WATCH: Final = 0.00015
 """Seconds for which a thread looks again and again for its answer before it goes to sleep: to be put to sleep and woken
 takes longer than a server that is near, and as much of the processor."""
-REST: Final = 64
-"""Answers that are slept for after one that did not come meanwhile: a server that is far away is not watched for."""
+IN_VAIN: Final = 4
+REST: Final = 256
+"""After so many answers in a row that did not come meanwhile, so many are slept for: a server that is far away is
+hardly watched for, and one that was asleep itself has time to wake up."""
 
 
 class Opening:
@@ -114,6 +116,7 @@ class Line:
         self._is_plain = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
         self._rest: float = 0 if watched and self._is_plain else math.inf
         """How many answers are to be slept for."""
+        self._in_vain = 0
 
     def allow(self, budget: float) -> None:
         """Wait so many seconds for answers from now on."""
@@ -188,20 +191,25 @@ class Line:
         self._connection.disconnect()
 
     def _watched(self, deadline: float) -> int:
-        """How much has come while this thread watched; nothing where it did not, or in vain.
-
-        Each look lets other threads run, who keep this one waiting no more than if it had slept.
-        """
+        """How much has come while this thread watched; nothing where it did not, or in vain."""
         if self._rest > 0:
             self._rest -= 1
             return 0
-        inbox, until = (self._inbox,), min(time.monotonic() + WATCH, deadline)
+        size = self._look_until(min(time.monotonic() + WATCH, deadline))
+        self._in_vain = 0 if size else self._in_vain + 1
+        if self._in_vain == IN_VAIN:
+            self._rest, self._in_vain = REST, 0
+        return size
+
+    def _look_until(self, end: float) -> int:
+        """How much has come by then. Each look lets other threads run, who keep this one waiting no more than if it had
+        slept."""
+        inbox = (self._inbox,)
         while True:
             try:
                 return os.readv(self._socket.fileno(), inbox)
             except BlockingIOError:
-                if time.monotonic() >= until:
-                    self._rest = REST
+                if time.monotonic() >= end:
                     return 0
 
     def _last_look(self) -> int:

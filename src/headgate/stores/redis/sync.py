@@ -21,7 +21,7 @@ from headgate.errors import StoreError
 from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
 from headgate.stores.redis.line import Line, Opening
 from headgate.stores.redis.shared import SharedStore
-from headgate.stores.redis.wire import decode_one
+from headgate.stores.redis.wire import decode_alone
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -181,12 +181,12 @@ class RedisStore(SharedStore):
             self._let_next_lead(me)
 
     def _ask_shortly(self, call: Call) -> Any:
-        """The answer to the commonest call when it goes alone; None if it has to go the long way.
+        """The answer to a check that goes alone; None if it has to go the long way.
 
         An error of the server's means that nothing was done, and the long way knows what to do about each.
         """
         line, only = self._lines.get(None), self._only
-        if line is None or only is None or (packed := self._wire.pack_one(call)) is None or not line.is_usable():
+        if line is None or only is None or (packed := self._wire.pack_alone(call)) is None or not line.is_usable():
             return None
         self._round_trips += 1
         try:
@@ -199,7 +199,7 @@ class RedisStore(SharedStore):
             return None
         only.succeed()
         self._failed = False
-        return decode_one(call, reply)  # type: ignore[arg-type] # a Check, or not packed
+        return decode_alone(call, reply)  # type: ignore[arg-type] # a Check, or not packed
 
     def _drive(self, conversation: Generator[list[Command], None, list[Any]], end: float) -> list[Any]:
         try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.stores.calls import Call, Cost
 
-__all__ = ["Command", "Node", "Undo", "Wire", "decode", "decode_one"]
+__all__ = ["Command", "Node", "Undo", "Wire", "decode", "decode_alone", "decode_one"]
 
 SERVER_MARGIN_MS: Final = 1_000
 """How long a key outlives its debt, where the server's clock rules both."""
@@ -31,7 +31,7 @@ CALLER_MARGIN_MS: Final = 3_600_000
 """The same where callers bring the time: their clocks may differ from each other, or stand still."""
 
 MOST_PACKED: Final = 1_000
-"""Limits whose packed form is kept."""
+"""Limits, alone and together, whose packed form is kept."""
 
 _new_decision = tuple.__new__
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
@@ -93,7 +93,7 @@ class Wire:
     def __init__(self, namespace: str, clock: Clock | None, *, database: int = 0) -> None:
         self._prefix = namespace + ":"
         self._clock = clock
-        self._packed: dict[int, tuple[Limit, bytes, bytes]] = {}
+        self._packed: dict[tuple[Any, ...], tuple[Any, bytes, bytes]] = {}
         self._margin = SERVER_MARGIN_MS if clock is None else CALLER_MARGIN_MS
         # What is published is heard in all databases, also by those whose keys live in another one.
         self.news = self.own_name(f"news:{database}" if database else "news")
@@ -126,36 +126,33 @@ class Wire:
         commands += [self.encode_other(call) for call in calls if not isinstance(call, Check)]
         return commands
 
-    def pack_one(self, call: Call) -> bytes | None:
-        """The commonest of all calls, packed and ready: a check at cost 1 of one limit. None for any other.
+    def pack_alone(self, call: Call) -> bytes | None:
+        """A check that goes by itself, packed and ready; None for a call that needs more than that.
 
-        All but the key stays the same for a limit, and is kept: a call that goes alone pays for all of this by itself.
+        All but the keys stays the same for its limits and its cost, and is kept: a call that goes alone pays for all of
+        this by itself.
         """
-        if (
-            type(call) is not Check
-            or call[1] != 1
-            or call[2] is not None
-            or len(call[0]) != 1
-            or self._clock is not None
-        ):
+        if type(call) is not Check or call[2] is not None or self._clock is not None:
             return None
-        key = call[0][0]
-        packed = self._packed.get(id(key.limit))
+        keys, cost, _ = call
+        if len(keys) == 1:
+            shape: tuple[Any, ...] = (cost, id(keys[0][0]))
+            names = b"$%d\r\n%b\r\n" % (len(name := self.name(keys[0]).encode()), name)
+        else:
+            shape = (cost, *[id(key[0]) for key in keys])
+            names = b"".join([b"$%d\r\n%b\r\n" % (len(name := self.name(key).encode()), name) for key in keys])
+        packed = self._packed.get(shape)
         if packed is None:
-            packed = self._pack_around(call)
-        _, head, tail = packed
-        name = self.name(key).encode()
-        return b"%b$%d\r\n%b\r\n%b" % (head, len(name), name, tail)
+            packed = self._pack_around(call, shape, names)
+        return packed[1] + names + packed[2]
 
-    def _pack_around(self, check: Check) -> tuple[Limit, bytes, bytes]:
-        """What stands before and after the key in a packed check of its limit."""
-        limit = check.keys[0].limit
+    def _pack_around(self, check: Check, shape: tuple[Any, ...], names: bytes) -> tuple[Any, bytes, bytes]:
+        """What stands before and after the keys in a packed check of their limits."""
         if len(self._packed) >= MOST_PACKED:
             self._packed.clear()
-        name = self.name(check.keys[0]).encode()
-        head, tail = self.encode_one(check).pack().split(b"$%d\r\n%b\r\n" % (len(name), name), 1)
-        # With the limit itself, so that its id stays its own.
-        packed = self._packed[id(limit)] = limit, head, tail
+        head, tail = self.encode_checks([check]).pack().split(names, 1)
+        # With the limits themselves, so that their ids stay their own.
+        packed = self._packed[shape] = [key.limit for key in check.keys], head, tail
         return packed
 
     def encode_one(self, check: Check) -> Command:
@@ -264,8 +261,19 @@ def _decode(command: Command) -> list[Any]:
     return [tuple(command.reply[1:5])] if isinstance(call, Undo) else [bool(told)]
 
 
-def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
+def decode_alone(check: Check, reply: list[Any]) -> Decision | ScriptError:
     """The answer to a check that went alone."""
+    if len(check[0]) == 1:
+        return decode_one(check, reply)
+    try:
+        answer: Decision | ScriptError = _decode_checks((check,), reply)[0]
+    except (IndexError, TypeError, ValueError):
+        return _strange(reply)
+    return answer
+
+
+def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
+    """The same for a check of one limit."""
     retry_us = delay_us = again_us = 0
     try:
         if len(reply) == 3:
