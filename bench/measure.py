@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from statistics import median
@@ -73,12 +73,12 @@ def in_memory(
     with opened(contender, setting) as names, all_allowed(contender, names, keys):
         loop = compiled(_LOOP, {**names, "clock": process_time}, check=check)
         loop(keys)
-        gc.collect()
         checks, spent = 0, 0.0
-        while spent < seconds:
-            drawn = next(draws)
-            spent += loop(drawn)
-            checks += len(drawn)
+        with _tidy():
+            while spent < seconds:
+                drawn = next(draws)
+                spent += loop(drawn)
+                checks += len(drawn)
     return Sample(rate=checks / spent)
 
 
@@ -95,8 +95,8 @@ def in_memory_threads(contender: Contender, setting: Setting, seconds: float) ->
                 checks[caller] += len(keys)
 
         loop(keys)
-        gc.collect()
-        spent = _in_threads(call, setting.callers, seconds)
+        with _tidy():
+            spent = _in_threads(call, setting.callers, seconds)
     return Sample(rate=sum(checks) / spent)
 
 
@@ -128,10 +128,10 @@ def on_redis(contender: Contender, setting: Setting, seconds: float) -> Sample:
             caller(_round(keys, number, setting), until, laps)
 
         _in_threads(warm, setting.callers, 0)
-        gc.collect()
-        cpu_before = _cpu_seconds(setting)
-        spent = _in_threads(call, setting.callers, seconds)
-        cpu_after = _cpu_seconds(setting)
+        with _tidy():
+            cpu_before = _cpu_seconds(setting)
+            spent = _in_threads(call, setting.callers, seconds)
+            cpu_after = _cpu_seconds(setting)
     return _sample(laps, spent, cpu_before, cpu_after)
 
 
@@ -144,14 +144,26 @@ async def on_redis_async(contender: Contender, setting: Setting, seconds: float,
         names = await contender.opened(setting, stack)
         caller = compiled(_CALLER, names, check=check, define="async def")
         await asyncio.gather(*[caller(keys[n :: setting.callers], FOR_EVER, []) for n in everyone])
-        gc.collect()
-        cpu_before = _cpu_seconds(setting)
-        began = perf_counter()
-        await asyncio.gather(*[caller(_round(keys, n, setting), began + seconds, laps) for n in everyone])
-        spent = perf_counter() - began
-        cpu_after = _cpu_seconds(setting)
+        with _tidy():
+            cpu_before = _cpu_seconds(setting)
+            began = perf_counter()
+            await asyncio.gather(*[caller(_round(keys, n, setting), began + seconds, laps) for n in everyone])
+            spent = perf_counter() - began
+            cpu_after = _cpu_seconds(setting)
         await expect_allowed_async(contender, names, check, keys)
     return _sample(laps, spent, cpu_before, cpu_after)
+
+
+@contextmanager
+def _tidy() -> Iterator[None]:
+    """Whatever is there already is not looked through again by the garbage collector: most of it is the modules of all
+    the other contenders."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _keys(setting: Setting) -> list[str]:

@@ -13,7 +13,8 @@ import pytest
 from headgate.errors import StoreTimeout
 from headgate.stores.redis import line as lines
 from headgate.stores.redis.conversation import Lost
-from headgate.stores.redis.line import IN_VAIN, REST, WATCH, Line
+from headgate.stores.redis.line import Line
+from headgate.stores.redis.vigil import IN_VAIN, REST, WATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,8 +26,9 @@ LATE = 200 * WATCH
 class Ends:
     """A line, and the other end of its connection."""
 
-    def __init__(self, **options: Any) -> None:
-        self._sock, self.server = socket.socketpair()
+    def __init__(self, kind: type[socket.socket] = socket.socket, **options: Any) -> None:
+        ours, self.server = socket.socketpair()
+        self._sock = kind(fileno=ours.detach())
         self.line = Line(self, BUDGET, **options)
         self.looks = 0
 
@@ -95,9 +97,14 @@ def test_a_server_that_goes_while_it_is_watched_is_lost(ends: Ends) -> None:
         ends.line.receive(time.monotonic() + BUDGET)
 
 
-def test_nobody_watches_where_nobody_waits(ends: Ends) -> None:
-    background = Ends()
-    with background.server:
-        assert background.ask() == 7
-        background.line.close()
+class Cooperative(socket.socket):
+    """As a library for green threads puts it in the place of Python's own."""
+
+
+@pytest.mark.parametrize("options", [{}, {"watched": True, "kind": Cooperative}], ids=["in the background", "green"])
+def test_nobody_watches_where_nobody_waits_or_others_could_run(ends: Ends, options: Any) -> None:
+    others = Ends(**options)
+    with others.server:
+        assert others.ask() == 7
+        others.line.close()
     assert ends.looks == 0

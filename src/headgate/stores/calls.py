@@ -93,11 +93,7 @@ def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
         if type(keys[0]) is Key and keys[0][0].algorithm != "concurrency":
             return _new_check(Check, (keys, cost, id))
     else:
-        spaces = set()
-        for key in keys:
-            if type(key) is not Key or (limit := key[0]).algorithm == "concurrency":
-                break
-            spaces.add(limit.space)
+        spaces = {key[0].space for key in keys if type(key) is Key and key[0].algorithm != "concurrency"}
         if len(spaces) == len(keys) > 0:
             return _new_check(Check, (keys, cost, id))
     made = checked_keys(keys)

@@ -20,6 +20,7 @@ from headgate.stores.redis.breaker import Shut
 from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.topology import Standalone
+from headgate.stores.redis.vigil import WATCH, Vigil
 from headgate.stores.redis.wire import decode_alone
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class _Desk:
         self._alone = True
         """Whether the last batch was of one call: then nobody is likely to join the next one, either."""
         self._lines: dict[Node | None, Line] = {}
+        self._vigil = Vigil()
         self._closed = False
 
     def warm(self, node: Node | None = None) -> asyncio.Task[None] | None:
@@ -208,7 +210,19 @@ class _Desk:
         self.calls += 1
         self.round_trips += 1
         line.send(_Single(self, packed, self._waiting.pop(), self._futures.pop()))
+        if self._vigil.is_due():
+            self._watch(self.round_trips, self.loop.time() + WATCH)
         return True
+
+    def _watch(self, round_trip: int, end: float) -> None:
+        """Keep the loop awake until the answer is there: a loop that has something to do looks for answers, and lets
+        all others run, before it comes back to this."""
+        if not self._on_the_way or self.round_trips != round_trip:
+            self._vigil.ended(in_vain=False)
+        elif self.loop.time() >= end:
+            self._vigil.ended(in_vain=True)
+        else:
+            self.loop.call_soon(self._watch, round_trip, end)
 
     def _back(self) -> None:
         """A batch has been answered."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import ssl
@@ -16,6 +15,7 @@ from hiredis import HiredisError, Reader
 
 from headgate.errors import StoreTimeout
 from headgate.stores.redis.conversation import Lost, Unsent
+from headgate.stores.redis.vigil import WATCH, Vigil
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,13 +28,6 @@ INBOX: Final = 65_536
 """Bytes that are read at once, at most."""
 IDLE: Final = 0.05
 """Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
-WATCH: Final = 0.00015
-"""Seconds for which a thread looks again and again for its answer before it goes to sleep: to be put to sleep and woken
-takes longer than a server that is near, and as much of the processor."""
-IN_VAIN: Final = 4
-REST: Final = 256
-"""After so many answers in a row that did not come meanwhile, so many are slept for: a server that is far away is
-hardly watched for, and one that was asleep itself has time to wake up."""
 
 
 class Opening:
@@ -99,7 +92,7 @@ class Opening:
 
 
 class Line:
-    """A connection to one server. Where somebody waits for its answers, it is to be `watched`: see `WATCH`."""
+    """A connection to one server. Where somebody waits for its answers, it is to be `watched`."""
 
     def __init__(self, connection: Any, budget: float, *, watched: bool = False) -> None:
         self._connection = connection  # kept: it closes the socket when it is collected
@@ -114,9 +107,9 @@ class Line:
         self._watch.register(self._socket, selectors.EVENT_READ)
         self._hurried = True
         self._is_plain = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
-        self._rest: float = 0 if watched and self._is_plain else math.inf
-        """How many answers are to be slept for."""
-        self._in_vain = 0
+        # Sockets that libraries like gevent put in its place let others run while they wait, and nobody while we look.
+        is_pythons_own = type(self._socket).__module__ == "socket"
+        self._vigil = Vigil() if watched and self._is_plain and is_pythons_own else None
 
     def allow(self, budget: float) -> None:
         """Wait so many seconds for answers from now on."""
@@ -192,13 +185,11 @@ class Line:
 
     def _watched(self, deadline: float) -> int:
         """How much has come while this thread watched; nothing where it did not, or in vain."""
-        if self._rest > 0:
-            self._rest -= 1
+        vigil = self._vigil
+        if vigil is None or not vigil.is_due():
             return 0
         size = self._look_until(min(time.monotonic() + WATCH, deadline))
-        self._in_vain = 0 if size else self._in_vain + 1
-        if self._in_vain == IN_VAIN:
-            self._rest, self._in_vain = REST, 0
+        vigil.ended(in_vain=not size)
         return size
 
     def _look_until(self, end: float) -> int:
