@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from inspect import isawaitable
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Addresses
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from headgate.policy.credentials import ApiKeys
     from headgate.policy.model import IdentitySettings
 
-__all__ = ["AMBIGUOUS", "NOBODY", "NOT_YET_TOLD", "Identities", "IdentityFunction", "Known", "Sent", "Told"]
+__all__ = ["AMBIGUOUS", "NOBODY", "NOT_YET_TOLD", "Identities", "IdentityFunction", "Sent", "Told"]
 
 logger = logging.getLogger("headgate")
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 IdentityFunction: TypeAlias = Callable[[Any], Any]
 """Given the `Arrival`, says who sends it: text, a whole number, or None; or gives an awaitable of these."""
@@ -48,36 +45,11 @@ NOT_YET_TOLD: Final = "not yet told"
 MOST_LINES: Final = 16
 """Of a header in which one was meant to stand; a request with more is somebody's game, and counted as ambiguous."""
 
-MOST_KNOWN: Final = 4096
-PATIENCE: Final = 16 * MOST_KNOWN
-"""How many strangers are let go while no more are kept: a flood of them makes requests no dearer than they would be
-if nobody was kept, and who is busy is kept after the next start."""
-
 OUR_OWN: Final = frozenset({"address", "ip", "subnet", "endpoint", "client", "global"})
 """The kinds that no function tells."""
 
 QUIET: Final = 1.0
 """Seconds between two words on the same function in the log: clients may be able to make it fail."""
-
-
-class Known(dict[K, V]):
-    """What was worked out for clients that come often: a dict that nobody writes to before `has_room`."""
-
-    __slots__ = ("_strangers",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._strangers = 0
-
-    def has_room(self) -> bool:
-        """Whether a stranger can be kept; to be asked once for each. After many who could not, all start anew."""
-        if len(self) < MOST_KNOWN:
-            return True
-        self._strangers += 1
-        if self._strangers >= PATIENCE:
-            self._strangers = 0
-            self.clear()
-        return False
 
 
 class Identities:

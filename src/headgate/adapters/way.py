@@ -11,7 +11,6 @@ from bisect import bisect_right
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
-from headgate.adapters.identities import Known
 from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
 from headgate.stores.calls import Check, Refund
 
@@ -28,6 +27,7 @@ __all__ = [
     "FREE",
     "Admission",
     "Arrival",
+    "Known",
     "Rules",
     "Settling",
     "Shadow",
@@ -38,8 +38,13 @@ __all__ = [
 
 logger = logging.getLogger("headgate")
 
+MOST_KNOWN: Final = 4096
+PATIENCE: Final = 16 * MOST_KNOWN
+"""How many strangers are let go while no more are kept: a flood of them makes requests no dearer than they would be
+if nobody was kept, and who is busy is kept after the next start."""
+
 LONGEST_KNOWN: Final = 512
-"""In characters of all identities and of what they were read from: about four megabytes of known clients, whoever
+"""In characters of all identities and of what they were read from: seven megabytes of known clients at most, whoever
 comes."""
 
 SETTLED: Final[dict[str, int]] = {}
@@ -174,6 +179,26 @@ def current_admission() -> Admission:
     return _current.get()
 
 
+class Known(dict[Any, Meeting]):
+    """What was worked out for clients that come often: a dict that nobody writes to before `has_room`."""
+
+    __slots__ = ("_strangers",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._strangers = 0
+
+    def has_room(self) -> bool:
+        """Whether a stranger can be kept; to be asked once for each. After many who could not, all start anew."""
+        if len(self) < MOST_KNOWN:
+            return True
+        self._strangers += 1
+        if self._strangers >= PATIENCE:
+            self._strangers = 0
+            self.clear()
+        return False
+
+
 class Rules:
     """All that holds for the requests that begin now; swapped whole when the policy changes."""
 
@@ -186,7 +211,7 @@ class Rules:
         self._descriptions: dict[Any, Description] = {}
         """Of the limits that requests have met so far; the snapshot keeps those alive whose ids stand here."""
         self._turns = [-sys.maxsize, *snapshot.policy.turns, sys.maxsize]
-        self._period: tuple[int, int, Known[Any, Meeting]] = (0, 0, Known())
+        self._period: tuple[int, int, Known] = (0, 0, Known())
         """From when until when nothing in the policy begins or ends, and what busy clients meet in that time: by the
         route, what they send, and what the app says of them."""
 
@@ -242,10 +267,10 @@ class Rules:
             )
         return description
 
-    def _turn(self, now_us: int) -> Known[Any, Meeting]:
+    def _turn(self, now_us: int) -> Known:
         """Begin the period that the instant is in: nothing is known of it yet."""
         index = bisect_right(self._turns, now_us)
-        known: Known[Any, Meeting] = Known()
+        known: Known = Known()
         self._period = self._turns[index - 1], self._turns[index], known
         return known
 
