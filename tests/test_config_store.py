@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -704,6 +706,39 @@ def test_stores_that_are_opened_at_the_same_moment_make_the_tables_once(config_u
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+class Refusing(sqlite3.Connection):
+    """Refuses its first pragmas, as SQLite does while others change the journal of the same new file."""
+
+    refusals: tuple[int, ...] = ()
+
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        if sql.startswith("PRAGMA journal_mode") and self.refusals:
+            code, *Refusing.refusals = self.refusals  # type: ignore[assignment]
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = code
+            raise error
+        return super().execute(sql, *args)
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_open"),
+    [
+        ([sqlite3.SQLITE_BUSY] * 3, True),
+        ([sqlite3.SQLITE_BUSY_RECOVERY, sqlite3.SQLITE_BUSY_SNAPSHOT], True),
+        ([sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR], False),
+    ],
+)
+def test_who_opens_a_new_file_waits_for_others_who_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: list[int], is_open: bool
+) -> None:
+    monkeypatch.setattr(Refusing, "refusals", codes)
+    url = f"sqlite:///{tmp_path}/config.db"
+    monkeypatch.setattr(sqlite3.dbapi2, "connect", partial(sqlite3.dbapi2.connect, factory=Refusing))
+    with nullcontext() if is_open else pytest.raises(ConfigUnavailable, match="database is locked"):
+        ConfigStore(url)
+    assert not Refusing.refusals
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,10 @@ WRITES: Final = "headgate_writes"
 
 PATIENCE: Final = 10.0
 """Seconds to wait for another writer. PostgreSQL itself gives up what takes longer."""
+MOMENT: Final = 0.005
+"""Seconds between two attempts at what SQLite does not wait for."""
+PRIMARY: Final = 0xFF
+"""The bits of SQLite's codes that say what kind of error it is."""
 SILENCE: Final = 4.0
 """Seconds after which a server that says nothing at all is taken for hung, whatever TCP still hopes for."""
 REST: Final = 2.0
@@ -76,7 +81,7 @@ def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str =
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # transactions begin where we say, and not where the driver guesses
-        connection.execute(f"PRAGMA journal_mode = {journal}")
+        _keep_journal(connection, journal)
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -108,6 +113,21 @@ def writing(engine: Engine) -> Iterator[Connection]:
 def shown(engine: Engine) -> str:
     """The URL as it may be told: without its password."""
     return engine.url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
+
+
+def _keep_journal(connection: sqlite3.Connection, journal: str) -> None:
+    """Set SQLite's way to keep a transaction whole. While others set it, too, as all who open a new file at the same
+    moment do, SQLite refuses instead of waiting."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            connection.execute(f"PRAGMA journal_mode = {journal}")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & PRIMARY != sqlite3.SQLITE_BUSY or time.monotonic() >= end:
+                raise
+            time.sleep(MOMENT)
+        else:
+            return
 
 
 def _opened_postgresql(url: URL, keep: int) -> Engine:
