@@ -1,7 +1,6 @@
 """Apps called directly, without a server: the CPU time of a request, and whether limits are kept at all."""
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
@@ -10,7 +9,7 @@ from typing import Any
 
 from bench.answers import THREE_THEN_NO_MORE, WrongAnswerError
 from bench.apps import AppContender
-from bench.measure import Sample
+from bench.measure import Sample, tidy
 from bench.openers import Setting
 
 SLICE = 256  # requests of one app before the next has its turn
@@ -73,9 +72,7 @@ async def cpu_time(contenders: Sequence[AppContender], setting: Setting, seconds
             app = apps[contender.name] = contender.opened(setting, stack)
             await stack.enter_async_context(_living(app))
             await _slice(app, setting.callers, count(), MANY)
-        gc.collect()
-        gc.freeze()  # what the apps consist of is not looked through again in somebody's turn
-        stack.callback(gc.unfreeze)
+        stack.enter_context(tidy())
         numbers = count()
         until = perf_counter() + seconds * len(apps)
         while perf_counter() < until:

@@ -74,7 +74,7 @@ def in_memory(
         loop = compiled(_LOOP, {**names, "clock": process_time}, check=check)
         loop(keys)
         checks, spent = 0, 0.0
-        with _tidy():
+        with tidy():
             while spent < seconds:
                 drawn = next(draws)
                 spent += loop(drawn)
@@ -95,7 +95,7 @@ def in_memory_threads(contender: Contender, setting: Setting, seconds: float) ->
                 checks[caller] += len(keys)
 
         loop(keys)
-        with _tidy():
+        with tidy():
             spent = _in_threads(call, setting.callers, seconds)
     return Sample(rate=sum(checks) / spent)
 
@@ -128,7 +128,7 @@ def on_redis(contender: Contender, setting: Setting, seconds: float) -> Sample:
             caller(_round(keys, number, setting), until, laps)
 
         _in_threads(warm, setting.callers, 0)
-        with _tidy():
+        with tidy():
             cpu_before = _cpu_seconds(setting)
             spent = _in_threads(call, setting.callers, seconds)
             cpu_after = _cpu_seconds(setting)
@@ -144,7 +144,7 @@ async def on_redis_async(contender: Contender, setting: Setting, seconds: float,
         names = await contender.opened(setting, stack)
         caller = compiled(_CALLER, names, check=check, define="async def")
         await asyncio.gather(*[caller(keys[n :: setting.callers], FOR_EVER, []) for n in everyone])
-        with _tidy():
+        with tidy():
             cpu_before = _cpu_seconds(setting)
             began = perf_counter()
             await asyncio.gather(*[caller(_round(keys, n, setting), began + seconds, laps) for n in everyone])
@@ -155,7 +155,7 @@ async def on_redis_async(contender: Contender, setting: Setting, seconds: float,
 
 
 @contextmanager
-def _tidy() -> Iterator[None]:
+def tidy() -> Iterator[None]:
     """Whatever is there already is not looked through again by the garbage collector: most of it is the modules of all
     the other contenders."""
     gc.collect()

@@ -109,19 +109,18 @@ class Description:
             # Of two that are equally tight the slower one, so that the order of the limits does not matter.
             if room < least or (room == least and reset_us > tightest[2]):
                 least, tightest = room, verdict
-        if max(numbers) > LARGEST:
-            numbers = [min(number, LARGEST) for number in numbers]
-        ratelimit = (b"ratelimit", self.template % tuple(numbers))
-        if not self.x_ratelimit:
-            return [self.policy, ratelimit]
-        remaining, _, reset_us, _ = tightest
-        headers = [
-            self.quotas[verdicts.index(tightest)],
-            (b"x-ratelimit-remaining", b"%d" % remaining),
-            (b"x-ratelimit-reset", b"%d" % -((now_us + reset_us) // -SECOND_US)),
-        ]
+        headers: list[Header] = []
+        if self.x_ratelimit:
+            remaining, _, reset_us, _ = tightest
+            headers = [
+                self.quotas[verdicts.index(tightest)],
+                (b"x-ratelimit-remaining", b"%d" % remaining),
+                (b"x-ratelimit-reset", b"%d" % -((now_us + reset_us) // -SECOND_US)),
+            ]
         if self.ratelimit:
-            headers += self.policy, ratelimit
+            if max(numbers) > LARGEST:
+                numbers = [min(number, LARGEST) for number in numbers]
+            headers += self.policy, (b"ratelimit", self.template % tuple(numbers))
         return headers
 
     def _wanting(self, verdict: Verdict, index: int) -> tuple[float, int]:

@@ -270,7 +270,7 @@ class Rules:
     def _turn(self, now_us: int) -> Known:
         """Begin the period that the instant is in: nothing is known of it yet."""
         index = bisect_right(self._turns, now_us)
-        known: Known = Known()
+        known = Known()
         self._period = self._turns[index - 1], self._turns[index], known
         return known
 

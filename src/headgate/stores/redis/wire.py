@@ -250,8 +250,8 @@ def decode(command: Command) -> list[Any]:
 def _decode(command: Command) -> list[Any]:
     call = command.calls[0]
     if isinstance(call, Check):
-        if len(command.calls) == len(call.keys) == 1:
-            return [decode_one(call, command.reply)]
+        if len(command.calls) == 1:
+            return [decode_alone(call, command.reply)]
         return _decode_checks(command.calls, command.reply)
     if isinstance(call, Reset):
         return [None]
