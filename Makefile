@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+BUILT  := pyproject.toml setup.py $(wildcard src/headgate/*/*.[ch])
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check bench chaos mutate format clean servers
@@ -24,11 +25,11 @@ check: $(VENV)/.test ## lint, format and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench ## headgate beside its peers, in one interleaved run: a table and a plot in .build/bench/
-	@scripts/install-servers wrk
+	@scripts/install-packages servers wrk
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
 chaos: $(VENV)/.chaos ## break the store in every way, under load: a table and a picture in .build/chaos/
-	@scripts/install-servers faketime
+	@scripts/install-packages servers faketime
 	$(BIN)/python -m chaos $(CHAOS_ARGS)
 
 mutate: servers $(VENV)/.mutate ## change every comparison and constant of the algorithms, and see that a test notices
@@ -39,10 +40,11 @@ format: $(VENV)/.test ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 
 clean: ## remove everything that the other commands made
-	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .build build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src -name '*.so' -delete
 
 servers:
-	@scripts/install-servers
+	@scripts/install-packages servers
 
 # A venv that could not be finished (on Debian, for want of python3-venv) is there, but without pip. One of a Python that is
 # too old is never begun: it would stand in the way of the next.
@@ -56,12 +58,13 @@ $(VENV)/.ready: $(VENV)/.made
 	@$(PIP) --upgrade 'pip>=25.1'
 	@touch $@
 
-$(VENV)/.run: $(VENV)/.ready pyproject.toml
+$(VENV)/.run: $(VENV)/.ready $(BUILT)
 	@echo "installing headgate and what the shop needs into $(VENV)"
 	@$(PIP) --editable '.[admin,fastapi,redis,yaml]' --group run
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.ready pyproject.toml
+$(VENV)/.test: $(VENV)/.ready $(BUILT)
+	@PYTHON=$(BIN)/python scripts/install-packages compiler
 	@echo "installing headgate and what the tests need into $(VENV)"
 	@$(PIP) --editable '.[all]' --group test --group check
 	@touch $@

@@ -27,7 +27,7 @@ def start_redis(port: int) -> subprocess.Popen[bytes]:
     """A server on that port that answers; whoever started it stops it."""
     program = shutil.which("redis-server")
     if program is None:
-        raise SystemExit("redis-server is not on PATH: run scripts/install-servers first")
+        raise SystemExit("redis-server is not on PATH: run scripts/install-packages servers first")
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     # Nothing is written: any directory will do.
     server = subprocess.Popen([program, *options, "--dir", tempfile.gettempdir()], stdout=subprocess.DEVNULL)

@@ -90,7 +90,7 @@ def _answers(address: str, server: subprocess.Popen[bytes]) -> bool:
 def _wrk(contender: AppContender, address: str, seconds: float) -> dict[str, int]:
     program = shutil.which("wrk")
     if program is None:
-        raise SystemExit("wrk is not on PATH: run scripts/install-servers first")
+        raise SystemExit("wrk is not on PATH: run scripts/install-packages servers wrk first")
     # Whole seconds are all that it takes as a duration.
     options = ["--threads", "1", "--connections", str(CONNECTIONS), "--duration", f"{max(1, round(seconds))}s"]
     command = [program, *options, "--script", str(SCRIPT), address]

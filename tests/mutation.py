@@ -1,10 +1,10 @@
 """Changes every comparison and constant of the algorithms, one at a time, and sees that a test notices: `make mutate`.
 
 Python's mutants are those of mutmut (only its mutator: its runner reads a private field of pytest's that is gone);
-Lua's are made here, from its tokens. Each is put into a copy of the package, which the tests then import instead of
-the original. Most die in the tests of their own algorithm in test_differential.py; what survives that file is shown to
-the wider tests, and what survives those, too, is listed at the end. Mutants that provably change nothing stand in
-EQUIVALENT, with the proof, and do not count.
+those of Lua and C are made here, from their tokens. Each is put into a copy of the package, which the tests then import
+instead of the original. Most die in the tests of their own algorithm in test_differential.py; what survives that file
+is shown to the wider tests, and what survives those, too, is listed at the end. Mutants that provably change nothing
+stand in EQUIVALENT, with the proof, and do not count.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,12 +33,15 @@ ROOT: Final = Path(__file__).parents[1]
 PACKAGE: Final = ROOT / "src" / "headgate"
 PYTHON: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.py")), PACKAGE / "algorithms" / "_shape.py"]
 LUA: Final = sorted(PACKAGE.rglob("*.lua"))
+C: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.h")), PACKAGE / "algorithms" / "_exact.h"]
 
 NARROW: Final = ["tests/test_differential.py"]
 WIDE: Final = ["tests/test_pitfalls.py", "tests/test_properties.py", "-k", "memory or redis"]
 AT_ONCE: Final = 2
 PATIENCE: Final = 60
 """Seconds for one test; what hangs counts as noticed."""
+OPTIONS: Final = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout", f"--timeout={PATIENCE}"]
+FINE: Final = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 EQUIVALENT: Final = [  # in the files, what stands there, what it becomes, and why nothing changes
     ("*.py", 'id: str = ""', 'id: str = "XXXX"', "whoever takes a lease gives it an id"),
@@ -128,7 +132,8 @@ AnyMutant = TypeVar("AnyMutant", bound=Mutant | None)
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
     original = file.read_text("utf-8")
-    for text in (python_mutants if file.suffix == ".py" else lua_mutants)(original):
+    made = python_mutants(original) if file.suffix == ".py" else token_mutants(SYNTAXES[file.suffix], original)
+    for text in made:
         line, before, after = difference(original, text)
         if not SAYS_NOTHING.search(before):
             yield Mutant(str(file.relative_to(PACKAGE)), line, before, after, text)
@@ -158,54 +163,88 @@ def python_mutants(original: str) -> Iterator[str]:
         yield deep_replace(module, mutation.original_node, mutation.mutated_node).code
 
 
-# ---------------------------------------------------------------------- Lua
+# ---------------------------------------------------------------- Lua and C
 
-TOKEN: Final = re.compile(
-    r"(?P<skipped>--.*|'(?:\\.|[^'\\])*'|\s+)|(?P<number>\d+)|(?P<word>[A-Za-z_]\w*(?:\.\w+)?)"
-    r"|(?P<symbol>\.{2,3}|[<>=~]=|.)"
-)
-SWAPS: Final = {
+
+class Syntax(NamedTuple):
+    token: re.Pattern[str]
+    swaps: dict[str, list[str]]
+
+
+ARITHMETIC: Final = {
     "<": ["<=", ">="],
     "<=": ["<", ">"],
     ">": [">=", "<="],
     ">=": [">", "<"],
-    "==": ["~="],
-    "~=": ["=="],
     "+": ["-"],
     "-": ["+"],
     "*": ["/"],
     "/": ["*"],
     "%": ["/"],
-    "and": ["or"],
-    "or": ["and"],
-    "not": [""],
     "true": ["false"],
     "false": ["true"],
-    "math.min": ["math.max"],
-    "math.max": ["math.min"],
+}
+SYNTAXES: Final = {
+    ".lua": Syntax(
+        re.compile(
+            r"(?P<skipped>--.*|'(?:\\.|[^'\\])*'|\s+)|(?P<number>\d+)|(?P<word>[A-Za-z_]\w*(?:\.\w+)?)"
+            r"|(?P<symbol>\.{2,3}|[<>=~]=|.)"
+        ),
+        {
+            **ARITHMETIC,
+            "==": ["~="],
+            "~=": ["=="],
+            "and": ["or"],
+            "or": ["and"],
+            "not": [""],
+            "math.min": ["math.max"],
+            "math.max": ["math.min"],
+        },
+    ),
+    ".h": Syntax(
+        # A star with nothing behind it multiplies; else it points.
+        re.compile(
+            r"(?P<skipped>/\*(?s:.*?)\*/|(?m:^#.*)|\"[^\"]*\"|\*(?=\w)|->|\s+)|(?P<number>\d+)|(?P<word>[A-Za-z_]\w*)"
+            r"|(?P<symbol><<|>>|&&|\|\||[<>=!+*/-]=|.)"
+        ),
+        {
+            **ARITHMETIC,
+            "==": ["!="],
+            "!=": ["=="],
+            "&&": ["||"],
+            "||": ["&&"],
+            "!": [""],
+            "+=": ["-="],
+            "-=": ["+="],
+            "larger": ["smaller"],
+            "smaller": ["larger"],
+            "floor_div": ["ceil_div"],
+            "ceil_div": ["floor_div"],
+        },
+    ),
 }
 BEFORE_A_SIGN: Final = re.compile(r"[-+*/%<>=~({\[,]|and|or|not|return")
 """What stands before a minus that subtracts nothing."""
 
 
-def lua_mutants(original: str) -> Iterator[str]:
+def token_mutants(syntax: Syntax, original: str) -> Iterator[str]:
     last = ""
-    for token in TOKEN.finditer(original):
-        if token.lastgroup == "skipped":
+    for token in syntax.token.finditer(original):
+        if token.lastgroup == "skipped" or original[token.start() - 1] == "\n":  # a name that is given
             continue
-        for replacement in replacements(token, last):
+        for replacement in replacements(syntax, token, last):
             yield original[: token.start()] + replacement + original[token.end() :]
         last = token[0]
 
 
-def replacements(token: re.Match[str], last: str) -> list[str]:
+def replacements(syntax: Syntax, token: re.Match[str], last: str) -> list[str]:
     if token.lastgroup == "number":
         number = int(token[0])
         return [str(number + 1), "0"] if number == 1 else [str(number + 1)]
     if token[0] == "-" and BEFORE_A_SIGN.fullmatch(last):
         # A constant's sign goes with the constant: -1 becomes -2 and -0.
         return [] if token.string[token.end()].isdigit() else [""]
-    return SWAPS.get(token[0], [])
+    return syntax.swaps.get(token[0], [])
 
 
 # ------------------------------------------------------------------ running
@@ -214,12 +253,13 @@ def replacements(token: re.Match[str], last: str) -> list[str]:
 def judge(mutants: Sequence[Mutant]) -> list[Mutant]:
     """The survivors. All runs in copies of the package and of the tests, so that nobody who works on them is
     disturbed, nor disturbs."""
-    with tempfile.TemporaryDirectory(prefix="headgate-mutation-") as name:
-        place = Path(name)
+    with tempfile.TemporaryDirectory(prefix="headgate-mutation-") as temporary:
+        place = Path(temporary)
         for directory in (PACKAGE, ROOT / "tests"):
             copy = place / directory.relative_to(ROOT)
             shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", place)
+        for name in ("pyproject.toml", "setup.py"):
+            shutil.copy(ROOT / name, place)
         if not passing(place, NARROW, [None]):
             sys.exit(f"{NARROW[0]} fails on the package as it is: no mutant can be told from it")
         survivors = passing(place, NARROW, mutants)
@@ -261,16 +301,40 @@ def passes(place: Path, tests: list[str], mutant: Mutant | None) -> bool:
         sys.path.insert(0, str(place / "src"))
         return run(tests)
     with tempfile.TemporaryDirectory(dir=place) as bench:
-        package = shutil.copytree(place / "src" / PACKAGE.name, Path(bench) / PACKAGE.name)
+        package = shutil.copytree(place / "src" / PACKAGE.name, Path(bench) / "src" / PACKAGE.name)
         (package / mutant.file).write_text(mutant.text, "utf-8")
-        sys.path.insert(0, bench)
+        sys.path.insert(0, str(package.parent))
         # The tests of its own algorithm are the likeliest to notice.
-        return run([*NARROW, "-k", Path(mutant.file).stem.strip("_")]) and run(tests)
+        likeliest = [*NARROW, "-k", Path(mutant.file).stem.strip("_")]
+        if mutant.file.endswith(".h"):
+            is_built = compiles(Path(bench), place / "setup.py")
+            return is_built and all(runs_apart(package, each) for each in (likeliest, tests))
+        os.environ["HEADGATE_PLAIN"] = "1"  # else C would answer where Python has the mutant
+        return run(likeliest) and run(tests)
+
+
+def compiles(bench: Path, setup: Path) -> bool:
+    """Compile the parts in C anew, in their place. What cannot be built is only left out, whatever setup.py says."""
+    built = [*bench.rglob("*.so")]
+    for library in built:
+        library.unlink()
+    subprocess.run([sys.executable, setup, "-q", "build_ext", "--build-lib", "src"], cwd=bench, check=False)
+    return all(library.exists() for library in built)
+
+
+def runs_apart(package: Path, tests: list[str]) -> bool:
+    """The same in a process of its own: what divides by zero in C takes its process with it, and nobody interrupts
+    what never ends there."""
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
+    try:
+        return subprocess.run(command, env=environment, check=False, timeout=PATIENCE).returncode in FINE
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def run(tests: list[str]) -> bool:
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout", f"--timeout={PATIENCE}"]
-    return pytest.main([*options, *tests]) in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    return pytest.main([*OPTIONS, *tests]) in FINE
 
 
 # ---------------------------------------------------------------- reporting
@@ -290,6 +354,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--python", action="store_true", help="only Python's mutants")
     parser.add_argument("--lua", action="store_true", help="only Lua's mutants")
+    parser.add_argument("--c", action="store_true", help="only C's mutants")
     parser.add_argument("--only", metavar="NAME", default="", help='only where this is a part of "file:line: change"')
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     return parser.parse_args()
@@ -298,13 +363,14 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     os.chdir(ROOT)  # where mutmut looks for its settings
     asked = arguments()
-    files = PYTHON * (asked.python or not asked.lua) + LUA * (asked.lua or not asked.python)
+    is_all = not (asked.python or asked.lua or asked.c)
+    files = PYTHON * (asked.python or is_all) + LUA * (asked.lua or is_all) + C * (asked.c or is_all)
     made = [mutant for file in files for mutant in mutants_of(file) if asked.only in str(mutant)]
     mutants = [mutant for mutant in made if not any(mutant.is_equivalent_by(*row) for row in EQUIVALENT)]
     if asked.list:
         print(*mutants, sep="\n")
     print(f"{len(mutants)} mutants, beside {len(made) - len(mutants)} that change nothing", flush=True)
-    if len(files) > max(len(PYTHON), len(LUA)) and not asked.only:
+    if is_all and not asked.only:
         for row in EQUIVALENT:
             if not any(mutant.is_equivalent_by(*row) for mutant in made):
                 print("  no such mutant any more, strike it from EQUIVALENT:", *row[:3], flush=True)

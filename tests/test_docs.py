@@ -239,7 +239,11 @@ def test_every_example_in_a_docstring_runs(name: str) -> None:
     assert not failed, told.getvalue()
 
 
-@pytest.mark.parametrize("file", sorted([*SOURCE.rglob("*.py"), *SOURCE.rglob("*.lua")]), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file",
+    sorted([each for kind in ("py", "lua", "c", "h") for each in SOURCE.rglob(f"*.{kind}")]),
+    ids=lambda file: file.name,
+)
 def test_every_file_is_on_the_map(file: Path) -> None:
     if file.stem in ALGORITHMS or file == SOURCE / "__init__.py":
         return  # the map has one line for all algorithms

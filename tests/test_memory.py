@@ -4,7 +4,9 @@ path. (That it counts exactly under threads is shown in integration/test_concurr
 from __future__ import annotations
 
 import dis
+import gc
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headgate import Limit, Limiter
+from headgate.stores.calls import Refund
 from headgate.stores.memory import MemoryStore
 from headgate.testing import FakeClock
 from servers import wait_until
@@ -279,6 +282,87 @@ def test_nothing_that_lets_another_thread_run_stands_between_compare_and_set() -
     )
     assert [name for name in between if not name.startswith(harmless)] == []
     assert [step.argval for step in code[last_look + 1 : store] if step.opname == "BINARY_OP"] in ([], [26])
+
+
+@pytest.mark.parametrize("way", [MemoryStore.check, MemoryStore.decide])
+def test_nothing_that_lets_another_thread_run_stands_between_the_last_look_and_the_compiled_charge(
+    way: Callable[..., object],
+) -> None:
+    code = list(dis.get_instructions(way))
+    look = next(index for index, step in enumerate(code) if step.argval == "_busy")
+    after = [
+        step.opname for step in code[look + 1 : look + 4] if step.opname not in ("PRECALL", "CACHE", "EXTENDED_ARG")
+    ]
+    assert after[0] == "CALL", "`_busy` is the last argument, read right before the call"
+
+
+def test_a_finalizer_that_asks_is_answered_wherever_it_comes_between() -> None:
+    """The collector runs finalizers wherever something is made, also while the store decides."""
+    asked, kept = 0, []
+
+    class Asking:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            check()
+
+    class Littering:
+        """A clock that leaves something for the collector to find, the last thing before the keys are charged."""
+
+        def now_us(self) -> int:
+            if asked < 1000:
+                gc.disable()
+                Asking()
+                gc.enable()
+            return START_US
+
+    def check() -> None:
+        nonlocal asked
+        asked += 1
+        # What was made is kept, so that memory is asked for each time: only then the collector may run.
+        kept.extend([store.check(*keys), *[space.states["ada"] for space in store._spaces.values()]])
+        with limiter.hold(room):
+            kept.append(store.run(Refund(keys[0], 1, None, START_US)))
+
+    names = [name for name in ALGORITHMS if name != "concurrency"]
+    limiter = Limiter(clock=Littering())
+    store = limiter._store
+    keys = tuple(Limit(10**6, SECOND, name=name, algorithm=name).by("ada") for name in names)
+    room = Limit(10**6, HOUR, name="room", algorithm="concurrency").by("ada")
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        while asked < 1100:
+            check()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    left = {key.limit.name: verdict[0] for key, verdict in zip(keys, store.check(*keys, cost=0).verdicts, strict=True)}
+    assert left == {name: 10**6 - (0 if name == names[0] else asked) for name in names}
+    assert limiter.peek(room).remaining == 10**6
+    limiter.close()
+
+
+def test_the_handler_of_a_signal_may_ask() -> None:
+    limiter, keys = Limiter(clock=FakeClock(START_US)), tuple(Limit(10**6, HOUR, name=name).by("ada") for name in "abc")
+    asked = 0
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        limiter.check(*keys)
+
+    before = signal.signal(signal.SIGALRM, ask)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        while asked < 500:
+            limiter.reset(Limit(1, HOUR, name="d").by("bob"))
+            limiter.check(Limit(1, HOUR, name="d").by("bob"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert limiter.peek(keys[0]).remaining == 10**6 - asked
 
 
 class Sneaky(str):

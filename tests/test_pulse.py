@@ -17,6 +17,7 @@ import redis.asyncio
 from headgate import InvalidConfiguration, StoreError
 from headgate.adapters.asgi import AsgiArrival
 from headgate.adapters.gate import Gate
+from headgate.clock import in_ns
 from headgate.policy import read
 from headgate.shield import purses
 from headgate.telemetry import DecisionLog, seconds
@@ -204,7 +205,7 @@ def test_degraded_decisions_are_counted_and_say_nothing_of_limits() -> None:
     clock = FakeClock(NOON_US)
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]\non_failure: closed"), NOWHERE, secret=SECRET)
     pulse = Pulse(gate, board, every=None)
-    gate._now_us = clock.now_us
+    gate._time_ns = in_ns(clock)
     for _ in range(3):
         gate.admit(arrival())
     clock.advance(3)

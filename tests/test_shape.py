@@ -63,7 +63,7 @@ LAYERS = (
     {"failure", "flow", "leases"},
     {"stores"},
     {"_grammar", "clock", "decisions", "events", "health", "keys", "limits"},
-    {"_forks", "algorithms", "errors"},
+    {"_compiled", "_forks", "algorithms", "errors"},
 )
 """From the top down. What stands beside each other may know each other, but nobody looks up."""
 
@@ -114,6 +114,7 @@ def module_name(file: Path) -> str:
 
 MODULES = {module_name(file): file for file in sorted(SOURCE.rglob("*.py"))}
 LUA = sorted(SOURCE.rglob("*.lua"))
+C = sorted([*SOURCE.rglob("*.c"), *SOURCE.rglob("*.h")])
 
 every_module = pytest.mark.parametrize("name", MODULES)
 every_lua_file = pytest.mark.parametrize("file", LUA, ids=lambda file: file.name)
@@ -314,10 +315,12 @@ def test_the_version_is_said_once_and_the_same() -> None:
 
 
 def test_the_wheel_takes_the_whole_package() -> None:
-    """Types and Lua included: the build takes all of the directory, and nothing in .gitignore takes any of it away."""
-    assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/headgate"]}
+    """Types, Lua and pages included: the build takes all of the directory, and nothing in .gitignore takes any of it
+    away."""
+    assert PROJECT["tool"]["setuptools"] == {"packages": {"find": {"where": ["src"]}}}
+    assert "graft src/headgate" in (ROOT / "MANIFEST.in").read_text("utf-8").splitlines()
     ignored = (ROOT / ".gitignore").read_text("utf-8").split()
-    shipped = [file.relative_to(ROOT) for file in (*LUA, SOURCE / "py.typed", *MODULES.values())]
+    shipped = [file.relative_to(ROOT) for file in (*LUA, *C, SOURCE / "py.typed", *MODULES.values())]
     assert not [(file, pattern) for file in shipped for pattern in ignored if file.match(pattern.strip("/"))]
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-__all__ = ["Clock", "SystemClock"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Clock", "SystemClock", "in_ns"]
 
 
 class Clock(Protocol):
@@ -21,3 +24,8 @@ class SystemClock:
 
     def now_us(self) -> int:
         return time.time_ns() // 1000
+
+
+def in_ns(clock: Clock | None) -> Callable[[], int]:
+    """What tells the clock's time in nanoseconds: for that of the system, without a Python call in between."""
+    return time.time_ns if clock is None or isinstance(clock, SystemClock) else lambda: clock.now_us() * 1000

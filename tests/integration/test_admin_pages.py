@@ -160,7 +160,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
-    assert chromium is not None, "these tests need Chromium: scripts/install-servers installs it"
+    assert chromium is not None, "these tests need Chromium: scripts/install-packages servers installs it"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser

@@ -39,7 +39,7 @@ limits:
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     tool = shutil.which("promtool")
     if tool is None:
-        raise ServerError("there is no promtool: scripts/install-servers brings it")
+        raise ServerError("there is no promtool: scripts/install-packages servers brings it")
     return subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, timeout=60)
 
 
@@ -77,7 +77,7 @@ class Prometheus:
 def prometheus(target: int) -> Iterator[Prometheus]:
     binary = shutil.which("prometheus")
     if binary is None:
-        raise ServerError("there is no prometheus: scripts/install-servers brings it")
+        raise ServerError("there is no prometheus: scripts/install-packages servers brings it")
     with closing(_reserve_port()) as reservation, tempfile.TemporaryDirectory(prefix="headgate-") as directory:
         port, home = _port_of(reservation), Path(directory)
         config = {

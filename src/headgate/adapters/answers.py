@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from math import inf
 from random import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from headgate.adapters.fields import LARGEST, SECOND_US, Fields, Header
 from headgate.algorithms import ALGORITHMS, NEVER
 from headgate.errors import InvalidConfiguration
 
@@ -31,11 +31,6 @@ __all__ = ["Answers", "Description", "Header", "Refusal", "RefusalBody", "Refusa
 
 logger = logging.getLogger("headgate")
 
-Header: TypeAlias = tuple[bytes, bytes]
-
-SECOND_US: Final = 1_000_000
-LARGEST: Final = 999_999_999_999_999
-"""The largest integer of a structured field (RFC 9651); quotas can be larger."""
 UNKNOWN_RETRY_US: Final = SECOND_US
 """When to come back if nobody knows: soon, but not at once."""
 
@@ -73,66 +68,11 @@ RefusalBody: TypeAlias = Callable[[RefusalFacts], tuple[bytes | str | dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The limits of one kind of request, as header fields tell them. Made once by `Answers.describe`."""
+    """The limits of one kind of request, as they are told. Made once by `Answers.describe`."""
 
     names: tuple[str, ...]
-    quotas: tuple[Header, ...]
-    """X-RateLimit-Limit of each."""
-    filling: tuple[int, ...]
-    """For how many microseconds each goes on filling when the first of it is there; 0 where it comes all at once."""
-    policy: Header
-    """RateLimit-Policy, which is always the same."""
-    template: bytes
-    """The value of RateLimit, with a place for `r` and `t` of each limit."""
-    x_ratelimit: bool
-    ratelimit: bool
-
-    def headers(self, verdicts: Sequence[Verdict], now_us: int) -> list[Header]:
-        """The fields for an answer, from what each limit said, in the order of the description.
-
-        X-RateLimit speaks of the tightest limit: of those that denied, the one with the longest wait; if none did,
-        the one with the least left. This runs on every request, hence one loop and one formatting for all.
-        """
-        if not verdicts or not (self.x_ratelimit or self.ratelimit):
-            return []
-        numbers: list[int] = []
-        least: float = inf
-        tightest = verdicts[0]
-        for verdict in verdicts:
-            remaining, retry_us, reset_us, _ = verdict
-            room: float
-            if remaining and not retry_us:
-                room, wait_us = remaining, reset_us
-            else:
-                room, wait_us = self._wanting(verdict, len(numbers) // 2)
-            numbers += remaining, -(wait_us // -SECOND_US)
-            # Of two that are equally tight the slower one, so that the order of the limits does not matter.
-            if room < least or (room == least and reset_us > tightest[2]):
-                least, tightest = room, verdict
-        headers: list[Header] = []
-        if self.x_ratelimit:
-            remaining, _, reset_us, _ = tightest
-            headers = [
-                self.quotas[verdicts.index(tightest)],
-                (b"x-ratelimit-remaining", b"%d" % remaining),
-                (b"x-ratelimit-reset", b"%d" % -((now_us + reset_us) // -SECOND_US)),
-            ]
-        if self.ratelimit:
-            if max(numbers) > LARGEST:
-                numbers = [min(number, LARGEST) for number in numbers]
-            headers += self.policy, (b"ratelimit", self.template % tuple(numbers))
-        return headers
-
-    def _wanting(self, verdict: Verdict, index: int) -> tuple[float, int]:
-        """How much room a limit has that denied, or has nothing left, and how long it is until there is more."""
-        _, retry_us, reset_us, _ = verdict
-        if retry_us == NEVER:
-            return -inf, reset_us
-        if retry_us:
-            return -retry_us, retry_us
-        # Of nothing, the first comes before the rest; a node's own part, without the store, may fill sooner.
-        filling_us = self.filling[index]
-        return 0, reset_us - filling_us if reset_us >= filling_us else reset_us
+    headers: Callable[[Sequence[Verdict], int], list[Header]]
+    """The fields for an answer, from what each limit said, in the order of the names, and the instant of that."""
 
 
 class Answers:
@@ -143,7 +83,7 @@ class Answers:
     >>> from headgate.policy.model import AnswerSettings
     >>> answers = Answers(AnswerSettings(x_ratelimit=False))
     >>> search = answers.describe([Limit(1000, timedelta(minutes=1), name="search")], ["requests"])
-    >>> search.headers([(50, 0, 57_000_000, 0)], now_us=0)
+    >>> search.headers([(50, 0, 57_000_000, 0)], 0)
     [(b'ratelimit-policy', b'"search";q=1000;w=60'), (b'ratelimit', b'"search";r=50;t=57')]
     """
 
@@ -163,15 +103,15 @@ class Answers:
         """What `headers` and `denied` need to know of the limits that a request meets, and of what each counts."""
         names = [_quoted(limit.name) for limit in limits]
         items = [name + _allowance(limit, unit) for name, limit, unit in zip(names, limits, units, strict=True)]
-        return Description(
-            names=tuple(limit.name for limit in limits),
-            quotas=tuple((b"x-ratelimit-limit", b"%d" % limit.quota) for limit in limits),
-            filling=tuple(_filling_us(limit) for limit in limits),
-            policy=(b"ratelimit-policy", ", ".join(items).encode("ascii")),
-            template=", ".join(name.replace("%", "%%") + ";r=%d;t=%d" for name in names).encode("ascii"),
-            x_ratelimit=self._settings.x_ratelimit,
-            ratelimit=self._settings.ratelimit,
+        fields = Fields(
+            tuple([name.encode("ascii") for name in names]),
+            tuple([(b"x-ratelimit-limit", b"%d" % limit.quota) for limit in limits]),
+            tuple([_filling_us(limit) for limit in limits]),
+            (b"ratelimit-policy", ", ".join(items).encode("ascii")),
+            self._settings.x_ratelimit,
+            self._settings.ratelimit,
         )
+        return Description(tuple([limit.name for limit in limits]), fields.headers)
 
     def denied(self, decision: Decision, description: Description) -> Refusal:
         """429, for a request that is over a limit. The description is that of the decision's limits, in their order."""

@@ -9,6 +9,7 @@ from inspect import currentframe
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 from urllib.parse import urlparse
 
+from headgate.adapters.fields import lines
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, enter_context
 from headgate.errors import InvalidInput
@@ -66,12 +67,7 @@ class AsgiArrival:
 
     def header(self, name: str) -> list[str]:
         """The values of all lines of a header; the name in lower case."""
-        wanted = _encoded(name)
-        found = []
-        for key, value in self.native["headers"]:  # a comprehension would cost a call more, on each request
-            if key == wanted:
-                found.append(value.decode("latin-1"))
-        return found
+        return lines(self.native["headers"], _encoded(name))
 
 
 class HeadgateMiddleware:

@@ -14,7 +14,7 @@ from weakref import WeakSet
 from headgate.adapters.answers import Answers, status_page
 from headgate.adapters.identities import Identities
 from headgate.adapters.way import Admission, Rules
-from headgate.clock import SystemClock
+from headgate.clock import SystemClock, in_ns
 from headgate.errors import InvalidConfiguration
 from headgate.failure import FailurePolicy
 from headgate.limiter import Limiter
@@ -144,13 +144,17 @@ class Door:
         """Why the newest content of the policy file is not in force; None if it is."""
         return None if self._watch is None or self._watch.error is None else str(self._watch.error)
 
+    def now_us(self) -> int:
+        """The instant, by the clock that requests are resolved by."""
+        return self._time_ns() // 1000
+
     def use(self, limiter: Any, clock: Clock | None) -> tuple[Any, Clock | None]:
         """Count with another limiter from now on, by that clock; the ones before."""
         before = getattr(self, "_limiter", None), getattr(self, "_clock", None)
         self._limiter, self._clock = limiter, clock
         self._decide: Callable[..., Any] = limiter._decide  # noqa: SLF001 - as close to the store as the limiters' own way
         self._answer: Callable[..., Any] = limiter._answer  # noqa: SLF001
-        self._now_us = (clock or SystemClock()).now_us
+        self._time_ns = in_ns(clock)
         self._memory: MemoryStore | None = limiter._memory  # noqa: SLF001
         fleet = limiter._guard_routes()  # noqa: SLF001
         self._fallbacks = {
@@ -222,7 +226,7 @@ class Door:
             nodes=settings.nodes,
             remember=settings.remember,
             lease_us=settings.lease // timedelta(microseconds=1),
-            announced=rules.snapshot.announced(self._now_us()),
+            announced=rules.snapshot.announced(self.now_us()),
             never_leased=rules.snapshot.never_leased,
         )
         self.rules = rules

@@ -44,7 +44,7 @@ class Gate(Door):
         told = rules.identities.told(arrival, kinds)
         if told and NOT_YET_TOLD in told:
             raise _asynchronous_function(told)
-        now_us = self._now_us()
+        now_us = self._time_ns() // 1000
         met, check, described = rules.meet(route, arrival, kinds, told, now_us)
         if blocks is not None and met.block is None:
             met = self._live_block(met, now_us)
@@ -103,7 +103,7 @@ class Gate(Door):
             held, decision = self._held_without_store(met, error)
         admission = rules.conclude(met, decision, described, now_us)
         if admission.allowed:
-            admission.held = held
+            admission.hold(held)
         elif held is not None:
             held.__exit__(None, None, None)
         return admission
@@ -130,7 +130,7 @@ class AsyncGate(Door):
         if told and NOT_YET_TOLD in told:
             for kind in told.pop(NOT_YET_TOLD):
                 told[kind] = await rules.identities.awaited(kind, told[kind])
-        now_us = self._now_us()
+        now_us = self._time_ns() // 1000
         met, check, described = rules.meet(route, arrival, kinds, told, now_us)
         if blocks is not None and met.block is None:
             met = self._live_block(met, now_us)
@@ -191,7 +191,7 @@ class AsyncGate(Door):
             held, decision = self._held_without_store(met, error)
         admission = rules.conclude(met, decision, described, now_us)
         if admission.allowed:
-            admission.held = held
+            admission.hold(held)
         elif held is not None:
             await held.__aexit__(None, None, None)
         return admission

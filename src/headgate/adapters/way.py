@@ -92,7 +92,9 @@ Meeting: TypeAlias = "tuple[Resolution, Check | None, Description]"
 class Admission:
     """How a request was let in, or not. The app finds its own with `current_admission()`."""
 
-    __slots__ = ("_committed", "_description", "came_us", "decision", "held", "refusal", "resolution", "shadows")
+    __slots__ = (
+        "_committed", "_description", "came_us", "decision", "held", "is_over", "refusal", "resolution", "shadows",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -114,6 +116,8 @@ class Admission:
         """What limits that are only watched would have said."""
         self.held: Any = None
         """The block that holds its leases."""
+        self.is_over = resolution is None or not resolution.route.settles
+        """Whether nothing is left to do when the answer is out."""
         self._description = description
         self._committed: dict[str, int] | None = None
 
@@ -122,16 +126,16 @@ class Admission:
         return self.refusal is None
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to do when the answer is out."""
-        return self.held is None and (self.resolution is None or not self.resolution.route.settles)
-
-    @property
     def headers(self) -> list[Header]:
         """The fields for the app's answer."""
         if self._description is None or self.decision is None:
             return []
         return self._description.headers(self.decision.verdicts, self.decision.at_us)
+
+    def hold(self, held: Any) -> None:
+        """Keep the block that holds its leases, until the answer is out."""
+        self.held = held
+        self.is_over = False
 
     def hush(self) -> None:
         """Give no fields any more: somebody further in tells them together with its own."""

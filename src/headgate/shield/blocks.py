@@ -55,7 +55,7 @@ class Blocks:
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         """For those who change something. Who only looks does not wait."""
         self._tables = _Tables()
         # Asked on every request, hence no properties.
@@ -67,7 +67,7 @@ class Blocks:
 
     def renew_after_fork(self) -> None:
         """Whoever held the lock is not in the child to release it."""
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
 
     def set(self, kind: str, value: str, until_us: int | None, reason: str | None) -> None:
         """Block somebody, in place of an earlier block. A network that is none is told to the log, and left out."""

@@ -100,7 +100,7 @@ class Denials:
 
     def renew_after_fork(self) -> None:
         """Whoever held the lock is not in the child to release it, nor to finish what it guarded."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: OrderedDict[EntryName, Denial] = OrderedDict()
         self._counters: dict[CounterName, Counter] = {}
         """Those that an entry meets."""

@@ -34,7 +34,7 @@ class Inquiry:
         self._places = places
         self._asking = 0
         self._began = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_over = False
         self._wakes: list[Callable[[], Any]] = []
         self.error: StoreError | None = None

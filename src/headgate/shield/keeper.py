@@ -112,7 +112,7 @@ class Keeper:
 
     def _begin(self) -> None:
         self._member = uuid4().hex
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._bell = threading.Event()
         self._farewell = weakref.finalize(self, self._bell.set)
         self._thread: threading.Thread | None = None

@@ -86,7 +86,7 @@ class Ledger:
 
     def renew_after_fork(self) -> None:
         """The parent settles what it has admitted; a child begins without debts."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._accounts: OrderedDict[tuple[str, str], _Account] = OrderedDict()
         self._taken: OrderedDict[tuple[str, str], _Account] = OrderedDict()
         """What was taken last, until it is known what became of it."""

@@ -77,7 +77,7 @@ class Purses:
         renew_in_children(self)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._heat = Heat()
         self._purses: dict[Counter, Purse] = {}
         self._returns: list[Refund] = []

@@ -6,6 +6,7 @@ import sys
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate._compiled import compiled
 from headgate.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SECOND_BITS", "Space"]
 
+_meter = compiled("headgate.stores._meter")
+
 SECOND_BITS: Final = 20
 """A bucket of the schedule is 2**20 microseconds wide."""
 
@@ -23,7 +26,7 @@ class Space:
     """The counters of one limit name and algorithm."""
 
     __slots__ = (
-        "adopt", "buckets", "decide", "due", "limit", "only", "refund", "states", "tracks_writer",
+        "adopt", "buckets", "decide", "due", "limit", "meter", "only", "refund", "states", "tracks_writer",
         "was_reset", "writers",
     )  # fmt: skip
 
@@ -33,10 +36,12 @@ class Space:
         self.refund = algorithm.refund
         self.adopt = algorithm.adopt
         self.tracks_writer = algorithm.SHAPES_BURST
-        self.limit: LimitNumbers = limit
+        self.limit: LimitNumbers
         """Under whose numbers the states were written, but for those in `writers`."""
-        self.only: LimitNumbers | None = limit
+        self.only: LimitNumbers | None
         """The same while there are no others: the one comparison of the short path."""
+        self.meter: Any
+        """The same for the compiled `charge`: the limit, with its states. None while there are others, too."""
         self.states: dict[str, Any] = {}
         self.writers: dict[str, LimitNumbers] = {}
         self.buckets: dict[int, list[str]] = {}
@@ -44,6 +49,12 @@ class Space:
         """Keys that are gone, but still stand in a bucket: if they come back, they have their place already."""
         self.due: list[int] = []
         """The buckets' seconds, as a heap."""
+        self.obey(limit)
+
+    def obey(self, limit: Limit) -> None:
+        """Begin with the numbers of that limit."""
+        self.limit = self.only = limit
+        self.meter = _meter.Meter(limit, self.states) if _meter and limit.algorithm in _meter.METERED else None
 
     def is_written_by(self, limit: LimitNumbers, identity: str) -> bool:
         """Whether the state can be read with the numbers of `limit` as it stands."""
@@ -55,7 +66,7 @@ class Space:
             if _numbers(key.limit) == _numbers(self.limit):
                 self.writers.pop(key.identity, None)
             else:
-                self.only = None
+                self.only = self.meter = None
                 self.writers[key.identity] = key.limit
         self.states[key.identity] = state
 

@@ -6,6 +6,9 @@ loop, and only there could CPython hand the interpreter to another thread: no lo
 Python runs. Everything that touches several keys (several limits, a new key, a refund) takes the lock and raises
 `_busy`, which keeps the short path out. On interpreters without a global lock, `_busy` is always up.
 
+The lock lets its own thread in again: a finalizer, which the collector may run wherever something is made, or the
+handler of a signal may leave a lease, or ask. `_turn` tells whoever it came between, who then decides anew.
+
 Memory. Each key is remembered in a bucket of the second in which it is due to be as new. Inserting a key looks at a few
 that are due: what is as new is forgotten, what was charged since moves on. At `max_keys`, what is nearest to being
 as new goes first; if that still owes something, the forgiven debt is counted and logged.
@@ -16,14 +19,14 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections import OrderedDict
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from headgate._compiled import compiled
 from headgate._forks import renew_in_children
 from headgate.algorithms import concurrency
-from headgate.clock import SystemClock
+from headgate.clock import in_ns
 from headgate.decisions import Decision
 from headgate.keys import Key
 from headgate.stores._space import SECOND_BITS, Space
@@ -50,6 +53,7 @@ NOTHING: Final[Any] = object()
 """Where no key is given."""
 
 _new_decision = tuple.__new__
+_charge = getattr(compiled("headgate.stores._meter"), "charge", None)
 
 
 class MemoryStats(NamedTuple):
@@ -65,22 +69,23 @@ class MemoryStore:
 
     def __init__(self, clock: Clock, *, max_keys: int = 1_000_000) -> None:
         self._now_us: Callable[[], int] = clock.now_us
-        # The system's clock is read without a Python call in between.
-        self._time_ns = time.time_ns if isinstance(clock, SystemClock) else lambda: clock.now_us() * 1000
+        self._time_ns = in_ns(clock)
         self._max_keys = max_keys
         self._spaces: dict[str, Space] = {}
         self._short: dict[str, Space] = {}
         """Those that the short path may use."""
         self._refunded: OrderedDict[tuple[str, str, str], int] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._locks_always = not getattr(sys, "_is_gil_enabled", lambda: True)()
         self._busy = self._locks_always
+        self._turn = 0
+        """How often something was changed behind the lock."""
         self._keys = self._evicted = self._forgiven = 0
         renew_in_children(self)
 
     def renew_after_fork(self) -> None:
         """Whoever held the lock is not in the child to release it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._busy = self._locks_always
 
     @property
@@ -92,6 +97,10 @@ class MemoryStore:
     ) -> Decision:
         """Charge all keys or none."""
         if not others and id is None and type(cost) is int and cost >= 0 and type(key) is Key:
+            if _charge is not None:
+                answer: Decision | None = _charge(self._spaces, (key,), cost, None, self._time_ns() // 1000, self._busy)
+                if answer is not None:
+                    return answer
             limit = key.limit
             space = self._short.get(limit.space)
             if space is not None:
@@ -122,6 +131,7 @@ class MemoryStore:
             if isinstance(call, Reset):
                 for key in call.keys:
                     self._forget(key)
+                self._turn += 1
                 return None
             if isinstance(call, Refund):
                 return self._refund(call)
@@ -141,44 +151,59 @@ class MemoryStore:
     def decide(self, call: Check) -> Decision:
         """The answer to a check, behind the lock."""
         keys, cost, id = call
+        if _charge is not None:
+            answer: Decision | None = _charge(self._spaces, keys, cost, id, self._time_ns() // 1000, self._busy)
+            if answer is not None:
+                return answer
+        lock = self._lock
+        lock.acquire()  # by hand: a `with` costs a thousand instructions more
+        was_busy, self._busy = self._busy, True
+        try:
+            decision = None
+            while decision is None:  # again, if a finalizer came between
+                decision = self._decided(keys, cost, id)
+            return decision
+        finally:
+            self._busy = was_busy
+            lock.release()
+
+    def _decided(self, keys: tuple[Key, ...], cost: Cost, id: str | None) -> Decision | None:
+        """The answer to a check; None if something was changed in the meantime."""
         lease = id or ""
         costs = iter(cost) if type(cost) is tuple else None
         known: list[tuple[dict[str, Any], str, Any]] = []
         others: list[tuple[Space, Key, Any, int]] = []
         verdicts: list[Verdict] = []
         allowed = True
-        spaces = self._spaces
-        lock = self._lock
-        lock.acquire()  # by hand: a `with` costs a thousand instructions more
-        self._busy = True
-        try:
-            now_us = self._time_ns() // 1000
-            for key in keys:
-                each: int = cost if costs is None else next(costs)  # type: ignore[assignment]
-                limit, identity = key.limit, key.identity
-                space = spaces.get(limit.space)
-                # The common case by itself: a key that is there, written under the same numbers.
-                if space is not None and space.only is limit and (state := space.states.get(identity)) is not None:
-                    after, verdict = space.decide(state, now_us, each, limit, lease)
-                    known.append((space.states, identity, after))
-                else:
-                    space, state = self._find(key, now_us, adopt=each > 0)
-                    after, verdict = space.decide(state, now_us, each, limit, lease)
-                    if after is not state:
-                        others.append((space, key, after, verdict[2]))
-                verdicts.append(verdict)
-                if verdict[1]:
-                    allowed = False
-            if allowed:
-                for states, identity, after in known:
-                    states[identity] = after
-                for space, key, after, reset_us in others:
-                    self._put(space, key, after, now_us, reset_us)
+        spaces, turn = self._spaces, self._turn
+        now_us = self._time_ns() // 1000
+        for key in keys:
+            each: int = cost if costs is None else next(costs)  # type: ignore[assignment]
+            limit, identity = key.limit, key.identity
+            space = spaces.get(limit.space)
+            # The common case by itself: a key that is there, written under the same numbers.
+            if space is not None and space.only is limit and (state := space.states.get(identity)) is not None:
+                after, verdict = space.decide(state, now_us, each, limit, lease)
+                known.append((space.states, identity, after))
             else:
-                self._leave_unspent(keys, verdicts, now_us)
-        finally:
-            self._busy = self._locks_always
-            lock.release()
+                space, state = self._find(key, now_us, adopt=each > 0)
+                after, verdict = space.decide(state, now_us, each, limit, lease)
+                if after is not state:
+                    others.append((space, key, after, verdict[2]))
+            verdicts.append(verdict)
+            if verdict[1]:
+                allowed = False
+        changes, additions = iter(known), iter(others)  # nothing is made from here on, so that no finalizer comes
+        if turn != self._turn:
+            return None
+        if allowed:
+            self._turn += 1
+            for states, identity, after in changes:
+                states[identity] = after
+            for space, key, after, reset_us in additions:
+                self._put(space, key, after, now_us, reset_us)
+        else:
+            self._leave_unspent(keys, verdicts, now_us)
         return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us, 0))
 
     def _leave_unspent(self, keys: tuple[Key, ...], verdicts: list[Verdict], now_us: int) -> None:
@@ -192,10 +217,15 @@ class MemoryStore:
         now_us = self._now_us()
         if call.id is not None and not self._first_refund(call.key, call.id, now_us):
             return False
-        space, state = self._find(call.key, now_us)
-        after = space.refund(state, now_us, call.amount, call.key.limit, call.at_us)
+        while True:
+            turn = self._turn
+            space, state = self._find(call.key, now_us)
+            after = space.refund(state, now_us, call.amount, call.key.limit, call.at_us)
+            if turn == self._turn:
+                break
         if after is None or after == state:
             return False
+        self._turn += 1
         space.states[call.key.identity] = after
         return True
 
@@ -212,12 +242,17 @@ class MemoryStore:
     def _change_lease(self, call: Renew | Leave) -> bool:
         now_us = self._now_us()
         key = call.key
-        space, state = self._find(key, now_us)
-        if isinstance(call, Renew):
-            after, held = concurrency.renew(state, now_us, key.limit, call.id)
-        else:
-            after, held = concurrency.leave(state, now_us, call.id)
+        while True:
+            turn = self._turn
+            space, state = self._find(key, now_us)
+            if isinstance(call, Renew):
+                after, held = concurrency.renew(state, now_us, key.limit, call.id)
+            else:
+                after, held = concurrency.leave(state, now_us, call.id)
+            if turn == self._turn:
+                break
         if held:
+            self._turn += 1
             space.states[key.identity] = after
         return held
 
@@ -230,7 +265,7 @@ class MemoryStore:
             if limit.algorithm != "concurrency":  # whose ids are given out behind the lock
                 self._short[limit.space] = space
         elif not space.states:
-            space.limit = space.only = limit
+            space.obey(limit)
         state = space.states.get(identity)
         if space.only is limit or state is None or space.is_written_by(limit, identity):
             return space, state
@@ -240,11 +275,12 @@ class MemoryStore:
         return space, state
 
     def _put(self, space: Space, key: Key, state: Any, now_us: int, reset_us: int) -> None:
-        if key.identity not in space.states:
+        is_new = key.identity not in space.states
+        space.write(key, state)
+        if is_new:
             self._make_room(space, now_us)
             space.enlist(key.identity, now_us + reset_us)
             self._keys += 1
-        space.write(key, state)
 
     def _forget(self, key: Key) -> None:
         space = self._spaces.get(key.limit.space)
@@ -297,15 +333,15 @@ class MemoryStore:
 class _Alone:
     """Holds the store's lock with the short path shut out."""
 
-    __slots__ = ("_store",)
+    __slots__ = ("_store", "_was_busy")
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
 
     def __enter__(self) -> None:
         self._store._lock.acquire()  # noqa: SLF001 - a part of the store, in its own file
-        self._store._busy = True  # noqa: SLF001
+        self._was_busy, self._store._busy = self._store._busy, True  # noqa: SLF001
 
     def __exit__(self, *_: object) -> None:
-        self._store._busy = self._store._locks_always  # noqa: SLF001
+        self._store._busy = self._was_busy  # noqa: SLF001
         self._store._lock.release()  # noqa: SLF001

@@ -116,7 +116,7 @@ class Metrics:
         def hook(_: Arrival, admission: Admission) -> None:
             gate = there()
             if gate is not None:
-                note(admission, gate._now_us())  # noqa: SLF001 - the clock by which its requests were resolved
+                note(admission, gate.now_us())
 
         tell_also(gate, hook)
         return True
@@ -294,7 +294,7 @@ class _Source:
 
     def now_us(self) -> int:
         gate = self._gate()
-        return 0 if gate is None else gate._now_us()  # noqa: SLF001 - the clock by which its requests were resolved
+        return 0 if gate is None else gate.now_us()
 
     def read(self) -> Iterator[tuple[str, Labels, float]]:
         gate = self._gate()

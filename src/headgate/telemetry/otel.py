@@ -161,7 +161,7 @@ def _stopwatch(gate: Door) -> Callable[[Admission], int]:
         gate = there()
         if gate is None or admission.resolution is None:
             return 0
-        return max(0, gate._now_us() - admission.came_us)  # noqa: SLF001 - the clock that resolved it
+        return max(0, gate.now_us() - admission.came_us)
 
     return elapsed_us
 

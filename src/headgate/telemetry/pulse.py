@@ -108,7 +108,7 @@ class Pulse:
         if gate is None or self._closed:
             return
         with self._beating:
-            now_us = gate._now_us()  # noqa: SLF001 - the clock by which its requests were resolved
+            now_us = gate.now_us()
             for second in self._seconds.take(now_us):
                 self._remember(second)
             self._seconds.forget_near(now_us - NEAR_US)

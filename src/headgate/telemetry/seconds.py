@@ -142,7 +142,7 @@ class Seconds:
     def begin(self) -> None:
         """Know nothing yet."""
         gate = self._gate()
-        now_us = 0 if gate is None else gate._now_us()  # noqa: SLF001 - the clock by which requests are resolved
+        now_us = 0 if gate is None else gate.now_us()
         self._lock = threading.Lock()
         self._second = Second(now_us // SECOND_US)
         self._complete: list[Second] = []
@@ -159,7 +159,7 @@ class Seconds:
         resolution, gate = admission.resolution, self._gate()
         if resolution is None or gate is None:
             return
-        now_us = gate._now_us()  # noqa: SLF001
+        now_us = gate.now_us()
         _, keys, _, _, who, _, _, block = resolution
         if len(who) == 2:  # an address, and nothing else that it could be known by
             client = "ip", who["ip"]

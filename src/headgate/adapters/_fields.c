@@ -1,0 +1,376 @@
+/* Header fields in C: those of an answer, and how those of a request are found. Mirrors fields.py, which says what they
+ * mean. */
+#include "../algorithms/_python.h"
+
+static const whole SECOND_US = 1000000;
+static const whole LARGEST = 999999999999999;
+
+/* In digits, with a sign. */
+enum { LONGEST_NUMBER = 40 };
+
+typedef struct {
+    PyTypeObject *fields_type;
+    PyObject *remaining;
+    PyObject *reset;
+    PyObject *ratelimit;
+} Names;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *names;
+    PyObject *quotas;
+    PyObject *filling;
+    PyObject *policy;
+    int x_ratelimit;
+    int ratelimit;
+} Fields;
+
+static PyObject *
+fields_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"names", "quotas", "filling", "policy", "x_ratelimit", "ratelimit", NULL};
+    PyObject *names, *quotas, *filling, *policy;
+    int x_ratelimit, ratelimit;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!pp", keywords, &PyTuple_Type, &names, &PyTuple_Type,
+                                     &quotas, &PyTuple_Type, &filling, &PyTuple_Type, &policy, &x_ratelimit,
+                                     &ratelimit)) {
+        return NULL;
+    }
+    if (PyTuple_GET_SIZE(quotas) != PyTuple_GET_SIZE(names) || PyTuple_GET_SIZE(filling) != PyTuple_GET_SIZE(names)) {
+        PyErr_SetString(PyExc_ValueError, "names, quotas and filling are of different lengths");
+        return NULL;
+    }
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(names); index++) {
+        whole number;
+        if (!PyBytes_CheckExact(PyTuple_GET_ITEM(names, index)) ||
+            !read_whole(PyTuple_GET_ITEM(filling, index), &number)) {
+            PyErr_SetString(PyExc_TypeError, "names are bytes, filling is in whole numbers");
+            return NULL;
+        }
+    }
+    Fields *self = (Fields *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->names = Py_NewRef(names);
+        self->quotas = Py_NewRef(quotas);
+        self->filling = Py_NewRef(filling);
+        self->policy = Py_NewRef(policy);
+        self->x_ratelimit = x_ratelimit;
+        self->ratelimit = ratelimit;
+    }
+    return (PyObject *)self;
+}
+
+static void
+fields_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    Fields *fields = (Fields *)self;
+    Py_XDECREF(fields->names);
+    Py_XDECREF(fields->quotas);
+    Py_XDECREF(fields->filling);
+    Py_XDECREF(fields->policy);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static char *
+put_number(char *end, whole number)
+{
+    char digits[LONGEST_NUMBER];
+    int length = 0;
+    if (number < 0) {
+        *end++ = '-';
+    }
+    if ((long long)number == number) { /* a division of 64 bits is much quicker */
+        unsigned long long rest = number < 0 ? -(unsigned long long)number : (unsigned long long)number;
+        do {
+            digits[length++] = (char)('0' + rest % 10);
+        } while (rest /= 10);
+    }
+    else {
+        do {
+            int digit = (int)(number % 10);
+            digits[length++] = (char)('0' + (digit < 0 ? -digit : digit));
+        } while (number /= 10);
+    }
+    while (length > 0) {
+        *end++ = digits[--length];
+    }
+    return end;
+}
+
+static char *
+put_text(char *end, const char *text, Py_ssize_t length)
+{
+    memcpy(end, text, (size_t)length);
+    return end + length;
+}
+
+static PyObject *
+made_field(PyObject *name, const char *value, Py_ssize_t length)
+{
+    PyObject *bytes = PyBytes_FromStringAndSize(value, length);
+    PyObject *field = bytes == NULL ? NULL : PyTuple_Pack(2, name, bytes);
+    Py_XDECREF(bytes);
+    return field;
+}
+
+static PyObject *
+made_number_field(PyObject *name, whole number)
+{
+    char digits[LONGEST_NUMBER];
+    return made_field(name, digits, put_number(digits, number) - digits);
+}
+
+/* Takes the field over. */
+static bool
+append(PyObject *headers, PyObject *field)
+{
+    bool is_appended = field != NULL && PyList_Append(headers, field) == 0;
+    Py_XDECREF(field);
+    return is_appended;
+}
+
+static bool
+read_verdict(PyObject *verdict, Verdict *read)
+{
+    if (!PyTuple_Check(verdict) || PyTuple_GET_SIZE(verdict) != 4 ||
+        !read_whole(PyTuple_GET_ITEM(verdict, 0), &read->remaining) ||
+        !read_whole(PyTuple_GET_ITEM(verdict, 1), &read->retry_us) ||
+        !read_whole(PyTuple_GET_ITEM(verdict, 2), &read->reset_us)) {
+        PyErr_Format(PyExc_TypeError, "%R is no verdict", verdict);
+        return false;
+    }
+    return true;
+}
+
+/* How much room the limit has, and how long it is until there is more. */
+static whole
+room_of(const Fields *self, const Verdict *verdict, Py_ssize_t index, whole *wait_us)
+{
+    const whole least = -(((whole)1 << 126) - 1);
+    *wait_us = verdict->reset_us;
+    if (verdict->remaining && !verdict->retry_us) {
+        return verdict->remaining;
+    }
+    if (verdict->retry_us == NEVER) {
+        return least;
+    }
+    if (verdict->retry_us) {
+        *wait_us = verdict->retry_us;
+        return -verdict->retry_us;
+    }
+    whole filling_us = 0;
+    read_whole(PyTuple_GET_ITEM(self->filling, index), &filling_us);
+    if (verdict->reset_us >= filling_us) {
+        *wait_us = verdict->reset_us - filling_us;
+    }
+    return 0;
+}
+
+static bool
+put_fields(const Fields *self, const Names *known, PyObject *verdicts, whole now_us, char *text, PyObject *headers)
+{
+    char *end = text;
+    whole least = 0;
+    Verdict verdict, of_tightest = {0, 0, 0, 0};
+    Py_ssize_t tightest = 0;
+    for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(verdicts); index++) {
+        if (!read_verdict(PySequence_Fast_GET_ITEM(verdicts, index), &verdict)) {
+            return false;
+        }
+        whole wait_us, room = room_of(self, &verdict, index, &wait_us);
+        if (index == 0 || room < least || (room == least && verdict.reset_us > of_tightest.reset_us)) {
+            least = room;
+            tightest = index;
+            of_tightest = verdict;
+        }
+        PyObject *name = PyTuple_GET_ITEM(self->names, index);
+        end = put_text(end, ", ", index ? 2 : 0);
+        end = put_text(end, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name));
+        end = put_number(put_text(end, ";r=", 3), smaller(verdict.remaining, LARGEST));
+        end = put_number(put_text(end, ";t=", 3), smaller(ceil_div(wait_us, SECOND_US), LARGEST));
+    }
+    if (self->x_ratelimit) {
+        if (PyList_Append(headers, PyTuple_GET_ITEM(self->quotas, tightest)) < 0 ||
+            !append(headers, made_number_field(known->remaining, of_tightest.remaining)) ||
+            !append(headers, made_number_field(known->reset, ceil_div(now_us + of_tightest.reset_us, SECOND_US)))) {
+            return false;
+        }
+    }
+    return !self->ratelimit || (PyList_Append(headers, self->policy) == 0 &&
+                                append(headers, made_field(known->ratelimit, text, end - text)));
+}
+
+/* The most bytes that `put_fields` can write; -1 with an exception if they are not the verdicts of these limits. */
+static Py_ssize_t
+most_bytes(const Fields *self, Py_ssize_t count)
+{
+    if (count != PyTuple_GET_SIZE(self->names)) {
+        PyErr_Format(PyExc_IndexError, "%zd verdicts of %zd limits", count, PyTuple_GET_SIZE(self->names));
+        return -1;
+    }
+    Py_ssize_t most = count * (2 * LONGEST_NUMBER + (Py_ssize_t)strlen(", ;r=;t="));
+    for (Py_ssize_t index = 0; index < count; index++) {
+        most += PyBytes_GET_SIZE(PyTuple_GET_ITEM(self->names, index));
+    }
+    return most;
+}
+
+PyDoc_STRVAR(headers_doc, "headers(verdicts, now_us, /)\n--\n\nThe fields for an answer.");
+
+static PyObject *
+fields_headers(PyObject *object, PyObject *const *args, Py_ssize_t number)
+{
+    const Fields *self = (const Fields *)object;
+    whole now_us;
+    if (number != 2 || !read_whole(args[1], &now_us)) {
+        PyErr_SetString(PyExc_TypeError, "headers(verdicts, now_us: int)");
+        return NULL;
+    }
+    PyObject *headers = PyList_New(0), *verdicts = PySequence_Fast(args[0], "verdicts are a sequence");
+    char small[1024], *large = NULL;
+    bool is_put = headers != NULL && verdicts != NULL;
+    if (is_put && PySequence_Fast_GET_SIZE(verdicts) > 0 && (self->x_ratelimit || self->ratelimit)) {
+        Py_ssize_t most = most_bytes(self, PySequence_Fast_GET_SIZE(verdicts));
+        if (most > (Py_ssize_t)sizeof(small) && (large = PyMem_Malloc((size_t)most)) == NULL) {
+            PyErr_NoMemory();
+            most = -1;
+        }
+        const Names *known = PyType_GetModuleState(Py_TYPE(object));
+        is_put = most >= 0 && put_fields(self, known, verdicts, now_us, large == NULL ? small : large, headers);
+    }
+    PyMem_Free(large);
+    Py_XDECREF(verdicts);
+    if (!is_put) {
+        Py_CLEAR(headers);
+    }
+    return headers;
+}
+
+PyDoc_STRVAR(lines_doc, "lines(headers, name, /)\n--\n\nThe values of all lines of a header, as text.");
+
+static PyObject *
+lines(PyObject *module, PyObject *const *args, Py_ssize_t number)
+{
+    if (number != 2 || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "lines(headers, name: bytes)");
+        return NULL;
+    }
+    const char *wanted = PyBytes_AS_STRING(args[1]);
+    Py_ssize_t length = PyBytes_GET_SIZE(args[1]);
+    PyObject *found = PyList_New(0), *headers = PySequence_Fast(args[0], "headers are a sequence");
+    for (Py_ssize_t index = 0; headers != NULL && found != NULL && index < PySequence_Fast_GET_SIZE(headers); index++) {
+        PyObject *field = PySequence_Fast(PySequence_Fast_GET_ITEM(headers, index), "a header is a pair of bytes");
+        PyObject *name, *value;
+        if (field == NULL || PySequence_Fast_GET_SIZE(field) != 2 ||
+            !PyBytes_Check(name = PySequence_Fast_GET_ITEM(field, 0)) ||
+            !PyBytes_Check(value = PySequence_Fast_GET_ITEM(field, 1))) {
+            PyErr_SetString(PyExc_TypeError, "a header is a pair of bytes");
+            Py_CLEAR(found);
+        }
+        else if (PyBytes_GET_SIZE(name) == length && memcmp(PyBytes_AS_STRING(name), wanted, (size_t)length) == 0 &&
+                 !append(found, PyUnicode_DecodeLatin1(PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value), NULL))) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(field);
+    }
+    if (headers == NULL) {
+        Py_CLEAR(found);
+    }
+    Py_XDECREF(headers);
+    return found;
+}
+
+static PyMethodDef METHODS[] = {
+    {"lines", (PyCFunction)(void (*)(void))lines, METH_FASTCALL, lines_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef FIELDS_METHODS[] = {
+    {"headers", (PyCFunction)(void (*)(void))fields_headers, METH_FASTCALL, headers_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot FIELDS_SLOTS[] = {
+    {Py_tp_new, fields_new},
+    {Py_tp_dealloc, fields_dealloc},
+    {Py_tp_methods, FIELDS_METHODS},
+    {Py_tp_doc, "The limits of one kind of request, as header fields tell them."},
+    {0, NULL},
+};
+
+static PyType_Spec FIELDS = {
+    .name = "headgate.adapters._fields.Fields",
+    .basicsize = sizeof(Fields),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = FIELDS_SLOTS,
+};
+
+static int
+begin(PyObject *module)
+{
+    Names *known = PyModule_GetState(module);
+    known->fields_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &FIELDS, NULL);
+    known->remaining = PyBytes_FromString("x-ratelimit-remaining");
+    known->reset = PyBytes_FromString("x-ratelimit-reset");
+    known->ratelimit = PyBytes_FromString("ratelimit");
+    if (known->fields_type == NULL || known->remaining == NULL || known->reset == NULL || known->ratelimit == NULL) {
+        return -1;
+    }
+    return PyModule_AddType(module, known->fields_type);
+}
+
+static int
+visit(PyObject *module, visitproc visit, void *arg)
+{
+    Names *known = PyModule_GetState(module);
+    Py_VISIT(known->fields_type);
+    return 0;
+}
+
+static int
+clear(PyObject *module)
+{
+    Names *known = PyModule_GetState(module);
+    Py_CLEAR(known->fields_type);
+    Py_CLEAR(known->remaining);
+    Py_CLEAR(known->reset);
+    Py_CLEAR(known->ratelimit);
+    return 0;
+}
+
+static void
+end(void *module)
+{
+    clear(module);
+}
+
+static PyModuleDef_Slot MODULE_SLOTS[] = {
+    {Py_mod_exec, begin},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030D0000
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* nothing here changes what others can see */
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "headgate.adapters._fields",
+    .m_doc = "Header fields, compiled.",
+    .m_size = sizeof(Names),
+    .m_methods = METHODS,
+    .m_slots = MODULE_SLOTS,
+    .m_traverse = visit,
+    .m_clear = clear,
+    .m_free = end,
+};
+
+PyMODINIT_FUNC
+PyInit__fields(void)
+{
+    return PyModuleDef_Init(&MODULE);
+}

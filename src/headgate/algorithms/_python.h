@@ -1,0 +1,54 @@
+/* Whole numbers of C and of Python, one made of the other. */
+#ifndef HEADGATE_PYTHON_H
+#define HEADGATE_PYTHON_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+
+#include "_exact.h"
+
+enum { WHOLE_BYTES = sizeof(whole) };
+
+/* False, without an exception, if it is no int, or does not fit. */
+static inline bool
+read_whole(PyObject *number, whole *read)
+{
+    if (!PyLong_CheckExact(number)) {
+        return false;
+    }
+    int is_wide;
+    long long narrow = PyLong_AsLongLongAndOverflow(number, &is_wide);
+    if (!is_wide) {
+        *read = narrow;
+        return true;
+    }
+    unsigned char bytes[WHOLE_BYTES];
+#if PY_VERSION_HEX >= 0x030D0000
+    if (PyLong_AsNativeBytes(number, bytes, WHOLE_BYTES, -1) > WHOLE_BYTES) {
+        return false;
+    }
+#else
+    if (_PyLong_AsByteArray((PyLongObject *)number, bytes, WHOLE_BYTES, PY_LITTLE_ENDIAN, 1) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+#endif
+    memcpy(read, bytes, WHOLE_BYTES);
+    return true;
+}
+
+static inline PyObject *
+made_whole(whole number)
+{
+    if ((long long)number == number) {
+        return PyLong_FromLongLong((long long)number);
+    }
+#if PY_VERSION_HEX >= 0x030D0000
+    return PyLong_FromNativeBytes(&number, WHOLE_BYTES, -1);
+#else
+    return _PyLong_FromByteArray((unsigned char *)&number, WHOLE_BYTES, PY_LITTLE_ENDIAN, 1);
+#endif
+}
+
+#endif

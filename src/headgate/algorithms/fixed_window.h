@@ -1,0 +1,21 @@
+/* Mirrors fixed_window.py, for a client that is there. */
+
+static Verdict
+fixed_window(whole *state, whole now_us, whole cost, const Numbers *limit)
+{
+    whole ts_us = state[0], te_us = larger(now_us, ts_us);
+    whole window = floor_div(te_us, limit->period_us);
+    whole used = window == floor_div(ts_us, limit->period_us) ? state[1] : 0;
+    whole to_next_us = (window + 1) * limit->period_us - now_us, retry_us = 0;
+    if (used + cost <= limit->quota || !cost) {
+        if (cost) {
+            used += cost;
+            state[0] = te_us;
+            state[1] = used;
+        }
+    }
+    else {
+        retry_us = cost > limit->quota ? NEVER : to_next_us;
+    }
+    return (Verdict){larger(limit->quota - used, 0), retry_us, used ? to_next_us : 0, 0};
+}
