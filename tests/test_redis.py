@@ -4,6 +4,7 @@ does not understand."""
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 
-from headgate import AsyncLimiter, Decision, Key, Limit, Limiter, ScriptError
+from headgate import AsyncLimiter, Decision, Key, Limit, Limiter, ScriptError, StoreUnavailable
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -147,6 +148,40 @@ def test_threads_that_ask_at_the_same_time_share_round_trips(limiter: Limiter, u
     assert sum(decision.allowed for decision in decisions) == 400
     assert limiter.stats["calls"] + limiter.stats["remembered"] == 800
     assert limiter.stats["round_trips"] < 800
+
+
+def test_the_handler_of_a_signal_that_asks_in_between_gets_an_answer_or_an_error_but_never_hangs(
+    limiter: Limiter, unique: str
+) -> None:
+    limit = Limit(10**6, HOUR, name=unique, algorithm="fixed_window")
+    told: Counter[str] = Counter()
+
+    def ask(*_: object) -> None:
+        try:
+            limiter.check(limit.by("ada"))
+            told["answered"] += 1
+        except StoreUnavailable as error:
+            told["refused" if "asking Redis already" in str(error) and not error.may_have_happened else "failed"] += 1
+
+    def work(number: int) -> None:
+        for _ in range(number):
+            assert limiter.check(limit.by("bob"))
+
+    before = signal.signal(signal.SIGVTALRM, ask)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.001, 0.001)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            others = [pool.submit(work, 300) for _ in range(2)]
+            while told["refused"] < 5 or told["answered"] < 2:
+                time.sleep(0)
+                work(1)
+            for other in others:
+                other.result()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert not told["failed"]
+    assert limiter.peek(limit.by("ada")).remaining == 10**6 - told["answered"]
 
 
 @pytest.mark.parametrize("store", ["redis7", "valkey9", "cluster", "sentinel"])

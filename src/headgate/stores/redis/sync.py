@@ -17,7 +17,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._forks import renew_in_children
-from headgate.errors import StoreError
+from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
 from headgate.stores.redis.line import Line, Opening
 from headgate.stores.redis.shared import SharedStore
@@ -44,7 +44,7 @@ class RedisStore(SharedStore):
         super().__init__(place, wire)
         self.budget = budget
         """Seconds that a call may take."""
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._waiting: list[_Turn] = []
         self._leader: int | None = None
         """The thread that talks to Redis. Who waits is woken once it is this one, or has its answer."""
@@ -67,6 +67,9 @@ class RedisStore(SharedStore):
         if self._only is not None and self._only.is_open:
             raise public(self._only.refusal())
         me, turn = get_ident(), None
+        if self._leader == me or self._mutex._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - as Condition does
+            # It would wait for itself. Finalizers and signals' handlers come between any two steps.
+            raise StoreUnavailable("this thread is asking Redis already, and cannot ask for whoever came between")
         try:
             with self._mutex:
                 if self._leader is None:
@@ -123,7 +126,7 @@ class RedisStore(SharedStore):
 
     def renew_after_fork(self) -> None:
         """A child must not talk on its parent's connections, and nobody waits for them here."""
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._waiting, self._batch, self._leader = [], [], None
         self._lines, self._openings = {}, {}
         self.breakers.reset()
