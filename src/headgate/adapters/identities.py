@@ -26,9 +26,9 @@ IdentityFunction: TypeAlias = Callable[[Any], Any]
 """Given the `Arrival`, says who sends it: text, a whole number, or None; or gives an awaitable of these."""
 
 
-Sent: TypeAlias = tuple[frozenset[str], str | None, tuple[str, ...], str, int]
-"""What identities are read from: the kinds, the peer, the forwarding lines, the header in which an API key stands, and
-what Python's own hash makes of its line. The key itself is not in it."""
+Sent: TypeAlias = tuple[Any, frozenset[str], str | None, tuple[str, ...], str, int]
+"""What identities are read from: the route and the kinds that it wants, the peer, the forwarding lines, the header in
+which an API key stands, and what Python's own hash makes of its line. The key itself is not in it."""
 
 Told: TypeAlias = dict[str, Any]
 """What the app's own functions say of a request, by kind."""
@@ -81,16 +81,16 @@ class Identities:
                 "or name your proxies under identity: in the policy"
             )
 
-    def sent(self, arrival: Arrival, kinds: frozenset[str]) -> Sent | None:
-        """What a request sends of who it is from: the same for requests of the same sender. None for one that sends
-        several API keys."""
+    def sent(self, arrival: Arrival, route: Any, kinds: frozenset[str]) -> Sent | None:
+        """What a request sends of who it is from, and where to: the same for requests of the same sender. None for one
+        that sends several API keys."""
         forwarded = tuple(arrival.header(self._forwarded_by)) if self._forwarded_by is not None else ()
         if "api_key" in kinds:
             for name, _ in self._places:
                 lines = arrival.header(name)
                 if lines:
-                    return None if len(lines) > 1 else (kinds, arrival.peer, forwarded, name, hash(lines[0]))
-        return kinds, arrival.peer, forwarded, "", 0
+                    return None if len(lines) > 1 else (route, kinds, arrival.peer, forwarded, name, hash(lines[0]))
+        return route, kinds, arrival.peer, forwarded, "", 0
 
     def told(self, arrival: Arrival, kinds: frozenset[str]) -> Told:
         """What the app says of the request's identities of these kinds; for some there may be something to await."""

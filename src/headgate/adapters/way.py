@@ -92,9 +92,12 @@ Meeting: TypeAlias = "tuple[Resolution, Check | None, Description]"
 class Admission:
     """How a request was let in, or not. The app finds its own with `current_admission()`."""
 
-    __slots__ = (
-        "_committed", "_description", "came_us", "decision", "held", "is_over", "refusal", "resolution", "shadows",
-    )  # fmt: skip
+    # What few requests have. (Without slots: a class may then say it once, instead of each request anew.)
+    shadows: Sequence[Shadow] = ()
+    """What limits that are only watched would have said."""
+    held: Any = None
+    """The block that holds its leases."""
+    _committed: dict[str, int] | None = None
 
     def __init__(
         self,
@@ -112,14 +115,9 @@ class Admission:
         """What the limits said; None where none is met."""
         self.refusal = refusal
         """The answer to send instead of the app's own; None for a request that may pass."""
-        self.shadows: Sequence[Shadow] = ()
-        """What limits that are only watched would have said."""
-        self.held: Any = None
-        """The block that holds its leases."""
         self.is_over = resolution is None or not resolution.route.settles
         """Whether nothing is left to do when the answer is out."""
         self._description = description
-        self._committed: dict[str, int] | None = None
 
     @property
     def allowed(self) -> bool:
@@ -227,8 +225,8 @@ class Rules:
         since_us, until_us, known = self._period
         if not since_us <= now_us < until_us:
             known = self._turn(now_us)
-        sent = self.identities.sent(arrival, kinds)
-        asked = (route, sent, *told.items()) if told else (route, sent)
+        sent = self.identities.sent(arrival, route, kinds)
+        asked = (sent, *told.items()) if told else sent
         found = known.get(asked)
         if found is not None:
             return found
@@ -303,7 +301,7 @@ def settle(admission: Admission, status: int) -> Settling:
 
 def _is_short(sent: Sent, met: Resolution) -> bool:
     """Whether it takes no more memory to know a client than it may."""
-    _, peer, forwarded, _, _ = sent
+    _, _, peer, forwarded, _, _ = sent
     return sum([len(text) for text in (peer, *forwarded, *met.who.values()) if text]) <= LONGEST_KNOWN
 
 
