@@ -346,16 +346,7 @@ end(void *module)
     clear(module);
 }
 
-static PyModuleDef_Slot MODULE_SLOTS[] = {
-    {Py_mod_exec, begin},
-#if PY_VERSION_HEX >= 0x030C0000
-    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
-#endif
-#if PY_VERSION_HEX >= 0x030D0000
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* nothing here changes what others can see */
-#endif
-    {0, NULL},
-};
+static PyModuleDef_Slot MODULE_SLOTS[] = {{Py_mod_exec, begin}, KEEPS_TO_ITSELF, {0, NULL}};
 
 static struct PyModuleDef MODULE = {
     .m_base = PyModuleDef_HEAD_INIT,

@@ -51,4 +51,15 @@ made_whole(whole number)
 #endif
 }
 
+/* Slots of a module that keeps what it knows to itself, and changes nothing that others see without Python's own lock:
+ * each interpreter may have one, also those without that lock. */
+#if PY_VERSION_HEX >= 0x030D0000
+#define KEEPS_TO_ITSELF \
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED}, {Py_mod_gil, Py_MOD_GIL_NOT_USED}
+#elif PY_VERSION_HEX >= 0x030C0000
+#define KEEPS_TO_ITSELF {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED}
+#else
+#define KEEPS_TO_ITSELF {0, NULL}
+#endif
+
 #endif
