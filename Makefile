@@ -1,5 +1,5 @@
 # Two commands matter to a newcomer: `make run` shows headgate working, `make test` proves it. Both install what they
-# need into .venv/ (ignored by git); the one thing that comes from the system is Debian's redis-server, for the tests.
+# need into .venv/ (ignored by git); what the tests need of the system comes from Debian, by scripts/install-packages.
 
 PYTHON ?= python3
 VENV   := .venv

@@ -1,14 +1,12 @@
 """The parts in C. Where there is no compiler for them they are left out, and Python does the same: decision 18."""
 
-from setuptools import Extension, setup
+from glob import glob
 
-HEADERS = [f"src/headgate/algorithms/{name}.h" for name in (
-    "_exact", "_python", "fixed_window", "gcra", "leaky_bucket", "sliding_window", "token_bucket"
-)]  # fmt: skip
+from setuptools import Extension, setup
 
 setup(
     ext_modules=[
-        Extension(name, [f"src/{name.replace('.', '/')}.c"], depends=HEADERS, optional=True)
+        Extension(name, [f"src/{name.replace('.', '/')}.c"], depends=glob("src/headgate/algorithms/*.h"), optional=True)
         for name in ("headgate.stores._meter", "headgate.adapters._fields")
     ]
 )

@@ -353,7 +353,7 @@ def test_what_are_no_headers_is_refused(headers: Any) -> None:
         fields.lines(headers, b"host")
 
 
-def test_the_sources_say_what_they_mirror() -> None:
+def test_the_sources_in_c_keep_to_the_form_of_the_house() -> None:
     for file in sorted(Path(headgate.__file__).parent.rglob("*.[ch]")):
         text = file.read_text("ascii")
         assert text.startswith("/* "), file

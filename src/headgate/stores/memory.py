@@ -149,7 +149,7 @@ class MemoryStore:
         return _Alone(self)
 
     def decide(self, call: Check) -> Decision:
-        """The answer to a check, behind the lock."""
+        """The answer to a check: by the compiled charge, if it is a common one, else behind the lock."""
         keys, cost, id = call
         if _charge is not None:
             answer: Decision | None = _charge(self._spaces, keys, cost, id, self._time_ns() // 1000, self._busy)
