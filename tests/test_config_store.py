@@ -30,6 +30,7 @@ from headgate.control.config import (
     queries,
     read_seed_tables,
 )
+from headgate.control.config.copy import Copy
 from headgate.control.config.database import opened, reading, writing
 from headgate.control.config.merging import Assembly
 from headgate.control.config.migrations import VERSION_TABLE, migrate, newest
@@ -761,3 +762,20 @@ def test_a_store_that_cannot_be_reached_is_told_without_its_password(tmp_path: P
     assert "s3cret" not in str(refused.value)
     with pytest.raises(ConfigUnavailable, match="unable to open database file"):
         ConfigStore(f"sqlite:///{tmp_path}/no/such/place.db")
+
+
+def test_a_nodes_copy_stays_where_it_was_named(
+    untouched: ConfigStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written in the background, and the process may have moved meanwhile."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    with reading(untouched._engine) as connection:
+        found = contents(connection, Stamp(untouched.version, 1_000_000))
+    monkeypatch.chdir(here)
+    copy = Copy("copy.db")
+    monkeypatch.chdir(elsewhere)
+    assert copy.keep(found)
+    assert "copy.db" in [file.name for file in here.iterdir()]
+    assert [*elsewhere.iterdir()] == []

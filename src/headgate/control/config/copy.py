@@ -32,7 +32,7 @@ class Copy:
     """A file with the newest contents that were seen. The workers of one machine may share it."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # it is written in the background, by when the process may have moved
 
     @property
     def seen_us(self) -> int:
