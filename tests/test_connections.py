@@ -115,8 +115,9 @@ def test_a_password(unique: str) -> None:
                 assert "correct" not in told
 
 
+QUICKER = ("mget", "mset", "pexpireat")
 NEEDED = (
-    *("eval", "evalsha", "unlink", "time", "get", "set", "del", "pttl", "pexpire"),
+    *("eval", "evalsha", "unlink", "time", "get", "set", "del", "pttl", "pexpire", *QUICKER),
     *("hgetall", "hset", "hdel", "zadd", "zcard", "zrange", "zrangebyscore", "zrank", "zrem", "zremrangebyscore"),
     "zrevrange",
 )
@@ -130,6 +131,22 @@ def test_a_user_who_may_do_no_more_than_is_needed(kind: Any, unique: str) -> Non
         with Limiter(server.url, namespace="elsewhere") as limiter, pytest.raises(StoreUnavailable) as told:
             limiter.check(Limit(5, HOUR, name=unique).by("ada"))
         assert "secret" not in str(told.value)
+
+
+@pytest.mark.parametrize("refused", [("mget",), ("mset",), ("pexpireat",), QUICKER])
+def test_a_user_who_may_not_do_what_is_only_quicker(refused: tuple[str, ...], unique: str) -> None:
+    """Such as one who was let in for an earlier version."""
+    rules = "-@all ~headgate:* ~{headgate:* " + " ".join(f"+{command}" for command in NEEDED if command not in refused)
+    with RedisServer(user=AclUser("gate", "secret", rules)) as server, server.client() as client:
+        use(server.url, unique)
+        with Limiter(server.url) as limiter:
+            keys = [Limit(quota, HOUR, name=f"{unique}-{quota}").by("ada") for quota in (2, 3)]
+            assert [limiter.check(*keys).verdicts[1][0] for _ in range(2)] == [2, 1]
+            assert limiter.check(*keys).denied_by == (keys[0].limit.name,)
+            assert [limiter.peek(key).remaining for key in keys] == [0, 1]
+        lives_ms = [client.pttl(name) for name in client.scan_iter(f"*{unique}-[23]*")]
+        assert len(lives_ms) == 2
+        assert all(1_190_000 < life_ms <= 3_602_000 for life_ms in lives_ms)
 
 
 def test_a_socket_file(unique: str) -> None:

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 HOUR = timedelta(hours=1)
 ALGORITHMS = ("concurrency", "fixed_window", "gcra", "leaky_bucket", "sliding_log", "sliding_window", "token_bucket")
 REFUNDABLE = [name for name in ALGORITHMS if name != "concurrency"]
-WRITES = {"set", "del", "unlink", "pexpire", "hset", "hdel", "zadd", "zrem", "zremrangebyscore", "zremrangebyrank"}
+WRITES = {
+    *("set", "mset", "del", "unlink", "pexpire", "pexpireat"),
+    *("hset", "hdel", "zadd", "zrem", "zremrangebyscore", "zremrangebyrank"),
+}
 
 
 @pytest.fixture(params=["redis7", "valkey9"])

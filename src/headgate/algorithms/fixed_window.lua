@@ -1,10 +1,10 @@
 -- Mirrors fixed_window.py. KEYS: a string "ts_us used".
--- In: key, now (us), cost (<= quota + 1), limit. Out: remaining, retry (us, -1 never), reset (us), delay, new state
--- or nil.
+-- In: key, now (us), cost (<= quota + 1), limit, nothing, and the stored text where it is known. Out: remaining,
+-- retry (us, -1 never), reset (us), delay, new state or nil.
 
 -- The instant of the last admitted request (nil if none), the effective instant, its window, and what was used of that.
-local function fixed_window_load(key, now, limit)
-  local ts, used = read(key, '^(%d+) (%d+)$')
+local function fixed_window_load(key, now, limit, text)
+  local ts, used = read(key, text, '^(%d+) (%d+)$')
   if not ts then
     return ts, now, div(now, limit.period), 0
   end
@@ -13,8 +13,8 @@ local function fixed_window_load(key, now, limit)
   return ts, te, window, window == div(ts, limit.period) and used or 0
 end
 
-local function fixed_window(key, now, cost, limit)
-  local ts, te, window, used = fixed_window_load(key, now, limit)
+local function fixed_window(key, now, cost, limit, _, text)
+  local ts, te, window, used = fixed_window_load(key, now, limit, text)
   if ts == false then
     return nil
   end

@@ -1,10 +1,10 @@
 -- Mirrors gcra.py. KEYS: a string "tat_us rest tokens/ticks/capacity": the instant tat_us + rest/tokens, which one
--- double could not hold. In: key, now (us), cost (<= capacity + 1), limit. Out: remaining, retry (us, -1 never),
--- reset (us), delay, new state or nil.
+-- double could not hold. In: key, now (us), cost (<= capacity + 1), limit, nothing, and the stored text where it is known.
+-- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil.
 
 -- Whether there is an instant (nil for a new key, false for a foreign value), the instant, and whether it was adopted.
-local function gcra_load(key, now, limit)
-  local tat, rest, signed = read(key, '^(%d+) (%d+) (.+)')
+local function gcra_load(key, now, limit, text)
+  local tat, rest, signed = read_signed(key, text, limit)
   if not tat or signed == limit.signed then
     return tat and true, tat or 0, rest or 0, false
   end
@@ -28,8 +28,8 @@ local function gcra_load(key, now, limit)
 end
 
 -- As a queue: the fourth value is how long the request waits for its turn.
-local function gcra_queue(key, now, cost, limit)
-  local known, tat, rest, write = gcra_load(key, now, limit)
+local function gcra_queue(key, now, cost, limit, _, text)
+  local known, tat, rest, write = gcra_load(key, now, limit, text)
   if known == false then
     return nil
   end
@@ -60,8 +60,8 @@ local function gcra_queue(key, now, cost, limit)
     write and format(SIGNED, tat, rest, limit.signed) or nil
 end
 
-local function gcra(key, now, cost, limit)
-  local remaining, retry, reset, _, state = gcra_queue(key, now, cost, limit)
+local function gcra(key, now, cost, limit, _, text)
+  local remaining, retry, reset, _, state = gcra_queue(key, now, cost, limit, _, text)
   return remaining, retry, reset, 0, state
 end
 

@@ -1,9 +1,9 @@
 -- Mirrors sliding_window.py. KEYS: a string "ts_us current previous".
--- In: key, now (us), cost (<= quota + 1), limit. Out: remaining, retry (us, -1 never), reset (us), delay, new state
--- or nil.
+-- In: key, now (us), cost (<= quota + 1), limit, nothing, and the stored text where it is known. Out: remaining,
+-- retry (us, -1 never), reset (us), delay, new state or nil.
 
-local function sliding_window(key, now, cost, limit)
-  local ts, current, previous = read(key, '^(%d+) (%d+) (%d+)$')
+local function sliding_window(key, now, cost, limit, _, text)
+  local ts, current, previous = read(key, text, '^(%d+) (%d+) (%d+)$')
   if ts == false then
     return nil
   end
@@ -46,7 +46,7 @@ end
 
 -- An undo also reaches into the window before: it is over, but it still weighs.
 local function sliding_window_refund(key, now, amount, limit, at, _, undo)
-  local ts, current, previous = read(key, '^(%d+) (%d+) (%d+)$')
+  local ts, current, previous = read(key, nil, '^(%d+) (%d+) (%d+)$')
   if not ts then
     return nil
   end

@@ -1,6 +1,6 @@
 -- Mirrors token_bucket.py. KEYS: the bucket, a string "ts_us level tokens/ticks/capacity", the level in 1/ticks of
--- a token. In: key, now (us), cost (<= capacity + 1), limit. Out: remaining, retry (us, -1 never), reset (us),
--- delay, new state or nil.
+-- a token. In: key, now (us), cost (<= capacity + 1), limit, nothing, and the stored text where it is known.
+-- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil.
 
 -- What was written under other numbers, refilled until now at the old rate, as the limit has to see it; nothing if it is
 -- foreign.
@@ -20,8 +20,8 @@ local function token_bucket_adopt(te, level, signed, now, limit)
   return te, whole * limit.ticks + mul_div(level % ticks, limit.ticks, ticks)
 end
 
-local function token_bucket(key, now, cost, limit)
-  local te, level, signed = read(key, '^(%d+) (%d+) (.+)')
+local function token_bucket(key, now, cost, limit, _, text)
+  local te, level, signed = read_signed(key, text, limit)
   local tokens, ticks, full, write = limit.tokens, limit.ticks, limit.full, false
   if te == nil then
     te, level = now, full
@@ -68,7 +68,7 @@ end
 
 local function token_bucket_refund(key, now, amount, limit)
   -- (What was written under another limit has been adopted by now.)
-  local te, level = read(key, '^(%d+) (%d+) (.+)')
+  local te, level = read_signed(key, nil, limit)
   if not te or math.max(now - te, 0) * limit.tokens >= limit.full - level then
     return nil
   end

@@ -22,6 +22,8 @@ local function parse_limit(first)
     period = ARGV[first + 3] + 0,
     full = capacity * ticks,
     signed = signed,
+    ending = ' ' .. signed,
+    ending_at = -1 - #signed,
   }
 end
 

@@ -9,6 +9,7 @@
 --   for each allowed request that leaves a limit with less than its own cost its index, from 0, and how long until the same
 --   request would pass again (us).
 
+local MOST_AT_ONCE = 3000 -- keys: a call of Lua's takes 8,000 values, and MSET two for each
 local KEYS, ARGV = KEYS, ARGV
 local now, limits, position = current(ARGV[1]), {}, 4
 for index = 1, tonumber(ARGV[3]) do
@@ -18,18 +19,52 @@ for index = 1, tonumber(ARGV[3]) do
   position = position + 5
 end
 
--- Where requests of the batch meet at a key, it is read once and written once, at the end.
-local keep, mend, resets = write, mend_expiry, {}
-if ARGV[2] ~= '' then
-  keep = function(key, state, reset)
-    if state[1] then
-      return write(key, state, reset)
-    end
-    known[key], resets[key] = state, reset
+-- Strings are read together, and written together at the end, which is quicker than one by one.
+-- What was read, by its place among the keys; what to write, keys and states in turns, and how long each shall live (us).
+local texts, written, resets = {}, {}, {}
+-- Where requests meet at a key, each finds what the last has left: what is known of such keys, and their place in `written`.
+local meeting, known, places = ARGV[2] ~= '', {}, {}
+
+if not meeting and #KEYS <= MOST_AT_ONCE then
+  local found = pcall('MGET', unpack(KEYS))
+  texts = found.err and texts or found -- who may not read together reads one by one
+end
+
+local function keep(key, state, reset)
+  if state[1] then -- a collection
+    return write(key, state, reset)
   end
-  mend = function(key, reset)
-    if not resets[key] then
-      mend_expiry(key, reset)
+  local at = places[key] or #resets + 1
+  written[at * 2 - 1] = key
+  written[at * 2] = state
+  resets[at] = reset
+  if meeting then
+    known[key], places[key] = state, at
+  end
+end
+
+local function mend(key, reset)
+  if not places[key] then
+    mend_expiry(key, reset)
+  end
+end
+
+local function write_together()
+  if #resets > MOST_AT_ONCE or (resets[1] and pcall('MSET', unpack(written)).err) then
+    for index = 1, #resets do
+      write(written[index * 2 - 1], written[index * 2], resets[index])
+    end
+    return
+  end
+  -- By the server's clock it is known when a life ends, which is quicker to say than how long it is.
+  local last, ending
+  for index = 1, #resets do
+    local key, reset = written[index * 2 - 1], resets[index]
+    if reset ~= last then
+      last, ending = reset, format(WHOLE, ceil_div(now + reset, 1000) + MARGIN)
+    end
+    if ARGV[1] ~= '' or pcall('PEXPIREAT', key, ending) ~= 1 then
+      call('PEXPIRE', key, format(WHOLE, ceil_div(reset, 1000) + MARGIN))
     end
   end
 end
@@ -68,7 +103,7 @@ local function charge_all(request, first, id, met, costs, exhausted)
       return
     end
     if told[at * 2 - 1] < cost then
-      local _, again = limit.judge(KEYS[at], now, cost, limit, id)
+      local _, again = limit.judge(KEYS[at], now, cost, limit, id, states[index])
       longest = math.max(longest, again)
     end
   end
@@ -80,7 +115,9 @@ local function deny_all(first, id, met, costs, retries, delays)
     local at, limit, state = first + index, met[index], states[index]
     if (retries[index] or 0) == 0 then
       -- It would have passed here, but nothing is spent: what it says is what a peek says.
-      told[at * 2 - 1], retries[index], told[at * 2], delays[index], state = limit.judge(KEYS[at], now, 0, limit, id)
+      local key = KEYS[at]
+      told[at * 2 - 1], retries[index], told[at * 2], delays[index], state =
+        limit.judge(key, now, 0, limit, id, texts[at] or known[key])
     end
     if state and costs[index] > 0 then
       keep(KEYS[at], state, told[at * 2])
@@ -94,7 +131,8 @@ local function decide_all(request, first, id, met, costs)
   local allowed, exhausted, retries, delays = true, false, nil, nil
   for index = 1, #met do
     local at, limit, cost = first + index, met[index], costs[index]
-    local remaining, retry, reset, delay, state = limit.judge(KEYS[at], now, cost, limit, id)
+    local key = KEYS[at]
+    local remaining, retry, reset, delay, state = limit.judge(key, now, cost, limit, id, texts[at] or known[key])
     if not remaining then
       for each = first + 1, first + #met do
         told[each * 2 - 1], told[each * 2] = -1, 0
@@ -139,13 +177,13 @@ while position <= #ARGV do
     local judge = limit.judge
     for index = keys_before + 1, keys_before + requests do
       local key = KEYS[index]
-      local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id)
+      local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id, texts[index] or known[key])
       if not remaining then
         remaining, reset = -1, 0
       elseif state and cost > 0 then
         keep(key, state, reset)
         if remaining < cost and retry == 0 and judge ~= JUDGES.concurrency then
-          local _, again = judge(key, now, cost, limit, id)
+          local _, again = judge(key, now, cost, limit, id, state)
           tell_again(requests_before + index - keys_before - 1, again)
         end
       elseif retry ~= 0 then
@@ -170,7 +208,5 @@ while position <= #ARGV do
   position = position + 3 + number_met * 2
 end
 
-for key, reset in pairs(resets) do
-  write(key, known[key], reset)
-end
+write_together()
 return { now, told, unusual, agains }

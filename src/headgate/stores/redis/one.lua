@@ -15,8 +15,7 @@ if state and cost > 0 then
   write(KEYS[1], state, reset)
   -- Not of leases, the only states that are hashes: they end when their holders like.
   if remaining < cost and retry == 0 and (type(state) == 'string' or state[#state][1] ~= 'HSET') then
-    known[KEYS[1]] = state
-    local _, wait = JUDGE(KEYS[1], now, cost, limit, ARGV[7])
+    local _, wait = JUDGE(KEYS[1], now, cost, limit, ARGV[7], state)
     again = wait
   end
 elseif retry ~= 0 then
