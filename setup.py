@@ -4,9 +4,14 @@ from glob import glob
 
 from setuptools import Extension, setup
 
+SOURCES = sorted(glob("src/headgate/*/_*.c"))
+HEADERS = glob("src/headgate/**/*.h", recursive=True)
+
 setup(
     ext_modules=[
-        Extension(name, [f"src/{name.replace('.', '/')}.c"], depends=glob("src/headgate/algorithms/*.h"), optional=True)
-        for name in ("headgate.stores._meter", "headgate.adapters._fields")
+        Extension(
+            source.removeprefix("src/").removesuffix(".c").replace("/", "."), [source], depends=HEADERS, optional=True
+        )
+        for source in SOURCES
     ]
 )

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import gc
+import marshal
 import os
 import subprocess
 import sys
 import threading
 import tracemalloc
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import headgate
-from headgate import InvalidLimit, Key, Limit
+from headgate import Decision, InvalidLimit, Key, Limit
 from headgate.adapters import fields
+from headgate.adapters.answers import Refusal
+from headgate.adapters.asgi import ANSWERS, AsgiArrival, PlainArrival, PlainTellingSend, TellingSend
+from headgate.adapters.way import FREE, Admission
 from headgate.algorithms import NEVER
+from headgate.policy.snapshot import Resolution
 from headgate.stores.calls import Check, Refund, Reset
 from headgate.stores.memory import MemoryStore
+from headgate.telemetry import packing
+from headgate.telemetry.packing import _Place
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from headgate.algorithms import Verdict
 
 ROOT = Path(__file__).parents[1]
 NOW = 1_763_251_200_000_000
 MINUTE = timedelta(minutes=1)
 
-COMPILED = ("headgate.adapters._fields", "headgate.stores._meter")
+COMPILED = {
+    *("headgate.adapters._asgi", "headgate.adapters._fields", "headgate.stores._meter", "headgate.telemetry._packing")
+}
 METERED = ("token_bucket", "gcra", "leaky_bucket", "fixed_window", "sliding_window")
 
 
@@ -44,16 +56,22 @@ def meter() -> Any:
     return import_module("headgate.stores._meter")
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", sorted(COMPILED))
 def test_the_parts_in_c_are_built_where_the_tests_run(name: str) -> None:
     """Else these tests would compare Python with itself. If this fails: `scripts/install-packages compiler`, then
     remove .venv/.test and run `make test` again."""
     assert import_module(name).__file__.endswith(".so")
 
 
+def test_all_are_listed_here() -> None:
+    files = Path(headgate.__file__).parent.rglob("_*.c")
+    assert {f"headgate.{file.parent.name}.{file.stem}" for file in files} == COMPILED
+
+
 def test_they_are_what_runs(meter: Any) -> None:
     assert fields.Fields.__module__ == "headgate.adapters._fields"
-    assert fields.lines.__module__ == "headgate.adapters._fields"
+    assert {AsgiArrival.__module__, TellingSend.__module__} == {"headgate.adapters._asgi"}
+    assert packing.keep.__module__ == "headgate.telemetry._packing"
     store = MemoryStore(FakeClock())
     store.check(Limit(3, MINUTE).by("ada"))
     assert [type(space.meter) for space in store._spaces.values()] == [meter.Meter]
@@ -68,11 +86,15 @@ def test_each_formula_in_c_stands_beside_its_namesake(meter: Any) -> None:
 @pytest.mark.parametrize("switch", ["1", "yes"])
 def test_plain_python_can_be_asked_for(switch: str) -> None:
     program = (
-        "from headgate.adapters import fields; from headgate.stores import _space;"
-        "print(fields.Fields.__module__, _space._meter)"
+        "from headgate.adapters import asgi, fields; from headgate.stores import _space;"
+        "from headgate.telemetry import packing;"
+        "print([each.__module__ for each in (asgi.AsgiArrival, asgi.TellingSend, fields.Fields, packing.keep)],"
+        "_space._meter is None)"
     )
-    assert printed(program, HEADGATE_PLAIN=switch) == "headgate.adapters.fields None"
-    assert printed(program, HEADGATE_PLAIN="0").startswith("headgate.adapters._fields <module")
+    modules = ["headgate.adapters.asgi"] * 2 + ["headgate.adapters.fields", "headgate.telemetry.packing"]
+    assert printed(program, HEADGATE_PLAIN=switch) == f"{modules} True"
+    modules = ["headgate.adapters._asgi"] * 2 + ["headgate.adapters._fields", "headgate.telemetry._packing"]
+    assert printed(program, HEADGATE_PLAIN="0") == f"{modules} False"
 
 
 def printed(program: str, **environment: str) -> str:
@@ -83,7 +105,11 @@ def printed(program: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "file", ["test_answers", "test_asgi", "test_conformance", "test_differential", "test_memory", "test_pitfalls"]
+    "file",
+    [
+        *("test_answers", "test_asgi", "test_conformance", "test_decision_log", "test_differential", "test_memory"),
+        "test_pitfalls",
+    ],
 )
 def test_what_holds_for_c_holds_for_plain_python(file: str) -> None:
     """The same tests once more, with nothing compiled; Redis was asked already."""
@@ -272,16 +298,21 @@ def test_nothing_is_kept_of_what_has_passed() -> None:
     tell = fields.Fields((b'"a"',), ((b"x-ratelimit-limit", b"3"),), (0,), (b"ratelimit-policy", b"p"), True, True)
     keys = tuple(Limit(10**9, MINUTE, name=name, algorithm=name).by("ada") for name in METERED)
     denied = Limit(1, MINUTE, name="denied").by("ada")
-    headers = [(b"host", b"x"), (b"x-api-key", b"sk_1")]
 
+    def once() -> None:
+        answer = store.check(*keys)
+        store.check(denied)
+        tell.headers(answer.verdicts[:1], answer.at_us)
+        with pytest.raises(IndexError):
+            tell.headers(answer.verdicts, answer.at_us)
+
+    assert_nothing_grows(once)
+
+
+def assert_nothing_grows(once: Callable[[], None]) -> None:
     def rounds(number: int) -> int:
         for _ in range(number):
-            answer = store.check(*keys)
-            store.check(denied)
-            tell.headers(answer.verdicts[:1], answer.at_us)
-            fields.lines(headers, b"x-api-key")
-            with pytest.raises(IndexError):
-                tell.headers(answer.verdicts, answer.at_us)
+            once()
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
@@ -336,21 +367,290 @@ def test_fields_of_different_lengths_are_refused() -> None:
         fields.Fields(("a",), ((b"x", b"1"),), (0,), (b"p", b"p"), True, True)  # type: ignore[arg-type]
 
 
+# ------------------------------------------------------------------- ASGI
+
 names = st.sampled_from([b"x-api-key", b"x-api-key2", b"x-api", b"", b"host"])
+paths = st.sampled_from(["/", "/api", "/api/v1", "/apiary", "", "http://a/api/v1", "*", "http://[", "/%20\u20ac"])
+roots = st.sampled_from(["", "/", "/api", "/api/", "elsewhere"])
 
 
-@given(st.lists(st.tuples(names, st.binary(max_size=9))), names)
-def test_lines_in_c_are_those_in_python(headers: list[tuple[bytes, bytes]], name: bytes) -> None:
-    assert fields.lines(headers, name) == fields.plain_lines(headers, name)
+class Reading(Mapping[str, Any]):
+    """What reads like a dict and is none, as Starlette's connections do."""
+
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self._scope = scope
+
+    def __getitem__(self, name: str) -> Any:
+        return self._scope[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scope)
+
+    def __len__(self) -> int:
+        return len(self._scope)
+
+
+@given(
+    paths,
+    roots,
+    st.fixed_dictionaries(
+        {"headers": st.lists(st.tuples(names, st.binary(max_size=9)))},
+        optional={
+            "method": st.sampled_from(["GET", "QUERY"]),
+            "root_path": roots,
+            "client": st.sampled_from([None, ("192.0.2.1", 80), ["::1", 1], ()]),
+        },
+    ),
+    names,
+    st.sampled_from([dict, Reading]),
+)
+def test_an_arrival_in_c_is_one_in_python(
+    path: str, root: str, more: dict[str, Any], name: bytes, kind: Callable[[Any], Any]
+) -> None:
+    scope = kind({"path": path, **more})
+    in_c, in_python = AsgiArrival(scope, root), PlainArrival(scope, root)
+    for each in ("native", "method", "path", "below", "peer"):
+        assert getattr(in_c, each) == getattr(in_python, each)
+    assert in_c.header(name.decode()) == in_python.header(name.decode())
     # As ASGI has it, any iterable of pairs will do.
-    pairs: Iterator[Any] = (list(pair) for pair in headers)
-    assert fields.lines(pairs, name) == fields.plain_lines(headers, name)
+    pairs = kind({"path": path, "headers": [list(pair) for pair in more["headers"]]})
+    assert AsgiArrival(pairs).header(name.decode()) == in_python.header(name.decode())
 
 
 @pytest.mark.parametrize("headers", [None, [None], [(b"host",)], [("host", "x")], [(b"host", b"x", b"y")]], ids=repr)
 def test_what_are_no_headers_is_refused(headers: Any) -> None:
     with pytest.raises(TypeError):
-        fields.lines(headers, b"host")
+        AsgiArrival({"path": "/", "headers": headers}).header("host")
+
+
+def test_an_arrival_that_cannot_be_is_refused_alike() -> None:
+    for arrival in (AsgiArrival, PlainArrival):
+        with pytest.raises(KeyError):
+            arrival({})
+        with pytest.raises(KeyError):
+            arrival({"path": "/"}).header("host")
+        with pytest.raises(TypeError):
+            arrival()  # type: ignore[call-arg]
+    for scope in (Raising("path"), Raising("method"), Raising("root_path"), Raising("client")):
+        for arrival in (AsgiArrival, PlainArrival):
+            with pytest.raises(ZeroDivisionError):
+                arrival(scope)
+
+
+class Raising(dict[str, Any]):
+    """A scope of which something cannot be had."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(path="/")
+        self._name = name
+
+    def __getitem__(self, name: str) -> Any:
+        return 1 / 0 if name == self._name else super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return 1 / 0 if name == self._name else super().get(name, default)
+
+
+def test_an_arrival_can_be_built_upon_changed_and_collected() -> None:
+    class Mine(AsgiArrival):
+        pass
+
+    scope: dict[str, Any] = {"path": "/", "headers": []}
+    scope["arrival"] = arrival = Mine(scope)
+    arrival.path = "/elsewhere"
+    arrival.__init__({"path": "/again", "headers": []})  # type: ignore[misc]
+    assert arrival.path == "/again"
+    gone = weakref.ref(arrival)
+    del arrival, scope
+    gc.collect()
+    assert gone() is None
+
+
+messages = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from([*sorted(ANSWERS), "http.response.body", "websocket.close", "http.response.starting"]),
+        "status": st.just(200),
+    },
+    optional={"headers": st.lists(st.tuples(names, names)) | st.just(())},
+)
+
+
+@given(messages, st.lists(st.tuples(names, names)), st.sampled_from([dict, Reading]))
+def test_what_is_sent_in_c_is_what_is_sent_in_python(
+    message: dict[str, Any], fields: list[Any], kind: Callable[[Any], Any]
+) -> None:
+    def send(message: Any) -> Any:
+        return dict(message), list(message)
+
+    admission: Any = SimpleNamespace(headers=fields)
+    given, before = kind(message), dict(message)
+    in_c, in_python = (sender(send, admission)(given) for sender in (TellingSend, PlainTellingSend))
+    assert in_c == in_python
+    assert message == before, "the app's own message stays as it is"
+
+
+def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
+    def send(message: Any) -> Any:
+        return 1 / 0
+
+    start = {"type": "http.response.start"}
+    for sender in (TellingSend, PlainTellingSend):
+        told = sender(send, SimpleNamespace(headers=[]))  # type: ignore[arg-type]
+        for message, error in ((start, ZeroDivisionError), ({"type": "else"}, ZeroDivisionError), ({}, KeyError)):
+            with pytest.raises(error):
+                told(message)
+        with pytest.raises(TypeError):
+            told(start, start)  # type: ignore[call-arg]
+        with pytest.raises(TypeError):
+            told({**start, "headers": 5})
+        with pytest.raises(AttributeError):
+            sender(send, None)(start)  # type: ignore[arg-type]
+
+
+def test_asgi_gives_back_all_that_it_has_borrowed() -> None:
+    scope = {"path": "/", "headers": [(b"host", b"x")], "client": ("::1", 1)}
+
+    def once() -> None:
+        AsgiArrival(scope).header("host")
+        AsgiArrival(scope, "/api").__init__(scope, "/api")  # type: ignore[misc]
+        AsgiArrival(Reading(scope)).header("host")
+        tell = TellingSend(lambda message: message, SimpleNamespace(headers=[(b"a", b"b")]))  # type: ignore[arg-type]
+        tell({"type": "http.response.start"})
+        tell({"type": "http.response.start", "headers": [(b"c", b"d")]})
+        with suppress(KeyError):
+            AsgiArrival({})
+        with suppress(TypeError):
+            tell({"type": "http.response.start", "headers": 5})
+
+    assert_nothing_grows(once)
+
+
+# -------------------------------------------------------- rejections, packed
+
+
+class Came(NamedTuple):
+    method: Any = "GET"
+
+
+class Text(str):
+    """A kind of text of the app's own."""
+
+
+LIMITS = Limit(1, MINUTE, name="a"), Limit(1, MINUTE, name="b")
+RULES = ("the rules",)
+
+
+class Route:
+    """One that nothing is known of but that it is there."""
+
+    settles = False
+
+
+ROUTE, ELSEWHERE = Route(), Route()
+OTHERS = Decision(False, tuple(limit.by("ada") for limit in LIMITS), ((0, 5, 5, 0), (0, 2**60, 7, 0)))
+PLACES = {
+    ROUTE: _Place(RULES, None, b"packed"),  # type: ignore[arg-type]
+    (ROUTE, "pro"): _Place(RULES, LIMITS, b"of a tier"),  # type: ignore[arg-type]
+}
+
+
+def kept_by(keep: Any, arrival: Any, admission: Any, *, most: int = 9) -> tuple[bool | None, list[Any]]:
+    queue: deque[bytes] = deque()
+    answer = keep(PLACES, queue, most, arrival, admission)
+    return answer, [marshal.loads(each) for each in queue]
+
+
+def rejection(
+    who: Any = MappingProxyType({"ip": "192.0.2.1"}), decision: Any = OTHERS, *, refused: bool = True, **changes: Any
+) -> Admission:
+    keys = tuple(limit.by("ada") for limit in LIMITS)
+    met = Resolution(ROUTE, keys, 1, RULES, dict(who), None, NOW, None)._replace(**changes)  # type: ignore[arg-type]
+    return Admission(met, decision, Refusal(429, [], b"") if refused else None, None, NOW)
+
+
+whole = st.integers(-(2**63), 2**63) | st.integers(-(2**31) - 2, 2**31 + 2) | st.integers(0, 99) | st.just(-(2**63))
+
+
+@given(
+    st.dictionaries(st.text(max_size=9), st.text(max_size=40), max_size=5),
+    st.lists(st.tuples(whole, whole, whole, whole), max_size=5).map(tuple),
+    whole,
+    st.text(max_size=5),
+)
+@example({"user": "\ud800"}, (), NOW, "GET")
+@example({"user": "x" * 2048}, (), NOW, "GET")
+@example({}, ((-(2**63), 2**63, -(2**63) - 1, 2**100),), NOW, "GET")
+def test_what_c_packs_is_what_python_packs(
+    who: dict[str, str], told: tuple[Verdict, ...], came_us: int, method: str
+) -> None:
+    admission = rejection(who, OTHERS._replace(verdicts=told))
+    admission.came_us = came_us
+    in_c, in_python = (kept_by(keep, Came(method), admission) for keep in (packing.keep, packing.plain_keep))
+    assert in_python == (True, [(came_us, method, b"packed", who, told)])
+    numbers = [came_us, *(number for verdict in told for number in verdict)]
+    is_long = sum(len(text.encode("utf-8", "surrogatepass")) for text in who) + sum(map(len, who.values())) * 4 > 1500
+    if is_long or "\ud800" in who.values() or not all(-(2**63) < number < 2**63 for number in numbers):
+        assert in_c in (in_python, (None, []))
+    else:
+        assert in_c == in_python
+
+
+@pytest.mark.parametrize(
+    "admission",
+    [
+        rejection(refused=False),
+        rejection(decision=None),
+        rejection(decision=OTHERS._replace(degraded="the store is away")),
+        rejection(route=ELSEWHERE),
+        rejection(rules=list(RULES)),
+        rejection(tier="free"),
+        rejection(tier="pro", keys=tuple(limit.by("ada") for limit in LIMITS[::-1])),
+        rejection(tier="pro", keys=(LIMITS[0].by("ada"),)),
+        FREE,
+    ],
+)
+def test_what_is_not_common_is_left_by_both(admission: Admission) -> None:
+    for keep in (packing.keep, packing.plain_keep):
+        assert kept_by(keep, Came(), admission) == (None, [])
+
+
+def test_both_know_tiers_and_a_queue_that_is_full() -> None:
+    for keep in (packing.keep, packing.plain_keep):
+        (is_kept, (record,)) = kept_by(keep, Came(), rejection(tier="pro"))
+        assert (is_kept, record[2]) == (True, b"of a tier")
+        assert kept_by(keep, Came(), rejection(), most=0) == (False, [])
+
+
+@pytest.mark.parametrize(
+    ("who", "method"), [({"user": Text("ada")}, "GET"), ({Text("user"): "ada"}, "GET"), ({}, Text("GET")), ({}, None)]
+)
+def test_a_kind_of_text_that_is_none_of_pythons_is_left_by_c(who: dict[str, str], method: Any) -> None:
+    assert kept_by(packing.keep, Came(method), rejection(who)) == (None, [])
+
+
+def test_c_says_what_it_cannot_take() -> None:
+    with pytest.raises(TypeError, match="places"):
+        packing.keep([], deque(), 1, Came(), rejection())  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        packing.keep(PLACES, deque(), 1, None, rejection())
+    with pytest.raises(AttributeError):
+        packing.keep(PLACES, deque(), 1, Came(), None)
+    with pytest.raises(TypeError):
+        packing.keep(PLACES, None, 1, Came(), rejection())  # type: ignore[arg-type]
+
+
+def test_to_keep_gives_back_all_that_it_has_borrowed() -> None:
+    common, uncommon = rejection(), rejection(route=ELSEWHERE)
+
+    def once() -> None:
+        queue: deque[bytes] = deque()
+        packing.keep(PLACES, queue, 1, Came(), common)
+        packing.keep(PLACES, queue, 1, Came(), common)
+        packing.keep(PLACES, queue, 1, Came(), uncommon)
+        with suppress(AttributeError):
+            packing.keep(PLACES, queue, 1, None, common)
+
+    assert_nothing_grows(once)
 
 
 def test_the_sources_in_c_keep_to_the_form_of_the_house() -> None:

@@ -587,7 +587,7 @@ def test_what_is_known_of_policies_is_forgotten_when_they_are_gone(
         assert log.flush()
     assert [each.label for each in sink.records] == ["one", "two", "three"]
     packer = log._pack.__self__  # type: ignore[attr-defined] # a bound method
-    assert 1 <= len(packer._places) + len(packer._limits) <= 2
+    assert 1 <= len(packer.places) + len(packer._limits) <= 2
     assert len(packer._policies) <= 2
 
 

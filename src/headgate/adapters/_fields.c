@@ -1,6 +1,5 @@
-/* Header fields in C: those of an answer, and how those of a request are found. Mirrors fields.py, which says what they
- * mean. */
-#include "../algorithms/_python.h"
+/* The header fields of an answer in C. Mirrors fields.py, which says what they mean. */
+#include "../_python.h"
 
 static const whole SECOND_US = 1000000;
 static const whole LARGEST = 999999999999999;
@@ -248,45 +247,6 @@ fields_headers(PyObject *object, PyObject *const *args, Py_ssize_t number)
     return headers;
 }
 
-PyDoc_STRVAR(lines_doc, "lines(headers, name, /)\n--\n\nThe values of all lines of a header, as text.");
-
-static PyObject *
-lines(PyObject *module, PyObject *const *args, Py_ssize_t number)
-{
-    if (number != 2 || !PyBytes_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "lines(headers, name: bytes)");
-        return NULL;
-    }
-    const char *wanted = PyBytes_AS_STRING(args[1]);
-    Py_ssize_t length = PyBytes_GET_SIZE(args[1]);
-    PyObject *found = PyList_New(0), *headers = PySequence_Fast(args[0], "headers are a sequence");
-    for (Py_ssize_t index = 0; headers != NULL && found != NULL && index < PySequence_Fast_GET_SIZE(headers); index++) {
-        PyObject *field = PySequence_Fast(PySequence_Fast_GET_ITEM(headers, index), "a header is a pair of bytes");
-        PyObject *name, *value;
-        if (field == NULL || PySequence_Fast_GET_SIZE(field) != 2 ||
-            !PyBytes_Check(name = PySequence_Fast_GET_ITEM(field, 0)) ||
-            !PyBytes_Check(value = PySequence_Fast_GET_ITEM(field, 1))) {
-            PyErr_SetString(PyExc_TypeError, "a header is a pair of bytes");
-            Py_CLEAR(found);
-        }
-        else if (PyBytes_GET_SIZE(name) == length && memcmp(PyBytes_AS_STRING(name), wanted, (size_t)length) == 0 &&
-                 !append(found, PyUnicode_DecodeLatin1(PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value), NULL))) {
-            Py_CLEAR(found);
-        }
-        Py_XDECREF(field);
-    }
-    if (headers == NULL) {
-        Py_CLEAR(found);
-    }
-    Py_XDECREF(headers);
-    return found;
-}
-
-static PyMethodDef METHODS[] = {
-    {"lines", (PyCFunction)(void (*)(void))lines, METH_FASTCALL, lines_doc},
-    {NULL, NULL, 0, NULL},
-};
-
 static PyMethodDef FIELDS_METHODS[] = {
     {"headers", (PyCFunction)(void (*)(void))fields_headers, METH_FASTCALL, headers_doc},
     {NULL, NULL, 0, NULL},
@@ -353,7 +313,6 @@ static struct PyModuleDef MODULE = {
     .m_name = "headgate.adapters._fields",
     .m_doc = "Header fields, compiled.",
     .m_size = sizeof(Names),
-    .m_methods = METHODS,
     .m_slots = MODULE_SLOTS,
     .m_traverse = visit,
     .m_clear = clear,

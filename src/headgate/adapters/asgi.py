@@ -1,4 +1,7 @@
-"""ASGI: Starlette, FastAPI, Litestar, Quart, every other app. Streams, background tasks and lifespan are untouched."""
+"""ASGI: Starlette, FastAPI, Litestar, Quart, every other app. Streams, background tasks and lifespan are untouched.
+
+What every request needs is here as Python; `_asgi.c` is the same, compiled.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
-from urllib.parse import urlparse
 
-from headgate.adapters.fields import lines
+from headgate._compiled import compiled
 from headgate.adapters.gate import AsyncGate
+from headgate.adapters.mounts import placed, root_of
 from headgate.adapters.way import FREE, enter_context
 from headgate.errors import InvalidInput
 
@@ -41,14 +44,11 @@ ANSWERS: Final = frozenset({"http.response.start", "websocket.accept", "websocke
 
 BODIES: Final = frozenset({"http.response.body", "websocket.http.response.body"})
 
-MOST_LAYERS: Final = 100
-"""Of middleware around an app, each of which calls the next one its `app`."""
-
 TRY_AGAIN_LATER: Final = 1013
 """The close code of a websocket whose server cannot say 429."""
 
 
-class AsgiArrival:
+class PlainArrival:
     """A request, or the handshake of a websocket. `native` is its scope."""
 
     __slots__ = ("below", "method", "native", "path", "peer")
@@ -56,18 +56,40 @@ class AsgiArrival:
     def __init__(self, scope: Scope, root: str = "") -> None:
         self.native = scope
         self.method: str = scope.get("method", "GET")
-        path: str = scope["path"]
-        self.path = path if path[:1] == "/" else _path_of(path)
-        self.below: str | None = None
-        root = root or scope.get("root_path", "")
-        if root and (root := root.rstrip("/")):
-            self.path, self.below = _under(root, self.path)
+        self.path: str
+        self.below: str | None
+        self.path, self.below = placed(scope["path"], root or scope.get("root_path", ""))
         client = scope.get("client")
         self.peer: str | None = client[0] if client else None
 
     def header(self, name: str) -> list[str]:
         """The values of all lines of a header; the name in lower case."""
-        return lines(self.native["headers"], _encoded(name))
+        wanted = _encoded(name)
+        return [value.decode("latin-1") for key, value in self.native["headers"] if key == wanted]
+
+
+class PlainTellingSend:
+    """Sends what the app sends, with the fields of its admission."""
+
+    __slots__ = ("_admission", "_send")
+
+    def __init__(self, send: Send, admission: Admission) -> None:
+        self._send = send
+        self._admission = admission
+
+    def __call__(self, message: Message, /) -> Awaitable[None]:
+        if message["type"] in ANSWERS:
+            message = {**message, "headers": [*message.get("headers", ()), *self._admission.headers]}
+        return self._send(message)
+
+
+if TYPE_CHECKING:
+    AsgiArrival = PlainArrival
+    TellingSend = PlainTellingSend
+else:
+    _compiled = compiled("headgate.adapters._asgi")
+    AsgiArrival = getattr(_compiled, "AsgiArrival", PlainArrival)
+    TellingSend = getattr(_compiled, "TellingSend", PlainTellingSend)
 
 
 class HeadgateMiddleware:
@@ -88,7 +110,7 @@ class HeadgateMiddleware:
         **options: Unpack[GateOptions],
     ) -> None:
         self.app = app
-        self._root = _root_of(app)
+        self._root = root_of(app)
         if gate is None:
             if policy is None:
                 raise TypeError("give a policy (a file's path, or a Policy), or a gate")
@@ -118,13 +140,7 @@ class HeadgateMiddleware:
             if not admission.is_over:
                 finish = partial(self.gate.finish, admission)
                 return await serve(self.app, scope, receive, send, lambda: admission.headers, finish)
-
-            def send_with_headers(message: Message) -> Awaitable[None]:
-                if message["type"] in ANSWERS:
-                    message = {**message, "headers": [*message.get("headers", ()), *admission.headers]}
-                return send(message)
-
-            return await self.app(scope, receive, send_with_headers)
+            return await self.app(scope, receive, TellingSend(send, admission))
         finally:
             context.var.reset(context)  # servers may serve the next request of a connection in the same task
 
@@ -240,31 +256,6 @@ async def refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -
     body = b"" if scope.get("method") == "HEAD" else refusal.body
     await send({"type": f"{kind}.start", "status": refusal.status, "headers": refusal.headers})
     return await send({"type": f"{kind}.body", "body": body})
-
-
-def _path_of(target: str) -> str:
-    """The path of a whole URL, which h11 lets through: what Quart routes by, and others answer with a 404."""
-    try:
-        return urlparse(target).path
-    except ValueError:
-        return target
-
-
-def _under(root: str, path: str) -> tuple[str, str]:
-    """The whole path, and that below the root. An app that has a root serves both spellings."""
-    if path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
-        return path, path[len(root) :] or "/"
-    return root + path, path
-
-
-def _root_of(app: Any) -> str:
-    """Where the app says it is mounted: FastAPI tells those who stand behind it, but not who stands before."""
-    for _ in range(MOST_LAYERS):
-        root = getattr(app, "root_path", "")
-        if isinstance(root, str) and root:
-            return root
-        app = getattr(app, "app", None)
-    return ""
 
 
 _unfinished: set[asyncio.Future[None]] = set()

@@ -1,7 +1,4 @@
-"""Header fields: how those of a request are found, and those that tell a client how it stands (docs/http.md).
-
-Each is here as Python; `_fields.c` is the same, compiled.
-"""
+"""The header fields that tell a client how it stands (docs/http.md): here as Python, and compiled in `_fields.c`."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from headgate._compiled import compiled
 from headgate.algorithms import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
     from headgate.algorithms import Verdict
 
-__all__ = ["LARGEST", "SECOND_US", "Fields", "Header", "PlainFields", "lines", "plain_lines"]
+__all__ = ["LARGEST", "SECOND_US", "Fields", "Header", "PlainFields"]
 
 Header: TypeAlias = tuple[bytes, bytes]
 
@@ -96,11 +93,4 @@ class PlainFields:
         return 0, reset_us - filling_us if reset_us >= filling_us else reset_us
 
 
-def plain_lines(headers: Iterable[Header], name: bytes, /) -> list[str]:
-    """The values of all lines of a header, as text."""
-    return [value.decode("latin-1") for key, value in headers if key == name]
-
-
-_compiled = compiled("headgate.adapters._fields")
-Fields: type[PlainFields] = getattr(_compiled, "Fields", PlainFields)
-lines: Callable[[Iterable[Header], bytes], list[str]] = getattr(_compiled, "lines", plain_lines)
+Fields: type[PlainFields] = getattr(compiled("headgate.adapters._fields"), "Fields", PlainFields)

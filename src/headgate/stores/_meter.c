@@ -3,7 +3,7 @@
  * Whatever is unusual is left to memory.py, by answering None before anything has changed. Nobody can come between
  * the reading of a state and the writing of the next: the interpreter's lock is held, and nothing that is called here
  * runs Python code, as the collector, which could, is told to wait. */
-#include "../algorithms/_python.h"
+#include "../_python.h"
 
 #include "../algorithms/token_bucket.h"
 #include "../algorithms/gcra.h"

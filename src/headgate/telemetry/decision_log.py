@@ -13,7 +13,7 @@ from headgate.adapters.door import SECRET_VARIABLE
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.carriers import Either, Here, ScribeBeside, Terms
 from headgate.telemetry.clients import Clients
-from headgate.telemetry.packing import Packer
+from headgate.telemetry.packing import Packer, keep
 from headgate.telemetry.recording import Recorder
 from headgate.telemetry.sinks import open_sink
 from headgate.telemetry.writer import PATIENCE, LogStats, Writer
@@ -64,7 +64,7 @@ class DecisionLog:
         size = _checked_whole("batch", getattr(opened, "batch", 1000) if batch is None else batch)
         recorder = Recorder(clients, node=socket.gethostname() if node is None else node, region=region)
         packer = Packer()
-        self._pack = packer.pack
+        self._pack, self._places = packer.pack, packer.places
         here = Here(opened, recorder, packer, clients=clients, size=size)
         self._scribe: ScribeBeside | None = None
         if _may_be_beside(sink, _checked_writer(writer)) and isinstance(sink, str):
@@ -83,6 +83,15 @@ class DecisionLog:
 
     def __call__(self, arrival: Arrival, admission: Admission) -> None:
         """Keep a decision, if it is a rejection or drawn for the sample. This runs on every request."""
+        is_kept = keep(self._places, self._queue, self._most, arrival, admission)
+        if is_kept is None:
+            self._keep_uncommon(arrival, admission)
+        elif not is_kept:
+            self._writer.lose(admission.came_us)
+        elif self._writer.thread is None:
+            self._writer.ensure()
+
+    def _keep_uncommon(self, arrival: Arrival, admission: Admission) -> None:
         if admission.refusal is not None or (admission.shadows and _would_deny(admission)):
             weight, most = 1.0, self._most
         elif random() >= self._sample:

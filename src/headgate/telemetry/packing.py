@@ -1,5 +1,6 @@
 """What is kept of a decision until there is time to make a record of it: one string of bytes, which any process can
-read, and which the garbage collector never looks at. This is what a rejection costs its request."""
+read, and which the garbage collector never looks at. This is what a rejection costs its request: what most of them are
+is packed by `_packing.c`, where that is compiled."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from itertools import count
 from marshal import dumps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from headgate._compiled import compiled
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections import deque
+    from collections.abc import Callable, Sequence
 
     from headgate.adapters.way import Admission, Arrival
     from headgate.limits import Limit
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
     from headgate.policy.snapshot import CompiledRule, Resolution, RoutePlan
     from headgate.telemetry.clients import Clients
 
-__all__ = ["EDITIONS", "FORMAT", "Labels", "Packer", "packed_loss"]
+__all__ = ["EDITIONS", "FORMAT", "Labels", "Packer", "keep", "packed_loss", "plain_keep"]
 
 FORMAT: Final = 2
 """Of marshal: the newest that spends no time on finding what stands there twice."""
@@ -41,11 +45,41 @@ class _Place(NamedTuple):
     packed: bytes
 
 
+def plain_keep(
+    places: dict[Any, _Place], queue: deque[Any], most: int, arrival: Arrival, admission: Admission, /
+) -> bool | None:
+    """Put what most rejections are into the queue: those by limits that are everybody's, and by the store's own answer;
+    whether there was room. None for all others."""
+    resolution, decision = admission.resolution, admission.decision
+    if admission.refusal is None or resolution is None or decision is None or decision.degraded is not None:
+        return None
+    route, keys, _, rules, who, tier, _, _ = resolution
+    place = places.get(route if tier is None else (route, tier))
+    if place is None or place.rules is not rules:
+        return None
+    if place.limits is not None and place.limits != tuple([key.limit for key in keys]):
+        return None
+    fields: Any = admission.came_us, arrival.method, place.packed, who, decision.verdicts
+    try:
+        packed = dumps(fields, FORMAT)
+    except ValueError:  # an identity, most likely, that is a kind of text of the app's own
+        return None
+    if len(queue) >= most:
+        return False
+    queue.append(packed)
+    return True
+
+
+keep: Callable[[dict[Any, _Place], deque[Any], int, Any, Any], bool | None] = getattr(
+    compiled("headgate.telemetry._packing"), "keep", plain_keep
+)
+
+
 class Packer:
     """Packs the decisions of one process. Any number of threads may."""
 
     def __init__(self) -> None:
-        self._places: dict[Any, _Place] = {}
+        self.places: dict[Any, _Place] = {}
         """By the route, or route and tier where there is one: to make a pair takes as long as to look it up."""
         self._limits: dict[tuple[int, int], tuple[Any, bytes]] = {}
         """What is the same for all denials by a limit, with the limit."""
@@ -55,30 +89,36 @@ class Packer:
         self._learnt_since = time.monotonic()
 
     def pack(self, arrival: Arrival, admission: Admission, resolution: Resolution, weight: float) -> bytes:
+        """Any decision."""
         route, keys, cost, rules, who, tier, _, block = resolution
         now_us = admission.came_us
-        place = self._places.get(route if tier is None else (route, tier))
+        place = self.places.get(route if tier is None else (route, tier))
         if place is None:
             place = self._learn_place(route, tier)
         decision = admission.decision
         fields: Any
         if decision is None:
             note = None if block is None else block.reason or ""
-            fields = now_us, arrival.method, place[2], note, weight, None, None, 0, who, (), (), ()
-        elif (
-            admission.refusal is None
-            or decision.degraded is not None
-            or place[0] is not rules
-            or (place[1] is not None and place[1] != tuple([key[0] for key in keys]))
-        ):
+            fields = now_us, arrival.method, place.packed, note, weight, None, None, 0, who, (), (), ()
+        else:
             limits = [self._limit(rule, key[0]) for rule, key in zip(rules, keys, strict=True)]
             shadows = _refusing(admission) if admission.shadows else ()
             allowed, verdicts = decision.allowed, decision.verdicts
             why = decision.degraded
-            fields = now_us, arrival.method, place[2], None, weight, allowed, why, cost, who, limits, verdicts, shadows
-        else:
-            # What most rejections are: by limits that are everybody's, and by the store's own answer.
-            fields = now_us, arrival.method, place[2], who, decision.verdicts
+            fields = (
+                now_us,
+                arrival.method,
+                place.packed,
+                None,
+                weight,
+                allowed,
+                why,
+                cost,
+                who,
+                limits,
+                verdicts,
+                shadows,
+            )
         try:
             return dumps(fields, FORMAT)
         except ValueError:  # an identity, most likely, that is a kind of text of the app's own
@@ -107,7 +147,7 @@ class Packer:
         packed = dumps((*head, route.costs if route.rules else 0, said), FORMAT)
         has_others = route.has_overrides
         place = _Place(route.rules, limits if has_others else None, packed)
-        self._places[route if tier is None else (route, tier)] = place
+        self.places[route if tier is None else (route, tier)] = place
         return place
 
     def _limit(self, compiled: CompiledRule, limit: Limit) -> bytes:
@@ -129,11 +169,11 @@ class Packer:
 
     def _forget_some(self) -> None:
         now = time.monotonic()
-        if now - self._learnt_since > STALE or len(self._limits) >= MOST_KNOWN or len(self._places) >= MOST_KNOWN:
+        if now - self._learnt_since > STALE or len(self._limits) >= MOST_KNOWN or len(self.places) >= MOST_KNOWN:
             self._learnt_since = now
             newest = max(self._policies.items(), key=lambda each: each[1][1], default=None)
             self._policies = dict([newest] if newest is not None else [])
-            self._places.clear()
+            self.places.clear()
             self._limits.clear()
 
 

@@ -1,4 +1,4 @@
-/* Whole numbers of C and of Python, one made of the other. */
+/* What the modules in C have in common: whole numbers of C and of Python, one made of the other, and how to look up. */
 #ifndef HEADGATE_PYTHON_H
 #define HEADGATE_PYTHON_H
 
@@ -6,7 +6,7 @@
 #include <Python.h>
 #include <stdbool.h>
 
-#include "_exact.h"
+#include "algorithms/_exact.h"
 
 enum { WHOLE_BYTES = sizeof(whole) };
 
@@ -48,6 +48,19 @@ made_whole(whole number)
     return PyLong_FromNativeBytes(&number, WHOLE_BYTES, -1);
 #else
     return _PyLong_FromByteArray((unsigned char *)&number, WHOLE_BYTES, PY_LITTLE_ENDIAN, 1);
+#endif
+}
+
+/* A new reference to what a dict has under that name: others may take it out of there while it is used. False where it
+ * has nothing, or an exception was raised. */
+static inline bool
+found(PyObject *dict, PyObject *name, PyObject **value)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    return PyDict_GetItemRef(dict, name, value) > 0;
+#else
+    *value = Py_XNewRef(PyDict_GetItemWithError(dict, name));
+    return *value != NULL;
 #endif
 }
 

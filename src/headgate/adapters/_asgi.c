@@ -1,0 +1,470 @@
+/* What an ASGI server hands over, and what goes back to it, in C. Mirrors asgi.py, which says what it means; a path
+ * that is not simply one is left to mounts.py. */
+#include "../_python.h"
+
+#include <structmember.h>
+
+typedef struct {
+    PyTypeObject *arrival_type;
+    PyTypeObject *answer_type;
+    PyObject *placed;
+    PyObject *method;
+    PyObject *path;
+    PyObject *root_path;
+    PyObject *client;
+    PyObject *headers;
+    PyObject *type;
+} Names;
+
+static struct PyModuleDef MODULE;
+
+static const Names *
+known_to(PyObject *self)
+{
+    return PyModule_GetState(PyType_GetModuleByDef(Py_TYPE(self), &MODULE));
+}
+
+/* False where it has nothing of that name, or an exception was raised. A dict, or whatever else is a mapping. */
+static bool
+looked_up(PyObject *mapping, PyObject *name, PyObject **value)
+{
+    if (PyDict_CheckExact(mapping)) {
+        return found(mapping, name, value);
+    }
+    *value = PyObject_GetItem(mapping, name);
+    if (*value == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+    }
+    return *value != NULL;
+}
+
+/* -- AsgiArrival --------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *native;
+    PyObject *method;
+    PyObject *path;
+    PyObject *below;
+    PyObject *peer;
+} Arrival;
+
+static bool
+is_plain(PyObject *path)
+{
+    return PyUnicode_Check(path) && PyUnicode_GET_LENGTH(path) > 0 && PyUnicode_READ_CHAR(path, 0) == '/';
+}
+
+/* The path from the server's root on, and that below the mount, as mounts.py tells them. */
+static bool
+place(const Names *known, Arrival *self, PyObject *path, PyObject *root)
+{
+    PyObject *both = PyObject_CallFunctionObjArgs(known->placed, path, root, NULL);
+    bool is_pair = both != NULL && PyTuple_Check(both) && PyTuple_GET_SIZE(both) == 2;
+    if (is_pair) {
+        Py_XSETREF(self->path, Py_NewRef(PyTuple_GET_ITEM(both, 0)));
+        Py_XSETREF(self->below, Py_NewRef(PyTuple_GET_ITEM(both, 1)));
+    }
+    else if (both != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a path is told as a pair");
+    }
+    Py_XDECREF(both);
+    return is_pair;
+}
+
+static bool
+find_path(const Names *known, Arrival *self, PyObject *scope, PyObject *given_root)
+{
+    PyObject *path = PyObject_GetItem(scope, known->path), *root = NULL;
+    if (path == NULL) {
+        return false;
+    }
+    int has_root = PyObject_IsTrue(given_root);
+    if (has_root > 0) {
+        root = Py_NewRef(given_root);
+    }
+    else if (has_root == 0 && looked_up(scope, known->root_path, &root)) {
+        has_root = PyObject_IsTrue(root);
+    }
+    bool is_found = has_root >= 0 && !PyErr_Occurred();
+    if (is_found && !has_root && is_plain(path)) {
+        Py_XSETREF(self->path, Py_NewRef(path));
+        Py_XSETREF(self->below, Py_NewRef(Py_None));
+    }
+    else if (is_found) {
+        is_found = place(known, self, path, has_root ? root : given_root);
+    }
+    Py_DECREF(path);
+    Py_XDECREF(root);
+    return is_found;
+}
+
+static bool
+find_peer(const Names *known, Arrival *self, PyObject *scope)
+{
+    PyObject *client = NULL, *peer = NULL;
+    int is_known = looked_up(scope, known->client, &client) ? PyObject_IsTrue(client) : 0;
+    if (is_known > 0) {
+        peer = PySequence_GetItem(client, 0);
+    }
+    Py_XDECREF(client);
+    if (PyErr_Occurred()) {
+        return false;
+    }
+    Py_XSETREF(self->peer, peer == NULL ? Py_NewRef(Py_None) : peer);
+    return true;
+}
+
+static int
+arrival_init(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"scope", "root", NULL};
+    PyObject *scope, *root = NULL, *method = NULL, *none = PyUnicode_FromString("");
+    Arrival *self = (Arrival *)object;
+    const Names *known = known_to(object);
+    bool is_made = false;
+    if (none != NULL && PyArg_ParseTupleAndKeywords(args, kwargs, "O|U", names, &scope, &root)) {
+        if (!looked_up(scope, known->method, &method) && !PyErr_Occurred()) {
+            method = PyUnicode_FromString("GET");
+        }
+        if (method != NULL) {
+            Py_XSETREF(self->native, Py_NewRef(scope));
+            Py_XSETREF(self->method, Py_NewRef(method));
+            is_made = find_path(known, self, scope, root == NULL ? none : root) && find_peer(known, self, scope);
+        }
+    }
+    Py_XDECREF(method);
+    Py_XDECREF(none);
+    return is_made ? 0 : -1;
+}
+
+static bool
+append_line(PyObject *lines, PyObject *pair, const char *wanted, Py_ssize_t length)
+{
+    PyObject *name, *value;
+    if (PySequence_Fast_GET_SIZE(pair) != 2 || !PyBytes_Check(name = PySequence_Fast_GET_ITEM(pair, 0)) ||
+        !PyBytes_Check(value = PySequence_Fast_GET_ITEM(pair, 1))) {
+        PyErr_SetString(PyExc_TypeError, "a header is a pair of bytes");
+        return false;
+    }
+    if (PyBytes_GET_SIZE(name) != length || memcmp(PyBytes_AS_STRING(name), wanted, (size_t)length) != 0) {
+        return true;
+    }
+    PyObject *line = PyUnicode_DecodeLatin1(PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value), NULL);
+    bool is_appended = line != NULL && PyList_Append(lines, line) == 0;
+    Py_XDECREF(line);
+    return is_appended;
+}
+
+PyDoc_STRVAR(header_doc, "header($self, name, /)\n--\n\n"
+                         "The values of all lines of a header; the name in lower case.");
+
+static PyObject *
+arrival_header(PyObject *object, PyObject *name)
+{
+    Py_ssize_t length;
+    const char *wanted = PyUnicode_AsUTF8AndSize(name, &length);
+    PyObject *native = ((Arrival *)object)->native;
+    if (wanted == NULL || native == NULL) {
+        return wanted == NULL ? NULL : PyErr_Format(PyExc_AttributeError, "native");
+    }
+    PyObject *headers = PyObject_GetItem(native, known_to(object)->headers), *lines = NULL;
+    if (headers != NULL) {
+        Py_SETREF(headers, PySequence_Fast(headers, "headers are a sequence"));
+        lines = headers == NULL ? NULL : PyList_New(0);
+    }
+    for (Py_ssize_t index = 0; lines != NULL && index < PySequence_Fast_GET_SIZE(headers); index++) {
+        PyObject *pair = PySequence_Fast(PySequence_Fast_GET_ITEM(headers, index), "a header is a pair of bytes");
+        if (pair == NULL || !append_line(lines, pair, wanted, length)) {
+            Py_CLEAR(lines);
+        }
+        Py_XDECREF(pair);
+    }
+    Py_XDECREF(headers);
+    return lines;
+}
+
+static int
+arrival_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Arrival *self = (Arrival *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->native);
+    Py_VISIT(self->method);
+    Py_VISIT(self->path);
+    Py_VISIT(self->below);
+    Py_VISIT(self->peer);
+    return 0;
+}
+
+static int
+arrival_clear(PyObject *object)
+{
+    Arrival *self = (Arrival *)object;
+    Py_CLEAR(self->native);
+    Py_CLEAR(self->method);
+    Py_CLEAR(self->path);
+    Py_CLEAR(self->below);
+    Py_CLEAR(self->peer);
+    return 0;
+}
+
+static void
+arrival_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    arrival_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef ARRIVAL_METHODS[] = {
+    {"header", arrival_header, METH_O, header_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef ARRIVAL_MEMBERS[] = {
+    {"native", T_OBJECT_EX, offsetof(Arrival, native), 0, NULL},
+    {"method", T_OBJECT_EX, offsetof(Arrival, method), 0, NULL},
+    {"path", T_OBJECT_EX, offsetof(Arrival, path), 0, NULL},
+    {"below", T_OBJECT_EX, offsetof(Arrival, below), 0, NULL},
+    {"peer", T_OBJECT_EX, offsetof(Arrival, peer), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot ARRIVAL_SLOTS[] = {
+    {Py_tp_init, arrival_init},
+    {Py_tp_traverse, arrival_traverse},
+    {Py_tp_clear, arrival_clear},
+    {Py_tp_dealloc, arrival_dealloc},
+    {Py_tp_methods, ARRIVAL_METHODS},
+    {Py_tp_members, ARRIVAL_MEMBERS},
+    {Py_tp_doc, "AsgiArrival(scope, root='')\n--\n\nA request, or the handshake of a websocket."},
+    {0, NULL},
+};
+
+static PyType_Spec ARRIVAL = {
+    .name = "headgate.adapters._asgi.AsgiArrival",
+    .basicsize = sizeof(Arrival),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = ARRIVAL_SLOTS,
+};
+
+/* -- TellingSend: what an app sends, with the fields of its admission ---------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *send;
+    PyObject *admission;
+} Answer;
+
+static bool
+begins_answer(PyObject *kind)
+{
+    static const char *const kinds[] = {"http.response.start", "websocket.accept", "websocket.http.response.start"};
+    for (size_t index = 0; PyUnicode_Check(kind) && index < sizeof(kinds) / sizeof(kinds[0]); index++) {
+        if (PyUnicode_CompareWithASCIIString(kind, kinds[index]) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The message with the admission's fields behind its own. The app's own message stays as it is. */
+static PyObject *
+with_fields(const Names *known, PyObject *message, PyObject *admission)
+{
+    PyObject *own = NULL, *changed = NULL, *fields = NULL, *all = NULL;
+    if (looked_up(message, known->headers, &own)) {
+        all = PySequence_List(own);
+    }
+    else if (!PyErr_Occurred()) {
+        all = PyList_New(0);
+    }
+    fields = all == NULL ? NULL : PyObject_GetAttr(admission, known->headers);
+    if (fields != NULL && PyList_SetSlice(all, PyList_GET_SIZE(all), PyList_GET_SIZE(all), fields) == 0) {
+        changed = PyDict_New();
+    }
+    if (changed != NULL &&
+        (PyDict_Update(changed, message) < 0 || PyDict_SetItem(changed, known->headers, all) < 0)) {
+        Py_CLEAR(changed);
+    }
+    Py_XDECREF(own);
+    Py_XDECREF(fields);
+    Py_XDECREF(all);
+    return changed;
+}
+
+static PyObject *
+answer_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    const Answer *self = (const Answer *)object;
+    if (PyVectorcall_NARGS(flags) != 1 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "send(message)");
+        return NULL;
+    }
+    const Names *known = known_to(object);
+    PyObject *kind = PyObject_GetItem(args[0], known->type);
+    if (kind == NULL) {
+        return NULL;
+    }
+    bool is_beginning = begins_answer(kind);
+    Py_DECREF(kind);
+    if (!is_beginning) {
+        return PyObject_CallOneArg(self->send, args[0]);
+    }
+    PyObject *message = with_fields(known, args[0], self->admission);
+    PyObject *sent = message == NULL ? NULL : PyObject_CallOneArg(self->send, message);
+    Py_XDECREF(message);
+    return sent;
+}
+
+static PyObject *
+answer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"send", "admission", NULL};
+    PyObject *send, *admission;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO", names, &send, &admission)) {
+        return NULL;
+    }
+    Answer *self = (Answer *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->call = answer_call;
+        self->send = Py_NewRef(send);
+        self->admission = Py_NewRef(admission);
+    }
+    return (PyObject *)self;
+}
+
+static int
+answer_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((Answer *)object)->send);
+    Py_VISIT(((Answer *)object)->admission);
+    return 0;
+}
+
+static int
+answer_clear(PyObject *object)
+{
+    Py_CLEAR(((Answer *)object)->send);
+    Py_CLEAR(((Answer *)object)->admission);
+    return 0;
+}
+
+static void
+answer_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    answer_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMemberDef ANSWER_MEMBERS[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Answer, call), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot ANSWER_SLOTS[] = {
+    {Py_tp_new, answer_new},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_traverse, answer_traverse},
+    {Py_tp_clear, answer_clear},
+    {Py_tp_dealloc, answer_dealloc},
+    {Py_tp_members, ANSWER_MEMBERS},
+    {Py_tp_doc, "TellingSend(send, admission)\n--\n\nSends what the app sends, with the fields of its admission."},
+    {0, NULL},
+};
+
+static PyType_Spec ANSWER = {
+    .name = "headgate.adapters._asgi.TellingSend",
+    .basicsize = sizeof(Answer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = ANSWER_SLOTS,
+};
+
+/* -- The module ---------------------------------------------------------------------------------------------------- */
+
+static int
+begin(PyObject *module)
+{
+    Names *known = PyModule_GetState(module);
+    const struct {
+        PyObject **name;
+        const char *text;
+    } names[] = {
+        {&known->method, "method"}, {&known->path, "path"},       {&known->root_path, "root_path"},
+        {&known->client, "client"}, {&known->headers, "headers"}, {&known->type, "type"},
+    };
+    for (size_t index = 0; index < sizeof(names) / sizeof(names[0]); index++) {
+        *names[index].name = PyUnicode_InternFromString(names[index].text);
+        if (*names[index].name == NULL) {
+            return -1;
+        }
+    }
+    PyObject *mounts = PyImport_ImportModule("headgate.adapters.mounts");
+    known->placed = mounts == NULL ? NULL : PyObject_GetAttrString(mounts, "placed");
+    Py_XDECREF(mounts);
+    known->arrival_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ARRIVAL, NULL);
+    known->answer_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ANSWER, NULL);
+    if (known->placed == NULL || known->arrival_type == NULL || known->answer_type == NULL) {
+        return -1;
+    }
+    return PyModule_AddType(module, known->arrival_type) < 0 ? -1 : PyModule_AddType(module, known->answer_type);
+}
+
+static int
+visit(PyObject *module, visitproc visit, void *arg)
+{
+    Names *known = PyModule_GetState(module);
+    Py_VISIT(known->arrival_type);
+    Py_VISIT(known->answer_type);
+    Py_VISIT(known->placed);
+    return 0;
+}
+
+static int
+clear(PyObject *module)
+{
+    Names *known = PyModule_GetState(module);
+    Py_CLEAR(known->arrival_type);
+    Py_CLEAR(known->answer_type);
+    Py_CLEAR(known->placed);
+    Py_CLEAR(known->method);
+    Py_CLEAR(known->path);
+    Py_CLEAR(known->root_path);
+    Py_CLEAR(known->client);
+    Py_CLEAR(known->headers);
+    Py_CLEAR(known->type);
+    return 0;
+}
+
+static void
+end(void *module)
+{
+    clear(module);
+}
+
+static PyModuleDef_Slot MODULE_SLOTS[] = {{Py_mod_exec, begin}, KEEPS_TO_ITSELF, {0, NULL}};
+
+static struct PyModuleDef MODULE = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "headgate.adapters._asgi",
+    .m_doc = "What an ASGI server hands over, and what goes back to it, compiled.",
+    .m_size = sizeof(Names),
+    .m_slots = MODULE_SLOTS,
+    .m_traverse = visit,
+    .m_clear = clear,
+    .m_free = end,
+};
+
+PyMODINIT_FUNC
+PyInit__asgi(void)
+{
+    return PyModuleDef_Init(&MODULE);
+}
