@@ -260,7 +260,7 @@ def test_a_resolver_that_hangs_keeps_nobody_waiting(store: ConfigStore, resolver
         each.join()
     assert len(waits) == len(asking)
     assert max(waits) < SOON
-    assert len(resolving()) - before < 5, "they have waited for the same answer"
+    assert len(resolving()) - before < len(asking) // 2, "they have waited for the same answer"
     at = time.monotonic()
     ask()
     assert time.monotonic() - at < SILENCE / 2, "who comes then need not find out by waiting"
