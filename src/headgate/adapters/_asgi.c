@@ -6,7 +6,7 @@
 
 typedef struct {
     PyTypeObject *arrival_type;
-    PyTypeObject *answer_type;
+    PyTypeObject *telling_type;
     PyObject *placed;
     PyObject *method;
     PyObject *path;
@@ -258,7 +258,7 @@ typedef struct {
     vectorcallfunc call;
     PyObject *send;
     PyObject *admission;
-} Answer;
+} Telling;
 
 static bool
 begins_answer(PyObject *kind)
@@ -298,9 +298,9 @@ with_fields(const Names *known, PyObject *message, PyObject *admission)
 }
 
 static PyObject *
-answer_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
-    const Answer *self = (const Answer *)object;
+    const Telling *self = (const Telling *)object;
     if (PyVectorcall_NARGS(flags) != 1 || names != NULL) {
         PyErr_SetString(PyExc_TypeError, "send(message)");
         return NULL;
@@ -322,16 +322,16 @@ answer_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *nam
 }
 
 static PyObject *
-answer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+telling_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"send", "admission", NULL};
     PyObject *send, *admission;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO", names, &send, &admission)) {
         return NULL;
     }
-    Answer *self = (Answer *)type->tp_alloc(type, 0);
+    Telling *self = (Telling *)type->tp_alloc(type, 0);
     if (self != NULL) {
-        self->call = answer_call;
+        self->call = telling_call;
         self->send = Py_NewRef(send);
         self->admission = Py_NewRef(admission);
     }
@@ -339,53 +339,53 @@ answer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static int
-answer_traverse(PyObject *object, visitproc visit, void *arg)
+telling_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((Answer *)object)->send);
-    Py_VISIT(((Answer *)object)->admission);
+    Py_VISIT(((Telling *)object)->send);
+    Py_VISIT(((Telling *)object)->admission);
     return 0;
 }
 
 static int
-answer_clear(PyObject *object)
+telling_clear(PyObject *object)
 {
-    Py_CLEAR(((Answer *)object)->send);
-    Py_CLEAR(((Answer *)object)->admission);
+    Py_CLEAR(((Telling *)object)->send);
+    Py_CLEAR(((Telling *)object)->admission);
     return 0;
 }
 
 static void
-answer_dealloc(PyObject *object)
+telling_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    answer_clear(object);
+    telling_clear(object);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
-static PyMemberDef ANSWER_MEMBERS[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Answer, call), READONLY, NULL},
+static PyMemberDef TELLING_MEMBERS[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Telling, call), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot ANSWER_SLOTS[] = {
-    {Py_tp_new, answer_new},
+static PyType_Slot TELLING_SLOTS[] = {
+    {Py_tp_new, telling_new},
     {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_traverse, answer_traverse},
-    {Py_tp_clear, answer_clear},
-    {Py_tp_dealloc, answer_dealloc},
-    {Py_tp_members, ANSWER_MEMBERS},
+    {Py_tp_traverse, telling_traverse},
+    {Py_tp_clear, telling_clear},
+    {Py_tp_dealloc, telling_dealloc},
+    {Py_tp_members, TELLING_MEMBERS},
     {Py_tp_doc, "TellingSend(send, admission)\n--\n\nSends what the app sends, with the fields of its admission."},
     {0, NULL},
 };
 
-static PyType_Spec ANSWER = {
+static PyType_Spec TELLING = {
     .name = "headgate.adapters._asgi.TellingSend",
-    .basicsize = sizeof(Answer),
+    .basicsize = sizeof(Telling),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = ANSWER_SLOTS,
+    .slots = TELLING_SLOTS,
 };
 
 /* -- The module ---------------------------------------------------------------------------------------------------- */
@@ -411,11 +411,11 @@ begin(PyObject *module)
     known->placed = mounts == NULL ? NULL : PyObject_GetAttrString(mounts, "placed");
     Py_XDECREF(mounts);
     known->arrival_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ARRIVAL, NULL);
-    known->answer_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ANSWER, NULL);
-    if (known->placed == NULL || known->arrival_type == NULL || known->answer_type == NULL) {
+    known->telling_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &TELLING, NULL);
+    if (known->placed == NULL || known->arrival_type == NULL || known->telling_type == NULL) {
         return -1;
     }
-    return PyModule_AddType(module, known->arrival_type) < 0 ? -1 : PyModule_AddType(module, known->answer_type);
+    return PyModule_AddType(module, known->arrival_type) < 0 ? -1 : PyModule_AddType(module, known->telling_type);
 }
 
 static int
@@ -423,7 +423,7 @@ visit(PyObject *module, visitproc visit, void *arg)
 {
     Names *known = PyModule_GetState(module);
     Py_VISIT(known->arrival_type);
-    Py_VISIT(known->answer_type);
+    Py_VISIT(known->telling_type);
     Py_VISIT(known->placed);
     return 0;
 }
@@ -433,7 +433,7 @@ clear(PyObject *module)
 {
     Names *known = PyModule_GetState(module);
     Py_CLEAR(known->arrival_type);
-    Py_CLEAR(known->answer_type);
+    Py_CLEAR(known->telling_type);
     Py_CLEAR(known->placed);
     Py_CLEAR(known->method);
     Py_CLEAR(known->path);

@@ -92,6 +92,7 @@ class DecisionLog:
             self._writer.ensure()
 
     def _keep_uncommon(self, arrival: Arrival, admission: Admission) -> None:
+        """The same for what passed, and for a rejection of which there is more to say, or nothing known yet."""
         if admission.refusal is not None or (admission.shadows and _would_deny(admission)):
             weight, most = 1.0, self._most
         elif random() >= self._sample:

@@ -103,22 +103,8 @@ class Packer:
         else:
             limits = [self._limit(rule, key[0]) for rule, key in zip(rules, keys, strict=True)]
             shadows = _refusing(admission) if admission.shadows else ()
-            allowed, verdicts = decision.allowed, decision.verdicts
-            why = decision.degraded
-            fields = (
-                now_us,
-                arrival.method,
-                place.packed,
-                None,
-                weight,
-                allowed,
-                why,
-                cost,
-                who,
-                limits,
-                verdicts,
-                shadows,
-            )
+            said = decision.allowed, decision.degraded, cost, who, limits, decision.verdicts, shadows
+            fields = now_us, arrival.method, place.packed, None, weight, *said
         try:
             return dumps(fields, FORMAT)
         except ValueError:  # an identity, most likely, that is a kind of text of the app's own
