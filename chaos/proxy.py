@@ -164,6 +164,9 @@ class _Passage(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._node = transport
+        if self._door.weather.kind == "refused":  # it was taken in the moment when the door was closed
+            self.reset()
+            return
         self._door.passages.add(self)
         self._connecting = asyncio.create_task(self._connect())
 

@@ -340,7 +340,8 @@ class _Sentinel(RedisServer):
             f"dir {self.directory}\n"
             f"sentinel monitor {as_name} {HOST} {watches.port} 2\n"
             f"sentinel down-after-milliseconds {as_name} 2000\n"  # 1000 brings a second failover
-            f"sentinel failover-timeout {as_name} 10000\n"
+            # Where the sentinels cannot agree who leads, they try again after twice this time.
+            f"sentinel failover-timeout {as_name} 5000\n"
         )
 
     def _command(self) -> list[str]:

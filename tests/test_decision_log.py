@@ -397,6 +397,13 @@ def test_what_passed_leaves_half_of_the_queue_to_rejections(open_log: Callable[.
     assert len(log._queue) == 20
 
 
+def test_a_bound_may_be_larger_than_any_queue(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
+    log = open_log(most=10**30)
+    Traffic("limits: [{by: ip, bucket: 1/hour}]", log).send(times=4)
+    assert log.flush()
+    assert len(sink.records) == 3
+
+
 def test_a_sink_that_hangs_holds_up_nobody(open_log: Callable[..., DecisionLog]) -> None:
     class Hanging(Kept):
         def __init__(self) -> None:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from faults import LONG, SLACK, Gate, Proxy, key_of, paused, stored, timed
+from faults import LONG, SLACK, Gate, Proxy, key_of, paused, reach, stored, timed
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter, StoreError, StoreTimeout, StoreUnavailable
 from servers import HOST, RedisServer, wait_until
@@ -191,7 +191,7 @@ def test_a_crowd_is_not_kept_waiting_one_after_the_other(
 ) -> None:
     budget = 0.02
     gate, key = open_gate(server.url, on_failure="open", budget=budget), key_of(unique)
-    gate.check(key)
+    reach(gate, key)
     with paused(server):
         told = timed(lambda: gate.at_once(*[(key,)] * 1_000))
     assert all(answer.allowed and answer.degraded for answer in told.answer)
@@ -216,6 +216,7 @@ def test_what_ran_out_of_time_is_not_asked_twice(
     servers = server if kind == "standalone" else request.getfixturevalue(kind)
     key = key_of(unique)
     gate = open_gate(servers.url, budget=0.05)
+    reach(gate, key)
     assert gate.check(key).remaining == 99
     primary = {
         "standalone": lambda: server,
@@ -274,6 +275,7 @@ def test_a_line_that_failed_is_not_trusted_again(
 ) -> None:
     """An answer that comes late, or with others, must not answer the next question."""
     gate, wrong, right = open_gate(server.url, budget=0.1), key_of(unique, "wrong"), key_of(unique, "right")
+    reach(gate, right)
     gate.check(right, cost=40)
     for _ in range(5):
         with paused(server):
@@ -334,7 +336,7 @@ def test_signals_that_keep_coming_do_not_stretch_the_budget(server: RedisServer,
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     sending = threading.Thread(target=keep_sending)
     with Limiter(server.url, budget=budget) as limiter:
-        limiter.check(key_of(unique))
+        reach(limiter, key_of(unique))
         resuming = threading.Timer(5, server.resume)
         with paused(server):
             resuming.start()

@@ -228,7 +228,7 @@ def test_a_limiter_that_is_used_after_it_was_closed_has_no_breaker_to_get_stuck_
     server: RedisServer, unique: str
 ) -> None:
     limiter, key = Limiter(server.url, on_failure="open", budget=BUDGET), key_of(unique)
-    limiter.check(key)
+    wait_until(lambda: is_exact(limiter, key), "a connection")
     limiter.close()
     with paused(server):
         for _ in range(8):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
-from faults import SLACK, Gate, Looped, Threaded, key_of, stored, timed
+from faults import SLACK, Gate, Looped, Threaded, key_of, reach, stored, timed
 from redis.crc import key_slot
 
 from headgate import Decision, Key, Limiter, StoreTimeout, StoreUnavailable
@@ -316,6 +316,8 @@ def test_a_move_to_a_server_that_stalls_is_not_asked_twice(
     with migration_of(cluster, stored(key)) as migration:
         others = (key_of(unique, f"other-{number}") for number in count())
         on_target = next(other for other in others if cluster.primary_for(stored(other)) is migration.target)
+        reach(gate, key)
+        reach(gate, on_target)
         gate.check(key)
         gate.check(on_target)  # so that there is a connection, and the script is known
         migration.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import weakref
 from random import random
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
@@ -57,8 +58,8 @@ class DecisionLog:
         clients = Clients(secret, show=show)
         self._sample = _checked_sample(sample)
         self._weight = 1 / sample if sample else 0.0
-        self._most = _checked_whole("most", most)
-        self._most_passed = most // 2
+        self._most = min(_checked_whole("most", most), sys.maxsize)
+        self._most_passed = self._most // 2
         """Rejections matter more: of a queue for both, what passed gets half."""
         opened = open_sink(sink) if isinstance(sink, str) else sink
         size = _checked_whole("batch", getattr(opened, "batch", 1000) if batch is None else batch)
