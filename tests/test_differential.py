@@ -19,7 +19,7 @@ from headgate import Decision, InvalidLimit, Key, Limit, ScriptError
 from headgate.algorithms import NEVER
 from headgate.stores.calls import Call, Check, Leave, Refund, Renew, Reset
 from headgate.stores.memory import MemoryStore
-from headgate.stores.redis.wire import CALLER_MARGIN_MS, MOST_PACKED, SERVER_MARGIN_MS, Undo, Wire, decode
+from headgate.stores.redis.wire import CALLER_MARGIN_MS, MOST_PACKED, SERVER_MARGIN_MS, Command, Undo, Wire, decode
 from headgate.testing import FakeClock
 from model import Model, Plan, Subject
 
@@ -523,6 +523,53 @@ def test_what_goes_alone_is_packed_as_it_is_among_others(who: str, cost: Any) ->
         check = Check(tuple([limit.by(who) for limit in met]), cost)
         for _ in range(2):  # also when it is kept
             assert wire.pack_alone(check) == wire.encode_checks([check]).pack()
+
+
+SHAPED = tuple(limit_of("gcra", 5, 1, name=name) for name in "abc")
+
+
+def told_of(command: Command) -> list[tuple[str | None, list[tuple[str, int]]]]:
+    """What a script is told of each request: its lease, and the keys with the cost on each, whose limits must fit."""
+    _, _, count, *args = command.args
+    names = [limit.name for key in command.keys for limit in SHAPED if key.startswith(f"headgate:{limit.space}:")]
+    described, groups, keys = args[: 5 * count], args[5 * count :], iter(zip(command.keys, names, strict=True))
+    assert all(tuple(described[at : at + 2]) == ("gcra", 5) for at in range(0, len(described), 5))
+    limits: dict[int, str] = {}
+    told = []
+    while groups:
+        size, lease, length, *groups = groups
+        pairs, groups = groups[: 2 * length], groups[2 * length :]
+        for _ in range(size):
+            request = [(next(keys), pairs[at], pairs[at + 1]) for at in range(0, 2 * length, 2)]
+            for (_, name), index, _ in request:
+                assert limits.setdefault(index, name) == name
+            told.append((lease or None, [(key, cost) for (key, _), _, cost in request]))
+    assert len({*limits.values()}) == len(limits) == count
+    assert next(keys, None) is None
+    return told
+
+
+def test_a_batch_says_of_each_request_what_it_meets() -> None:
+    draw, wire = Random(5), Wire("headgate", None)
+    a, b, _ = SHAPED
+    # Of other lengths, and yet the same limits one after the other.
+    batches = [[Check((a.by("x"), b.by("x")), 1), Check((a.by("x"),), 1), Check((b.by("x"), a.by("x"), b.by("y")), 1)]]
+    for _ in range(500):
+        met, cost, lease = draw.sample(SHAPED, draw.randint(1, 3)), draw.choice([0, 1, 99]), None
+        batch = []
+        for _ in range(draw.randint(2, 5)):
+            if draw.random() < 0.2:
+                met, cost = draw.sample(SHAPED, draw.randint(1, 3)), draw.choice([0, 1, (1, 2, 3)[: len(met)]])
+            if isinstance(cost, tuple) and len(cost) != len(met):
+                cost = 2
+            lease = draw.choice([None] * 9 + ["lease"])
+            batch.append(Check(tuple(limit.by(draw.choice("xyz")) for limit in met), cost, lease))
+        batches.append(batch)
+    for checks in batches:
+        assert told_of(wire.encode_checks(checks)) == [
+            (check.id, [(wire.name(key), min(cost, 6)) for key, cost in zip(check.keys, check.costs, strict=True)])
+            for check in checks
+        ]
 
 
 def test_what_takes_a_lease_or_brings_the_time_goes_the_long_way() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import repeat
+from itertools import chain, repeat
 from operator import add
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -167,17 +167,28 @@ class Wire:
 
     def encode_checks(self, checks: Sequence[Check]) -> Command:
         """One script run for all of them. Requests of one shape that follow each other are described once, so that
-        each costs only its key."""
+        each costs only its keys."""
         if len(checks) == 1 and len(checks[0].keys) == 1:
             return self.encode_one(checks[0])
+        shapes = _Shapes()
+        identities = _identities_of_one_shape(checks)
+        if identities is not None:
+            limits = [key.limit for key in checks[0].keys]
+            shapes.add(checks[0], limits, len(checks))
+            keys = [*map(add, self._heads(limits) * len(checks), identities)]
+        else:
+            keys = self._encode_shapes(checks, shapes)
+        meeting = "meeting" if len(set(keys)) < len(keys) else ""
+        args = [self.now(), meeting, len(shapes.indices), *shapes.limits, *shapes.groups]
+        if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
+            keys = [_safe(key) for key in keys]
+        return Command(script("check", tuple(sorted(shapes.algorithms)), self._margin), keys, args, checks)
+
+    def _encode_shapes(self, checks: Sequence[Check], shapes: _Shapes) -> list[str]:
+        """The keys of requests that are not all alike."""
         prefix = self._prefix
         keys: list[str] = []
-        indices: dict[int, int] = {}
-        limit_args: list[Any] = []
-        groups: list[Any] = []
-        algorithms: list[str] = []
         heads: list[str] = []
-        size_at = -1
         limits: tuple[Limit, ...]
         last_limits: tuple[Limit, ...] = ()
         last_cost: Cost = 0
@@ -190,28 +201,18 @@ class Wire:
             else:
                 limits, _, identities = zip(*met, strict=True)
                 if limits != last_limits:
-                    heads = [f"{prefix}{limit.space}:" for limit in limits]
+                    heads = self._heads(limits)
                 keys += map(add, heads, identities)
-            if limits == last_limits and cost == last_cost:
-                groups[size_at] += 1
-                continue
-            last_limits, last_cost = (limits, cost) if lease is None else ((), 0)
-            for limit in limits:
-                if id(limit) not in indices:
-                    indices[id(limit)] = len(indices) + 1
-                    limit_args += (limit.algorithm, *_describe(limit))
-                    if limit.algorithm not in algorithms:
-                        algorithms.append(limit.algorithm)
-            size_at = len(groups)
-            groups += (1, lease or "", len(met))
-            for limit, each in zip(limits, check.costs, strict=True):
-                # A cost that the limit could never bear is unsatisfiable, however large: the script sees no more.
-                groups += (indices[id(limit)], min(each, limit.capacity + 1))
-        meeting = "meeting" if len(set(keys)) < len(keys) else ""
-        args = [self.now(), meeting, len(indices), *limit_args, *groups]
-        if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
-            keys = [_safe(key) for key in keys]
-        return Command(script("check", tuple(sorted(algorithms)), self._margin), keys, args, checks)
+            if lease is None and limits == last_limits and cost == last_cost:
+                shapes.add_another()
+            else:
+                shapes.add(check, limits)
+                last_limits, last_cost = (limits, cost) if lease is None else ((), 0)
+        return keys
+
+    def _heads(self, limits: Sequence[Limit]) -> list[str]:
+        """What the stored keys of these limits begin with."""
+        return [f"{self._prefix}{limit.space}:" for limit in limits]
 
     def encode_other(self, call: Refund | Renew | Leave | Reset | Undo) -> Command:
         if isinstance(call, Reset):
@@ -237,6 +238,47 @@ class Wire:
         charged_us = "" if call.at_us is None else call.at_us
         args = [*head, amount, charged_us, refund_memory_us(call.key) // 1000, "", "", *news]
         return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
+
+
+class _Shapes:
+    """What the script is told of requests: their limits, each once, and how many in a row are of one shape."""
+
+    __slots__ = ("_size_at", "algorithms", "groups", "indices", "limits")
+
+    def __init__(self) -> None:
+        self.indices: dict[int, int] = {}
+        self.limits: list[Any] = []
+        self.groups: list[Any] = []
+        self.algorithms: set[str] = set()
+        self._size_at = -1
+
+    def add(self, check: Check, limits: Sequence[Limit], size: int = 1) -> None:
+        """So many requests like this one."""
+        indices = self.indices
+        for limit in limits:
+            if id(limit) not in indices:
+                indices[id(limit)] = len(indices) + 1
+                self.limits += (limit.algorithm, *_describe(limit))
+                self.algorithms.add(limit.algorithm)
+        self._size_at = len(self.groups)
+        self.groups += (size, check.id or "", len(limits))
+        for limit, each in zip(limits, check.costs, strict=True):
+            # A cost that the limit could never bear is unsatisfiable, however large: the script sees no more.
+            self.groups += (indices[id(limit)], min(each, limit.capacity + 1))
+
+    def add_another(self) -> None:
+        """One more like the last one."""
+        self.groups[self._size_at] += 1
+
+
+def _identities_of_one_shape(checks: Sequence[Check]) -> tuple[str, ...] | None:
+    """Of all keys, one after the other; None where the requests differ in more than these. As a whole, and not request
+    by request: most of the time that several limits take here is spent on taking their keys apart."""
+    all_keys, costs, leases = zip(*checks, strict=True)
+    limits, _, identities = zip(*chain.from_iterable(all_keys), strict=True)
+    size, length = len(checks), len(all_keys[0])
+    is_same = costs.count(costs[0]) == leases.count(None) == [*map(len, all_keys)].count(length) == size
+    return identities if is_same and limits == limits[:length] * size else None
 
 
 def decode(command: Command) -> list[Any]:
