@@ -42,6 +42,7 @@ HOT_KEY = "memory, one hot key"
 HEADERS = "memory, one hot key, with what the headers need"
 MANY_KEYS = "memory, many keys"
 CEILING = "the server's own limit"
+PAIRS = 5
 THREE_LIMITS = f"three limits on one request, {THREE_CALLERS} tasks"
 POLICY = f"a policy of {LARGE}"
 
@@ -162,9 +163,13 @@ class Bench:
         one, three = (self._async_measure(THREE_CALLERS, limits) for limits in ("one", "three"))
 
         def measure(contender: Contender) -> Sample:
-            if contender.name == HEADGATE:  # beside its own single limit, in the same breath
-                self.results.samples[THREE_LIMITS].setdefault(HEADGATE_ONE, []).append(one(contender))
-            return three(contender)
+            if contender.name != HEADGATE:
+                return three(contender)
+            # Beside its own single limit, in the same breath: of some such pairs, the middle one.
+            pairs = sorted([(one(contender), three(contender)) for _ in range(PAIRS)], key=_ratio)
+            single, threefold = pairs[PAIRS // 2]
+            self.results.samples[THREE_LIMITS].setdefault(HEADGATE_ONE, []).append(single)
+            return threefold
 
         self._rounds(THREE_LIMITS, contenders, measure)
 
@@ -246,3 +251,8 @@ def _draws(keys: int) -> Iterator[list[str]]:
     chance = random.Random(keys)
     while True:
         yield [f"user-{chance.randrange(keys)}" for _ in range(5_000)]
+
+
+def _ratio(pair: tuple[Sample, Sample]) -> float:
+    one, other = pair
+    return one.rate / other.rate
