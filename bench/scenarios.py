@@ -42,7 +42,7 @@ HOT_KEY = "memory, one hot key"
 HEADERS = "memory, one hot key, with what the headers need"
 MANY_KEYS = "memory, many keys"
 CEILING = "the server's own limit"
-PAIRS = 5
+PAIRS = 5  # of one limit and three, a round
 THREE_LIMITS = f"three limits on one request, {THREE_CALLERS} tasks"
 POLICY = f"a policy of {LARGE}"
 

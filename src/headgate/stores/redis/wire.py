@@ -275,10 +275,11 @@ def _identities_of_one_shape(checks: Sequence[Check]) -> tuple[str, ...] | None:
     """Of all keys, one after the other; None where the requests differ in more than these. As a whole, and not request
     by request: most of the time that several limits take here is spent on taking their keys apart."""
     all_keys, costs, leases = zip(*checks, strict=True)
-    limits, _, identities = zip(*chain.from_iterable(all_keys), strict=True)
     size, length = len(checks), len(all_keys[0])
-    is_same = costs.count(costs[0]) == leases.count(None) == [*map(len, all_keys)].count(length) == size
-    return identities if is_same and limits == limits[:length] * size else None
+    if not costs.count(costs[0]) == leases.count(None) == [*map(len, all_keys)].count(length) == size:
+        return None
+    limits, _, identities = zip(*chain.from_iterable(all_keys), strict=True)
+    return identities if limits == limits[:length] * size else None
 
 
 def decode(command: Command) -> list[Any]:
