@@ -4,7 +4,7 @@ from glob import glob
 
 from setuptools import Extension, setup
 
-SOURCES = sorted(glob("src/headgate/*/_*.c"))
+SOURCES = sorted(glob("src/headgate/**/_*.c", recursive=True))
 HEADERS = glob("src/headgate/**/*.h", recursive=True)
 
 setup(

@@ -13,13 +13,15 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
+from hiredis import Reader
 
 from again import with_again
 from headgate import Decision, InvalidLimit, Key, Limit, ScriptError
 from headgate.algorithms import NEVER
 from headgate.stores.calls import Call, Check, Leave, Refund, Renew, Reset
 from headgate.stores.memory import MemoryStore
-from headgate.stores.redis.wire import CALLER_MARGIN_MS, MOST_PACKED, SERVER_MARGIN_MS, Command, Undo, Wire, decode
+from headgate.stores.redis.replies import decode
+from headgate.stores.redis.wire import CALLER_MARGIN_MS, MOST_PACKED, SERVER_MARGIN_MS, Command, Undo, Wire
 from headgate.testing import FakeClock
 from model import Model, Plan, Subject
 
@@ -149,6 +151,16 @@ return { reply, issued }
 """
 
 
+def names_of(command: Command) -> list[str]:
+    """The stored keys of a command, as a server reads them."""
+    reader = Reader(encoding="utf-8")
+    reader.feed(b"*%d\r\n%b" % (command.keys.number, command.keys.packed))
+    names: list[str] = reader.gets()
+    assert reader.gets() is False
+    assert names[:1] == ([command.keys.first] if names else [])
+    return names
+
+
 class InRedis:
     """Lua's algorithms, on one connection to a real server, with a record of the commands that a script ran there."""
 
@@ -170,10 +182,11 @@ class InRedis:
         self.clock.set_us(now_us)
         (command,) = self.wire.encode(calls)
         if command.script is None:
-            self.client.execute_command(*command.args, *command.keys)
+            self.client.execute_command(*command.args, *names_of(command))
             return [None]
         recording = RECORDING % (self.pretended_ms or "nil", command.script.text.decode())
-        command.reply, self.issued = self.client.eval(recording, len(command.keys), *command.keys, *command.args)
+        names = names_of(command)
+        command.reply, self.issued = self.client.eval(recording, len(names), *names, *command.args)
         self.reply = command.reply
         return decode(command)
 
@@ -531,8 +544,9 @@ SHAPED = tuple(limit_of("gcra", 5, 1, name=name) for name in "abc")
 def told_of(command: Command) -> list[tuple[str | None, list[tuple[str, int]]]]:
     """What a script is told of each request: its lease, and the keys with the cost on each, whose limits must fit."""
     _, _, count, *args = command.args
-    names = [limit.name for key in command.keys for limit in SHAPED if key.startswith(f"headgate:{limit.space}:")]
-    described, groups, keys = args[: 5 * count], args[5 * count :], iter(zip(command.keys, names, strict=True))
+    stored = names_of(command)
+    names = [limit.name for key in stored for limit in SHAPED if key.startswith(f"headgate:{limit.space}:")]
+    described, groups, keys = args[: 5 * count], args[5 * count :], iter(zip(stored, names, strict=True))
     assert all(tuple(described[at : at + 2]) == ("gcra", 5) for at in range(0, len(described), 5))
     limits: dict[int, str] = {}
     told = []

@@ -16,8 +16,9 @@ from headgate.shield.outage import CALM
 from headgate.shield.purses import Purses
 from headgate.stores.calls import Check, Refund
 from headgate.stores.memory import MemoryStore
+from headgate.stores.redis.replies import decode, decode_alone, decode_one
 from headgate.stores.redis.scripts import script
-from headgate.stores.redis.wire import Command, decode, decode_alone, decode_one
+from headgate.stores.redis.wire import NO_KEYS, Command
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def test_a_reply_that_is_no_answer_is_an_error_of_the_store(reply: list[Any]) ->
 
 @pytest.mark.parametrize("reply", [[], [5], 7, b"OK", None, [1, b"a", b"b", 1, 1, 0, 0, 0, 0]])
 def test_a_reply_that_is_no_answer_to_a_batch_is_an_error_for_each(reply: Any) -> None:
-    command = Command(script("check", ("fixed_window",), 1), [], [], [ONE, ONE])
+    command = Command(script("check", ("fixed_window",), 1), NO_KEYS, [], [ONE, ONE])
     command.reply = reply
     answers = decode(command)
     assert [type(answer) for answer in answers] == [ScriptError, ScriptError]

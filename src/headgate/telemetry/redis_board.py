@@ -10,7 +10,7 @@ from headgate.errors import InvalidConfiguration
 from headgate.stores.redis.companion import Companion
 from headgate.stores.redis.places import find_place
 from headgate.stores.redis.scripts import Script
-from headgate.stores.redis.wire import Command, Wire
+from headgate.stores.redis.wire import Command, Keys, Wire
 from headgate.telemetry.boards import Posted, room_of
 
 __all__ = ["RedisBoard"]
@@ -60,7 +60,7 @@ class _Clerk(Companion):
         }
 
     def _command(self, room: str, args: list[Any]) -> Command:
-        return Command(SCRIPT, [self._wire.own_name(f"board:{room}")], args)
+        return Command(SCRIPT, Keys.of(self._wire.own_name(f"board:{room}")), args)
 
 
 def _posted(text: bytes) -> Posted | None:

@@ -18,10 +18,10 @@ from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.aio_line import Line
 from headgate.stores.redis.breaker import Shut
 from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
+from headgate.stores.redis.replies import decode_alone
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.topology import Standalone
 from headgate.stores.redis.vigil import WATCH, Vigil
-from headgate.stores.redis.wire import decode_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

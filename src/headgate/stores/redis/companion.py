@@ -21,7 +21,7 @@ from headgate.limits import EXACT
 from headgate.stores.redis.conversation import Unsent, converse, deliver, public, refusal
 from headgate.stores.redis.line import Line
 from headgate.stores.redis.topology import Cluster, Standalone
-from headgate.stores.redis.wire import Command
+from headgate.stores.redis.wire import Command, Keys
 
 if TYPE_CHECKING:
     from collections.abc import Container, Generator, Iterator, Sequence
@@ -90,7 +90,7 @@ class Companion:
         The mark is written back, so that an answer proves that the server does serve. It has so many seconds for each
         answer: the server, not this thread, which may have to wait for the interpreter before it sees one.
         """
-        command = Command(self._wire.own_script("mark"), [self.mark_name(node)], [fresh, MARK_LIFETIME_MS])
+        command = Command(self._wire.own_script("mark"), Keys.of(self.mark_name(node)), [fresh, MARK_LIFETIME_MS])
         mark: bytes = self._ask(command, _Only(node), within)
         return mark.decode()
 
@@ -137,13 +137,15 @@ class Companion:
         self._lines = {}
 
     def _ask_fleet(self, verb: str, member: str, lifetime_us: int) -> int:
-        command = Command(self._wire.own_script("fleet"), [self._wire.own_name("fleet")], [verb, member, lifetime_us])
+        command = Command(
+            self._wire.own_script("fleet"), Keys.of(self._wire.own_name("fleet")), [verb, member, lifetime_us]
+        )
         living: int = self._ask(command)
         return living
 
     def _ask_blocks(self, verb: str, *what: Any) -> Any:
         wire = self._wire
-        return self._ask(Command(wire.own_script("block"), [wire.own_name("blocks")], [wire.now(), verb, *what]))
+        return self._ask(Command(wire.own_script("block"), Keys.of(wire.own_name("blocks")), [wire.now(), verb, *what]))
 
     def mark_name(self, node: Node | None) -> str:
         """A key that lives on that server: always the same one, for as long as it does live there."""

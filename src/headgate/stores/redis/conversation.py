@@ -15,8 +15,9 @@ from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.stores.calls import Check, Reset
 from headgate.stores.redis.breaker import Shut
+from headgate.stores.redis.replies import decode
 from headgate.stores.redis.topology import Cluster
-from headgate.stores.redis.wire import Command, Node, Undo, decode
+from headgate.stores.redis.wire import Command, Node, Undo
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -22,7 +22,7 @@ from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.companion import CONNECT, PATIENCE, Companion, read_block
 from headgate.stores.redis.conversation import Unsent
 from headgate.stores.redis.line import Opening
-from headgate.stores.redis.wire import Command
+from headgate.stores.redis.wire import NO_KEYS, Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ LONGEST_PAUSE: Final = 2.0
 GLANCE: Final = 0.05
 """Seconds after which it is looked whether to stop."""
 
-_PING: Final = Command(None, (), ("PING",)).pack()
+_PING: Final = Command(None, NO_KEYS, ("PING",)).pack()
 
 
 class Listener:
@@ -219,7 +219,7 @@ class _Ears:
         self._ear = ear
 
     def subscribe(self, channel: str) -> None:
-        self._send(Command(None, (), ("SUBSCRIBE", channel)).pack())
+        self._send(Command(None, NO_KEYS, ("SUBSCRIBE", channel)).pack())
         reply = self._next(time.monotonic() + PATIENCE)
         if isinstance(reply, ReplyError):
             raise StoreUnavailable(f"the store answered: {reply}")

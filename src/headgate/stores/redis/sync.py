@@ -20,8 +20,8 @@ from headgate._forks import renew_in_children
 from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
 from headgate.stores.redis.line import Line, Opening
+from headgate.stores.redis.replies import decode_alone
 from headgate.stores.redis.shared import SharedStore
-from headgate.stores.redis.wire import decode_alone
 
 if TYPE_CHECKING:
     from collections.abc import Generator

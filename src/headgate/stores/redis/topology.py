@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from redis.crc import key_slot
 
 from headgate.errors import StoreUnavailable
-from headgate.stores.redis.wire import Command, Node
+from headgate.stores.redis.wire import NO_KEYS, Command, Node
 
 if TYPE_CHECKING:
     from collections.abc import Container, Generator, Iterable, Sequence
@@ -80,7 +80,7 @@ class Sentinel:
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         told = "no sentinel was asked"
         for sentinel in _suspects_last(self._sentinels, suspects):
-            command = Command(None, (), ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service))
+            command = Command(None, NO_KEYS, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service))
             command.node = sentinel
             yield [command]
             if isinstance(command.reply, list):
@@ -120,7 +120,7 @@ class Cluster:
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         told = "no server was asked"
         for node in _suspects_last(self._known, suspects):
-            command = Command(None, (), ("CLUSTER", "SLOTS"))
+            command = Command(None, NO_KEYS, ("CLUSTER", "SLOTS"))
             command.node = node
             yield [command]
             if isinstance(command.reply, list) and command.reply:
@@ -136,7 +136,7 @@ class Cluster:
         self._stale = True
 
     def locate(self, command: Command) -> None:
-        slot = _slot(command.keys[0])
+        slot = _slot(command.keys.first)
         node = self._slots.get(slot)
         if node is None:
             raise StoreUnavailable(f"no server of the cluster serves slot {slot}")

@@ -1,29 +1,31 @@
-"""Calls as commands for Redis, and replies as answers: pure, no connection in sight."""
+"""Calls as commands for Redis: pure, no connection in sight.
+
+What every request of a batch needs is here as Python; `_wire.c` is the same, compiled.
+"""
 
 from __future__ import annotations
 
 import re
-from itertools import chain, repeat
+from itertools import chain
 from operator import add
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from hiredis import pack_command
 
+from headgate._compiled import compiled
 from headgate.algorithms import ALGORITHMS
-from headgate.decisions import Decision
-from headgate.errors import ScriptError
 from headgate.limits import EXACT, Limit
 from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, refund_memory_us
 from headgate.stores.redis.scripts import Script, script
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from headgate.clock import Clock
     from headgate.keys import Key
     from headgate.stores.calls import Call, Cost
 
-__all__ = ["Command", "Node", "Undo", "Wire", "decode", "decode_alone", "decode_one"]
+__all__ = ["NO_KEYS", "Command", "Keys", "Node", "Undo", "Wire"]
 
 SERVER_MARGIN_MS: Final = 1_000
 """How long a key outlives its debt, where the server's clock rules both."""
@@ -33,7 +35,6 @@ CALLER_MARGIN_MS: Final = 3_600_000
 MOST_PACKED: Final = 1_000
 """Limits, alone and together, whose packed form is kept."""
 
-_new_decision = tuple.__new__
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -45,14 +46,28 @@ class Node(NamedTuple):
     role: str = "server"
 
 
+class Keys(NamedTuple):
+    """The stored keys of a command, as Redis reads them."""
+
+    number: int
+    packed: bytes
+    first: str
+    """One of them: all live on the same server."""
+
+    @classmethod
+    def of(cls, *names: str) -> Keys:
+        return cls(len(names), _packed(names), *names[:1] or ("",))
+
+
+NO_KEYS: Final = Keys(0, b"", "")
+
+
 class Command:
     """One command for one server, with the calls that its reply answers."""
 
     __slots__ = ("args", "asking", "calls", "keys", "node", "reply", "script", "send_text")
 
-    def __init__(
-        self, script: Script | None, keys: Sequence[str], args: Sequence[Any], calls: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, script: Script | None, keys: Keys, args: Sequence[Any], calls: Sequence[Any] = ()) -> None:
         self.script = script
         """None for a plain command, whose words are `args` and then the keys."""
         self.keys = keys
@@ -68,11 +83,13 @@ class Command:
     def pack(self) -> bytes:
         # Numbers as texts: hiredis crashes where an interrupt (Ctrl-C) comes while it makes a text of a number.
         args: list[Any] = [str(arg) if type(arg) is int else arg for arg in self.args]
+        number, keys, _ = self.keys
         if self.script is None:
-            packed: bytes = pack_command((*args, *self.keys))
+            packed = b"*%d\r\n%b%b" % (len(args) + number, _packed(args), keys)
         else:
             name, body = ("EVAL", self.script.text) if self.send_text else ("EVALSHA", self.script.sha)
-            packed = pack_command((name, body, str(len(self.keys)), *self.keys, *args))
+            head = _packed((name, body, str(number)))
+            packed = b"*%d\r\n%b%b%b" % (3 + number + len(args), head, keys, _packed(args))
         return b"*1\r\n$6\r\nASKING\r\n" + packed if self.asking else packed
 
 
@@ -163,7 +180,7 @@ class Wire:
         # As most calls cost 1, by the server's clock, without a lease, the script need not be told.
         if check.cost != 1 or self._clock is not None or lease is not None:
             args += min(check.costs[0], limit.capacity + 1), self.now(), lease or ""
-        return Command(script("one", (limit.algorithm,), self._margin), [self.name(key)], args, [check])
+        return Command(script("one", (limit.algorithm,), self._margin), Keys.of(self.name(key)), args, [check])
 
     def encode_checks(self, checks: Sequence[Check]) -> Command:
         """One script run for all of them. Requests of one shape that follow each other are described once, so that
@@ -171,24 +188,25 @@ class Wire:
         if len(checks) == 1 and len(checks[0].keys) == 1:
             return self.encode_one(checks[0])
         shapes = _Shapes()
-        identities = _identities_of_one_shape(checks)
-        if identities is not None:
-            limits = [key.limit for key in checks[0].keys]
+        limits = tuple([key.limit for key in checks[0].keys])
+        alike = checks, limits, self._heads(limits)
+        packed = pack_keys(*alike) or plain_pack_keys(*alike)  # in C, only what is common
+        if packed is not None:
             shapes.add(checks[0], limits, len(checks))
-            keys = [*map(add, self._heads(limits) * len(checks), identities)]
         else:
-            keys = self._encode_shapes(checks, shapes)
-        meeting = "meeting" if len(set(keys)) < len(keys) else ""
+            packed = _packed_and_met(self._encode_shapes(checks, shapes))
+        number, keys, is_meeting = packed
+        meeting = "meeting" if is_meeting else ""
         args = [self.now(), meeting, len(shapes.indices), *shapes.limits, *shapes.groups]
-        if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
-            keys = [_safe(key) for key in keys]
-        return Command(script("check", tuple(sorted(shapes.algorithms)), self._margin), keys, args, checks)
+        algorithms = tuple(sorted(shapes.algorithms))
+        its = Keys(number, keys, self.name(checks[0].keys[0]))
+        return Command(script("check", algorithms, self._margin), its, args, checks)
 
     def _encode_shapes(self, checks: Sequence[Check], shapes: _Shapes) -> list[str]:
         """The keys of requests that are not all alike."""
         prefix = self._prefix
         keys: list[str] = []
-        heads: list[str] = []
+        heads: tuple[str, ...] = ()
         limits: tuple[Limit, ...]
         last_limits: tuple[Limit, ...] = ()
         last_cost: Cost = 0
@@ -210,16 +228,17 @@ class Wire:
                 last_limits, last_cost = (limits, cost) if lease is None else ((), 0)
         return keys
 
-    def _heads(self, limits: Sequence[Limit]) -> list[str]:
+    def _heads(self, limits: Sequence[Limit]) -> tuple[str, ...]:
         """What the stored keys of these limits begin with."""
-        return [f"{self._prefix}{limit.space}:" for limit in limits]
+        return tuple([f"{self._prefix}{limit.space}:" for limit in limits])
 
     def encode_other(self, call: Refund | Renew | Leave | Reset | Undo) -> Command:
         if isinstance(call, Reset):
             names, subjects = map(self.name, call.keys), map(_subject, call.keys)
-            return Command(self.own_script("reset"), [*names], [self.news, *subjects], [call])
+            return Command(self.own_script("reset"), Keys.of(*names), [self.news, *subjects], [call])
         limit = call.key.limit
-        keys = [self.name(call.key)]
+        name = self.name(call.key)
+        keys = Keys.of(name)
         head = [*_describe(limit), self.now()]
         if isinstance(call, Renew | Leave):
             verb = "renew" if isinstance(call, Renew) else "leave"
@@ -231,7 +250,7 @@ class Wire:
             return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
         if call.id is not None:
             # In braces, the whole stored key is the hash tag: what remembers the refund lives on the same shard.
-            keys.append(f"{{{keys[0]}}}:refund:{call.id}")
+            keys = Keys.of(name, f"{{{name}}}:refund:{call.id}")
         # As far as whole numbers are exact, which is more than any key can owe.
         unit = limit.ticks if ALGORITHMS[limit.algorithm].SHAPES_BURST else 2
         amount = min(call.amount, (EXACT - 1) // unit)
@@ -271,96 +290,36 @@ class _Shapes:
         self.groups[self._size_at] += 1
 
 
-def _identities_of_one_shape(checks: Sequence[Check]) -> tuple[str, ...] | None:
-    """Of all keys, one after the other; None where the requests differ in more than these. As a whole, and not request
-    by request: most of the time that several limits take here is spent on taking their keys apart."""
+Packed: TypeAlias = "tuple[int, bytes, bool]"
+"""How many keys, as Redis reads them, and whether any two are the same."""
+
+
+def plain_pack_keys(checks: Sequence[Check], limits: tuple[Limit, ...], heads: tuple[str, ...]) -> Packed | None:
+    """The keys of requests that are all of these limits, whose keys begin with `heads`; None where they differ in more
+    than whom they are of.
+
+    As a whole, and not request by request: most of the time that several limits take here is spent on taking their keys
+    apart.
+    """
     all_keys, costs, leases = zip(*checks, strict=True)
-    size, length = len(checks), len(all_keys[0])
-    if not costs.count(costs[0]) == leases.count(None) == [*map(len, all_keys)].count(length) == size:
+    size = len(checks)
+    if not costs.count(costs[0]) == leases.count(None) == [*map(len, all_keys)].count(len(limits)) == size:
         return None
-    limits, _, identities = zip(*chain.from_iterable(all_keys), strict=True)
-    return identities if limits == limits[:length] * size else None
+    met, _, identities = zip(*chain.from_iterable(all_keys), strict=True)
+    return _packed_and_met([*map(add, heads * size, identities)]) if met == limits * size else None
 
 
-def decode(command: Command) -> list[Any]:
-    """The answers to a command's calls, in their order; an exception among them is that call's alone."""
-    try:
-        return _decode(command)
-    except (IndexError, TypeError, ValueError):
-        return [_strange(command.reply)] * len(command.calls)
+def _packed_and_met(keys: list[str]) -> Packed:
+    is_meeting = len(set(keys)) < len(keys)
+    if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
+        keys = [_safe(key) for key in keys]
+    return len(keys), _packed(keys), is_meeting
 
 
-def _decode(command: Command) -> list[Any]:
-    call = command.calls[0]
-    if isinstance(call, Check):
-        if len(command.calls) == 1:
-            return [decode_alone(call, command.reply)]
-        return _decode_checks(command.calls, command.reply)
-    if isinstance(call, Reset):
-        return [None]
-    told = command.reply if isinstance(call, Renew | Leave) else command.reply[0]
-    if told < 0:
-        return [_foreign(call.key)]
-    return [tuple(command.reply[1:5])] if isinstance(call, Undo) else [bool(told)]
-
-
-def decode_alone(check: Check, reply: list[Any]) -> Decision | ScriptError:
-    """The answer to a check that went alone."""
-    if len(check[0]) == 1:
-        return decode_one(check, reply)
-    try:
-        answer: Decision | ScriptError = _decode_checks((check,), reply)[0]
-    except (IndexError, TypeError, ValueError):
-        return _strange(reply)
-    return answer
-
-
-def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
-    """The same for a check of one limit."""
-    retry_us = delay_us = again_us = 0
-    try:
-        if len(reply) == 3:
-            now_us, remaining, reset_us = reply
-        else:
-            now_us, remaining, reset_us, retry_us, delay_us, again_us = reply
-        if remaining < 0:
-            return _foreign(*check.keys)
-    except (TypeError, ValueError):
-        return _strange(reply)
-    keys, _, lease = check
-    verdicts = ((remaining, retry_us, reset_us, delay_us),)
-    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us))
-
-
-def _decode_checks(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
-    now_us, told, unusual, agains = reply
-    verdicts = tuple(zip(told[::2], repeat(0), told[1::2], repeat(0)))
-    if unusual:
-        changed = list(verdicts)
-        for index, retry_us, delay_us in zip(unusual[::3], unusual[1::3], unusual[2::3], strict=True):
-            remaining, _, reset_us, _ = changed[index]
-            changed[index] = remaining, retry_us, reset_us, delay_us
-        verdicts = tuple(changed)
-    answers: list[Any] = []
-    at, allowed = 0, True
-    for keys, _, lease in checks:
-        if len(keys) == 1:
-            its: tuple[Any, ...] = (verdicts[at],)
-            at += 1
-        else:
-            its = verdicts[at : at + len(keys)]
-            at += len(keys)
-        if unusual:
-            allowed = not any([verdict[1] for verdict in its])  # noqa: C419 - a list is quicker than a generator
-        if its[0][0] < 0:
-            answers.append(_foreign(*keys))
-        else:
-            answers.append(_new_decision(Decision, (allowed, keys, its, lease, None, now_us, 0)))
-    if at != len(verdicts):
-        raise ValueError(f"{len(verdicts)} verdicts on {at} keys")
-    for index, again_us in zip(agains[::2], agains[1::2], strict=True):
-        answers[index] = answers[index]._replace(again_us=again_us)
-    return answers
+def _packed(words: Sequence[Any]) -> bytes:
+    """Words of a command, without the number of all that it has."""
+    packed: bytes = pack_command((*words,))
+    return packed[packed.index(b"\n") + 1 :]
 
 
 def _describe(limit: Limit) -> tuple[Any, ...]:
@@ -380,11 +339,6 @@ def _safe(key: str) -> str:
     return key
 
 
-def _strange(reply: Any) -> ScriptError:
-    """Whoever said this does not run our scripts: a proxy, or no Redis at all."""
-    return ScriptError(f"the store answered {str(reply)[:100]}, which is no answer to what it was asked")
-
-
-def _foreign(*keys: Key) -> ScriptError:
-    names = ", ".join(repr(key.limit.name) for key in keys)
-    return ScriptError(f"a stored value of {names} is not headgate's: reset the key, or use a namespace of your own")
+pack_keys: Final[Callable[..., Packed | None]] = getattr(
+    compiled("headgate.stores.redis._wire"), "pack_keys", plain_pack_keys
+)
