@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import marshal
 import os
@@ -28,8 +29,16 @@ from growth import assert_nothing_grows
 from headgate import Decision, InvalidLimit, Key, Limit
 from headgate.adapters import fields
 from headgate.adapters.answers import Refusal
-from headgate.adapters.asgi import ANSWERS, AsgiArrival, PlainArrival, PlainTellingSend, TellingSend
-from headgate.adapters.way import FREE, Admission
+from headgate.adapters.asgi import (
+    ANSWERS,
+    BODIES,
+    AsgiArrival,
+    PlainArrival,
+    PlainTellingSend,
+    TellingSend,
+    send_last,
+)
+from headgate.adapters.way import FREE, Admission, current_admission
 from headgate.algorithms import NEVER
 from headgate.policy.snapshot import Resolution
 from headgate.stores.calls import Check, Refund, Reset
@@ -457,10 +466,10 @@ def test_an_arrival_can_be_built_upon_changed_and_collected() -> None:
 
 messages = st.fixed_dictionaries(
     {
-        "type": st.sampled_from([*sorted(ANSWERS), "http.response.body", "websocket.close", "http.response.starting"]),
+        "type": st.sampled_from([*sorted(ANSWERS | BODIES), "websocket.close", "http.response.starting"]),
         "status": st.just(200),
     },
-    optional={"headers": st.lists(st.tuples(names, names)) | st.just(())},
+    optional={"headers": st.lists(st.tuples(names, names)) | st.just(()), "more_body": st.sampled_from([0, 1, None])},
 )
 
 
@@ -468,14 +477,54 @@ messages = st.fixed_dictionaries(
 def test_what_is_sent_in_c_is_what_is_sent_in_python(
     message: dict[str, Any], fields: list[Any], kind: Callable[[Any], Any]
 ) -> None:
-    def send(message: Any) -> Any:
-        return dict(message), list(message)
+    async def send(message: Any) -> None:
+        sent.append((dict(message), list(message), current_admission()))
+
+    async def told_by(sender: type[TellingSend]) -> None:
+        telling = sender(send, admission)
+        await telling(given)
+        sent.append(current_admission())
+        telling.leave()
+        sent.append(current_admission())
 
     admission: Any = SimpleNamespace(headers=fields)
     given, before = kind(message), dict(message)
-    in_c, in_python = (sender(send, admission)(given) for sender in (TellingSend, PlainTellingSend))
+    sent: list[Any] = []
+    for sender in (TellingSend, PlainTellingSend):
+        asyncio.run(told_by(sender))
+    in_c, in_python = sent[:3], sent[3:]
     assert in_c == in_python
+    is_last = message["type"] in BODIES and not message.get("more_body")
+    assert [in_c[0][2], *in_c[1:]] == [FREE if is_last else admission, admission, FREE]
     assert message == before, "the app's own message stays as it is"
+
+
+@pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
+def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all(sender: type[TellingSend]) -> None:
+    current: list[Any] = []
+    last = {"type": "http.response.body"}
+
+    async def send(message: Any) -> None:
+        current.append(current_admission())
+        if message is not last:
+            raise OSError("the client is gone")
+
+    async def serve() -> None:
+        admission: Any = SimpleNamespace(headers=[])
+        telling = sender(send, admission)
+        for _ in range(2):
+            await asyncio.create_task(send_last(telling, send, last))
+            await telling(last)
+            assert current_admission() is admission
+        with pytest.raises(OSError, match="gone"):
+            await telling({"type": "http.response.body", "body": b"..."})
+        assert current_admission() is admission
+        telling.leave()
+        telling.leave()
+        assert current_admission() is FREE
+
+    asyncio.run(serve())
+    assert current == [FREE] * 5
 
 
 def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
@@ -485,9 +534,13 @@ def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
     start = {"type": "http.response.start"}
     for sender in (TellingSend, PlainTellingSend):
         told = sender(send, SimpleNamespace(headers=[]))  # type: ignore[arg-type]
-        for message, error in ((start, ZeroDivisionError), ({"type": "else"}, ZeroDivisionError), ({}, KeyError)):
+        more, failing = {"type": "http.response.body", "more_body": True}, Raising("more_body")
+        failing["type"] = "http.response.body"
+        for message, error in ((start, ZeroDivisionError), (more, ZeroDivisionError), ({}, KeyError)):
             with pytest.raises(error):
                 told(message)
+        with pytest.raises(ZeroDivisionError):
+            told(failing)
         with pytest.raises(TypeError):
             told(start, start)  # type: ignore[call-arg]
         with pytest.raises(TypeError):
@@ -506,6 +559,8 @@ def test_asgi_gives_back_all_that_it_has_borrowed() -> None:
         tell = TellingSend(lambda message: message, SimpleNamespace(headers=[(b"a", b"b")]))  # type: ignore[arg-type]
         tell({"type": "http.response.start"})
         tell({"type": "http.response.start", "headers": [(b"c", b"d")]})
+        tell({"type": "http.response.body"}).close()  # type: ignore[attr-defined] # a coroutine
+        tell.leave()
         with suppress(KeyError):
             AsgiArrival({})
         with suppress(TypeError):

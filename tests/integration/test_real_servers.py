@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING
 
 import pytest
@@ -168,3 +170,52 @@ def test_a_bad_policy_keeps_a_server_from_starting(serve: Callable[[str], WebSer
         assert "Traceback" not in server.log
     finally:
         server.stop()
+
+
+ADMISSIONS = """\
+import gc
+from fastapi import FastAPI
+from headgate.adapters import Admission
+from headgate.adapters.asgi import HeadgateMiddleware
+
+api = FastAPI()
+app = HeadgateMiddleware(api, "policy.yaml")
+
+@api.get("/health")
+async def health():
+    return sum([isinstance(each, Admission) for each in gc.get_objects()])
+
+@api.get("/plain")
+async def plain():
+    return "served"
+
+@api.get("/settled")
+async def settled():
+    return "served"
+"""
+
+SETTLED = """
+limits:
+  - {name: all, by: global, bucket: 1000/day}
+  - {name: some, path: /settled, by: global, bucket: 1000/day, count_when: "status in [404]"}
+routes:
+  - {path: /health, cost: 0}
+"""
+
+
+@pytest.mark.parametrize("path", ["/plain", "/settled"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_nothing_is_kept_of_an_answered_request_while_its_connection_idles(
+    tmp_path: Path, path: str, loop: str
+) -> None:
+    """A server's timer for such a connection keeps the context in which it was made."""
+    (tmp_path / "app.py").write_text(ADMISSIONS)
+    (tmp_path / "policy.yaml").write_text(SETTLED)
+    command = f"-m uvicorn app:app --port {{port}} --no-access-log --loop {loop} --http httptools"
+    with WebServer(*command.split(), directory=tmp_path) as server, ExitStack() as idling:
+        for _ in range(8):
+            connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
+            idling.callback(connection.close)
+            connection.request("GET", path)
+            assert connection.getresponse().read() == b'"served"'
+        assert int(server.ask("GET", "/health").body) == 1, "that of requests which meet no limit"

@@ -14,11 +14,16 @@ typedef struct {
     PyObject *client;
     PyObject *headers;
     PyObject *type;
+    PyObject *more_body;
+    PyObject *current;
+    PyObject *nobody;
+    /* Of asgi.py, which is not there yet when this is read. */
+    PyObject *send_last;
 } Names;
 
 static struct PyModuleDef MODULE;
 
-static const Names *
+static Names *
 known_to(PyObject *self)
 {
     return PyModule_GetState(PyType_GetModuleByDef(Py_TYPE(self), &MODULE));
@@ -258,18 +263,80 @@ typedef struct {
     vectorcallfunc call;
     PyObject *send;
     PyObject *admission;
+    PyObject *token;
 } Telling;
 
+static const char *const ANSWERS[] = {
+    "http.response.start", "websocket.accept", "websocket.http.response.start", NULL};
+static const char *const BODIES[] = {"http.response.body", "websocket.http.response.body", NULL};
+
 static bool
-begins_answer(PyObject *kind)
+is_among(PyObject *kind, const char *const *kinds)
 {
-    static const char *const kinds[] = {"http.response.start", "websocket.accept", "websocket.http.response.start"};
-    for (size_t index = 0; PyUnicode_Check(kind) && index < sizeof(kinds) / sizeof(kinds[0]); index++) {
-        if (PyUnicode_CompareWithASCIIString(kind, kinds[index]) == 0) {
+    for (; PyUnicode_Check(kind) && *kinds != NULL; kinds++) {
+        if (PyUnicode_CompareWithASCIIString(kind, *kinds) == 0) {
             return true;
         }
     }
     return false;
+}
+
+/* 1 if nothing of the answer follows this part of its body, 0 if something does, -1 if an exception was raised. */
+static int
+is_last(const Names *known, PyObject *message)
+{
+    PyObject *more = NULL;
+    if (!looked_up(message, known->more_body, &more)) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
+    int is_more = PyObject_IsTrue(more);
+    Py_DECREF(more);
+    return is_more < 0 ? -1 : !is_more;
+}
+
+static PyObject *
+telling_enter(PyObject *object, PyObject *Py_UNUSED(nothing))
+{
+    Telling *self = (Telling *)object;
+    PyObject *token = PyContextVar_Set(known_to(object)->current, self->admission);
+    if (token == NULL) {
+        return NULL;
+    }
+    Py_XSETREF(self->token, token);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+telling_leave(PyObject *object, PyObject *Py_UNUSED(nothing))
+{
+    const Names *known = known_to(object);
+    if (PyContextVar_Reset(known->current, ((Telling *)object)->token) == 0) {
+        Py_RETURN_NONE;
+    }
+    /* In a task that has a context of its own, or left once already. */
+    PyErr_Clear();
+    PyObject *token = PyContextVar_Set(known->current, known->nobody);
+    if (token == NULL) {
+        return NULL;
+    }
+    Py_DECREF(token);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+send_last(PyObject *object, PyObject *message)
+{
+    Names *known = known_to(object);
+    if (known->send_last == NULL) {
+        PyObject *asgi = PyImport_ImportModule("headgate.adapters.asgi");
+        known->send_last = asgi == NULL ? NULL : PyObject_GetAttrString(asgi, "send_last");
+        Py_XDECREF(asgi);
+        if (known->send_last == NULL) {
+            return NULL;
+        }
+    }
+    PyObject *const args[] = {object, ((Telling *)object)->send, message};
+    return PyObject_Vectorcall(known->send_last, args, 3, NULL);
 }
 
 /* The message with the admission's fields behind its own. The app's own message stays as it is. */
@@ -310,8 +377,14 @@ telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     if (kind == NULL) {
         return NULL;
     }
-    bool is_beginning = begins_answer(kind);
+    bool is_beginning = is_among(kind, ANSWERS), is_body = !is_beginning && is_among(kind, BODIES);
     Py_DECREF(kind);
+    if (is_body) {
+        int is_at_its_end = is_last(known, args[0]);
+        if (is_at_its_end) {
+            return is_at_its_end < 0 ? NULL : send_last(object, args[0]);
+        }
+    }
     if (!is_beginning) {
         return PyObject_CallOneArg(self->send, args[0]);
     }
@@ -334,6 +407,11 @@ telling_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->call = telling_call;
         self->send = Py_NewRef(send);
         self->admission = Py_NewRef(admission);
+        PyObject *entered = telling_enter((PyObject *)self, NULL);
+        if (entered == NULL) {
+            Py_CLEAR(self);
+        }
+        Py_XDECREF(entered);
     }
     return (PyObject *)self;
 }
@@ -344,6 +422,7 @@ telling_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(((Telling *)object)->send);
     Py_VISIT(((Telling *)object)->admission);
+    Py_VISIT(((Telling *)object)->token);
     return 0;
 }
 
@@ -352,6 +431,7 @@ telling_clear(PyObject *object)
 {
     Py_CLEAR(((Telling *)object)->send);
     Py_CLEAR(((Telling *)object)->admission);
+    Py_CLEAR(((Telling *)object)->token);
     return 0;
 }
 
@@ -370,8 +450,15 @@ static PyMemberDef TELLING_MEMBERS[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyMethodDef TELLING_METHODS[] = {
+    {"enter", telling_enter, METH_NOARGS, "enter()\n--\n\nMake its admission current."},
+    {"leave", telling_leave, METH_NOARGS, "leave()\n--\n\nMake it current no more."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyType_Slot TELLING_SLOTS[] = {
     {Py_tp_new, telling_new},
+    {Py_tp_methods, TELLING_METHODS},
     {Py_tp_call, PyVectorcall_Call},
     {Py_tp_traverse, telling_traverse},
     {Py_tp_clear, telling_clear},
@@ -400,6 +487,7 @@ begin(PyObject *module)
     } names[] = {
         {&known->method, "method"}, {&known->path, "path"},       {&known->root_path, "root_path"},
         {&known->client, "client"}, {&known->headers, "headers"}, {&known->type, "type"},
+        {&known->more_body, "more_body"},
     };
     for (size_t index = 0; index < sizeof(names) / sizeof(names[0]); index++) {
         *names[index].name = PyUnicode_InternFromString(names[index].text);
@@ -410,6 +498,13 @@ begin(PyObject *module)
     PyObject *mounts = PyImport_ImportModule("headgate.adapters.mounts");
     known->placed = mounts == NULL ? NULL : PyObject_GetAttrString(mounts, "placed");
     Py_XDECREF(mounts);
+    PyObject *way = PyImport_ImportModule("headgate.adapters.way");
+    known->current = way == NULL ? NULL : PyObject_GetAttrString(way, "_current");
+    known->nobody = known->current == NULL ? NULL : PyObject_GetAttrString(way, "FREE");
+    Py_XDECREF(way);
+    if (known->nobody == NULL) {
+        return -1;
+    }
     known->arrival_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ARRIVAL, NULL);
     known->telling_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &TELLING, NULL);
     if (known->placed == NULL || known->arrival_type == NULL || known->telling_type == NULL) {
@@ -425,6 +520,9 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->arrival_type);
     Py_VISIT(known->telling_type);
     Py_VISIT(known->placed);
+    Py_VISIT(known->current);
+    Py_VISIT(known->nobody);
+    Py_VISIT(known->send_last);
     return 0;
 }
 
@@ -435,6 +533,10 @@ clear(PyObject *module)
     Py_CLEAR(known->arrival_type);
     Py_CLEAR(known->telling_type);
     Py_CLEAR(known->placed);
+    Py_CLEAR(known->current);
+    Py_CLEAR(known->nobody);
+    Py_CLEAR(known->send_last);
+    Py_CLEAR(known->more_body);
     Py_CLEAR(known->method);
     Py_CLEAR(known->path);
     Py_CLEAR(known->root_path);

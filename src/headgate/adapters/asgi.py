@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 from headgate._compiled import compiled
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.mounts import placed, root_of
-from headgate.adapters.way import FREE, enter_context
+from headgate.adapters.way import FREE, enter_context, leave_context
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -69,18 +69,42 @@ class PlainArrival:
 
 
 class PlainTellingSend:
-    """Sends what the app sends, with the fields of its admission."""
+    """Sends what the app sends, with the fields of its admission, which is current until `leave`.
 
-    __slots__ = ("_admission", "_send")
+    But not while the last of an answer goes out: servers begin to wait for the connection's next request then, with a
+    timer that keeps the context as it is at that moment. Admissions would pile up there, one for each connection, and
+    have Python's collector run all the time.
+    """
+
+    __slots__ = ("_admission", "_send", "_token")
 
     def __init__(self, send: Send, admission: Admission) -> None:
         self._send = send
         self._admission = admission
+        self.enter()
 
     def __call__(self, message: Message, /) -> Awaitable[None]:
-        if message["type"] in ANSWERS:
+        kind = message["type"]
+        if kind in ANSWERS:
             message = {**message, "headers": [*message.get("headers", ()), *self._admission.headers]}
+        elif kind in BODIES and not message.get("more_body", False):
+            return send_last(self, self._send, message)
         return self._send(message)
+
+    def enter(self) -> None:
+        self._token = enter_context(self._admission)
+
+    def leave(self) -> None:
+        leave_context(self._token)
+
+
+async def send_last(telling: TellingSend, send: Send, message: Message) -> None:
+    """Send what may be the last of an answer; what runs after it finds its admission again."""
+    telling.leave()
+    try:
+        await send(message)
+    finally:
+        telling.enter()
 
 
 if TYPE_CHECKING:
@@ -135,14 +159,13 @@ class HeadgateMiddleware:
             return await refuse(admission.refusal, scope, receive, send)
         if admission is FREE:
             return await self.app(scope, receive, send)
-        context = enter_context(admission)
+        telling = TellingSend(send, admission)
         try:
             if not admission.is_over:
-                finish = partial(self.gate.finish, admission)
-                return await serve(self.app, scope, receive, send, lambda: admission.headers, finish)
-            return await self.app(scope, receive, TellingSend(send, admission))
+                return await serve(self.app, scope, receive, telling, partial(self.gate.finish, admission))
+            return await self.app(scope, receive, telling)
         finally:
-            context.var.reset(context)  # servers may serve the next request of a connection in the same task
+            telling.leave()  # servers may serve the next request of a connection in the same task
 
 
 class _Unmade(AsyncGate):
@@ -174,8 +197,8 @@ async def serve(
     scope: Scope,
     receive: Receive,
     send: Send,
-    headers: Callable[[], list[Header]],
     finish: Callable[[int], Awaitable[None]],
+    headers: Callable[[], list[Header]] | None = None,
 ) -> None:
     """Run the app, add header fields to its answer, and call `finish` with its status as soon as it is out.
 
@@ -195,7 +218,8 @@ async def serve(
         kind = message["type"]
         if kind in ANSWERS:
             status = message.get("status", 101)
-            message = {**message, "headers": [*message.get("headers", ()), *headers()]}
+            if headers is not None:
+                message = {**message, "headers": [*message.get("headers", ()), *headers()]}
         elif kind == "websocket.close" and status == 500:  # it was never accepted
             status = 403
         await send(message)

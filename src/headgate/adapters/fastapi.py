@@ -223,7 +223,7 @@ class _Layer:
         context = enter_context(current_admission())
         try:
             headers = partial(self._limits.headers, admissions, current_admission())
-            return await serve(self._app, scope, receive, send, headers, partial(_finish, admissions))
+            return await serve(self._app, scope, receive, send, partial(_finish, admissions), headers)
         finally:
             context.var.reset(context)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from bisect import bisect_right
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
@@ -33,6 +33,7 @@ __all__ = [
     "Shadow",
     "current_admission",
     "enter_context",
+    "leave_context",
     "settle",
 ]
 
@@ -174,6 +175,14 @@ FREE: Final = Admission()
 
 _current: ContextVar[Admission] = ContextVar("headgate_admission", default=FREE)
 enter_context: Final = _current.set
+
+
+def leave_context(token: Token[Admission]) -> None:
+    """Make it current no more."""
+    try:
+        _current.reset(token)
+    except (ValueError, RuntimeError):  # in a task that has a context of its own, or left once already
+        _current.set(FREE)
 
 
 def current_admission() -> Admission:
