@@ -700,3 +700,29 @@ def test_an_announced_burst_gets_larger_provisions_from_the_first_check_on() -> 
     for node in (announced, found):
         node.check(limit.by("ada"))
     assert announced.held() >= 5 * found.held() > 0
+
+
+def test_requests_that_meet_a_cold_key_too_are_not_held_up_by_keys_that_are_hot() -> None:
+    """Such a request goes to the store with all its keys: as long as there are no others, nobody looks into purses."""
+    everybody, own = limit_of(10_000, 1, name="everybody"), limit_of(100, 1, name="own")
+    clock = FakeClock(START_US)
+    purses = Purses(now_us=clock.now_us)
+
+    def come(seconds: float, *, mixed: bool) -> list[bool]:
+        said = []
+        for number in range(round(seconds * 1_000)):
+            keys = (everybody.by(), own.by(str(number))) if mixed else (everybody.by(),)
+            purses.sample(Check(keys, 1))
+            said.append(bool(purses))
+            clock.advance(0.001)
+        return said
+
+    assert not any(come(1.5, mixed=True))
+    assert purses.stats.hot == 1  # and can be told of
+    assert all(come(0.1, mixed=False))
+    said = come(1.5, mixed=True)
+    assert (said[0], said[900], said[1_000]) == (True, True, False)
+    come(0.1, mixed=False)
+    clock.advance(30)
+    purses.overdue()
+    assert (bool(purses), purses.stats.hot) == (False, 0)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["LEASE_US", "Ordering", "Purses", "PursesStats"]
 
 LEASE_US: Final = 100_000
+USEFUL_US: Final = 1_000_000
+"""For how long purses are asked after a request was seen that is hot on all its keys: a lease is over by then."""
 MOST_PURSES: Final = 256
 """More counters than this cannot be hot in one process: each is asked a thousand times a second."""
 
@@ -80,6 +82,8 @@ class Purses:
         self._lock = threading.RLock()
         self._heat = Heat()
         self._purses: dict[Counter, Purse] = {}
+        self._useful_until_us = 0
+        self._is_useful = False
         self._returns: list[Refund] = []
 
     def renew_after_fork(self) -> None:
@@ -87,8 +91,9 @@ class Purses:
         self._begin()
 
     def __bool__(self) -> bool:
-        """Whether anything is hot, or could be without having been seen."""
-        return bool(self._purses or self._announced)
+        """Whether `provide` may have anything for anybody. Not for requests that always meet a cold key, too: where all
+        are such, no one need ask, though some keys are hot."""
+        return bool(self._announced or (self._is_useful and self._purses))
 
     @property
     def stats(self) -> PursesStats:
@@ -106,6 +111,9 @@ class Purses:
                 if cost and self._can_lease(limit) and self._heat.note((limit.space, identity), now_us):
                     self._open(key, now_us)
             self._close_cold(now_us)
+            if self._purses and all((key.limit.space, key.identity) in self._purses for key in call.keys):
+                self._useful_until_us = now_us + USEFUL_US
+            self._is_useful = now_us < self._useful_until_us
 
     def provide(self, call: Check) -> Ordering | Decision | None:
         """What a check gets out of the purses.
