@@ -14,7 +14,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._forks import renew_in_children
+from headgate.decisions import Decision
 from headgate.errors import StoreError, StoreUnavailable
+from headgate.stores.calls import Check
 from headgate.stores.redis.aio_line import Line
 from headgate.stores.redis.breaker import Shut
 from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
@@ -163,9 +165,12 @@ class _Desk:
 
     def ask(self, call: Call) -> asyncio.Future[Any]:
         future = self.loop.create_future()
-        place = 0 if getattr(call, "goes_first", False) else len(self._waiting)
-        self._waiting.insert(place, call)
-        self._futures.insert(place, future)
+        if type(call) is Check or not getattr(call, "goes_first", False):
+            self._waiting.append(call)
+            self._futures.append(future)
+        else:
+            self._waiting.insert(0, call)
+            self._futures.insert(0, future)
         if not self._flushing:
             if self._alone and not self._on_the_way:
                 if not self._ask_shortly():
@@ -329,7 +334,11 @@ class _Errand:
             desk._exchange(commands, self.go_on, None if gives_back(commands) else end)  # noqa: SLF001
             return
         for future, answer in zip(self._futures, answers, strict=True):
-            _tell(future, answer)
+            # The common case by itself: this runs for every request.
+            if type(answer) is Decision and not future.done():
+                future.set_result(answer)
+            else:
+                _tell(future, answer)
         desk._back()  # noqa: SLF001
 
 
