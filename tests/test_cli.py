@@ -84,6 +84,7 @@ limits:
   - {name: exports, by: user, bucket: 1000/month}
 """
 ODD = "limits: [{name: keys, by: api_key, bucket: 10/minute}]"
+KNOWN = f"identity: {{api_key: {{known_only: true}}}}\nclients: [{{api_key: {KEY}}}]\n{ODD}"
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "shop.yaml": SHOP,
         "slips.yaml": SLIPS,
         "odd.yaml": ODD,
+        "known.yaml": KNOWN,
         "secret.txt": f"{SECRET}\n",
         "short.txt": "guess me\n",
         "key.txt": f"{KEY}\n",
@@ -398,6 +400,21 @@ exempt: a request here costs 0, so nothing is looked at
 @pytest.mark.parametrize("line", GOLDEN)
 def test_an_explanation_reads_so(call: Callable[..., tuple[int, str, str]], line: str) -> None:
     assert call("explain", "shop.yaml", *line.split()) == (0, GOLDEN[line], "")
+
+
+def test_an_api_key_that_is_not_known_is_none_where_only_known_ones_count(
+    call: Callable[..., tuple[int, str, str]],
+) -> None:
+    asked = ("explain", "known.yaml", "GET", "/", "--secret-file", "secret.txt", "--json", "--api-key")
+    _, known, _ = call(*asked, KEY)
+    _, unknown, _ = call(*asked, "made-up")
+    assert [(each["identity"], each["why"]) for each in json.loads(known)["limits"]] == [(HASH, ["every request"])]
+    assert [(each["identity"], each["why"]) for each in json.loads(unknown)["limits"]] == [
+        ("|ip|unknown", ["every request", "no api_key: counted by address"])
+    ]
+    (note,) = json.loads(unknown)["notes"]
+    assert note.startswith("the policy does not name this API key, and counts known ones only")
+    assert json.loads(known)["notes"] == []
 
 
 def test_programs_get_the_same_explanation(call: Callable[..., tuple[int, str, str]]) -> None:

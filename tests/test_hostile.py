@@ -28,6 +28,7 @@ from headgate import Limit
 from headgate.adapters.asgi import HeadgateMiddleware
 from headgate.adapters.way import current_admission
 from headgate.errors import HeadgateError, InvalidConfiguration
+from headgate.policy.credentials import ApiKeys
 from headgate.policy.loading import load, read
 from headgate.policy.model import Policy, Rule
 from headgate.testing import FakeClock
@@ -397,6 +398,28 @@ def test_paths_and_methods_that_are_made_up_share_counters_and_take_no_memory(ma
     assert len(snapshot._routes) < 10
     assert len(snapshot._matcher._states) < 10
     assert site.gate._limiter.stats.keys < 3
+
+
+def test_keys_that_are_made_up_have_no_counters_where_only_known_ones_count(make: Make) -> None:
+    """Nor does anybody learn from the answer which keys there are: they count like none at all."""
+    site = make(
+        policy(
+            {"name": "keys", "by": "api_key", "bucket": "3/hour", "missing": "ip"},
+            identity={"api_key": {"known_only": True}},
+            clients=[{"api_key": "sk_real"}, {"api_key": ApiKeys(b"x" * 16).fingerprint("sk_other")}],
+            blocked=[{"api_key": "sk_stolen"}],
+        ),
+        secret=b"x" * 16,
+    )
+    real, other = {"headers": [("x-api-key", "sk_real")]}, {"headers": [("authorization", "Bearer sk_other")]}
+    made_up = [{"headers": [("x-api-key", f"sk_{number}")]} for number in range(1000)]
+    assert site.statuses(*made_up)[:4] == [200, 200, 200, 429]
+    assert site.statuses({}, {"headers": [("x-api-key", "sk_1")]}) == [429, 429]
+    assert site.statuses(*[real] * 4, *[other] * 4) == [200, 200, 200, 429] * 2
+    assert site.statuses({"headers": [("x-api-key", "sk_stolen")]}) == [403]
+    assert site.statuses({"headers": [("x-api-key", "sk_1"), ("authorization", "Bearer sk_other")]}) == [429]
+    assert site.gate._limiter.stats.keys == 3
+    assert len(site.gate.rules._period[2]) <= 3, "nor are they remembered as clients"
 
 
 async def nothing_asgi(scope: Any, receive: Any, send: Any) -> None:

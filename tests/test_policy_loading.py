@@ -285,6 +285,24 @@ def test_limits_that_another_key_escapes_are_warned_of(limits: str, warned: bool
     assert [warning.startswith(f"policy.yaml:1:10: {WARNED}") for warning in policy.warnings] == [True] * warned
 
 
+KNOWN = "identity: {api_key: {known_only: true}}\nlimits: [{name: keys, by: api_key, bucket: 5/minute}]\n"
+
+
+@pytest.mark.parametrize(
+    "named", ["clients: [{api_key: k}]", "overrides: [{api_key: k, limit: keys, bucket: 9/minute}]"]
+)
+def test_where_only_known_keys_count_no_other_key_escapes(named: str) -> None:
+    policy = read(KNOWN + named)
+    assert policy.identity.known_keys_only
+    assert policy.warnings == ()
+
+
+@pytest.mark.parametrize("named", ["", "clients: [{tenant: acme}]", "blocked: [{api_key: k}]"])
+def test_that_no_key_is_known_is_warned_of(named: str) -> None:
+    (warning,) = read(KNOWN + named).warnings
+    assert warning.startswith("policy.yaml:1:34: only API keys that are known count, and neither clients nor overrides")
+
+
 def test_what_has_ended_is_warned_of_where_it_stands() -> None:
     policy = load(POLICIES / "good" / "blocks-alone.json")
     file = POLICIES / "good" / "blocks-alone.json"

@@ -195,10 +195,11 @@ class Door:
                 ", ".join(sorted(unknown)),
             )
         api_keys = ApiKeys(self._secret(policy))
+        snapshot = Snapshot(policy, api_keys.fingerprint)
         return Rules(
-            Snapshot(policy, api_keys.fingerprint),
+            snapshot,
             Answers(policy.answers, body=self._refusal_body),
-            Identities(policy.identity, api_keys, self._functions),
+            Identities(policy.identity, api_keys, self._functions, snapshot.api_keys),
         )
 
     def health(self) -> Health:

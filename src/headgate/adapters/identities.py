@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from inspect import isawaitable
 from math import inf
 from time import monotonic
@@ -56,11 +56,17 @@ class Identities:
     """Reads the identities of requests, those that are asked for only."""
 
     def __init__(
-        self, settings: IdentitySettings, api_keys: ApiKeys, functions: Mapping[str, IdentityFunction] | None = None
+        self,
+        settings: IdentitySettings,
+        api_keys: ApiKeys,
+        functions: Mapping[str, IdentityFunction] | None = None,
+        known_keys: Container[str] | None = None,
     ) -> None:
+        """`known_keys` are the hashes of all keys that are keys; None: whatever is sent may be one."""
         self._addresses = Addresses(settings)
         self._forwarded_by = settings.forwarded_by if settings.proxies else None
         self._api_keys = api_keys
+        self._known_keys = known_keys
         self._places: list[tuple[str, Callable[[str], str | None]]] = []
         """The headers in which a key may stand, and how it is read there."""
         if settings.api_key_header is not None:
@@ -149,10 +155,10 @@ class Identities:
                 return False
             if lines:
                 key = read(lines[0])
-                if key is not None:
+                if key is not None and (self._known_keys is None or key in self._known_keys):
                     who["api_key"] = key
                     return says_all
-                says_all = False  # a line without a key: the next header counts
+                says_all = False  # a line without a key, or with a made-up one: the next header counts
         return says_all
 
     def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival, told: Told) -> None:

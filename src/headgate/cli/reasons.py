@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -23,6 +24,11 @@ __all__ = ["Explanation", "LeftOut", "MetLimit", "explain"]
 _MADE_UP: Final = (
     "the hash of the API key is made with a secret of this run: "
     "give --secret-file or HEADGATE_SECRET to see the one that is stored"
+)
+
+_UNKNOWN: Final = (
+    "the policy does not name this API key, and counts known ones only (identity: api_key: known_only): "
+    "the request is one without a key"
 )
 
 
@@ -68,6 +74,10 @@ class Explanation(NamedTuple):
 def explain(policy: Policy, request: Request) -> Explanation:
     """What the policy says to the request."""
     snapshot = Snapshot(policy, request.api_keys.fingerprint)
+    notes = [_MADE_UP] if "api_key" in request.who and not request.secret_is_known else []
+    if snapshot.api_keys is not None and request.who.get("api_key", "") not in (*snapshot.api_keys, ""):
+        notes.append(_UNKNOWN)
+        request = replace(request, who={kind: value for kind, value in request.who.items() if kind != "api_key"})
     plan = snapshot.route(request.method, request.path)
     resolution = snapshot.resolve(plan, request.who, request.now_us)
     # As gates do: on an exempt route they look at nothing, for somebody who is blocked at no limit.
@@ -88,7 +98,7 @@ def explain(policy: Policy, request: Request) -> Explanation:
         blocked=None if block is None else f"{_shown(block.identity, request)}{_terms(block)}",
         limits=tuple([_limit(each, resolution, request) for each in met]),
         left_out=left_out,
-        notes=(_MADE_UP,) if "api_key" in request.who and not request.secret_is_known else (),
+        notes=tuple(notes),
     )
 
 

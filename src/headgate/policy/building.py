@@ -62,7 +62,15 @@ class Builder:
         self._check_classes(drafts)
         checks.routes_given_twice(self._routes, self._problems)
         checks.costs(drafts, self._costs, self._problems)
-        checks.addresses(drafts, routes, self._warnings)
+        identity, clients, overrides = self._identity_settings(), self._clients(), self._overrides()
+        if not identity.known_keys_only:
+            checks.addresses(drafts, routes, self._warnings)
+        elif "api_key" not in {*[each.identity.kind for each in clients], *[each.identity.kind for each in overrides]}:
+            told = (
+                "only API keys that are known count, and neither clients nor overrides name one: every request is one "
+                "without a key; name some, or leave known_only out"
+            )
+            self._warnings.add((*entry.at("identity"), "api_key", "known_only"), told)
         checks.endpoints(drafts, routes, self._warnings)
         checks.identities(drafts, self._warnings)
         checks.turns(drafts, self._warnings)
@@ -74,10 +82,10 @@ class Builder:
             routes=tuple(routes),
             tiers=self._tiers,
             default_tier=entry.get("tier"),
-            clients=self._clients(),
-            overrides=self._overrides(),
+            clients=clients,
+            overrides=overrides,
             blocked=self._blocked(),
-            identity=self._identity_settings(),
+            identity=identity,
             answers=self._answer_settings(),
             store=self._store_settings(),
             on_failure=entry.get("on_failure", "open"),
@@ -285,6 +293,7 @@ class Builder:
             "subnet_ipv4": subnet.get("ipv4"),
             "subnet_ipv6": subnet.get("ipv6"),
             "bearer_token": api_key.get("bearer"),
+            "known_keys_only": api_key.get("known_only"),
         }
         header = {"api_key_header": api_key["header"]} if "header" in api_key else {}
         return IdentitySettings(**{name: value for name, value in given.items() if value is not None}, **header)

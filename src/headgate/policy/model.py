@@ -182,6 +182,8 @@ class IdentitySettings:
     """Where an API key stands; None if it is only looked for in a bearer token."""
     bearer_token: bool = True
     """Whether `Authorization: Bearer ...` is an API key, too."""
+    known_keys_only: bool = False
+    """Whether only keys that the policy names are keys: a request that sends another is one that sends none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,13 @@ class Policy:
     name: str = "policy"
     warnings: tuple[str, ...] = ()
     """What is allowed, but probably not meant: `headgate check` prints them."""
+
+    @property
+    def api_keys(self) -> list[str]:
+        """Those that clients, overrides and blocks name, or their hashes. To be asked once."""
+        named = [each.identity for each in self.clients] + [each.identity for each in self.overrides]
+        named += [each.identity for each in self.blocked]
+        return [value for kind, value in named if kind == "api_key"]
 
     @property
     def turns(self) -> list[int]:

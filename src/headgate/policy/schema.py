@@ -223,6 +223,7 @@ SETTINGS: Final = Record(
                         "The header that holds the key; none for no header.",
                     ),
                     "bearer": Field(FLAG, "Whether a bearer token is a key, too."),
+                    "known_only": Field(FLAG, "Whether only keys are keys that clients or overrides name."),
                 },
             ),
             "Where API keys stand.",

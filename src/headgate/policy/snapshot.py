@@ -172,10 +172,10 @@ class Snapshot:
             name: self._lookups((override.identity, override) for override in overrides)
             for name, overrides in self._overrides.items()
         }
+        self.api_keys = frozenset(map(fingerprint, policy.api_keys)) if policy.identity.known_keys_only else None
+        """The hashes of all keys that are keys, where the policy says so; None: whatever is sent may be one."""
         self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks))
-        self.tiers = frozenset(policy.tiers)
-        if policy.default_tier is not None:
-            self.tiers |= {policy.default_tier}
+        self.tiers = frozenset([*policy.tiers, *([] if policy.default_tier is None else [policy.default_tier])])
 
     def route(self, method: str, path: str, below: str | None = None) -> RoutePlan:
         """The plan for requests of this method to this path, which in a mounted app has a name `below` that, too."""

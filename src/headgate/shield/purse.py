@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.limits import Limit
 
-__all__ = ["Batch", "Purse", "can_lease"]
+__all__ = ["Batch", "Purse", "PursesStats", "can_lease"]
 
 LEASED: Final = frozenset({"fixed_window", "gcra", "sliding_log", "sliding_window", "token_bucket"})
 """A queue gives every request its own turn, and what is inside has an id: neither can be bought in advance."""
@@ -293,6 +293,21 @@ class Purse:
         measured = self.demand * 1_000_000 // span_us
         self.per_second = measured if span_us > self.lease_us else (self.per_second + measured) // 2
         self.demand, self.demand_us = 0, now_us
+
+
+class PursesStats(NamedTuple):
+    hot: int
+    """Counters that tokens are held for."""
+    held: int
+    """Tokens that were prepaid and can be spent now."""
+    allowed: int
+    """Checks that were allowed without asking the store."""
+    denied: int
+    """Checks that were denied without asking the store, while a counter that was found exhausted rested."""
+    orders: int
+    """Checks that were sent to the store to order more."""
+    found: int
+    """How often a counter was found to be hot."""
 
 
 def _whole(tokens: int, cost: int) -> int:

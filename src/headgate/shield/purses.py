@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headgate._forks import renew_in_children
 from headgate.decisions import Decision
 from headgate.shield.heat import HOT_RATE, Heat
 from headgate.shield.orders import Item, Order, denial, standing
-from headgate.shield.purse import Purse, can_lease
+from headgate.shield.purse import Purse, PursesStats, can_lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headgate.shield.heat import Counter
     from headgate.stores.calls import Check, Refund
 
-__all__ = ["LEASE_US", "Ordering", "Purses", "PursesStats"]
+__all__ = ["LEASE_US", "Ordering", "Purses"]
 
 LEASE_US: Final = 100_000
 USEFUL_US: Final = 1_000_000
@@ -38,21 +38,6 @@ MOST_PURSES: Final = 256
 
 Ordering: TypeAlias = "Generator[Check, Decision, Decision]"
 """Yields the check to send, is sent the store's decision, returns the caller's."""
-
-
-class PursesStats(NamedTuple):
-    hot: int
-    """Counters that tokens are held for."""
-    held: int
-    """Tokens that were prepaid and can be spent now."""
-    allowed: int
-    """Checks that were allowed without asking the store."""
-    denied: int
-    """Checks that were denied without asking the store, while a counter that was found exhausted rested."""
-    orders: int
-    """Checks that were sent to the store to order more."""
-    found: int
-    """How often a counter was found to be hot."""
 
 
 class Purses:
