@@ -22,10 +22,11 @@ end
 -- Strings are read together, and written together at the end, which is quicker than one by one.
 -- What was read, by its place among the keys; what to write, keys and states in turns, and how long each shall live (us).
 local texts, written, resets = {}, {}, {}
--- Where requests meet at a key, each finds what the last has left: what is known of such keys, and their place in `written`.
+-- Where requests meet at a key, each finds what the last has left, and not what was read: what is known of such keys, and
+-- their place in `written`.
 local meeting, known, places = ARGV[2] ~= '', {}, {}
 
-if not meeting and #KEYS <= MOST_AT_ONCE then
+if #KEYS <= MOST_AT_ONCE then
   local found = pcall('MGET', unpack(KEYS))
   texts = found.err and texts or found -- who may not read together reads one by one
 end
@@ -117,7 +118,7 @@ local function deny_all(first, id, met, costs, retries, delays)
       -- It would have passed here, but nothing is spent: what it says is what a peek says.
       local key = KEYS[at]
       told[at * 2 - 1], retries[index], told[at * 2], delays[index], state =
-        limit.judge(key, now, 0, limit, id, texts[at] or known[key])
+        limit.judge(key, now, 0, limit, id, meeting and known[key] or texts[at])
     end
     if state and costs[index] > 0 then
       keep(KEYS[at], state, told[at * 2])
@@ -132,7 +133,7 @@ local function decide_all(request, first, id, met, costs)
   for index = 1, #met do
     local at, limit, cost = first + index, met[index], costs[index]
     local key = KEYS[at]
-    local remaining, retry, reset, delay, state = limit.judge(key, now, cost, limit, id, texts[at] or known[key])
+    local remaining, retry, reset, delay, state = limit.judge(key, now, cost, limit, id, meeting and known[key] or texts[at])
     if not remaining then
       for each = first + 1, first + #met do
         told[each * 2 - 1], told[each * 2] = -1, 0
@@ -177,7 +178,7 @@ while position <= #ARGV do
     local judge = limit.judge
     for index = keys_before + 1, keys_before + requests do
       local key = KEYS[index]
-      local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id, texts[index] or known[key])
+      local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id, meeting and known[key] or texts[index])
       if not remaining then
         remaining, reset = -1, 0
       elseif state and cost > 0 then
