@@ -3,7 +3,7 @@
  * Whatever is unusual is left to memory.py, by answering None before anything has changed. Nobody can come between
  * the reading of a state and the writing of the next: the interpreter's lock is held, and nothing that is called here
  * runs Python code, as the collector, which could, is told to wait. */
-#include "../_python.h"
+#include "../_decision.h"
 
 #include "../algorithms/token_bucket.h"
 #include "../algorithms/gcra.h"
@@ -228,33 +228,23 @@ static PyObject *
 told(const Names *known, bool is_allowed, PyObject *keys, const Slot *slots, PyObject *id, PyObject *now_us)
 {
     Py_ssize_t count = PyTuple_GET_SIZE(keys);
-    PyObject *verdicts = PyTuple_New(count), *zero = PyLong_FromLong(0);
-    PyObject *decision = known->decision_type->tp_alloc(known->decision_type, 7);
-    if (verdicts == NULL || zero == NULL || decision == NULL) {
-        goto failed;
-    }
-    for (Py_ssize_t index = 0; index < count; index++) {
+    PyObject *verdicts = PyTuple_New(count);
+    for (Py_ssize_t index = 0; verdicts != NULL && index < count; index++) {
         const Verdict *verdict = &slots[index].verdict;
         const whole numbers[] = {verdict->remaining, verdict->retry_us, verdict->reset_us, verdict->delay_us};
-        PyObject *tuple = made_tuple(numbers, 4);
+        PyObject *tuple = made_tuple(numbers, VERDICT_FIELDS);
         if (tuple == NULL) {
-            goto failed;
+            Py_CLEAR(verdicts);
+            break;
         }
         PyTuple_SET_ITEM(verdicts, index, tuple);
     }
-    PyTuple_SET_ITEM(decision, 0, Py_NewRef(is_allowed ? Py_True : Py_False));
-    PyTuple_SET_ITEM(decision, 1, Py_NewRef(keys));
-    PyTuple_SET_ITEM(decision, 2, verdicts);
-    PyTuple_SET_ITEM(decision, 3, Py_NewRef(id));
-    PyTuple_SET_ITEM(decision, 4, Py_NewRef(Py_None));
-    PyTuple_SET_ITEM(decision, 5, Py_NewRef(now_us));
-    PyTuple_SET_ITEM(decision, 6, zero);
+    if (verdicts == NULL) {
+        return NULL;
+    }
+    PyObject *decision = made_decision(known->decision_type, is_allowed, keys, verdicts, id, now_us);
+    Py_DECREF(verdicts);
     return decision;
-failed:
-    Py_XDECREF(verdicts);
-    Py_XDECREF(zero);
-    Py_XDECREF(decision);
-    return NULL;
 }
 
 PyDoc_STRVAR(charge_doc,
@@ -327,16 +317,14 @@ static int
 begin(PyObject *module)
 {
     Names *known = PyModule_GetState(module);
-    PyObject *decisions = PyImport_ImportModule("headgate.decisions");
-    if (decisions == NULL) {
+    known->decision_type = decision_class();
+    if (known->decision_type == NULL) {
         return -1;
     }
-    known->decision_type = (PyTypeObject *)PyObject_GetAttrString(decisions, "Decision");
-    Py_DECREF(decisions);
     known->meter_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &METER, NULL);
     known->space_name = PyUnicode_InternFromString("space");
     known->meter_name = PyUnicode_InternFromString("meter");
-    if (known->decision_type == NULL || known->meter_type == NULL || known->space_name == NULL ||
+    if (known->meter_type == NULL || known->space_name == NULL ||
         known->meter_name == NULL || PyModule_AddType(module, known->meter_type) < 0) {
         return -1;
     }

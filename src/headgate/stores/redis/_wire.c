@@ -1,13 +1,12 @@
 /* Batches as Redis gets and answers them: the keys of checks that are all alike, packed, and what the usual reply tells
  * each. Mirrors `plain_pack_keys` in wire.py and `plain_answers` in replies.py; whatever is unusual is left to Python,
  * by answering None. */
-#include "../../_python.h"
+#include "../../_decision.h"
 
 /* The places of what is needed in a Check, a Key and a reply. */
 enum { KEYS = 0, COST = 1, LEASE = 2, CHECKED = 3 };
 enum { LIMIT = 0, IDENTITY = 2, KEYED = 3 };
 enum { NOW = 0, TOLD = 1, UNUSUAL = 2, AGAINS = 3, REPLIED = 4 };
-enum { DECIDED = 7, VERDICT = 4 };
 
 /* Above this, a batch is put together by Python: a length needs no more digits, and a sum of lengths always fits. */
 enum { LONGEST = 99999, MOST_KEYS = 1 << 16 };
@@ -204,7 +203,7 @@ made_verdicts(const Names *known, PyObject *told, Py_ssize_t place, Py_ssize_t c
 {
     PyObject *verdicts = PyTuple_New(count);
     for (Py_ssize_t index = 0; verdicts != NULL && index < count; index++) {
-        PyObject *verdict = PyTuple_New(VERDICT);
+        PyObject *verdict = PyTuple_New(VERDICT_FIELDS);
         PyObject *remaining = number_at(told, place + 2 * index), *reset_us = number_at(told, place + 2 * index + 1);
         if (verdict == NULL || remaining == NULL || reset_us == NULL) {
             Py_XDECREF(verdict);
@@ -222,21 +221,12 @@ made_verdicts(const Names *known, PyObject *told, Py_ssize_t place, Py_ssize_t c
     return verdicts;
 }
 
-/* The decision that lets a request pass. */
+/* The decision that lets a request pass, by what its limits said. */
 static PyObject *
-made_decision(const Names *known, PyObject *check, PyObject *verdicts, PyObject *now_us)
+passed(const Names *known, PyObject *check, PyObject *verdicts, PyObject *now_us)
 {
-    PyObject *decision = known->decision_type->tp_alloc(known->decision_type, DECIDED);
-    if (decision != NULL) {
-        PyTuple_SET_ITEM(decision, 0, Py_NewRef(Py_True));
-        PyTuple_SET_ITEM(decision, 1, Py_NewRef(PyTuple_GET_ITEM(check, KEYS)));
-        PyTuple_SET_ITEM(decision, 2, Py_NewRef(verdicts));
-        PyTuple_SET_ITEM(decision, 3, Py_NewRef(PyTuple_GET_ITEM(check, LEASE)));
-        PyTuple_SET_ITEM(decision, 4, Py_NewRef(Py_None));
-        PyTuple_SET_ITEM(decision, 5, Py_NewRef(now_us));
-        PyTuple_SET_ITEM(decision, 6, Py_NewRef(known->zero));
-    }
-    return decision;
+    PyObject *keys = PyTuple_GET_ITEM(check, KEYS), *lease = PyTuple_GET_ITEM(check, LEASE);
+    return made_decision(known->decision_type, true, keys, verdicts, lease, now_us);
 }
 
 /* Whether the reply says that all pass, and nothing else that is unusual. */
@@ -284,7 +274,7 @@ answers(PyObject *module, PyObject *const *args, Py_ssize_t number)
         }
         Py_ssize_t count = PyTuple_GET_SIZE(PyTuple_GET_ITEM(check, KEYS));
         PyObject *verdicts = made_verdicts(known, told, place, count);
-        PyObject *decision = verdicts == NULL ? NULL : made_decision(known, check, verdicts, now_us);
+        PyObject *decision = verdicts == NULL ? NULL : passed(known, check, verdicts, now_us);
         Py_XDECREF(verdicts);
         if (decision == NULL || PyList_Append(decisions, decision) < 0) {
             Py_CLEAR(decisions);
@@ -308,13 +298,8 @@ static int
 begin(PyObject *module)
 {
     Names *known = PyModule_GetState(module);
-    PyObject *decisions = PyImport_ImportModule("headgate.decisions");
-    if (decisions == NULL) {
-        return -1;
-    }
-    known->decision_type = (PyTypeObject *)PyObject_GetAttrString(decisions, "Decision");
+    known->decision_type = decision_class();
     known->zero = PyLong_FromLong(0);
-    Py_DECREF(decisions);
     return known->decision_type == NULL || known->zero == NULL ? -1 : 0;
 }
 

@@ -1,0 +1,39 @@
+/* Decisions, as the modules in C make them. Mirrors decisions.py. */
+#ifndef HEADGATE_DECISION_H
+#define HEADGATE_DECISION_H
+
+#include "_python.h"
+
+enum { DECISION_FIELDS = 7, VERDICT_FIELDS = 4 };
+
+/* A new reference to the class. */
+static inline PyTypeObject *
+decision_class(void)
+{
+    PyObject *decisions = PyImport_ImportModule("headgate.decisions");
+    PyObject *found = decisions == NULL ? NULL : PyObject_GetAttrString(decisions, "Decision");
+    Py_XDECREF(decisions);
+    return (PyTypeObject *)found;
+}
+
+/* One that the store itself has made; NULL, with an exception, if there is no memory for it. */
+static inline PyObject *
+made_decision(PyTypeObject *type, bool is_allowed, PyObject *keys, PyObject *verdicts, PyObject *id, PyObject *now_us)
+{
+    PyObject *decision = type->tp_alloc(type, DECISION_FIELDS), *again_us = PyLong_FromLong(0);
+    if (decision == NULL || again_us == NULL) {
+        Py_XDECREF(decision);
+        Py_XDECREF(again_us);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(decision, 0, Py_NewRef(is_allowed ? Py_True : Py_False));
+    PyTuple_SET_ITEM(decision, 1, Py_NewRef(keys));
+    PyTuple_SET_ITEM(decision, 2, Py_NewRef(verdicts));
+    PyTuple_SET_ITEM(decision, 3, Py_NewRef(id));
+    PyTuple_SET_ITEM(decision, 4, Py_NewRef(Py_None));
+    PyTuple_SET_ITEM(decision, 5, Py_NewRef(now_us));
+    PyTuple_SET_ITEM(decision, 6, again_us);
+    return decision;
+}
+
+#endif
