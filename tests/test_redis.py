@@ -16,7 +16,9 @@ import pytest
 import redis
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter, ScriptError, StoreUnavailable
+from headgate.stores.redis.sync import _Turn
 from headgate.testing import FakeClock
+from servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -184,6 +186,33 @@ def test_the_handler_of_a_signal_that_asks_in_between_gets_an_answer_or_an_error
         signal.signal(signal.SIGVTALRM, before)
     assert not told["failed"]
     assert limiter.peek(limit.by("ada")).remaining == 10**6 - told["answered"]
+
+
+def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_holds_up_nobody(
+    limiter: Limiter, client: redis.Redis, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a signal's handler may, just before the thread goes to sleep: whoever leads would let it lead next, and wake
+    only the call that it is not waiting for."""
+    key, wait = Limit(50, HOUR, name=unique).by("ada"), _Turn.wait
+    refused: list[str] = []
+
+    def wait_after_another(turn: _Turn) -> None:
+        if not refused:
+            with pytest.raises(StoreUnavailable) as refusal:
+                limiter.check(key)
+            refused.append(str(refusal.value))
+        wait(turn)
+
+    limiter.check(key)
+    monkeypatch.setattr(_Turn, "wait", wait_after_another)
+    client.execute_command("CLIENT", "PAUSE", 300, "WRITE")
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(limiter.check, key)
+        wait_until(lambda: limiter._store._leader is not None, "somebody to lead")
+        assert limiter.check(key).allowed
+        assert leading.result().allowed
+    assert refused == ["this thread is asking Redis already, and cannot ask for whoever came between"]
+    assert limiter.peek(key).remaining == 47
 
 
 @pytest.mark.parametrize("store", ["redis7", "valkey9", "cluster", "sentinel"])

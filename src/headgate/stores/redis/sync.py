@@ -67,7 +67,7 @@ class RedisStore(SharedStore):
         if self._only is not None and self._only.is_open:
             raise public(self._only.refusal())
         me, turn = get_ident(), None
-        if self._leader == me or self._mutex._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - as Condition does
+        if self._is_asking(me):
             # It would wait for itself. Finalizers and signals' handlers come between any two steps.
             raise StoreUnavailable("this thread is asking Redis already, and cannot ask for whoever came between")
         try:
@@ -130,6 +130,13 @@ class RedisStore(SharedStore):
         self._waiting, self._batch, self._leader = [], [], None
         self._lines, self._openings = {}, {}
         self.breakers.reset()
+
+    def _is_asking(self, me: int) -> bool:
+        """Whether this thread leads, or waits for a turn: it may be made the leader, and would not wake."""
+        if self._leader == me or self._mutex._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - as Condition does
+            return True
+        # Others take turns out of there meanwhile, but none of them puts one of this thread's in.
+        return bool(self._waiting) and me in [turn.thread for turn in [*self._waiting]]
 
     def _lead_alone(self, call: Call, me: int) -> Any:
         """The answer to a call that found nobody talking to Redis."""
