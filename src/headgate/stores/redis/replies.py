@@ -76,7 +76,7 @@ def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
 
 
 def _decode_checks(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
-    return answers(checks, reply) or plain_answers(checks, reply)  # in C, only what is common
+    return answers(checks, reply) or plain_answers(checks, reply)  # in C, only where all pass
 
 
 def plain_answers(checks: Sequence[Check], reply: list[Any]) -> list[Any]:

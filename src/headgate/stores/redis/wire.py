@@ -182,7 +182,7 @@ class Wire:
             args += min(check.costs[0], limit.capacity + 1), self.now(), lease or ""
         return Command(script("one", (limit.algorithm,), self._margin), Keys.of(self.name(key)), args, [check])
 
-    def encode_checks(self, checks: Sequence[Check]) -> Command:
+    def encode_checks(self, checks: list[Check]) -> Command:
         """One script run for all of them. Requests of one shape that follow each other are described once, so that
         each costs only its keys."""
         if len(checks) == 1 and len(checks[0].keys) == 1:
@@ -190,7 +190,9 @@ class Wire:
         shapes = _Shapes()
         limits = tuple([key.limit for key in checks[0].keys])
         alike = checks, limits, self._heads(limits)
-        packed = pack_keys(*alike) or plain_pack_keys(*alike)  # in C, only what is common
+        packed = pack_keys(*alike)
+        if packed is None and pack_keys is not plain_pack_keys:  # in C, only what is common
+            packed = plain_pack_keys(*alike)
         if packed is not None:
             shapes.add(checks[0], limits, len(checks))
         else:
