@@ -611,7 +611,10 @@ def test_lua_says_and_is_told_only_what_is_unusual_of_a_request_that_comes_alone
     assert lua.reply == [NOW, 0, 2, 1, 0, 0]
 
 
-@pytest.mark.parametrize("numbers", ["a 5", "5 a", "5", "", " ", "1 2 3", "5 ", " 5"])
+NO_NUMBERS = ["a 5", "5 a", "5", "", " ", "1 2 3", "5 ", " 5", f"{NOW} a", f"{NOW} 5a", f"{NOW}a 5"]
+
+
+@pytest.mark.parametrize("numbers", NO_NUMBERS)
 @pytest.mark.parametrize("algorithm", ["gcra", "leaky_bucket", "token_bucket"])
 def test_lua_takes_no_numbers_from_a_text_only_for_its_signature(lua: InRedis, algorithm: str, numbers: str) -> None:
     key, other = (limit_of(algorithm, 5, SECOND, name=name).by("ada") for name in ("one", "other"))
@@ -622,6 +625,19 @@ def test_lua_takes_no_numbers_from_a_text_only_for_its_signature(lua: InRedis, a
     for checks in ([Check((key,), 1)], [Check((key, other), 1)], [Check((key,), 1), Check((other,), 0)]):
         assert isinstance(lua.run_together(checks, NOW)[0], ScriptError)
     assert lua.client.get(lua.wire.name(key)) == text
+
+
+@pytest.mark.parametrize("numbers", NO_NUMBERS)
+@each_algorithm
+def test_lua_charges_nobody_twice_for_having_met_such_a_text(lua: InRedis, algorithm: str, numbers: str) -> None:
+    beside, python = limit_of(algorithm, 9, SECOND, name="beside"), InMemoryWithAgain()
+    foreign = limit_of("token_bucket", 5, SECOND, name="foreign").by("ada")
+    lua.client.set(lua.wire.name(foreign), f"{numbers} 1/200000/5")
+    before, *after = [Check((beside.by(name),), 2, lease) for name, lease in (("ada", "a"), ("bob", "b"), ("ada", "c"))]
+    for _ in range(2):
+        answers = lua.run_together([before, Check((foreign,), 1), *after], NOW)
+        assert isinstance(answers.pop(1), ScriptError)
+        assert answers == [python.run(check, NOW) for check in (before, *after)]
 
 
 @pytest.mark.parametrize("command", FOREIGN.values(), ids=FOREIGN)

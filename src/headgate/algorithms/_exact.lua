@@ -1,7 +1,7 @@
 -- Shared by the scripts: whole numbers, exact below 2^53, which is all that Lua's doubles give. They become text by
 -- format: tostring and .. would round them to 14 digits. Where a C long has 64 bits, %d is exact and twice as fast.
 
-local call, pcall, tonumber = redis.call, redis.pcall, tonumber
+local attempt, call, pcall, tonumber = pcall, redis.call, redis.pcall, tonumber
 local find, format, match, sub = string.find, string.format, string.match, string.sub
 local WHOLE, TWO, THREE, SIGNED = '%d', '%d %d', '%d %d %d', '%d %d %s'
 if format(WHOLE, 4503599627370497) ~= '4503599627370497' then
@@ -58,7 +58,11 @@ end
 
 -- The first number that was read last. What a request meets was mostly charged together before: then all of its limits
 -- have their instant in common.
-local read_text, read_number, read_length = ' ', nil, 1
+local read_text, read_number
+
+-- Whether what should be a number is taken for one, which is quicker than to look, and raises an error where it is none.
+-- Who sets this has to begin anew then.
+local trusting = false
 
 -- The stored string, which is `text` where that is known; nil for a key that does not exist, false for a foreign value.
 local function fetch(key, text)
@@ -82,8 +86,8 @@ local function read(key, text, pattern)
   return first + 0, second + 0, third -- digits all: adding is three times as quick as tonumber
 end
 
--- The same for two numbers and the signature of the limit under which they were written: mostly the one that asks, and
--- mostly at the instant that was read last. To look for these takes half the time of a pattern.
+-- The same for two numbers and the signature of the limit under which they were written: mostly the one that asks. The
+-- first is an instant, which has sixteen digits (from 2001 until 2286). To cut it there takes half the time of a pattern.
 local function read_signed(key, text, limit)
   text = text or fetch(key)
   if not text then
@@ -91,11 +95,12 @@ local function read_signed(key, text, limit)
   end
   local signature_at = find(text, limit.ending, limit.ending_at, true)
   if signature_at then
-    if find(text, read_text, 1, true) ~= 1 then
-      local first = sub(text, 1, find(text, ' '))
-      read_text, read_number, read_length = first, tonumber(first), #first
+    local first = sub(text, 1, 17)
+    if first ~= read_text then
+      read_text, read_number = first, trusting and first + 0 or tonumber(first)
     end
-    local second = tonumber(sub(text, read_length + 1, signature_at - 1))
+    local second = sub(text, 18, signature_at - 1)
+    second = trusting and second + 0 or tonumber(second)
     if read_number and second then
       return read_number, second, limit.signed
     end

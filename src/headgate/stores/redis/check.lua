@@ -10,67 +10,85 @@
 --   request would pass again (us).
 
 local MOST_AT_ONCE = 3000 -- keys: a call of Lua's takes 8,000 values, and MSET two for each
+local COLLECTIONS = { sliding_log = true, concurrency = true } -- no strings: they are written at once
 local KEYS, ARGV = KEYS, ARGV
-local now, limits, position = current(ARGV[1]), {}, 4
+local now, limits, groups_at, collecting = current(ARGV[1]), {}, 4, false
 for index = 1, tonumber(ARGV[3]) do
-  local limit = parse_limit(position + 1)
-  limit.judge = JUDGES[ARGV[position]]
+  local limit, algorithm = parse_limit(groups_at + 1), ARGV[groups_at]
+  limit.judge = JUDGES[algorithm]
+  limit.collects = COLLECTIONS[algorithm]
   limits[index] = limit
-  position = position + 5
+  collecting = collecting or limit.collects
+  groups_at = groups_at + 5
 end
 
 -- Strings are read together, and written together at the end, which is quicker than one by one.
--- What was read, by its place among the keys; what to write, keys and states in turns, and how long each shall live (us).
-local texts, written, resets = {}, {}, {}
+-- What was read, what to write, and what to tell (remaining and reset in turns), by the places of the keys.
+local texts, states, told = {}, nil, nil
 -- Where requests meet at a key, each finds what the last has left, and not what was read: what is known of such keys, and
--- their place in `written`.
-local meeting, known, places = ARGV[2] ~= '', {}, {}
+-- the place at which it waits to be written.
+local meeting, known, places = ARGV[2] ~= '', nil, nil
+local unusual, agains -- the other lists of the reply
 
 if #KEYS <= MOST_AT_ONCE then
   local found = pcall('MGET', unpack(KEYS))
   texts = found.err and texts or found -- who may not read together reads one by one
 end
 
-local function keep(key, state, reset)
+local function keep(at, state)
+  local key = KEYS[at]
   if state[1] then -- a collection
-    return write(key, state, reset)
+    return write(key, state, told[at * 2])
   end
-  local at = places[key] or #resets + 1
-  written[at * 2 - 1] = key
-  written[at * 2] = state
-  resets[at] = reset
   if meeting then
+    states[places[key] or at] = false
     known[key], places[key] = state, at
+  end
+  states[at] = state
+end
+
+local function mend(at)
+  local key = KEYS[at]
+  if not places[key] then
+    mend_expiry(key, told[at * 2])
   end
 end
 
-local function mend(key, reset)
-  if not places[key] then
-    mend_expiry(key, reset)
+local function write_one_by_one()
+  for at = 1, #KEYS do
+    if states[at] then
+      write(KEYS[at], states[at], told[at * 2])
+    end
   end
 end
 
 local function write_together()
-  if #resets > MOST_AT_ONCE or (resets[1] and pcall('MSET', unpack(written)).err) then
-    for index = 1, #resets do
-      write(written[index * 2 - 1], written[index * 2], resets[index])
+  local written, last = {}, 0 -- keys and states in turns
+  for at = 1, #KEYS do
+    local state = states[at]
+    if state then
+      written[last + 1] = KEYS[at]
+      last = last + 2
+      written[last] = state
     end
-    return
+  end
+  if last > MOST_AT_ONCE * 2 or (last > 0 and pcall('MSET', unpack(written)).err) then
+    return write_one_by_one()
   end
   -- By the server's clock it is known when a life ends, which is quicker to say than how long it is.
-  local last, ending
-  for index = 1, #resets do
-    local key, reset = written[index * 2 - 1], resets[index]
-    if reset ~= last then
-      last, ending = reset, format(WHOLE, ceil_div(now + reset, 1000) + MARGIN)
-    end
-    if ARGV[1] ~= '' or pcall('PEXPIREAT', key, ending) ~= 1 then
-      call('PEXPIRE', key, format(WHOLE, ceil_div(reset, 1000) + MARGIN))
+  local is_server_time, lasting, ending = ARGV[1] == '', nil, nil
+  for at = 1, #KEYS do
+    if states[at] then
+      local key, reset = KEYS[at], told[at * 2]
+      if reset ~= lasting then
+        lasting, ending = reset, format(WHOLE, ceil_div(now + reset, 1000) + MARGIN)
+      end
+      if not is_server_time or pcall('PEXPIREAT', key, ending) ~= 1 then
+        call('PEXPIRE', key, format(WHOLE, ceil_div(reset, 1000) + MARGIN))
+      end
     end
   end
 end
-
-local told, unusual, agains = {}, {}, {}
 
 local function tell_unusual(index, retry, delay)
   local at = #unusual
@@ -83,20 +101,20 @@ local function tell_again(request, again)
   agains[#agains + 1], agains[#agains + 2] = request, again
 end
 
--- Several limits: all are judged on the state before the request; then either all are charged or none is.
-local states = {}
-
-local function charge_all(request, first, id, met, costs, exhausted)
+-- Several limits: all are judged on the state before the request; then either all are charged or none is. What is
+-- `plain` (strings that nobody else meets, all at some cost) needs no more than to wait among the states.
+local function charge_all(first, costs)
   for index = 1, #costs do
-    local state = states[index]
+    local at = first + index
+    local state = states[at]
+    states[at] = false
     if state and costs[index] > 0 then
-      local at = first + index
-      keep(KEYS[at], state, told[at * 2])
+      keep(at, state)
     end
   end
-  if not exhausted then
-    return
-  end
+end
+
+local function tell_all_again(request, first, id, met, costs)
   local longest = 0
   for index = 1, #met do
     local limit, cost, at = met[index], costs[index], first + index
@@ -104,7 +122,7 @@ local function charge_all(request, first, id, met, costs, exhausted)
       return
     end
     if told[at * 2 - 1] < cost then
-      local _, again = limit.judge(KEYS[at], now, cost, limit, id, states[index])
+      local _, again = limit.judge(KEYS[at], now, cost, limit, id, states[at])
       longest = math.max(longest, again)
     end
   end
@@ -113,7 +131,9 @@ end
 
 local function deny_all(first, id, met, costs, retries, delays)
   for index = 1, #met do
-    local at, limit, state = first + index, met[index], states[index]
+    local at, limit = first + index, met[index]
+    local state = states[at]
+    states[at] = false
     if (retries[index] or 0) == 0 then
       -- It would have passed here, but nothing is spent: what it says is what a peek says.
       local key = KEYS[at]
@@ -121,14 +141,14 @@ local function deny_all(first, id, met, costs, retries, delays)
         limit.judge(key, now, 0, limit, id, meeting and known[key] or texts[at])
     end
     if state and costs[index] > 0 then
-      keep(KEYS[at], state, told[at * 2])
+      keep(at, state)
     else
-      mend(KEYS[at], told[at * 2])
+      mend(at)
     end
   end
 end
 
-local function decide_all(request, first, id, met, costs)
+local function decide_all(request, first, id, met, costs, plain)
   local allowed, exhausted, retries, delays = true, false, nil, nil
   for index = 1, #met do
     local at, limit, cost = first + index, met[index], costs[index]
@@ -136,14 +156,14 @@ local function decide_all(request, first, id, met, costs)
     local remaining, retry, reset, delay, state = limit.judge(key, now, cost, limit, id, meeting and known[key] or texts[at])
     if not remaining then
       for each = first + 1, first + #met do
-        told[each * 2 - 1], told[each * 2] = -1, 0
+        told[each * 2 - 1], told[each * 2], states[each] = -1, 0, false
       end
       return
     end
     -- One by one: assigned together, they would be moved twice.
     told[at * 2 - 1] = remaining
     told[at * 2] = reset
-    states[index] = state
+    states[at] = state
     if retry ~= 0 or delay ~= 0 then
       retries, delays = retries or {}, delays or {}
       retries[index], delays[index] = retry, delay
@@ -153,10 +173,15 @@ local function decide_all(request, first, id, met, costs)
       exhausted = true
     end
   end
-  if allowed then
-    charge_all(request, first, id, met, costs, exhausted)
-  else
+  if not allowed then
     deny_all(first, id, met, costs, retries, delays)
+  else
+    if not plain then
+      charge_all(first, costs)
+    end
+    if exhausted then
+      tell_all_again(request, first, id, met, costs)
+    end
   end
   if not retries then
     return
@@ -169,45 +194,60 @@ local function decide_all(request, first, id, met, costs)
   end
 end
 
-local keys_before, requests_before = 0, 0
-while position <= #ARGV do
-  local requests, id, number_met = tonumber(ARGV[position]), ARGV[position + 1], tonumber(ARGV[position + 2])
-  if number_met == 1 then
-    -- One limit by itself: judged and written at once.
-    local limit, cost = limits[tonumber(ARGV[position + 3])], tonumber(ARGV[position + 4])
-    local judge = limit.judge
-    for index = keys_before + 1, keys_before + requests do
-      local key = KEYS[index]
-      local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id, meeting and known[key] or texts[index])
-      if not remaining then
-        remaining, reset = -1, 0
-      elseif state and cost > 0 then
-        keep(key, state, reset)
-        if remaining < cost and retry == 0 and judge ~= JUDGES.concurrency then
-          local _, again = judge(key, now, cost, limit, id, state)
-          tell_again(requests_before + index - keys_before - 1, again)
+local function decide_groups()
+  states, told, known, places, unusual, agains = {}, {}, {}, {}, {}, {}
+  local position, keys_before, requests_before = groups_at, 0, 0
+  while position <= #ARGV do
+    local requests, id, number_met = tonumber(ARGV[position]), ARGV[position + 1], tonumber(ARGV[position + 2])
+    if number_met == 1 then
+      -- One limit by itself: judged and kept at once.
+      local limit, cost = limits[tonumber(ARGV[position + 3])], tonumber(ARGV[position + 4])
+      local judge, plain = limit.judge, cost > 0 and not meeting and not limit.collects
+      for at = keys_before + 1, keys_before + requests do
+        local key = KEYS[at]
+        local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id, meeting and known[key] or texts[at])
+        if not remaining then
+          remaining, reset, retry, delay = -1, 0, 0, 0
         end
-      elseif retry ~= 0 then
-        mend(key, reset)
+        told[at * 2 - 1] = remaining
+        told[at * 2] = reset
+        if plain then
+          states[at] = state
+        elseif state and cost > 0 then
+          keep(at, state)
+        end
+        if remaining < cost and state and retry == 0 and judge ~= JUDGES.concurrency then
+          local _, again = judge(key, now, cost, limit, id, state)
+          tell_again(requests_before + at - keys_before - 1, again)
+        end
+        if retry ~= 0 or delay ~= 0 then
+          if retry ~= 0 and not state then
+            mend(at)
+          end
+          tell_unusual(at, retry, delay)
+        end
       end
-      told[index * 2 - 1], told[index * 2] = remaining, reset
-      if remaining >= 0 and (retry ~= 0 or delay ~= 0) then
-        tell_unusual(index, retry, delay)
+    else
+      local met, costs, plain = {}, {}, not meeting
+      for index = 1, number_met do
+        local at = position + 1 + index * 2
+        met[index], costs[index] = limits[tonumber(ARGV[at])], tonumber(ARGV[at + 1])
+        plain = plain and costs[index] > 0 and not met[index].collects
+      end
+      for request = 0, requests - 1 do
+        decide_all(requests_before + request, keys_before + request * number_met, id, met, costs, plain)
       end
     end
-  else
-    local met, costs = {}, {}
-    for index = 1, number_met do
-      local at = position + 1 + index * 2
-      met[index], costs[index] = limits[tonumber(ARGV[at])], tonumber(ARGV[at + 1])
-    end
-    for request = 0, requests - 1 do
-      decide_all(requests_before + request, keys_before + request * number_met, id, met, costs)
-    end
+    keys_before, requests_before = keys_before + requests * number_met, requests_before + requests
+    position = position + 3 + number_met * 2
   end
-  keys_before, requests_before = keys_before + requests * number_met, requests_before + requests
-  position = position + 3 + number_met * 2
 end
 
+-- Nothing is written before all is decided, but for collections.
+trusting = not collecting
+if not attempt(decide_groups) then
+  trusting = false
+  decide_groups()
+end
 write_together()
 return { now, told, unusual, agains }
