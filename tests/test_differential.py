@@ -387,6 +387,13 @@ def test_lua_says_when_to_come_again_only_to_who_has_passed(lua: InRedis, togeth
     assert [(one.allowed, one.again_us) for one in denied] == [(False, 0)] * together
 
 
+def test_lua_gives_no_key_a_lifetime_for_being_looked_at_together_with_others(lua: InRedis) -> None:
+    queue = limit_of("leaky_bucket", 5, SECOND).by("ada")
+    lua.run_together([Check((queue,), 1)] * 2, NOW)
+    assert [peek.delay_us for peek in lua.run_together([Check((queue,), 0)] * 2, NOW)] == [400_000] * 2
+    assert {name for name, *_ in lua.issued} == {"MGET"}
+
+
 @pytest.mark.parametrize(("cost", "written"), [(0, 0), (1, 1)])
 def test_lua_adopts_no_plan_of_what_a_denied_request_only_looks_at(lua: InRedis, cost: int, written: int) -> None:
     old, new = (limit_of("token_bucket", quota, DAY).by("ada") for quota in (5, 4))
