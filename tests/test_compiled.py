@@ -17,7 +17,7 @@ from datetime import timedelta
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -36,9 +36,8 @@ from headgate.adapters.asgi import (
     PlainArrival,
     PlainTellingSend,
     TellingSend,
-    send_last,
 )
-from headgate.adapters.way import FREE, Admission, current_admission
+from headgate.adapters.way import FREE, GONE, Admission, admitted, current_admission
 from headgate.algorithms import NEVER
 from headgate.policy.snapshot import Resolution
 from headgate.stores.calls import Check, Refund, Reset
@@ -464,6 +463,13 @@ def test_an_arrival_can_be_built_upon_changed_and_collected() -> None:
     assert gone() is None
 
 
+class Granted:
+    """What of an admission is told."""
+
+    def __init__(self, headers: list[Any]) -> None:
+        self.headers = headers
+
+
 messages = st.fixed_dictionaries(
     {
         "type": st.sampled_from([*sorted(ANSWERS | BODIES), "websocket.close", "http.response.starting"]),
@@ -487,44 +493,40 @@ def test_what_is_sent_in_c_is_what_is_sent_in_python(
         telling.leave()
         sent.append(current_admission())
 
-    admission: Any = SimpleNamespace(headers=fields)
+    admission: Any = Granted(fields)
     given, before = kind(message), dict(message)
     sent: list[Any] = []
     for sender in (TellingSend, PlainTellingSend):
         asyncio.run(told_by(sender))
     in_c, in_python = sent[:3], sent[3:]
     assert in_c == in_python
-    is_last = message["type"] in BODIES and not message.get("more_body")
-    assert [in_c[0][2], *in_c[1:]] == [FREE if is_last else admission, admission, FREE]
+    assert [in_c[0][2], *in_c[1:]] == [admission, admission, FREE]
     assert message == before, "the app's own message stays as it is"
 
 
 @pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
-def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all(sender: type[TellingSend]) -> None:
-    current: list[Any] = []
-    last = {"type": "http.response.body"}
-
-    async def send(message: Any) -> None:
-        current.append(current_admission())
-        if message is not last:
-            raise OSError("the client is gone")
+def test_whoever_runs_on_when_a_request_is_over_finds_that_it_is_gone(sender: type[TellingSend]) -> None:
+    async def late(served: asyncio.Event) -> None:
+        await served.wait()
+        assert current_admission() is GONE
 
     async def serve() -> None:
-        admission: Any = SimpleNamespace(headers=[])
-        telling = sender(send, admission)
-        for _ in range(2):
-            await asyncio.create_task(send_last(telling, send, last))
-            await telling(last)
-            assert current_admission() is admission
-        with pytest.raises(OSError, match="gone"):
-            await telling({"type": "http.response.body", "body": b"..."})
+        admission: Any = Granted([])
+        telling, served = sender(send, admission), asyncio.Event()
+        task = asyncio.create_task(late(served))
+        await telling({"type": "http.response.body"})
         assert current_admission() is admission
-        telling.leave()
-        telling.leave()
-        assert current_admission() is FREE
+        for _ in range(2):
+            telling.leave()
+            assert current_admission() is FREE
+        del admission, telling
+        served.set()
+        await task
+
+    async def send(message: Any) -> None:
+        pass
 
     asyncio.run(serve())
-    assert current == [FREE] * 5
 
 
 def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
@@ -533,10 +535,11 @@ def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
 
     start = {"type": "http.response.start"}
     for sender in (TellingSend, PlainTellingSend):
-        told = sender(send, SimpleNamespace(headers=[]))  # type: ignore[arg-type]
-        more, failing = {"type": "http.response.body", "more_body": True}, Raising("more_body")
-        failing["type"] = "http.response.body"
-        for message, error in ((start, ZeroDivisionError), (more, ZeroDivisionError), ({}, KeyError)):
+        admission: Any = Granted([])
+        told = sender(send, admission)
+        body, failing = {"type": "http.response.body"}, Raising("headers")
+        failing["type"] = "http.response.start"
+        for message, error in ((start, ZeroDivisionError), (body, ZeroDivisionError), ({}, KeyError)):
             with pytest.raises(error):
                 told(message)
         with pytest.raises(ZeroDivisionError):
@@ -546,7 +549,12 @@ def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
         with pytest.raises(TypeError):
             told({**start, "headers": 5})
         with pytest.raises(AttributeError):
-            sender(send, None)(start)  # type: ignore[arg-type]
+            sender(send, lambda: None)(start)  # type: ignore[arg-type]
+        for wrong in ((send,), (send, admission, 5), (send, None)):
+            with pytest.raises(TypeError):
+                sender(*wrong)
+    with pytest.raises(TypeError):
+        object.__new__(TellingSend)
 
 
 def test_asgi_gives_back_all_that_it_has_borrowed() -> None:
@@ -556,13 +564,18 @@ def test_asgi_gives_back_all_that_it_has_borrowed() -> None:
         AsgiArrival(scope).header("host")
         AsgiArrival(scope, "/api").__init__(scope, "/api")  # type: ignore[misc]
         AsgiArrival(Reading(scope)).header("host")
-        tell = TellingSend(lambda message: message, SimpleNamespace(headers=[(b"a", b"b")]))  # type: ignore[arg-type]
+        admission: Any = Granted([(b"a", b"b")])
+        tell = TellingSend(lambda message: message, admission)  # type: ignore[arg-type,return-value]
         tell({"type": "http.response.start"})
         tell({"type": "http.response.start", "headers": [(b"c", b"d")]})
-        tell({"type": "http.response.body"}).close()  # type: ignore[attr-defined] # a coroutine
+        tell({"type": "http.response.body"})
         tell.leave()
         with suppress(KeyError):
             AsgiArrival({})
+        with suppress(TypeError):
+            AsgiArrival(scope, 5)  # type: ignore[arg-type]
+        with suppress(TypeError):
+            TellingSend(5, None)  # type: ignore[arg-type]
         with suppress(TypeError):
             tell({"type": "http.response.start", "headers": 5})
 
@@ -609,7 +622,7 @@ def rejection(
 ) -> Admission:
     keys = tuple(limit.by("ada") for limit in LIMITS)
     met = Resolution(ROUTE, keys, 1, RULES, dict(who), None, NOW, None)._replace(**changes)  # type: ignore[arg-type]
-    return Admission(met, decision, Refusal(429, [], b"") if refused else None, None, NOW)
+    return admitted(met, decision, Refusal(429, [], b"") if refused else None, None, NOW)
 
 
 whole = st.integers(-(2**63), 2**63) | st.integers(-(2**31) - 2, 2**31 + 2) | st.integers(0, 99) | st.just(-(2**63))

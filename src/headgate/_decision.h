@@ -4,7 +4,8 @@
 
 #include "_python.h"
 
-enum { DECISION_FIELDS = 7, VERDICT_FIELDS = 4 };
+enum { ALLOWED, KEYS, VERDICTS, ID, DEGRADED, AT_US, AGAIN_US, DECISION_FIELDS };
+enum { VERDICT_FIELDS = 4 };
 
 /* A new reference to the class. */
 static inline PyTypeObject *
@@ -26,13 +27,13 @@ made_decision(PyTypeObject *type, bool is_allowed, PyObject *keys, PyObject *ver
         Py_XDECREF(again_us);
         return NULL;
     }
-    PyTuple_SET_ITEM(decision, 0, Py_NewRef(is_allowed ? Py_True : Py_False));
-    PyTuple_SET_ITEM(decision, 1, Py_NewRef(keys));
-    PyTuple_SET_ITEM(decision, 2, Py_NewRef(verdicts));
-    PyTuple_SET_ITEM(decision, 3, Py_NewRef(id));
-    PyTuple_SET_ITEM(decision, 4, Py_NewRef(Py_None));
-    PyTuple_SET_ITEM(decision, 5, Py_NewRef(now_us));
-    PyTuple_SET_ITEM(decision, 6, again_us);
+    PyTuple_SET_ITEM(decision, ALLOWED, Py_NewRef(is_allowed ? Py_True : Py_False));
+    PyTuple_SET_ITEM(decision, KEYS, Py_NewRef(keys));
+    PyTuple_SET_ITEM(decision, VERDICTS, Py_NewRef(verdicts));
+    PyTuple_SET_ITEM(decision, ID, Py_NewRef(id));
+    PyTuple_SET_ITEM(decision, DEGRADED, Py_NewRef(Py_None));
+    PyTuple_SET_ITEM(decision, AT_US, Py_NewRef(now_us));
+    PyTuple_SET_ITEM(decision, AGAIN_US, again_us);
     return decision;
 }
 

@@ -1,12 +1,14 @@
 /* What an ASGI server hands over, and what goes back to it, in C. Mirrors asgi.py, which says what it means; a path
  * that is not simply one is left to mounts.py. */
-#include "../_python.h"
+#include "../_decision.h"
 
 #include <structmember.h>
 
 typedef struct {
     PyTypeObject *arrival_type;
     PyTypeObject *telling_type;
+    PyTypeObject *admission_type;
+    PyTypeObject *decision_type;
     PyObject *placed;
     PyObject *method;
     PyObject *path;
@@ -14,11 +16,11 @@ typedef struct {
     PyObject *client;
     PyObject *headers;
     PyObject *type;
-    PyObject *more_body;
+    PyObject *no_root;
+    PyObject *decision;
+    PyObject *description;
     PyObject *current;
     PyObject *nobody;
-    /* Of asgi.py, which is not there yet when this is read. */
-    PyObject *send_last;
 } Names;
 
 static struct PyModuleDef MODULE;
@@ -84,11 +86,11 @@ find_path(const Names *known, Arrival *self, PyObject *scope, PyObject *given_ro
     if (path == NULL) {
         return false;
     }
-    int has_root = PyObject_IsTrue(given_root);
-    if (has_root > 0) {
+    int has_root = given_root != NULL && PyUnicode_GET_LENGTH(given_root) > 0;
+    if (has_root) {
         root = Py_NewRef(given_root);
     }
-    else if (has_root == 0 && looked_up(scope, known->root_path, &root)) {
+    else if (looked_up(scope, known->root_path, &root)) {
         has_root = PyObject_IsTrue(root);
     }
     bool is_found = has_root >= 0 && !PyErr_Occurred();
@@ -97,7 +99,7 @@ find_path(const Names *known, Arrival *self, PyObject *scope, PyObject *given_ro
         Py_XSETREF(self->below, Py_NewRef(Py_None));
     }
     else if (is_found) {
-        is_found = place(known, self, path, has_root ? root : given_root);
+        is_found = place(known, self, path, has_root ? root : known->no_root);
     }
     Py_DECREF(path);
     Py_XDECREF(root);
@@ -120,27 +122,46 @@ find_peer(const Names *known, Arrival *self, PyObject *scope)
     return true;
 }
 
+static bool
+fill(const Names *known, Arrival *self, PyObject *scope, PyObject *root)
+{
+    PyObject *method = NULL;
+    if (!looked_up(scope, known->method, &method) && !PyErr_Occurred()) {
+        method = PyUnicode_FromString("GET");
+    }
+    if (method == NULL) {
+        return false;
+    }
+    Py_XSETREF(self->native, Py_NewRef(scope));
+    Py_XSETREF(self->method, method);
+    return find_path(known, self, scope, root) && find_peer(known, self, scope);
+}
+
 static int
 arrival_init(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"scope", "root", NULL};
-    PyObject *scope, *root = NULL, *method = NULL, *none = PyUnicode_FromString("");
-    Arrival *self = (Arrival *)object;
-    const Names *known = known_to(object);
-    bool is_made = false;
-    if (none != NULL && PyArg_ParseTupleAndKeywords(args, kwargs, "O|U", names, &scope, &root)) {
-        if (!looked_up(scope, known->method, &method) && !PyErr_Occurred()) {
-            method = PyUnicode_FromString("GET");
-        }
-        if (method != NULL) {
-            Py_XSETREF(self->native, Py_NewRef(scope));
-            Py_XSETREF(self->method, Py_NewRef(method));
-            is_made = find_path(known, self, scope, root == NULL ? none : root) && find_peer(known, self, scope);
-        }
+    PyObject *scope, *root = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|U", names, &scope, &root)) {
+        return -1;
     }
-    Py_XDECREF(method);
-    Py_XDECREF(none);
-    return is_made ? 0 : -1;
+    return fill(known_to(object), (Arrival *)object, scope, root) ? 0 : -1;
+}
+
+/* The same in one step, as the middleware makes them. */
+static PyObject *
+arrival_made(PyObject *type, PyObject *const *args, size_t flags, PyObject *names)
+{
+    Py_ssize_t number = PyVectorcall_NARGS(flags);
+    if (number < 1 || number > 2 || names != NULL || (number == 2 && !PyUnicode_Check(args[1]))) {
+        PyErr_SetString(PyExc_TypeError, "AsgiArrival(scope, root: str = '')");
+        return NULL;
+    }
+    PyObject *self = ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
+    if (self != NULL && !fill(known_to(self), (Arrival *)self, args[0], number == 2 ? args[1] : NULL)) {
+        Py_CLEAR(self);
+    }
+    return self;
 }
 
 static bool
@@ -266,44 +287,28 @@ typedef struct {
     PyObject *token;
 } Telling;
 
-static const char *const ANSWERS[] = {
-    "http.response.start", "websocket.accept", "websocket.http.response.start", NULL};
-static const char *const BODIES[] = {"http.response.body", "websocket.http.response.body", NULL};
+static const char *const ANSWERS[] = {"http.response.start", "websocket.accept", "websocket.http.response.start"};
 
 static bool
-is_among(PyObject *kind, const char *const *kinds)
+is_beginning(PyObject *kind)
 {
-    for (; PyUnicode_Check(kind) && *kinds != NULL; kinds++) {
-        if (PyUnicode_CompareWithASCIIString(kind, *kinds) == 0) {
+    for (size_t index = 0; PyUnicode_Check(kind) && index < sizeof(ANSWERS) / sizeof(ANSWERS[0]); index++) {
+        if (PyUnicode_GET_LENGTH(kind) == (Py_ssize_t)strlen(ANSWERS[index]) &&
+            PyUnicode_CompareWithASCIIString(kind, ANSWERS[index]) == 0) {
             return true;
         }
     }
     return false;
 }
 
-/* 1 if nothing of the answer follows this part of its body, 0 if something does, -1 if an exception was raised. */
-static int
-is_last(const Names *known, PyObject *message)
-{
-    PyObject *more = NULL;
-    if (!looked_up(message, known->more_body, &more)) {
-        return PyErr_Occurred() ? -1 : 1;
-    }
-    int is_more = PyObject_IsTrue(more);
-    Py_DECREF(more);
-    return is_more < 0 ? -1 : !is_more;
-}
-
+/* Makes the admission current, but does not keep it: see way.py. */
 static PyObject *
-telling_enter(PyObject *object, PyObject *Py_UNUSED(nothing))
+entered(const Names *known, PyObject *admission)
 {
-    Telling *self = (Telling *)object;
-    PyObject *token = PyContextVar_Set(known_to(object)->current, self->admission);
-    if (token == NULL) {
-        return NULL;
-    }
-    Py_XSETREF(self->token, token);
-    Py_RETURN_NONE;
+    PyObject *reference = PyWeakref_NewRef(admission, NULL);
+    PyObject *token = reference == NULL ? NULL : PyContextVar_Set(known->current, reference);
+    Py_XDECREF(reference);
+    return token;
 }
 
 static PyObject *
@@ -323,20 +328,26 @@ telling_leave(PyObject *object, PyObject *Py_UNUSED(nothing))
     Py_RETURN_NONE;
 }
 
+/* The fields of an admission: `Admission.headers`, without a step of Python where it has a decision to tell of. */
 static PyObject *
-send_last(PyObject *object, PyObject *message)
+fields_of(const Names *known, PyObject *admission)
 {
-    Names *known = known_to(object);
-    if (known->send_last == NULL) {
-        PyObject *asgi = PyImport_ImportModule("headgate.adapters.asgi");
-        known->send_last = asgi == NULL ? NULL : PyObject_GetAttrString(asgi, "send_last");
-        Py_XDECREF(asgi);
-        if (known->send_last == NULL) {
-            return NULL;
-        }
+    PyObject *description = NULL, *decision = NULL, *fields = NULL;
+    if (!Py_IS_TYPE(admission, known->admission_type)) {
+        return PyObject_GetAttr(admission, known->headers);
     }
-    PyObject *const args[] = {object, ((Telling *)object)->send, message};
-    return PyObject_Vectorcall(known->send_last, args, 3, NULL);
+    description = PyObject_GetAttr(admission, known->description);
+    decision = description == NULL ? NULL : PyObject_GetAttr(admission, known->decision);
+    if (decision != NULL && description != Py_None && Py_IS_TYPE(decision, known->decision_type)) {
+        PyObject *args[] = {description, PyTuple_GET_ITEM(decision, VERDICTS), PyTuple_GET_ITEM(decision, AT_US)};
+        fields = PyObject_VectorcallMethod(known->headers, args, 3, NULL);
+    }
+    else if (decision != NULL) {
+        fields = PyObject_GetAttr(admission, known->headers);
+    }
+    Py_XDECREF(description);
+    Py_XDECREF(decision);
+    return fields;
 }
 
 /* The message with the admission's fields behind its own. The app's own message stays as it is. */
@@ -350,12 +361,12 @@ with_fields(const Names *known, PyObject *message, PyObject *admission)
     else if (!PyErr_Occurred()) {
         all = PyList_New(0);
     }
-    fields = all == NULL ? NULL : PyObject_GetAttr(admission, known->headers);
+    fields = all == NULL ? NULL : fields_of(known, admission);
     if (fields != NULL && PyList_SetSlice(all, PyList_GET_SIZE(all), PyList_GET_SIZE(all), fields) == 0) {
-        changed = PyDict_New();
+        changed = PyDict_CheckExact(message) ? PyDict_Copy(message) : PyDict_New();
     }
-    if (changed != NULL &&
-        (PyDict_Update(changed, message) < 0 || PyDict_SetItem(changed, known->headers, all) < 0)) {
+    if (changed != NULL && ((!PyDict_CheckExact(message) && PyDict_Update(changed, message) < 0) ||
+                            PyDict_SetItem(changed, known->headers, all) < 0)) {
         Py_CLEAR(changed);
     }
     Py_XDECREF(own);
@@ -377,15 +388,9 @@ telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     if (kind == NULL) {
         return NULL;
     }
-    bool is_beginning = is_among(kind, ANSWERS), is_body = !is_beginning && is_among(kind, BODIES);
+    bool has_fields = is_beginning(kind);
     Py_DECREF(kind);
-    if (is_body) {
-        int is_at_its_end = is_last(known, args[0]);
-        if (is_at_its_end) {
-            return is_at_its_end < 0 ? NULL : send_last(object, args[0]);
-        }
-    }
-    if (!is_beginning) {
+    if (!has_fields) {
         return PyObject_CallOneArg(self->send, args[0]);
     }
     PyObject *message = with_fields(known, args[0], self->admission);
@@ -395,23 +400,21 @@ telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
 }
 
 static PyObject *
-telling_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+telling_made(PyObject *type, PyObject *const *args, size_t flags, PyObject *names)
 {
-    static char *names[] = {"send", "admission", NULL};
-    PyObject *send, *admission;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO", names, &send, &admission)) {
+    if (PyVectorcall_NARGS(flags) != 2 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "TellingSend(send, admission)");
         return NULL;
     }
-    Telling *self = (Telling *)type->tp_alloc(type, 0);
+    Telling *self = (Telling *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
     if (self != NULL) {
         self->call = telling_call;
-        self->send = Py_NewRef(send);
-        self->admission = Py_NewRef(admission);
-        PyObject *entered = telling_enter((PyObject *)self, NULL);
-        if (entered == NULL) {
+        self->send = Py_NewRef(args[0]);
+        self->admission = Py_NewRef(args[1]);
+        self->token = entered(known_to((PyObject *)self), args[1]);
+        if (self->token == NULL) {
             Py_CLEAR(self);
         }
-        Py_XDECREF(entered);
     }
     return (PyObject *)self;
 }
@@ -451,13 +454,11 @@ static PyMemberDef TELLING_MEMBERS[] = {
 };
 
 static PyMethodDef TELLING_METHODS[] = {
-    {"enter", telling_enter, METH_NOARGS, "enter()\n--\n\nMake its admission current."},
     {"leave", telling_leave, METH_NOARGS, "leave()\n--\n\nMake it current no more."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot TELLING_SLOTS[] = {
-    {Py_tp_new, telling_new},
     {Py_tp_methods, TELLING_METHODS},
     {Py_tp_call, PyVectorcall_Call},
     {Py_tp_traverse, telling_traverse},
@@ -471,7 +472,9 @@ static PyType_Slot TELLING_SLOTS[] = {
 static PyType_Spec TELLING = {
     .name = "headgate.adapters._asgi.TellingSend",
     .basicsize = sizeof(Telling),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
+    /* Only by `telling_made`: one that was never made would have nothing to send by. */
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = TELLING_SLOTS,
 };
 
@@ -487,7 +490,7 @@ begin(PyObject *module)
     } names[] = {
         {&known->method, "method"}, {&known->path, "path"},       {&known->root_path, "root_path"},
         {&known->client, "client"}, {&known->headers, "headers"}, {&known->type, "type"},
-        {&known->more_body, "more_body"},
+        {&known->no_root, ""},      {&known->decision, "decision"}, {&known->description, "_description"},
     };
     for (size_t index = 0; index < sizeof(names) / sizeof(names[0]); index++) {
         *names[index].name = PyUnicode_InternFromString(names[index].text);
@@ -500,9 +503,11 @@ begin(PyObject *module)
     Py_XDECREF(mounts);
     PyObject *way = PyImport_ImportModule("headgate.adapters.way");
     known->current = way == NULL ? NULL : PyObject_GetAttrString(way, "_current");
-    known->nobody = known->current == NULL ? NULL : PyObject_GetAttrString(way, "FREE");
+    known->nobody = known->current == NULL ? NULL : PyObject_GetAttrString(way, "NOBODY");
+    known->admission_type = known->nobody == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(way, "Admission");
+    known->decision_type = known->admission_type == NULL ? NULL : decision_class();
     Py_XDECREF(way);
-    if (known->nobody == NULL) {
+    if (known->decision_type == NULL) {
         return -1;
     }
     known->arrival_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ARRIVAL, NULL);
@@ -510,6 +515,8 @@ begin(PyObject *module)
     if (known->placed == NULL || known->arrival_type == NULL || known->telling_type == NULL) {
         return -1;
     }
+    known->arrival_type->tp_vectorcall = arrival_made;
+    known->telling_type->tp_vectorcall = telling_made;
     return PyModule_AddType(module, known->arrival_type) < 0 ? -1 : PyModule_AddType(module, known->telling_type);
 }
 
@@ -519,10 +526,11 @@ visit(PyObject *module, visitproc visit, void *arg)
     Names *known = PyModule_GetState(module);
     Py_VISIT(known->arrival_type);
     Py_VISIT(known->telling_type);
+    Py_VISIT(known->admission_type);
+    Py_VISIT(known->decision_type);
     Py_VISIT(known->placed);
     Py_VISIT(known->current);
     Py_VISIT(known->nobody);
-    Py_VISIT(known->send_last);
     return 0;
 }
 
@@ -532,17 +540,20 @@ clear(PyObject *module)
     Names *known = PyModule_GetState(module);
     Py_CLEAR(known->arrival_type);
     Py_CLEAR(known->telling_type);
+    Py_CLEAR(known->admission_type);
+    Py_CLEAR(known->decision_type);
     Py_CLEAR(known->placed);
     Py_CLEAR(known->current);
     Py_CLEAR(known->nobody);
-    Py_CLEAR(known->send_last);
-    Py_CLEAR(known->more_body);
     Py_CLEAR(known->method);
     Py_CLEAR(known->path);
     Py_CLEAR(known->root_path);
     Py_CLEAR(known->client);
     Py_CLEAR(known->headers);
     Py_CLEAR(known->type);
+    Py_CLEAR(known->no_root);
+    Py_CLEAR(known->decision);
+    Py_CLEAR(known->description);
     return 0;
 }
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from headgate.adapters.answers import Answers, status_page
 from headgate.adapters.identities import Identities
-from headgate.adapters.way import Admission, Rules
+from headgate.adapters.way import Rules, admitted
 from headgate.clock import SystemClock, in_ns
 from headgate.errors import InvalidConfiguration
 from headgate.failure import FailurePolicy
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from headgate.adapters.answers import RefusalBody
     from headgate.adapters.identities import IdentityFunction
-    from headgate.adapters.way import Arrival
+    from headgate.adapters.way import Admission, Arrival
     from headgate.clock import Clock
     from headgate.decisions import Decision
     from headgate.errors import StoreError
@@ -212,7 +212,8 @@ class Door:
         # Where the config store is, only the log and `policy_error` say.
         error = self.policy_error and getattr(self._watch.error, "discreet", self.policy_error)
         health = {**self.health().as_dict(), "policy_version": self.policy_version, "policy_error": error}
-        return Admission(refusal=status_page(health, ready=health["state"] == "ready"))
+        page = status_page(health, ready=health["state"] == "ready")
+        return admitted(None, None, page, None, 0)
 
     def _stored(self, kind: str, value: str) -> str:
         """Whom a block is about, as it is stored: of API keys only their hashes."""

@@ -10,12 +10,13 @@ import sys
 from bisect import bisect_right
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from weakref import ref
 
 from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from headgate.adapters.answers import Answers, Description, Header, Refusal
     from headgate.adapters.identities import Identities, Sent, Told
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FREE",
+    "NOBODY",
     "Admission",
     "Arrival",
     "Known",
     "Rules",
     "Settling",
     "Shadow",
+    "admitted",
     "current_admission",
     "enter_context",
     "leave_context",
@@ -93,32 +96,23 @@ Meeting: TypeAlias = "tuple[Resolution, Check | None, Description]"
 class Admission:
     """How a request was let in, or not. The app finds its own with `current_admission()`."""
 
-    # What few requests have. (Without slots: a class may then say it once, instead of each request anew.)
+    # What a class says once need not be said of each: `admitted` makes them.
+    came_us: int = 0
+    """The instant at which the request came, by the gate's own clock."""
+    resolution: Resolution | None = None
+    """The limits that it meets; None where no limit is looked at."""
+    decision: Decision | None = None
+    """What the limits said; None where none is met."""
+    refusal: Refusal | None = None
+    """The answer to send instead of the app's own; None for a request that may pass."""
+    is_over: bool = True
+    """Whether nothing is left to do when the answer is out."""
     shadows: Sequence[Shadow] = ()
     """What limits that are only watched would have said."""
     held: Any = None
     """The block that holds its leases."""
+    _description: Description | None = None
     _committed: dict[str, int] | None = None
-
-    def __init__(
-        self,
-        resolution: Resolution | None = None,
-        decision: Decision | None = None,
-        refusal: Refusal | None = None,
-        description: Description | None = None,
-        came_us: int = 0,
-    ) -> None:
-        self.came_us = came_us
-        """The instant at which the request came, by the gate's own clock."""
-        self.resolution = resolution
-        """The limits that it meets; None where no limit is looked at."""
-        self.decision = decision
-        """What the limits said; None where none is met."""
-        self.refusal = refusal
-        """The answer to send instead of the app's own; None for a request that may pass."""
-        self.is_over = resolution is None or not resolution.route.settles
-        """Whether nothing is left to do when the answer is out."""
-        self._description = description
 
     @property
     def allowed(self) -> bool:
@@ -148,6 +142,8 @@ class Admission:
         """
         if type(cost) is not int or cost < 0:
             raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
+        if self is GONE:
+            logger.warning("commit(%d) comes too late: its request is over", cost)
         if self.resolution is None:  # the gate is off, or the route exempt: nothing was reserved, nothing is to settle
             return
         # Also those that only other clients meet: the app need not know whom a limit leaves out.
@@ -170,24 +166,57 @@ class Admission:
         return met.cost if self._committed is None else self._committed.get(met.rule.name, met.cost)
 
 
+_new: Callable[[type[Admission]], Admission] = object.__new__
+
+
+def admitted(
+    resolution: Resolution | None,
+    decision: Decision | None,
+    refusal: Refusal | None,
+    description: Description | None,
+    came_us: int,
+) -> Admission:
+    """The admission of a request; `description` is how its client is told, if it is."""
+    admission = _new(Admission)  # to call the class takes a function more, on every request
+    admission.came_us = came_us
+    admission.resolution = resolution
+    admission.decision = decision
+    admission._description = description  # noqa: SLF001 - its own
+    if refusal is not None:
+        admission.refusal = refusal
+    if resolution is not None and resolution.route.settles:
+        admission.is_over = False
+    return admission
+
+
 FREE: Final = Admission()
 """For requests that meet no limit at all."""
 
-_current: ContextVar[Admission] = ContextVar("headgate_admission", default=FREE)
-enter_context: Final = _current.set
+GONE: Final = Admission()
+"""For what still runs when its request is over."""
+
+# Only while a request is served is its admission kept: servers wait for a connection's next request with a timer, which
+# keeps the context of the last one. Admissions would pile up there, and have Python's collector run all the time.
+NOBODY: Final = ref(FREE)
+_current: ContextVar[ref[Admission]] = ContextVar("headgate_admission", default=NOBODY)
 
 
-def leave_context(token: Token[Admission]) -> None:
+def enter_context(admission: Admission) -> Token[ref[Admission]]:
+    """Make it current, for as long as the adapter itself keeps it."""
+    return _current.set(ref(admission))
+
+
+def leave_context(token: Token[ref[Admission]]) -> None:
     """Make it current no more."""
     try:
         _current.reset(token)
     except (ValueError, RuntimeError):  # in a task that has a context of its own, or left once already
-        _current.set(FREE)
+        _current.set(NOBODY)
 
 
 def current_admission() -> Admission:
     """How the request that is being served was let in: its decision, and where to `commit` its real cost."""
-    return _current.get()
+    return _current.get()() or GONE
 
 
 class Known(dict[Any, Meeting]):
@@ -250,16 +279,16 @@ class Rules:
         """How a request is let in that is blocked, or meets no limit: the store need not be asked."""
         block = resolution.block
         refusal = None if block is None else self._answers.blocked(_time_left(block, now_us))
-        return Admission(resolution, None, refusal, None, now_us)
+        return admitted(resolution, None, refusal, None, now_us)
 
     def conclude(self, resolution: Resolution, decision: Decision, description: Description, now_us: int) -> Admission:
         """How the request is let in, or its refusal."""
         if decision.degraded is not None and resolution.route.on_failure != "local":
             # Nothing is known of the limits: the client is told no numbers.
             refusal = None if decision.allowed else self._answers.unavailable(decision)
-            return Admission(resolution, decision, refusal, None, now_us)
+            return admitted(resolution, decision, refusal, None, now_us)
         refusal = None if decision.allowed else self._answers.denied(decision, description)
-        return Admission(resolution, decision, refusal, description, now_us)
+        return admitted(resolution, decision, refusal, description, now_us)
 
     def _meeting(self, met: Resolution) -> Meeting:
         is_asked = met.block is None and met.keys
