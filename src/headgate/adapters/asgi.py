@@ -134,7 +134,10 @@ class HeadgateMiddleware:
             if isinstance(self.gate, _Unmade):
                 return await self.gate.decline(receive, send)
             return await live(self.app, scope, receive, send, self.gate)
-        admission = await self.gate.admit(AsgiArrival(scope, self._root))
+        arrival, gate = AsgiArrival(scope, self._root), self.gate
+        admission = None if gate.short_way is None else gate.short_way(arrival)
+        if admission is None:
+            admission = await gate.admit(arrival)
         if admission.refusal is not None:
             return await refuse(admission.refusal, scope, receive, send)
         if admission is FREE:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict
 from uuid import uuid4
 from weakref import WeakSet
 
+from headgate._compiled import compiled
 from headgate.adapters.answers import Answers, status_page
 from headgate.adapters.identities import Identities
 from headgate.adapters.way import Rules, admitted
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["SECRET_VARIABLE", "Door", "GateOptions"]
 
 logger = logging.getLogger("headgate")
+
+_ShortWay: Any = getattr(compiled("headgate.adapters._short_way"), "ShortWay", None)
 
 BUILT_IN: Final = ("ip", "subnet", "api_key", "client", "endpoint")
 """The identities that a gate finds out by itself."""
@@ -85,6 +88,10 @@ class Door:
     newcomers: ClassVar[list[Callable[[Any], None]]] = []
     """Told of each gate as it is made, for the same tests."""
 
+    short_way: Callable[[Arrival], Admission | None] | None = None
+    """How a request is let in that is like one before, whose counts are in this process, in C; or None, for all that
+    takes more. None itself where there is no such way."""
+
     def __init__(
         self,
         policy: Policy | str | PathLike[str],
@@ -104,14 +111,12 @@ class Door:
     ) -> None:
         self._functions = _checked_functions(identities)
         self._refusal_body = _checked_function("refusal_body", refusal_body)
-        self.on_decision = _checked_function("on_decision", on_decision)
-        """Told of every decision as it is made; those on routes that are exempt are none."""
+        self._on_decision = _checked_function("on_decision", on_decision)
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._given_budget = budget
         reload_every = _checked_interval(reload_every)
         self._health_path = _checked_path(health_path)
-        self.is_on = True
-        """Whether requests are counted at all."""
+        self._is_on = True
         options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
         self.use(self._limiter_type(store, clock=clock, **options), clock)
         self._random_secret = secrets.token_bytes(32)
@@ -133,6 +138,26 @@ class Door:
         self.doors.add(self)
         for tell in self.newcomers:
             tell(self)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are counted at all."""
+        return self._is_on
+
+    @is_on.setter
+    def is_on(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self._find_short_way()
+
+    @property
+    def on_decision(self) -> Callable[[Arrival, Admission], None] | None:
+        """Told of every decision as it is made; those on routes that are exempt are none."""
+        return self._on_decision
+
+    @on_decision.setter
+    def on_decision(self, function: Callable[[Arrival, Admission], None] | None) -> None:
+        self._on_decision = function
+        self._find_short_way()
 
     @property
     def policy_version(self) -> str | None:
@@ -162,6 +187,7 @@ class Door:
         }
         self._blocks: Blocks = limiter._live_blocks  # noqa: SLF001
         self._keep = limiter._front.keep  # noqa: SLF001
+        self._find_short_way()
         return before
 
     def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
@@ -232,6 +258,18 @@ class Door:
             never_leased=rules.snapshot.never_leased,
         )
         self.rules = rules
+        self._find_short_way()
+
+    def _find_short_way(self) -> None:
+        """To be called whenever something changes that it goes by."""
+        rules, memory = getattr(self, "rules", None), self._memory
+        sources = None if rules is None else rules.identities.sources
+        is_usual = self._is_on and self._on_decision is None and self._health_path is None
+        if _ShortWay is None or rules is None or memory is None or sources is None or not is_usual:
+            self.short_way = None
+        else:
+            plans, spaces = rules.snapshot._known, memory._spaces  # noqa: SLF001 - as close as C can be
+            self.short_way = _ShortWay(rules, plans, *sources, self._blocks, memory, spaces, self._time_ns)
 
     def _secret(self, policy: Policy) -> bytes:
         """What API keys are hashed with: the same on all machines that count together."""

@@ -31,7 +31,9 @@ class Gate(Door):
 
     def admit(self, arrival: Arrival) -> Admission:
         """How the request is let in, or its refusal."""
-        if not self.is_on:
+        if self.short_way is not None and (admitted := self.short_way(arrival)) is not None:
+            return admitted
+        if not self._is_on:
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
@@ -61,7 +63,7 @@ class Gate(Door):
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
-        return admission if self.on_decision is None else self._told(arrival, admission)
+        return admission if self._on_decision is None else self._told(arrival, admission)
 
     def finish(self, admission: Admission, status: int) -> None:
         """The answer is out: leave what was held, settle what was reserved."""
@@ -116,7 +118,7 @@ class AsyncGate(Door):
 
     async def admit(self, arrival: Arrival, rules: Rules | None = None) -> Admission:
         """How the request is let in, or its refusal: by the policy, or by rules that `made` has made of another."""
-        if not self.is_on:
+        if not self._is_on:
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
@@ -149,7 +151,7 @@ class AsyncGate(Door):
                 admission.shadows = [
                     Shadow(one, await self._answer(Check((one.key,), one.cost))) for one in met.shadows
                 ]
-        return admission if self.on_decision is None else self._told(arrival, admission)
+        return admission if self._on_decision is None else self._told(arrival, admission)
 
     async def finish(self, admission: Admission, status: int) -> None:
         """The answer is out: leave what was held, settle what was reserved."""

@@ -87,6 +87,13 @@ class Identities:
                 "or name your proxies under identity: in the policy"
             )
 
+    @property
+    def sources(self) -> tuple[str | None, tuple[str, ...], tuple[str, ...]] | None:
+        """What `sent` and `told` look at: the forwarding header, those in which an API key may stand, and the kinds that
+        the app tells. None where it tells something of every request."""
+        places = tuple(name for name, _ in self._places)
+        return None if self._tells_tier else (self._forwarded_by, places, tuple(self._kinds_told))
+
     def sent(self, arrival: Arrival, route: Any, kinds: frozenset[str]) -> Sent | None:
         """What a request sends of who it is from, and where to: the same for requests of the same sender. None for one
         that sends several API keys."""

@@ -1,0 +1,504 @@
+/* The short way of a request through the gate, in C: of one like one before, whose counts are in this process. Mirrors
+ * `admit` in gate.py, which says what it means; whatever is unusual is left to it, by answering None before anything
+ * has changed. */
+#include "../_decision.h"
+
+#include <structmember.h>
+
+enum { MEETING_FIELDS = 3, CHECK_FIELDS = 3, PERIOD_FIELDS = 3, SENT_FIELDS = 6 };
+
+/* What every request is asked for, by name. */
+#define FOR_EACH_NAME(DO)                                                                                              \
+    DO(method) DO(path) DO(below) DO(peer) DO(header) DO(are_there) DO(_busy) DO(conclude) DO(came_us) DO(resolution)  \
+    DO(decision) DO(is_over) DO(_description) DO(api_key)
+
+typedef struct {
+    PyTypeObject *way_type;
+    PyTypeObject *plan_type;
+    PyTypeObject *rules_type;
+    PyTypeObject *admission_type;
+    PyTypeObject *decision_type;
+    PyObject *free;
+    PyObject *charge;
+    PyObject *nothing;
+    PyObject *no_lines;
+    PyObject *zero;
+#define DECLARED(name) PyObject *name;
+    FOR_EACH_NAME(DECLARED)
+#undef DECLARED
+    /* Where plans and rules, whose classes have slots, keep what is asked of them. */
+    Py_ssize_t is_exempt_at;
+    Py_ssize_t leases_at;
+    Py_ssize_t shadows_at;
+    Py_ssize_t settles_at;
+    Py_ssize_t kinds_at;
+    Py_ssize_t period_at;
+} Names;
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *rules;
+    PyObject *plans;
+    PyObject *forwarded_by;
+    PyObject *places;
+    PyObject *kinds_told;
+    PyObject *blocks;
+    PyObject *memory;
+    PyObject *spaces;
+    PyObject *time_ns;
+} ShortWay;
+
+static struct PyModuleDef MODULE;
+
+static const Names *
+known_to(PyObject *self)
+{
+    return PyModule_GetState(PyType_GetModuleByDef(Py_TYPE(self), &MODULE));
+}
+
+/* Borrowed; NULL for a slot that was never filled. */
+static PyObject *
+slot(PyObject *object, Py_ssize_t offset)
+{
+    return *(PyObject **)((char *)object + offset);
+}
+
+/* 1 or 0, or -1 with an exception. */
+static int
+is_true(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    int is = value == NULL ? -1 : PyObject_IsTrue(value);
+    Py_XDECREF(value);
+    return is;
+}
+
+/* -- What the request meets ---------------------------------------------------------------------------------------- */
+
+/* The plan of its route, if it is known; NULL, with or without an exception, if not. */
+static PyObject *
+plan_of(const Names *known, const ShortWay *self, PyObject *arrival)
+{
+    PyObject *plan = NULL, *method = PyObject_GetAttr(arrival, known->method);
+    PyObject *path = method == NULL ? NULL : PyObject_GetAttr(arrival, known->path);
+    PyObject *below = path == NULL ? NULL : PyObject_GetAttr(arrival, known->below);
+    PyObject *asked = below == NULL ? NULL : PyTuple_Pack(3, method, path, below);
+    if (asked != NULL && found(self->plans, asked, &plan) && !Py_IS_TYPE(plan, known->plan_type)) {
+        Py_CLEAR(plan);
+    }
+    Py_XDECREF(method);
+    Py_XDECREF(path);
+    Py_XDECREF(below);
+    Py_XDECREF(asked);
+    return plan;
+}
+
+/* The lines of a header; NULL, with or without an exception, if they are not told in a list. */
+static PyObject *
+lines_of(const Names *known, PyObject *arrival, PyObject *name)
+{
+    PyObject *lines = PyObject_CallMethodOneArg(arrival, known->header, name);
+    if (lines != NULL && !PyList_CheckExact(lines)) {
+        Py_CLEAR(lines);
+    }
+    return lines;
+}
+
+/* Which header has an API key, and what Python's own hash makes of its line. False, with or without an exception, if
+ * there are several. */
+static bool
+find_key(const Names *known, const ShortWay *self, PyObject *arrival, PyObject **name, PyObject **hash)
+{
+    *name = NULL;
+    for (Py_ssize_t index = 0; *name == NULL && index < PyTuple_GET_SIZE(self->places); index++) {
+        PyObject *place = PyTuple_GET_ITEM(self->places, index), *lines = lines_of(known, arrival, place);
+        Py_ssize_t number = lines == NULL ? -1 : PyList_GET_SIZE(lines);
+        if (number == 1) {
+            Py_hash_t hashed = PyObject_Hash(PyList_GET_ITEM(lines, 0));
+            *hash = hashed == -1 ? NULL : PyLong_FromSsize_t(hashed);
+            *name = *hash == NULL ? NULL : Py_NewRef(place);
+        }
+        Py_XDECREF(lines);
+        if (number < 0 || number > 1 || (number == 1 && *name == NULL)) {
+            return false;
+        }
+    }
+    if (*name == NULL) {
+        *name = Py_NewRef(known->nothing);
+        *hash = Py_NewRef(known->zero);
+    }
+    return true;
+}
+
+/* `Identities.sent`; NULL, with or without an exception, if that takes more than the common case. */
+static PyObject *
+sent(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *plan, PyObject *kinds)
+{
+    PyObject *all = NULL, *peer = NULL, *forwarded = Py_NewRef(known->no_lines), *name = NULL, *hash = NULL;
+    if (self->forwarded_by != Py_None) {
+        PyObject *lines = lines_of(known, arrival, self->forwarded_by);
+        Py_SETREF(forwarded, lines == NULL ? NULL : PyList_AsTuple(lines));
+        Py_XDECREF(lines);
+    }
+    peer = forwarded == NULL ? NULL : PyObject_GetAttr(arrival, known->peer);
+    int has_key = peer == NULL ? -1 : PySet_Contains(kinds, known->api_key);
+    if (has_key == 0) {
+        name = Py_NewRef(known->nothing);
+        hash = Py_NewRef(known->zero);
+    }
+    if (has_key == 0 || (has_key == 1 && find_key(known, self, arrival, &name, &hash))) {
+        all = PyTuple_Pack(SENT_FIELDS, plan, kinds, peer, forwarded, name, hash);
+        Py_DECREF(name);
+        Py_DECREF(hash);
+    }
+    Py_XDECREF(peer);
+    Py_XDECREF(forwarded);
+    return all;
+}
+
+/* Whether the app is to be asked who somebody is; -1 with an exception. */
+static int
+is_told(const ShortWay *self, PyObject *kinds)
+{
+    int is = 0;
+    for (Py_ssize_t index = 0; is == 0 && index < PyTuple_GET_SIZE(self->kinds_told); index++) {
+        is = PySet_Contains(kinds, PyTuple_GET_ITEM(self->kinds_told, index));
+    }
+    return is;
+}
+
+/* What clients of this kind have met before, in the period that the instant is in: `Rules.meet`. NULL, with or without
+ * an exception, if nothing is known of them. */
+static PyObject *
+meeting_of(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *plan, whole now_us)
+{
+    PyObject *kinds = slot(plan, known->kinds_at), *period = Py_XNewRef(slot(self->rules, known->period_at));
+    PyObject *asked = NULL, *meeting = NULL;
+    whole since_us, until_us;
+    if (kinds != NULL && PyFrozenSet_CheckExact(kinds) && is_told(self, kinds) == 0 && period != NULL &&
+        PyTuple_CheckExact(period) && PyTuple_GET_SIZE(period) == PERIOD_FIELDS &&
+        read_whole(PyTuple_GET_ITEM(period, 0), &since_us) && read_whole(PyTuple_GET_ITEM(period, 1), &until_us) &&
+        since_us <= now_us && now_us < until_us && PyDict_Check(PyTuple_GET_ITEM(period, 2))) {
+        asked = sent(known, self, arrival, plan, kinds);
+    }
+    if (asked != NULL && found(PyTuple_GET_ITEM(period, 2), asked, &meeting) &&
+        (!PyTuple_CheckExact(meeting) || PyTuple_GET_SIZE(meeting) != MEETING_FIELDS)) {
+        Py_CLEAR(meeting);
+    }
+    Py_XDECREF(asked);
+    Py_XDECREF(period);
+    return meeting;
+}
+
+/* -- What it is told ----------------------------------------------------------------------------------------------- */
+
+/* The store's answer: `MemoryStore.decide`. None where that takes more than the common case. */
+static PyObject *
+decided(const Names *known, const ShortWay *self, PyObject *check, PyObject *now_us)
+{
+    if (!PyTuple_Check(check) || PyTuple_GET_SIZE(check) != CHECK_FIELDS) {
+        Py_RETURN_NONE;
+    }
+    PyObject *is_busy = PyObject_GetAttr(self->memory, known->_busy);
+    if (is_busy == NULL) {
+        return NULL;
+    }
+    PyObject *keys = PyTuple_GET_ITEM(check, 0), *cost = PyTuple_GET_ITEM(check, 1), *id = PyTuple_GET_ITEM(check, 2);
+    PyObject *const args[] = {self->spaces, keys, cost, id, now_us, is_busy};
+    PyObject *decision = PyObject_Vectorcall(known->charge, args, sizeof(args) / sizeof(args[0]), NULL);
+    Py_DECREF(is_busy);
+    return decision;
+}
+
+/* `admitted` in way.py, of who may pass. */
+static PyObject *
+admitted(const Names *known, PyObject *plan, PyObject *meeting, PyObject *decision, PyObject *now_us)
+{
+    PyObject *admission = known->admission_type->tp_alloc(known->admission_type, 0);
+    PyObject *settles = slot(plan, known->settles_at);
+    if (admission != NULL && (PyObject_SetAttr(admission, known->came_us, now_us) < 0 ||
+                              PyObject_SetAttr(admission, known->resolution, PyTuple_GET_ITEM(meeting, 0)) < 0 ||
+                              PyObject_SetAttr(admission, known->decision, decision) < 0 ||
+                              PyObject_SetAttr(admission, known->_description, PyTuple_GET_ITEM(meeting, 2)) < 0 ||
+                              (settles != Py_False && PyObject_SetAttr(admission, known->is_over, Py_False) < 0))) {
+        Py_CLEAR(admission);
+    }
+    return admission;
+}
+
+static PyObject *
+concluded(const Names *known, const ShortWay *self, PyObject *plan, PyObject *meeting, PyObject *now_us)
+{
+    PyObject *decision = decided(known, self, PyTuple_GET_ITEM(meeting, 1), now_us), *admission = NULL;
+    if (decision == NULL || decision == Py_None) {
+        return decision;
+    }
+    if (Py_IS_TYPE(decision, known->decision_type) && PyTuple_GET_ITEM(decision, ALLOWED) == Py_True) {
+        admission = admitted(known, plan, meeting, decision, now_us);
+    }
+    else {
+        admission = PyObject_CallMethodObjArgs(self->rules, known->conclude, PyTuple_GET_ITEM(meeting, 0), decision,
+                                               PyTuple_GET_ITEM(meeting, 2), now_us, NULL);
+    }
+    Py_DECREF(decision);
+    return admission;
+}
+
+/* None, or NULL with an exception. */
+static PyObject *
+unusual(void)
+{
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+way_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    const ShortWay *self = (const ShortWay *)object;
+    if (PyVectorcall_NARGS(flags) != 1 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "short_way(arrival)");
+        return NULL;
+    }
+    const Names *known = known_to(object);
+    PyObject *plan = is_true(self->blocks, known->are_there) == 0 ? plan_of(known, self, args[0]) : NULL;
+    if (plan == NULL) {
+        return unusual();
+    }
+    if (slot(plan, known->is_exempt_at) == Py_True) {
+        Py_DECREF(plan);
+        return Py_NewRef(known->free);
+    }
+    PyObject *shadows = slot(plan, known->shadows_at), *admission = NULL, *now_ns = NULL, *now_us = NULL;
+    whole instant_ns;
+    if (slot(plan, known->leases_at) == Py_False && shadows != NULL && PyTuple_CheckExact(shadows) &&
+        PyTuple_GET_SIZE(shadows) == 0) {
+        now_ns = PyObject_CallNoArgs(self->time_ns);
+    }
+    if (now_ns != NULL && read_whole(now_ns, &instant_ns) && instant_ns >= 0) {
+        PyObject *meeting = meeting_of(known, self, args[0], plan, instant_ns / 1000);
+        now_us = meeting == NULL ? NULL : made_whole(instant_ns / 1000);
+        admission = now_us == NULL ? NULL : concluded(known, self, plan, meeting, now_us);
+        Py_XDECREF(meeting);
+    }
+    Py_DECREF(plan);
+    Py_XDECREF(now_ns);
+    Py_XDECREF(now_us);
+    return admission == NULL ? unusual() : admission;
+}
+
+/* -- ShortWay ------------------------------------------------------------------------------------------------------ */
+
+static PyObject *
+way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rules",  "plans",  "forwarded_by", "places", "kinds_told",
+                            "blocks", "memory", "spaces",       "time_ns", NULL};
+    const Names *known = PyModule_GetState(PyType_GetModuleByDef(type, &MODULE));
+    PyObject *rules, *plans, *forwarded_by, *places, *kinds_told, *blocks, *memory, *spaces, *time_ns;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!O!OOO!O", names, known->rules_type, &rules, &PyDict_Type,
+                                     &plans, &forwarded_by, &PyTuple_Type, &places, &PyTuple_Type, &kinds_told, &blocks,
+                                     &memory, &PyDict_Type, &spaces, &time_ns)) {
+        return NULL;
+    }
+    ShortWay *self = (ShortWay *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->call = way_call;
+        self->rules = Py_NewRef(rules);
+        self->plans = Py_NewRef(plans);
+        self->forwarded_by = Py_NewRef(forwarded_by);
+        self->places = Py_NewRef(places);
+        self->kinds_told = Py_NewRef(kinds_told);
+        self->blocks = Py_NewRef(blocks);
+        self->memory = Py_NewRef(memory);
+        self->spaces = Py_NewRef(spaces);
+        self->time_ns = Py_NewRef(time_ns);
+    }
+    return (PyObject *)self;
+}
+
+static int
+way_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    ShortWay *self = (ShortWay *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->rules);
+    Py_VISIT(self->plans);
+    Py_VISIT(self->forwarded_by);
+    Py_VISIT(self->places);
+    Py_VISIT(self->kinds_told);
+    Py_VISIT(self->blocks);
+    Py_VISIT(self->memory);
+    Py_VISIT(self->spaces);
+    Py_VISIT(self->time_ns);
+    return 0;
+}
+
+static int
+way_clear(PyObject *object)
+{
+    ShortWay *self = (ShortWay *)object;
+    Py_CLEAR(self->rules);
+    Py_CLEAR(self->plans);
+    Py_CLEAR(self->forwarded_by);
+    Py_CLEAR(self->places);
+    Py_CLEAR(self->kinds_told);
+    Py_CLEAR(self->blocks);
+    Py_CLEAR(self->memory);
+    Py_CLEAR(self->spaces);
+    Py_CLEAR(self->time_ns);
+    return 0;
+}
+
+static void
+way_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    way_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMemberDef WAY_MEMBERS[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(ShortWay, call), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot WAY_SLOTS[] = {
+    {Py_tp_new, way_new},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_traverse, way_traverse},
+    {Py_tp_clear, way_clear},
+    {Py_tp_dealloc, way_dealloc},
+    {Py_tp_members, WAY_MEMBERS},
+    {Py_tp_doc, "How a request is let in, or None where that takes more than the common case."},
+    {0, NULL},
+};
+
+static PyType_Spec WAY = {
+    .name = "headgate.adapters._short_way.ShortWay",
+    .basicsize = sizeof(ShortWay),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = WAY_SLOTS,
+};
+
+/* -- The module ---------------------------------------------------------------------------------------------------- */
+
+static bool
+find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
+{
+    PyObject *descriptor = PyObject_GetAttrString((PyObject *)type, name);
+    bool is_slot = descriptor != NULL && Py_IS_TYPE(descriptor, &PyMemberDescr_Type);
+    if (is_slot) {
+        *offset = ((PyMemberDescrObject *)descriptor)->d_member->offset;
+    }
+    else if (descriptor != NULL) {
+        PyErr_Format(PyExc_TypeError, "%s has no slot %s", type->tp_name, name);
+    }
+    Py_XDECREF(descriptor);
+    return is_slot;
+}
+
+static PyObject *
+taken_from(const char *module, const char *name)
+{
+    PyObject *found = PyImport_ImportModule(module);
+    if (found != NULL) {
+        Py_SETREF(found, PyObject_GetAttrString(found, name));
+    }
+    return found;
+}
+
+static int
+begin(PyObject *module)
+{
+    Names *known = PyModule_GetState(module);
+#define MADE(name)                                                                                                     \
+    known->name = PyUnicode_InternFromString(#name);                                                                   \
+    if (known->name == NULL) {                                                                                         \
+        return -1;                                                                                                     \
+    }
+    FOR_EACH_NAME(MADE)
+#undef MADE
+    known->nothing = PyUnicode_FromString("");
+    known->no_lines = PyTuple_New(0);
+    known->zero = PyLong_FromLong(0);
+    known->charge = taken_from("headgate.stores._meter", "charge");
+    known->free = known->charge == NULL ? NULL : taken_from("headgate.adapters.way", "FREE");
+    known->admission_type = known->free == NULL ? NULL : (PyTypeObject *)Py_NewRef(Py_TYPE(known->free));
+    known->rules_type = (PyTypeObject *)(known->free == NULL ? NULL : taken_from("headgate.adapters.way", "Rules"));
+    known->plan_type =
+        (PyTypeObject *)(known->rules_type == NULL ? NULL : taken_from("headgate.policy.snapshot", "RoutePlan"));
+    known->decision_type = known->plan_type == NULL ? NULL : decision_class();
+    if (known->decision_type == NULL || known->nothing == NULL || known->no_lines == NULL || known->zero == NULL ||
+        !find_slot(known->plan_type, "is_exempt", &known->is_exempt_at) ||
+        !find_slot(known->plan_type, "leases", &known->leases_at) ||
+        !find_slot(known->plan_type, "shadows", &known->shadows_at) ||
+        !find_slot(known->plan_type, "settles", &known->settles_at) ||
+        !find_slot(known->plan_type, "kinds", &known->kinds_at) ||
+        !find_slot(known->rules_type, "_period", &known->period_at)) {
+        return -1;
+    }
+    known->way_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &WAY, NULL);
+    return known->way_type == NULL ? -1 : PyModule_AddType(module, known->way_type);
+}
+
+static int
+visit(PyObject *module, visitproc visit, void *arg)
+{
+    Names *known = PyModule_GetState(module);
+    Py_VISIT(known->way_type);
+    Py_VISIT(known->plan_type);
+    Py_VISIT(known->rules_type);
+    Py_VISIT(known->admission_type);
+    Py_VISIT(known->decision_type);
+    Py_VISIT(known->free);
+    Py_VISIT(known->charge);
+    return 0;
+}
+
+static int
+clear(PyObject *module)
+{
+    Names *known = PyModule_GetState(module);
+    Py_CLEAR(known->way_type);
+    Py_CLEAR(known->plan_type);
+    Py_CLEAR(known->rules_type);
+    Py_CLEAR(known->admission_type);
+    Py_CLEAR(known->decision_type);
+    Py_CLEAR(known->free);
+    Py_CLEAR(known->charge);
+    Py_CLEAR(known->nothing);
+    Py_CLEAR(known->no_lines);
+    Py_CLEAR(known->zero);
+#define CLEARED(name) Py_CLEAR(known->name);
+    FOR_EACH_NAME(CLEARED)
+#undef CLEARED
+    return 0;
+}
+
+static void
+end(void *module)
+{
+    clear(module);
+}
+
+static PyModuleDef_Slot MODULE_SLOTS[] = {{Py_mod_exec, begin}, KEEPS_TO_ITSELF, {0, NULL}};
+
+static struct PyModuleDef MODULE = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "headgate.adapters._short_way",
+    .m_doc = "The short way of a request through the gate, compiled.",
+    .m_size = sizeof(Names),
+    .m_slots = MODULE_SLOTS,
+    .m_traverse = visit,
+    .m_clear = clear,
+    .m_free = end,
+};
+
+PyMODINIT_FUNC
+PyInit__short_way(void)
+{
+    return PyModuleDef_Init(&MODULE);
+}
