@@ -60,8 +60,8 @@ def gates(policy: str = POLICY, kind: Callable[..., Any] = Gate, **options: Any)
     """One with a short way, one that has only the long one, and their clock."""
     clock = FakeClock()
     both = [kind(read(policy), clock=clock, secret=bytes(16), **options) for _ in range(2)]
-    assert both[0].short_way is not None
-    both[1].short_way = None
+    assert both[0].short_way or both[0]._recognize
+    both[1].short_way = both[1]._recognize = None
     return both[0], both[1], clock
 
 
@@ -99,9 +99,10 @@ arrivals = st.builds(
 steps = st.lists(st.tuples(arrivals, st.sampled_from([0, 0, 1, 20_000_000])), min_size=5, max_size=40)
 
 
-@given(steps)
-def test_it_leads_where_the_long_one_leads(steps: list[Any]) -> None:
-    short, long, clock = gates(identities={"user": lambda arrival: arrival.native})
+@given(steps, st.sampled_from([None, lambda *_: None]))
+def test_it_leads_where_the_long_one_leads(steps: list[Any], on_decision: Any) -> None:
+    """Where somebody is told of decisions, only what is met is found in C."""
+    short, long, clock = gates(identities={"user": lambda arrival: arrival.native}, on_decision=on_decision)
     for arrival, later_us in (*steps, *steps):  # who has come once is known
         clock.advance(timedelta(microseconds=later_us))
         in_c, in_python = short.admit(arrival), long.admit(arrival)
@@ -156,6 +157,7 @@ def test_it_is_closed_while_a_gate_is_off_or_has_somebody_to_tell_and_open_again
     assert [gate.admit(Arrival()) for _ in range(2)] == seen
     gate.on_decision = None
     assert gate.short_way(Arrival()).decision.remaining == 3
+    assert gate._recognize is None
     before = gate.use_memory(FakeClock())
     assert gate.short_way(Arrival()) is None, "no counts yet: a key that is new takes the long way"
     gate.use(*before)
@@ -163,11 +165,27 @@ def test_it_is_closed_while_a_gate_is_off_or_has_somebody_to_tell_and_open_again
 
 @pytest.mark.parametrize(
     "options",
-    [{"health_path": "/headgate"}, {"on_decision": print}, {"identities": {"tier": lambda _: "pro"}}],
+    [{"health_path": "/headgate"}, {"identities": {"tier": lambda _: "pro"}}],
     ids=lambda options: next(iter(options)),
 )
 def test_there_is_none_where_every_request_is_special(options: dict[str, Any]) -> None:
-    assert Gate(read(POLICY), clock=FakeClock(), secret=bytes(16), **options).short_way is None
+    gate = Gate(read(POLICY), clock=FakeClock(), secret=bytes(16), **options)
+    assert gate.short_way is gate._recognize is None
+
+
+def test_what_a_request_meets_is_recognized_for_those_who_ask_elsewhere() -> None:
+    gate, _, clock = gates(on_decision=lambda *_: None)
+    clock.set_us(77)
+    jobs, unknown = Arrival("/jobs"), Arrival("/jobs", peer="203.0.113.10")
+    assert gate._recognize(jobs) is None
+    admission = gate.admit(jobs)
+    gate.finish(admission, 200)
+    plan, met, check, _, now_us = gate._recognize(jobs)
+    assert (plan, met, check.keys, now_us) == (met.route, admission.resolution, met.keys, 77)
+    assert gate._recognize(unknown) is None
+    gate.block("ip", "198.51.100.1")
+    assert gate._recognize(jobs) is None
+    assert gate.admit(Arrival("/health")) is FREE
 
 
 def test_it_is_no_way_around_a_block() -> None:
@@ -213,8 +231,9 @@ def test_what_goes_wrong_there_is_the_callers_to_hear(name: str) -> None:
     gate, _, _ = gates()
     gate.admit(Arrival("/keys/1", {"x-api-key": ["one"]}))
     assert gate.short_way(Odd()).allowed
-    with pytest.raises(ZeroDivisionError):
-        gate.short_way(Odd(**{name: ZeroDivisionError}))
+    for way in (gate.short_way, gate.short_way.recognize):
+        with pytest.raises(ZeroDivisionError):
+            way(Odd(**{name: ZeroDivisionError}))
 
 
 def test_what_is_unusual_is_left_to_the_long_one() -> None:
@@ -244,6 +263,7 @@ def test_it_gives_back_all_that_it_has_borrowed() -> None:
     def once() -> None:
         for arrival in arrivals:
             gate.short_way(arrival)
+            gate.short_way.recognize(arrival)
         for arrival in failing:
             with pytest.raises((TypeError, ValueError)):
                 gate.short_way(arrival)

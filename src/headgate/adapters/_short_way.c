@@ -191,6 +191,23 @@ meeting_of(const Names *known, const ShortWay *self, PyObject *arrival, PyObject
     return meeting;
 }
 
+/* The same at this instant, which is told as well. */
+static PyObject *
+meeting_now(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *plan, PyObject **now_us)
+{
+    PyObject *now_ns = PyObject_CallNoArgs(self->time_ns), *meeting = NULL;
+    whole instant_ns;
+    if (now_ns != NULL && read_whole(now_ns, &instant_ns) && instant_ns >= 0) {
+        meeting = meeting_of(known, self, arrival, plan, instant_ns / 1000);
+        *now_us = meeting == NULL ? NULL : made_whole(instant_ns / 1000);
+        if (*now_us == NULL) {
+            Py_CLEAR(meeting);
+        }
+    }
+    Py_XDECREF(now_ns);
+    return meeting;
+}
+
 /* -- What it is told ----------------------------------------------------------------------------------------------- */
 
 /* The store's answer: `MemoryStore.decide`. None where that takes more than the common case. */
@@ -269,22 +286,42 @@ way_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
         Py_DECREF(plan);
         return Py_NewRef(known->free);
     }
-    PyObject *shadows = slot(plan, known->shadows_at), *admission = NULL, *now_ns = NULL, *now_us = NULL;
-    whole instant_ns;
-    if (slot(plan, known->leases_at) == Py_False && shadows != NULL && PyTuple_CheckExact(shadows) &&
-        PyTuple_GET_SIZE(shadows) == 0) {
-        now_ns = PyObject_CallNoArgs(self->time_ns);
+    PyObject *shadows = slot(plan, known->shadows_at), *admission = NULL, *now_us = NULL, *meeting = NULL;
+    if (self->memory != Py_None && slot(plan, known->leases_at) == Py_False && shadows != NULL &&
+        PyTuple_CheckExact(shadows) && PyTuple_GET_SIZE(shadows) == 0) {
+        meeting = meeting_now(known, self, args[0], plan, &now_us);
     }
-    if (now_ns != NULL && read_whole(now_ns, &instant_ns) && instant_ns >= 0) {
-        PyObject *meeting = meeting_of(known, self, args[0], plan, instant_ns / 1000);
-        now_us = meeting == NULL ? NULL : made_whole(instant_ns / 1000);
-        admission = now_us == NULL ? NULL : concluded(known, self, plan, meeting, now_us);
-        Py_XDECREF(meeting);
+    if (meeting != NULL) {
+        admission = concluded(known, self, plan, meeting, now_us);
+        Py_DECREF(meeting);
+        Py_DECREF(now_us);
     }
     Py_DECREF(plan);
-    Py_XDECREF(now_ns);
-    Py_XDECREF(now_us);
     return admission == NULL ? unusual() : admission;
+}
+
+PyDoc_STRVAR(recognize_doc, "recognize($self, arrival, /)\n--\n\n"
+                            "What a request meets that is like one before: its route's plan, the resolution, what\n"
+                            "the store is asked, how the client is told, and the instant. None if it is like none.");
+
+static PyObject *
+way_recognize(PyObject *object, PyObject *arrival)
+{
+    const ShortWay *self = (const ShortWay *)object;
+    const Names *known = known_to(object);
+    PyObject *plan = is_true(self->blocks, known->are_there) == 0 ? plan_of(known, self, arrival) : NULL;
+    PyObject *meeting = NULL, *now_us = NULL, *all = NULL;
+    if (plan != NULL && slot(plan, known->is_exempt_at) == Py_False) {
+        meeting = meeting_now(known, self, arrival, plan, &now_us);
+    }
+    if (meeting != NULL) {
+        all = PyTuple_Pack(2 + MEETING_FIELDS, plan, PyTuple_GET_ITEM(meeting, 0), PyTuple_GET_ITEM(meeting, 1),
+                           PyTuple_GET_ITEM(meeting, 2), now_us);
+        Py_DECREF(meeting);
+        Py_DECREF(now_us);
+    }
+    Py_XDECREF(plan);
+    return all == NULL ? unusual() : all;
 }
 
 /* -- ShortWay ------------------------------------------------------------------------------------------------------ */
@@ -365,8 +402,14 @@ static PyMemberDef WAY_MEMBERS[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyMethodDef WAY_METHODS[] = {
+    {"recognize", way_recognize, METH_O, recognize_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyType_Slot WAY_SLOTS[] = {
     {Py_tp_new, way_new},
+    {Py_tp_methods, WAY_METHODS},
     {Py_tp_call, PyVectorcall_Call},
     {Py_tp_traverse, way_traverse},
     {Py_tp_clear, way_clear},

@@ -92,6 +92,9 @@ class Door:
     """How a request is let in that is like one before, whose counts are in this process, in C; or None, for all that
     takes more. None itself where there is no such way."""
 
+    _recognize: Callable[[Arrival], Any] | None = None
+    """Where there is none: what such a request meets, found in C."""
+
     def __init__(
         self,
         policy: Policy | str | PathLike[str],
@@ -111,7 +114,7 @@ class Door:
     ) -> None:
         self._functions = _checked_functions(identities)
         self._refusal_body = _checked_function("refusal_body", refusal_body)
-        self._on_decision = _checked_function("on_decision", on_decision)
+        self._on_decision: Callable[[Arrival, Admission], None] | None = _checked_function("on_decision", on_decision)
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._given_budget = budget
         reload_every = _checked_interval(reload_every)
@@ -264,12 +267,15 @@ class Door:
         """To be called whenever something changes that it goes by."""
         rules, memory = getattr(self, "rules", None), self._memory
         sources = None if rules is None else rules.identities.sources
-        is_usual = self._is_on and self._on_decision is None and self._health_path is None
-        if _ShortWay is None or rules is None or memory is None or sources is None or not is_usual:
-            self.short_way = None
+        self.short_way = self._recognize = None
+        if _ShortWay is None or rules is None or sources is None or not self._is_on or self._health_path is not None:
+            return
+        plans, spaces = rules.snapshot._known, {} if memory is None else memory._spaces  # noqa: SLF001 - for C
+        way = _ShortWay(rules, plans, *sources, self._blocks, memory, spaces, self._time_ns)
+        if memory is None or self._on_decision is not None:
+            self._recognize = way.recognize
         else:
-            plans, spaces = rules.snapshot._known, memory._spaces  # noqa: SLF001 - as close as C can be
-            self.short_way = _ShortWay(rules, plans, *sources, self._blocks, memory, spaces, self._time_ns)
+            self.short_way = way
 
     def _secret(self, policy: Policy) -> bytes:
         """What API keys are hashed with: the same on all machines that count together."""

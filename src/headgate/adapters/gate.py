@@ -38,18 +38,22 @@ class Gate(Door):
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
         rules = self.rules
-        route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
-        if route.is_exempt:
-            return FREE
-        blocks = self._blocks if self._blocks.are_there else None
-        kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
-        told = rules.identities.told(arrival, kinds)
-        if told and NOT_YET_TOLD in told:
-            raise _asynchronous_function(told)
-        now_us = self._time_ns() // 1000
-        met, check, described = rules.meet(route, arrival, kinds, told, now_us)
-        if blocks is not None and met.block is None:
-            met = self._live_block(met, now_us)
+        known = None if self._recognize is None else self._recognize(arrival)
+        if known is not None:
+            route, met, check, described, now_us = known
+        else:
+            route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
+            if route.is_exempt:
+                return FREE
+            blocks = self._blocks if self._blocks.are_there else None
+            kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
+            told = rules.identities.told(arrival, kinds)
+            if told and NOT_YET_TOLD in told:
+                raise _asynchronous_function(told)
+            now_us = self._time_ns() // 1000
+            met, check, described = rules.meet(route, arrival, kinds, told, now_us)
+            if blocks is not None and met.block is None:
+                met = self._live_block(met, now_us)
         if check is None or met.block is not None:
             admission = rules.unasked(met, now_us)
         elif route.leases:
@@ -122,20 +126,24 @@ class AsyncGate(Door):
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
+        known = None if rules is not None or self._recognize is None else self._recognize(arrival)
         rules = rules or self.rules
-        route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
-        if route.is_exempt:
-            return FREE
-        blocks = self._blocks if self._blocks.are_there else None
-        kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
-        told = rules.identities.told(arrival, kinds)
-        if told and NOT_YET_TOLD in told:
-            for kind in told.pop(NOT_YET_TOLD):
-                told[kind] = await rules.identities.awaited(kind, told[kind])
-        now_us = self._time_ns() // 1000
-        met, check, described = rules.meet(route, arrival, kinds, told, now_us)
-        if blocks is not None and met.block is None:
-            met = self._live_block(met, now_us)
+        if known is not None:
+            route, met, check, described, now_us = known
+        else:
+            route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
+            if route.is_exempt:
+                return FREE
+            blocks = self._blocks if self._blocks.are_there else None
+            kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
+            told = rules.identities.told(arrival, kinds)
+            if told and NOT_YET_TOLD in told:
+                for kind in told.pop(NOT_YET_TOLD):
+                    told[kind] = await rules.identities.awaited(kind, told[kind])
+            now_us = self._time_ns() // 1000
+            met, check, described = rules.meet(route, arrival, kinds, told, now_us)
+            if blocks is not None and met.block is None:
+                met = self._live_block(met, now_us)
         if check is None or met.block is not None:
             admission = rules.unasked(met, now_us)
         elif route.leases:

@@ -89,8 +89,8 @@ class Identities:
 
     @property
     def sources(self) -> tuple[str | None, tuple[str, ...], tuple[str, ...]] | None:
-        """What `sent` and `told` look at: the forwarding header, those in which an API key may stand, and the kinds that
-        the app tells. None where it tells something of every request."""
+        """What `sent` and `told` look at: the forwarding header, those in which an API key may stand, and the kinds
+        that the app tells. None where it tells something of every request."""
         places = tuple(name for name, _ in self._places)
         return None if self._tells_tier else (self._forwarded_by, places, tuple(self._kinds_told))
 
