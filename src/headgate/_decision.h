@@ -4,7 +4,7 @@
 
 #include "_python.h"
 
-enum { ALLOWED, KEYS, VERDICTS, ID, DEGRADED, AT_US, AGAIN_US, DECISION_FIELDS };
+enum { SAID_ALLOWED, SAID_KEYS, SAID_VERDICTS, SAID_ID, SAID_DEGRADED, SAID_AT_US, SAID_AGAIN_US, DECISION_FIELDS };
 enum { VERDICT_FIELDS = 4 };
 
 /* A new reference to the class. */
@@ -27,13 +27,13 @@ made_decision(PyTypeObject *type, bool is_allowed, PyObject *keys, PyObject *ver
         Py_XDECREF(again_us);
         return NULL;
     }
-    PyTuple_SET_ITEM(decision, ALLOWED, Py_NewRef(is_allowed ? Py_True : Py_False));
-    PyTuple_SET_ITEM(decision, KEYS, Py_NewRef(keys));
-    PyTuple_SET_ITEM(decision, VERDICTS, Py_NewRef(verdicts));
-    PyTuple_SET_ITEM(decision, ID, Py_NewRef(id));
-    PyTuple_SET_ITEM(decision, DEGRADED, Py_NewRef(Py_None));
-    PyTuple_SET_ITEM(decision, AT_US, Py_NewRef(now_us));
-    PyTuple_SET_ITEM(decision, AGAIN_US, again_us);
+    PyTuple_SET_ITEM(decision, SAID_ALLOWED, Py_NewRef(is_allowed ? Py_True : Py_False));
+    PyTuple_SET_ITEM(decision, SAID_KEYS, Py_NewRef(keys));
+    PyTuple_SET_ITEM(decision, SAID_VERDICTS, Py_NewRef(verdicts));
+    PyTuple_SET_ITEM(decision, SAID_ID, Py_NewRef(id));
+    PyTuple_SET_ITEM(decision, SAID_DEGRADED, Py_NewRef(Py_None));
+    PyTuple_SET_ITEM(decision, SAID_AT_US, Py_NewRef(now_us));
+    PyTuple_SET_ITEM(decision, SAID_AGAIN_US, again_us);
     return decision;
 }
 

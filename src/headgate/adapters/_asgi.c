@@ -339,7 +339,8 @@ fields_of(const Names *known, PyObject *admission)
     description = PyObject_GetAttr(admission, known->description);
     decision = description == NULL ? NULL : PyObject_GetAttr(admission, known->decision);
     if (decision != NULL && description != Py_None && Py_IS_TYPE(decision, known->decision_type)) {
-        PyObject *args[] = {description, PyTuple_GET_ITEM(decision, VERDICTS), PyTuple_GET_ITEM(decision, AT_US)};
+        PyObject *verdicts = PyTuple_GET_ITEM(decision, SAID_VERDICTS), *at_us = PyTuple_GET_ITEM(decision, SAID_AT_US);
+        PyObject *const args[] = {description, verdicts, at_us};
         fields = PyObject_VectorcallMethod(known->headers, args, 3, NULL);
     }
     else if (decision != NULL) {

@@ -251,7 +251,7 @@ concluded(const Names *known, const ShortWay *self, PyObject *plan, PyObject *me
     if (decision == NULL || decision == Py_None) {
         return decision;
     }
-    if (Py_IS_TYPE(decision, known->decision_type) && PyTuple_GET_ITEM(decision, ALLOWED) == Py_True) {
+    if (Py_IS_TYPE(decision, known->decision_type) && PyTuple_GET_ITEM(decision, SAID_ALLOWED) == Py_True) {
         admission = admitted(known, plan, meeting, decision, now_us);
     }
     else {
