@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ def assert_nothing_grows(once: Callable[[], None]) -> None:
 
     tracemalloc.start()
     try:
-        before, after = rounds(2000), rounds(2000)
+        kept = [rounds(2000) for _ in range(4)]
     finally:
         tracemalloc.stop()
-    # A reference that is not given back keeps 16 bytes a round, at least; what others do meanwhile is less.
-    assert after - before < 16_000
+    # A reference that is not given back keeps 16 bytes a round, at least, and in each; others may keep something once.
+    assert min(after - before for before, after in pairwise(kept)) < 16_000

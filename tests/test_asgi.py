@@ -537,27 +537,6 @@ def test_what_is_said_of_the_cost_after_the_answer_is_told_to_come_too_late(capl
     assert caplog.messages == [too_late] * 2
 
 
-def test_who_says_it_when_the_request_is_over_is_told_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    tasks: list[asyncio.Task[None]] = []
-
-    async def late() -> None:
-        await asyncio.sleep(0.01)
-        current_admission().commit(1)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        tasks.append(asyncio.create_task(late()))
-        await only_http(scope, receive, send)
-
-    gate = gated(app, per_ip("10/minute", reserve=5))
-
-    async def main() -> None:
-        assert (await talk(gate, scope()))[0]["status"] == 200
-        await asyncio.gather(*tasks)
-
-    asyncio.run(main())
-    assert caplog.messages == ["commit(1) comes too late: its request is over"]
-
-
 # ----------------------------------------------------------------------------------------------------------- who it is
 
 

@@ -36,8 +36,9 @@ from headgate.adapters.asgi import (
     PlainArrival,
     PlainTellingSend,
     TellingSend,
+    send_last,
 )
-from headgate.adapters.way import FREE, GONE, Admission, admitted, current_admission
+from headgate.adapters.way import FREE, Admission, admitted, current_admission
 from headgate.algorithms import NEVER
 from headgate.policy.snapshot import Resolution
 from headgate.stores.calls import Check, Refund, Reset
@@ -70,7 +71,11 @@ def meter() -> Any:
 def test_the_parts_in_c_are_built_where_the_tests_run(name: str) -> None:
     """Else these tests would compare Python with itself. If this fails: `scripts/install-packages compiler`, then
     remove .venv/.test and run `make test` again."""
-    assert import_module(name).__file__.endswith(".so")
+    built = Path(import_module(name).__file__ or "")
+    package = Path(headgate.__file__).parent
+    source = package.parent.joinpath(*name.split(".")).with_suffix(".c")
+    assert built.suffix == ".so"
+    assert all(built.stat().st_mtime >= file.stat().st_mtime for file in (source, *package.rglob("*.h"))), "older"
 
 
 def test_all_are_listed_here() -> None:
@@ -500,33 +505,37 @@ def test_what_is_sent_in_c_is_what_is_sent_in_python(
         asyncio.run(told_by(sender))
     in_c, in_python = sent[:3], sent[3:]
     assert in_c == in_python
-    assert [in_c[0][2], *in_c[1:]] == [admission, admission, FREE]
+    is_last = message["type"] in BODIES and not message.get("more_body")
+    assert [in_c[0][2], *in_c[1:]] == [FREE if is_last else admission, admission, FREE]
     assert message == before, "the app's own message stays as it is"
 
 
 @pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
-def test_whoever_runs_on_when_a_request_is_over_finds_that_it_is_gone(sender: type[TellingSend]) -> None:
-    async def late(served: asyncio.Event) -> None:
-        await served.wait()
-        assert current_admission() is GONE
+def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all(sender: type[TellingSend]) -> None:
+    current: list[Any] = []
+    last = {"type": "http.response.body"}
+
+    async def send(message: Any) -> None:
+        current.append(current_admission())
+        if message is not last:
+            raise OSError("the client is gone")
 
     async def serve() -> None:
         admission: Any = Granted([])
-        telling, served = sender(send, admission), asyncio.Event()
-        task = asyncio.create_task(late(served))
-        await telling({"type": "http.response.body"})
-        assert current_admission() is admission
+        telling = sender(send, admission)
         for _ in range(2):
-            telling.leave()
-            assert current_admission() is FREE
-        del admission, telling
-        served.set()
-        await task
-
-    async def send(message: Any) -> None:
-        pass
+            await asyncio.create_task(send_last(telling, send, last))
+            await telling(last)
+            assert current_admission() is admission
+        with pytest.raises(OSError, match="gone"):
+            await telling({"type": "http.response.body", "body": b"..."})
+        assert current_admission() is admission
+        telling.leave()
+        telling.leave()
+        assert current_admission() is FREE
 
     asyncio.run(serve())
+    assert current == [FREE] * 5
 
 
 def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
@@ -537,9 +546,9 @@ def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
     for sender in (TellingSend, PlainTellingSend):
         admission: Any = Granted([])
         told = sender(send, admission)
-        body, failing = {"type": "http.response.body"}, Raising("headers")
-        failing["type"] = "http.response.start"
-        for message, error in ((start, ZeroDivisionError), (body, ZeroDivisionError), ({}, KeyError)):
+        more, failing = {"type": "http.response.body", "more_body": True}, Raising("more_body")
+        failing["type"] = "http.response.body"
+        for message, error in ((start, ZeroDivisionError), (more, ZeroDivisionError), ({}, KeyError)):
             with pytest.raises(error):
                 told(message)
         with pytest.raises(ZeroDivisionError):
@@ -549,8 +558,8 @@ def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
         with pytest.raises(TypeError):
             told({**start, "headers": 5})
         with pytest.raises(AttributeError):
-            sender(send, lambda: None)(start)  # type: ignore[arg-type]
-        for wrong in ((send,), (send, admission, 5), (send, None)):
+            sender(send, None)(start)  # type: ignore[arg-type]
+        for wrong in ((send,), (send, admission, 5)):
             with pytest.raises(TypeError):
                 sender(*wrong)
     with pytest.raises(TypeError):
@@ -568,14 +577,14 @@ def test_asgi_gives_back_all_that_it_has_borrowed() -> None:
         tell = TellingSend(lambda message: message, admission)  # type: ignore[arg-type,return-value]
         tell({"type": "http.response.start"})
         tell({"type": "http.response.start", "headers": [(b"c", b"d")]})
-        tell({"type": "http.response.body"})
+        tell({"type": "http.response.body"}).close()  # type: ignore[attr-defined] # a coroutine
         tell.leave()
         with suppress(KeyError):
             AsgiArrival({})
         with suppress(TypeError):
             AsgiArrival(scope, 5)  # type: ignore[arg-type]
         with suppress(TypeError):
-            TellingSend(5, None)  # type: ignore[arg-type]
+            TellingSend(5)  # type: ignore[call-arg]
         with suppress(TypeError):
             tell({"type": "http.response.start", "headers": 5})
 

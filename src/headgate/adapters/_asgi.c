@@ -19,8 +19,11 @@ typedef struct {
     PyObject *no_root;
     PyObject *decision;
     PyObject *description;
+    PyObject *more_body;
     PyObject *current;
     PyObject *nobody;
+    /* Of asgi.py, which is not there yet when this is read. */
+    PyObject *send_last;
 } Names;
 
 static struct PyModuleDef MODULE;
@@ -287,28 +290,45 @@ typedef struct {
     PyObject *token;
 } Telling;
 
-static const char *const ANSWERS[] = {"http.response.start", "websocket.accept", "websocket.http.response.start"};
+static const char *const ANSWERS[] = {
+    "http.response.start", "websocket.accept", "websocket.http.response.start", NULL};
+static const char *const BODIES[] = {"http.response.body", "websocket.http.response.body", NULL};
 
 static bool
-is_beginning(PyObject *kind)
+is_among(PyObject *kind, const char *const *kinds)
 {
-    for (size_t index = 0; PyUnicode_Check(kind) && index < sizeof(ANSWERS) / sizeof(ANSWERS[0]); index++) {
-        if (PyUnicode_GET_LENGTH(kind) == (Py_ssize_t)strlen(ANSWERS[index]) &&
-            PyUnicode_CompareWithASCIIString(kind, ANSWERS[index]) == 0) {
+    for (; PyUnicode_Check(kind) && *kinds != NULL; kinds++) {
+        if (PyUnicode_GET_LENGTH(kind) == (Py_ssize_t)strlen(*kinds) &&
+            PyUnicode_CompareWithASCIIString(kind, *kinds) == 0) {
             return true;
         }
     }
     return false;
 }
 
-/* Makes the admission current, but does not keep it: see way.py. */
-static PyObject *
-entered(const Names *known, PyObject *admission)
+/* 1 if nothing of the answer follows this part of its body, 0 if something does, -1 if an exception was raised. */
+static int
+is_last(const Names *known, PyObject *message)
 {
-    PyObject *reference = PyWeakref_NewRef(admission, NULL);
-    PyObject *token = reference == NULL ? NULL : PyContextVar_Set(known->current, reference);
-    Py_XDECREF(reference);
-    return token;
+    PyObject *more = NULL;
+    if (!looked_up(message, known->more_body, &more)) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
+    int is_more = PyObject_IsTrue(more);
+    Py_DECREF(more);
+    return is_more < 0 ? -1 : !is_more;
+}
+
+static PyObject *
+telling_enter(PyObject *object, PyObject *Py_UNUSED(nothing))
+{
+    Telling *self = (Telling *)object;
+    PyObject *token = PyContextVar_Set(known_to(object)->current, self->admission);
+    if (token == NULL) {
+        return NULL;
+    }
+    Py_XSETREF(self->token, token);
+    Py_RETURN_NONE;
 }
 
 static PyObject *
@@ -326,6 +346,22 @@ telling_leave(PyObject *object, PyObject *Py_UNUSED(nothing))
     }
     Py_DECREF(token);
     Py_RETURN_NONE;
+}
+
+static PyObject *
+send_last(PyObject *object, PyObject *message)
+{
+    Names *known = known_to(object);
+    if (known->send_last == NULL) {
+        PyObject *asgi = PyImport_ImportModule("headgate.adapters.asgi");
+        known->send_last = asgi == NULL ? NULL : PyObject_GetAttrString(asgi, "send_last");
+        Py_XDECREF(asgi);
+        if (known->send_last == NULL) {
+            return NULL;
+        }
+    }
+    PyObject *const args[] = {object, ((Telling *)object)->send, message};
+    return PyObject_Vectorcall(known->send_last, args, 3, NULL);
 }
 
 /* The fields of an admission: `Admission.headers`, without a step of Python where it has a decision to tell of. */
@@ -389,9 +425,15 @@ telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     if (kind == NULL) {
         return NULL;
     }
-    bool has_fields = is_beginning(kind);
+    bool is_beginning = is_among(kind, ANSWERS), is_body = !is_beginning && is_among(kind, BODIES);
     Py_DECREF(kind);
-    if (!has_fields) {
+    if (is_body) {
+        int is_at_its_end = is_last(known, args[0]);
+        if (is_at_its_end) {
+            return is_at_its_end < 0 ? NULL : send_last(object, args[0]);
+        }
+    }
+    if (!is_beginning) {
         return PyObject_CallOneArg(self->send, args[0]);
     }
     PyObject *message = with_fields(known, args[0], self->admission);
@@ -412,10 +454,11 @@ telling_made(PyObject *type, PyObject *const *args, size_t flags, PyObject *name
         self->call = telling_call;
         self->send = Py_NewRef(args[0]);
         self->admission = Py_NewRef(args[1]);
-        self->token = entered(known_to((PyObject *)self), args[1]);
-        if (self->token == NULL) {
+        PyObject *entered = telling_enter((PyObject *)self, NULL);
+        if (entered == NULL) {
             Py_CLEAR(self);
         }
+        Py_XDECREF(entered);
     }
     return (PyObject *)self;
 }
@@ -455,6 +498,7 @@ static PyMemberDef TELLING_MEMBERS[] = {
 };
 
 static PyMethodDef TELLING_METHODS[] = {
+    {"enter", telling_enter, METH_NOARGS, "enter()\n--\n\nMake its admission current."},
     {"leave", telling_leave, METH_NOARGS, "leave()\n--\n\nMake it current no more."},
     {NULL, NULL, 0, NULL},
 };
@@ -492,6 +536,7 @@ begin(PyObject *module)
         {&known->method, "method"}, {&known->path, "path"},       {&known->root_path, "root_path"},
         {&known->client, "client"}, {&known->headers, "headers"}, {&known->type, "type"},
         {&known->no_root, ""},      {&known->decision, "decision"}, {&known->description, "_description"},
+        {&known->more_body, "more_body"},
     };
     for (size_t index = 0; index < sizeof(names) / sizeof(names[0]); index++) {
         *names[index].name = PyUnicode_InternFromString(names[index].text);
@@ -504,7 +549,7 @@ begin(PyObject *module)
     Py_XDECREF(mounts);
     PyObject *way = PyImport_ImportModule("headgate.adapters.way");
     known->current = way == NULL ? NULL : PyObject_GetAttrString(way, "_current");
-    known->nobody = known->current == NULL ? NULL : PyObject_GetAttrString(way, "NOBODY");
+    known->nobody = known->current == NULL ? NULL : PyObject_GetAttrString(way, "FREE");
     known->admission_type = known->nobody == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(way, "Admission");
     known->decision_type = known->admission_type == NULL ? NULL : decision_class();
     Py_XDECREF(way);
@@ -532,6 +577,7 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->placed);
     Py_VISIT(known->current);
     Py_VISIT(known->nobody);
+    Py_VISIT(known->send_last);
     return 0;
 }
 
@@ -546,6 +592,8 @@ clear(PyObject *module)
     Py_CLEAR(known->placed);
     Py_CLEAR(known->current);
     Py_CLEAR(known->nobody);
+    Py_CLEAR(known->send_last);
+    Py_CLEAR(known->more_body);
     Py_CLEAR(known->method);
     Py_CLEAR(known->path);
     Py_CLEAR(known->root_path);

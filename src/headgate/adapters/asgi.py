@@ -69,22 +69,42 @@ class PlainArrival:
 
 
 class PlainTellingSend:
-    """Sends what the app sends, with the fields of its admission, which is current until `leave`."""
+    """Sends what the app sends, with the fields of its admission, which is current until `leave`.
+
+    But not while the last of an answer goes out: servers begin to wait for the connection's next request then, with a
+    timer that keeps the context as it is at that moment. Admissions would pile up there, one for each connection, and
+    have Python's collector run all the time.
+    """
 
     __slots__ = ("_admission", "_send", "_token")
 
     def __init__(self, send: Send, admission: Admission, /) -> None:
         self._send = send
         self._admission = admission
-        self._token = enter_context(admission)
+        self.enter()
 
     def __call__(self, message: Message, /) -> Awaitable[None]:
-        if message["type"] in ANSWERS:
+        kind = message["type"]
+        if kind in ANSWERS:
             message = {**message, "headers": [*message.get("headers", ()), *self._admission.headers]}
+        elif kind in BODIES and not message.get("more_body", False):
+            return send_last(self, self._send, message)
         return self._send(message)
+
+    def enter(self) -> None:
+        self._token = enter_context(self._admission)
 
     def leave(self) -> None:
         leave_context(self._token)
+
+
+async def send_last(telling: TellingSend, send: Send, message: Message) -> None:
+    """Send what may be the last of an answer; what runs after it finds its admission again."""
+    telling.leave()
+    try:
+        await send(message)
+    finally:
+        telling.enter()
 
 
 if TYPE_CHECKING:

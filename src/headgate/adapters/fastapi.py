@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the
 
 from headgate._grammar import suggest
 from headgate.adapters.answers import Answers
-from headgate.adapters.asgi import TRY_AGAIN_LATER, AsgiArrival, live, refuse, serve, signed_in_user
+from headgate.adapters.asgi import BODIES, TRY_AGAIN_LATER, AsgiArrival, live, refuse, serve, signed_in_user
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, Admission, current_admission, enter_context, leave_context
 from headgate.errors import InvalidConfiguration, InvalidCost
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, WebSocket
 
     from headgate.adapters.answers import Header, Refusal
-    from headgate.adapters.asgi import App, Receive, Scope, Send
+    from headgate.adapters.asgi import App, Message, Receive, Scope, Send
     from headgate.adapters.door import GateOptions
     from headgate.policy.model import RouteMode
 
@@ -141,7 +141,7 @@ class FastAPILimits:
                 raise Refused(admission.refusal)
             if admission is not FREE:
                 admissions.append((self.gate, admission))
-                if current_admission().resolution is None:
+                if current_admission() is FREE:
                     enter_context(admission)
             return admission
 
@@ -221,9 +221,22 @@ class _Layer:
         scope[ADMISSIONS] = admissions
         scope[MOUNT] = _mount(scope)
         context = enter_context(current_admission())
+
+        async def leaving_send(message: Message) -> None:
+            """Not with what the dependencies were granted in the context, for the reason that `TellingSend` gives."""
+            nonlocal context
+            if message["type"] not in BODIES or message.get("more_body", False):
+                return await send(message)
+            admission = current_admission()
+            leave_context(context)
+            try:
+                return await send(message)
+            finally:
+                context = enter_context(admission)
+
         try:
             headers = partial(self._limits.headers, admissions, current_admission())
-            return await serve(self._app, scope, receive, send, partial(_finish, admissions), headers)
+            return await serve(self._app, scope, receive, leaving_send, partial(_finish, admissions), headers)
         finally:
             leave_context(context)
             scope.pop(ADMISSIONS, None)  # servers keep the scope, too

@@ -10,7 +10,6 @@ import sys
 from bisect import bisect_right
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
-from weakref import ref
 
 from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
 from headgate.stores.calls import Check, Refund
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FREE",
-    "NOBODY",
     "Admission",
     "Arrival",
     "Known",
@@ -142,8 +140,6 @@ class Admission:
         """
         if type(cost) is not int or cost < 0:
             raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
-        if self is GONE:
-            logger.warning("commit(%d) comes too late: its request is over", cost)
         if self.resolution is None:  # the gate is off, or the route exempt: nothing was reserved, nothing is to settle
             return
         # Also those that only other clients meet: the app need not know whom a limit leaves out.
@@ -192,31 +188,21 @@ def admitted(
 FREE: Final = Admission()
 """For requests that meet no limit at all."""
 
-GONE: Final = Admission()
-"""For what still runs when its request is over."""
-
-# Only while a request is served is its admission kept: servers wait for a connection's next request with a timer, which
-# keeps the context of the last one. Admissions would pile up there, and have Python's collector run all the time.
-NOBODY: Final = ref(FREE)
-_current: ContextVar[ref[Admission]] = ContextVar("headgate_admission", default=NOBODY)
+_current: ContextVar[Admission] = ContextVar("headgate_admission", default=FREE)
+enter_context: Final = _current.set
 
 
-def enter_context(admission: Admission) -> Token[ref[Admission]]:
-    """Make it current, for as long as the adapter itself keeps it."""
-    return _current.set(ref(admission))
-
-
-def leave_context(token: Token[ref[Admission]]) -> None:
+def leave_context(token: Token[Admission]) -> None:
     """Make it current no more."""
     try:
         _current.reset(token)
     except (ValueError, RuntimeError):  # in a task that has a context of its own, or left once already
-        _current.set(NOBODY)
+        _current.set(FREE)
 
 
 def current_admission() -> Admission:
     """How the request that is being served was let in: its decision, and where to `commit` its real cost."""
-    return _current.get()() or GONE
+    return _current.get()
 
 
 class Known(dict[Any, Meeting]):

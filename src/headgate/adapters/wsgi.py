@@ -6,7 +6,7 @@ import inspect
 from difflib import get_close_matches
 from functools import lru_cache
 from http.client import responses
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from headgate.adapters.gate import Gate
 from headgate.adapters.way import FREE, enter_context
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     App: TypeAlias = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 __all__ = [
-    "ADMISSION",
     "HeadgateMiddleware",
     "WsgiArrival",
     "check_settings",
@@ -34,9 +33,6 @@ __all__ = [
     "native_headers",
     "signed_in_user",
 ]
-
-ADMISSION: Final = "headgate.admission"
-"""Where an environ keeps how its request was let in."""
 
 
 class WsgiArrival:
@@ -85,8 +81,7 @@ class HeadgateMiddleware:
         self.gate = gate
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        # Servers keep the environ until the body is out, and nobody else may keep what is current until then.
-        environ[ADMISSION] = admission = self.gate.admit(self._arrival(environ))
+        admission = self.gate.admit(self._arrival(environ))
         # Also for requests that meet no limit: the thread may still have the admission of the one before.
         enter_context(admission)
         if admission.refusal is not None:
