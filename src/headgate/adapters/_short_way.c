@@ -457,6 +457,10 @@ static int
 begin(PyObject *module)
 {
     Names *known = PyModule_GetState(module);
+#ifdef Py_GIL_DISABLED
+    PyErr_SetString(PyExc_ImportError, "without Python's own lock, somebody may change what is read here");
+    return -1;
+#endif
 #define MADE(name)                                                                                                     \
     known->name = PyUnicode_InternFromString(#name);                                                                   \
     if (known->name == NULL) {                                                                                         \
