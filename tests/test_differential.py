@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 from hiredis import Reader
+from redis.exceptions import ResponseError
 
 from again import with_again
 from headgate import Decision, InvalidLimit, Key, Limit, ScriptError
@@ -645,6 +646,18 @@ def test_lua_charges_nobody_twice_for_having_met_such_a_text(lua: InRedis, algor
         answers = lua.run_together([before, Check((foreign,), 1), *after], NOW)
         assert isinstance(answers.pop(1), ScriptError)
         assert answers == [python.run(check, NOW) for check in (before, *after)]
+
+
+def test_lua_charges_nobody_twice_where_a_login_may_not_write_all(redis7: RedisServer, client: Redis) -> None:
+    client.acl_setuser("no-hashes", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-hset"])
+    log, leases = (limit_of(name, 5, SECOND, name=name).by("ada") for name in ("sliding_log", "concurrency"))
+    with redis7.client(single_connection_client=True) as login:
+        login.execute_command("AUTH", "no-hashes", "any")
+        lua = InRedis(login)
+        with pytest.raises(ResponseError, match="can't run this command"):
+            lua.run_together([Check((log,), 1), Check((leases,), 1, "a")], NOW)
+        assert lua.run(Check((log,), 0), NOW).remaining == 4
+    client.acl_deluser("no-hashes")
 
 
 @pytest.mark.parametrize("command", FOREIGN.values(), ids=FOREIGN)

@@ -243,9 +243,9 @@ local function decide_groups()
   end
 end
 
--- Nothing is written before all is decided, but for collections.
-trusting = not collecting
-if not attempt(decide_groups) then
+-- Where there are no collections, nothing is written before all is decided: then it may be decided anew.
+trusting = true
+if collecting or not attempt(decide_groups) then
   trusting = false
   decide_groups()
 end
