@@ -111,6 +111,7 @@ EQUIVALENT: Final = [  # in the files, what stands there, what it becomes, and w
     ("*/check.lua", "= true, false, nil", "= true, true, nil", "after 0 us: as if it were unsaid"),
     ("*/check.lua", "concurrency = true", "concurrency = false", "MSET refuses it: it is written by itself then"),
     ("*/check.lua", "4, false", "4, true", "to look whether all are numbers is only slower"),
+    ("*/check.lua", "trusting = true", "trusting = false", "to look whether all are numbers is only slower"),
     ("*/check.lua", "at = 1, #KEYS", "at = 0, #KEYS", "place 0 has no state"),
     ("*/check.lua", "last > MOST_AT_ONCE * 2", "last > MOST_AT_ONCE / 2", "to write one by one is only slower"),
     ("*/check.lua", "last > MOST_AT_ONCE * 2", "last > MOST_AT_ONCE * 3", "MSET fails then: it is written one by one"),
