@@ -541,7 +541,8 @@ def test_what_a_refusal_costs_grows_no_faster_than_what_was_sent(make: Make, hos
         loop = site.loop  # type: ignore[attr-defined]
         return min(timed(lambda: loop.run_until_complete(refuse())) for _ in range(5))
 
-    assert seconds(4 * LARGE) < 10 * seconds(LARGE) + 0.005
+    # A machine that is busy with something else may slow one of the two; what grows too fast does so every time.
+    assert any(seconds(4 * LARGE) < 10 * seconds(LARGE) + 0.005 for _ in range(5))
     assert seconds(2**16) < 0.05  # what servers let through at most
 
 
