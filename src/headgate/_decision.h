@@ -11,10 +11,7 @@ enum { VERDICT_FIELDS = 4 };
 static inline PyTypeObject *
 decision_class(void)
 {
-    PyObject *decisions = PyImport_ImportModule("headgate.decisions");
-    PyObject *found = decisions == NULL ? NULL : PyObject_GetAttrString(decisions, "Decision");
-    Py_XDECREF(decisions);
-    return (PyTypeObject *)found;
+    return (PyTypeObject *)taken_from("headgate.decisions", "Decision");
 }
 
 /* One that the store itself has made; NULL, with an exception, if there is no memory for it. */

@@ -353,9 +353,7 @@ send_last(PyObject *object, PyObject *message)
 {
     Names *known = known_to(object);
     if (known->send_last == NULL) {
-        PyObject *asgi = PyImport_ImportModule("headgate.adapters.asgi");
-        known->send_last = asgi == NULL ? NULL : PyObject_GetAttrString(asgi, "send_last");
-        Py_XDECREF(asgi);
+        known->send_last = taken_from("headgate.adapters.asgi", "send_last");
         if (known->send_last == NULL) {
             return NULL;
         }
@@ -544,21 +542,17 @@ begin(PyObject *module)
             return -1;
         }
     }
-    PyObject *mounts = PyImport_ImportModule("headgate.adapters.mounts");
-    known->placed = mounts == NULL ? NULL : PyObject_GetAttrString(mounts, "placed");
-    Py_XDECREF(mounts);
-    PyObject *way = PyImport_ImportModule("headgate.adapters.way");
-    known->current = way == NULL ? NULL : PyObject_GetAttrString(way, "_current");
-    known->nobody = known->current == NULL ? NULL : PyObject_GetAttrString(way, "FREE");
-    known->admission_type = known->nobody == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(way, "Admission");
+    known->placed = taken_from("headgate.adapters.mounts", "placed");
+    known->current = known->placed == NULL ? NULL : taken_from("headgate.adapters.way", "_current");
+    known->nobody = known->current == NULL ? NULL : taken_from("headgate.adapters.way", "FREE");
+    known->admission_type = known->nobody == NULL ? NULL : (PyTypeObject *)Py_NewRef(Py_TYPE(known->nobody));
     known->decision_type = known->admission_type == NULL ? NULL : decision_class();
-    Py_XDECREF(way);
     if (known->decision_type == NULL) {
         return -1;
     }
     known->arrival_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ARRIVAL, NULL);
     known->telling_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &TELLING, NULL);
-    if (known->placed == NULL || known->arrival_type == NULL || known->telling_type == NULL) {
+    if (known->arrival_type == NULL || known->telling_type == NULL) {
         return -1;
     }
     known->arrival_type->tp_vectorcall = arrival_made;

@@ -443,16 +443,6 @@ find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
     return is_slot;
 }
 
-static PyObject *
-taken_from(const char *module, const char *name)
-{
-    PyObject *found = PyImport_ImportModule(module);
-    if (found != NULL) {
-        Py_SETREF(found, PyObject_GetAttrString(found, name));
-    }
-    return found;
-}
-
 static int
 begin(PyObject *module)
 {

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from os import PathLike
 
-    from headgate.adapters.answers import RefusalBody
-    from headgate.adapters.identities import IdentityFunction
+    from headgate.adapters.answers import Description, RefusalBody
+    from headgate.adapters.identities import IdentityFunction, Told
     from headgate.adapters.way import Admission, Arrival
     from headgate.clock import Clock
     from headgate.decisions import Decision
     from headgate.errors import StoreError
     from headgate.events import Event
     from headgate.health import Health
-    from headgate.policy.snapshot import Resolution
+    from headgate.policy.snapshot import Resolution, RoutePlan
     from headgate.shield.blocks import Blocks
     from headgate.stores.memory import MemoryStore
 
@@ -295,6 +295,21 @@ class Door:
         check = Check(met.keys, met.cost, uuid4().hex)
         decision: Decision = self._limiter._front.without_store(check, error, fallback)  # noqa: SLF001
         return (_HeldWithoutStore(fallback, check, error) if decision.allowed else None), decision
+
+    def _kinds(self, route: RoutePlan) -> frozenset[str]:
+        """All kinds of identity that may matter to a request of the route: also those by which somebody is blocked."""
+        blocks = self._blocks
+        return route.kinds | blocks.kinds if blocks.are_there and not blocks.kinds <= route.kinds else route.kinds
+
+    def _meet(
+        self, rules: Rules, route: RoutePlan, arrival: Arrival, kinds: frozenset[str], told: Told
+    ) -> tuple[Resolution, Check | None, Description, int]:
+        """What the request meets, what the store is asked, how the client is told, and the instant."""
+        now_us = self._time_ns() // 1000
+        met, check, described = rules.meet(route, arrival, kinds, told, now_us)
+        if self._blocks.are_there and met.block is None:
+            met = self._live_block(met, now_us)
+        return met, check, described, now_us
 
     def _live_block(self, met: Resolution, now_us: int) -> Resolution:
         """The same, blocked if somebody has blocked the client since the policy was written."""

@@ -45,15 +45,11 @@ class Gate(Door):
             route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
             if route.is_exempt:
                 return FREE
-            blocks = self._blocks if self._blocks.are_there else None
-            kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
+            kinds = self._kinds(route)
             told = rules.identities.told(arrival, kinds)
             if told and NOT_YET_TOLD in told:
                 raise _asynchronous_function(told)
-            now_us = self._time_ns() // 1000
-            met, check, described = rules.meet(route, arrival, kinds, told, now_us)
-            if blocks is not None and met.block is None:
-                met = self._live_block(met, now_us)
+            met, check, described, now_us = self._meet(rules, route, arrival, kinds, told)
         if check is None or met.block is not None:
             admission = rules.unasked(met, now_us)
         elif route.leases:
@@ -134,16 +130,12 @@ class AsyncGate(Door):
             route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
             if route.is_exempt:
                 return FREE
-            blocks = self._blocks if self._blocks.are_there else None
-            kinds = route.kinds if blocks is None or blocks.kinds <= route.kinds else route.kinds | blocks.kinds
+            kinds = self._kinds(route)
             told = rules.identities.told(arrival, kinds)
             if told and NOT_YET_TOLD in told:
                 for kind in told.pop(NOT_YET_TOLD):
                     told[kind] = await rules.identities.awaited(kind, told[kind])
-            now_us = self._time_ns() // 1000
-            met, check, described = rules.meet(route, arrival, kinds, told, now_us)
-            if blocks is not None and met.block is None:
-                met = self._live_block(met, now_us)
+            met, check, described, now_us = self._meet(rules, route, arrival, kinds, told)
         if check is None or met.block is not None:
             admission = rules.unasked(met, now_us)
         elif route.leases:

@@ -15,7 +15,7 @@ from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Generator, Sequence
 
     from headgate.adapters.answers import Answers, Description, Header, Refusal
     from headgate.adapters.identities import Identities, Sent, Told
@@ -94,7 +94,8 @@ Meeting: TypeAlias = "tuple[Resolution, Check | None, Description]"
 class Admission:
     """How a request was let in, or not. The app finds its own with `current_admission()`."""
 
-    # What a class says once need not be said of each: `admitted` makes them.
+    # What a class says once need not be said of each request: `admitted` says the rest. (A constructor in Python would
+    # be a function more on every request.)
     came_us: int = 0
     """The instant at which the request came, by the gate's own clock."""
     resolution: Resolution | None = None
@@ -162,9 +163,6 @@ class Admission:
         return met.cost if self._committed is None else self._committed.get(met.rule.name, met.cost)
 
 
-_new: Callable[[type[Admission]], Admission] = object.__new__
-
-
 def admitted(
     resolution: Resolution | None,
     decision: Decision | None,
@@ -173,7 +171,7 @@ def admitted(
     came_us: int,
 ) -> Admission:
     """The admission of a request; `description` is how its client is told, if it is."""
-    admission = _new(Admission)  # to call the class takes a function more, on every request
+    admission = Admission()
     admission.came_us = came_us
     admission.resolution = resolution
     admission.decision = decision

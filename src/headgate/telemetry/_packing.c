@@ -1,13 +1,12 @@
 /* What most rejections are, packed and put into the queue: those by limits that are everybody's, and by the store's own
  * answer. Mirrors `plain_keep` in packing.py; whatever else there is is left to Python, by answering None. */
-#include "../_python.h"
+#include "../_decision.h"
 
 #include <stdint.h>
 
-/* The places of what is needed in a Resolution, a Key, a Decision and a _Place. */
+/* The places of what is needed in a Resolution, a Key and a _Place. */
 enum { ROUTE = 0, KEYS = 1, RULES = 3, WHO = 4, TIER = 5, RESOLVED = 8 };
 enum { LIMIT = 0 };
-enum { VERDICTS = 2, DEGRADED = 4, DECIDED = 7 };
 enum { PLACE_RULES = 0, PLACE_LIMITS = 1, PLACE_PACKED = 2, PLACED = 3 };
 
 typedef struct {
@@ -225,13 +224,13 @@ denial(const Names *known, PyObject *places, PyObject *arrival, PyObject *admiss
         resolution = PyObject_GetAttr(admission, known->resolution);
         decision = resolution == NULL ? NULL : PyObject_GetAttr(admission, known->decision);
     }
-    if (is_tuple_of(resolution, RESOLVED) && is_tuple_of(decision, DECIDED) &&
-        PyTuple_GET_ITEM(decision, DEGRADED) == Py_None) {
+    if (is_tuple_of(resolution, RESOLVED) && is_tuple_of(decision, DECISION_FIELDS) &&
+        PyTuple_GET_ITEM(decision, SAID_DEGRADED) == Py_None) {
         place = known_place(places, resolution);
     }
     if (is_tuple_of(place, PLACED) && are_everybodys(place, resolution)) {
         bytes = packed(known, arrival, admission, PyTuple_GET_ITEM(place, PLACE_PACKED),
-                       PyTuple_GET_ITEM(resolution, WHO), PyTuple_GET_ITEM(decision, VERDICTS));
+                       PyTuple_GET_ITEM(resolution, WHO), PyTuple_GET_ITEM(decision, SAID_VERDICTS));
     }
     Py_XDECREF(refusal);
     Py_XDECREF(resolution);
