@@ -35,7 +35,7 @@ PYTHON: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.py")), PACKAGE / "
 LUA: Final = sorted(PACKAGE.rglob("*.lua"))
 C: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.h")), PACKAGE / "algorithms" / "_exact.h"]
 
-NARROW: Final = ["tests/test_differential.py"]
+NARROW: Final = ["tests/test_differential.py", "tests/test_long_lives.py"]
 WIDE: Final = ["tests/test_pitfalls.py", "tests/test_properties.py", "-k", "memory or redis"]
 AT_ONCE: Final = 2
 PATIENCE: Final = 60

@@ -380,8 +380,9 @@ def test_a_key_lives_by_the_plan_that_last_met_it(
     limiter.check(old, cost=4)
     limiter.check(new, cost=cost)
     owed = reset_ms(limiter, new)
-    # Denying never shortens a life: where the new window ends first, that of the old one is kept.
-    assert owed <= client.pttl(stored(new)) <= max(owed, 20_000) + 3_000
+    # Denying never shortens a life: where the new window ends first, that of the old one is kept. Nor is it given less
+    # than a busy key is: a sixteenth of the window more.
+    assert owed <= client.pttl(stored(new)) <= max(owed, 20_000) + 90_000 // 16 + 3_000
 
 
 LEASING: dict[str, Callable[[Limiter, Key], Any]] = {

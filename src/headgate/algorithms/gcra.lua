@@ -1,12 +1,15 @@
 -- Mirrors gcra.py. KEYS: a string "tat_us rest tokens/ticks/capacity": the instant tat_us + rest/tokens, which one
--- double could not hold. In: key, now (us), cost (<= capacity + 1), limit, nothing, and the stored text where it is known.
--- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil.
+-- double could not hold; a tab instead of the first blank says that the key has a long life (see check.lua).
+-- In: key, now (us), cost (<= capacity + 1), limit, nothing, and the stored text where it is known.
+-- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the life that the key has is long
+-- enough for it.
 
--- Whether there is an instant (nil for a new key, false for a foreign value), the instant, and whether it was adopted.
+-- Whether there is an instant (nil for a new key, false for a foreign value), the instant, whether it was adopted, and
+-- whether its key has a long life.
 local function gcra_load(key, now, limit, text)
-  local tat, rest, signed = read_signed(key, text, limit)
+  local tat, rest, signed, has_long_life = read_signed(key, text, limit)
   if not tat or signed == limit.signed then
-    return tat and true, tat or 0, rest or 0, false
+    return tat and true, tat or 0, rest or 0, false, has_long_life
   end
   local tokens, left = signature(signed), nil
   if not tokens then
@@ -29,10 +32,11 @@ end
 
 -- As a queue: the fourth value is how long the request waits for its turn.
 local function gcra_queue(key, now, cost, limit, _, text)
-  local known, tat, rest, write = gcra_load(key, now, limit, text)
+  local known, tat, rest, write, has_long_life = gcra_load(key, now, limit, text)
   if known == false then
     return nil
   end
+  local due = has_long_life and tat -- when it would have been as new
   local tokens, ticks, full = limit.tokens, limit.ticks, limit.full
   local need, retry, delay = cost * ticks, 0, 0
   -- The debt, in us and 1/tokens of one.
@@ -55,14 +59,14 @@ local function gcra_queue(key, now, cost, limit, _, text)
   else
     retry = ahead + ceil_div(part + need - full, tokens)
   end
-  local remaining = room > 0 and div(room, ticks) or 0
-  return remaining, retry, ahead + (part > 0 and 1 or 0), delay,
-    write and format(SIGNED, tat, rest, limit.signed) or nil
+  local remaining, reset = room > 0 and div(room, ticks) or 0, ahead + (part > 0 and 1 or 0)
+  return remaining, retry, reset, delay, write and format(SIGNED, tat, limit.blank, rest, limit.signed) or nil,
+    due and due >= now + reset - (now + reset) % limit.more or false
 end
 
 local function gcra(key, now, cost, limit, _, text)
-  local remaining, retry, reset, _, state = gcra_queue(key, now, cost, limit, _, text)
-  return remaining, retry, reset, 0, state
+  local remaining, retry, reset, _, state, lasts = gcra_queue(key, now, cost, limit, _, text)
+  return remaining, retry, reset, 0, state, lasts
 end
 
 -- >8 -- scripts that only decide end here
@@ -81,5 +85,5 @@ local function gcra_refund(key, now, amount, limit)
   if tat < now then
     tat, rest = now, 0
   end
-  return format(SIGNED, tat, rest, limit.signed)
+  return format(SIGNED, tat, limit.blank, rest, limit.signed)
 end

@@ -1,6 +1,8 @@
 -- Mirrors token_bucket.py. KEYS: the bucket, a string "ts_us level tokens/ticks/capacity", the level in 1/ticks of
--- a token. In: key, now (us), cost (<= capacity + 1), limit, nothing, and the stored text where it is known.
--- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil.
+-- a token; a tab instead of the first blank says that the key has a long life (see check.lua).
+-- In: key, now (us), cost (<= capacity + 1), limit, nothing, and the stored text where it is known.
+-- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the life that the key has is long
+-- enough for it.
 
 -- What was written under other numbers, refilled until now at the old rate, as the limit has to see it; nothing if it is
 -- foreign.
@@ -21,8 +23,8 @@ local function token_bucket_adopt(te, level, signed, now, limit)
 end
 
 local function token_bucket(key, now, cost, limit, _, text)
-  local te, level, signed = read_signed(key, text, limit)
-  local tokens, ticks, full, write = limit.tokens, limit.ticks, limit.full, false
+  local te, level, signed, has_long_life = read_signed(key, text, limit)
+  local tokens, ticks, full, write, due = limit.tokens, limit.ticks, limit.full, false, nil
   if te == nil then
     te, level = now, full
   elseif not te then
@@ -34,6 +36,9 @@ local function token_bucket(key, now, cost, limit, _, text)
     end
     write = true
   elseif now > te then
+    if has_long_life then
+      due = te + (full - level) / tokens -- when it would have been as new
+    end
     -- Beyond 2^53 the product is rounded, but then it is more than enough to fill the bucket.
     local gained = (now - te) * tokens
     level = gained < full - level and level + gained or full
@@ -49,19 +54,21 @@ local function token_bucket(key, now, cost, limit, _, text)
   else
     retry = te - now + ceil_div(need - level, tokens)
   end
-  local reset = 0
+  local reset, lasts = 0, false
   if level < full then
     local missing = full - level
-    reset = te - now + (missing + -missing % tokens) / tokens
+    local ending = te + (missing + -missing % tokens) / tokens
+    reset = ending - now
+    lasts = due and due >= ending - ending % limit.more or false
   end
   local state
   if write then
     if te ~= limit.instant then -- the requests of a run have most of theirs in common
-      limit.instant, limit.text = te, format(WHOLE, te) .. ' ' .. WHOLE .. ' ' .. limit.signed
+      limit.instant, limit.text = te, format(WHOLE, te) .. limit.blank .. WHOLE .. ' ' .. limit.signed
     end
     state = format(limit.text, level)
   end
-  return (level - level % ticks) / ticks, retry, reset, 0, state
+  return (level - level % ticks) / ticks, retry, reset, 0, state, lasts
 end
 
 -- >8 -- scripts that only decide end here
@@ -73,5 +80,5 @@ local function token_bucket_refund(key, now, amount, limit)
     return nil
   end
   -- Adding before or after the refill comes to the same level, so the instant stays as it is.
-  return format(SIGNED, te, math.min(limit.full, level + amount * limit.ticks), limit.signed)
+  return format(SIGNED, te, limit.blank, math.min(limit.full, level + amount * limit.ticks), limit.signed)
 end

@@ -9,18 +9,21 @@ local function current(given)
   return time[1] * 1000000 + time[2]
 end
 
--- A limit from ARGV[first ..]: capacity, tokens, ticks, period (us).
+-- A limit from ARGV[first ..]: capacity, tokens, ticks, period (us). `more` is what a long life is rounded up to: a
+-- sixteenth of the time that an empty bucket takes to fill. `blank` tells states of keys with a long life from others.
 local function parse_limit(first)
   local ARGV = ARGV
   local capacity, tokens, ticks = ARGV[first], ARGV[first + 1], ARGV[first + 2]
   local signed = tokens .. '/' .. ticks .. '/' .. capacity
-  capacity, ticks = capacity + 0, ticks + 0 -- digits all: quicker than tonumber
+  capacity, tokens, ticks = capacity + 0, tokens + 0, ticks + 0 -- digits all: quicker than tonumber
   return {
     capacity = capacity,
-    tokens = tokens + 0,
+    tokens = tokens,
     ticks = ticks,
     period = ARGV[first + 3] + 0,
     full = capacity * ticks,
+    more = ceil_div(capacity * ticks, tokens * 16),
+    blank = ' ',
     signed = signed,
     ending = ' ' .. signed,
     ending_at = -1 - #signed,
@@ -46,10 +49,10 @@ local function write(key, state, reset)
 end
 
 -- A denial changes nothing; but a key that would live for ever (persisted by hand), or not long enough for what it owes
--- (its window has become longer), is given its time.
-local function mend_expiry(key, reset)
-  local left, needed = call('PTTL', key), ceil_div(reset, 1000)
-  if left == -1 or (left >= 0 and left < needed) then
-    call('PEXPIRE', key, format(WHOLE, needed + MARGIN))
+-- (its window has become longer), is given its time: a long one, as its state may say that it has one.
+local function mend_expiry(key, reset, limit)
+  local left = call('PTTL', key)
+  if left == -1 or (left >= 0 and left < ceil_div(reset, 1000)) then
+    call('PEXPIRE', key, format(WHOLE, ceil_div(reset + limit.more, 1000) + MARGIN))
   end
 end

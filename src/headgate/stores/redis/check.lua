@@ -11,6 +11,7 @@
 
 local MOST_AT_ONCE = 3000 -- keys: a call of Lua's takes 8,000 values, and MSET two for each
 local COLLECTIONS = { sliding_log = true, concurrency = true } -- no strings: they are written at once
+local BUSY = 32 -- keys
 local KEYS, ARGV = KEYS, ARGV
 local now, limits, groups_at, collecting = current(ARGV[1]), {}, 4, false
 for index = 1, tonumber(ARGV[3]) do
@@ -35,6 +36,29 @@ if #KEYS <= MOST_AT_ONCE then
   texts = found.err and texts or found -- who may not read together reads one by one
 end
 
+-- Whether there is no key without a lifetime: else one of those below could have been persisted by hand.
+local function all_end()
+  local databases = pcall('INFO', 'keyspace')
+  if databases.err then
+    return false
+  end
+  for keys, ending in gmatch(databases, 'keys=(%d+),expires=(%d+)') do
+    if keys ~= ending then
+      return false
+    end
+  end
+  return true
+end
+
+-- Nothing that is done to a key takes as long as to set its lifetime. So where there are many, they get a long life, by the
+-- server's clock: until they are as new, on to the next multiple of `more`, and the margin. A tab in the state says so, and
+-- while the states that follow need no longer one, it is left as it is. By the places of the keys: states of those that
+-- have it already, and limits of those that are to get it.
+local busy, kept, longer = ARGV[1] == '' and not meeting and #texts >= BUSY and all_end(), nil, nil
+for _, limit in ipairs(limits) do
+  limit.blank = busy and '\t' or ' '
+end
+
 local function keep(at, state)
   local key = KEYS[at]
   if state[1] then -- a collection
@@ -47,17 +71,36 @@ local function keep(at, state)
   states[at] = state
 end
 
-local function mend(at)
+local function mend(at, limit)
   local key = KEYS[at]
   if not places[key] then
-    mend_expiry(key, told[at * 2])
+    mend_expiry(key, told[at * 2], limit)
   end
+end
+
+-- What changes in keys that live long enough: in place, which is quicker, where its length is the same and it is allowed.
+local function write_kept()
+  for at = 1, #KEYS do
+    local state = kept[at]
+    if state then
+      local key, length = KEYS[at], #state
+      if length ~= #texts[at] or pcall('SETRANGE', key, '0', state) ~= length then
+        call('SET', key, state, 'KEEPTTL')
+      end
+    end
+  end
+end
+
+-- The instant (us) at which a key may be forgotten, but for the margin.
+local function ending_of(at)
+  local ending, limit = now + told[at * 2], longer[at]
+  return limit and ending - ending % limit.more + limit.more or ending
 end
 
 local function write_one_by_one()
   for at = 1, #KEYS do
     if states[at] then
-      write(KEYS[at], states[at], told[at * 2])
+      write(KEYS[at], states[at], ending_of(at) - now)
     end
   end
 end
@@ -76,15 +119,15 @@ local function write_together()
     return write_one_by_one()
   end
   -- By the server's clock it is known when a life ends, which is quicker to say than how long it is.
-  local is_server_time, lasting, ending = ARGV[1] == '', nil, nil
+  local is_server_time, last_ending, text = ARGV[1] == '', nil, nil
   for at = 1, #KEYS do
     if states[at] then
-      local key, reset = KEYS[at], told[at * 2]
-      if reset ~= lasting then
-        lasting, ending = reset, format(WHOLE, ceil_div(now + reset, 1000) + MARGIN)
+      local key, ending = KEYS[at], ending_of(at)
+      if ending ~= last_ending then
+        last_ending, text = ending, format(WHOLE, ceil_div(ending, 1000) + MARGIN)
       end
-      if not is_server_time or pcall('PEXPIREAT', key, ending) ~= 1 then
-        call('PEXPIRE', key, format(WHOLE, ceil_div(reset, 1000) + MARGIN))
+      if not is_server_time or pcall('PEXPIREAT', key, text) ~= 1 then
+        call('PEXPIRE', key, format(WHOLE, ceil_div(ending - now, 1000) + MARGIN))
       end
     end
   end
@@ -143,7 +186,7 @@ local function deny_all(first, id, met, costs, retries, delays)
     if state and costs[index] > 0 then
       keep(at, state)
     else
-      mend(at)
+      mend(at, limit)
     end
   end
 end
@@ -153,7 +196,8 @@ local function decide_all(request, first, id, met, costs, plain)
   for index = 1, #met do
     local at, limit, cost = first + index, met[index], costs[index]
     local key = KEYS[at]
-    local remaining, retry, reset, delay, state = limit.judge(key, now, cost, limit, id, meeting and known[key] or texts[at])
+    local remaining, retry, reset, delay, state, lasts =
+      limit.judge(key, now, cost, limit, id, meeting and known[key] or texts[at])
     if not remaining then
       for each = first + 1, first + #met do
         told[each * 2 - 1], told[each * 2], states[each] = -1, 0, false
@@ -164,6 +208,9 @@ local function decide_all(request, first, id, met, costs, plain)
     told[at * 2 - 1] = remaining
     told[at * 2] = reset
     states[at] = state
+    if busy and lasts ~= nil then
+      longer[at] = limit
+    end
     if retry ~= 0 or delay ~= 0 then
       retries, delays = retries or {}, delays or {}
       retries[index], delays[index] = retry, delay
@@ -194,8 +241,32 @@ local function decide_all(request, first, id, met, costs, plain)
   end
 end
 
+-- The same for what is `plain`, as long as it passes everywhere and nothing else has to be told; else false.
+local function pass_all(first, id, met, costs)
+  for index = 1, #met do
+    local at, limit, cost = first + index, met[index], costs[index]
+    local remaining, retry, reset, delay, state, lasts = limit.judge(KEYS[at], now, cost, limit, id, texts[at])
+    if not remaining or remaining < cost or retry ~= 0 or delay ~= 0 then
+      for each = first + 1, at do
+        kept[each] = nil
+      end
+      return false
+    end
+    told[at * 2 - 1] = remaining
+    told[at * 2] = reset
+    if busy and lasts then
+      kept[at] = state
+    else
+      states[at] = state
+      longer[at] = busy and lasts ~= nil and limit
+    end
+  end
+  return true
+end
+
 local function decide_groups()
   states, told, known, places, unusual, agains = {}, {}, {}, {}, {}, {}
+  kept, longer = {}, {}
   local position, keys_before, requests_before = groups_at, 0, 0
   while position <= #ARGV do
     local requests, id, number_met = tonumber(ARGV[position]), ARGV[position + 1], tonumber(ARGV[position + 2])
@@ -205,13 +276,19 @@ local function decide_groups()
       local judge, plain = limit.judge, cost > 0 and not meeting and not limit.collects
       for at = keys_before + 1, keys_before + requests do
         local key = KEYS[at]
-        local remaining, retry, reset, delay, state = judge(key, now, cost, limit, id, meeting and known[key] or texts[at])
+        local remaining, retry, reset, delay, state, lasts =
+          judge(key, now, cost, limit, id, meeting and known[key] or texts[at])
         if not remaining then
           remaining, reset, retry, delay = -1, 0, 0, 0
         end
         told[at * 2 - 1] = remaining
         told[at * 2] = reset
-        if plain then
+        if busy and lasts ~= nil then
+          longer[at] = limit
+        end
+        if busy and lasts then
+          kept[at] = state
+        elseif plain then
           states[at] = state
         elseif state and cost > 0 then
           keep(at, state)
@@ -222,7 +299,7 @@ local function decide_groups()
         end
         if retry ~= 0 or delay ~= 0 then
           if retry ~= 0 and not state then
-            mend(at)
+            mend(at, limit)
           end
           tell_unusual(at, retry, delay)
         end
@@ -235,7 +312,10 @@ local function decide_groups()
         plain = plain and costs[index] > 0 and not met[index].collects
       end
       for request = 0, requests - 1 do
-        decide_all(requests_before + request, keys_before + request * number_met, id, met, costs, plain)
+        local first = keys_before + request * number_met
+        if not plain or not pass_all(first, id, met, costs) then
+          decide_all(requests_before + request, first, id, met, costs, plain)
+        end
       end
     end
     keys_before, requests_before = keys_before + requests * number_met, requests_before + requests
@@ -248,6 +328,9 @@ trusting = true
 if collecting or not attempt(decide_groups) then
   trusting = false
   decide_groups()
+end
+if busy then
+  write_kept()
 end
 write_together()
 return { now, told, unusual, agains }

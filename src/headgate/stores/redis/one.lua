@@ -19,7 +19,7 @@ if state and cost > 0 then
     again = wait
   end
 elseif retry ~= 0 then
-  mend_expiry(KEYS[1], reset)
+  mend_expiry(KEYS[1], reset, limit)
 end
 if retry == 0 and delay == 0 and again == 0 then
   return { now, remaining, reset }
