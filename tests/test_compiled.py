@@ -538,6 +538,97 @@ def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all(sen
     assert current == [FREE] * 5
 
 
+@pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
+def test_a_server_may_have_to_wait_for_its_client(sender: type[TellingSend]) -> None:
+    """And be cancelled then, or told of an error: it is the server's to hear, and what runs after it is as ever."""
+    current: list[Any] = []
+    last = {"type": "http.response.body"}
+
+    async def send(message: Any) -> None:
+        for _ in range(2):
+            current.append(current_admission())
+            try:
+                await flowing
+            except asyncio.CancelledError:
+                current.append("cancelled")
+                raise
+
+    async def serve() -> None:
+        nonlocal flowing
+        admission: Any = Granted([])
+        telling = sender(send, admission)
+        for error in (None, OSError("gone")):
+            flowing = loop.create_future()
+            loop.call_soon(*([flowing.set_result, None] if error is None else [flowing.set_exception, error]))
+            with suppress(OSError):
+                await telling(last)
+            assert current_admission() is admission
+        flowing = loop.create_future()
+        task = asyncio.current_task()
+        assert task is not None
+        loop.call_soon(task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await telling(last)
+        assert current_admission() is admission
+        flowing = loop.create_future()
+        begun: Any = telling(last)
+        begun.send(None)
+        begun.close()
+        assert current_admission() is admission
+        telling.leave()
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        flowing: asyncio.Future[None]
+        runner.run(serve())
+    assert current == [FREE, FREE, FREE, FREE, "cancelled", FREE]
+
+
+@pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
+def test_a_server_may_send_by_whatever_can_be_awaited(sender: type[TellingSend]) -> None:
+    last = {"type": "http.response.body"}
+
+    def send(message: Any) -> asyncio.Future[None]:
+        current.append(current_admission())
+        return asyncio.ensure_future(asyncio.sleep(0))
+
+    current: list[Any] = []
+
+    async def serve() -> None:
+        admission: Any = Granted([])
+        telling = sender(send, admission)
+        await telling(last)
+        assert current_admission() is admission
+        telling.leave()
+
+    asyncio.run(serve())
+    assert current == [FREE]
+
+
+@pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
+def test_what_is_sent_can_be_awaited_or_made_a_task_of_and_ended(sender: type[TellingSend]) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def serve() -> None:
+        admission: Any = Granted([])
+        telling: Any = sender(send, admission)
+        last = {"type": "http.response.body"}
+        await telling(last)
+        await asyncio.create_task(telling(last))
+        await asyncio.gather(telling(last), telling(last))
+        telling(last).close()
+        for error in ((ValueError("x"),), (ValueError, ValueError("x"), None)):
+            with pytest.raises(ValueError, match="x"):
+                telling(last).throw(*error)
+        telling.leave()
+
+    asyncio.run(serve())
+    assert len(sent) == 7
+
+
 def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
     def send(message: Any) -> Any:
         return 1 / 0

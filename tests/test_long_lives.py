@@ -8,6 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from redis import Redis
 
 from headgate import Limit
 from headgate.stores.calls import Check, Refund, Reset
@@ -17,8 +18,6 @@ from test_differential import InMemory, InRedis, more_us
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from redis import Redis
 
     from headgate.keys import Key
     from headgate.stores.calls import Call
@@ -41,8 +40,9 @@ class Busy(InRedis):
     def __init__(self, client: Redis) -> None:
         super().__init__(client, server_clock=True)
         client.flushall()
-        seconds, us = client.time()
-        self.pretended_us = seconds * SECOND + us + HOUR  # so that no key ends by the real one
+        seconds, _ = client.time()
+        # Ahead of the real one, by which keys end; and, so that each run is alike, where all lives would be rounded to.
+        self.pretended_us = (seconds // 9000 + 2) * 9000 * SECOND
 
     def run_together(self, calls: Any, now_us: int = 0) -> list[Any]:
         if now_us:
@@ -207,14 +207,19 @@ def test_a_denial_gives_no_less_than_the_state_speaks_of(busy: Busy) -> None:
 def test_who_may_not_do_what_is_quicker_is_answered_alike(refused: tuple[str, ...]) -> None:
     allowed = {"eval", "time", "get", "set", "mget", "mset", "pttl", "pexpire", "pexpireat", "setrange", "info"}
     rules = "-@all ~* " + " ".join(f"+{command}" for command in (*(allowed - {*refused}), "flushall", "pexpiretime"))
-    with RedisServer(user=AclUser("gate", "secret", rules)) as server, server.client() as client:
+    user = AclUser("gate", "secret", rules)
+    with RedisServer(user=user) as server, Redis.from_url(server.url, decode_responses=True) as client:
         busy = Busy(client)
-        checks = crowd(limit_of(), BUSY + 1)
+        checks, ends_ms = crowd(limit_of(), BUSY + 1), dict[str, int]()
         for spent in range(1, 5):
             told = busy.run_together(checks, busy.now_us + 1)
             assert {decision.verdicts[0][0] for decision in told} == {1000 - spent}
+            ends_ms |= {name: busy.now_us // 1000 + life_ms for name, life_ms in busy.lifetimes_ms.items()}
             for check, decision in zip(checks, told, strict=True):
-                assert busy.ends_ms(check.keys[0]) >= needed_ms(busy.now_us, decision.verdicts[0][2])
+                least_ms = needed_ms(busy.now_us, decision.verdicts[0][2])
+                ends = ends_ms[busy.wire.name(check.keys[0])]
+                assert least_ms - 1 <= ends <= least_ms + more_us(check.keys[0].limit) // 1000 + 1
+        assert ("SETRANGE" in busy.commands) is not bool({"info", "mget"} & {*refused})
 
 
 PLANS = {

@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdbool.h>
+#include <structmember.h>
 
 #include "algorithms/_exact.h"
 
@@ -121,6 +122,51 @@ found(PyObject *dict, PyObject *name, PyObject **value)
     *value = Py_XNewRef(PyDict_GetItemWithError(dict, name));
     return *value != NULL;
 #endif
+}
+
+/* Where objects of a class with slots keep what has this name. False, with an exception, if they have no such slot. */
+static inline bool
+find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
+{
+    PyObject *descriptor = PyObject_GetAttrString((PyObject *)type, name);
+    bool is_slot = descriptor != NULL && Py_IS_TYPE(descriptor, &PyMemberDescr_Type);
+    if (is_slot) {
+        *offset = ((PyMemberDescrObject *)descriptor)->d_member->offset;
+    }
+    else if (descriptor != NULL) {
+        PyErr_Format(PyExc_TypeError, "%s has no slot %s", type->tp_name, name);
+    }
+    Py_XDECREF(descriptor);
+    return is_slot;
+}
+
+/* Borrowed; NULL for a slot that was never filled. */
+static inline PyObject *
+slot(PyObject *object, Py_ssize_t offset)
+{
+    return *(PyObject **)((char *)object + offset);
+}
+
+/* Where objects of the class that was seen last keep something. */
+typedef struct {
+    PyTypeObject *type;
+    Py_ssize_t offset;
+} Place;
+
+/* What an object has in the slot of that name; borrowed. NULL, without an exception, if it has no such slot. */
+static inline PyObject *
+kept_in(Place *place, PyObject *object, const char *name)
+{
+    if (!Py_IS_TYPE(object, place->type)) {
+        Py_ssize_t offset;
+        if (!find_slot(Py_TYPE(object), name, &offset)) {
+            PyErr_Clear();
+            return NULL;
+        }
+        Py_XSETREF(place->type, (PyTypeObject *)Py_NewRef(Py_TYPE(object)));
+        place->offset = offset;
+    }
+    return slot(object, place->offset);
 }
 
 /* Slots of a module that keeps what it knows to itself, and changes nothing that others see without Python's own lock:

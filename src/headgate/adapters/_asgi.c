@@ -1,8 +1,7 @@
 /* What an ASGI server hands over, and what goes back to it, in C. Mirrors asgi.py, which says what it means; a path
  * that is not simply one is left to mounts.py. */
 #include "../_decision.h"
-
-#include <structmember.h>
+#include "_arrival.h"
 
 typedef struct {
     PyTypeObject *arrival_type;
@@ -17,13 +16,16 @@ typedef struct {
     PyObject *headers;
     PyObject *type;
     PyObject *no_root;
-    PyObject *decision;
-    PyObject *description;
     PyObject *more_body;
     PyObject *current;
     PyObject *nobody;
     /* Of asgi.py, which is not there yet when this is read. */
-    PyObject *send_last;
+    PyObject *sent;
+    PyObject *go_on;
+    PyObject *wait_for;
+    /* Where admissions keep what is asked of them. */
+    Py_ssize_t decision_at;
+    Py_ssize_t description_at;
 } Names;
 
 static struct PyModuleDef MODULE;
@@ -32,6 +34,13 @@ static Names *
 known_to(PyObject *self)
 {
     return PyModule_GetState(PyType_GetModuleByDef(Py_TYPE(self), &MODULE));
+}
+
+/* The same where the class has none below it. */
+static Names *
+known_to_final(PyObject *self)
+{
+    return PyType_GetModuleState(Py_TYPE(self));
 }
 
 /* False where it has nothing of that name, or an exception was raised. A dict, or whatever else is a mapping. */
@@ -49,15 +58,6 @@ looked_up(PyObject *mapping, PyObject *name, PyObject **value)
 }
 
 /* -- AsgiArrival --------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *native;
-    PyObject *method;
-    PyObject *path;
-    PyObject *below;
-    PyObject *peer;
-} Arrival;
 
 static bool
 is_plain(PyObject *path)
@@ -323,7 +323,7 @@ static PyObject *
 telling_enter(PyObject *object, PyObject *Py_UNUSED(nothing))
 {
     Telling *self = (Telling *)object;
-    PyObject *token = PyContextVar_Set(known_to(object)->current, self->admission);
+    PyObject *token = PyContextVar_Set(known_to_final(object)->current, self->admission);
     if (token == NULL) {
         return NULL;
     }
@@ -334,7 +334,7 @@ telling_enter(PyObject *object, PyObject *Py_UNUSED(nothing))
 static PyObject *
 telling_leave(PyObject *object, PyObject *Py_UNUSED(nothing))
 {
-    const Names *known = known_to(object);
+    const Names *known = known_to_final(object);
     if (PyContextVar_Reset(known->current, ((Telling *)object)->token) == 0) {
         Py_RETURN_NONE;
     }
@@ -348,40 +348,88 @@ telling_leave(PyObject *object, PyObject *Py_UNUSED(nothing))
     Py_RETURN_NONE;
 }
 
+/* What it takes to send the last message, which asgi.py has. */
+static bool
+find_rest(Names *known)
+{
+    if (known->wait_for == NULL) {
+        Py_XSETREF(known->sent, taken_from("headgate.adapters.asgi", "SENT"));
+        Py_XSETREF(known->go_on, known->sent == NULL ? NULL : taken_from("headgate.adapters.asgi", "go_on"));
+        known->wait_for = known->go_on == NULL ? NULL : taken_from("headgate.adapters.asgi", "wait_for");
+    }
+    return known->wait_for != NULL;
+}
+
+/* Make the admission current again, whatever has happened; then what was to be given back, if that was possible. */
+static PyObject *
+entered_again(PyObject *object, PyObject *given)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *entered = telling_enter(object, NULL);
+    if (entered == NULL) {
+        Py_CLEAR(given);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        return NULL;
+    }
+    Py_DECREF(entered);
+    PyErr_Restore(type, value, traceback);
+    return given;
+}
+
+/* `send_last` in asgi.py. */
 static PyObject *
 send_last(PyObject *object, PyObject *message)
 {
-    Names *known = known_to(object);
-    if (known->send_last == NULL) {
-        known->send_last = taken_from("headgate.adapters.asgi", "send_last");
-        if (known->send_last == NULL) {
-            return NULL;
-        }
+    Names *known = known_to_final(object);
+    PyObject *left = find_rest(known) ? telling_leave(object, NULL) : NULL;
+    if (left == NULL) {
+        return NULL;
     }
-    PyObject *const args[] = {object, ((Telling *)object)->send, message};
-    return PyObject_Vectorcall(known->send_last, args, 3, NULL);
+    Py_DECREF(left);
+    PyObject *sending = PyObject_CallOneArg(((Telling *)object)->send, message), *waited_for = NULL, *rest = NULL;
+    if (sending == NULL) {
+        return entered_again(object, NULL);
+    }
+    if (!PyCoro_CheckExact(sending)) {
+        rest = PyObject_CallFunctionObjArgs(known->wait_for, object, sending, NULL);
+        Py_DECREF(sending);
+        return rest;
+    }
+    PySendResult result = PyIter_Send(sending, Py_None, &waited_for);
+    if (result == PYGEN_NEXT) {
+        rest = PyObject_CallFunctionObjArgs(known->go_on, object, sending, waited_for, NULL);
+    }
+    else {
+        rest = entered_again(object, result == PYGEN_RETURN ? Py_NewRef(known->sent) : NULL);
+    }
+    Py_DECREF(sending);
+    Py_XDECREF(waited_for);
+    return rest;
 }
 
 /* The fields of an admission: `Admission.headers`, without a step of Python where it has a decision to tell of. */
 static PyObject *
 fields_of(const Names *known, PyObject *admission)
 {
-    PyObject *description = NULL, *decision = NULL, *fields = NULL;
-    if (!Py_IS_TYPE(admission, known->admission_type)) {
+    PyObject *description = NULL, *decision = NULL;
+    if (Py_IS_TYPE(admission, known->admission_type)) {
+        description = slot(admission, known->description_at);
+        decision = slot(admission, known->decision_at);
+    }
+    if (description == NULL || description == Py_None || decision == NULL ||
+        !Py_IS_TYPE(decision, known->decision_type)) {
         return PyObject_GetAttr(admission, known->headers);
     }
-    description = PyObject_GetAttr(admission, known->description);
-    decision = description == NULL ? NULL : PyObject_GetAttr(admission, known->decision);
-    if (decision != NULL && description != Py_None && Py_IS_TYPE(decision, known->decision_type)) {
-        PyObject *verdicts = PyTuple_GET_ITEM(decision, SAID_VERDICTS), *at_us = PyTuple_GET_ITEM(decision, SAID_AT_US);
-        PyObject *const args[] = {description, verdicts, at_us};
-        fields = PyObject_VectorcallMethod(known->headers, args, 3, NULL);
-    }
-    else if (decision != NULL) {
-        fields = PyObject_GetAttr(admission, known->headers);
-    }
-    Py_XDECREF(description);
-    Py_XDECREF(decision);
+    PyObject *verdicts = PyTuple_GET_ITEM(decision, SAID_VERDICTS), *at_us = PyTuple_GET_ITEM(decision, SAID_AT_US);
+    Py_INCREF(description); /* somebody may hush the admission meanwhile */
+    Py_INCREF(decision);
+    PyObject *const args[] = {description, verdicts, at_us};
+    PyObject *fields = PyObject_VectorcallMethod(known->headers, args, 3, NULL);
+    Py_DECREF(description);
+    Py_DECREF(decision);
     return fields;
 }
 
@@ -418,7 +466,7 @@ telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
         PyErr_SetString(PyExc_TypeError, "send(message)");
         return NULL;
     }
-    const Names *known = known_to(object);
+    const Names *known = known_to_final(object);
     PyObject *kind = PyObject_GetItem(args[0], known->type);
     if (kind == NULL) {
         return NULL;
@@ -533,8 +581,7 @@ begin(PyObject *module)
     } names[] = {
         {&known->method, "method"}, {&known->path, "path"},       {&known->root_path, "root_path"},
         {&known->client, "client"}, {&known->headers, "headers"}, {&known->type, "type"},
-        {&known->no_root, ""},      {&known->decision, "decision"}, {&known->description, "_description"},
-        {&known->more_body, "more_body"},
+        {&known->no_root, ""},      {&known->more_body, "more_body"},
     };
     for (size_t index = 0; index < sizeof(names) / sizeof(names[0]); index++) {
         *names[index].name = PyUnicode_InternFromString(names[index].text);
@@ -547,7 +594,8 @@ begin(PyObject *module)
     known->nobody = known->current == NULL ? NULL : taken_from("headgate.adapters.way", "FREE");
     known->admission_type = known->nobody == NULL ? NULL : (PyTypeObject *)Py_NewRef(Py_TYPE(known->nobody));
     known->decision_type = known->admission_type == NULL ? NULL : decision_class();
-    if (known->decision_type == NULL) {
+    if (known->decision_type == NULL || !find_slot(known->admission_type, "decision", &known->decision_at) ||
+        !find_slot(known->admission_type, "_description", &known->description_at)) {
         return -1;
     }
     known->arrival_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ARRIVAL, NULL);
@@ -571,7 +619,9 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->placed);
     Py_VISIT(known->current);
     Py_VISIT(known->nobody);
-    Py_VISIT(known->send_last);
+    Py_VISIT(known->sent);
+    Py_VISIT(known->go_on);
+    Py_VISIT(known->wait_for);
     return 0;
 }
 
@@ -586,7 +636,9 @@ clear(PyObject *module)
     Py_CLEAR(known->placed);
     Py_CLEAR(known->current);
     Py_CLEAR(known->nobody);
-    Py_CLEAR(known->send_last);
+    Py_CLEAR(known->sent);
+    Py_CLEAR(known->go_on);
+    Py_CLEAR(known->wait_for);
     Py_CLEAR(known->more_body);
     Py_CLEAR(known->method);
     Py_CLEAR(known->path);
@@ -595,8 +647,6 @@ clear(PyObject *module)
     Py_CLEAR(known->headers);
     Py_CLEAR(known->type);
     Py_CLEAR(known->no_root);
-    Py_CLEAR(known->decision);
-    Py_CLEAR(known->description);
     return 0;
 }
 

@@ -73,36 +73,32 @@ fields_dealloc(PyObject *self)
 }
 
 static char *
+put_text(char *end, const char *text, Py_ssize_t length)
+{
+    memcpy(end, text, (size_t)length);
+    return end + length;
+}
+
+static char *
 put_number(char *end, whole number)
 {
-    char digits[LONGEST_NUMBER];
-    int length = 0;
+    char digits[LONGEST_NUMBER], *first = digits + LONGEST_NUMBER;
     if (number < 0) {
         *end++ = '-';
     }
     if ((long long)number == number) { /* a division of 64 bits is much quicker */
         unsigned long long rest = number < 0 ? -(unsigned long long)number : (unsigned long long)number;
         do {
-            digits[length++] = (char)('0' + rest % 10);
+            *--first = (char)('0' + rest % 10);
         } while (rest /= 10);
     }
     else {
         do {
             int digit = (int)(number % 10);
-            digits[length++] = (char)('0' + (digit < 0 ? -digit : digit));
+            *--first = (char)('0' + (digit < 0 ? -digit : digit));
         } while (number /= 10);
     }
-    while (length > 0) {
-        *end++ = digits[--length];
-    }
-    return end;
-}
-
-static char *
-put_text(char *end, const char *text, Py_ssize_t length)
-{
-    memcpy(end, text, (size_t)length);
-    return end + length;
+    return put_text(end, first, digits + LONGEST_NUMBER - first);
 }
 
 static PyObject *

@@ -2,15 +2,17 @@
  * `admit` in gate.py, which says what it means; whatever is unusual is left to it, by answering None before anything
  * has changed. */
 #include "../_decision.h"
-
-#include <structmember.h>
+#include "_arrival.h"
 
 enum { MEETING_FIELDS = 3, CHECK_FIELDS = 3, PERIOD_FIELDS = 3, SENT_FIELDS = 6 };
 
 /* What every request is asked for, by name. */
 #define FOR_EACH_NAME(DO)                                                                                              \
-    DO(method) DO(path) DO(below) DO(peer) DO(header) DO(are_there) DO(_busy) DO(conclude) DO(came_us) DO(resolution)  \
-    DO(decision) DO(is_over) DO(_description) DO(api_key)
+    DO(method) DO(path) DO(below) DO(peer) DO(header) DO(headers) DO(are_there) DO(_busy) DO(conclude) DO(api_key)
+
+/* What an admission is made of, each in its slot. */
+#define FOR_EACH_PART(DO)                                                                                              \
+    DO(came_us) DO(resolution) DO(decision) DO(refusal) DO(is_over) DO(shadows) DO(held) DO(_description) DO(_committed)
 
 typedef struct {
     PyTypeObject *way_type;
@@ -18,6 +20,8 @@ typedef struct {
     PyTypeObject *rules_type;
     PyTypeObject *admission_type;
     PyTypeObject *decision_type;
+    /* NULL where _asgi.c could not be compiled. */
+    PyTypeObject *arrival_type;
     PyObject *free;
     PyObject *charge;
     PyObject *nothing;
@@ -29,10 +33,13 @@ typedef struct {
     /* Where plans and rules, whose classes have slots, keep what is asked of them. */
     Py_ssize_t is_exempt_at;
     Py_ssize_t leases_at;
-    Py_ssize_t shadows_at;
+    Py_ssize_t watches_at;
     Py_ssize_t settles_at;
     Py_ssize_t kinds_at;
     Py_ssize_t period_at;
+#define PLACED(name) Py_ssize_t name##_at;
+    FOR_EACH_PART(PLACED)
+#undef PLACED
 } Names;
 
 typedef struct {
@@ -54,14 +61,7 @@ static struct PyModuleDef MODULE;
 static const Names *
 known_to(PyObject *self)
 {
-    return PyModule_GetState(PyType_GetModuleByDef(Py_TYPE(self), &MODULE));
-}
-
-/* Borrowed; NULL for a slot that was never filled. */
-static PyObject *
-slot(PyObject *object, Py_ssize_t offset)
-{
-    return *(PyObject **)((char *)object + offset);
+    return PyType_GetModuleState(Py_TYPE(self)); /* it has no class below it */
 }
 
 /* 1 or 0, or -1 with an exception. */
@@ -76,13 +76,21 @@ is_true(PyObject *object, PyObject *name)
 
 /* -- What the request meets ---------------------------------------------------------------------------------------- */
 
+/* A new reference to a part of the request: of ASGI's own kind from its place, of any other by its name. */
+static PyObject *
+part_of(const Names *known, PyObject *arrival, size_t offset, PyObject *name)
+{
+    PyObject *part = Py_IS_TYPE(arrival, known->arrival_type) ? slot(arrival, (Py_ssize_t)offset) : NULL;
+    return part == NULL ? PyObject_GetAttr(arrival, name) : Py_NewRef(part);
+}
+
 /* The plan of its route, if it is known; NULL, with or without an exception, if not. */
 static PyObject *
 plan_of(const Names *known, const ShortWay *self, PyObject *arrival)
 {
-    PyObject *plan = NULL, *method = PyObject_GetAttr(arrival, known->method);
-    PyObject *path = method == NULL ? NULL : PyObject_GetAttr(arrival, known->path);
-    PyObject *below = path == NULL ? NULL : PyObject_GetAttr(arrival, known->below);
+    PyObject *plan = NULL, *method = part_of(known, arrival, offsetof(Arrival, method), known->method);
+    PyObject *path = method == NULL ? NULL : part_of(known, arrival, offsetof(Arrival, path), known->path);
+    PyObject *below = path == NULL ? NULL : part_of(known, arrival, offsetof(Arrival, below), known->below);
     PyObject *asked = below == NULL ? NULL : PyTuple_Pack(3, method, path, below);
     if (asked != NULL && found(self->plans, asked, &plan) && !Py_IS_TYPE(plan, known->plan_type)) {
         Py_CLEAR(plan);
@@ -105,6 +113,53 @@ lines_of(const Names *known, PyObject *arrival, PyObject *name)
     return lines;
 }
 
+/* How many lines of that header there are, and what Python's own hash makes of the last: it makes the same of bytes and
+ * of the text that they are in Latin-1. -1, without an exception, where it takes more than to look. */
+static Py_ssize_t
+count_at_once(const Names *known, PyObject *arrival, PyObject *name, Py_hash_t *hash)
+{
+    Py_ssize_t length, number = 0;
+    PyObject *scope = ((Arrival *)arrival)->native, *headers = NULL;
+    const char *wanted = PyUnicode_AsUTF8AndSize(name, &length);
+    if (wanted != NULL && scope != NULL && PyDict_CheckExact(scope)) {
+        headers = PyDict_GetItemWithError(scope, known->headers);
+    }
+    if (headers == NULL || !PyList_CheckExact(headers)) {
+        PyErr_Clear();
+        return -1;
+    }
+    for (Py_ssize_t index = 0; index < PyList_GET_SIZE(headers); index++) {
+        PyObject *pair = PyList_GET_ITEM(headers, index), *key, *value;
+        if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+            !PyBytes_CheckExact(key = PyTuple_GET_ITEM(pair, 0)) ||
+            !PyBytes_CheckExact(value = PyTuple_GET_ITEM(pair, 1))) {
+            return -1;
+        }
+        if (PyBytes_GET_SIZE(key) == length && memcmp(PyBytes_AS_STRING(key), wanted, (size_t)length) == 0) {
+            number++;
+            *hash = PyObject_Hash(value);
+        }
+    }
+    return number;
+}
+
+/* The same for any request; -1 with or without an exception. */
+static Py_ssize_t
+count_lines(const Names *known, PyObject *arrival, PyObject *name, Py_hash_t *hash)
+{
+    Py_ssize_t number = Py_IS_TYPE(arrival, known->arrival_type) ? count_at_once(known, arrival, name, hash) : -1;
+    if (number < 0) {
+        PyObject *lines = lines_of(known, arrival, name);
+        number = lines == NULL ? -1 : PyList_GET_SIZE(lines);
+        if (number == 1) {
+            *hash = PyObject_Hash(PyList_GET_ITEM(lines, 0));
+            number = *hash == -1 ? -1 : number;
+        }
+        Py_XDECREF(lines);
+    }
+    return number;
+}
+
 /* Which header has an API key, and what Python's own hash makes of its line. False, with or without an exception, if
  * there are several. */
 static bool
@@ -112,14 +167,13 @@ find_key(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *
 {
     *name = NULL;
     for (Py_ssize_t index = 0; *name == NULL && index < PyTuple_GET_SIZE(self->places); index++) {
-        PyObject *place = PyTuple_GET_ITEM(self->places, index), *lines = lines_of(known, arrival, place);
-        Py_ssize_t number = lines == NULL ? -1 : PyList_GET_SIZE(lines);
+        PyObject *place = PyTuple_GET_ITEM(self->places, index);
+        Py_hash_t hashed;
+        Py_ssize_t number = count_lines(known, arrival, place, &hashed);
         if (number == 1) {
-            Py_hash_t hashed = PyObject_Hash(PyList_GET_ITEM(lines, 0));
-            *hash = hashed == -1 ? NULL : PyLong_FromSsize_t(hashed);
+            *hash = PyLong_FromSsize_t(hashed);
             *name = *hash == NULL ? NULL : Py_NewRef(place);
         }
-        Py_XDECREF(lines);
         if (number < 0 || number > 1 || (number == 1 && *name == NULL)) {
             return false;
         }
@@ -141,7 +195,7 @@ sent(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *plan
         Py_SETREF(forwarded, lines == NULL ? NULL : PyList_AsTuple(lines));
         Py_XDECREF(lines);
     }
-    peer = forwarded == NULL ? NULL : PyObject_GetAttr(arrival, known->peer);
+    peer = forwarded == NULL ? NULL : part_of(known, arrival, offsetof(Arrival, peer), known->peer);
     int has_key = peer == NULL ? -1 : PySet_Contains(kinds, known->api_key);
     if (has_key == 0) {
         name = Py_NewRef(known->nothing);
@@ -196,10 +250,14 @@ static PyObject *
 meeting_now(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *plan, PyObject **now_us)
 {
     PyObject *now_ns = PyObject_CallNoArgs(self->time_ns), *meeting = NULL;
-    whole instant_ns;
-    if (now_ns != NULL && read_whole(now_ns, &instant_ns) && instant_ns >= 0) {
+    int is_wide = 1;
+    long long instant_ns = 0;
+    if (now_ns != NULL && PyLong_CheckExact(now_ns)) {
+        instant_ns = PyLong_AsLongLongAndOverflow(now_ns, &is_wide);
+    }
+    if (!is_wide && instant_ns >= 0) {
         meeting = meeting_of(known, self, arrival, plan, instant_ns / 1000);
-        *now_us = meeting == NULL ? NULL : made_whole(instant_ns / 1000);
+        *now_us = meeting == NULL ? NULL : PyLong_FromLongLong(instant_ns / 1000);
         if (*now_us == NULL) {
             Py_CLEAR(meeting);
         }
@@ -228,18 +286,27 @@ decided(const Names *known, const ShortWay *self, PyObject *check, PyObject *now
     return decision;
 }
 
+static void
+fill(PyObject *object, Py_ssize_t offset, PyObject *value)
+{
+    *(PyObject **)((char *)object + offset) = Py_NewRef(value);
+}
+
 /* `admitted` in way.py, of who may pass. */
 static PyObject *
 admitted(const Names *known, PyObject *plan, PyObject *meeting, PyObject *decision, PyObject *now_us)
 {
     PyObject *admission = known->admission_type->tp_alloc(known->admission_type, 0);
-    PyObject *settles = slot(plan, known->settles_at);
-    if (admission != NULL && (PyObject_SetAttr(admission, known->came_us, now_us) < 0 ||
-                              PyObject_SetAttr(admission, known->resolution, PyTuple_GET_ITEM(meeting, 0)) < 0 ||
-                              PyObject_SetAttr(admission, known->decision, decision) < 0 ||
-                              PyObject_SetAttr(admission, known->_description, PyTuple_GET_ITEM(meeting, 2)) < 0 ||
-                              (settles != Py_False && PyObject_SetAttr(admission, known->is_over, Py_False) < 0))) {
-        Py_CLEAR(admission);
+    if (admission != NULL) {
+        fill(admission, known->came_us_at, now_us);
+        fill(admission, known->resolution_at, PyTuple_GET_ITEM(meeting, 0));
+        fill(admission, known->decision_at, decision);
+        fill(admission, known->refusal_at, Py_None);
+        fill(admission, known->is_over_at, slot(plan, known->settles_at) == Py_False ? Py_True : Py_False);
+        fill(admission, known->shadows_at, known->no_lines);
+        fill(admission, known->held_at, Py_None);
+        fill(admission, known->_description_at, PyTuple_GET_ITEM(meeting, 2));
+        fill(admission, known->_committed_at, Py_None);
     }
     return admission;
 }
@@ -286,7 +353,7 @@ way_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
         Py_DECREF(plan);
         return Py_NewRef(known->free);
     }
-    PyObject *shadows = slot(plan, known->shadows_at), *admission = NULL, *now_us = NULL, *meeting = NULL;
+    PyObject *shadows = slot(plan, known->watches_at), *admission = NULL, *now_us = NULL, *meeting = NULL;
     if (self->memory != Py_None && slot(plan, known->leases_at) == Py_False && shadows != NULL &&
         PyTuple_CheckExact(shadows) && PyTuple_GET_SIZE(shadows) == 0) {
         meeting = meeting_now(known, self, args[0], plan, &now_us);
@@ -428,21 +495,6 @@ static PyType_Spec WAY = {
 
 /* -- The module ---------------------------------------------------------------------------------------------------- */
 
-static bool
-find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
-{
-    PyObject *descriptor = PyObject_GetAttrString((PyObject *)type, name);
-    bool is_slot = descriptor != NULL && Py_IS_TYPE(descriptor, &PyMemberDescr_Type);
-    if (is_slot) {
-        *offset = ((PyMemberDescrObject *)descriptor)->d_member->offset;
-    }
-    else if (descriptor != NULL) {
-        PyErr_Format(PyExc_TypeError, "%s has no slot %s", type->tp_name, name);
-    }
-    Py_XDECREF(descriptor);
-    return is_slot;
-}
-
 static int
 begin(PyObject *module)
 {
@@ -471,12 +523,20 @@ begin(PyObject *module)
     if (known->decision_type == NULL || known->nothing == NULL || known->no_lines == NULL || known->zero == NULL ||
         !find_slot(known->plan_type, "is_exempt", &known->is_exempt_at) ||
         !find_slot(known->plan_type, "leases", &known->leases_at) ||
-        !find_slot(known->plan_type, "shadows", &known->shadows_at) ||
+        !find_slot(known->plan_type, "shadows", &known->watches_at) ||
         !find_slot(known->plan_type, "settles", &known->settles_at) ||
         !find_slot(known->plan_type, "kinds", &known->kinds_at) ||
         !find_slot(known->rules_type, "_period", &known->period_at)) {
         return -1;
     }
+#define FOUND(name)                                                                                                    \
+    if (!find_slot(known->admission_type, #name, &known->name##_at)) {                                                 \
+        return -1;                                                                                                     \
+    }
+    FOR_EACH_PART(FOUND)
+#undef FOUND
+    known->arrival_type = (PyTypeObject *)taken_from("headgate.adapters._asgi", "AsgiArrival");
+    PyErr_Clear();
     known->way_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &WAY, NULL);
     return known->way_type == NULL ? -1 : PyModule_AddType(module, known->way_type);
 }
@@ -490,6 +550,7 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->rules_type);
     Py_VISIT(known->admission_type);
     Py_VISIT(known->decision_type);
+    Py_VISIT(known->arrival_type);
     Py_VISIT(known->free);
     Py_VISIT(known->charge);
     return 0;
@@ -504,6 +565,7 @@ clear(PyObject *module)
     Py_CLEAR(known->rules_type);
     Py_CLEAR(known->admission_type);
     Py_CLEAR(known->decision_type);
+    Py_CLEAR(known->arrival_type);
     Py_CLEAR(known->free);
     Py_CLEAR(known->charge);
     Py_CLEAR(known->nothing);

@@ -9,6 +9,7 @@ import asyncio
 from contextlib import suppress
 from functools import lru_cache, partial
 from inspect import currentframe
+from types import CoroutineType, coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 from headgate._compiled import compiled
@@ -18,7 +19,7 @@ from headgate.adapters.way import FREE, enter_context, leave_context
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping
+    from collections.abc import Awaitable, Callable, Generator, MutableMapping
     from os import PathLike
     from types import FrameType
 
@@ -98,11 +99,65 @@ class PlainTellingSend:
         leave_context(self._token)
 
 
-async def send_last(telling: TellingSend, send: Send, message: Message) -> None:
-    """Send what may be the last of an answer; what runs after it finds its admission again."""
+class _Sent:
+    """What to await, or to make a task of, where nothing is left to wait for."""
+
+    __await__: Any = ().__iter__
+
+    def send(self, _: None) -> None:
+        raise StopIteration
+
+    def throw(self, kind: Any, error: BaseException | None = None, _: object = None) -> None:
+        raise kind if error is None else error
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+SENT: Final = _Sent()
+
+
+def send_last(telling: TellingSend, send: Send, message: Message) -> Awaitable[None]:
+    """Send what may be the last of an answer; what runs after it finds its admission again.
+
+    At once, and not when it is awaited, which every app does: servers seldom have to wait here, and a coroutine around
+    theirs would cost each request more than all that it does.
+    """
     telling.leave()
     try:
-        await send(message)
+        sending = send(message)
+        if not isinstance(sending, CoroutineType):
+            return wait_for(telling, sending)
+        waited_for = sending.send(None)
+    except BaseException as end:
+        telling.enter()
+        if isinstance(end, StopIteration):
+            return SENT
+        raise
+    return go_on(telling, sending, waited_for)
+
+
+async def wait_for(telling: TellingSend, sending: Awaitable[None]) -> None:
+    """The same where a server does not send by a coroutine."""
+    try:
+        await sending
+    finally:
+        telling.enter()
+
+
+@coroutine
+def go_on(telling: TellingSend, sending: CoroutineType[Any, Any, None], waited_for: Any) -> Generator[Any, Any, None]:
+    """The same where a server has to wait, as it does for clients that read slowly."""
+    try:
+        while True:
+            try:
+                answer = yield waited_for
+            except BaseException as error:
+                waited_for = sending.throw(error)
+            else:
+                waited_for = sending.send(answer)
+    except StopIteration:
+        return
     finally:
         telling.enter()
 

@@ -94,24 +94,26 @@ Meeting: TypeAlias = "tuple[Resolution, Check | None, Description]"
 class Admission:
     """How a request was let in, or not. The app finds its own with `current_admission()`."""
 
-    # What a class says once need not be said of each request: `admitted` says the rest. (A constructor in Python would
-    # be a function more on every request.)
-    came_us: int = 0
+    # Made by `admitted` alone, and in C: a constructor in Python would be a function more on every request.
+    __slots__ = (
+        *("_committed", "_description", "came_us", "decision", "held", "is_over", "refusal", "resolution", "shadows"),
+    )
+    came_us: int
     """The instant at which the request came, by the gate's own clock."""
-    resolution: Resolution | None = None
+    resolution: Resolution | None
     """The limits that it meets; None where no limit is looked at."""
-    decision: Decision | None = None
+    decision: Decision | None
     """What the limits said; None where none is met."""
-    refusal: Refusal | None = None
+    refusal: Refusal | None
     """The answer to send instead of the app's own; None for a request that may pass."""
-    is_over: bool = True
+    is_over: bool
     """Whether nothing is left to do when the answer is out."""
-    shadows: Sequence[Shadow] = ()
+    shadows: Sequence[Shadow]
     """What limits that are only watched would have said."""
-    held: Any = None
+    held: Any
     """The block that holds its leases."""
-    _description: Description | None = None
-    _committed: dict[str, int] | None = None
+    _description: Description | None
+    _committed: dict[str, int] | None
 
     @property
     def allowed(self) -> bool:
@@ -175,15 +177,15 @@ def admitted(
     admission.came_us = came_us
     admission.resolution = resolution
     admission.decision = decision
-    admission._description = description  # noqa: SLF001 - its own
-    if refusal is not None:
-        admission.refusal = refusal
-    if resolution is not None and resolution.route.settles:
-        admission.is_over = False
+    admission.refusal = refusal
+    admission.is_over = resolution is None or not resolution.route.settles
+    admission.shadows = ()
+    admission.held = admission._committed = None  # noqa: SLF001 - its own
+    admission._description = description  # noqa: SLF001
     return admission
 
 
-FREE: Final = Admission()
+FREE: Final = admitted(None, None, None, None, 0)
 """For requests that meet no limit at all."""
 
 _current: ContextVar[Admission] = ContextVar("headgate_admission", default=FREE)

@@ -36,8 +36,8 @@ enum { NUMBER_OF_FORMULAS = sizeof(FORMULAS) / sizeof(FORMULAS[0]) };
 typedef struct {
     PyTypeObject *meter_type;
     PyTypeObject *decision_type;
-    PyObject *space_name;
-    PyObject *meter_name;
+    Place space_in_limit;
+    Place meter_in_space;
 } Names;
 
 typedef struct {
@@ -168,18 +168,16 @@ made_tuple(const whole *numbers, Py_ssize_t width)
 
 /* The key's meter and state. False, without an exception, if anything about it is unusual. */
 static bool
-find(const Names *known, PyObject *spaces, PyObject *key, PyObject *cost, Slot *slot)
+find(Names *known, PyObject *spaces, PyObject *key, PyObject *cost, Slot *slot)
 {
     if (!PyTuple_Check(key) || PyTuple_GET_SIZE(key) != 3 || !read_whole(cost, &slot->cost) || slot->cost < 0 ||
         slot->cost > FARTHEST_US) {
         return false;
     }
     PyObject *limit = PyTuple_GET_ITEM(key, 0), *identity = PyTuple_GET_ITEM(key, 2);
-    PyObject *name = PyObject_GetAttr(limit, known->space_name);
+    PyObject *name = kept_in(&known->space_in_limit, limit, "space");
     PyObject *space = name == NULL ? NULL : PyDict_GetItemWithError(spaces, name);
-    Py_XDECREF(name);
-    PyObject *meter = space == NULL ? NULL : PyObject_GetAttr(space, known->meter_name);
-    Py_XDECREF(meter); /* the space keeps it */
+    PyObject *meter = space == NULL ? NULL : kept_in(&known->meter_in_space, space, "meter");
     if (meter == NULL || !Py_IS_TYPE(meter, known->meter_type) || !PyUnicode_CheckExact(identity)) {
         PyErr_Clear();
         return false;
@@ -254,7 +252,7 @@ PyDoc_STRVAR(charge_doc,
 static PyObject *
 charge(PyObject *module, PyObject *const *args, Py_ssize_t number)
 {
-    const Names *known = PyModule_GetState(module);
+    Names *known = PyModule_GetState(module);
     if (number != 6 || !PyDict_Check(args[0]) || !PyTuple_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "charge(spaces: dict, keys: tuple, cost, id, now_us, is_busy)");
         return NULL;
@@ -322,10 +320,7 @@ begin(PyObject *module)
         return -1;
     }
     known->meter_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &METER, NULL);
-    known->space_name = PyUnicode_InternFromString("space");
-    known->meter_name = PyUnicode_InternFromString("meter");
-    if (known->meter_type == NULL || known->space_name == NULL ||
-        known->meter_name == NULL || PyModule_AddType(module, known->meter_type) < 0) {
+    if (known->meter_type == NULL || PyModule_AddType(module, known->meter_type) < 0) {
         return -1;
     }
     PyObject *names = PyTuple_New(NUMBER_OF_FORMULAS);
@@ -351,6 +346,8 @@ visit(PyObject *module, visitproc visit, void *arg)
     Names *known = PyModule_GetState(module);
     Py_VISIT(known->meter_type);
     Py_VISIT(known->decision_type);
+    Py_VISIT(known->space_in_limit.type);
+    Py_VISIT(known->meter_in_space.type);
     return 0;
 }
 
@@ -360,8 +357,8 @@ clear(PyObject *module)
     Names *known = PyModule_GetState(module);
     Py_CLEAR(known->meter_type);
     Py_CLEAR(known->decision_type);
-    Py_CLEAR(known->space_name);
-    Py_CLEAR(known->meter_name);
+    Py_CLEAR(known->space_in_limit.type);
+    Py_CLEAR(known->meter_in_space.type);
     return 0;
 }
 
