@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from growth import assert_nothing_grows
 from headgate.adapters import door
+from headgate.adapters.asgi import AsgiArrival
 from headgate.adapters.gate import AsyncGate, Gate
 from headgate.adapters.way import FREE
 from headgate.policy.loading import read
@@ -61,8 +62,8 @@ def gates(policy: str = POLICY, kind: Callable[..., Any] = Gate, **options: Any)
     """One with a short way, one that has only the long one, and their clock."""
     clock = FakeClock()
     both = [kind(read(policy), clock=clock, secret=bytes(16), **options) for _ in range(2)]
-    assert both[0].short_way or both[0]._recognize
-    both[1].short_way = both[1]._recognize = None
+    assert both[0].short_way or both[0]._way
+    both[1].short_way = both[1]._way = None
     return both[0], both[1], clock
 
 
@@ -100,11 +101,24 @@ arrivals = st.builds(
 steps = st.lists(st.tuples(arrivals, st.sampled_from([0, 0, 1, 20_000_000])), min_size=5, max_size=40)
 
 
-@given(steps, st.sampled_from([None, lambda *_: None]))
-def test_it_leads_where_the_long_one_leads(steps: list[Any], on_decision: Any) -> None:
+def in_asgi(arrival: Arrival, **odd: Any) -> Any:
+    """The same request, as a server of ASGI hands it over."""
+    lines = [(name.encode(), line.encode()) for name, lines in arrival.sent.items() for line in lines]
+    client = None if arrival.peer is None else (arrival.peer, 1)
+    scope = {"path": arrival.path, "method": arrival.method, "client": client, "headers": lines, "user": arrival.native}
+    return AsgiArrival({**scope, **odd})
+
+
+def user_of(arrival: Any) -> Any:
+    return arrival.native["user"] if isinstance(arrival.native, dict) else arrival.native
+
+
+@given(steps, st.sampled_from([None, lambda *_: None]), st.sampled_from([None, in_asgi]))
+def test_it_leads_where_the_long_one_leads(steps: list[Any], on_decision: Any, made: Any) -> None:
     """Where somebody is told of decisions, only what is met is found in C."""
-    short, long, clock = gates(identities={"user": lambda arrival: arrival.native}, on_decision=on_decision)
+    short, long, clock = gates(identities={"user": user_of}, on_decision=on_decision)
     for arrival, later_us in (*steps, *steps):  # who has come once is known
+        arrival = arrival if made is None else made(arrival)
         clock.advance(timedelta(microseconds=later_us))
         in_c, in_python = short.admit(arrival), long.admit(arrival)
         assert told(in_c) == told(in_python)
@@ -125,6 +139,22 @@ def test_who_comes_again_takes_it(kind: Callable[..., Any]) -> None:
     assert gate.short_way(other) is None
     read_by_the_long_way(gate, Arrival("/health"))
     assert gate.short_way(Arrival("/health")) is FREE
+
+
+@pytest.mark.parametrize("key", ["one", ""])
+def test_what_comes_from_asgi_is_read_without_asking_and_known_all_the_same(key: str) -> None:
+    """By whichever way it came before: the hash of a line is that of its bytes."""
+    gate, _, _ = gates(identities={"user": lambda _: "ada"})
+    first = Arrival("/keys/1", {"x-api-key": [key]})
+    line = (b"x-api-key", key.encode("latin-1"))
+    gate.admit(first)
+    assert (gate.short_way(in_asgi(first, headers=[(b"host", b"x"), line])) is None) is not bool(key)
+    for headers in ([line, line], [line, (b"authorization", b"Bearer one")], [[*line]], (line,), [(*line, b"")]):
+        arrival = in_asgi(first, headers=headers)
+        with suppress(TypeError):  # of what is no header the long way says the same
+            gate.short_way(arrival)
+    assert gate.short_way(in_asgi(Arrival("/keys/1"), headers=[(b"x-api-keys", b"one")])) is None
+    assert all(hash(text) == hash(text.encode("latin-1")) for text in ("", "one", "\x00é"))
 
 
 def read_by_the_long_way(gate: Any, arrival: Any) -> Any:
@@ -158,7 +188,7 @@ def test_it_is_closed_while_a_gate_is_off_or_has_somebody_to_tell_and_open_again
     assert [gate.admit(Arrival()) for _ in range(2)] == seen
     gate.on_decision = None
     assert gate.short_way(Arrival()).decision.remaining == 3
-    assert gate._recognize is None
+    assert gate._way is None
     before = gate.use_memory(FakeClock())
     assert gate.short_way(Arrival()) is None, "no counts yet: a key that is new takes the long way"
     gate.use(*before)
@@ -171,21 +201,21 @@ def test_it_is_closed_while_a_gate_is_off_or_has_somebody_to_tell_and_open_again
 )
 def test_there_is_none_where_every_request_is_special(options: dict[str, Any]) -> None:
     gate = Gate(read(POLICY), clock=FakeClock(), secret=bytes(16), **options)
-    assert gate.short_way is gate._recognize is None
+    assert gate.short_way is gate._way is None
 
 
 def test_what_a_request_meets_is_recognized_for_those_who_ask_elsewhere() -> None:
     gate, _, clock = gates(on_decision=lambda *_: None)
     clock.set_us(77)
     jobs, unknown = Arrival("/jobs"), Arrival("/jobs", peer="203.0.113.10")
-    assert gate._recognize(jobs) is None
+    assert gate._way.recognize(jobs) is None
     admission = gate.admit(jobs)
     gate.finish(admission, 200)
-    plan, met, check, _, now_us = gate._recognize(jobs)
+    plan, met, check, _, now_us = gate._way.recognize(jobs)
     assert (plan, met, check.keys, now_us) == (met.route, admission.resolution, met.keys, 77)
-    assert gate._recognize(unknown) is None
+    assert gate._way.recognize(unknown) is None
     gate.block("ip", "198.51.100.1")
-    assert gate._recognize(jobs) is None
+    assert gate._way.recognize(jobs) is None
     assert gate.admit(Arrival("/health")) is FREE
 
 

@@ -294,37 +294,45 @@ fill(PyObject *object, Py_ssize_t offset, PyObject *value)
 
 /* `admitted` in way.py, of who may pass. */
 static PyObject *
-admitted(const Names *known, PyObject *plan, PyObject *meeting, PyObject *decision, PyObject *now_us)
+admitted(const Names *known, PyObject *plan, PyObject *resolution, PyObject *decision, PyObject *description,
+         PyObject *now_us)
 {
     PyObject *admission = known->admission_type->tp_alloc(known->admission_type, 0);
     if (admission != NULL) {
         fill(admission, known->came_us_at, now_us);
-        fill(admission, known->resolution_at, PyTuple_GET_ITEM(meeting, 0));
+        fill(admission, known->resolution_at, resolution);
         fill(admission, known->decision_at, decision);
         fill(admission, known->refusal_at, Py_None);
         fill(admission, known->is_over_at, slot(plan, known->settles_at) == Py_False ? Py_True : Py_False);
         fill(admission, known->shadows_at, known->no_lines);
         fill(admission, known->held_at, Py_None);
-        fill(admission, known->_description_at, PyTuple_GET_ITEM(meeting, 2));
+        fill(admission, known->_description_at, description);
         fill(admission, known->_committed_at, Py_None);
     }
     return admission;
 }
 
+/* `Rules.conclude`: in C for who may pass by the store's own word. */
+static PyObject *
+told(const Names *known, const ShortWay *self, PyObject *plan, PyObject *resolution, PyObject *decision,
+     PyObject *description, PyObject *now_us)
+{
+    if (Py_IS_TYPE(decision, known->decision_type) && PyTuple_GET_ITEM(decision, SAID_ALLOWED) == Py_True &&
+        PyTuple_GET_ITEM(decision, SAID_DEGRADED) == Py_None) {
+        return admitted(known, plan, resolution, decision, description, now_us);
+    }
+    return PyObject_CallMethodObjArgs(self->rules, known->conclude, resolution, decision, description, now_us, NULL);
+}
+
 static PyObject *
 concluded(const Names *known, const ShortWay *self, PyObject *plan, PyObject *meeting, PyObject *now_us)
 {
-    PyObject *decision = decided(known, self, PyTuple_GET_ITEM(meeting, 1), now_us), *admission = NULL;
+    PyObject *decision = decided(known, self, PyTuple_GET_ITEM(meeting, 1), now_us);
     if (decision == NULL || decision == Py_None) {
         return decision;
     }
-    if (Py_IS_TYPE(decision, known->decision_type) && PyTuple_GET_ITEM(decision, SAID_ALLOWED) == Py_True) {
-        admission = admitted(known, plan, meeting, decision, now_us);
-    }
-    else {
-        admission = PyObject_CallMethodObjArgs(self->rules, known->conclude, PyTuple_GET_ITEM(meeting, 0), decision,
-                                               PyTuple_GET_ITEM(meeting, 2), now_us, NULL);
-    }
+    PyObject *resolution = PyTuple_GET_ITEM(meeting, 0), *description = PyTuple_GET_ITEM(meeting, 2);
+    PyObject *admission = told(known, self, plan, resolution, decision, description, now_us);
     Py_DECREF(decision);
     return admission;
 }
@@ -389,6 +397,24 @@ way_recognize(PyObject *object, PyObject *arrival)
     }
     Py_XDECREF(plan);
     return all == NULL ? unusual() : all;
+}
+
+PyDoc_STRVAR(conclude_doc, "conclude($self, known, decision, /)\n--\n\n"
+                           "How a request is let in, or its refusal, by what `recognize` has said of it and what the\n"
+                           "store has.");
+
+static PyObject *
+way_conclude(PyObject *object, PyObject *const *args, Py_ssize_t number)
+{
+    const Names *known = known_to(object);
+    PyObject *all = number == 2 ? args[0] : NULL;
+    if (all == NULL || !PyTuple_CheckExact(all) || PyTuple_GET_SIZE(all) != 2 + MEETING_FIELDS ||
+        !Py_IS_TYPE(PyTuple_GET_ITEM(all, 0), known->plan_type)) {
+        PyErr_SetString(PyExc_TypeError, "conclude(known: tuple, as recognize gives it, decision)");
+        return NULL;
+    }
+    return told(known, (const ShortWay *)object, PyTuple_GET_ITEM(all, 0), PyTuple_GET_ITEM(all, 1), args[1],
+                PyTuple_GET_ITEM(all, 3), PyTuple_GET_ITEM(all, 4));
 }
 
 /* -- ShortWay ------------------------------------------------------------------------------------------------------ */
@@ -471,6 +497,7 @@ static PyMemberDef WAY_MEMBERS[] = {
 
 static PyMethodDef WAY_METHODS[] = {
     {"recognize", way_recognize, METH_O, recognize_doc},
+    {"conclude", (PyCFunction)(void (*)(void))way_conclude, METH_FASTCALL, conclude_doc},
     {NULL, NULL, 0, NULL},
 };
 

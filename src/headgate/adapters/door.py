@@ -92,8 +92,9 @@ class Door:
     """How a request is let in that is like one before, whose counts are in this process, in C; or None, for all that
     takes more. None itself where there is no such way."""
 
-    _recognize: Callable[[Arrival], Any] | None = None
-    """Where there is none: what such a request meets, found in C."""
+    _way: Any = None
+    """Where there is none: the same in C but for what the store is asked. `recognize` says what such a request meets,
+    and `conclude` how it is let in."""
 
     def __init__(
         self,
@@ -267,13 +268,13 @@ class Door:
         """To be called whenever something changes that it goes by."""
         rules, memory = getattr(self, "rules", None), self._memory
         sources = None if rules is None else rules.identities.sources
-        self.short_way = self._recognize = None
+        self.short_way = self._way = None
         if _ShortWay is None or rules is None or sources is None or not self._is_on or self._health_path is not None:
             return
         plans, spaces = rules.snapshot._known, {} if memory is None else memory._spaces  # noqa: SLF001 - for C
         way = _ShortWay(rules, plans, *sources, self._blocks, memory, spaces, self._time_ns)
         if memory is None or self._on_decision is not None:
-            self._recognize = way.recognize
+            self._way = way
         else:
             self.short_way = way
 

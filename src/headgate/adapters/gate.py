@@ -5,10 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from headgate.adapters import way
 from headgate.adapters.door import Door
 from headgate.adapters.identities import NOT_YET_TOLD
-from headgate.adapters.way import FREE, Admission, Rules, Shadow
+from headgate.adapters.way import FREE, Admission, Rules, Shadow, settle
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.limiter import AsyncLimiter, Limiter
 from headgate.stores.calls import Check
@@ -37,8 +36,8 @@ class Gate(Door):
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
-        rules = self.rules
-        known = None if self._recognize is None else self._recognize(arrival)
+        rules, way = self.rules, self._way
+        known = None if way is None else way.recognize(arrival)
         if known is not None:
             route, met, check, described, now_us = known
         else:
@@ -59,7 +58,10 @@ class Gate(Door):
                 decision = self._memory.decide(check)
             else:
                 decision = self._decide(check, self._fallbacks[route.on_failure])
-            admission = rules.conclude(met, decision, described, now_us)
+            if known is not None:
+                admission = way.conclude(known, decision)
+            else:
+                admission = rules.conclude(met, decision, described, now_us)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
@@ -69,7 +71,7 @@ class Gate(Door):
         """The answer is out: leave what was held, settle what was reserved."""
         if admission.held is not None:
             admission.held.__exit__(None, None, None)
-        steps = way.settle(admission, status)
+        steps = settle(admission, status)
         with suppress(StopIteration):
             step = next(steps)
             while True:
@@ -122,7 +124,8 @@ class AsyncGate(Door):
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
-        known = None if rules is not None or self._recognize is None else self._recognize(arrival)
+        way: Any = self._way if rules is None else None
+        known = None if way is None else way.recognize(arrival)
         rules = rules or self.rules
         if known is not None:
             route, met, check, described, now_us = known
@@ -145,7 +148,10 @@ class AsyncGate(Door):
                 decision = self._memory.decide(check)
             else:
                 decision = await self._decide(check, self._fallbacks[route.on_failure])
-            admission = rules.conclude(met, decision, described, now_us)
+            if known is not None:
+                admission = way.conclude(known, decision)
+            else:
+                admission = rules.conclude(met, decision, described, now_us)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [
@@ -157,7 +163,7 @@ class AsyncGate(Door):
         """The answer is out: leave what was held, settle what was reserved."""
         if admission.held is not None:
             await admission.held.__aexit__(None, None, None)
-        steps = way.settle(admission, status)
+        steps = settle(admission, status)
         with suppress(StopIteration):
             step = next(steps)
             while True:
