@@ -166,7 +166,7 @@ class Limiter(LimiterBase):
         front = self._front
         front.checks += 1
         ready = front.at_once(call, fallback) if front.is_alert or not front.checks & LOOKS else None
-        if isinstance(ready, Decision):
+        if ready is not None and isinstance(ready, Decision):
             return ready
         asked_ns = front.now_ns()
         try:
@@ -344,7 +344,7 @@ class AsyncLimiter(LimiterBase):
         front = self._front
         front.checks += 1
         ready = front.at_once(call, fallback) if front.is_alert or not front.checks & LOOKS else None
-        if isinstance(ready, Decision):
+        if ready is not None and isinstance(ready, Decision):
             return ready
         asked_ns = front.now_ns()
         try:

@@ -136,9 +136,10 @@ class Wire:
     def encode(self, calls: Sequence[Call]) -> list[Command]:
         """As few commands as carry out all calls on one server: one script run for all checks, one command for each
         other call."""
-        checks = [call for call in calls if isinstance(call, Check)]
-        if len(checks) == len(calls):
+        checks: list[Any] = [*calls]
+        if {*map(type, calls)} == {Check}:
             return [self.encode_checks(checks)]
+        checks = [call for call in calls if isinstance(call, Check)]
         commands = [self.encode_checks(checks)] if checks else []
         commands += [self.encode_other(call) for call in calls if not isinstance(call, Check)]
         return commands
