@@ -100,6 +100,8 @@ EQUIVALENT: Final = [  # in the files, what stands there, what it becomes, and w
     ("*/_script.lua", "tokens + 0", "tokens - 0", "either makes the same number of the digits"),
     ("*/_script.lua", "ticks + 0", "ticks - 0", "either makes the same number of the digits"),
     ("*/_script.lua", "3] + 0", "3] - 0", "either makes the same number of the digits"),
+    ("*/_script.lua", "-1 - #signed", "-2 - #signed", "to begin to look earlier finds the same ending"),
+    ("*/_script.lua", "-1 - #signed", "-1 + #signed", "what stands before the ending is longer than that"),
     ("*/one.lua", "or 1) + 0", "or 1) - 0", "either makes the same number of the digits"),
     ("*/one.lua", "if remaining < cost and", "if remaining <= cost and", "just enough passes again after 0 us"),
     ("*/token_bucket.lua", "gained < full", "gained <= full", "full either way"),

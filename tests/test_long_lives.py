@@ -127,15 +127,16 @@ def test_a_clock_that_goes_back_leaves_nothing_to_rely_on(busy: Busy) -> None:
             assert busy.ends_ms(check.keys[0]) >= needed_ms(now_us + step, decision.verdicts[0][2])
 
 
-def test_a_life_is_set_anew_with_the_first_state_that_outlasts_it(busy: Busy) -> None:
+@pytest.mark.parametrize("algorithm", ["token_bucket", "gcra"])
+def test_a_life_is_set_anew_with_the_first_state_that_outlasts_it(busy: Busy, algorithm: str) -> None:
     """A token takes 100 ms, a life is rounded to seconds."""
-    checks = crowd(limit_of(quota=160, period_us=16 * SECOND))
-    began_us = busy.now_us // SECOND * SECOND
+    checks = crowd(limit_of(algorithm, quota=160, period_us=16 * SECOND))
+    began_us = busy.now_us - 1
     is_set = []
     for spent in range(1, 32):
         busy.run_together(checks, began_us + spent)
         is_set.append("PEXPIREAT" in busy.commands)
-        as_new_us = began_us + 1 + spent * 100_000
+        as_new_us = began_us + 1 + spent * 100_000  # at first; then on the second with each tenth token
         assert {busy.ends_ms(check.keys[0]) for check in checks} == {(as_new_us // SECOND + 1) * 1000 + 1000}
     assert [spent for spent, is_it in enumerate(is_set, 1) if is_it] == [1, 10, 20, 30]
 

@@ -452,6 +452,28 @@ def test_one_limiter_serves_two_loops_at_the_same_time(store_url: str, unique: s
         assert [one.result() for one in running] == [200, 200]
 
 
+def test_a_loop_may_go_on_in_another_thread_while_others_run(store_url: str, unique: str) -> None:
+    """Whose loop it is is seen by the thread that it runs in, at that moment."""
+    key, limiter = key_of(unique, quota=1_000), AsyncLimiter(store_url)
+    together = threading.Barrier(2, timeout=5)
+
+    async def count(times: int) -> int:
+        async with asyncio.timeout(5):
+            together.wait()
+            return sum([passed(await ask_from_tasks(limiter, key, requests=5)) for _ in range(times)])
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        loops = [asyncio.new_event_loop() for _ in range(2)]
+        for threads in ((one, other), (other, one), (one, other)):
+            running = [
+                thread.submit(loop.run_until_complete, count(10)) for thread, loop in zip(threads, loops, strict=True)
+            ]
+            assert [each.result() for each in running] == [50, 50]
+        for loop in loops:
+            loop.run_until_complete(limiter.close())
+            loop.close()
+
+
 @contextmanager
 def blocked_for_at_most(seconds: float) -> Iterator[list[float]]:
     """Measures by how much the running loop's own ticks came late."""

@@ -118,11 +118,20 @@ class Purses:
                 with self._lock:
                     now_us = self._now_us()
                     tokens = purse.tokens - cost
-                    if tokens >= purse.low and now_us < purse.ends_us and not purse.later:
+                    if (
+                        tokens >= 0
+                        and now_us < purse.ends_us
+                        and (
+                            # Enough, and more is there already, or on its way: nothing is to be ordered.
+                            tokens >= purse.low or purse.later or now_us < purse.order_until_us
+                        )
+                    ):
                         purse.tokens = tokens
                         purse.demand += cost
                         self._allowed += 1
                         since_us = now_us - purse.said_us
+                        if purse.later:  # which end later, too
+                            tokens += sum([batch.tokens for batch in purse.later])
                         verdict = ((purse.left or 0) + tokens, 0, max(0, purse.reset_us - since_us), 0)
                         return Decision(True, keys, (verdict,), id, None, purse.at_us + since_us)
                     if not purse.tokens and cost >= purse.rest_from and purse.dry and now_us < purse.rest_until_us:
@@ -211,9 +220,10 @@ class Purses:
         purses = []
         for key, cost in zip(call.keys, call.costs, strict=True):
             purse = self._purses.get((key.limit.space, key.identity))
-            if purse is None or purse.limit is not key.limit or purse.tokens - cost < purse.low or not cost:
+            if purse is None or purse.limit is not key.limit or not 0 < cost <= purse.tokens:
                 return None
-            if now_us >= purse.ends_us or purse.later:
+            is_low = purse.tokens - cost < purse.low and not purse.later and now_us >= purse.order_until_us
+            if now_us >= purse.ends_us or is_low:
                 return None
             purses.append(purse)
         self._allowed += 1
