@@ -118,14 +118,9 @@ class Purses:
                 with self._lock:
                     now_us = self._now_us()
                     tokens = purse.tokens - cost
-                    if (
-                        tokens >= 0
-                        and now_us < purse.ends_us
-                        and (
-                            # Enough, and more is there already, or on its way: nothing is to be ordered.
-                            tokens >= purse.low or purse.later or now_us < purse.order_until_us
-                        )
-                    ):
+                    # Little is left, and no more is there yet, or on its way: then it has to be ordered.
+                    is_low = tokens < purse.low and not purse.later and now_us >= purse.order_until_us
+                    if tokens >= 0 and now_us < purse.ends_us and not is_low:
                         purse.tokens = tokens
                         purse.demand += cost
                         self._allowed += 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +21,7 @@ from headgate.stores.calls import Check
 from headgate.stores.redis.aio_line import Line
 from headgate.stores.redis.breaker import Shut
 from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
+from headgate.stores.redis.loops import maker_of_futures, self_aware
 from headgate.stores.redis.replies import decode_alone
 from headgate.stores.redis.shared import SharedStore
 from headgate.stores.redis.topology import Standalone
@@ -72,9 +72,7 @@ class AsyncRedisStore(SharedStore):
         if self._only is not None and self._only.is_open:
             raise public(self._only.refusal())
         desk = self._desk
-        # asyncio's own loops know the thread that they run in. To ask which one runs takes five times as long, as it is
-        # a call of the system on Python 3.11.
-        if desk is None or desk.known._thread_id != get_ident():  # noqa: SLF001
+        if desk is None or desk.aware._thread_id != get_ident():  # noqa: SLF001 - see self_aware
             loop = asyncio.get_running_loop()
             if desk is None or desk.loop is not loop:
                 desk = self._desk = self._desk_of(loop)
@@ -134,9 +132,8 @@ class _Desk:
         self, loop: asyncio.AbstractEventLoop, place: Place, wire: Wire, budget: float, breakers: Breakers
     ) -> None:
         self.loop = loop
-        self.known: Any = loop if isinstance(loop, asyncio.BaseEventLoop) else _Unknown
-        """The same, if it is one of asyncio's own."""
-        self._create_future = _maker_of_futures(loop)
+        self.aware = self_aware(loop)
+        self._create_future = maker_of_futures(loop)
         self.calls = self.round_trips = 0
         self._breakers = breakers
         self._place = place
@@ -305,19 +302,6 @@ class _Desk:
     def _failed(self, node: Node | None, error: StoreError) -> None:
         if not self._closed:
             self._breakers.fail(node, error)
-
-
-class _Unknown:
-    """A loop of others, which does not say where it runs."""
-
-    _thread_id: Final = None
-
-
-def _maker_of_futures(loop: asyncio.AbstractEventLoop) -> Callable[[], asyncio.Future[Any]]:
-    """The loop's own, without the step of Python that is around it in asyncio's."""
-    if type(loop).create_future is asyncio.BaseEventLoop.create_future:
-        return partial(asyncio.Future, loop=loop)
-    return loop.create_future
 
 
 class _Errand:
