@@ -57,7 +57,7 @@ MINUTE = timedelta(minutes=1)
 
 COMPILED = {
     *("headgate.adapters._asgi", "headgate.adapters._fields", "headgate.stores._meter", "headgate.stores.redis._wire"),
-    *("headgate.adapters._short_way", "headgate.telemetry._packing"),
+    *("headgate.adapters._passage", "headgate.adapters._short_way", "headgate.telemetry._packing"),
 }
 METERED = ("token_bucket", "gcra", "leaky_bucket", "fixed_window", "sliding_window")
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from headgate.failure import FailureMode
     from headgate.health import Health
     from headgate.limits import Limit
-    from headgate.shield.blocks import Blocks
 
 __all__ = ["FIRST_CONNECTION", "LimiterBase", "checked_timeout"]
 
@@ -100,11 +99,6 @@ class LimiterBase:
         """For memory, its keys and whether it had to forgive any debt. For Redis, how many calls were carried in how
         many round trips, and what was answered without."""
         return self._store.stats if self._memory is not None else {**self._store.stats, **self._front.stats}
-
-    @property
-    def _live_blocks(self) -> Blocks:
-        """Who is blocked, as far as this process has heard."""
-        return self._front.blocks
 
     def _guard_routes(self) -> Fleet:
         """Be one of a fleet, for a gate whose routes have failure modes of their own: how much is this node's part."""

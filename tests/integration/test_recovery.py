@@ -252,18 +252,18 @@ def test_who_is_blocked_by_one_is_blocked_for_all(server: RedisServer, unique: s
     with Limiter(server.url) as one, Limiter(server.url) as other:
         other._guard_routes()
         one.block("ip", "203.0.113.0/24", reason="a scan")
-        wait_until(lambda: other._live_blocks.find({"address": "203.0.113.9"}, 0), "the news")
+        wait_until(lambda: other._front.blocks.find({"address": "203.0.113.9"}, 0), "the news")
         assert [(block.kind, block.value, block.reason) for block in one.blocked()] == [
             ("ip", "203.0.113.0/24", "a scan")
         ]
         server.kill()
-        assert other._live_blocks.find({"address": "203.0.113.9"}, 0)  # the last that is known
+        assert other._front.blocks.find({"address": "203.0.113.9"}, 0)  # the last that is known
         with pytest.raises(StoreUnavailable):
             one.unblock("ip", "203.0.113.0/24")
         server.start()
         one.block("ip", "203.0.113.0/24")
         assert one.unblock("ip", "203.0.113.0/24")
-        wait_until(lambda: not other._live_blocks, "the news of its end", timeout=10)
+        wait_until(lambda: not other._front.blocks, "the news of its end", timeout=10)
 
 
 def test_a_refund_by_another_process_ends_what_is_remembered_here(server: RedisServer, unique: str) -> None:

@@ -165,10 +165,13 @@ def go_on(telling: TellingSend, sending: CoroutineType[Any, Any, None], waited_f
 if TYPE_CHECKING:
     AsgiArrival = PlainArrival
     TellingSend = PlainTellingSend
+    Passage: Any
+    """How a request passes the gate, as `HeadgateMiddleware` says, in C; None where that could not be compiled."""
 else:
     _compiled = compiled("headgate.adapters._asgi")
     AsgiArrival = getattr(_compiled, "AsgiArrival", PlainArrival)
     TellingSend = getattr(_compiled, "TellingSend", PlainTellingSend)
+    Passage = getattr(compiled("headgate.adapters._passage"), "Passage", None)
 
 
 class HeadgateMiddleware:
@@ -201,8 +204,13 @@ class HeadgateMiddleware:
                     raise
                 gate = _Unmade(error)
         self.gate = gate
+        # Servers look here, and not at the class, whether an app is asynchronous.
+        self.__call__ = self._serve  # type: ignore[method-assign]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self._serve(scope, receive, send) if Passage is None else Passage(self, scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ARRIVALS:
             if scope["type"] != "lifespan":
                 return await self.app(scope, receive, send)
@@ -213,6 +221,9 @@ class HeadgateMiddleware:
         admission = None if gate.short_way is None else gate.short_way(arrival)
         if admission is None:
             admission = await gate.admit(arrival)
+        return await self._let_in(admission, scope, receive, send)
+
+    async def _let_in(self, admission: Admission, scope: Scope, receive: Receive, send: Send) -> None:
         if admission.refusal is not None:
             return await refuse(admission.refusal, scope, receive, send)
         if admission is FREE:

@@ -21,12 +21,12 @@ from headgate.failure import FailurePolicy
 from headgate.limiter import Limiter
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import Block, Identity, Policy, Validity
-from headgate.policy.snapshot import ALL_API_KEYS, Snapshot
+from headgate.policy.snapshot import ALL_API_KEYS, STRICTNESS, Snapshot
 from headgate.policy.watching import Watch
 from headgate.stores.calls import Check, Leave
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from os import PathLike
 
     from headgate.adapters.answers import Description, RefusalBody
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headgate.events import Event
     from headgate.health import Health
     from headgate.policy.snapshot import Resolution, RoutePlan
-    from headgate.shield.blocks import Blocks
+    from headgate.shield.front import Front
     from headgate.stores.memory import MemoryStore
 
 __all__ = ["SECRET_VARIABLE", "Door", "GateOptions"]
@@ -95,6 +95,9 @@ class Door:
     _way: Any = None
     """Where there is none: the same in C but for what the store is asked. `recognize` says what such a request meets,
     and `conclude` how it is let in."""
+
+    _run: Callable[[Check], Awaitable[Decision]] | None = None
+    """How an asynchronous store is asked, for `_passage.c`."""
 
     def __init__(
         self,
@@ -185,12 +188,10 @@ class Door:
         self._answer: Callable[..., Any] = limiter._answer  # noqa: SLF001
         self._time_ns = in_ns(clock)
         self._memory: MemoryStore | None = limiter._memory  # noqa: SLF001
+        self._front: Front = limiter._front  # noqa: SLF001
+        self._blocks = self._front.blocks
         fleet = limiter._guard_routes()  # noqa: SLF001
-        self._fallbacks = {
-            mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in ("open", "closed", "local")
-        }
-        self._blocks: Blocks = limiter._live_blocks  # noqa: SLF001
-        self._keep = limiter._front.keep  # noqa: SLF001
+        self._fallbacks = {mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in STRICTNESS}
         self._find_short_way()
         return before
 
@@ -268,7 +269,7 @@ class Door:
         """To be called whenever something changes that it goes by."""
         rules, memory = getattr(self, "rules", None), self._memory
         sources = None if rules is None else rules.identities.sources
-        self.short_way = self._way = None
+        self.short_way = self._way = self._run = None
         if _ShortWay is None or rules is None or sources is None or not self._is_on or self._health_path is not None:
             return
         plans, spaces = rules.snapshot._known, {} if memory is None else memory._spaces  # noqa: SLF001 - for C
@@ -277,6 +278,8 @@ class Door:
             self._way = way
         else:
             self.short_way = way
+        if memory is None and self._on_decision is None and self._limiter_type is not Limiter:
+            self._run = self._limiter._store.run  # noqa: SLF001 - as in `use`
 
     def _secret(self, policy: Policy) -> bytes:
         """What API keys are hashed with: the same on all machines that count together."""
@@ -294,8 +297,12 @@ class Door:
         """What a request that takes leases is told by its route's failure mode, and what it holds then."""
         fallback = self._fallbacks[met.route.on_failure]
         check = Check(met.keys, met.cost, uuid4().hex)
-        decision: Decision = self._limiter._front.without_store(check, error, fallback)  # noqa: SLF001
+        decision = self._front.without_store(check, error, fallback)
         return (_HeldWithoutStore(fallback, check, error) if decision.allowed else None), decision
+
+    def _failed(self, route: RoutePlan, check: Check, error: StoreError) -> Decision:
+        """What a request is told by its route's failure mode."""
+        return self._front.failed(check, error, self._fallbacks[route.on_failure])
 
     def _kinds(self, route: RoutePlan) -> frozenset[str]:
         """All kinds of identity that may matter to a request of the route: also those by which somebody is blocked."""

@@ -78,7 +78,7 @@ class Gate(Door):
                 try:
                     answer = self._answer(step)
                 except StoreError as error:
-                    self._keep(step, error)
+                    self._front.keep(step, error)
                     step = steps.throw(error)
                 else:
                     step = steps.send(answer)
@@ -170,7 +170,7 @@ class AsyncGate(Door):
                 try:
                     answer = await self._answer(step)
                 except StoreError as error:
-                    self._keep(step, error)
+                    self._front.keep(step, error)
                     step = steps.throw(error)
                 else:
                     step = steps.send(answer)

@@ -96,14 +96,18 @@ class Front:
             self.unspent.extend(self.purses.clear())
         self.is_alert = True
 
+    def look(self, call: Check) -> None:
+        """Look at a check for what is hot, and around."""
+        self.ensure()
+        if self._prepays:
+            self.purses.sample(call)
+        self.is_alert = bool(self.denials or self.purses or self.outage.failures)
+
     def at_once(self, call: Check, fallback: Fallback | None = None) -> Decision | Way | None:
         """The answer to a check, if it is known here; or the way to one, for a key that is prepaid, or that was denied
         until now; or None. The fallback's, where nobody asks the store now."""
         if not self.checks & LOOKS:
-            self.ensure()
-            if self._prepays:
-                self.purses.sample(call)
-            self.is_alert = bool(self.denials or self.purses or self.outage.failures)
+            self.look(call)
         # First what is paid for: a denial may be remembered from while it was on its way.
         ready = self.purses.provide(call) if self._prepays and self.purses else None
         if ready is None:
