@@ -8,11 +8,13 @@ enum { KNOWN_FIELDS = 5, MOST_SPARE = 256 };
 /* The fields of what `recognize` tells. */
 enum { KNOWN_PLAN = 0, KNOWN_CHECK = 2 };
 
+/* The fields of `Door._asking`. */
+enum { ASKING_WAY, ASKING_FRONT, ASKING_CLOCK, ASKING_RUN, ASKING_FIELDS };
+
 /* What is asked for by name. */
 #define FOR_EACH_NAME(DO)                                                                                              \
-    DO(app) DO(gate) DO(_root) DO(_serve) DO(_let_in) DO(admit) DO(short_way) DO(_way) DO(_run) DO(_front)             \
-    DO(_failed) DO(recognize) DO(conclude) DO(is_alert) DO(checks) DO(look) DO(now_ns) DO(answered) DO(leave)          \
-    DO(throw) DO(close) DO(type) DO(value)
+    DO(_serve) DO(_let_in) DO(admit) DO(short_way) DO(_asking) DO(_failed) DO(is_alert) DO(checks) DO(look)            \
+    DO(answered) DO(throw) DO(close) DO(type) DO(value) DO(http)
 
 typedef struct {
     PyTypeObject *passage_type;
@@ -24,6 +26,10 @@ typedef struct {
     PyObject *store_error;
     PyObject *free;
     PyObject *one;
+    /* Methods of classes in C, which need not be looked up each time. */
+    PyObject *leave;
+    PyObject *recognize;
+    PyObject *conclude;
     /* A check whose number has none of these bits is looked at. */
     unsigned long long looks;
 #define DECLARED(name) PyObject *name;
@@ -40,12 +46,20 @@ typedef struct {
     int spares;
 } Names;
 
+/* What a middleware is below: an app, the gate before it, and the path at which it is mounted. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *app;
+    PyObject *gate;
+    PyObject *root;
+} Entrance;
+
 /* A request on its way. One object, made of one before, instead of a coroutine for each step: while many requests wait
  * for the store, Python's collector counts all that they keep, and has to look through it the more often. */
 typedef struct Passage {
     PyObject_HEAD
     enum { BEFORE, ASKED, ADMITTING, SERVED, OVER } state;
-    PyObject *middleware;
+    Entrance *middleware;
     PyObject *scope;
     PyObject *receive;
     PyObject *send;
@@ -124,7 +138,7 @@ end(const Names *known, Passage *self)
 {
     PyObject *type, *error, *traceback, *left = NULL;
     PyErr_Fetch(&type, &error, &traceback);
-    bool is_left = self->telling == NULL || (left = PyObject_CallMethodNoArgs(self->telling, known->leave)) != NULL;
+    bool is_left = self->telling == NULL || (left = PyObject_CallOneArg(known->leave, self->telling)) != NULL;
     Py_XDECREF(left);
     let_go(self);
     if (!is_left) {
@@ -139,6 +153,13 @@ end(const Names *known, Passage *self)
 
 /* -- Its steps: each leads to something to wait for, or is false, with an exception -------------------------------- */
 
+/* A new reference to what the middleware has; NULL, with an exception, if somebody has taken that away. */
+static PyObject *
+own(PyObject *part, const char *name)
+{
+    return part == NULL ? PyErr_Format(PyExc_AttributeError, "the middleware has no %s", name) : Py_NewRef(part);
+}
+
 /* Have the app serve it, or refuse it: what follows the admission. */
 static bool
 serve(const Names *known, Passage *self, PyObject *admission)
@@ -147,14 +168,14 @@ serve(const Names *known, Passage *self, PyObject *admission)
     self->state = SERVED;
     if (!Py_IS_TYPE(admission, known->admission_type) || slot(admission, known->refusal_at) != Py_None ||
         slot(admission, known->is_over_at) != Py_True) {
-        PyObject *const args[] = {self->middleware, admission, self->scope, self->receive, send};
+        PyObject *const args[] = {(PyObject *)self->middleware, admission, self->scope, self->receive, send};
         return wait_for(self, PyObject_VectorcallMethod(known->_let_in, args, 5, NULL));
     }
     if (admission != known->free) {
         PyObject *const args[] = {send, admission};
         send = self->telling = PyObject_Vectorcall(known->telling_type, args, 2, NULL);
     }
-    PyObject *app = send == NULL ? NULL : PyObject_GetAttr(self->middleware, known->app);
+    PyObject *app = send == NULL ? NULL : own(self->middleware->app, "app");
     if (app == NULL) {
         return false;
     }
@@ -246,26 +267,30 @@ asked_for(Names *known, PyObject *front, PyObject *run, PyObject *check)
 /* Ask the store, if the request is like one before, and there is no more to it than that. False if there is, or with an
  * exception. */
 static bool
-ask(Names *known, Passage *self, PyObject *gate, PyObject *way, PyObject *run, PyObject *arrival)
+ask(Names *known, Passage *self, PyObject *gate, PyObject *asking, PyObject *arrival)
 {
-    PyObject *said = PyObject_CallMethodOneArg(way, known->recognize, arrival), *asked = NULL;
-    PyObject *front = NULL, *asked_ns = NULL;
+    if (!PyTuple_CheckExact(asking) || PyTuple_GET_SIZE(asking) != ASKING_FIELDS) {
+        PyErr_SetString(PyExc_TypeError, "the gate has to say who asks, by a tuple of four");
+        return false;
+    }
+    PyObject *way = PyTuple_GET_ITEM(asking, ASKING_WAY), *front = PyTuple_GET_ITEM(asking, ASKING_FRONT);
+    PyObject *const args[] = {way, arrival};
+    PyObject *said = PyObject_Vectorcall(known->recognize, args, 2, NULL), *asked_ns = NULL, *asked = NULL;
     if (said != NULL && is_one_question(known, said)) {
-        front = PyObject_GetAttr(gate, known->_front);
-        asked_ns = front == NULL ? NULL : PyObject_CallMethodNoArgs(front, known->now_ns);
+        asked_ns = PyObject_CallNoArgs(PyTuple_GET_ITEM(asking, ASKING_CLOCK));
     }
     if (asked_ns != NULL) {
+        PyObject *run = PyTuple_GET_ITEM(asking, ASKING_RUN);
         asked = asked_for(known, front, run, PyTuple_GET_ITEM(said, KNOWN_CHECK));
     }
     if (asked == NULL) {
         Py_XDECREF(said);
-        Py_XDECREF(front);
         Py_XDECREF(asked_ns);
         return false;
     }
     self->state = ASKED;
     self->gate = Py_NewRef(gate);
-    self->front = front;
+    self->front = Py_NewRef(front);
     self->way = Py_NewRef(way);
     self->known = said;
     self->asked_ns = asked_ns;
@@ -297,10 +322,9 @@ arrive(Names *known, Passage *self, PyObject *gate, PyObject *arrival)
         Py_DECREF(admission);
     }
     else if (!PyErr_Occurred()) {
-        PyObject *way = somebody(gate, known->_way), *run = way == NULL ? NULL : somebody(gate, known->_run);
-        bool is_asked = run != NULL && ask(known, self, gate, way, run, arrival);
-        Py_XDECREF(way);
-        Py_XDECREF(run);
+        PyObject *asking = somebody(gate, known->_asking);
+        bool is_asked = asking != NULL && ask(known, self, gate, asking, arrival);
+        Py_XDECREF(asking);
         if (is_asked || PyErr_Occurred()) {
             return is_asked;
         }
@@ -315,8 +339,9 @@ is_request(const Names *known, PyObject *scope)
 {
     PyObject *type = PyObject_GetItem(scope, known->type);
     int is = type == NULL ? -1
-                          : PyUnicode_Check(type) && (PyUnicode_CompareWithASCIIString(type, "http") == 0 ||
-                                                      PyUnicode_CompareWithASCIIString(type, "websocket") == 0);
+                          : type == known->http ||
+                                (PyUnicode_Check(type) && (PyUnicode_CompareWithASCIIString(type, "http") == 0 ||
+                                                           PyUnicode_CompareWithASCIIString(type, "websocket") == 0));
     Py_XDECREF(type);
     return is;
 }
@@ -327,14 +352,14 @@ begin_passage(Names *known, Passage *self)
     int is = is_request(known, self->scope);
     if (is <= 0) {
         self->state = SERVED;
-        PyObject *const args[] = {self->middleware, self->scope, self->receive, self->send};
+        PyObject *const args[] = {(PyObject *)self->middleware, self->scope, self->receive, self->send};
         return is == 0 && wait_for(self, PyObject_VectorcallMethod(known->_serve, args, 4, NULL));
     }
-    PyObject *root = PyObject_GetAttr(self->middleware, known->_root), *gate = NULL, *arrival = NULL;
+    PyObject *root = own(self->middleware->root, "_root"), *gate = NULL, *arrival = NULL;
     if (root != NULL) {
         PyObject *const args[] = {self->scope, root};
         arrival = PyObject_Vectorcall(known->arrival_type, args, 2, NULL);
-        gate = arrival == NULL ? NULL : PyObject_GetAttr(self->middleware, known->gate);
+        gate = arrival == NULL ? NULL : own(self->middleware->gate, "gate");
     }
     bool is_begun = gate != NULL && arrive(known, self, gate, arrival);
     Py_XDECREF(root);
@@ -371,7 +396,7 @@ be_told(const Names *known, Passage *self, PyObject *decision)
         return false;
     }
     PyObject *const args[] = {self->way, self->known, decision};
-    return serve_by(known, self, PyObject_VectorcallMethod(known->conclude, args, 3, NULL));
+    return serve_by(known, self, PyObject_Vectorcall(known->conclude, args, 3, NULL));
 }
 
 /* The store has failed, which is the exception that is raised now. */
@@ -387,7 +412,8 @@ do_without(const Names *known, Passage *self)
     PyObject *plan = PyTuple_GET_ITEM(self->known, KNOWN_PLAN), *check = PyTuple_GET_ITEM(self->known, KNOWN_CHECK);
     PyObject *decision = PyObject_CallMethodObjArgs(self->gate, known->_failed, plan, check, error, NULL);
     if (decision != NULL) {
-        admission = PyObject_CallMethodObjArgs(self->way, known->conclude, self->known, decision, NULL);
+        PyObject *const args[] = {self->way, self->known, decision};
+        admission = PyObject_Vectorcall(known->conclude, args, 3, NULL);
         Py_DECREF(decision);
     }
     Py_XDECREF(type);
@@ -561,26 +587,21 @@ itself(PyObject *object)
 /* -- Passage ------------------------------------------------------------------------------------------------------- */
 
 static PyObject *
-passage_made(PyObject *type, PyObject *const *args, size_t flags, PyObject *names)
+made_passage(Names *known, Entrance *middleware, PyObject *scope, PyObject *receive, PyObject *send)
 {
-    if (PyVectorcall_NARGS(flags) != 4 || names != NULL) {
-        PyErr_SetString(PyExc_TypeError, "Passage(middleware, scope, receive, send)");
-        return NULL;
-    }
-    Names *known = PyType_GetModuleState((PyTypeObject *)type);
     Passage *self;
     if (known->spares > 0) {
-        self = (Passage *)PyObject_Init((PyObject *)known->spare[--known->spares], (PyTypeObject *)type);
+        self = (Passage *)PyObject_Init((PyObject *)known->spare[--known->spares], known->passage_type);
     }
     else {
-        self = PyObject_GC_New(Passage, (PyTypeObject *)type);
+        self = PyObject_GC_New(Passage, known->passage_type);
     }
     if (self != NULL) {
         self->state = BEFORE;
-        self->middleware = Py_NewRef(args[0]);
-        self->scope = Py_NewRef(args[1]);
-        self->receive = Py_NewRef(args[2]);
-        self->send = Py_NewRef(args[3]);
+        self->middleware = (Entrance *)Py_NewRef(middleware);
+        self->scope = Py_NewRef(scope);
+        self->receive = Py_NewRef(receive);
+        self->send = Py_NewRef(send);
         self->waiting = self->gate = self->front = self->way = self->known = self->asked_ns = self->telling = NULL;
         PyObject_GC_Track(self);
     }
@@ -645,16 +666,89 @@ static PyType_Slot PASSAGE_SLOTS[] = {
     {Py_tp_traverse, passage_traverse},
     {Py_tp_clear, passage_clear},
     {Py_tp_dealloc, passage_dealloc},
-    {Py_tp_doc, "Passage(middleware, scope, receive, send)\n--\n\nWhat to await for a request to be served."},
+    {Py_tp_doc, "What to await for a request to be served."},
     {0, NULL},
 };
 
 static PyType_Spec PASSAGE = {
     .name = "headgate.adapters._passage.Passage",
     .basicsize = sizeof(Passage),
-    /* Only by `passage_made`: one that was never made would have nobody to serve. */
+    /* Only by `entrance_call`: one that was never made would have nobody to serve. */
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = PASSAGE_SLOTS,
+};
+
+/* -- Entrance: no step of Python is between a server and a passage ------------------------------------------------- */
+
+static PyObject *
+entrance_call(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"scope", "receive", "send", NULL};
+    Names *known = PyModule_GetState(PyType_GetModuleByDef(Py_TYPE(object), &MODULE));
+    Entrance *self = (Entrance *)object;
+    PyObject *scope, *receive, *send;
+    if (kwargs == NULL && PyTuple_GET_SIZE(args) == 3) { /* as all servers do */
+        return made_passage(known, self, PyTuple_GET_ITEM(args, 0), PyTuple_GET_ITEM(args, 1),
+                            PyTuple_GET_ITEM(args, 2));
+    }
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "OOO", names, &scope, &receive, &send)
+               ? made_passage(known, self, scope, receive, send)
+               : NULL;
+}
+
+static int
+entrance_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Entrance *self = (Entrance *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->app);
+    Py_VISIT(self->gate);
+    Py_VISIT(self->root);
+    return 0;
+}
+
+static int
+entrance_clear(PyObject *object)
+{
+    Entrance *self = (Entrance *)object;
+    Py_CLEAR(self->app);
+    Py_CLEAR(self->gate);
+    Py_CLEAR(self->root);
+    return 0;
+}
+
+static void
+entrance_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    entrance_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMemberDef ENTRANCE_MEMBERS[] = {
+    {"app", T_OBJECT_EX, offsetof(Entrance, app), 0, NULL},
+    {"gate", T_OBJECT_EX, offsetof(Entrance, gate), 0, NULL},
+    {"_root", T_OBJECT_EX, offsetof(Entrance, root), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot ENTRANCE_SLOTS[] = {
+    {Py_tp_call, entrance_call},
+    {Py_tp_members, ENTRANCE_MEMBERS},
+    {Py_tp_traverse, entrance_traverse},
+    {Py_tp_clear, entrance_clear},
+    {Py_tp_dealloc, entrance_dealloc},
+    {Py_tp_doc, "An app whose requests pass in C."},
+    {0, NULL},
+};
+
+static PyType_Spec ENTRANCE = {
+    .name = "headgate.adapters._passage.Entrance",
+    .basicsize = sizeof(Entrance),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = ENTRANCE_SLOTS,
 };
 
 /* -- The module ---------------------------------------------------------------------------------------------------- */
@@ -670,11 +764,18 @@ find_classes(Names *known)
     known->plan_type =
         (PyTypeObject *)(known->free == NULL ? NULL : taken_from("headgate.policy.snapshot", "RoutePlan"));
     known->decision_type = known->plan_type == NULL ? NULL : decision_class();
-    known->one = PyLong_FromLong(1);
-    PyObject *looks = known->decision_type == NULL ? NULL : taken_from("headgate.shield.front", "LOOKS");
+    if (known->decision_type != NULL) {
+        known->leave = PyObject_GetAttrString(known->telling_type, "leave");
+        PyObject *way_type = taken_from("headgate.adapters._short_way", "ShortWay");
+        known->recognize = way_type == NULL ? NULL : PyObject_GetAttrString(way_type, "recognize");
+        known->conclude = known->recognize == NULL ? NULL : PyObject_GetAttrString(way_type, "conclude");
+        Py_XDECREF(way_type);
+    }
+    known->one = known->leave == NULL || known->conclude == NULL ? NULL : PyLong_FromLong(1);
+    PyObject *looks = known->one == NULL ? NULL : taken_from("headgate.shield.front", "LOOKS");
     known->looks = looks == NULL ? 0 : PyLong_AsUnsignedLongLongMask(looks);
     Py_XDECREF(looks);
-    return looks != NULL && known->one != NULL && find_slot(known->admission_type, "refusal", &known->refusal_at) &&
+    return looks != NULL && find_slot(known->admission_type, "refusal", &known->refusal_at) &&
            find_slot(known->admission_type, "is_over", &known->is_over_at) &&
            find_slot(known->plan_type, "leases", &known->leases_at) &&
            find_slot(known->plan_type, "shadows", &known->shadows_at);
@@ -702,8 +803,10 @@ begin(PyObject *module)
     if (known->passage_type == NULL) {
         return -1;
     }
-    known->passage_type->tp_vectorcall = passage_made;
-    return PyModule_AddType(module, known->passage_type);
+    PyObject *entrance = PyType_FromModuleAndSpec(module, &ENTRANCE, NULL);
+    int is_added = entrance == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)entrance);
+    Py_XDECREF(entrance);
+    return is_added < 0 ? -1 : PyModule_AddType(module, known->passage_type);
 }
 
 static int
@@ -718,6 +821,9 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->telling_type);
     Py_VISIT(known->store_error);
     Py_VISIT(known->free);
+    Py_VISIT(known->leave);
+    Py_VISIT(known->recognize);
+    Py_VISIT(known->conclude);
     Py_VISIT(known->split_place.type);
     return 0;
 }
@@ -737,6 +843,9 @@ clear(PyObject *module)
     Py_CLEAR(known->telling_type);
     Py_CLEAR(known->store_error);
     Py_CLEAR(known->free);
+    Py_CLEAR(known->leave);
+    Py_CLEAR(known->recognize);
+    Py_CLEAR(known->conclude);
     Py_CLEAR(known->one);
     Py_CLEAR(known->split_place.type);
 #define CLEARED(name) Py_CLEAR(known->name);

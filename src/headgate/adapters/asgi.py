@@ -162,19 +162,29 @@ def go_on(telling: TellingSend, sending: CoroutineType[Any, Any, None], waited_f
         telling.enter()
 
 
+class PlainEntrance:
+    """An app whose requests are served by its coroutine; compiled, they pass in C, step by step as that would have
+    them."""
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
 if TYPE_CHECKING:
     AsgiArrival = PlainArrival
     TellingSend = PlainTellingSend
-    Passage: Any
-    """How a request passes the gate, as `HeadgateMiddleware` says, in C; None where that could not be compiled."""
+    Entrance = PlainEntrance
 else:
     _compiled = compiled("headgate.adapters._asgi")
     AsgiArrival = getattr(_compiled, "AsgiArrival", PlainArrival)
     TellingSend = getattr(_compiled, "TellingSend", PlainTellingSend)
-    Passage = getattr(compiled("headgate.adapters._passage"), "Passage", None)
+    Entrance = getattr(compiled("headgate.adapters._passage"), "Entrance", PlainEntrance)
 
 
-class HeadgateMiddleware:
+class HeadgateMiddleware(Entrance):
     """Puts a policy in front of an ASGI app. Make it the outermost middleware that may refuse.
 
     `policy` is a file, or a `Policy`; `store` and all other options are those of `AsyncGate`. Users who have signed in
@@ -206,9 +216,6 @@ class HeadgateMiddleware:
         self.gate = gate
         # Servers look here, and not at the class, whether an app is asynchronous.
         self.__call__ = self._serve  # type: ignore[method-assign]
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        return self._serve(scope, receive, send) if Passage is None else Passage(self, scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ARRIVALS:

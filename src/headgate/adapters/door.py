@@ -96,8 +96,8 @@ class Door:
     """Where there is none: the same in C but for what the store is asked. `recognize` says what such a request meets,
     and `conclude` how it is let in."""
 
-    _run: Callable[[Check], Awaitable[Decision]] | None = None
-    """How an asynchronous store is asked, for `_passage.c`."""
+    _asking: tuple[Any, Front, Callable[[], int], Callable[[Check], Awaitable[Decision]]] | None = None
+    """For `_passage.c`: that way, and who asks an asynchronous store, by which clock and how."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Door:
         """To be called whenever something changes that it goes by."""
         rules, memory = getattr(self, "rules", None), self._memory
         sources = None if rules is None else rules.identities.sources
-        self.short_way = self._way = self._run = None
+        self.short_way = self._way = self._asking = None
         if _ShortWay is None or rules is None or sources is None or not self._is_on or self._health_path is not None:
             return
         plans, spaces = rules.snapshot._known, {} if memory is None else memory._spaces  # noqa: SLF001 - for C
@@ -279,7 +279,7 @@ class Door:
         else:
             self.short_way = way
         if memory is None and self._on_decision is None and self._limiter_type is not Limiter:
-            self._run = self._limiter._store.run  # noqa: SLF001 - as in `use`
+            self._asking = way, self._front, self._front.now_ns, self._limiter._store.run  # noqa: SLF001 - as in `use`
 
     def _secret(self, policy: Policy) -> bytes:
         """What API keys are hashed with: the same on all machines that count together."""

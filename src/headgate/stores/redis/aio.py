@@ -41,7 +41,10 @@ LARGEST_BATCH: Final = 256
 MOST_ON_THE_WAY: Final = 2
 """Batches under way at the same time: Redis works on one while this process makes and reads the other."""
 WORTH_SPLITTING: Final = 16
-"""Calls that are better sent as two batches than as one."""
+"""Calls that are better sent as two batches than as one, where this process waits for the answers."""
+PROMPT: Final = 0.00004
+"""Seconds a call for whoever waits for answers. One that reads them later has other work to do, as servers have: two
+batches would cost it the more, and win nothing."""
 
 
 class AsyncRedisStore(SharedStore):
@@ -144,8 +147,9 @@ class _Desk:
         """Of those who wait, in the same order."""
         self._flushing = False
         self._on_the_way = 0
-        self._alone = True
-        """Whether the last batch was of one call: then nobody is likely to join the next one, either."""
+        self._waits = self._alone = True
+        """Whether the answers to the last batch were waited for, and whether it was of one call: then nobody is likely
+        to join the next one, either."""
         self._lines: dict[Node | None, Line] = {}
         self._vigil = Vigil()
         self._closed = False
@@ -197,7 +201,7 @@ class _Desk:
         self._flushing = False
         while self._waiting and self._on_the_way < MOST_ON_THE_WAY:
             size = min(len(self._waiting), LARGEST_BATCH)
-            if not self._on_the_way and size >= WORTH_SPLITTING:
+            if self._waits and not self._on_the_way and size >= WORTH_SPLITTING:
                 size = (size + 1) // 2  # else all callers would wait for one batch, and Redis for all callers, in turn
             calls, futures = self._waiting[:size], self._futures[:size]
             del self._waiting[:size], self._futures[:size]
@@ -307,7 +311,7 @@ class _Desk:
 class _Errand:
     """A conversation under way: driven by the replies as they come in, without a task of its own."""
 
-    __slots__ = ("_commands", "_conversation", "_desk", "_end", "_futures")
+    __slots__ = ("_began", "_commands", "_conversation", "_desk", "_end", "_futures")
 
     def __init__(
         self,
@@ -320,6 +324,7 @@ class _Errand:
         self._futures = futures
         self._commands: list[Command] = []
         self._end = 0.0
+        self._began = time.perf_counter()
 
     def go_on(self) -> None:
         desk = self._desk
@@ -338,6 +343,7 @@ class _Errand:
             # What is given back goes to servers that serve: the time of those that do not is not theirs.
             desk._exchange(commands, self.go_on, None if gives_back(commands) else end)  # noqa: SLF001
             return
+        desk._waits = time.perf_counter() - self._began < PROMPT * len(answers)  # noqa: SLF001
         for future, answer in zip(self._futures, answers, strict=True):
             # The common case by itself: this runs for every request.
             if type(answer) is Decision and not future.done():
