@@ -503,6 +503,23 @@ def test_it_can_be_closed_at_any_time(way: str) -> None:
     assert current_admission() is FREE
 
 
+def test_it_does_not_go_on_while_it_goes_on(way: str) -> None:
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for step in (passage.close, lambda: passage.send(None), lambda: passage.throw(KeyError("x"))):
+            with pytest.raises(ValueError, match="already executing") as refused:
+                step()
+            told.append(str(refused.value))
+
+    middleware = gated(app, "memory://", "x", clock=FakeClock())
+    for _ in range(2):
+        passage = middleware(scope("/"), None, None)
+        with pytest.raises(StopIteration):
+            passage.send(None)
+    assert len(told) == 6
+
+
 def test_what_waits_without_being_able_to_hear_of_it_is_ended(way: str) -> None:
     class Deaf:
         def __await__(self) -> Any:

@@ -59,6 +59,7 @@ typedef struct {
 typedef struct Passage {
     PyObject_HEAD
     enum { BEFORE, ASKED, ADMITTING, SERVED, OVER } state;
+    bool is_going;
     Entrance *middleware;
     PyObject *scope;
     PyObject *receive;
@@ -434,45 +435,62 @@ advance(const Names *known, Passage *self, PyObject *answer)
 
 /* -- To be awaited ------------------------------------------------------------------------------------------------- */
 
-/* Go on until there is something to wait for, or nothing more to do; given what became of what was waited for. An
+/* Go on until there is something to wait for, or nothing more to do; given what became of what was waited for. The
  * answer's reference is taken. */
 static PySendResult
-go_on(Passage *self, PySendResult how, PyObject *answer, PyObject **result)
+go_on(Passage *self, PySendResult how, PyObject **answer, PyObject **result)
 {
     const Names *known = known_to((PyObject *)self);
     while (how != PYGEN_NEXT) {
-        bool is_advanced = self->state != SERVED && advance(known, self, how == PYGEN_RETURN ? answer : NULL);
-        Py_CLEAR(answer);
+        bool is_advanced = self->state != SERVED && advance(known, self, how == PYGEN_RETURN ? *answer : NULL);
+        Py_CLEAR(*answer);
         if (!is_advanced) {
             *result = end(known, self) ? Py_NewRef(Py_None) : NULL;
             return *result == NULL ? PYGEN_ERROR : PYGEN_RETURN;
         }
-        how = PyIter_Send(self->waiting, Py_None, &answer);
+        how = PyIter_Send(self->waiting, Py_None, answer);
     }
-    *result = answer;
+    *result = *answer;
     return PYGEN_NEXT;
+}
+
+/* Set out, unless it is on its way at this moment: then what it waits for must not be taken from under it. False, with
+ * an exception. */
+static bool
+set_out(Passage *self)
+{
+    if (self->is_going) {
+        PyErr_SetString(PyExc_ValueError, "the passage is already executing");
+        return false;
+    }
+    return self->is_going = true;
 }
 
 static PySendResult
 passage_send_on(PyObject *object, PyObject *value, PyObject **result)
 {
     Passage *self = (Passage *)object;
+    Names *known = known_to(object);
     PyObject *answer = NULL;
+    PySendResult how = PYGEN_ERROR;
     *result = NULL;
-    if (self->state == OVER) {
-        PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited passage");
+    if (!set_out(self)) {
         return PYGEN_ERROR;
     }
-    if (self->state == BEFORE) {
-        Names *known = known_to(object);
-        if (!begin_passage(known, self)) {
-            end(known, self);
-            return PYGEN_ERROR;
-        }
-        value = Py_None;
+    if (self->state == OVER) {
+        PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited passage");
     }
-    PySendResult how = PyIter_Send(self->waiting, value, &answer);
-    return go_on(self, how, answer, result);
+    else if (self->state != BEFORE) {
+        how = go_on(self, PyIter_Send(self->waiting, value, &answer), &answer, result);
+    }
+    else if (begin_passage(known, self)) {
+        how = go_on(self, PyIter_Send(self->waiting, Py_None, &answer), &answer, result);
+    }
+    else {
+        end(known, self);
+    }
+    self->is_going = false;
+    return how;
 }
 
 /* The same as the methods of coroutines tell it: what is waited for, or StopIteration. */
@@ -550,14 +568,20 @@ passage_throw(PyObject *object, PyObject *const *args, Py_ssize_t number)
     if (number < 1 || number > 3) {
         return PyErr_Format(PyExc_TypeError, "throw() takes one to three arguments, not %zd", number);
     }
+    if (!set_out(self)) {
+        return NULL;
+    }
     const Names *known = known_to(object);
+    PySendResult how = PYGEN_ERROR;
     if (self->waiting == NULL) {
         raise(args, number);
         end(known, self);
-        return NULL;
     }
-    PySendResult how = throw_on(known, self->waiting, args, number, &answer);
-    how = go_on(self, how, answer, &result);
+    else {
+        how = throw_on(known, self->waiting, args, number, &answer);
+        how = go_on(self, how, &answer, &result);
+    }
+    self->is_going = false;
     return as_method(how, result);
 }
 
@@ -565,17 +589,21 @@ static PyObject *
 passage_close(PyObject *object, PyObject *Py_UNUSED(nothing))
 {
     Passage *self = (Passage *)object;
+    if (!set_out(self)) {
+        return NULL;
+    }
     const Names *known = known_to(object);
     PyObject *close = self->waiting == NULL ? NULL : PyObject_GetAttr(self->waiting, known->close);
     if (close != NULL) {
-        PyObject *closed = PyObject_CallNoArgs(close);
+        Py_XDECREF(PyObject_CallNoArgs(close));
         Py_DECREF(close);
-        Py_XDECREF(closed);
     }
-    else if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    else if (self->waiting != NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear();
     }
-    return end(known, self) ? Py_NewRef(Py_None) : NULL;
+    bool is_closed = end(known, self);
+    self->is_going = false;
+    return is_closed ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *
@@ -598,6 +626,7 @@ made_passage(Names *known, Entrance *middleware, PyObject *scope, PyObject *rece
     }
     if (self != NULL) {
         self->state = BEFORE;
+        self->is_going = false;
         self->middleware = (Entrance *)Py_NewRef(middleware);
         self->scope = Py_NewRef(scope);
         self->receive = Py_NewRef(receive);
