@@ -124,6 +124,16 @@ found(PyObject *dict, PyObject *name, PyObject **value)
 #endif
 }
 
+/* Whether what an object has under that name is true: 1 or 0, or -1 with an exception. */
+static inline int
+is_true(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    int is = value == NULL ? -1 : PyObject_IsTrue(value);
+    Py_XDECREF(value);
+    return is;
+}
+
 /* Where objects of a class with slots keep what has this name. False, with an exception, if they have no such slot. */
 static inline bool
 find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)

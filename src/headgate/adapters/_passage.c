@@ -208,16 +208,6 @@ is_one_question(const Names *known, PyObject *said)
            PyTuple_CheckExact(shadows) && PyTuple_GET_SIZE(shadows) == 0;
 }
 
-/* 1 or 0, or -1 with an exception. */
-static int
-is_true(PyObject *object, PyObject *name)
-{
-    PyObject *value = PyObject_GetAttr(object, name);
-    int is = value == NULL ? -1 : PyObject_IsTrue(value);
-    Py_XDECREF(value);
-    return is;
-}
-
 /* Whether each limit is counted in one place. */
 static bool
 is_whole(Names *known, PyObject *check)

@@ -64,16 +64,6 @@ known_to(PyObject *self)
     return PyType_GetModuleState(Py_TYPE(self)); /* it has no class below it */
 }
 
-/* 1 or 0, or -1 with an exception. */
-static int
-is_true(PyObject *object, PyObject *name)
-{
-    PyObject *value = PyObject_GetAttr(object, name);
-    int is = value == NULL ? -1 : PyObject_IsTrue(value);
-    Py_XDECREF(value);
-    return is;
-}
-
 /* -- What the request meets ---------------------------------------------------------------------------------------- */
 
 /* A new reference to a part of the request: of ASGI's own kind from its place, of any other by its name. */
