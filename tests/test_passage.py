@@ -301,8 +301,11 @@ def test_who_goes_while_the_store_is_asked_is_served_no_more(way: str, own_redis
         app.admissions.clear()
         with own_redis.client() as client:
             client.execute_command("CLIENT", "PAUSE", "300", "ALL")
+        asked = gate.gate._limiter.stats["round_trips"]
         tasks = [asyncio.create_task(ask(gate)) for _ in range(4)]
-        await asyncio.sleep(0.05)
+        for _ in range(5):  # turns of the loop, in which they ask
+            await asyncio.sleep(0)
+        assert gate.gate._limiter.stats["round_trips"] > asked
         for task in tasks[:3]:
             task.cancel()
         assert await asyncio.gather(*tasks, return_exceptions=True) == [*[_Cancelled()] * 3, 200]

@@ -16,6 +16,7 @@ import pytest
 import redis
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter, ScriptError, StoreUnavailable
+from headgate.stores.redis import aio
 from headgate.stores.redis.sync import _Turn
 from headgate.testing import FakeClock
 from servers import wait_until
@@ -656,6 +657,37 @@ def test_limits_of_one_request_live_on_several_servers(cluster: RedisCluster, un
         assert limiter.check(*keys, cost=4).allowed
         assert limiter.stats["round_trips"] == trips + 1
     assert len(set(names_in(cluster, f"*{unique}*").values())) == 3
+
+
+def test_a_batch_is_split_only_by_a_process_that_waits_for_it(
+    redis7: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has other work meanwhile, as a server has, would pay for two batches and win nothing."""
+    key = Limit(10_000, timedelta(days=1), name=unique).by("ada")
+
+    async def main() -> None:
+        async with AsyncLimiter(redis7.url, lease=0) as limiter:
+
+            async def trips(*, working: float = 0) -> int:
+                before = limiter.stats["round_trips"]
+                tasks = [asyncio.create_task(limiter.check(key)) for _ in range(32)]
+                for _ in range(3):  # turns of the loop, in which all have asked, and were sent
+                    await asyncio.sleep(0)
+                end = time.perf_counter() + working
+                while time.perf_counter() < end:
+                    pass
+                assert all(await asyncio.gather(*tasks))
+                return limiter.stats["round_trips"] - before
+
+            monkeypatch.setattr(aio, "PROMPT", 60.0)
+            await trips()
+            assert await trips() == 2
+            monkeypatch.setattr(aio, "PROMPT", 0.00004)
+            await trips(working=0.05)
+            monkeypatch.setattr(aio, "PROMPT", 60.0)
+            assert [await trips(), await trips()] == [1, 2]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("identity", ["ada", "{ada}", "a}b", "{a}{b}", "}{", "a:b", "ü", "x" * 500, "%"])

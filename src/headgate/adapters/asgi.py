@@ -166,11 +166,10 @@ class PlainEntrance:
     """An app whose requests are served by its coroutine; compiled, they pass in C, step by step as that would have
     them."""
 
+    _serve: App
+
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         return self._serve(scope, receive, send)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
 
 
 if TYPE_CHECKING:
