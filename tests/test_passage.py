@@ -468,6 +468,11 @@ def test_it_can_be_driven_by_hand(way: str) -> None:
         passage.send(None)
 
 
+OLD_FORM = "ignore:the .type, exc, tb. signature of throw:DeprecationWarning"
+"""From Python 3.12 on, coroutines warn of the form in which it still throws itself."""
+
+
+@pytest.mark.filterwarnings(OLD_FORM)
 @pytest.mark.parametrize("thrown", [(ValueError("x"),), (ValueError,), (ValueError, ValueError("x"), None)])
 def test_what_is_thrown_is_the_apps_to_catch(way: str, thrown: tuple[Any, ...]) -> None:
     seen: list[Any] = []
@@ -481,6 +486,7 @@ def test_what_is_thrown_is_the_apps_to_catch(way: str, thrown: tuple[Any, ...]) 
     assert current_admission() is FREE
 
 
+@pytest.mark.filterwarnings(OLD_FORM)
 def test_what_is_thrown_before_it_begins_ends_it(way: str) -> None:
     for thrown in ((ValueError("x"),), (ValueError, "x"), (ValueError, ValueError("x"), None)):
         passage = waiting(seen := [])
@@ -562,15 +568,20 @@ def test_what_goes_wrong_at_the_beginning_is_the_callers_to_hear(way: str) -> No
 
 def test_a_passage_that_nobody_ends_is_forgotten() -> None:
     """With all that refers to itself there: the frames of an app, and what waits for them."""
+
+    def are_there() -> int:
+        gc.collect()
+        return sum(type(thing) is Passage for thing in gc.get_objects())
+
     seen: list[Any] = []
+    before = are_there()  # others' errors may keep one
     for _ in range(600):  # more than are kept to be used again
         passage = waiting(seen)
         passage.send(None)
         seen.append(passage)
     seen.clear()
     del passage
-    gc.collect()
-    assert [thing for thing in gc.get_objects() if type(thing) is Passage] == []
+    assert are_there() <= before
 
 
 def test_it_gives_back_all_that_it_has_borrowed() -> None:
