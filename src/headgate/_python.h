@@ -124,6 +124,40 @@ found(PyObject *dict, PyObject *name, PyObject **value)
 #endif
 }
 
+/* Whether it is that text, which is ASCII. */
+static inline bool
+is_text(PyObject *text, const char *wanted, size_t length)
+{
+    if (PyUnicode_CheckExact(text) && PyUnicode_IS_COMPACT_ASCII(text)) {
+        return (size_t)PyUnicode_GET_LENGTH(text) == length && memcmp(PyUnicode_1BYTE_DATA(text), wanted, length) == 0;
+    }
+    return PyUnicode_Check(text) && PyUnicode_CompareWithASCIIString(text, wanted) == 0;
+}
+
+#define IS_TEXT(text, wanted) is_text(text, wanted, sizeof(wanted) - 1)
+
+/* The calls of another module in C, which is kept, as they are in its state; NULL, with an exception, where it was not
+ * built. */
+static inline const void *
+calls_of(const char *name, const char *capsule, PyObject **module)
+{
+    *module = PyImport_ImportModule(name);
+    PyObject *calls = *module == NULL ? NULL : PyObject_GetAttrString(*module, "calls");
+    const void *found = calls == NULL ? NULL : PyCapsule_GetPointer(calls, capsule);
+    Py_XDECREF(calls);
+    return found;
+}
+
+/* Hand them over. */
+static inline int
+add_calls(PyObject *module, void *calls, const char *capsule)
+{
+    PyObject *handed_over = PyCapsule_New(calls, capsule, NULL);
+    int is_added = handed_over == NULL ? -1 : PyModule_AddObjectRef(module, "calls", handed_over);
+    Py_XDECREF(handed_over);
+    return is_added;
+}
+
 /* Whether what an object has under that name is true: 1 or 0, or -1 with an exception. */
 static inline int
 is_true(PyObject *object, PyObject *name)
@@ -177,6 +211,21 @@ kept_in(Place *place, PyObject *object, const char *name)
         place->offset = offset;
     }
     return slot(object, place->offset);
+}
+
+/* Raise what was thrown, as `raise` would. */
+static inline void
+raise(PyObject *const *args, Py_ssize_t number)
+{
+    if (PyExceptionInstance_Check(args[0])) {
+        PyErr_SetObject((PyObject *)Py_TYPE(args[0]), args[0]);
+    }
+    else if (PyExceptionClass_Check(args[0])) {
+        PyErr_SetObject(args[0], number > 1 && args[1] != Py_None ? args[1] : NULL);
+    }
+    else {
+        PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
+    }
 }
 
 /* Slots of a module that keeps what it knows to itself, and changes nothing that others see without Python's own lock:

@@ -1,7 +1,7 @@
 /* What an ASGI server hands over, and what goes back to it, in C. Mirrors asgi.py, which says what it means; a path
  * that is not simply one is left to mounts.py. */
 #include "../_decision.h"
-#include "_arrival.h"
+#include "_calls.h"
 
 typedef struct {
     PyTypeObject *arrival_type;
@@ -19,10 +19,14 @@ typedef struct {
     PyObject *more_body;
     PyObject *current;
     PyObject *nobody;
-    /* Of asgi.py, which is not there yet when this is read. */
     PyObject *sent;
+    /* Of asgi.py, which is not there yet when this is read. */
     PyObject *go_on;
     PyObject *wait_for;
+    /* NULL where _fields.c could not be compiled. */
+    const FieldsCalls *fields;
+    PyObject *fields_module;
+    AsgiCalls calls;
     /* Where admissions keep what is asked of them. */
     Py_ssize_t decision_at;
     Py_ssize_t description_at;
@@ -34,13 +38,6 @@ static Names *
 known_to(PyObject *self)
 {
     return PyModule_GetState(PyType_GetModuleByDef(Py_TYPE(self), &MODULE));
-}
-
-/* The same where the class has none below it. */
-static Names *
-known_to_final(PyObject *self)
-{
-    return PyType_GetModuleState(Py_TYPE(self));
 }
 
 /* False where it has nothing of that name, or an exception was raised. A dict, or whatever else is a mapping. */
@@ -67,7 +64,7 @@ is_plain(PyObject *path)
 
 /* The path from the server's root on, and that below the mount, as mounts.py tells them. */
 static bool
-place(const Names *known, Arrival *self, PyObject *path, PyObject *root)
+place(const Names *known, Request *self, PyObject *path, PyObject *root)
 {
     PyObject *both = PyObject_CallFunctionObjArgs(known->placed, path, root, NULL);
     bool is_pair = both != NULL && PyTuple_Check(both) && PyTuple_GET_SIZE(both) == 2;
@@ -83,7 +80,7 @@ place(const Names *known, Arrival *self, PyObject *path, PyObject *root)
 }
 
 static bool
-find_path(const Names *known, Arrival *self, PyObject *scope, PyObject *given_root)
+find_path(const Names *known, Request *self, PyObject *scope, PyObject *given_root)
 {
     PyObject *path = PyObject_GetItem(scope, known->path), *root = NULL;
     if (path == NULL) {
@@ -110,7 +107,7 @@ find_path(const Names *known, Arrival *self, PyObject *scope, PyObject *given_ro
 }
 
 static bool
-find_peer(const Names *known, Arrival *self, PyObject *scope)
+find_peer(const Names *known, Request *self, PyObject *scope)
 {
     PyObject *client = NULL, *peer = NULL;
     int is_known = looked_up(scope, known->client, &client) ? PyObject_IsTrue(client) : 0;
@@ -126,8 +123,9 @@ find_peer(const Names *known, Arrival *self, PyObject *scope)
 }
 
 static bool
-fill(const Names *known, Arrival *self, PyObject *scope, PyObject *root)
+read_request(void *module_state, Request *self, PyObject *scope, PyObject *root)
 {
+    const Names *known = module_state;
     PyObject *method = NULL;
     if (!looked_up(scope, known->method, &method) && !PyErr_Occurred()) {
         method = PyUnicode_FromString("GET");
@@ -148,7 +146,7 @@ arrival_init(PyObject *object, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|U", names, &scope, &root)) {
         return -1;
     }
-    return fill(known_to(object), (Arrival *)object, scope, root) ? 0 : -1;
+    return read_request(known_to(object), &((Arrival *)object)->request, scope, root) ? 0 : -1;
 }
 
 /* The same in one step, as the middleware makes them. */
@@ -161,8 +159,22 @@ arrival_made(PyObject *type, PyObject *const *args, size_t flags, PyObject *name
         return NULL;
     }
     PyObject *self = ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
-    if (self != NULL && !fill(known_to(self), (Arrival *)self, args[0], number == 2 ? args[1] : NULL)) {
+    if (self != NULL &&
+        !read_request(known_to(self), &((Arrival *)self)->request, args[0], number == 2 ? args[1] : NULL)) {
         Py_CLEAR(self);
+    }
+    return self;
+}
+
+/* The same of a request that was read already, and is taken over. */
+static PyObject *
+arrival_of(void *module_state, Request *request)
+{
+    PyTypeObject *type = ((const Names *)module_state)->arrival_type;
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self != NULL) {
+        ((Arrival *)self)->request = *request;
+        *request = (Request){0};
     }
     return self;
 }
@@ -185,19 +197,15 @@ append_line(PyObject *lines, PyObject *pair, const char *wanted, Py_ssize_t leng
     return is_appended;
 }
 
-PyDoc_STRVAR(header_doc, "header($self, name, /)\n--\n\n"
-                         "The values of all lines of a header; the name in lower case.");
-
 static PyObject *
-arrival_header(PyObject *object, PyObject *name)
+lines_of(void *module_state, PyObject *scope, PyObject *name)
 {
     Py_ssize_t length;
     const char *wanted = PyUnicode_AsUTF8AndSize(name, &length);
-    PyObject *native = ((Arrival *)object)->native;
-    if (wanted == NULL || native == NULL) {
-        return wanted == NULL ? NULL : PyErr_Format(PyExc_AttributeError, "native");
+    if (wanted == NULL) {
+        return NULL;
     }
-    PyObject *headers = PyObject_GetItem(native, known_to(object)->headers), *lines = NULL;
+    PyObject *headers = PyObject_GetItem(scope, ((const Names *)module_state)->headers), *lines = NULL;
     if (headers != NULL) {
         Py_SETREF(headers, PySequence_Fast(headers, "headers are a sequence"));
         lines = headers == NULL ? NULL : PyList_New(0);
@@ -213,28 +221,33 @@ arrival_header(PyObject *object, PyObject *name)
     return lines;
 }
 
+PyDoc_STRVAR(header_doc, "header($self, name, /)\n--\n\n"
+                         "The values of all lines of a header; the name in lower case.");
+
+static PyObject *
+arrival_header(PyObject *object, PyObject *name)
+{
+    PyObject *native = ((Arrival *)object)->request.native;
+    return native == NULL ? PyErr_Format(PyExc_AttributeError, "native") : lines_of(known_to(object), native, name);
+}
+
 static int
 arrival_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    Arrival *self = (Arrival *)object;
+    Request *request = &((Arrival *)object)->request;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->native);
-    Py_VISIT(self->method);
-    Py_VISIT(self->path);
-    Py_VISIT(self->below);
-    Py_VISIT(self->peer);
+    Py_VISIT(request->native);
+    Py_VISIT(request->method);
+    Py_VISIT(request->path);
+    Py_VISIT(request->below);
+    Py_VISIT(request->peer);
     return 0;
 }
 
 static int
 arrival_clear(PyObject *object)
 {
-    Arrival *self = (Arrival *)object;
-    Py_CLEAR(self->native);
-    Py_CLEAR(self->method);
-    Py_CLEAR(self->path);
-    Py_CLEAR(self->below);
-    Py_CLEAR(self->peer);
+    let_go_of(&((Arrival *)object)->request);
     return 0;
 }
 
@@ -254,11 +267,11 @@ static PyMethodDef ARRIVAL_METHODS[] = {
 };
 
 static PyMemberDef ARRIVAL_MEMBERS[] = {
-    {"native", T_OBJECT_EX, offsetof(Arrival, native), 0, NULL},
-    {"method", T_OBJECT_EX, offsetof(Arrival, method), 0, NULL},
-    {"path", T_OBJECT_EX, offsetof(Arrival, path), 0, NULL},
-    {"below", T_OBJECT_EX, offsetof(Arrival, below), 0, NULL},
-    {"peer", T_OBJECT_EX, offsetof(Arrival, peer), 0, NULL},
+    {"native", T_OBJECT_EX, offsetof(Arrival, request.native), 0, NULL},
+    {"method", T_OBJECT_EX, offsetof(Arrival, request.method), 0, NULL},
+    {"path", T_OBJECT_EX, offsetof(Arrival, request.path), 0, NULL},
+    {"below", T_OBJECT_EX, offsetof(Arrival, request.below), 0, NULL},
+    {"peer", T_OBJECT_EX, offsetof(Arrival, request.peer), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -285,25 +298,25 @@ static PyType_Spec ARRIVAL = {
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
+    Names *known;
     PyObject *send;
     PyObject *admission;
     PyObject *token;
 } Telling;
 
-static const char *const ANSWERS[] = {
-    "http.response.start", "websocket.accept", "websocket.http.response.start", NULL};
-static const char *const BODIES[] = {"http.response.body", "websocket.http.response.body", NULL};
+typedef enum { BEGINNING, BODY, ANYTHING_ELSE } Kind;
 
-static bool
-is_among(PyObject *kind, const char *const *kinds)
+static Kind
+kind_of(PyObject *text)
 {
-    for (; PyUnicode_Check(kind) && *kinds != NULL; kinds++) {
-        if (PyUnicode_GET_LENGTH(kind) == (Py_ssize_t)strlen(*kinds) &&
-            PyUnicode_CompareWithASCIIString(kind, *kinds) == 0) {
-            return true;
-        }
+    if (IS_TEXT(text, "http.response.body")) {
+        return BODY;
     }
-    return false;
+    if (IS_TEXT(text, "http.response.start") || IS_TEXT(text, "websocket.accept") ||
+        IS_TEXT(text, "websocket.http.response.start")) {
+        return BEGINNING;
+    }
+    return IS_TEXT(text, "websocket.http.response.body") ? BODY : ANYTHING_ELSE;
 }
 
 /* 1 if nothing of the answer follows this part of its body, 0 if something does, -1 if an exception was raised. */
@@ -319,133 +332,159 @@ is_last(const Names *known, PyObject *message)
     return is_more < 0 ? -1 : !is_more;
 }
 
+/* Make its admission current. False with an exception. */
+static bool
+enter(Telling *self)
+{
+    PyObject *token = PyContextVar_Set(self->known->current, self->admission);
+    if (token != NULL) {
+        Py_XSETREF(self->token, token);
+    }
+    return token != NULL;
+}
+
+/* Make it current no more. False with an exception. */
+static bool
+leave(void *module_state, PyObject *object)
+{
+    const Names *known = module_state;
+    if (PyContextVar_Reset(known->current, ((Telling *)object)->token) == 0) {
+        return true;
+    }
+    /* In a task that has a context of its own, or left once already. */
+    PyErr_Clear();
+    PyObject *token = PyContextVar_Set(known->current, known->nobody);
+    Py_XDECREF(token);
+    return token != NULL;
+}
+
 static PyObject *
 telling_enter(PyObject *object, PyObject *Py_UNUSED(nothing))
 {
-    Telling *self = (Telling *)object;
-    PyObject *token = PyContextVar_Set(known_to_final(object)->current, self->admission);
-    if (token == NULL) {
-        return NULL;
-    }
-    Py_XSETREF(self->token, token);
-    Py_RETURN_NONE;
+    return enter((Telling *)object) ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *
 telling_leave(PyObject *object, PyObject *Py_UNUSED(nothing))
 {
-    const Names *known = known_to_final(object);
-    if (PyContextVar_Reset(known->current, ((Telling *)object)->token) == 0) {
-        Py_RETURN_NONE;
-    }
-    /* In a task that has a context of its own, or left once already. */
-    PyErr_Clear();
-    PyObject *token = PyContextVar_Set(known->current, known->nobody);
-    if (token == NULL) {
-        return NULL;
-    }
-    Py_DECREF(token);
-    Py_RETURN_NONE;
+    return leave(((Telling *)object)->known, object) ? Py_NewRef(Py_None) : NULL;
 }
 
-/* What it takes to send the last message, which asgi.py has. */
+/* What it takes to wait for the last message, which asgi.py has. */
 static bool
 find_rest(Names *known)
 {
     if (known->wait_for == NULL) {
-        Py_XSETREF(known->sent, taken_from("headgate.adapters.asgi", "SENT"));
-        Py_XSETREF(known->go_on, known->sent == NULL ? NULL : taken_from("headgate.adapters.asgi", "go_on"));
+        Py_XSETREF(known->go_on, taken_from("headgate.adapters.asgi", "go_on"));
         known->wait_for = known->go_on == NULL ? NULL : taken_from("headgate.adapters.asgi", "wait_for");
     }
     return known->wait_for != NULL;
 }
 
-/* Make the admission current again, whatever has happened; then what was to be given back, if that was possible. */
+/* The last message could not be sent, which is the exception that is raised now: the admission is current again. */
 static PyObject *
-entered_again(PyObject *object, PyObject *given)
+not_sent(Telling *self)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *entered = telling_enter(object, NULL);
-    if (entered == NULL) {
-        Py_CLEAR(given);
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
+    if (enter(self)) {
+        PyErr_Restore(type, value, traceback);
         return NULL;
     }
-    Py_DECREF(entered);
-    PyErr_Restore(type, value, traceback);
-    return given;
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return NULL;
 }
 
 /* `send_last` in asgi.py. */
 static PyObject *
-send_last(PyObject *object, PyObject *message)
+send_last(Telling *self, PyObject *message)
 {
-    Names *known = known_to_final(object);
-    PyObject *left = find_rest(known) ? telling_leave(object, NULL) : NULL;
-    if (left == NULL) {
+    Names *known = self->known;
+    if (!find_rest(known) || !leave(known, (PyObject *)self)) {
         return NULL;
     }
-    Py_DECREF(left);
-    PyObject *sending = PyObject_CallOneArg(((Telling *)object)->send, message), *waited_for = NULL, *rest = NULL;
+    PyObject *sending = PyObject_CallOneArg(self->send, message), *waited_for = NULL, *rest = NULL;
     if (sending == NULL) {
-        return entered_again(object, NULL);
+        return not_sent(self);
     }
     if (!PyCoro_CheckExact(sending)) {
-        rest = PyObject_CallFunctionObjArgs(known->wait_for, object, sending, NULL);
+        rest = PyObject_CallFunctionObjArgs(known->wait_for, self, sending, NULL);
         Py_DECREF(sending);
         return rest;
     }
     PySendResult result = PyIter_Send(sending, Py_None, &waited_for);
-    if (result == PYGEN_NEXT) {
-        rest = PyObject_CallFunctionObjArgs(known->go_on, object, sending, waited_for, NULL);
+    if (result == PYGEN_RETURN) {
+        rest = enter(self) ? Py_NewRef(known->sent) : NULL;
+    }
+    else if (result == PYGEN_NEXT) {
+        rest = PyObject_CallFunctionObjArgs(known->go_on, self, sending, waited_for, NULL);
     }
     else {
-        rest = entered_again(object, result == PYGEN_RETURN ? Py_NewRef(known->sent) : NULL);
+        not_sent(self);
     }
     Py_DECREF(sending);
     Py_XDECREF(waited_for);
     return rest;
 }
 
-/* The fields of an admission: `Admission.headers`, without a step of Python where it has a decision to tell of. */
+/* The header fields of a message that begins an answer, in a new list; NULL with an exception. */
 static PyObject *
-fields_of(const Names *known, PyObject *admission)
+own_fields(const Names *known, PyObject *message)
 {
-    PyObject *description = NULL, *decision = NULL;
+    PyObject *own = NULL, *all;
+    if (!looked_up(message, known->headers, &own)) {
+        return PyErr_Occurred() ? NULL : PyList_New(0);
+    }
+    if (PyList_CheckExact(own)) { /* as it is of all frameworks: nobody changes it before it is copied */
+        return own;
+    }
+    all = PySequence_List(own);
+    Py_DECREF(own);
+    return all;
+}
+
+/* Those of an admission behind others, in a new list: `Admission.headers`, without a step of Python where it has a
+ * decision to tell of. */
+static PyObject *
+all_fields(const Names *known, PyObject *own, PyObject *admission)
+{
+    PyObject *description = NULL, *decision = NULL, *method;
     if (Py_IS_TYPE(admission, known->admission_type)) {
         description = slot(admission, known->description_at);
         decision = slot(admission, known->decision_at);
     }
-    if (description == NULL || description == Py_None || decision == NULL ||
-        !Py_IS_TYPE(decision, known->decision_type)) {
-        return PyObject_GetAttr(admission, known->headers);
+    if (known->fields != NULL && description != NULL && PyTuple_Check(description) &&
+        PyTuple_GET_SIZE(description) == DESCRIPTION_FIELDS && decision != NULL &&
+        Py_IS_TYPE(decision, known->decision_type) &&
+        PyCFunction_CheckExact(method = PyTuple_GET_ITEM(description, DESCRIBED_HEADERS)) &&
+        PyCFunction_GET_FUNCTION(method) == known->fields->method) {
+        Py_INCREF(description); /* somebody may hush the admission meanwhile */
+        Py_INCREF(decision);
+        PyObject *all = known->fields->headers(known->fields->known, PyCFunction_GET_SELF(method), own,
+                                               PyTuple_GET_ITEM(decision, SAID_VERDICTS),
+                                               PyTuple_GET_ITEM(decision, SAID_AT_US));
+        Py_DECREF(description);
+        Py_DECREF(decision);
+        return all;
     }
-    PyObject *verdicts = PyTuple_GET_ITEM(decision, SAID_VERDICTS), *at_us = PyTuple_GET_ITEM(decision, SAID_AT_US);
-    Py_INCREF(description); /* somebody may hush the admission meanwhile */
-    Py_INCREF(decision);
-    PyObject *const args[] = {description, verdicts, at_us};
-    PyObject *fields = PyObject_VectorcallMethod(known->headers, args, 3, NULL);
-    Py_DECREF(description);
-    Py_DECREF(decision);
-    return fields;
+    PyObject *fields = PyObject_GetAttr(admission, known->headers);
+    PyObject *all = fields == NULL ? NULL : PyList_GetSlice(own, 0, PyList_GET_SIZE(own));
+    if (all != NULL && PyList_SetSlice(all, PyList_GET_SIZE(all), PyList_GET_SIZE(all), fields) < 0) {
+        Py_CLEAR(all);
+    }
+    Py_XDECREF(fields);
+    return all;
 }
 
 /* The message with the admission's fields behind its own. The app's own message stays as it is. */
 static PyObject *
 with_fields(const Names *known, PyObject *message, PyObject *admission)
 {
-    PyObject *own = NULL, *changed = NULL, *fields = NULL, *all = NULL;
-    if (looked_up(message, known->headers, &own)) {
-        all = PySequence_List(own);
-    }
-    else if (!PyErr_Occurred()) {
-        all = PyList_New(0);
-    }
-    fields = all == NULL ? NULL : fields_of(known, admission);
-    if (fields != NULL && PyList_SetSlice(all, PyList_GET_SIZE(all), PyList_GET_SIZE(all), fields) == 0) {
+    PyObject *own = own_fields(known, message), *changed = NULL;
+    PyObject *all = own == NULL ? NULL : all_fields(known, own, admission);
+    if (all != NULL) {
         changed = PyDict_CheckExact(message) ? PyDict_Copy(message) : PyDict_New();
     }
     if (changed != NULL && ((!PyDict_CheckExact(message) && PyDict_Update(changed, message) < 0) ||
@@ -453,7 +492,6 @@ with_fields(const Names *known, PyObject *message, PyObject *admission)
         Py_CLEAR(changed);
     }
     Py_XDECREF(own);
-    Py_XDECREF(fields);
     Py_XDECREF(all);
     return changed;
 }
@@ -461,31 +499,46 @@ with_fields(const Names *known, PyObject *message, PyObject *admission)
 static PyObject *
 telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
-    const Telling *self = (const Telling *)object;
+    Telling *self = (Telling *)object;
     if (PyVectorcall_NARGS(flags) != 1 || names != NULL) {
         PyErr_SetString(PyExc_TypeError, "send(message)");
         return NULL;
     }
-    const Names *known = known_to_final(object);
-    PyObject *kind = PyObject_GetItem(args[0], known->type);
-    if (kind == NULL) {
+    const Names *known = self->known;
+    PyObject *text = PyObject_GetItem(args[0], known->type);
+    if (text == NULL) {
         return NULL;
     }
-    bool is_beginning = is_among(kind, ANSWERS), is_body = !is_beginning && is_among(kind, BODIES);
-    Py_DECREF(kind);
-    if (is_body) {
-        int is_at_its_end = is_last(known, args[0]);
-        if (is_at_its_end) {
-            return is_at_its_end < 0 ? NULL : send_last(object, args[0]);
+    Kind kind = kind_of(text);
+    Py_DECREF(text);
+    if (kind == BEGINNING) {
+        PyObject *message = with_fields(known, args[0], self->admission);
+        PyObject *sent = message == NULL ? NULL : PyObject_CallOneArg(self->send, message);
+        Py_XDECREF(message);
+        return sent;
+    }
+    int is_at_its_end = kind == BODY ? is_last(known, args[0]) : 0;
+    if (is_at_its_end != 0) {
+        return is_at_its_end < 0 ? NULL : send_last(self, args[0]);
+    }
+    return PyObject_CallOneArg(self->send, args[0]);
+}
+
+static PyObject *
+telling_of(void *module_state, PyObject *send, PyObject *admission)
+{
+    PyTypeObject *type = ((Names *)module_state)->telling_type;
+    Telling *self = (Telling *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->call = telling_call;
+        self->known = module_state;
+        self->send = Py_NewRef(send);
+        self->admission = Py_NewRef(admission);
+        if (!enter(self)) {
+            Py_CLEAR(self);
         }
     }
-    if (!is_beginning) {
-        return PyObject_CallOneArg(self->send, args[0]);
-    }
-    PyObject *message = with_fields(known, args[0], self->admission);
-    PyObject *sent = message == NULL ? NULL : PyObject_CallOneArg(self->send, message);
-    Py_XDECREF(message);
-    return sent;
+    return (PyObject *)self;
 }
 
 static PyObject *
@@ -495,18 +548,7 @@ telling_made(PyObject *type, PyObject *const *args, size_t flags, PyObject *name
         PyErr_SetString(PyExc_TypeError, "TellingSend(send, admission)");
         return NULL;
     }
-    Telling *self = (Telling *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
-    if (self != NULL) {
-        self->call = telling_call;
-        self->send = Py_NewRef(args[0]);
-        self->admission = Py_NewRef(args[1]);
-        PyObject *entered = telling_enter((PyObject *)self, NULL);
-        if (entered == NULL) {
-            Py_CLEAR(self);
-        }
-        Py_XDECREF(entered);
-    }
-    return (PyObject *)self;
+    return telling_of(PyType_GetModuleState((PyTypeObject *)type), args[0], args[1]);
 }
 
 static int
@@ -569,6 +611,74 @@ static PyType_Spec TELLING = {
     .slots = TELLING_SLOTS,
 };
 
+/* -- SENT: what to await, or to make a task of, where nothing is left to wait for ---------------------------------- */
+
+static PySendResult
+sent_send_on(PyObject *Py_UNUSED(object), PyObject *Py_UNUSED(value), PyObject **result)
+{
+    *result = Py_NewRef(Py_None);
+    return PYGEN_RETURN;
+}
+
+static PyObject *
+sent_await(PyObject *object)
+{
+    return Py_NewRef(object);
+}
+
+static PyObject *
+sent_next(PyObject *Py_UNUSED(object))
+{
+    return NULL; /* which is StopIteration */
+}
+
+static PyObject *
+sent_send(PyObject *Py_UNUSED(object), PyObject *Py_UNUSED(value))
+{
+    PyErr_SetNone(PyExc_StopIteration);
+    return NULL;
+}
+
+static PyObject *
+sent_throw(PyObject *Py_UNUSED(object), PyObject *const *args, Py_ssize_t number)
+{
+    if (number < 1 || number > 3) {
+        return PyErr_Format(PyExc_TypeError, "throw() takes one to three arguments, not %zd", number);
+    }
+    raise(args, number);
+    return NULL;
+}
+
+static PyObject *
+sent_close(PyObject *Py_UNUSED(object), PyObject *Py_UNUSED(nothing))
+{
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef SENT_METHODS[] = {
+    {"send", sent_send, METH_O, "send($self, value, /)\n--\n\nStopIteration: there is nothing to wait for."},
+    {"throw", (PyCFunction)(void (*)(void))sent_throw, METH_FASTCALL,
+     "throw($self, kind, error=None, traceback=None, /)\n--\n\nRaise it."},
+    {"close", sent_close, METH_NOARGS, "close($self, /)\n--\n\nThere is nothing to end."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot SENT_SLOTS[] = {
+    {Py_am_await, sent_await},
+    {Py_am_send, sent_send_on},
+    {Py_tp_iternext, sent_next},
+    {Py_tp_methods, SENT_METHODS},
+    {Py_tp_doc, "What to await where nothing is left to wait for."},
+    {0, NULL},
+};
+
+static PyType_Spec SENT = {
+    .name = "headgate.adapters._asgi.Sent",
+    .basicsize = sizeof(PyObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = SENT_SLOTS,
+};
+
 /* -- The module ---------------------------------------------------------------------------------------------------- */
 
 static int
@@ -605,7 +715,18 @@ begin(PyObject *module)
     }
     known->arrival_type->tp_vectorcall = arrival_made;
     known->telling_type->tp_vectorcall = telling_made;
-    return PyModule_AddType(module, known->arrival_type) < 0 ? -1 : PyModule_AddType(module, known->telling_type);
+    known->fields = calls_of("headgate.adapters._fields", FIELDS_CALLS, &known->fields_module);
+    PyErr_Clear();
+    known->calls =
+        (AsgiCalls){known, known->arrival_type, read_request, lines_of, arrival_of, telling_of, leave};
+    PyTypeObject *sent_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &SENT, NULL);
+    known->sent = sent_type == NULL ? NULL : sent_type->tp_alloc(sent_type, 0);
+    Py_XDECREF(sent_type);
+    return known->sent == NULL || PyModule_AddObjectRef(module, "SENT", known->sent) < 0 ||
+                   PyModule_AddType(module, known->arrival_type) < 0 ||
+                   PyModule_AddType(module, known->telling_type) < 0
+               ? -1
+               : add_calls(module, &known->calls, ASGI_CALLS);
 }
 
 static int
@@ -622,6 +743,7 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->sent);
     Py_VISIT(known->go_on);
     Py_VISIT(known->wait_for);
+    Py_VISIT(known->fields_module);
     return 0;
 }
 
@@ -639,6 +761,7 @@ clear(PyObject *module)
     Py_CLEAR(known->sent);
     Py_CLEAR(known->go_on);
     Py_CLEAR(known->wait_for);
+    Py_CLEAR(known->fields_module);
     Py_CLEAR(known->more_body);
     Py_CLEAR(known->method);
     Py_CLEAR(known->path);

@@ -1,5 +1,5 @@
 /* The header fields of an answer in C. Mirrors fields.py, which says what they mean. */
-#include "../_python.h"
+#include "_calls.h"
 
 static const whole SECOND_US = 1000000;
 static const whole LARGEST = 999999999999999;
@@ -7,11 +7,14 @@ static const whole LARGEST = 999999999999999;
 /* In digits, with a sign. */
 enum { LONGEST_NUMBER = 40 };
 
+enum { MOST_FIELDS = 5 };
+
 typedef struct {
     PyTypeObject *fields_type;
     PyObject *remaining;
     PyObject *reset;
     PyObject *ratelimit;
+    FieldsCalls calls;
 } Names;
 
 typedef struct {
@@ -117,15 +120,6 @@ made_number_field(PyObject *name, whole number)
     return made_field(name, digits, put_number(digits, number) - digits);
 }
 
-/* Takes the field over. */
-static bool
-append(PyObject *headers, PyObject *field)
-{
-    bool is_appended = field != NULL && PyList_Append(headers, field) == 0;
-    Py_XDECREF(field);
-    return is_appended;
-}
-
 static bool
 read_verdict(PyObject *verdict, Verdict *read)
 {
@@ -163,8 +157,9 @@ room_of(const Fields *self, const Verdict *verdict, Py_ssize_t index, whole *wai
     return 0;
 }
 
-static bool
-put_fields(const Fields *self, const Names *known, PyObject *verdicts, whole now_us, char *text, PyObject *headers)
+/* The fields, which are new references; how many, or -1 with an exception. */
+static int
+put_fields(const Fields *self, const Names *known, PyObject *verdicts, whole now_us, char *text, PyObject **fields)
 {
     char *end = text;
     whole least = 0;
@@ -172,7 +167,7 @@ put_fields(const Fields *self, const Names *known, PyObject *verdicts, whole now
     Py_ssize_t tightest = 0;
     for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(verdicts); index++) {
         if (!read_verdict(PySequence_Fast_GET_ITEM(verdicts, index), &verdict)) {
-            return false;
+            return -1;
         }
         whole wait_us, room = room_of(self, &verdict, index, &wait_us);
         if (index == 0 || room < least || (room == least && verdict.reset_us > of_tightest.reset_us)) {
@@ -186,15 +181,17 @@ put_fields(const Fields *self, const Names *known, PyObject *verdicts, whole now
         end = put_number(put_text(end, ";r=", 3), smaller(verdict.remaining, LARGEST));
         end = put_number(put_text(end, ";t=", 3), smaller(ceil_div(wait_us, SECOND_US), LARGEST));
     }
+    int count = 0;
     if (self->x_ratelimit) {
-        if (PyList_Append(headers, PyTuple_GET_ITEM(self->quotas, tightest)) < 0 ||
-            !append(headers, made_number_field(known->remaining, of_tightest.remaining)) ||
-            !append(headers, made_number_field(known->reset, ceil_div(now_us + of_tightest.reset_us, SECOND_US)))) {
-            return false;
-        }
+        fields[count++] = Py_NewRef(PyTuple_GET_ITEM(self->quotas, tightest));
+        fields[count++] = made_number_field(known->remaining, of_tightest.remaining);
+        fields[count++] = made_number_field(known->reset, ceil_div(now_us + of_tightest.reset_us, SECOND_US));
     }
-    return !self->ratelimit || (PyList_Append(headers, self->policy) == 0 &&
-                                append(headers, made_field(known->ratelimit, text, end - text)));
+    if (self->ratelimit) {
+        fields[count++] = Py_NewRef(self->policy);
+        fields[count++] = made_field(known->ratelimit, text, end - text);
+    }
+    return PyErr_Occurred() ? -1 : count;
 }
 
 /* The most bytes that `put_fields` can write; -1 with an exception if they are not the verdicts of these limits. */
@@ -212,35 +209,76 @@ most_bytes(const Fields *self, Py_ssize_t count)
     return most;
 }
 
-PyDoc_STRVAR(headers_doc, "headers(verdicts, now_us, /)\n--\n\nThe fields for an answer.");
+/* Some header fields behind others, in a new list; takes them over. */
+static PyObject *
+listed(PyObject *before, PyObject *const *fields, int count)
+{
+    PyObject *all = NULL;
+    Py_ssize_t others;
+    do { /* Python's collector may run here, and whom it calls may change the others */
+        others = before == NULL ? 0 : PyList_GET_SIZE(before);
+        Py_XSETREF(all, PyList_New(others + count));
+    } while (all != NULL && before != NULL && PyList_GET_SIZE(before) != others);
+    for (Py_ssize_t index = 0; all != NULL && index < others; index++) {
+        PyList_SET_ITEM(all, index, Py_NewRef(PyList_GET_ITEM(before, index)));
+    }
+    for (int index = 0; index < count; index++) {
+        if (all == NULL) {
+            Py_DECREF(fields[index]);
+        }
+        else {
+            PyList_SET_ITEM(all, others + index, fields[index]);
+        }
+    }
+    return all;
+}
 
 static PyObject *
-fields_headers(PyObject *object, PyObject *const *args, Py_ssize_t number)
+headers_behind(void *module_state, PyObject *object, PyObject *before, PyObject *verdicts, PyObject *at_us)
 {
     const Fields *self = (const Fields *)object;
     whole now_us;
-    if (number != 2 || !read_whole(args[1], &now_us)) {
+    if (!read_whole(at_us, &now_us)) {
         PyErr_SetString(PyExc_TypeError, "headers(verdicts, now_us: int)");
         return NULL;
     }
-    PyObject *headers = PyList_New(0), *verdicts = PySequence_Fast(args[0], "verdicts are a sequence");
+    verdicts = PySequence_Fast(verdicts, "verdicts are a sequence");
+    if (verdicts == NULL) {
+        return NULL;
+    }
     char small[1024], *large = NULL;
-    bool is_put = headers != NULL && verdicts != NULL;
-    if (is_put && PySequence_Fast_GET_SIZE(verdicts) > 0 && (self->x_ratelimit || self->ratelimit)) {
+    PyObject *fields[MOST_FIELDS] = {NULL};
+    int count = 0;
+    if (PySequence_Fast_GET_SIZE(verdicts) > 0 && (self->x_ratelimit || self->ratelimit)) {
         Py_ssize_t most = most_bytes(self, PySequence_Fast_GET_SIZE(verdicts));
         if (most > (Py_ssize_t)sizeof(small) && (large = PyMem_Malloc((size_t)most)) == NULL) {
             PyErr_NoMemory();
             most = -1;
         }
-        const Names *known = PyType_GetModuleState(Py_TYPE(object));
-        is_put = most >= 0 && put_fields(self, known, verdicts, now_us, large == NULL ? small : large, headers);
+        char *text = large == NULL ? small : large;
+        count = most < 0 ? -1 : put_fields(self, module_state, verdicts, now_us, text, fields);
     }
     PyMem_Free(large);
-    Py_XDECREF(verdicts);
-    if (!is_put) {
-        Py_CLEAR(headers);
+    Py_DECREF(verdicts);
+    if (count >= 0) {
+        return listed(before, fields, count);
     }
-    return headers;
+    for (int index = 0; index < MOST_FIELDS; index++) {
+        Py_XDECREF(fields[index]);
+    }
+    return NULL;
+}
+
+PyDoc_STRVAR(headers_doc, "headers(verdicts, now_us, /)\n--\n\nThe fields for an answer.");
+
+static PyObject *
+fields_headers(PyObject *object, PyObject *const *args, Py_ssize_t number)
+{
+    if (number != 2) {
+        PyErr_SetString(PyExc_TypeError, "headers(verdicts, now_us: int)");
+        return NULL;
+    }
+    return headers_behind(PyType_GetModuleState(Py_TYPE(object)), object, NULL, args[0], args[1]);
 }
 
 static PyMethodDef FIELDS_METHODS[] = {
@@ -274,7 +312,8 @@ begin(PyObject *module)
     if (known->fields_type == NULL || known->remaining == NULL || known->reset == NULL || known->ratelimit == NULL) {
         return -1;
     }
-    return PyModule_AddType(module, known->fields_type);
+    known->calls = (FieldsCalls){known, (PyCFunction)(void (*)(void))fields_headers, headers_behind};
+    return PyModule_AddType(module, known->fields_type) < 0 ? -1 : add_calls(module, &known->calls, FIELDS_CALLS);
 }
 
 static int

@@ -2,6 +2,7 @@
  * asgi.py and, for who is counted in Redis, `admit` in gate.py and `_decide` in limiter.py, which say what it means;
  * whatever is unusual is left to them. */
 #include "../_decision.h"
+#include "_calls.h"
 
 enum { KNOWN_FIELDS = 5, MOST_SPARE = 256 };
 
@@ -14,22 +15,20 @@ enum { ASKING_WAY, ASKING_FRONT, ASKING_CLOCK, ASKING_RUN, ASKING_FIELDS };
 /* What is asked for by name. */
 #define FOR_EACH_NAME(DO)                                                                                              \
     DO(_serve) DO(_let_in) DO(admit) DO(short_way) DO(_asking) DO(_failed) DO(is_alert) DO(checks) DO(look)            \
-    DO(answered) DO(throw) DO(close) DO(type) DO(value) DO(http)
+    DO(answered) DO(throw) DO(close) DO(type) DO(value)
 
 typedef struct {
     PyTypeObject *passage_type;
     PyTypeObject *admission_type;
     PyTypeObject *decision_type;
     PyTypeObject *plan_type;
-    PyObject *arrival_type;
-    PyObject *telling_type;
     PyObject *store_error;
     PyObject *free;
     PyObject *one;
-    /* Methods of classes in C, which need not be looked up each time. */
-    PyObject *leave;
-    PyObject *recognize;
-    PyObject *conclude;
+    const AsgiCalls *asgi;
+    const WayCalls *ways;
+    PyObject *asgi_module;
+    PyObject *way_module;
     /* A check whose number has none of these bits is looked at. */
     unsigned long long looks;
 #define DECLARED(name) PyObject *name;
@@ -49,6 +48,7 @@ typedef struct {
 /* What a middleware is below: an app, the gate before it, and the path at which it is mounted. */
 typedef struct {
     PyObject_HEAD
+    Names *names;
     PyObject *app;
     PyObject *gate;
     PyObject *root;
@@ -58,6 +58,7 @@ typedef struct {
  * for the store, Python's collector counts all that they keep, and has to look through it the more often. */
 typedef struct Passage {
     PyObject_HEAD
+    Names *names;
     enum { BEFORE, ASKED, ADMITTING, SERVED, OVER } state;
     bool is_going;
     Entrance *middleware;
@@ -77,12 +78,6 @@ typedef struct Passage {
 } Passage;
 
 static struct PyModuleDef MODULE;
-
-static Names *
-known_to(PyObject *self)
-{
-    return PyType_GetModuleState(Py_TYPE(self)); /* it has no class below it */
-}
 
 /* -- To wait ------------------------------------------------------------------------------------------------------- */
 
@@ -137,19 +132,23 @@ let_go(Passage *self)
 static bool
 end(const Names *known, Passage *self)
 {
-    PyObject *type, *error, *traceback, *left = NULL;
-    PyErr_Fetch(&type, &error, &traceback);
-    bool is_left = self->telling == NULL || (left = PyObject_CallOneArg(known->leave, self->telling)) != NULL;
-    Py_XDECREF(left);
+    PyObject *type = NULL, *error = NULL, *traceback = NULL;
+    if (PyErr_Occurred()) {
+        PyErr_Fetch(&type, &error, &traceback);
+    }
+    bool is_left = self->telling == NULL || known->asgi->leave(known->asgi->known, self->telling);
     let_go(self);
-    if (!is_left) {
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(traceback);
+    if (type == NULL) {
+        return is_left;
+    }
+    if (is_left) {
+        PyErr_Restore(type, error, traceback);
         return false;
     }
-    PyErr_Restore(type, error, traceback);
-    return type == NULL;
+    Py_DECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    return false;
 }
 
 /* -- Its steps: each leads to something to wait for, or is false, with an exception -------------------------------- */
@@ -173,8 +172,7 @@ serve(const Names *known, Passage *self, PyObject *admission)
         return wait_for(self, PyObject_VectorcallMethod(known->_let_in, args, 5, NULL));
     }
     if (admission != known->free) {
-        PyObject *const args[] = {send, admission};
-        send = self->telling = PyObject_Vectorcall(known->telling_type, args, 2, NULL);
+        send = self->telling = known->asgi->telling(known->asgi->known, send, admission);
     }
     PyObject *app = send == NULL ? NULL : own(self->middleware->app, "app");
     if (app == NULL) {
@@ -258,15 +256,17 @@ asked_for(Names *known, PyObject *front, PyObject *run, PyObject *check)
 /* Ask the store, if the request is like one before, and there is no more to it than that. False if there is, or with an
  * exception. */
 static bool
-ask(Names *known, Passage *self, PyObject *gate, PyObject *asking, PyObject *arrival)
+ask(Names *known, Passage *self, PyObject *gate, PyObject *asking, const Request *request)
 {
     if (!PyTuple_CheckExact(asking) || PyTuple_GET_SIZE(asking) != ASKING_FIELDS) {
         PyErr_SetString(PyExc_TypeError, "the gate has to say who asks, by a tuple of four");
         return false;
     }
     PyObject *way = PyTuple_GET_ITEM(asking, ASKING_WAY), *front = PyTuple_GET_ITEM(asking, ASKING_FRONT);
-    PyObject *const args[] = {way, arrival};
-    PyObject *said = PyObject_Vectorcall(known->recognize, args, 2, NULL), *asked_ns = NULL, *asked = NULL;
+    if (!Py_IS_TYPE(way, known->ways->way_type)) {
+        return false;
+    }
+    PyObject *said = known->ways->recognize(known->ways->known, way, request), *asked_ns = NULL, *asked = NULL;
     if (said != NULL && is_one_question(known, said)) {
         asked_ns = PyObject_CallNoArgs(PyTuple_GET_ITEM(asking, ASKING_CLOCK));
     }
@@ -299,13 +299,21 @@ somebody(PyObject *object, PyObject *name)
     return there;
 }
 
+/* How it is let in, or None where the gate has more to ask, or NULL with an exception. */
+static PyObject *
+short_admission(const Names *known, PyObject *short_way, const Request *request)
+{
+    return Py_IS_TYPE(short_way, known->ways->way_type) ? known->ways->admit(known->ways->known, short_way, request)
+                                                        : Py_NewRef(Py_None);
+}
+
 /* Have the gate say how it is let in. */
 static bool
-arrive(Names *known, Passage *self, PyObject *gate, PyObject *arrival)
+arrive(Names *known, Passage *self, PyObject *gate, Request *request)
 {
     PyObject *short_way = somebody(gate, known->short_way);
     if (short_way != NULL) {
-        PyObject *admission = PyObject_CallOneArg(short_way, arrival);
+        PyObject *admission = short_admission(known, short_way, request);
         Py_DECREF(short_way);
         if (admission != Py_None) {
             return serve_by(known, self, admission);
@@ -314,14 +322,17 @@ arrive(Names *known, Passage *self, PyObject *gate, PyObject *arrival)
     }
     else if (!PyErr_Occurred()) {
         PyObject *asking = somebody(gate, known->_asking);
-        bool is_asked = asking != NULL && ask(known, self, gate, asking, arrival);
+        bool is_asked = asking != NULL && ask(known, self, gate, asking, request);
         Py_XDECREF(asking);
         if (is_asked || PyErr_Occurred()) {
             return is_asked;
         }
     }
+    PyObject *arrival = PyErr_Occurred() ? NULL : known->asgi->arrival(known->asgi->known, request);
     self->state = ADMITTING;
-    return !PyErr_Occurred() && wait_for(self, PyObject_CallMethodOneArg(gate, known->admit, arrival));
+    bool is_waited_for = arrival != NULL && wait_for(self, PyObject_CallMethodOneArg(gate, known->admit, arrival));
+    Py_XDECREF(arrival);
+    return is_waited_for;
 }
 
 /* 1 for what a gate has to do with, 0 for anything else, -1 with an exception. */
@@ -329,10 +340,7 @@ static int
 is_request(const Names *known, PyObject *scope)
 {
     PyObject *type = PyObject_GetItem(scope, known->type);
-    int is = type == NULL ? -1
-                          : type == known->http ||
-                                (PyUnicode_Check(type) && (PyUnicode_CompareWithASCIIString(type, "http") == 0 ||
-                                                           PyUnicode_CompareWithASCIIString(type, "websocket") == 0));
+    int is = type == NULL ? -1 : IS_TEXT(type, "http") || IS_TEXT(type, "websocket");
     Py_XDECREF(type);
     return is;
 }
@@ -346,15 +354,14 @@ begin_passage(Names *known, Passage *self)
         PyObject *const args[] = {(PyObject *)self->middleware, self->scope, self->receive, self->send};
         return is == 0 && wait_for(self, PyObject_VectorcallMethod(known->_serve, args, 4, NULL));
     }
-    PyObject *root = own(self->middleware->root, "_root"), *gate = NULL, *arrival = NULL;
-    if (root != NULL) {
-        PyObject *const args[] = {self->scope, root};
-        arrival = PyObject_Vectorcall(known->arrival_type, args, 2, NULL);
-        gate = arrival == NULL ? NULL : own(self->middleware->gate, "gate");
+    PyObject *root = own(self->middleware->root, "_root"), *gate = NULL;
+    Request request = {0};
+    if (root != NULL && known->asgi->read(known->asgi->known, &request, self->scope, root)) {
+        gate = own(self->middleware->gate, "gate");
     }
-    bool is_begun = gate != NULL && arrive(known, self, gate, arrival);
+    bool is_begun = gate != NULL && arrive(known, self, gate, &request);
+    let_go_of(&request);
     Py_XDECREF(root);
-    Py_XDECREF(arrival);
     Py_XDECREF(gate);
     return is_begun;
 }
@@ -386,8 +393,7 @@ be_told(const Names *known, Passage *self, PyObject *decision)
     if (is < 0) {
         return false;
     }
-    PyObject *const args[] = {self->way, self->known, decision};
-    return serve_by(known, self, PyObject_Vectorcall(known->conclude, args, 3, NULL));
+    return serve_by(known, self, known->ways->conclude(known->ways->known, self->way, self->known, decision));
 }
 
 /* The store has failed, which is the exception that is raised now. */
@@ -403,8 +409,7 @@ do_without(const Names *known, Passage *self)
     PyObject *plan = PyTuple_GET_ITEM(self->known, KNOWN_PLAN), *check = PyTuple_GET_ITEM(self->known, KNOWN_CHECK);
     PyObject *decision = PyObject_CallMethodObjArgs(self->gate, known->_failed, plan, check, error, NULL);
     if (decision != NULL) {
-        PyObject *const args[] = {self->way, self->known, decision};
-        admission = PyObject_Vectorcall(known->conclude, args, 3, NULL);
+        admission = known->ways->conclude(known->ways->known, self->way, self->known, decision);
         Py_DECREF(decision);
     }
     Py_XDECREF(type);
@@ -430,7 +435,7 @@ advance(const Names *known, Passage *self, PyObject *answer)
 static PySendResult
 go_on(Passage *self, PySendResult how, PyObject **answer, PyObject **result)
 {
-    const Names *known = known_to((PyObject *)self);
+    const Names *known = self->names;
     while (how != PYGEN_NEXT) {
         bool is_advanced = self->state != SERVED && advance(known, self, how == PYGEN_RETURN ? *answer : NULL);
         Py_CLEAR(*answer);
@@ -460,7 +465,7 @@ static PySendResult
 passage_send_on(PyObject *object, PyObject *value, PyObject **result)
 {
     Passage *self = (Passage *)object;
-    Names *known = known_to(object);
+    Names *known = self->names;
     PyObject *answer = NULL;
     PySendResult how = PYGEN_ERROR;
     *result = NULL;
@@ -508,21 +513,6 @@ passage_next(PyObject *object)
     return passage_send(object, Py_None);
 }
 
-/* Raise what was thrown, as `raise` would. */
-static void
-raise(PyObject *const *args, Py_ssize_t number)
-{
-    if (PyExceptionInstance_Check(args[0])) {
-        PyErr_SetObject((PyObject *)Py_TYPE(args[0]), args[0]);
-    }
-    else if (PyExceptionClass_Check(args[0])) {
-        PyErr_SetObject(args[0], number > 1 && args[1] != Py_None ? args[1] : NULL);
-    }
-    else {
-        PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
-    }
-}
-
 /* Throw it into what is waited for, which may wait on. */
 static PySendResult
 throw_on(const Names *known, PyObject *waiting, PyObject *const *args, Py_ssize_t number, PyObject **answer)
@@ -561,7 +551,7 @@ passage_throw(PyObject *object, PyObject *const *args, Py_ssize_t number)
     if (!set_out(self)) {
         return NULL;
     }
-    const Names *known = known_to(object);
+    const Names *known = self->names;
     PySendResult how = PYGEN_ERROR;
     if (self->waiting == NULL) {
         raise(args, number);
@@ -582,7 +572,7 @@ passage_close(PyObject *object, PyObject *Py_UNUSED(nothing))
     if (!set_out(self)) {
         return NULL;
     }
-    const Names *known = known_to(object);
+    const Names *known = self->names;
     PyObject *close = self->waiting == NULL ? NULL : PyObject_GetAttr(self->waiting, known->close);
     if (close != NULL) {
         Py_XDECREF(PyObject_CallNoArgs(close));
@@ -615,6 +605,7 @@ made_passage(Names *known, Entrance *middleware, PyObject *scope, PyObject *rece
         self = PyObject_GC_New(Passage, known->passage_type);
     }
     if (self != NULL) {
+        self->names = known;
         self->state = BEFORE;
         self->is_going = false;
         self->middleware = (Entrance *)Py_NewRef(middleware);
@@ -657,7 +648,7 @@ static void
 passage_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    Names *known = known_to(object);
+    Names *known = ((Passage *)object)->names;
     PyObject_GC_UnTrack(object);
     let_go((Passage *)object);
     if (known->spares < MOST_SPARE) {
@@ -700,11 +691,21 @@ static PyType_Spec PASSAGE = {
 /* -- Entrance: no step of Python is between a server and a passage ------------------------------------------------- */
 
 static PyObject *
+entrance_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    Entrance *self = (Entrance *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->names = PyModule_GetState(PyType_GetModuleByDef(type, &MODULE));
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *
 entrance_call(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"scope", "receive", "send", NULL};
-    Names *known = PyModule_GetState(PyType_GetModuleByDef(Py_TYPE(object), &MODULE));
     Entrance *self = (Entrance *)object;
+    Names *known = self->names;
     PyObject *scope, *receive, *send;
     if (kwargs == NULL && PyTuple_GET_SIZE(args) == 3) { /* as all servers do */
         return made_passage(known, self, PyTuple_GET_ITEM(args, 0), PyTuple_GET_ITEM(args, 1),
@@ -754,6 +755,7 @@ static PyMemberDef ENTRANCE_MEMBERS[] = {
 };
 
 static PyType_Slot ENTRANCE_SLOTS[] = {
+    {Py_tp_new, entrance_new},
     {Py_tp_call, entrance_call},
     {Py_tp_members, ENTRANCE_MEMBERS},
     {Py_tp_traverse, entrance_traverse},
@@ -775,22 +777,16 @@ static PyType_Spec ENTRANCE = {
 static bool
 find_classes(Names *known)
 {
-    known->arrival_type = taken_from("headgate.adapters._asgi", "AsgiArrival");
-    known->telling_type = known->arrival_type == NULL ? NULL : taken_from("headgate.adapters._asgi", "TellingSend");
-    known->store_error = known->telling_type == NULL ? NULL : taken_from("headgate.errors", "StoreError");
+    known->asgi = calls_of("headgate.adapters._asgi", ASGI_CALLS, &known->asgi_module);
+    known->ways =
+        known->asgi == NULL ? NULL : calls_of("headgate.adapters._short_way", WAY_CALLS, &known->way_module);
+    known->store_error = known->ways == NULL ? NULL : taken_from("headgate.errors", "StoreError");
     known->free = known->store_error == NULL ? NULL : taken_from("headgate.adapters.way", "FREE");
     known->admission_type = known->free == NULL ? NULL : (PyTypeObject *)Py_NewRef(Py_TYPE(known->free));
     known->plan_type =
         (PyTypeObject *)(known->free == NULL ? NULL : taken_from("headgate.policy.snapshot", "RoutePlan"));
     known->decision_type = known->plan_type == NULL ? NULL : decision_class();
-    if (known->decision_type != NULL) {
-        known->leave = PyObject_GetAttrString(known->telling_type, "leave");
-        PyObject *way_type = taken_from("headgate.adapters._short_way", "ShortWay");
-        known->recognize = way_type == NULL ? NULL : PyObject_GetAttrString(way_type, "recognize");
-        known->conclude = known->recognize == NULL ? NULL : PyObject_GetAttrString(way_type, "conclude");
-        Py_XDECREF(way_type);
-    }
-    known->one = known->leave == NULL || known->conclude == NULL ? NULL : PyLong_FromLong(1);
+    known->one = known->decision_type == NULL ? NULL : PyLong_FromLong(1);
     PyObject *looks = known->one == NULL ? NULL : taken_from("headgate.shield.front", "LOOKS");
     known->looks = looks == NULL ? 0 : PyLong_AsUnsignedLongLongMask(looks);
     Py_XDECREF(looks);
@@ -836,13 +832,10 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->admission_type);
     Py_VISIT(known->decision_type);
     Py_VISIT(known->plan_type);
-    Py_VISIT(known->arrival_type);
-    Py_VISIT(known->telling_type);
+    Py_VISIT(known->asgi_module);
+    Py_VISIT(known->way_module);
     Py_VISIT(known->store_error);
     Py_VISIT(known->free);
-    Py_VISIT(known->leave);
-    Py_VISIT(known->recognize);
-    Py_VISIT(known->conclude);
     Py_VISIT(known->split_place.type);
     return 0;
 }
@@ -858,13 +851,10 @@ clear(PyObject *module)
     Py_CLEAR(known->admission_type);
     Py_CLEAR(known->decision_type);
     Py_CLEAR(known->plan_type);
-    Py_CLEAR(known->arrival_type);
-    Py_CLEAR(known->telling_type);
+    Py_CLEAR(known->asgi_module);
+    Py_CLEAR(known->way_module);
     Py_CLEAR(known->store_error);
     Py_CLEAR(known->free);
-    Py_CLEAR(known->leave);
-    Py_CLEAR(known->recognize);
-    Py_CLEAR(known->conclude);
     Py_CLEAR(known->one);
     Py_CLEAR(known->split_place.type);
 #define CLEARED(name) Py_CLEAR(known->name);

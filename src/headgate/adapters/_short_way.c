@@ -1,8 +1,8 @@
 /* The short way of a request through the gate, in C: of one like one before, whose counts are in this process. Mirrors
  * `admit` in gate.py, which says what it means; whatever is unusual is left to it, by answering None before anything
  * has changed. */
-#include "../_decision.h"
-#include "_arrival.h"
+#include "../stores/_meter.h"
+#include "_calls.h"
 
 enum { MEETING_FIELDS = 3, CHECK_FIELDS = 3, PERIOD_FIELDS = 3, SENT_FIELDS = 6 };
 
@@ -20,10 +20,7 @@ typedef struct {
     PyTypeObject *rules_type;
     PyTypeObject *admission_type;
     PyTypeObject *decision_type;
-    /* NULL where _asgi.c could not be compiled. */
-    PyTypeObject *arrival_type;
     PyObject *free;
-    PyObject *charge;
     PyObject *nothing;
     PyObject *no_lines;
     PyObject *zero;
@@ -40,6 +37,12 @@ typedef struct {
 #define PLACED(name) Py_ssize_t name##_at;
     FOR_EACH_PART(PLACED)
 #undef PLACED
+    /* NULL where _asgi.c could not be compiled. */
+    const AsgiCalls *asgi;
+    const MeterCalls *meter;
+    PyObject *asgi_module;
+    PyObject *meter_module;
+    WayCalls calls;
 } Names;
 
 typedef struct {
@@ -56,9 +59,15 @@ typedef struct {
     PyObject *time_ns;
 } ShortWay;
 
+/* A request of ASGI's own, which has its scope; or what another arrival says of one, to be asked for its headers. */
+typedef struct {
+    const Request *request;
+    PyObject *arrival;
+} Asker;
+
 static struct PyModuleDef MODULE;
 
-static const Names *
+static Names *
 known_to(PyObject *self)
 {
     return PyType_GetModuleState(Py_TYPE(self)); /* it has no class below it */
@@ -66,37 +75,25 @@ known_to(PyObject *self)
 
 /* -- What the request meets ---------------------------------------------------------------------------------------- */
 
-/* A new reference to a part of the request: of ASGI's own kind from its place, of any other by its name. */
-static PyObject *
-part_of(const Names *known, PyObject *arrival, size_t offset, PyObject *name)
-{
-    PyObject *part = Py_IS_TYPE(arrival, known->arrival_type) ? slot(arrival, (Py_ssize_t)offset) : NULL;
-    return part == NULL ? PyObject_GetAttr(arrival, name) : Py_NewRef(part);
-}
-
 /* The plan of its route, if it is known; NULL, with or without an exception, if not. */
 static PyObject *
-plan_of(const Names *known, const ShortWay *self, PyObject *arrival)
+plan_of(const Names *known, const ShortWay *self, const Request *request)
 {
-    PyObject *plan = NULL, *method = part_of(known, arrival, offsetof(Arrival, method), known->method);
-    PyObject *path = method == NULL ? NULL : part_of(known, arrival, offsetof(Arrival, path), known->path);
-    PyObject *below = path == NULL ? NULL : part_of(known, arrival, offsetof(Arrival, below), known->below);
-    PyObject *asked = below == NULL ? NULL : PyTuple_Pack(3, method, path, below);
+    PyObject *plan = NULL, *asked = PyTuple_Pack(3, request->method, request->path, request->below);
     if (asked != NULL && found(self->plans, asked, &plan) && !Py_IS_TYPE(plan, known->plan_type)) {
         Py_CLEAR(plan);
     }
-    Py_XDECREF(method);
-    Py_XDECREF(path);
-    Py_XDECREF(below);
     Py_XDECREF(asked);
     return plan;
 }
 
 /* The lines of a header; NULL, with or without an exception, if they are not told in a list. */
 static PyObject *
-lines_of(const Names *known, PyObject *arrival, PyObject *name)
+lines_of(const Names *known, Asker asker, PyObject *name)
 {
-    PyObject *lines = PyObject_CallMethodOneArg(arrival, known->header, name);
+    PyObject *lines = asker.arrival == NULL
+                          ? known->asgi->lines(known->asgi->known, asker.request->native, name)
+                          : PyObject_CallMethodOneArg(asker.arrival, known->header, name);
     if (lines != NULL && !PyList_CheckExact(lines)) {
         Py_CLEAR(lines);
     }
@@ -106,12 +103,12 @@ lines_of(const Names *known, PyObject *arrival, PyObject *name)
 /* How many lines of that header there are, and what Python's own hash makes of the last: it makes the same of bytes and
  * of the text that they are in Latin-1. -1, without an exception, where it takes more than to look. */
 static Py_ssize_t
-count_at_once(const Names *known, PyObject *arrival, PyObject *name, Py_hash_t *hash)
+count_at_once(const Names *known, PyObject *scope, PyObject *name, Py_hash_t *hash)
 {
     Py_ssize_t length, number = 0;
-    PyObject *scope = ((Arrival *)arrival)->native, *headers = NULL;
+    PyObject *headers = NULL;
     const char *wanted = PyUnicode_AsUTF8AndSize(name, &length);
-    if (wanted != NULL && scope != NULL && PyDict_CheckExact(scope)) {
+    if (wanted != NULL && PyDict_CheckExact(scope)) {
         headers = PyDict_GetItemWithError(scope, known->headers);
     }
     if (headers == NULL || !PyList_CheckExact(headers)) {
@@ -135,11 +132,11 @@ count_at_once(const Names *known, PyObject *arrival, PyObject *name, Py_hash_t *
 
 /* The same for any request; -1 with or without an exception. */
 static Py_ssize_t
-count_lines(const Names *known, PyObject *arrival, PyObject *name, Py_hash_t *hash)
+count_lines(const Names *known, Asker asker, PyObject *name, Py_hash_t *hash)
 {
-    Py_ssize_t number = Py_IS_TYPE(arrival, known->arrival_type) ? count_at_once(known, arrival, name, hash) : -1;
+    Py_ssize_t number = asker.arrival == NULL ? count_at_once(known, asker.request->native, name, hash) : -1;
     if (number < 0) {
-        PyObject *lines = lines_of(known, arrival, name);
+        PyObject *lines = lines_of(known, asker, name);
         number = lines == NULL ? -1 : PyList_GET_SIZE(lines);
         if (number == 1) {
             *hash = PyObject_Hash(PyList_GET_ITEM(lines, 0));
@@ -153,13 +150,13 @@ count_lines(const Names *known, PyObject *arrival, PyObject *name, Py_hash_t *ha
 /* Which header has an API key, and what Python's own hash makes of its line. False, with or without an exception, if
  * there are several. */
 static bool
-find_key(const Names *known, const ShortWay *self, PyObject *arrival, PyObject **name, PyObject **hash)
+find_key(const Names *known, const ShortWay *self, Asker asker, PyObject **name, PyObject **hash)
 {
     *name = NULL;
     for (Py_ssize_t index = 0; *name == NULL && index < PyTuple_GET_SIZE(self->places); index++) {
         PyObject *place = PyTuple_GET_ITEM(self->places, index);
-        Py_hash_t hashed;
-        Py_ssize_t number = count_lines(known, arrival, place, &hashed);
+        Py_hash_t hashed = 0;
+        Py_ssize_t number = count_lines(known, asker, place, &hashed);
         if (number == 1) {
             *hash = PyLong_FromSsize_t(hashed);
             *name = *hash == NULL ? NULL : Py_NewRef(place);
@@ -177,26 +174,24 @@ find_key(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *
 
 /* `Identities.sent`; NULL, with or without an exception, if that takes more than the common case. */
 static PyObject *
-sent(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *plan, PyObject *kinds)
+sent(const Names *known, const ShortWay *self, Asker asker, PyObject *plan, PyObject *kinds)
 {
-    PyObject *all = NULL, *peer = NULL, *forwarded = Py_NewRef(known->no_lines), *name = NULL, *hash = NULL;
+    PyObject *all = NULL, *forwarded = Py_NewRef(known->no_lines), *name = NULL, *hash = NULL;
     if (self->forwarded_by != Py_None) {
-        PyObject *lines = lines_of(known, arrival, self->forwarded_by);
+        PyObject *lines = lines_of(known, asker, self->forwarded_by);
         Py_SETREF(forwarded, lines == NULL ? NULL : PyList_AsTuple(lines));
         Py_XDECREF(lines);
     }
-    peer = forwarded == NULL ? NULL : part_of(known, arrival, offsetof(Arrival, peer), known->peer);
-    int has_key = peer == NULL ? -1 : PySet_Contains(kinds, known->api_key);
+    int has_key = forwarded == NULL ? -1 : PySet_Contains(kinds, known->api_key);
     if (has_key == 0) {
         name = Py_NewRef(known->nothing);
         hash = Py_NewRef(known->zero);
     }
-    if (has_key == 0 || (has_key == 1 && find_key(known, self, arrival, &name, &hash))) {
-        all = PyTuple_Pack(SENT_FIELDS, plan, kinds, peer, forwarded, name, hash);
+    if (has_key == 0 || (has_key == 1 && find_key(known, self, asker, &name, &hash))) {
+        all = PyTuple_Pack(SENT_FIELDS, plan, kinds, asker.request->peer, forwarded, name, hash);
         Py_DECREF(name);
         Py_DECREF(hash);
     }
-    Py_XDECREF(peer);
     Py_XDECREF(forwarded);
     return all;
 }
@@ -215,7 +210,7 @@ is_told(const ShortWay *self, PyObject *kinds)
 /* What clients of this kind have met before, in the period that the instant is in: `Rules.meet`. NULL, with or without
  * an exception, if nothing is known of them. */
 static PyObject *
-meeting_of(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *plan, whole now_us)
+meeting_of(const Names *known, const ShortWay *self, Asker asker, PyObject *plan, whole now_us)
 {
     PyObject *kinds = slot(plan, known->kinds_at), *period = Py_XNewRef(slot(self->rules, known->period_at));
     PyObject *asked = NULL, *meeting = NULL;
@@ -224,7 +219,7 @@ meeting_of(const Names *known, const ShortWay *self, PyObject *arrival, PyObject
         PyTuple_CheckExact(period) && PyTuple_GET_SIZE(period) == PERIOD_FIELDS &&
         read_whole(PyTuple_GET_ITEM(period, 0), &since_us) && read_whole(PyTuple_GET_ITEM(period, 1), &until_us) &&
         since_us <= now_us && now_us < until_us && PyDict_Check(PyTuple_GET_ITEM(period, 2))) {
-        asked = sent(known, self, arrival, plan, kinds);
+        asked = sent(known, self, asker, plan, kinds);
     }
     if (asked != NULL && found(PyTuple_GET_ITEM(period, 2), asked, &meeting) &&
         (!PyTuple_CheckExact(meeting) || PyTuple_GET_SIZE(meeting) != MEETING_FIELDS)) {
@@ -237,7 +232,7 @@ meeting_of(const Names *known, const ShortWay *self, PyObject *arrival, PyObject
 
 /* The same at this instant, which is told as well. */
 static PyObject *
-meeting_now(const Names *known, const ShortWay *self, PyObject *arrival, PyObject *plan, PyObject **now_us)
+meeting_now(const Names *known, const ShortWay *self, Asker asker, PyObject *plan, PyObject **now_us)
 {
     PyObject *now_ns = PyObject_CallNoArgs(self->time_ns), *meeting = NULL;
     int is_wide = 1;
@@ -246,7 +241,7 @@ meeting_now(const Names *known, const ShortWay *self, PyObject *arrival, PyObjec
         instant_ns = PyLong_AsLongLongAndOverflow(now_ns, &is_wide);
     }
     if (!is_wide && instant_ns >= 0) {
-        meeting = meeting_of(known, self, arrival, plan, instant_ns / 1000);
+        meeting = meeting_of(known, self, asker, plan, instant_ns / 1000);
         *now_us = meeting == NULL ? NULL : PyLong_FromLongLong(instant_ns / 1000);
         if (*now_us == NULL) {
             Py_CLEAR(meeting);
@@ -266,14 +261,13 @@ decided(const Names *known, const ShortWay *self, PyObject *check, PyObject *now
         Py_RETURN_NONE;
     }
     PyObject *is_busy = PyObject_GetAttr(self->memory, known->_busy);
-    if (is_busy == NULL) {
-        return NULL;
+    Py_XDECREF(is_busy);
+    if (is_busy != Py_False) {
+        return is_busy == NULL ? NULL : Py_NewRef(Py_None);
     }
     PyObject *keys = PyTuple_GET_ITEM(check, 0), *cost = PyTuple_GET_ITEM(check, 1), *id = PyTuple_GET_ITEM(check, 2);
-    PyObject *const args[] = {self->spaces, keys, cost, id, now_us, is_busy};
-    PyObject *decision = PyObject_Vectorcall(known->charge, args, sizeof(args) / sizeof(args[0]), NULL);
-    Py_DECREF(is_busy);
-    return decision;
+    return PyTuple_Check(keys) ? known->meter->charge(known->meter->known, self->spaces, keys, cost, id, now_us)
+                               : Py_NewRef(Py_None);
 }
 
 static void
@@ -335,15 +329,9 @@ unusual(void)
 }
 
 static PyObject *
-way_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+admit(const Names *known, const ShortWay *self, Asker asker)
 {
-    const ShortWay *self = (const ShortWay *)object;
-    if (PyVectorcall_NARGS(flags) != 1 || names != NULL) {
-        PyErr_SetString(PyExc_TypeError, "short_way(arrival)");
-        return NULL;
-    }
-    const Names *known = known_to(object);
-    PyObject *plan = is_true(self->blocks, known->are_there) == 0 ? plan_of(known, self, args[0]) : NULL;
+    PyObject *plan = plan_of(known, self, asker.request);
     if (plan == NULL) {
         return unusual();
     }
@@ -354,7 +342,7 @@ way_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
     PyObject *shadows = slot(plan, known->watches_at), *admission = NULL, *now_us = NULL, *meeting = NULL;
     if (self->memory != Py_None && slot(plan, known->leases_at) == Py_False && shadows != NULL &&
         PyTuple_CheckExact(shadows) && PyTuple_GET_SIZE(shadows) == 0) {
-        meeting = meeting_now(known, self, args[0], plan, &now_us);
+        meeting = meeting_now(known, self, asker, plan, &now_us);
     }
     if (meeting != NULL) {
         admission = concluded(known, self, plan, meeting, now_us);
@@ -365,19 +353,12 @@ way_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
     return admission == NULL ? unusual() : admission;
 }
 
-PyDoc_STRVAR(recognize_doc, "recognize($self, arrival, /)\n--\n\n"
-                            "What a request meets that is like one before: its route's plan, the resolution, what\n"
-                            "the store is asked, how the client is told, and the instant. None if it is like none.");
-
 static PyObject *
-way_recognize(PyObject *object, PyObject *arrival)
+recognize(const Names *known, const ShortWay *self, Asker asker)
 {
-    const ShortWay *self = (const ShortWay *)object;
-    const Names *known = known_to(object);
-    PyObject *plan = is_true(self->blocks, known->are_there) == 0 ? plan_of(known, self, arrival) : NULL;
-    PyObject *meeting = NULL, *now_us = NULL, *all = NULL;
+    PyObject *plan = plan_of(known, self, asker.request), *meeting = NULL, *now_us = NULL, *all = NULL;
     if (plan != NULL && slot(plan, known->is_exempt_at) == Py_False) {
-        meeting = meeting_now(known, self, arrival, plan, &now_us);
+        meeting = meeting_now(known, self, asker, plan, &now_us);
     }
     if (meeting != NULL) {
         all = PyTuple_Pack(2 + MEETING_FIELDS, plan, PyTuple_GET_ITEM(meeting, 0), PyTuple_GET_ITEM(meeting, 1),
@@ -389,6 +370,78 @@ way_recognize(PyObject *object, PyObject *arrival)
     return all == NULL ? unusual() : all;
 }
 
+/* -- Who asks ------------------------------------------------------------------------------------------------------ */
+
+typedef PyObject *(*Question)(const Names *known, const ShortWay *self, Asker asker);
+
+/* What an arrival says of its request; its scope only if it is of ASGI's own kind. False with an exception. */
+static bool
+read_arrival(const Names *known, PyObject *arrival, Request *request)
+{
+    if (known->asgi != NULL && Py_IS_TYPE(arrival, known->asgi->arrival_type)) {
+        request->native = Py_XNewRef(((const Arrival *)arrival)->request.native);
+    }
+    request->method = PyObject_GetAttr(arrival, known->method);
+    request->path = request->method == NULL ? NULL : PyObject_GetAttr(arrival, known->path);
+    request->below = request->path == NULL ? NULL : PyObject_GetAttr(arrival, known->below);
+    request->peer = request->below == NULL ? NULL : PyObject_GetAttr(arrival, known->peer);
+    return request->peer != NULL;
+}
+
+/* Ask it for a request, unless somebody is blocked: then there is more to look at. */
+static PyObject *
+ask_for(const Names *known, PyObject *way, const Request *request, Question question)
+{
+    const ShortWay *self = (const ShortWay *)way;
+    return is_true(self->blocks, known->are_there) == 0 ? question(known, self, (Asker){request, NULL}) : unusual();
+}
+
+/* The same for any arrival. */
+static PyObject *
+ask_for_arrival(PyObject *way, PyObject *arrival, Question question)
+{
+    const Names *known = known_to(way);
+    const ShortWay *self = (const ShortWay *)way;
+    if (is_true(self->blocks, known->are_there) != 0) {
+        return unusual();
+    }
+    Request request = {0};
+    PyObject *answer = NULL;
+    if (read_arrival(known, arrival, &request)) {
+        answer = question(known, self, (Asker){&request, request.native == NULL ? arrival : NULL});
+    }
+    let_go_of(&request);
+    return answer;
+}
+
+static PyObject *
+way_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    if (PyVectorcall_NARGS(flags) != 1 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "short_way(arrival)");
+        return NULL;
+    }
+    return ask_for_arrival(object, args[0], admit);
+}
+
+PyDoc_STRVAR(recognize_doc, "recognize($self, arrival, /)\n--\n\n"
+                            "What a request meets that is like one before: its route's plan, the resolution, what\n"
+                            "the store is asked, how the client is told, and the instant. None if it is like none.");
+
+static PyObject *
+way_recognize(PyObject *object, PyObject *arrival)
+{
+    return ask_for_arrival(object, arrival, recognize);
+}
+
+/* By what `recognize` has said. */
+static PyObject *
+conclude(void *module_state, PyObject *way, PyObject *all, PyObject *decision)
+{
+    return told(module_state, (const ShortWay *)way, PyTuple_GET_ITEM(all, 0), PyTuple_GET_ITEM(all, 1), decision,
+                PyTuple_GET_ITEM(all, 3), PyTuple_GET_ITEM(all, 4));
+}
+
 PyDoc_STRVAR(conclude_doc, "conclude($self, known, decision, /)\n--\n\n"
                            "How a request is let in, or its refusal, by what `recognize` has said of it and what the\n"
                            "store has.");
@@ -396,15 +449,26 @@ PyDoc_STRVAR(conclude_doc, "conclude($self, known, decision, /)\n--\n\n"
 static PyObject *
 way_conclude(PyObject *object, PyObject *const *args, Py_ssize_t number)
 {
-    const Names *known = known_to(object);
+    Names *known = known_to(object);
     PyObject *all = number == 2 ? args[0] : NULL;
     if (all == NULL || !PyTuple_CheckExact(all) || PyTuple_GET_SIZE(all) != 2 + MEETING_FIELDS ||
         !Py_IS_TYPE(PyTuple_GET_ITEM(all, 0), known->plan_type)) {
         PyErr_SetString(PyExc_TypeError, "conclude(known: tuple, as recognize gives it, decision)");
         return NULL;
     }
-    return told(known, (const ShortWay *)object, PyTuple_GET_ITEM(all, 0), PyTuple_GET_ITEM(all, 1), args[1],
-                PyTuple_GET_ITEM(all, 3), PyTuple_GET_ITEM(all, 4));
+    return conclude(known, object, all, args[1]);
+}
+
+static PyObject *
+admit_request(void *known, PyObject *way, const Request *request)
+{
+    return ask_for(known, way, request, admit);
+}
+
+static PyObject *
+recognize_request(void *known, PyObject *way, const Request *request)
+{
+    return ask_for(known, way, request, recognize);
 }
 
 /* -- ShortWay ------------------------------------------------------------------------------------------------------ */
@@ -530,8 +594,8 @@ begin(PyObject *module)
     known->nothing = PyUnicode_FromString("");
     known->no_lines = PyTuple_New(0);
     known->zero = PyLong_FromLong(0);
-    known->charge = taken_from("headgate.stores._meter", "charge");
-    known->free = known->charge == NULL ? NULL : taken_from("headgate.adapters.way", "FREE");
+    known->meter = calls_of("headgate.stores._meter", METER_CALLS, &known->meter_module);
+    known->free = known->meter == NULL ? NULL : taken_from("headgate.adapters.way", "FREE");
     known->admission_type = known->free == NULL ? NULL : (PyTypeObject *)Py_NewRef(Py_TYPE(known->free));
     known->rules_type = (PyTypeObject *)(known->free == NULL ? NULL : taken_from("headgate.adapters.way", "Rules"));
     known->plan_type =
@@ -552,10 +616,13 @@ begin(PyObject *module)
     }
     FOR_EACH_PART(FOUND)
 #undef FOUND
-    known->arrival_type = (PyTypeObject *)taken_from("headgate.adapters._asgi", "AsgiArrival");
+    known->asgi = calls_of("headgate.adapters._asgi", ASGI_CALLS, &known->asgi_module);
     PyErr_Clear();
     known->way_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &WAY, NULL);
-    return known->way_type == NULL ? -1 : PyModule_AddType(module, known->way_type);
+    known->calls = (WayCalls){known, known->way_type, admit_request, recognize_request, conclude};
+    return known->way_type == NULL || PyModule_AddType(module, known->way_type) < 0
+               ? -1
+               : add_calls(module, &known->calls, WAY_CALLS);
 }
 
 static int
@@ -567,9 +634,9 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->rules_type);
     Py_VISIT(known->admission_type);
     Py_VISIT(known->decision_type);
-    Py_VISIT(known->arrival_type);
     Py_VISIT(known->free);
-    Py_VISIT(known->charge);
+    Py_VISIT(known->asgi_module);
+    Py_VISIT(known->meter_module);
     return 0;
 }
 
@@ -582,9 +649,9 @@ clear(PyObject *module)
     Py_CLEAR(known->rules_type);
     Py_CLEAR(known->admission_type);
     Py_CLEAR(known->decision_type);
-    Py_CLEAR(known->arrival_type);
     Py_CLEAR(known->free);
-    Py_CLEAR(known->charge);
+    Py_CLEAR(known->asgi_module);
+    Py_CLEAR(known->meter_module);
     Py_CLEAR(known->nothing);
     Py_CLEAR(known->no_lines);
     Py_CLEAR(known->zero);

@@ -114,9 +114,6 @@ class _Sent:
         """There is nothing to end."""
 
 
-SENT: Final = _Sent()
-
-
 def send_last(telling: TellingSend, send: Send, message: Message) -> Awaitable[None]:
     """Send what may be the last of an answer; what runs after it finds its admission again.
 
@@ -176,10 +173,12 @@ if TYPE_CHECKING:
     AsgiArrival = PlainArrival
     TellingSend = PlainTellingSend
     Entrance = PlainEntrance
+    SENT: Final = _Sent()
 else:
     _compiled = compiled("headgate.adapters._asgi")
     AsgiArrival = getattr(_compiled, "AsgiArrival", PlainArrival)
     TellingSend = getattr(_compiled, "TellingSend", PlainTellingSend)
+    SENT = getattr(_compiled, "SENT", None) or _Sent()
     Entrance = getattr(compiled("headgate.adapters._passage"), "Entrance", PlainEntrance)
 
 

@@ -3,7 +3,7 @@
  * Whatever is unusual is left to memory.py, by answering None before anything has changed. Nobody can come between
  * the reading of a state and the writing of the next: the interpreter's lock is held, and nothing that is called here
  * runs Python code, as the collector, which could, is told to wait. */
-#include "../_decision.h"
+#include "_meter.h"
 
 #include "../algorithms/token_bucket.h"
 #include "../algorithms/gcra.h"
@@ -38,6 +38,7 @@ typedef struct {
     PyTypeObject *decision_type;
     Place space_in_limit;
     Place meter_in_space;
+    MeterCalls calls;
 } Names;
 
 typedef struct {
@@ -245,23 +246,14 @@ told(const Names *known, bool is_allowed, PyObject *keys, const Slot *slots, PyO
     return decision;
 }
 
-PyDoc_STRVAR(charge_doc,
-             "charge(spaces, keys, cost, id, now_us, is_busy, /)\n--\n\n"
-             "Charge all keys or none. None, with nothing changed, where that takes more than the common case.");
-
 static PyObject *
-charge(PyObject *module, PyObject *const *args, Py_ssize_t number)
+charge_all(void *module_state, PyObject *spaces, PyObject *keys, PyObject *costs, PyObject *id, PyObject *at_us)
 {
-    Names *known = PyModule_GetState(module);
-    if (number != 6 || !PyDict_Check(args[0]) || !PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "charge(spaces: dict, keys: tuple, cost, id, now_us, is_busy)");
-        return NULL;
-    }
-    PyObject *spaces = args[0], *keys = args[1], *costs = args[2];
+    Names *known = module_state;
     Py_ssize_t count = PyTuple_GET_SIZE(keys);
     whole now_us;
-    if (args[5] != Py_False || count == 0 || count > MOST_KEYS || !read_whole(args[4], &now_us) ||
-        now_us > FARTHEST_US || now_us < -FARTHEST_US || (PyTuple_Check(costs) && PyTuple_GET_SIZE(costs) != count)) {
+    if (count == 0 || count > MOST_KEYS || !read_whole(at_us, &now_us) || now_us > FARTHEST_US ||
+        now_us < -FARTHEST_US || (PyTuple_Check(costs) && PyTuple_GET_SIZE(costs) != count)) {
         Py_RETURN_NONE;
     }
     Slot slots[MOST_KEYS];
@@ -287,12 +279,29 @@ charge(PyObject *module, PyObject *const *args, Py_ssize_t number)
         }
     }
     if (!is_allowed || spend(slots, count)) {
-        decision = told(known, is_allowed, keys, slots, args[3], args[4]);
+        decision = told(known, is_allowed, keys, slots, id, at_us);
     }
     if (was_collecting) {
         PyGC_Enable();
     }
     return decision;
+}
+
+PyDoc_STRVAR(charge_doc,
+             "charge(spaces, keys, cost, id, now_us, is_busy, /)\n--\n\n"
+             "Charge all keys or none. None, with nothing changed, where that takes more than the common case.");
+
+static PyObject *
+charge(PyObject *module, PyObject *const *args, Py_ssize_t number)
+{
+    if (number != 6 || !PyDict_Check(args[0]) || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "charge(spaces: dict, keys: tuple, cost, id, now_us, is_busy)");
+        return NULL;
+    }
+    if (args[5] != Py_False) {
+        Py_RETURN_NONE;
+    }
+    return charge_all(PyModule_GetState(module), args[0], args[1], args[2], args[3], args[4]);
 }
 
 /* -- The module ---------------------------------------------------------------------------------------------------- */
@@ -337,7 +346,8 @@ begin(PyObject *module)
         return -1;
     }
     Py_DECREF(names);
-    return 0;
+    known->calls = (MeterCalls){known, charge_all};
+    return add_calls(module, &known->calls, METER_CALLS);
 }
 
 static int
