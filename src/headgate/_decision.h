@@ -7,9 +7,6 @@
 enum { SAID_ALLOWED, SAID_KEYS, SAID_VERDICTS, SAID_ID, SAID_DEGRADED, SAID_AT_US, SAID_AGAIN_US, DECISION_FIELDS };
 enum { VERDICT_FIELDS = 4 };
 
-/* Of how a client is told of it: `Description` in answers.py. */
-enum { DESCRIBED_NAMES, DESCRIBED_HEADERS, DESCRIPTION_FIELDS };
-
 /* A new reference to the class. */
 static inline PyTypeObject *
 decision_class(void)

@@ -30,6 +30,7 @@ typedef struct {
     /* Where admissions keep what is asked of them. */
     Py_ssize_t decision_at;
     Py_ssize_t description_at;
+    Place headers_in_description;
 } Names;
 
 static struct PyModuleDef MODULE;
@@ -448,17 +449,18 @@ own_fields(const Names *known, PyObject *message)
 /* Those of an admission behind others, in a new list: `Admission.headers`, without a step of Python where it has a
  * decision to tell of. */
 static PyObject *
-all_fields(const Names *known, PyObject *own, PyObject *admission)
+all_fields(Names *known, PyObject *own, PyObject *admission)
 {
-    PyObject *description = NULL, *decision = NULL, *method;
+    PyObject *description = NULL, *decision = NULL, *method = NULL;
     if (Py_IS_TYPE(admission, known->admission_type)) {
         description = slot(admission, known->description_at);
         decision = slot(admission, known->decision_at);
     }
-    if (known->fields != NULL && description != NULL && PyTuple_Check(description) &&
-        PyTuple_GET_SIZE(description) == DESCRIPTION_FIELDS && decision != NULL &&
-        Py_IS_TYPE(decision, known->decision_type) &&
-        PyCFunction_CheckExact(method = PyTuple_GET_ITEM(description, DESCRIBED_HEADERS)) &&
+    if (known->fields != NULL && description != NULL && description != Py_None && decision != NULL &&
+        Py_IS_TYPE(decision, known->decision_type)) {
+        method = kept_in(&known->headers_in_description, description, "headers");
+    }
+    if (method != NULL && PyCFunction_CheckExact(method) &&
         PyCFunction_GET_FUNCTION(method) == known->fields->method) {
         Py_INCREF(description); /* somebody may hush the admission meanwhile */
         Py_INCREF(decision);
@@ -480,7 +482,7 @@ all_fields(const Names *known, PyObject *own, PyObject *admission)
 
 /* The message with the admission's fields behind its own. The app's own message stays as it is. */
 static PyObject *
-with_fields(const Names *known, PyObject *message, PyObject *admission)
+with_fields(Names *known, PyObject *message, PyObject *admission)
 {
     PyObject *own = own_fields(known, message), *changed = NULL;
     PyObject *all = own == NULL ? NULL : all_fields(known, own, admission);
@@ -504,7 +506,7 @@ telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
         PyErr_SetString(PyExc_TypeError, "send(message)");
         return NULL;
     }
-    const Names *known = self->known;
+    Names *known = self->known;
     PyObject *text = PyObject_GetItem(args[0], known->type);
     if (text == NULL) {
         return NULL;
@@ -744,6 +746,7 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->go_on);
     Py_VISIT(known->wait_for);
     Py_VISIT(known->fields_module);
+    Py_VISIT(known->headers_in_description.type);
     return 0;
 }
 
@@ -762,6 +765,7 @@ clear(PyObject *module)
     Py_CLEAR(known->go_on);
     Py_CLEAR(known->wait_for);
     Py_CLEAR(known->fields_module);
+    Py_CLEAR(known->headers_in_description.type);
     Py_CLEAR(known->more_body);
     Py_CLEAR(known->method);
     Py_CLEAR(known->path);
