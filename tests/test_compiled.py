@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import headgate
 from growth import assert_nothing_grows
 from headgate import Decision, InvalidLimit, Key, Limit
-from headgate.adapters import fields
+from headgate.adapters import asgi, fields, wsgi
 from headgate.adapters.answers import Refusal
 from headgate.adapters.asgi import (
     ANSWERS,
@@ -369,7 +369,52 @@ def test_fields_of_different_lengths_are_refused() -> None:
         fields.Fields(("a",), ((b"x", b"1"),), (0,), (b"p", b"p"), True, True)  # type: ignore[arg-type]
 
 
+@given(st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=9) | st.just(b"\xc3\xa9")), max_size=6))
+def test_header_fields_as_text_are_those_of_python(those: list[tuple[bytes, bytes]]) -> None:
+    def told(how: Callable[[list[tuple[bytes, bytes]]], Any]) -> Any:
+        try:
+            return how(those)
+        except UnicodeDecodeError as error:
+            return error.object, error.reason
+
+    assert wsgi.native_headers is not wsgi.plain_native_headers
+    assert told(wsgi.native_headers) == told(wsgi.plain_native_headers)
+
+
+@pytest.mark.parametrize("headers", [None, "", [b"a"], [(b"a",)], [("a", b"b")], [(b"a", "b")], ((b"a", b"b"),)])
+def test_what_is_no_list_of_header_fields_has_no_text(headers: Any) -> None:
+    with pytest.raises(TypeError):
+        wsgi.native_headers(headers)
+
+
 # ------------------------------------------------------------------- ASGI
+
+
+@pytest.mark.parametrize("sent", [asgi.SENT, asgi._Sent()], ids=["compiled", "plain"])  # noqa: SLF001 - the form in Python
+def test_what_is_sent_already_is_awaited_like_a_coroutine(sent: Any) -> None:
+    async def wait_in_every_way() -> None:
+        for _ in range(2):
+            await sent
+        await asyncio.create_task(sent)
+        await asyncio.wait_for(sent, 1)
+        await asyncio.gather(asyncio.ensure_future(sent))
+
+    assert type(asgi.SENT).__module__ == "headgate.adapters._asgi"
+    assert asyncio.iscoroutine(sent)
+    asyncio.run(wait_in_every_way())
+    assert list(sent.__await__()) == []
+    with pytest.raises(StopIteration):
+        sent.send(None)
+    with pytest.raises(KeyError, match="gone"):
+        sent.throw(KeyError("gone"))
+    with pytest.raises(KeyError):
+        sent.throw(KeyError)
+    with pytest.raises(KeyError, match="gone"):
+        sent.throw(KeyError, KeyError("gone"), None)
+    with pytest.raises(TypeError):
+        sent.throw()
+    assert sent.close() is None
+
 
 names = st.sampled_from([b"x-api-key", b"x-api-key2", b"x-api", b"", b"host"])
 paths = st.sampled_from(["/", "/api", "/api/v1", "/apiary", "", "http://a/api/v1", "*", "http://[", "/%20\u20ac"])

@@ -668,6 +668,7 @@ static PyMethodDef SENT_METHODS[] = {
 static PyType_Slot SENT_SLOTS[] = {
     {Py_am_await, sent_await},
     {Py_am_send, sent_send_on},
+    {Py_tp_iter, sent_await},
     {Py_tp_iternext, sent_next},
     {Py_tp_methods, SENT_METHODS},
     {Py_tp_doc, "What to await where nothing is left to wait for."},

@@ -1,4 +1,4 @@
-/* The header fields of an answer in C. Mirrors fields.py, which says what they mean. */
+/* The header fields of an answer in C. Mirrors fields.py, which says all, and `native_headers` in wsgi.py. */
 #include "_calls.h"
 
 static const whole SECOND_US = 1000000;
@@ -281,6 +281,50 @@ fields_headers(PyObject *object, PyObject *const *args, Py_ssize_t number)
     return headers_behind(PyType_GetModuleState(Py_TYPE(object)), object, NULL, args[0], args[1]);
 }
 
+/* A pair of bytes as a pair of texts; NULL with an exception. */
+static PyObject *
+as_text(PyObject *field)
+{
+    PyObject *name, *value;
+    if (!PyTuple_Check(field) || PyTuple_GET_SIZE(field) != 2 || !PyBytes_Check(name = PyTuple_GET_ITEM(field, 0)) ||
+        !PyBytes_Check(value = PyTuple_GET_ITEM(field, 1))) {
+        return PyErr_Format(PyExc_TypeError, "%R is no pair of bytes", field);
+    }
+    PyObject *pair = NULL, *first = PyUnicode_DecodeUTF8(PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name), NULL);
+    PyObject *second =
+        first == NULL ? NULL : PyUnicode_DecodeUTF8(PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value), NULL);
+    if (second != NULL) {
+        pair = PyTuple_Pack(2, first, second);
+    }
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    return pair;
+}
+
+PyDoc_STRVAR(native_doc, "native_headers(headers, /)\n--\n\nHeader fields as text: ours are ASCII.");
+
+static PyObject *
+native_headers(PyObject *Py_UNUSED(module), PyObject *headers)
+{
+    if (!PyList_Check(headers)) {
+        return PyErr_Format(PyExc_TypeError, "native_headers(headers: list), not %R", headers);
+    }
+    PyObject *texts = PyList_New(0);
+    for (Py_ssize_t index = 0; texts != NULL && index < PyList_GET_SIZE(headers); index++) {
+        PyObject *pair = as_text(PyList_GET_ITEM(headers, index));
+        if (pair == NULL || PyList_Append(texts, pair) < 0) {
+            Py_CLEAR(texts);
+        }
+        Py_XDECREF(pair);
+    }
+    return texts;
+}
+
+static PyMethodDef METHODS[] = {
+    {"native_headers", native_headers, METH_O, native_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMethodDef FIELDS_METHODS[] = {
     {"headers", (PyCFunction)(void (*)(void))fields_headers, METH_FASTCALL, headers_doc},
     {NULL, NULL, 0, NULL},
@@ -348,6 +392,7 @@ static struct PyModuleDef MODULE = {
     .m_name = "headgate.adapters._fields",
     .m_doc = "Header fields, compiled.",
     .m_size = sizeof(Names),
+    .m_methods = METHODS,
     .m_slots = MODULE_SLOTS,
     .m_traverse = visit,
     .m_clear = clear,

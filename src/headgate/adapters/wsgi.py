@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from http.client import responses
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
+from headgate._compiled import compiled
 from headgate.adapters.gate import Gate
 from headgate.adapters.way import FREE, enter_context
 from headgate.errors import InvalidConfiguration
@@ -43,8 +44,8 @@ class WsgiArrival:
     def __init__(self, environ: Environ) -> None:
         self.native = environ
         self.method: str = environ["REQUEST_METHOD"]
-        root, path = environ.get("SCRIPT_NAME", ""), environ.get("PATH_INFO", "")
-        self.path = _decoded(root + path) or "/"
+        root, path = environ.get("SCRIPT_NAME"), environ.get("PATH_INFO", "")
+        self.path = _decoded(root + path if root else path) or "/"
         self.below = _decoded(path) or "/" if root else None
         self.peer: str | None = environ.get("REMOTE_ADDR")
 
@@ -88,9 +89,9 @@ class HeadgateMiddleware:
             return _refuse(admission.refusal, environ, start_response)
         if admission is FREE:
             return self.app(environ, start_response)
-        answer = _Answer(self.gate, admission, start_response)
         if admission.is_over:
-            return self.app(environ, answer.start)
+            return self.app(environ, partial(_start, start_response, admission))
+        answer = _Answer(self.gate, admission, start_response)
         try:
             answer.body = self.app(environ, answer.start)
         except BaseException:
@@ -99,8 +100,22 @@ class HeadgateMiddleware:
         return answer
 
 
+def _start(
+    start_response: StartResponse,
+    admission: Admission,
+    status: str,
+    headers: list[tuple[str, str]],
+    exc_info: Any = None,
+) -> Callable[[bytes], object]:
+    """What the app gets as `start_response`. It may be called again, if the app fails before anything is sent."""
+    headers = [*headers, *native_headers(admission.headers)]
+    if exc_info is None:
+        return start_response(status, headers)
+    return start_response(status, headers, exc_info)
+
+
 class _Answer:
-    """The app's answer: its header fields are added to, and where something is left to settle, its end is seen."""
+    """The app's answer where something is left to settle at its end, which is seen here."""
 
     __slots__ = ("_admission", "_gate", "_is_closed", "_start_response", "_status", "body")
 
@@ -113,12 +128,9 @@ class _Answer:
         self.body: Iterable[bytes] = ()
 
     def start(self, status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Callable[[bytes], object]:
-        """What the app gets as `start_response`. It may be called again, if the app fails before anything is sent."""
+        """The same, which sees the status."""
         self._status = int(status[:3])
-        headers = [*headers, *native_headers(self._admission.headers)]
-        if exc_info is None:
-            return self._start_response(status, headers)
-        return self._start_response(status, headers, exc_info)
+        return _start(self._start_response, self._admission, status, headers, exc_info)
 
     def __iter__(self) -> Iterator[bytes]:
         try:
@@ -154,9 +166,14 @@ def header_lines(environ: Mapping[str, Any], name: str) -> list[str]:
     return [] if value is None else [value]
 
 
-def native_headers(headers: list[Header]) -> list[tuple[str, str]]:
+def plain_native_headers(headers: list[Header], /) -> list[tuple[str, str]]:
     """Header fields as text: ours are ASCII."""
     return [(name.decode(), value.decode()) for name, value in headers]
+
+
+native_headers: Callable[[list[Header]], list[tuple[str, str]]] = getattr(
+    compiled("headgate.adapters._fields"), "native_headers", plain_native_headers
+)
 
 
 def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -> None:
