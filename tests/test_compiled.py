@@ -390,7 +390,7 @@ def test_what_is_no_list_of_header_fields_has_no_text(headers: Any) -> None:
 # ------------------------------------------------------------------- ASGI
 
 
-@pytest.mark.parametrize("sent", [asgi.SENT, asgi._Sent()], ids=["compiled", "plain"])  # noqa: SLF001 - the form in Python
+@pytest.mark.parametrize("sent", [asgi.SENT, asgi._Sent()], ids=["compiled", "plain"])
 def test_what_is_sent_already_is_awaited_like_a_coroutine(sent: Any) -> None:
     async def wait_in_every_way() -> None:
         for _ in range(2):
