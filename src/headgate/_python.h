@@ -228,6 +228,14 @@ raise(PyObject *const *args, Py_ssize_t number)
     }
 }
 
+/* The same of something that is true or not, by its slot or by its name: 1 or 0, or -1 with an exception. */
+static inline int
+is_kept_true(Place *place, PyObject *object, PyObject *name, const char *spelled)
+{
+    PyObject *value = kept_in(place, object, spelled);
+    return value == Py_False ? 0 : value == Py_True ? 1 : is_true(object, name);
+}
+
 /* Slots of a module that keeps what it knows to itself, and changes nothing that others see without Python's own lock:
  * each interpreter may have one, also those without that lock. */
 #if PY_VERSION_HEX >= 0x030D0000

@@ -37,6 +37,8 @@ typedef struct {
 #define PLACED(name) Py_ssize_t name##_at;
     FOR_EACH_PART(PLACED)
 #undef PLACED
+    Place are_there_in_blocks;
+    Place busy_in_memory;
     /* NULL where _asgi.c could not be compiled. */
     const AsgiCalls *asgi;
     const MeterCalls *meter;
@@ -57,6 +59,10 @@ typedef struct {
     PyObject *memory;
     PyObject *spaces;
     PyObject *time_ns;
+    /* Of the kinds of identity that were asked for last: whether the app tells one, and whether keys are one. */
+    PyObject *kinds;
+    bool is_told;
+    bool has_keys;
 } ShortWay;
 
 /* A request of ASGI's own, which has its scope; or what another arrival says of one, to be asked for its headers. */
@@ -75,15 +81,22 @@ known_to(PyObject *self)
 
 /* -- What the request meets ---------------------------------------------------------------------------------------- */
 
-/* The plan of its route, if it is known; NULL, with or without an exception, if not. */
+/* The plan of its route, if it is known: `Snapshot.route`. NULL, with or without an exception, if not. */
 static PyObject *
 plan_of(const Names *known, const ShortWay *self, const Request *request)
 {
-    PyObject *plan = NULL, *asked = PyTuple_Pack(3, request->method, request->path, request->below);
-    if (asked != NULL && found(self->plans, asked, &plan) && !Py_IS_TYPE(plan, known->plan_type)) {
+    PyObject *plan = NULL, *plans = NULL;
+    if (!found(self->plans, request->method, &plans) || !PyDict_CheckExact(plans)) {
+        Py_XDECREF(plans);
+        return NULL;
+    }
+    PyObject *both = request->below == Py_None ? NULL : PyTuple_Pack(2, request->path, request->below);
+    bool is_found = !PyErr_Occurred() && found(plans, both == NULL ? request->path : both, &plan);
+    if (is_found && !Py_IS_TYPE(plan, known->plan_type)) {
         Py_CLEAR(plan);
     }
-    Py_XDECREF(asked);
+    Py_XDECREF(both);
+    Py_DECREF(plans);
     return plan;
 }
 
@@ -182,12 +195,11 @@ sent(const Names *known, const ShortWay *self, Asker asker, PyObject *plan, PyOb
         Py_SETREF(forwarded, lines == NULL ? NULL : PyList_AsTuple(lines));
         Py_XDECREF(lines);
     }
-    int has_key = forwarded == NULL ? -1 : PySet_Contains(kinds, known->api_key);
-    if (has_key == 0) {
+    if (forwarded != NULL && !self->has_keys) {
         name = Py_NewRef(known->nothing);
         hash = Py_NewRef(known->zero);
     }
-    if (has_key == 0 || (has_key == 1 && find_key(known, self, asker, &name, &hash))) {
+    if (forwarded != NULL && (!self->has_keys || find_key(known, self, asker, &name, &hash))) {
         all = PyTuple_Pack(SENT_FIELDS, plan, kinds, asker.request->peer, forwarded, name, hash);
         Py_DECREF(name);
         Py_DECREF(hash);
@@ -196,26 +208,35 @@ sent(const Names *known, const ShortWay *self, Asker asker, PyObject *plan, PyOb
     return all;
 }
 
-/* Whether the app is to be asked who somebody is; -1 with an exception. */
-static int
-is_told(const ShortWay *self, PyObject *kinds)
+/* See which kinds of identity matter. False, with or without an exception, if the app is to be asked for one. */
+static bool
+look_at(const Names *known, ShortWay *self, PyObject *kinds)
 {
-    int is = 0;
-    for (Py_ssize_t index = 0; is == 0 && index < PyTuple_GET_SIZE(self->kinds_told); index++) {
-        is = PySet_Contains(kinds, PyTuple_GET_ITEM(self->kinds_told, index));
+    if (self->kinds == kinds) {
+        return !self->is_told;
     }
-    return is;
+    int is_told = 0, has_keys = PySet_Contains(kinds, known->api_key);
+    for (Py_ssize_t index = 0; is_told == 0 && index < PyTuple_GET_SIZE(self->kinds_told); index++) {
+        is_told = PySet_Contains(kinds, PyTuple_GET_ITEM(self->kinds_told, index));
+    }
+    if (is_told < 0 || has_keys < 0) {
+        return false;
+    }
+    self->is_told = is_told;
+    self->has_keys = has_keys;
+    Py_XSETREF(self->kinds, Py_NewRef(kinds));
+    return !is_told;
 }
 
 /* What clients of this kind have met before, in the period that the instant is in: `Rules.meet`. NULL, with or without
  * an exception, if nothing is known of them. */
 static PyObject *
-meeting_of(const Names *known, const ShortWay *self, Asker asker, PyObject *plan, whole now_us)
+meeting_of(const Names *known, ShortWay *self, Asker asker, PyObject *plan, whole now_us)
 {
     PyObject *kinds = slot(plan, known->kinds_at), *period = Py_XNewRef(slot(self->rules, known->period_at));
     PyObject *asked = NULL, *meeting = NULL;
     whole since_us, until_us;
-    if (kinds != NULL && PyFrozenSet_CheckExact(kinds) && is_told(self, kinds) == 0 && period != NULL &&
+    if (kinds != NULL && PyFrozenSet_CheckExact(kinds) && look_at(known, self, kinds) && period != NULL &&
         PyTuple_CheckExact(period) && PyTuple_GET_SIZE(period) == PERIOD_FIELDS &&
         read_whole(PyTuple_GET_ITEM(period, 0), &since_us) && read_whole(PyTuple_GET_ITEM(period, 1), &until_us) &&
         since_us <= now_us && now_us < until_us && PyDict_Check(PyTuple_GET_ITEM(period, 2))) {
@@ -232,7 +253,7 @@ meeting_of(const Names *known, const ShortWay *self, Asker asker, PyObject *plan
 
 /* The same at this instant, which is told as well. */
 static PyObject *
-meeting_now(const Names *known, const ShortWay *self, Asker asker, PyObject *plan, PyObject **now_us)
+meeting_now(const Names *known, ShortWay *self, Asker asker, PyObject *plan, PyObject **now_us)
 {
     PyObject *now_ns = PyObject_CallNoArgs(self->time_ns), *meeting = NULL;
     int is_wide = 1;
@@ -255,15 +276,14 @@ meeting_now(const Names *known, const ShortWay *self, Asker asker, PyObject *pla
 
 /* The store's answer: `MemoryStore.decide`. None where that takes more than the common case. */
 static PyObject *
-decided(const Names *known, const ShortWay *self, PyObject *check, PyObject *now_us)
+decided(Names *known, const ShortWay *self, PyObject *check, PyObject *now_us)
 {
     if (!PyTuple_Check(check) || PyTuple_GET_SIZE(check) != CHECK_FIELDS) {
         Py_RETURN_NONE;
     }
-    PyObject *is_busy = PyObject_GetAttr(self->memory, known->_busy);
-    Py_XDECREF(is_busy);
-    if (is_busy != Py_False) {
-        return is_busy == NULL ? NULL : Py_NewRef(Py_None);
+    int is_busy = is_kept_true(&known->busy_in_memory, self->memory, known->_busy, "_busy");
+    if (is_busy != 0) {
+        return is_busy < 0 ? NULL : Py_NewRef(Py_None);
     }
     PyObject *keys = PyTuple_GET_ITEM(check, 0), *cost = PyTuple_GET_ITEM(check, 1), *id = PyTuple_GET_ITEM(check, 2);
     return PyTuple_Check(keys) ? known->meter->charge(known->meter->known, self->spaces, keys, cost, id, now_us)
@@ -309,7 +329,7 @@ told(const Names *known, const ShortWay *self, PyObject *plan, PyObject *resolut
 }
 
 static PyObject *
-concluded(const Names *known, const ShortWay *self, PyObject *plan, PyObject *meeting, PyObject *now_us)
+concluded(Names *known, const ShortWay *self, PyObject *plan, PyObject *meeting, PyObject *now_us)
 {
     PyObject *decision = decided(known, self, PyTuple_GET_ITEM(meeting, 1), now_us);
     if (decision == NULL || decision == Py_None) {
@@ -329,7 +349,7 @@ unusual(void)
 }
 
 static PyObject *
-admit(const Names *known, const ShortWay *self, Asker asker)
+admit(Names *known, ShortWay *self, Asker asker)
 {
     PyObject *plan = plan_of(known, self, asker.request);
     if (plan == NULL) {
@@ -354,7 +374,7 @@ admit(const Names *known, const ShortWay *self, Asker asker)
 }
 
 static PyObject *
-recognize(const Names *known, const ShortWay *self, Asker asker)
+recognize(Names *known, ShortWay *self, Asker asker)
 {
     PyObject *plan = plan_of(known, self, asker.request), *meeting = NULL, *now_us = NULL, *all = NULL;
     if (plan != NULL && slot(plan, known->is_exempt_at) == Py_False) {
@@ -372,7 +392,7 @@ recognize(const Names *known, const ShortWay *self, Asker asker)
 
 /* -- Who asks ------------------------------------------------------------------------------------------------------ */
 
-typedef PyObject *(*Question)(const Names *known, const ShortWay *self, Asker asker);
+typedef PyObject *(*Question)(Names *known, ShortWay *self, Asker asker);
 
 /* What an arrival says of its request; its scope only if it is of ASGI's own kind. False with an exception. */
 static bool
@@ -388,21 +408,28 @@ read_arrival(const Names *known, PyObject *arrival, Request *request)
     return request->peer != NULL;
 }
 
+/* 1 or 0, or -1 with an exception. */
+static int
+is_anybody_blocked(Names *known, const ShortWay *self)
+{
+    return is_kept_true(&known->are_there_in_blocks, self->blocks, known->are_there, "are_there");
+}
+
 /* Ask it for a request, unless somebody is blocked: then there is more to look at. */
 static PyObject *
-ask_for(const Names *known, PyObject *way, const Request *request, Question question)
+ask_for(Names *known, PyObject *way, const Request *request, Question question)
 {
-    const ShortWay *self = (const ShortWay *)way;
-    return is_true(self->blocks, known->are_there) == 0 ? question(known, self, (Asker){request, NULL}) : unusual();
+    ShortWay *self = (ShortWay *)way;
+    return is_anybody_blocked(known, self) == 0 ? question(known, self, (Asker){request, NULL}) : unusual();
 }
 
 /* The same for any arrival. */
 static PyObject *
 ask_for_arrival(PyObject *way, PyObject *arrival, Question question)
 {
-    const Names *known = known_to(way);
-    const ShortWay *self = (const ShortWay *)way;
-    if (is_true(self->blocks, known->are_there) != 0) {
+    Names *known = known_to(way);
+    ShortWay *self = (ShortWay *)way;
+    if (is_anybody_blocked(known, self) != 0) {
         return unusual();
     }
     Request request = {0};
@@ -515,6 +542,7 @@ way_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->memory);
     Py_VISIT(self->spaces);
     Py_VISIT(self->time_ns);
+    Py_VISIT(self->kinds);
     return 0;
 }
 
@@ -531,6 +559,7 @@ way_clear(PyObject *object)
     Py_CLEAR(self->memory);
     Py_CLEAR(self->spaces);
     Py_CLEAR(self->time_ns);
+    Py_CLEAR(self->kinds);
     return 0;
 }
 
@@ -637,6 +666,8 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->free);
     Py_VISIT(known->asgi_module);
     Py_VISIT(known->meter_module);
+    Py_VISIT(known->are_there_in_blocks.type);
+    Py_VISIT(known->busy_in_memory.type);
     return 0;
 }
 
@@ -652,6 +683,8 @@ clear(PyObject *module)
     Py_CLEAR(known->free);
     Py_CLEAR(known->asgi_module);
     Py_CLEAR(known->meter_module);
+    Py_CLEAR(known->are_there_in_blocks.type);
+    Py_CLEAR(known->busy_in_memory.type);
     Py_CLEAR(known->nothing);
     Py_CLEAR(known->no_lines);
     Py_CLEAR(known->zero);

@@ -158,8 +158,9 @@ class Snapshot:
             for place in (*rule.templates, *rule.classes) or (ANYWHERE,):
                 self._rules_by_place.setdefault(place, []).append(number)
         self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
-        self._known: dict[tuple[str, str, str | None], RoutePlan] = {}
-        """The plans for busy paths."""
+        # By the method, and then by the path alone, which is a quicker question than for both together.
+        self._known: dict[str, dict[str | tuple[str, str], RoutePlan]] = {method: {} for method in METHODS}
+        """The plans for busy paths; in mounted apps these have two names."""
         named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
         self._methods = frozenset([*METHODS, *(normal_method(method) for methods in named for method in methods)])
         """The methods that may make a difference; all others are alike."""
@@ -179,7 +180,8 @@ class Snapshot:
 
     def route(self, method: str, path: str, below: str | None = None) -> RoutePlan:
         """The plan for requests of this method to this path, which in a mounted app has a name `below` that, too."""
-        plan = self._known.get((method, path, below))
+        plans = self._known.get(method)
+        plan = None if plans is None else plans.get(path if below is None else (path, below))
         return plan if plan is not None else self._found(method, path, below)
 
     def resolve(self, route: RoutePlan, who: Who, now_us: int) -> Resolution:
@@ -255,10 +257,11 @@ class Snapshot:
         if plan is None:
             plan = RoutePlan(self, tuple(self._templates[index] for index in matched), known)
             plan = self._routes.setdefault((matched, known), plan)
-        if method in METHODS and len(path) <= LONGEST_PATH:  # there is no end of methods that are made up
-            if len(self._known) >= MOST_PATHS:
-                self._known.clear()
-            self._known[method, path, below] = plan
+        if method in self._known and len(path) <= LONGEST_PATH:  # there is no end of methods that are made up
+            if sum(map(len, self._known.values())) >= MOST_PATHS:
+                for plans in self._known.values():
+                    plans.clear()
+            self._known[method][path if below is None else (path, below)] = plan
         return plan
 
     def _block(self, who: Who, now_us: int) -> Block | None:

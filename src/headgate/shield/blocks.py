@@ -54,6 +54,8 @@ class Blocks:
     'unpaid'
     """
 
+    __slots__ = ("__weakref__", "_mutex", "_tables", "are_there", "kinds")
+
     def __init__(self) -> None:
         self._mutex = threading.RLock()
         """For those who change something. Who only looks does not wait."""

@@ -67,6 +67,11 @@ class MemoryStats(NamedTuple):
 class MemoryStore:
     """Counters in a dict. `max_keys` bounds them; see `stats`."""
 
+    __slots__ = (
+        *("__weakref__", "_busy", "_evicted", "_forgiven", "_keys", "_lock", "_locks_always", "_max_keys", "_now_us"),
+        *("_refunded", "_short", "_spaces", "_time_ns", "_turn"),
+    )
+
     def __init__(self, clock: Clock, *, max_keys: int = 1_000_000) -> None:
         self._now_us: Callable[[], int] = clock.now_us
         self._time_ns = in_ns(clock)
