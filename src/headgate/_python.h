@@ -12,7 +12,7 @@
 enum { WHOLE_BYTES = sizeof(whole) };
 
 /* Numbers of more than 64 bits. Python 3.11 shows its digits, and to take them takes a tenth of the time of its own
- * functions. `read_wide` is false, without an exception, for what does not fit. */
+ * functions, and less for smaller numbers, too. `read_wide` is false, without an exception, for what does not fit. */
 #if PY_VERSION_HEX >= 0x030D0000
 
 static inline bool
@@ -88,10 +88,15 @@ read_whole(PyObject *number, whole *read)
     if (!PyLong_CheckExact(number)) {
         return false;
     }
+#if PY_VERSION_HEX >= 0x030C0000
     int is_wide;
     long long narrow = PyLong_AsLongLongAndOverflow(number, &is_wide);
     *read = narrow;
-    return !is_wide || read_wide(number, read);
+    if (!is_wide) {
+        return true;
+    }
+#endif
+    return read_wide(number, read);
 }
 
 static inline PyObject *
@@ -122,6 +127,17 @@ found(PyObject *dict, PyObject *name, PyObject **value)
     *value = Py_XNewRef(PyDict_GetItemWithError(dict, name));
     return *value != NULL;
 #endif
+}
+
+/* A new reference to what a mapping, which is a dict if it is ASGI's, has under that name; NULL with an exception. */
+static inline PyObject *
+item_of(PyObject *mapping, PyObject *name)
+{
+    PyObject *value = NULL;
+    if (PyDict_CheckExact(mapping) && (found(mapping, name, &value) || PyErr_Occurred())) {
+        return value;
+    }
+    return PyObject_GetItem(mapping, name);
 }
 
 /* Whether it is that text, which is ASCII. */

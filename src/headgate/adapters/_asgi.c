@@ -83,7 +83,7 @@ place(const Names *known, Request *self, PyObject *path, PyObject *root)
 static bool
 find_path(const Names *known, Request *self, PyObject *scope, PyObject *given_root)
 {
-    PyObject *path = PyObject_GetItem(scope, known->path), *root = NULL;
+    PyObject *path = item_of(scope, known->path), *root = NULL;
     if (path == NULL) {
         return false;
     }
@@ -507,7 +507,7 @@ telling_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
         return NULL;
     }
     Names *known = self->known;
-    PyObject *text = PyObject_GetItem(args[0], known->type);
+    PyObject *text = item_of(args[0], known->type);
     if (text == NULL) {
         return NULL;
     }

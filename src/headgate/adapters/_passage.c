@@ -339,7 +339,7 @@ arrive(Names *known, Passage *self, PyObject *gate, Request *request)
 static int
 is_request(const Names *known, PyObject *scope)
 {
-    PyObject *type = PyObject_GetItem(scope, known->type);
+    PyObject *type = item_of(scope, known->type);
     int is = type == NULL ? -1 : IS_TEXT(type, "http") || IS_TEXT(type, "websocket");
     Py_XDECREF(type);
     return is;
