@@ -213,9 +213,9 @@ typedef struct {
     Py_ssize_t offset;
 } Place;
 
-/* What an object has in the slot of that name; borrowed. NULL, without an exception, if it has no such slot. */
-static inline PyObject *
-kept_in(Place *place, PyObject *object, const char *name)
+/* The slot of that name. NULL, without an exception, if it has no such slot. */
+static inline PyObject **
+slot_in(Place *place, PyObject *object, const char *name)
 {
     if (!Py_IS_TYPE(object, place->type)) {
         Py_ssize_t offset;
@@ -226,7 +226,23 @@ kept_in(Place *place, PyObject *object, const char *name)
         Py_XSETREF(place->type, (PyTypeObject *)Py_NewRef(Py_TYPE(object)));
         place->offset = offset;
     }
-    return slot(object, place->offset);
+    return (PyObject **)((char *)object + place->offset);
+}
+
+/* What an object has in it; borrowed. NULL, without an exception, if that is nothing. */
+static inline PyObject *
+kept_in(Place *place, PyObject *object, const char *name)
+{
+    PyObject **kept = slot_in(place, object, name);
+    return kept == NULL ? NULL : *kept;
+}
+
+/* The same of something that is true or not, by its slot or by its name: 1 or 0, or -1 with an exception. */
+static inline int
+is_kept_true(Place *place, PyObject *object, PyObject *name, const char *spelled)
+{
+    PyObject *value = kept_in(place, object, spelled);
+    return value == Py_False ? 0 : value == Py_True ? 1 : is_true(object, name);
 }
 
 /* Raise what was thrown, as `raise` would. */
@@ -242,14 +258,6 @@ raise(PyObject *const *args, Py_ssize_t number)
     else {
         PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
     }
-}
-
-/* The same of something that is true or not, by its slot or by its name: 1 or 0, or -1 with an exception. */
-static inline int
-is_kept_true(Place *place, PyObject *object, PyObject *name, const char *spelled)
-{
-    PyObject *value = kept_in(place, object, spelled);
-    return value == Py_False ? 0 : value == Py_True ? 1 : is_true(object, name);
 }
 
 /* Slots of a module that keeps what it knows to itself, and changes nothing that others see without Python's own lock:

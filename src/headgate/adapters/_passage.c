@@ -14,8 +14,8 @@ enum { ASKING_WAY, ASKING_FRONT, ASKING_CLOCK, ASKING_RUN, ASKING_FIELDS };
 
 /* What is asked for by name. */
 #define FOR_EACH_NAME(DO)                                                                                              \
-    DO(_serve) DO(_let_in) DO(admit) DO(short_way) DO(_asking) DO(_failed) DO(is_alert) DO(checks) DO(look)            \
-    DO(answered) DO(throw) DO(close) DO(type) DO(value)
+    DO(_serve) DO(_let_in) DO(admit) DO(_failed) DO(is_alert) DO(look) DO(answered) DO(throw) DO(close) DO(type)       \
+    DO(value)
 
 typedef struct {
     PyTypeObject *passage_type;
@@ -40,6 +40,10 @@ typedef struct {
     Py_ssize_t leases_at;
     Py_ssize_t shadows_at;
     Place split_place;
+    Place checks_place;
+    Place alert_place;
+    Place short_way_place;
+    Place asking_place;
     /* Room for passages to come, left by those that are over. */
     struct Passage *spare[MOST_SPARE];
     int spares;
@@ -221,21 +225,33 @@ is_whole(Names *known, PyObject *check)
     return is;
 }
 
+/* Whether there is more to know than what the store says: 1 or 0, or -1 with an exception. */
+static int
+is_alert(Names *known, PyObject *front)
+{
+    return is_kept_true(&known->alert_place, front, known->is_alert, "is_alert");
+}
+
 /* Count the check, and have one in so many looked at. False with an exception. */
 static bool
-count(const Names *known, PyObject *front, PyObject *check)
+count(Names *known, PyObject *front, PyObject *check)
 {
-    PyObject *before = PyObject_GetAttr(front, known->checks);
-    PyObject *checks = before == NULL ? NULL : PyNumber_Add(before, known->one), *looked = NULL;
-    bool is_counted = checks != NULL && PyObject_SetAttr(front, known->checks, checks) == 0;
-    if (is_counted && !(PyLong_AsUnsignedLongLongMask(checks) & known->looks)) {
-        looked = PyObject_CallMethodOneArg(front, known->look, check);
-        is_counted = looked != NULL;
+    PyObject **counted = slot_in(&known->checks_place, front, "checks");
+    if (counted == NULL || *counted == NULL) {
+        PyErr_SetString(PyExc_TypeError, "the front of a gate has to count its checks");
+        return false;
     }
-    Py_XDECREF(before);
-    Py_XDECREF(checks);
-    Py_XDECREF(looked);
-    return is_counted && !PyErr_Occurred();
+    PyObject *checks = PyNumber_Add(*counted, known->one), *looked = NULL;
+    if (checks == NULL) {
+        return false;
+    }
+    bool is_looked_at = !(PyLong_AsUnsignedLongLongMask(checks) & known->looks);
+    Py_SETREF(*counted, checks);
+    if (is_looked_at && !PyErr_Occurred()) {
+        looked = PyObject_CallMethodOneArg(front, known->look, check);
+        Py_XDECREF(looked);
+    }
+    return !PyErr_Occurred();
 }
 
 /* What to await for the store's decision, where that is all there is to `_decide`; a new reference. NULL, with or
@@ -243,7 +259,7 @@ count(const Names *known, PyObject *front, PyObject *check)
 static PyObject *
 asked_for(Names *known, PyObject *front, PyObject *run, PyObject *check)
 {
-    if (is_true(front, known->is_alert) != 0 || !is_whole(known, check) || !count(known, front, check)) {
+    if (is_alert(known, front) != 0 || !is_whole(known, check) || !count(known, front, check)) {
         return NULL;
     }
     PyObject *asked = PyObject_CallOneArg(run, check);
@@ -288,15 +304,12 @@ ask(Names *known, Passage *self, PyObject *gate, PyObject *asking, const Request
     return wait_for(self, asked);
 }
 
-/* What is kept under that name, if that is not None; a new reference. NULL, with or without an exception, if it is. */
+/* What the gate keeps in that slot, if that is not None; a new reference, or NULL. */
 static PyObject *
-somebody(PyObject *object, PyObject *name)
+somebody(Place *place, PyObject *gate, const char *name)
 {
-    PyObject *there = PyObject_GetAttr(object, name);
-    if (there == Py_None) {
-        Py_CLEAR(there);
-    }
-    return there;
+    PyObject *there = kept_in(place, gate, name);
+    return there == NULL || there == Py_None ? NULL : Py_NewRef(there);
 }
 
 /* How it is let in, or None where the gate has more to ask, or NULL with an exception. */
@@ -311,7 +324,7 @@ short_admission(const Names *known, PyObject *short_way, const Request *request)
 static bool
 arrive(Names *known, Passage *self, PyObject *gate, Request *request)
 {
-    PyObject *short_way = somebody(gate, known->short_way);
+    PyObject *short_way = somebody(&known->short_way_place, gate, "short_way");
     if (short_way != NULL) {
         PyObject *admission = short_admission(known, short_way, request);
         Py_DECREF(short_way);
@@ -320,8 +333,8 @@ arrive(Names *known, Passage *self, PyObject *gate, Request *request)
         }
         Py_DECREF(admission);
     }
-    else if (!PyErr_Occurred()) {
-        PyObject *asking = somebody(gate, known->_asking);
+    else {
+        PyObject *asking = somebody(&known->asking_place, gate, "_asking");
         bool is_asked = asking != NULL && ask(known, self, gate, asking, request);
         Py_XDECREF(asking);
         if (is_asked || PyErr_Occurred()) {
@@ -369,18 +382,18 @@ begin_passage(Names *known, Passage *self)
 /* Whether a decision says more than that the request may pass now, of which the gate's front is to hear; -1 with an
  * exception. */
 static int
-is_news(const Names *known, PyObject *front, PyObject *decision)
+is_news(Names *known, PyObject *front, PyObject *decision)
 {
     if (!Py_IS_TYPE(decision, known->decision_type) || PyTuple_GET_ITEM(decision, SAID_ALLOWED) != Py_True) {
         return 1;
     }
     int is = PyObject_IsTrue(PyTuple_GET_ITEM(decision, SAID_AGAIN_US));
-    return is == 0 ? is_true(front, known->is_alert) : is;
+    return is == 0 ? is_alert(known, front) : is;
 }
 
 /* The store has decided. */
 static bool
-be_told(const Names *known, Passage *self, PyObject *decision)
+be_told(Names *known, Passage *self, PyObject *decision)
 {
     int is = is_news(known, self->front, decision);
     if (is > 0) {
@@ -420,7 +433,7 @@ do_without(const Names *known, Passage *self)
 
 /* What was waited for before the app is over: with an answer, or with the exception that is raised now. */
 static bool
-advance(const Names *known, Passage *self, PyObject *answer)
+advance(Names *known, Passage *self, PyObject *answer)
 {
     if (answer == NULL) {
         return self->state == ASKED && PyErr_ExceptionMatches(known->store_error) && do_without(known, self);
@@ -435,7 +448,7 @@ advance(const Names *known, Passage *self, PyObject *answer)
 static PySendResult
 go_on(Passage *self, PySendResult how, PyObject **answer, PyObject **result)
 {
-    const Names *known = self->names;
+    Names *known = self->names;
     while (how != PYGEN_NEXT) {
         bool is_advanced = self->state != SERVED && advance(known, self, how == PYGEN_RETURN ? *answer : NULL);
         Py_CLEAR(*answer);
@@ -837,6 +850,10 @@ visit(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(known->store_error);
     Py_VISIT(known->free);
     Py_VISIT(known->split_place.type);
+    Py_VISIT(known->checks_place.type);
+    Py_VISIT(known->alert_place.type);
+    Py_VISIT(known->short_way_place.type);
+    Py_VISIT(known->asking_place.type);
     return 0;
 }
 
@@ -857,6 +874,10 @@ clear(PyObject *module)
     Py_CLEAR(known->free);
     Py_CLEAR(known->one);
     Py_CLEAR(known->split_place.type);
+    Py_CLEAR(known->checks_place.type);
+    Py_CLEAR(known->alert_place.type);
+    Py_CLEAR(known->short_way_place.type);
+    Py_CLEAR(known->asking_place.type);
 #define CLEARED(name) Py_CLEAR(known->name);
     FOR_EACH_NAME(CLEARED)
 #undef CLEARED

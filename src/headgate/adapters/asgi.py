@@ -13,6 +13,7 @@ from types import CoroutineType, coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 from headgate._compiled import compiled
+from headgate.adapters.door import Ways
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.mounts import placed, root_of
 from headgate.adapters.way import FREE, enter_context, leave_context
@@ -246,6 +247,7 @@ class _Unmade(AsyncGate):
     """Stands where no gate could be made: the server is told why as it starts, and who comes nevertheless is, too."""
 
     def __init__(self, error: InvalidInput) -> None:
+        Ways.__init__(self)
         self._error = error
 
     async def decline(self, receive: Receive, send: Send) -> None:

@@ -77,7 +77,27 @@ class GateOptions(TypedDict, total=False):
     """A path at which the gate itself says how it is: 200 while requests are decided by the store, 503 while not."""
 
 
-class Door:
+class Ways:
+    """The ways in C through a gate, which every request asks for: hence in slots."""
+
+    __slots__ = ("_asking", "_way", "short_way")
+
+    short_way: Callable[[Arrival], Admission | None] | None
+    """How a request is let in that is like one before, whose counts are in this process, in C; or None, for all that
+    takes more. None itself where there is no such way."""
+
+    _way: Any
+    """Where there is none: the same in C but for what the store is asked. `recognize` says what such a request meets,
+    and `conclude` how it is let in."""
+
+    _asking: tuple[Any, Front, Callable[[], int], Callable[[Check], Awaitable[Decision]]] | None
+    """For `_passage.c`: that way, and who asks an asynchronous store, by which clock and how."""
+
+    def __init__(self) -> None:
+        self.short_way = self._way = self._asking = None
+
+
+class Door(Ways):
     """What both gates are made of."""
 
     _limiter_type: type[Any]
@@ -87,17 +107,6 @@ class Door:
 
     newcomers: ClassVar[list[Callable[[Any], None]]] = []
     """Told of each gate as it is made, for the same tests."""
-
-    short_way: Callable[[Arrival], Admission | None] | None = None
-    """How a request is let in that is like one before, whose counts are in this process, in C; or None, for all that
-    takes more. None itself where there is no such way."""
-
-    _way: Any = None
-    """Where there is none: the same in C but for what the store is asked. `recognize` says what such a request meets,
-    and `conclude` how it is let in."""
-
-    _asking: tuple[Any, Front, Callable[[], int], Callable[[Check], Awaitable[Decision]]] | None = None
-    """For `_passage.c`: that way, and who asks an asynchronous store, by which clock and how."""
 
     def __init__(
         self,
@@ -116,6 +125,7 @@ class Door:
         on_event: Callable[[Event], Any] | None = None,
         health_path: str | None = None,
     ) -> None:
+        super().__init__()
         self._functions = _checked_functions(identities)
         self._refusal_body = _checked_function("refusal_body", refusal_body)
         self._on_decision: Callable[[Arrival, Admission], None] | None = _checked_function("on_decision", on_decision)

@@ -49,6 +49,11 @@ Way: TypeAlias = "Generator[Check | Inquiry, Any, Decision]"
 class Front:
     """All that one limiter knows beside its store."""
 
+    __slots__ = (
+        *("__weakref__", "_clock", "_prepays", "_refusal", "_remembers", "blocks", "breaker", "checks", "denials"),
+        *("ensure", "fleet", "is_alert", "ledger", "now_ns", "outage", "purses", "script_errors", "unspent"),
+    )
+
     def __init__(self, herald: Herald, *, clock: Clock | None, fleet: Fleet) -> None:
         self.fleet = fleet
         self.denials = Denials(clock, exactly=clock is not None, knocks=KNOCKS, is_heard=_is_heard)
