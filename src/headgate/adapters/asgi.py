@@ -13,10 +13,9 @@ from types import CoroutineType, coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 from headgate._compiled import compiled
-from headgate.adapters.door import Ways
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.mounts import placed, root_of
-from headgate.adapters.way import FREE, enter_context, leave_context
+from headgate.adapters.way import FREE, Ways, enter_context, leave_context
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:

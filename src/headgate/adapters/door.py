@@ -14,7 +14,7 @@ from weakref import WeakSet
 from headgate._compiled import compiled
 from headgate.adapters.answers import Answers, status_page
 from headgate.adapters.identities import Identities
-from headgate.adapters.way import Rules, admitted
+from headgate.adapters.way import Rules, Ways, admitted
 from headgate.clock import SystemClock, in_ns
 from headgate.errors import InvalidConfiguration
 from headgate.failure import FailurePolicy
@@ -26,7 +26,7 @@ from headgate.policy.watching import Watch
 from headgate.stores.calls import Check, Leave
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
     from os import PathLike
 
     from headgate.adapters.answers import Description, RefusalBody
@@ -75,26 +75,6 @@ class GateOptions(TypedDict, total=False):
     """Told when the store is lost, and back, and what became of it."""
     health_path: str | None
     """A path at which the gate itself says how it is: 200 while requests are decided by the store, 503 while not."""
-
-
-class Ways:
-    """The ways in C through a gate, which every request asks for: hence in slots."""
-
-    __slots__ = ("_asking", "_way", "short_way")
-
-    short_way: Callable[[Arrival], Admission | None] | None
-    """How a request is let in that is like one before, whose counts are in this process, in C; or None, for all that
-    takes more. None itself where there is no such way."""
-
-    _way: Any
-    """Where there is none: the same in C but for what the store is asked. `recognize` says what such a request meets,
-    and `conclude` how it is let in."""
-
-    _asking: tuple[Any, Front, Callable[[], int], Callable[[Check], Awaitable[Decision]]] | None
-    """For `_passage.c`: that way, and who asks an asynchronous store, by which clock and how."""
-
-    def __init__(self) -> None:
-        self.short_way = self._way = self._asking = None
 
 
 class Door(Ways):

@@ -15,13 +15,14 @@ from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Sequence
 
     from headgate.adapters.answers import Answers, Description, Header, Refusal
     from headgate.adapters.identities import Identities, Sent, Told
     from headgate.decisions import Decision
     from headgate.policy.model import Block
     from headgate.policy.snapshot import Met, Resolution, RoutePlan, Snapshot
+    from headgate.shield.front import Front
 
 __all__ = [
     "FREE",
@@ -31,6 +32,7 @@ __all__ = [
     "Rules",
     "Settling",
     "Shadow",
+    "Ways",
     "admitted",
     "current_admission",
     "enter_context",
@@ -203,6 +205,26 @@ def leave_context(token: Token[Admission]) -> None:
 def current_admission() -> Admission:
     """How the request that is being served was let in: its decision, and where to `commit` its real cost."""
     return _current.get()
+
+
+class Ways:
+    """The ways in C through a gate, which every request asks for: hence in slots."""
+
+    __slots__ = ("_asking", "_way", "short_way")
+
+    short_way: Callable[[Arrival], Admission | None] | None
+    """How a request is let in that is like one before, whose counts are in this process, in C; or None, for all that
+    takes more. None itself where there is no such way."""
+
+    _way: Any
+    """Where there is none: the same in C but for what the store is asked. `recognize` says what such a request meets,
+    and `conclude` how it is let in."""
+
+    _asking: tuple[Any, Front, Callable[[], int], Callable[[Check], Awaitable[Decision]]] | None
+    """For `_passage.c`: that way, and who asks an asynchronous store, by which clock and how."""
+
+    def __init__(self) -> None:
+        self.short_way = self._way = self._asking = None
 
 
 class Known(dict[Any, Meeting]):
