@@ -231,11 +231,6 @@ def test_only_the_drivers_await(name: str) -> None:
     assert not awaits or str(MODULES[name].relative_to(SOURCE)) in MAY_AWAIT
 
 
-@every_module
-def test_no_module_is_longer_than_400_lines(name: str) -> None:
-    assert len(MODULES[name].read_text("utf-8").splitlines()) <= 400
-
-
 def test_no_test_sleeps_or_is_skipped() -> None:
     forbidden = re.compile(r"time\.sle[e]p|pytest\.sk[i]p|mark\.sk[i]p|importorsk[i]p|mark\.xf[a]il")
     assert not [file.name for file in ROOT.glob("tests/test_*.py") if forbidden.search(file.read_text("utf-8"))]
