@@ -779,3 +779,27 @@ def test_a_nodes_copy_stays_where_it_was_named(
     assert copy.keep(found)
     assert "copy.db" in [file.name for file in here.iterdir()]
     assert [*elsewhere.iterdir()] == []
+
+
+def test_a_new_config_store_is_private(tmp_path: Path) -> None:
+    store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
+    with reading(store.engine):
+        assert {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {
+            f"config.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm")
+        }
+
+
+def test_a_deleted_config_store_is_reported_and_not_replaced_by_an_empty_one(tmp_path: Path) -> None:
+    store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
+    store.put_policy("limits: [{by: ip, bucket: 1/minute}]", **BY)
+    (tmp_path / "config.db").unlink()
+    for use in (lambda: store.version, lambda: store.set_route("/a", 2, **BY)):
+        with pytest.raises(ConfigUnavailable, match="there is no such file"):
+            use()
+    assert not (tmp_path / "config.db").exists()
+
+
+def test_a_change_to_a_config_store_that_is_deleted_meanwhile_is_not_reported_as_saved(tmp_path: Path) -> None:
+    store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
+    with pytest.raises(ConfigUnavailable, match="the file was deleted or replaced"), writing(store.engine):
+        (tmp_path / "config.db").unlink()

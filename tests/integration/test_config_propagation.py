@@ -313,6 +313,18 @@ def test_the_copy_holds_every_version_and_the_workers_of_a_machine_share_it(file
     assert copy.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_copy_that_was_deleted_is_written_again_though_nothing_has_changed(
+    files: ConfigStore, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.db"
+    node = follow(files, lambda policy: policy, cache=copy)
+    node.look()
+    copy.unlink()
+    assert not node.look()
+    assert started_from(copy) == files.policy()
+    node.close()
+
+
 def started_from(copy: Path) -> Policy:
     """What a node has that starts with nothing but the copy."""
     following: Following[Policy] = Following(

@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 
 from headgate import InvalidConfiguration
-from headgate.telemetry import Record, open_sink
+from headgate.telemetry import DecisionLog, Record, open_sink
 from headgate.telemetry.clients import Clients
 from headgate.telemetry.moments import span
 from headgate.telemetry.records import lost_record
@@ -30,7 +31,7 @@ from headgate.telemetry.sinks.jsonl import JsonLinesSink
 from headgate.telemetry.sinks.sqlite import SqliteSink
 from headgate.telemetry.why import Asked, why
 from test_why import NOW
-from traffic import SECRET, START_US, records_of_all_kinds
+from traffic import SECRET, START_US, Request, Traffic, records_of_all_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,6 +106,132 @@ def test_sqlite_stays_within_its_size(tmp_path: Path, records: list[Record], mon
     assert kept[-1].at_us == records[-1].at_us + 39 * DAY_US // 24  # the newest stay
     sink.close()
     assert (tmp_path / "decisions.db").stat().st_size < 600_000
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("journals", [True, False])
+def test_a_deleted_sqlite_file_is_created_again_with_all_that_follows(
+    tmp_path: Path, records: list[Record], journals: bool
+) -> None:
+    file = tmp_path / "decisions.db"
+    sink = SqliteSink(file)
+    sink.write(records)
+    for each in [file, *([*tmp_path.glob("decisions.db-*")] if journals else [])]:
+        each.unlink()
+    later = at(records, DAY_US)
+    sink.write(later)
+    assert stored(file) == sorted(later, key=lambda each: each.id)
+    sink.close()
+    assert stored(file) == sorted(later, key=lambda each: each.id)
+
+
+def test_a_sqlite_file_that_is_moved_away_is_complete_and_another_begins(tmp_path: Path, records: list[Record]) -> None:
+    file = tmp_path / "decisions.db"
+    sink = SqliteSink(file)
+    sink.write(records)
+    file.rename(tmp_path / "archive.db")
+    sink.write(at(records, DAY_US))
+    sink.close()
+    assert len(stored(file)) == len(stored(tmp_path / "archive.db")) == len(records)
+
+
+def test_writers_that_notice_a_deletion_one_after_another_share_the_new_file(
+    tmp_path: Path, records: list[Record]
+) -> None:
+    file = tmp_path / "decisions.db"
+    first, second, third = SqliteSink(file), SqliteSink(file), SqliteSink(file)
+    for number, sink in enumerate((first, second, third)):
+        sink.write(at(records, number))
+    file.unlink()
+    first.write(at(records, DAY_US))
+    second.write(at(records, DAY_US + 1))
+    third.close()  # it never noticed: the journal of that name is not its own any more
+    first.write(at(records, DAY_US + 2))
+    second.close()
+    assert len(stored(file)) == 3 * len(records)
+    first.close()
+    assert len(stored(file)) == 3 * len(records)
+    with closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_batch_that_went_into_a_deleted_file_is_not_reported_as_written(
+    tmp_path: Path, records: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "decisions.db"
+    sink = SqliteSink(file)
+    sink.write(records[:1])
+    insert = sqlite._insert
+
+    def insert_and_delete(*given: Any) -> None:
+        insert(*given)
+        file.unlink()
+
+    monkeypatch.setattr(sqlite, "_insert", insert_and_delete)
+    with pytest.raises(sqlite3.OperationalError, match="was deleted or replaced while records were written"):
+        sink.write(records)
+    monkeypatch.undo()
+    sink.write(records)
+    sink.close()
+    assert len(stored(file)) == len(records)
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_no_record_is_lost_when_the_log_is_deleted_under_a_running_gate(tmp_path: Path, writer: Any) -> None:
+    file = tmp_path / "decisions.db"
+    log = DecisionLog(f"sqlite:///{file}", secret=SECRET, sample=1, every=0.005, writer=writer)
+    traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
+    for _ in range(200):
+        traffic.send(Request())
+    assert log.flush(20)
+    assert len(stored(file)) == 200
+    for each in tmp_path.iterdir():
+        each.unlink()
+    for _ in range(300):
+        traffic.send(Request())
+    assert log.flush(20)
+    assert len(stored(file)) == 300
+    assert log.stats[:3] == (500, 0, 0)
+    log.close()
+    assert len(stored(file)) == 300
+
+
+def test_the_files_of_the_log_are_private_and_an_existing_mode_stays(tmp_path: Path, records: list[Record]) -> None:
+    sink = SqliteSink(tmp_path / "decisions.db")
+    sink.write(records)
+    assert {each.name: mode(each) for each in tmp_path.iterdir()} == {
+        f"decisions.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm")
+    }
+    sink.close()
+    (tmp_path / "decisions.db").chmod(0o640)
+    sink.write(at(records, DAY_US))
+    assert {mode(each) for each in tmp_path.iterdir()} == {0o640}
+    sink.close()
+
+
+def test_sinks_that_open_a_new_file_at_the_same_moment_all_get_it(tmp_path: Path, records: list[Record]) -> None:
+    for number in range(20):
+        sinks = [SqliteSink(tmp_path / f"{number}.db") for _ in range(8)]
+        begin = threading.Barrier(len(sinks))
+        failed: list[Exception] = []
+
+        def write(sink: SqliteSink, begin: threading.Barrier = begin, failed: list[Exception] = failed) -> None:
+            begin.wait()
+            try:
+                sink.write(records[:2])
+            except Exception as error:
+                failed.append(error)
+            sink.close()
+
+        threads = [threading.Thread(target=write, args=(sink,)) for sink in sinks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
 
 
 def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[Record]) -> None:

@@ -113,6 +113,8 @@ class Following(Generic[Made]):
             try:
                 found = self._newer()
                 self._in_touch()
+                if found is None:
+                    self._restore_copy()
             except ConfigUnavailable as error:
                 self._out_of_touch(error)
                 return False
@@ -224,11 +226,18 @@ class Following(Generic[Made]):
 
     def _in_touch(self) -> None:
         self.seen_us = time.time_ns() // 1000
-        if self._copy is not None and self._looked_at == self._state.stamp:
-            self._copy.touch()
         if isinstance(self.error, ConfigUnavailable):
             self.error, self.source = None, "store"
             logger.warning("%s answers again; version %s is in force", self.name, self.version)
+
+    def _restore_copy(self) -> None:
+        """Note in the copy on disk that it is current. Write it again if it was deleted meanwhile."""
+        if self._copy is None or self._looked_at != self._state.stamp or self._copy.touch():
+            return
+        logger.warning("the copy on disk is missing; writing it again")
+        with reading(self._engine) as connection:
+            self._unkept = contents(connection, self._state.stamp)
+        self._keep()
 
     def _out_of_touch(self, error: ConfigUnavailable) -> None:
         if not isinstance(self.error, ConfigUnavailable):  # told once, however often it is asked

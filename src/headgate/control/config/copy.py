@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -58,14 +57,17 @@ class Copy:
             self._path.unlink(missing_ok=True)
             return self._keep(found)
 
-    def touch(self) -> None:
-        """The store was asked, and has nothing newer."""
-        with suppress(OSError):
+    def touch(self) -> bool:
+        """Note that the store has nothing newer. Return False if the copy was deleted, and has to be written again."""
+        try:
             os.utime(self._path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def _keep(self, found: Contents | Changes) -> bool:
-        with suppress(FileExistsError):
-            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         with writing(self._engine(create=True)) as connection:
             migrate(connection)
             kept = newest_stamp(connection)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from sqlalchemy.exc import ArgumentError, DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool
 
+from headgate._sqlite import FileId, create_file, file_id, set_journal_mode
 from headgate.control.config.hosts import Hosts, Unresolved
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 
@@ -30,10 +30,6 @@ WRITES: Final = "headgate_writes"
 
 PATIENCE: Final = 10.0
 """Seconds to wait for another writer. PostgreSQL itself gives up what takes longer."""
-MOMENT: Final = 0.005
-"""Seconds between two attempts at what SQLite does not wait for."""
-PRIMARY: Final = 0xFF
-"""The bits of SQLite's codes that say what kind of error it is."""
 SILENCE: Final = 4.0
 """Seconds after which a server that says nothing at all is taken for hung, whatever TCP still hopes for."""
 REST: Final = 2.0
@@ -54,7 +50,8 @@ def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str =
     """An engine. What it opens is closed after use, so that nothing is left for a forked child; but for up to `keep`
     connections to PostgreSQL, where opening takes longer than most questions.
 
-    A file that is not there is made, if `create` says so. `journal` is SQLite's way to keep a transaction whole.
+    With `create`, the first connection creates a missing file, with mode 0600. Later ones do not: an empty config store
+    in place of one that was deleted would be wrong, not just unavailable. `journal` is SQLite's journal mode.
     """
     try:
         parsed = make_url(url)
@@ -73,15 +70,21 @@ def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str =
     file = Path(parsed.database)
     engine = create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args={"timeout": PATIENCE})
 
+    may_create = create
+
     @event.listens_for(engine, "do_connect")
     def _find(*_: Any) -> None:
-        if not create and not file.exists():
+        nonlocal may_create
+        if may_create:
+            create_file(file)
+            may_create = False
+        elif not file.exists():
             raise ConfigUnavailable(f"config store {shown(engine)}: there is no such file")
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # transactions begin where we say, and not where the driver guesses
-        _keep_journal(connection, journal)
+        set_journal_mode(connection, journal, timeout=PATIENCE)
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -107,27 +110,22 @@ def writing(engine: Engine) -> Iterator[Connection]:
             # One at a time, also while there are no tables yet; readers are not kept waiting.
             with _patiently(connection):
                 connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('headgate config'))")
+        file = _file_of(engine)
         yield connection
+    if _file_of(engine) != file:
+        raise ConfigUnavailable(
+            f"config store {shown(engine)}: the file was deleted or replaced during the change, which is lost"
+        )
+
+
+def _file_of(engine: Engine) -> FileId | None:
+    """The identity of SQLite's file; None for PostgreSQL."""
+    return file_id(str(engine.url.database)) if engine.dialect.name == "sqlite" else None
 
 
 def shown(engine: Engine) -> str:
     """The URL as it may be told: without its password."""
     return engine.url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
-
-
-def _keep_journal(connection: sqlite3.Connection, journal: str) -> None:
-    """Set SQLite's way to keep a transaction whole. While others set it, too, as all who open a new file at the same
-    moment do, SQLite refuses instead of waiting."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            connection.execute(f"PRAGMA journal_mode = {journal}")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & PRIMARY != sqlite3.SQLITE_BUSY or time.monotonic() >= end:
-                raise
-            time.sleep(MOMENT)
-        else:
-            return
 
 
 def _opened_postgresql(url: URL, keep: int) -> Engine:

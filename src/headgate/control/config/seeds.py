@@ -61,7 +61,7 @@ def read_seed_tables(
     `fingerprint` makes keyed hashes of the API keys, which are kept nowhere else. Clients of whom no tier is known are
     in `default_tier`: that of the fewest per second, if not given.
     """
-    engine = opened(url)
+    engine = opened(url, create=False)
     with reading(engine) as connection:
         missing = {each.name for each in (TIERS, OVERRIDES, ROUTES)} - set(inspect(connection).get_table_names())
         if missing:

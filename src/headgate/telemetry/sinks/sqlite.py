@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from headgate._forks import renew_in_children
+from headgate._sqlite import FileId, close_stale, create_file, file_id, set_journal_mode
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.records import REJECTIONS, Record, id_prefix
 from headgate.telemetry.sinks import MOST_LOOKED_AT, REJECTED, Count
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = ["SqliteReader", "SqliteSink"]
+
+logger = logging.getLogger("headgate")
 
 DAY_US: Final = 86_400_000_000
 VERSION: Final = 1
@@ -72,17 +76,22 @@ INDEX: Final = """
 
 
 class SqliteSink:
-    """Writes into one file. It keeps so many days, and no more than about so many megabytes."""
+    """Writes to one file. It keeps records for `days`, and no more than about `size_mb` megabytes of them.
+
+    A file that is deleted, moved away or replaced while it is in use is created again, with mode 0600.
+    """
 
     batch = 10 * AT_ONCE
     every = 0.5
     """Seconds between two batches: the more go together, the fewer pages of the index are written for each."""
 
     def __init__(self, path: str | os.PathLike[str], *, days: float = 30, size_mb: float = 1024) -> None:
-        self._path = os.fspath(path)
+        self._path = os.path.abspath(path)  # the process may change its directory before the file is opened again
         self._most_us = int(days * DAY_US)
         self._most_bytes = int(size_mb * 1_000_000)
         self._connection: sqlite3.Connection | None = None
+        self._file: FileId | None = None
+        """Identity of the file that the connection has open."""
         self._next_tidying = 0.0
         renew_in_children(self)
 
@@ -90,6 +99,8 @@ class SqliteSink:
         connection = self._connected()
         with _transaction(connection):
             _insert(connection, batch)
+        if self._is_stale():  # the batch went into a file that nobody can read any more: have it written again
+            raise sqlite3.OperationalError(f"{self._path} was deleted or replaced while records were written to it")
         if time.monotonic() >= self._next_tidying:
             self._next_tidying = time.monotonic() + TIDIES
             self.tidy()
@@ -110,9 +121,13 @@ class SqliteSink:
         connection.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if self._is_stale():
+            close_stale(connection, self._path)
+        else:
+            connection.close()
 
     def renew_after_fork(self) -> None:
         """A connection is of the process that opened it: here it is neither used nor closed."""
@@ -139,17 +154,26 @@ class SqliteSink:
         )
         return int((pages - free) * size)
 
+    def _is_stale(self) -> bool:
+        """Whether the file was deleted or replaced since it was opened: what is written to it then is lost."""
+        return file_id(self._path) != self._file
+
     def _connected(self) -> sqlite3.Connection:
+        if self._connection is not None and self._is_stale():
+            logger.warning("decision log %s was deleted or replaced; opening it again", self._path)
+            self.close()
         if self._connection is None:
-            connection = sqlite3.connect(
+            self._file = create_file(self._path)
+            self._connection = sqlite3.connect(
                 self._path, timeout=PATIENCE, isolation_level=None, check_same_thread=False, cached_statements=16
             )
             try:
-                _prepare(connection, self._path)
+                _prepare(self._connection, self._path)
+                if self._is_stale():
+                    raise sqlite3.OperationalError(f"{self._path} was deleted or replaced while it was opened")
             except BaseException:
-                connection.close()
+                self.close()
                 raise
-            self._connection = connection
         return self._connection
 
 
@@ -239,7 +263,7 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
         raise InvalidConfiguration(f"{path} is the decision log of another headgate, or no such log; name a new file")
     if not version:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    connection.execute("PRAGMA journal_mode = WAL").fetchall()
+    set_journal_mode(connection, "WAL", timeout=PATIENCE)
     # What the last moments before a power failure wrote may be lost; what a crash of the process leaves never is.
     connection.execute("PRAGMA synchronous = NORMAL")
     # Clients come in any order: much of the index is touched again and again, and should be neither read from the file
