@@ -78,6 +78,14 @@ blocked:
   - {{api_key: stolen-key, reason: stolen}}
 """
 
+NOTES = [
+    (
+        "limits count by tenant, device: the app has to supply them, "
+        'identities={"tenant": function, "device": function}; without them, requests are counted by IP address'
+    ),
+    "3 API keys in plain text: write their hashes instead, which `headgate hash-key` prints",
+]
+
 SLIPS = """\
 limits:
   - {by: ip, bukcet: 10/minute}
@@ -265,12 +273,22 @@ def test_every_mistake_has_its_line(call: Callable[..., tuple[int, str, str]]) -
     assert call("check", "slips.yaml") == (1, "", f"{refusal.value}\n")
 
 
+def test_what_a_policy_expects_of_the_app_is_noted(call: Callable[..., tuple[int, str, str]]) -> None:
+    """Neither is a mistake, so that neither fails a strict check."""
+    code, printed, complained = call("check", "--strict", "shop.yaml")
+    first, *others = printed.splitlines()
+    assert (code, complained, first.startswith("shop.yaml: good")) == (0, "", True)
+    assert others == [f"shop.yaml: note: {note}" for note in NOTES]
+    assert "note" not in call("check", "odd.yaml")[1]
+
+
 def test_programs_get_a_list(call: Callable[..., tuple[int, str, str]]) -> None:
     code, printed, complained = call("check", "--json", "shop.yaml", "slips.yaml", "odd.yaml", "nowhere.yaml")
     shop, slips, odd, nowhere = json.loads(printed)
     assert (code, complained) == (2, "")
     counts = {"limits": 8, "routes": 3, "tiers": 3, "clients": 2, "overrides": 3, "blocks": 2}
-    assert shop == {"file": "shop.yaml", "good": True, "counts": counts, "problems": []}
+    assert shop == {"file": "shop.yaml", "good": True, "counts": counts, "problems": [], "notes": NOTES}
+    assert slips["notes"] == []
     assert (slips["good"], slips["counts"], len(slips["problems"])) == (False, {}, 2)
     message = "unknown field 'bukcet'; did you mean 'bucket'?"
     assert slips["problems"][0] == {"message": message, "line": 2, "column": 14, "is_warning": False}

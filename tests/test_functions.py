@@ -152,6 +152,19 @@ def test_each_function_has_a_counter_of_its_own_unless_it_shares_a_name() -> Non
         shared(other)()
 
 
+def test_one_text_may_hold_several_limits() -> None:
+    limiter = Limiter(clock=FakeClock())
+
+    @limited("1/minute; 5/hour", limiter=limiter, name="mail")
+    def send() -> None: ...
+
+    send()
+    with pytest.raises(RequestDenied) as denied:
+        send()
+    assert denied.value.decision.denied_by == ("mail 1/minute",)
+    assert limiter.peek(Limit.parse("5/hour", name="mail 5/hour")).remaining == 4
+
+
 def test_several_limits_are_charged_all_or_none() -> None:
     limiter = Limiter(clock=FakeClock())
     guarded = limited("1/minute", "5/day", TWICE, name="both", limiter=limiter)(lambda: None)

@@ -69,9 +69,19 @@ IMPOSSIBLE_LIMITS: list[tuple[Callable[[], Limit], str]] = [
     *[
         (
             lambda period=period: Limit(5, period),
-            f"period {period!r} is not a timedelta; write timedelta(seconds={period!r}) if it is seconds",
+            f"period {period!r} is not a timedelta; {remedy}",
         )
-        for period in (60, 60.0, True, math.nan, "60")
+        for period, remedy in (
+            (60, "write timedelta(seconds=60) if it is seconds"),
+            (60.0, "write timedelta(seconds=60.0) if it is seconds"),
+            ("60", "write timedelta(seconds=60) if it is seconds"),
+            ("minute", 'write timedelta(minutes=1), or the whole limit in words: Limit.parse("10/minute")'),
+            ("Hours", 'write timedelta(hours=1), or the whole limit in words: Limit.parse("10/hour")'),
+            ("fortnight", 'write it like timedelta(minutes=1), or the whole limit in words: Limit.parse("10/minute")'),
+            (True, "write it like timedelta(minutes=1)"),
+            (math.nan, "write it like timedelta(minutes=1)"),
+            (None, "write it like timedelta(minutes=1)"),
+        )
     ],
     (lambda: Limit(5, timedelta(0)), "period 0:00:00 is not positive; the shortest is one microsecond"),
     (
@@ -141,6 +151,7 @@ def test_a_limit_that_takes_for_ever_to_fill_is_refused() -> None:
 
 FORM = 'write it like "10/minute", "5 per 30 seconds", "1000/minute, burst 200" or "3/2h, sliding_window"'
 UNITS = "microsecond, millisecond, second, minute, hour, day, week"
+SEVERAL = "where one is expected; Limit.parse_many reads several, separated by semicolons"
 READABLE: dict[str, tuple[int, timedelta, int, str]] = {
     "10/minute": (10, timedelta(minutes=1), 10, "token_bucket"),
     "10/m": (10, timedelta(minutes=1), 10, "token_bucket"),
@@ -174,13 +185,18 @@ UNREADABLE: dict[Any, str] = {
     },
     **{
         text: f"cannot read the limit {text!r}: {FORM}"
-        for text in ("-1/minute", "+1/minute", "1.5/minute", "1e3/minute", "1,000/minute", "10//minute", "0x10/minute")
+        for text in ("-1/minute", "+1/minute", "1.5/minute", "1e3/minute", "10//minute", "0x10/minute")
     },
     **{text: f"{text!r} is not the text of a limit: {FORM}" for text in (None, 5, b"10/minute", 1.5)},
     **{
         f"{digits}/minute": f"'{digits}/minute': {digits!r} is not a plain number; write it like 1000 or 1_000"
         for digits in ("010", "1_00", "_1", "1__000", "1_0000", "٣")
     },
+    "1,000/minute": "cannot read the limit '1,000/minute': write the number without commas, \"1000/minute\"",
+    "5/minute; 100/hour": f"'5/minute; 100/hour' holds 2 limits {SEVERAL}: \"5/minute; 100/hour\"",
+    "5/minute, burst 2, 9/hour": f"'5/minute, burst 2, 9/hour': cannot read '9/hour'; {FORM}",
+    "5/minute, 100/hour": f"'5/minute, 100/hour' holds 2 limits {SEVERAL}: \"5/minute; 100/hour\"",
+    "5/minute|100 per day|9/s": f"'5/minute|100 per day|9/s' holds 3 limits {SEVERAL}: \"5/minute; 100 per day; 9/s\"",
     "10/fortnight": f"'10/fortnight': unknown unit 'fortnight'; known are {UNITS}",
     "10/minit": "'10/minit': unknown unit 'minit'; did you mean 'minute'?",
     "10/dya": "'10/dya': unknown unit 'dya'; did you mean 'day'?",
@@ -219,6 +235,29 @@ def test_a_text_that_is_no_limit_is_told_what_is(text: Any, message: str) -> Non
     with pytest.raises(InvalidLimit) as refused:
         Limit.parse(text)
     assert message_of(refused) == message
+
+
+def test_several_limits_are_read_from_one_text() -> None:
+    assert Limit.parse_many("5/minute; 100/hour, burst 20; 1000/day", name="login") == (
+        Limit(5, timedelta(minutes=1), name="login 5/minute"),
+        Limit(100, timedelta(hours=1), burst=20, name="login 100/hour, burst 20"),
+        Limit(1000, timedelta(days=1), name="login 1000/day"),
+    )
+    assert Limit.parse_many("5/minute;", name="login", algorithm="gcra") == (
+        Limit(5, timedelta(minutes=1), algorithm="gcra", name="login"),
+    )
+
+
+@pytest.mark.parametrize("text", [";", "5/minute;;9/hour", "; 5/minute"])
+def test_an_empty_limit_among_several_is_refused(text: str) -> None:
+    with pytest.raises(InvalidLimit, match="there is no limit between two semicolons"):
+        Limit.parse_many(text)
+
+
+@pytest.mark.parametrize("text", [None, 5, ["5/minute"]])
+def test_several_limits_are_read_from_text_only(text: Any) -> None:
+    with pytest.raises(InvalidLimit, match="is not the text of a limit"):
+        Limit.parse_many(text)
 
 
 @pytest.mark.parametrize("digits", [30, 5_000])

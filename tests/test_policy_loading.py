@@ -359,6 +359,21 @@ def test_an_identity_that_looks_misspelled_is_warned_of() -> None:
     )
 
 
+def test_a_limit_that_never_counts_is_warned_of() -> None:
+    assert read("limits: [{name: searches, by: ip, bucket: 5/minute, cost: 0}]").warnings == (
+        (
+            "policy.yaml:1:59: limit 'searches' never counts anything, as its cost is 0; leave cost out, or leave out "
+            "the limit. To exempt a route from all limits, write its cost under routes"
+        ),
+    )
+
+
+def test_a_tier_that_no_limit_has_numbers_for_is_warned_of() -> None:
+    (warning,) = read("{tier: gold, limits: [{by: ip, bucket: 5/minute}]}").warnings
+    assert warning.startswith("policy.yaml:1:8: tier 'gold' changes nothing, as no limit has numbers for any tier;")
+    assert read("{tier: free, limits: [{by: ip, bucket: 5/minute, tiers: {pro: 9/minute}}]}").warnings == ()
+
+
 # ------------------------------------------------------------------ files
 
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from headgate.errors import InvalidLimit
 
-__all__ = ["Phrase", "parse", "spell", "suggest"]
+__all__ = ["Phrase", "parse", "separated", "spell", "split", "suggest"]
 
 _UNITS: Final[dict[str, timedelta]] = {
     word: length
@@ -31,6 +31,12 @@ _RATE: Final = re.compile(
 )
 _OPTION: Final = re.compile(r"\s*,?\s*(?:burst\s+(?P<burst>[\d_]+)|(?P<algorithm>[a-z][a-z_]*))\s*", re.IGNORECASE)
 
+_GROUPED: Final = re.compile(r"\d{1,3}(?:,\d{3})+(?=\s*(?:/|per\b))")
+"""A number with commas between its thousands, before the slash: 1,000/minute."""
+
+_SEPARATOR: Final = re.compile(r"(?:(?<!\d),|[;|])\s*(?=\d[\d_]*\s*(?:/|per\b))", re.IGNORECASE)
+"""A separator that another limit follows. Other libraries allow commas and bars here; `split` only semicolons."""
+
 _FORM: Final = 'write it like "10/minute", "5 per 30 seconds", "1000/minute, burst 200" or "3/2h, sliding_window"'
 
 
@@ -46,10 +52,39 @@ def parse(text: str) -> Phrase:
     if not isinstance(text, str):
         raise InvalidLimit(f"{text!r} is not the text of a limit: {_FORM}")
     rate = _RATE.fullmatch(text)
+    if (rate is None or rate["options"]) and len(parts := separated(text)) > 1:
+        raise InvalidLimit(
+            f"{text!r} holds {len(parts)} limits where one is expected; Limit.parse_many reads several, "
+            f'separated by semicolons: "{"; ".join(parts)}"'
+        )
     if rate is None:
+        if grouped := _GROUPED.search(text):
+            plain = text.replace(grouped[0], grouped[0].replace(",", ""))
+            raise InvalidLimit(f'cannot read the limit {text!r}: write the number without commas, "{plain}"')
         raise InvalidLimit(f"cannot read the limit {text!r}: {_FORM}")
     burst, algorithm = _options(text, rate["options"])
     return Phrase(_number(text, rate["quota"]), _period(text, rate["count"], rate["unit"]), burst, algorithm)
+
+
+def split(text: str) -> list[str]:
+    """The limits of a text that may hold several, separated by semicolons.
+
+    >>> split("5/minute; 100/hour, burst 20")
+    ['5/minute', '100/hour, burst 20']
+    """
+    if not isinstance(text, str):
+        raise InvalidLimit(f"{text!r} is not the text of a limit: {_FORM}")
+    parts = [part.strip() for part in text.split(";")]
+    if len(parts) > 1 and not parts[-1]:  # a semicolon at the end, as in a list of statements
+        parts.pop()
+    if not all(parts):
+        raise InvalidLimit(f'{text!r}: there is no limit between two semicolons; write it like "5/minute; 100/hour"')
+    return parts
+
+
+def separated(text: str) -> list[str]:
+    """The limits of a text that seems to hold several, by whatever it separates them."""
+    return [part.strip() for part in _SEPARATOR.split(text)]
 
 
 def spell(period: timedelta) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
-from math import gcd
+from math import gcd, isfinite
 from typing import Any, Final
 
 from headgate import _grammar
@@ -117,6 +117,19 @@ class Limit:
             name=name,
         )
 
+    @classmethod
+    def parse_many(cls, text: str, *, name: str = "default", algorithm: str | None = None) -> tuple[Limit, ...]:
+        """The limits of a text that may hold several, separated by semicolons.
+
+        A single limit is called `name`; of several, each is called `name` followed by its own text.
+
+        >>> [(limit.name, limit.quota) for limit in Limit.parse_many("5/minute; 100/hour", name="login")]
+        [('login 5/minute', 5), ('login 100/hour', 100)]
+        """
+        texts = _grammar.split(text)
+        names = [name] if len(texts) == 1 else [f"{name} {each}" for each in texts]
+        return tuple(cls.parse(each, name=own, algorithm=algorithm) for each, own in zip(texts, names, strict=True))
+
     def by(self, part: str | int = EVERYBODY, /, *more: str | int) -> Key:
         """This limit for one client: `limit.by("tenant-7", user_id)`. Without parts, one counter for everybody."""
         if not more and type(part) is str:
@@ -198,12 +211,21 @@ def _check_name(name: object) -> None:
 
 def _microseconds(period: object) -> int:
     if not isinstance(period, timedelta):
-        raise InvalidLimit(
-            f"period {period!r} is not a timedelta; write timedelta(seconds={period!r}) if it is seconds"
-        )
+        raise InvalidLimit(f"period {period!r} is not a timedelta; {_period_remedy(period)}")
     period_us = period // timedelta(microseconds=1)
     if period_us < 1:
         raise InvalidLimit(f"period {period} is not positive; the shortest is one microsecond")
     if period_us > HORIZON_US:
         raise InvalidLimit(f"period {period} is longer than ten years, the longest that is counted exactly")
     return period_us
+
+
+def _period_remedy(period: object) -> str:
+    if isinstance(period, str) and not period.isdecimal():
+        unit = f"{period.strip().lower().removesuffix('s')}s"
+        if unit in ("microseconds", "milliseconds", "seconds", "minutes", "hours", "days", "weeks"):
+            return f'write timedelta({unit}=1), or the whole limit in words: Limit.parse("10/{unit[:-1]}")'
+        return 'write it like timedelta(minutes=1), or the whole limit in words: Limit.parse("10/minute")'
+    if isinstance(period, str | int | float) and not isinstance(period, bool) and isfinite(float(period)):
+        return f"write timedelta(seconds={period}) if it is seconds"
+    return "write it like timedelta(minutes=1)"

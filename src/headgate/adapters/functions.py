@@ -7,6 +7,7 @@ from functools import wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from headgate import _grammar
 from headgate.errors import InvalidConfiguration, InvalidCost, InvalidLimit, RequestDenied
 from headgate.limiter import AsyncLimiter, Limiter
 from headgate.limits import Limit
@@ -48,8 +49,9 @@ class limited:  # noqa: N801 - a decorator, and used as one
     As a block, `with limited(exports, by="tenant-7", limiter=limiter) as decision:`, or `async with`.
 
     `by` is whom to count: text, a number, a tuple of these, or a function of the call's arguments that gives one; None
-    for one counter for all. A limit that is a text has the function's name, or `name`. `limiter` is a `Limiter`, and an
-    `AsyncLimiter` for what is asynchronous. With `wait`, a call waits for its turn, for so many seconds at most.
+    for one counter for all. A limit that is a text has the function's name, or `name`; one text may hold several
+    limits, "5/minute; 100/hour". `limiter` is a `Limiter`, and an `AsyncLimiter` for what is asynchronous. With `wait`,
+    a call waits for its turn, for so many seconds at most.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class limited:  # noqa: N801 - a decorator, and used as one
             raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
         if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0):
             raise InvalidConfiguration(f"wait {wait!r} is not a number of seconds >= 0; None does not wait at all")
-        self._limits = limits
+        self._limits: list[str | Limit] = []
+        for each in limits:  # a text may hold several
+            self._limits += [each] if isinstance(each, Limit) else _grammar.split(each)
         self._limiter: Any = limiter
         self._by = by
         self._cost = cost

@@ -30,6 +30,9 @@ UNREADABLE: Final = 2
 
 _PLACED: Final = re.compile(r":(\d+):(\d+): (.*)", re.DOTALL)
 _NAMES_KEY: Final = re.compile(r"""api_key["']?\s*[:=]""")
+_SUPPLIED: Final = frozenset({"ip", "subnet", "api_key", "client", "endpoint", "user"})
+"""The identities that adapters know without a function of the app's; users, where the framework signs them in."""
+
 _SECTIONS: Final = {
     "limits": "rules",
     "routes": "routes",
@@ -76,6 +79,28 @@ class Report:
         return MISTAKES if self.policy is None or (strict and self.problems) else 0
 
     @property
+    def notes(self) -> list[str]:
+        """What the policy expects of the app and its operators. Not a mistake: `--strict` ignores it."""
+        if self.policy is None:
+            return []
+        notes = []
+        kinds = dict.fromkeys(kind for rule in self.policy.rules for kind in rule.by if kind not in _SUPPLIED)
+        if kinds:
+            it = "it" if len(kinds) == 1 else "them"
+            functions = ", ".join(f'"{kind}": function' for kind in kinds)
+            notes.append(
+                f"limits count by {', '.join(kinds)}: the app has to supply {it}, identities={{{functions}}}; "
+                f"without {it}, requests are counted by IP address"
+            )
+        plain = sum(not key.startswith("hmac:") for key in self.policy.api_keys)
+        if plain:
+            notes.append(
+                f"{_many(plain, 'API key')} in plain text: write {'its hash' if plain == 1 else 'their hashes'} "
+                "instead, which `headgate hash-key` prints"
+            )
+        return notes
+
+    @property
     def counts(self) -> dict[str, int]:
         """How many entries the policy has, by section."""
         return {section: len(getattr(self.policy, name)) for section, name in _SECTIONS.items() if self.policy}
@@ -91,7 +116,7 @@ def check(files: Sequence[str], out: Screen, err: Screen, *, strict: bool, as_js
             tell(report, err)
             verdict = _verdict(report, strict=strict, out=out)
             if verdict is not None:
-                out.say(verdict)
+                out.say(verdict, *[f"{report.file}: note: {note}" for note in report.notes])
     return max(report.code(strict=strict) for report in reports)
 
 
@@ -155,4 +180,4 @@ def _many(count: int, what: str) -> str:
 def _plain(report: Report, *, strict: bool) -> dict[str, object]:
     good = report.code(strict=strict) == 0
     problems = [asdict(problem) for problem in report.problems]
-    return {"file": report.file, "good": good, "counts": report.counts, "problems": problems}
+    return {"file": report.file, "good": good, "counts": report.counts, "problems": problems, "notes": report.notes}

@@ -74,6 +74,8 @@ class Builder:
         checks.endpoints(drafts, routes, self._warnings)
         checks.identities(drafts, self._warnings)
         checks.turns(drafts, self._warnings)
+        checks.free_limits(drafts, self._warnings)
+        checks.unused_tier(entry.get("tier"), drafts, entry.at("tier"), self._warnings)
         if "limits" in entry.fields and not drafts:
             told = "there are no limits: nothing is counted; add one, like {by: ip, bucket: 10/minute}"
             self._warnings.add(entry.at("limits"), told)

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from headgate.policy.problems import Problems
     from headgate.policy.rules import Draft
 
-__all__ = ["Costs", "addresses", "costs", "endpoints", "identities", "routes_given_twice", "turns"]
+__all__ = [
+    "Costs",
+    "addresses",
+    "costs",
+    "endpoints",
+    "free_limits",
+    "identities",
+    "routes_given_twice",
+    "turns",
+    "unused_tier",
+]
 
 EVERYWHERE: Final = Template.parse("*")
 
@@ -134,6 +144,27 @@ def identities(drafts: list[Draft], warnings: Problems) -> None:
             if kind not in IDENTITIES and near:
                 told = f"{kind!r} is an identity that the app has to supply; did you mean {near[0]!r}?"
                 warnings.add(draft.at("by"), told)
+
+
+def free_limits(drafts: list[Draft], warnings: Problems) -> None:
+    """Limits on which no request costs anything."""
+    for draft in drafts:
+        if draft.get("cost") == 0:
+            warnings.add(
+                draft.at("cost"),
+                f"limit {draft.name!r} never counts anything, as its cost is 0; leave cost out, or leave out the "
+                "limit. To exempt a route from all limits, write its cost under routes",
+            )
+
+
+def unused_tier(tier: str | None, drafts: list[Draft], path: Path, warnings: Problems) -> None:
+    """A default tier in a policy whose limits are the same for all tiers."""
+    if tier is not None and not any(each is not None for draft in drafts for each in draft.numbers):
+        warnings.add(
+            path,
+            f"tier {tier!r} changes nothing, as no limit has numbers for any tier; add some, like "
+            f"tiers: {{{tier}: 100/minute}} in a limit, or leave it out",
+        )
 
 
 def _counts_strangers(draft: Draft) -> bool:

@@ -320,6 +320,9 @@ def _segment(word: str, text: str) -> str | None:
         raise InvalidInput(f"path {text!r}: {word!r} is another framework's spelling; write {remedy}")
     if word[0] == ":" and word[1:].isidentifier():
         raise InvalidInput(f"path {text!r}: {word!r} is another framework's spelling; write '{{{word[1:]}}}'")
+    if word.strip("*") == "":
+        remedy = f"write '{text[: text.index(word)]}*'" if text.endswith(word) else "write '{name}' for one segment"
+        raise InvalidInput(f"path {text!r}: '*' stands for everything below already; {remedy}")
     if any(sign in word for sign in "{}<>*"):
         raise InvalidInput(
             f"path {text!r}: {word!r} is not one whole word or parameter; write '{{name}}' for the whole segment, "

@@ -145,6 +145,12 @@ def numbers(value: object) -> Phrase:
     try:
         return _phrase(value)
     except InvalidLimit:
+        if len(parts := _grammar.separated(value)) > 1:
+            written = " and ".join(f'"{part}"' for part in parts)
+            raise InvalidInput(
+                f"{show(value)} holds {len(parts)} limits; write one entry under limits for each, with a name of its "
+                f"own: {written}"
+            ) from None
         if (remedy := foreign_limit(value)) is not None:
             raise InvalidInput(f"cannot read the limit {show(value)}: {remedy}") from None
         raise

@@ -22,9 +22,14 @@ __all__ = ["parse"]
 DEEPEST: Final = 20
 TOP: Final = Place(1, 1)
 
+LONGEST_LINE: Final = 1000
+"""Characters of a line that are searched for the cause of a syntax error."""
+
 _CONSTANTS: Final[dict[str, object]] = {"true": True, "false": False, "null": None, "": None}
 _WHOLE: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _DECIMAL: Final = re.compile(r"-?(?:0|[1-9][0-9]*)\.[0-9]+")
+_BARE_PATH: Final = re.compile(r"""(?<![\w"'/{}])/[^\s"',]*\{\w+(?::\w+)?\}[^\s"',{}\]]*""")
+"""A path with a parameter that stands without quotes, as braces must not where a mapping is written in braces."""
 _TRUTH: Final = re.compile(r"(?i:y|yes|n|no|on|off|true|false)")
 _NOTHING: Final = re.compile(r"~|(?i:null)")
 _NUMBER: Final = re.compile(
@@ -46,10 +51,23 @@ def parse(text: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(filter(None, (error.context, error.problem)))
-        hint = "; indent with spaces, not with tabs" if mark and _has_tab(text, mark.line) else ""
+        hint = _hint(text, error)
         raise Malformed(f"not YAML: {what}{hint}", _place(mark) if mark else None) from None
     except yaml.YAMLError as error:
         raise Malformed(f"not YAML: {' '.join(str(error).split())}") from None
+
+
+def _hint(text: str, error: yaml.MarkedYAMLError) -> str:
+    """What to do about a syntax error, where its line shows a common cause."""
+    lines = text.split("\n")
+    marks = [mark for mark in (error.problem_mark, error.context_mark) if mark is not None]
+    if marks and _has_tab(text, marks[0].line):
+        return "; indent with spaces, not with tabs"
+    for mark in marks:
+        path = _BARE_PATH.search(lines[mark.line][:LONGEST_LINE]) if mark.line < len(lines) else None
+        if path is not None:
+            return f'; put paths with {{ }} in quotes: "{path[0]}"'
+    return ""
 
 
 @dataclass(slots=True)
