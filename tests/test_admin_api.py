@@ -80,6 +80,7 @@ class Admin:
         )
         self.app = shared_app()
         self.app.state.parts = Parts(self.desk, self.tokens, Replays(self.tokens))
+        self.app.state.credentials.__init__(self.tokens)
         self.pace = 1.0
         """Seconds between requests, by the clock of the server's own limits."""
         GATE_CLOCK.advance(3600)
@@ -868,8 +869,21 @@ def test_who_guesses_tokens_is_kept_out_by_address(admin: Admin) -> None:
     refused = admin.ask("GET", "policy", role="hg_0000000000_" + "a" * 43)
     assert refused.headers["content-type"] == "application/problem+json"
     assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["type"] == "too-many-failures"
+    assert admin.ask("GET", "policy").status_code == 200, "a valid token passes"
+    assert admin.ask("GET", "policy", role="hg_0000000000_" + "a" * 43).status_code == 429
     GATE_CLOCK.advance(60)
+    assert admin.ask("GET", "policy", role="hg_0000000000_" + "a" * 43).status_code == 401
+
+
+def test_strangers_who_use_up_the_limit_of_their_address_keep_no_valid_token_out(admin: Admin) -> None:
+    admin.pace = 0
+    asked = [admin.ask("GET", "nothing", role=f"hg_{number:010}_{'a' * 43}").status_code for number in range(302)]
+    assert asked == [404] * 300 + [429] * 2
     assert admin.ask("GET", "policy").status_code == 200
+    assert admin.ask("GET", "policy", role=None).status_code == 429
+    late = admin.tokens.make("late", "viewer", by="the test").text
+    assert admin.ask("GET", "policy", role=late).status_code == 200, "also one that was made meanwhile"
 
 
 def test_a_token_has_a_limit_of_its_own(admin: Admin) -> None:
@@ -1075,5 +1089,5 @@ def test_who_names_no_proxy_is_told_when_the_server_starts(proxies: list[str], t
                 told += line
         finally:
             process.terminate()
-    note = "no --proxy is named: all who come through the proxy share the limits of one address"
+    note = "no --proxy is given: all clients behind the proxy share one address, and its limits for failed sign-ins"
     assert (note in told) == (not proxies)

@@ -195,6 +195,75 @@ def test_whoever_connects_and_asks_nothing_is_sent_away(place: Place, monkeypatc
         assert answered.recv(65536).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("most", [None, 20], ids=["by address", "in all"])
+def test_idle_connections_take_no_place_from_others(
+    place: Place, monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    if most is not None:
+        monkeypatch.setattr(serve, "MAX_CONNECTIONS", most)
+    else:
+        monkeypatch.setattr(serve, "MAX_CONNECTIONS_PER_ADDRESS", 20)
+    token = place.tokens.make("vera", "viewer", by="the test").text
+    with AdminServer(place.desk, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
+
+        def opened(sent: bytes = b"") -> socket.socket:
+            made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            made.sendall(sent)
+            return made
+
+        head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+        signed_in = opened(b"GET /api/v1/tiers HTTP/1.1\r\n" + head)
+        assert signed_in.recv(65536).startswith(b"HTTP/1.1 200")
+        slow = b"POST /api/v1/find HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n"
+        idle = [opened([b"", b"GET /", slow][number % 3]) for number in range(60)]
+        for _ in range(3):
+            answer = opened(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n").recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+        assert idle[0].recv(1) == b"", "the oldest was closed"
+        signed_in.sendall(b"GET /api/v1/tiers HTTP/1.1\r\n" + head)
+        assert signed_in.recv(65536).startswith(b"HTTP/1.1 200"), "a caller with a valid token keeps its connection"
+
+
+def test_a_proxy_has_as_many_connections_as_all_addresses_together(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "MAX_CONNECTIONS_PER_ADDRESS", 2)
+    with (
+        AdminServer(place.desk, place.tokens, port=0, pages=False, proxies=["127.0.0.0/8"]) as server,
+        ExitStack() as stack,
+    ):
+        made = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10)) for _ in range(9)]
+        for each in made:
+            each.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert each.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_who_holds_a_token_signs_in_however_often_others_of_the_address_fail(place: Place) -> None:
+    app = place.app()
+    token = place.tokens.make("vera", "viewer", by="the test")
+    for path, options in (
+        ("/login", {"method": "POST", "data": {"token": "hg_0000000000_" + "a" * 43}}),
+        ("/enter?code=made-up", {"method": "GET"}),
+    ):
+        place.clock.advance(3600)
+        failed = [ask(app, path=path, **options) for _ in range(12)]  # type: ignore[arg-type]
+        assert [each.status_code for each in failed] == [401] * 10 + [429] * 2
+        assert int(failed[-1].headers["retry-after"]) >= 1
+        assert "Try again in 6 seconds." in failed[-1].text
+        assert ask(app, "POST", "/login", data={"token": token.text}).status_code == 303
+        assert ask(app, "GET", f"/enter?code={place.tokens.code(token.token)}").status_code == 303
+
+
+def test_browsers_that_came_by_tls_are_told_to_stay_there(place: Place) -> None:
+    def field(app: Any, **options: Any) -> str | None:
+        return ask(app, "GET", "/login", **options).headers.get("strict-transport-security")
+
+    secure = create_app(place.desk, place.tokens, secure=True, clock=place.clock)
+    assert field(secure, headers={"Host": "admin.example.org"}) == "max-age=31536000"
+    assert field(secure, headers={"Host": "localhost:8001"}) is None, "it would apply to all ports"
+    assert field(place.app(), headers={"Host": "admin.example.org"}) is None
+
+
 def test_a_request_has_a_head_of_bounded_size(place: Place) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(AdminServer(place.desk, place.tokens, port=0, pages=False))

@@ -167,8 +167,8 @@ def _serve(arguments: Namespace, err: Screen) -> int:
         )
         if arguments.behind_tls and not arguments.proxy:
             err.say(
-                f"{err.paint('note:', ODD)} no --proxy is named: all who come through the proxy share the limits "
-                "of one address, and whoever fails to sign in too often keeps the others out"
+                f"{err.paint('note:', ODD)} no --proxy is given: all clients behind the proxy share one address, and "
+                "its limits for failed sign-ins; valid tokens are accepted all the same"
             )
         _welcome(server, tokens, err)
         # uvicorn ends its work on either signal, and then raises it again: so that what is left to close is closed.

@@ -16,7 +16,16 @@ from starlette.routing import Match
 import headgate
 from headgate.adapters.asgi import HeadgateMiddleware
 from headgate.control.admin.api import PREFIX, ROUTERS, Parts
-from headgate.control.admin.guards import Bodies, Shell, access_policy, fields_for, who_asks
+from headgate.control.admin.guards import (
+    Bodies,
+    Credentials,
+    FailedAttempts,
+    Shell,
+    access_policy,
+    fields_for,
+    is_stranger,
+    who_asks,
+)
 from headgate.control.admin.problems import Problem, ProblemModel, of_error, of_fields
 from headgate.control.admin.replays import Replays
 from headgate.control.admin.sessions import Sessions
@@ -63,6 +72,8 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.parts = Parts(desk, tokens, Replays(tokens))
+    app.state.failures = FailedAttempts(proxies, clock=clock)
+    app.state.credentials = credentials = Credentials(tokens)
     app.state.sessions = sessions = Sessions(tokens, secure=secure)
     app.add_exception_handler(HeadgateError, _of_headgate)
     app.add_exception_handler(RequestValidationError, _of_fields)
@@ -84,12 +95,12 @@ def create_app(
     app.add_middleware(
         HeadgateMiddleware,
         policy=access_policy(proxies),
-        identities={"token": who_asks},
+        identities={"token": who_asks, "stranger": is_stranger},
         max_keys=100_000,
         namespace="headgate-admin",
         clock=clock,
     )
-    app.add_middleware(Shell, hosts=hosts)
+    app.add_middleware(Shell, hosts=hosts, credentials=credentials, secure=secure)
     return app
 
 

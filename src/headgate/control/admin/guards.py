@@ -4,22 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+import time
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate import Limit, Limiter
+from headgate.control.config import ConfigUnavailable
 from headgate.policy import read
+from headgate.policy.addresses import Addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from headgate.adapters.asgi import App, Message, Receive, Scope, Send
+    from headgate.clock import Clock
+    from headgate.control.admin.tokens import Tokens
     from headgate.policy.model import Policy
 
-__all__ = ["BODY", "LARGE", "LOOPBACK", "SMALL", "Bodies", "Shell", "access_policy", "fields_for", "who_asks"]
+__all__ = [
+    "BODY",
+    "FAILED_SIGN_INS",
+    "FAILED_TOKENS",
+    "HSTS",
+    "LARGE",
+    "LOOPBACK",
+    "SMALL",
+    "VERIFIED",
+    "Bodies",
+    "Credentials",
+    "FailedAttempts",
+    "Shell",
+    "access_policy",
+    "fields_for",
+    "is_stranger",
+    "who_asks",
+]
+
+logger = logging.getLogger("headgate")
 
 BODY: Final = "headgate.body"
 """Where the scope holds the body of a request, whole, once it has been read."""
+
+VERIFIED: Final = "headgate.verified"
+"""Where the scope says whether the request carries a valid token or session."""
+
+FAILED_TOKENS: Final = Limit.parse("30/minute", name="failed-tokens")
+FAILED_SIGN_INS: Final = Limit.parse("10/minute", name="failed-sign-ins")
+"""Limits on failed attempts of one address."""
+MAX_ADDRESSES: Final = 100_000
+"""Addresses whose failed attempts are counted."""
+REFRESH_INTERVAL_S: Final = 1.0
+"""How often an unknown credential may cause the valid ones to be read again."""
+MAX_AGE_S: Final = 30.0
+"""How long the valid credentials are used without being read again."""
 
 SMALL: Final = 64 * 1024
 LARGE: Final = 1024 * 1024
@@ -47,6 +86,9 @@ COMMON: Final = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"x-frame-options", b"DENY"),
 )
+HSTS: Final = (b"strict-transport-security", b"max-age=31536000")
+_SIGN_IN: Final = frozenset({("POST", "/login"), ("GET", "/enter")})
+"""Requests whose credentials are not in the header. Only the failed ones among them are limited."""
 _POLICY_PAGES: Final = re.compile(r"/policy(?:/|$)")
 _POLICY_API: Final = re.compile(r"/api/v1/policy(?:/|$)")
 
@@ -60,21 +102,20 @@ def fields_for(path: str) -> list[tuple[bytes, bytes]]:
 
 
 def access_policy(proxies: Sequence[str] = ()) -> Policy:
-    """The limits of the admin server itself, by token and by address; `proxies` are those that say whose address."""
+    """The limits of the admin server itself. `proxies` are the networks whose X-Forwarded-For is trusted.
+
+    Limits by address apply only to requests without a valid token or session: an attacker at the same address, such as
+    another local user on loopback, must not lock out those who have one.
+    """
     document: dict[str, Any] = {
         "name": "admin server",
         "routes": [{"path": "/health", "cost": 0}],
         "limits": [
-            {"name": "requests", "by": "token", "missing": "ip", "bucket": "1200/minute, burst 300"},
-            {"name": "address", "by": "ip", "bucket": "6000/minute, burst 1000"},
-            # Guessing 256 bits is hopeless at any rate; this keeps who tries from filling logs and disks.
-            {"name": "sign-in", "path": "POST /login", "by": "ip", "bucket": "10/minute"},
-            {"name": "sign-in-link", "path": "/enter", "by": "ip", "bucket": "10/minute"},
+            {"name": "requests", "by": "token", "missing": "skip", "bucket": "1200/minute, burst 300"},
+            {"name": "address", "by": "stranger+ip", "missing": "skip", "bucket": "1200/minute, burst 300"},
             # A document of a mebibyte takes many seconds to read.
             {"name": "policy-checks", "path": "POST /api/v1/policy/check", "by": "token", "missing": "ip",
              "bucket": "20/minute, burst 10"},
-            {"name": "failed-tokens", "path": "/api/*", "by": "ip", "bucket": "30/minute",
-             "count_when": "status in [401]"},
         ],
     }  # fmt: skip
     if proxies:
@@ -84,28 +125,109 @@ def access_policy(proxies: Sequence[str] = ()) -> Policy:
 
 def who_asks(arrival: Any) -> str | None:
     """The hash of a request's token or cookie, as it was sent: only who has it can spend what it is allowed."""
-    for value in arrival.header("authorization"):
+    credential = _credential(arrival.header)
+    return None if credential is None else credential.hex()[:32]
+
+
+def is_stranger(arrival: Any) -> str | None:
+    """Identify requests without valid credentials, for limits that apply only to those; None for all others."""
+    scope = arrival.native
+    is_sign_in = (arrival.method, arrival.path) in _SIGN_IN  # its credentials are verified first, by its handler
+    return None if scope.get(VERIFIED) or is_sign_in else "stranger"
+
+
+class Credentials:
+    """Digests of the tokens and sessions that are valid now: tells callers with valid credentials from strangers.
+
+    Access is never granted by this, only the order in which requests are served: an entry may be some seconds old. It
+    is read from the database at most once a second, however many made-up credentials are sent.
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._digests: frozenset[bytes] = frozenset()
+        self._read_at = float("-inf")
+        self._changes = -1
+
+    async def has(self, digest: bytes) -> bool:
+        """Whether this is the digest of a valid token or session."""
+        is_known = digest in self._digests
+        if self._is_due(is_known):
+            self._read_at, self._changes = time.monotonic(), self._tokens.changes
+            try:
+                self._digests = await asyncio.to_thread(self._tokens.digests)
+            except ConfigUnavailable as error:
+                logger.warning("valid tokens could not be read: %s", error)
+            is_known = digest in self._digests
+        return is_known
+
+    def _is_due(self, is_known: bool) -> bool:
+        if not is_known and self._changes != self._tokens.changes:
+            return True
+        return time.monotonic() - self._read_at >= (MAX_AGE_S if is_known else REFRESH_INTERVAL_S)
+
+
+class FailedAttempts:
+    """Limits failed authentication by client address. Count an attempt after its credentials turned out to be invalid:
+    valid ones pass, whatever else comes from the same address."""
+
+    def __init__(self, proxies: Sequence[str] = (), *, clock: Clock | None = None) -> None:
+        settings = access_policy(proxies).identity
+        self._addresses = Addresses(settings)
+        self._forwarded_by = settings.forwarded_by.encode() if settings.proxies else None
+        self._limiter = Limiter("memory://", clock=clock, max_keys=MAX_ADDRESSES, namespace="headgate-admin")
+
+    def count(self, scope: Any, limit: Limit) -> int | None:
+        """Count a failed attempt. Return the seconds to wait if there were too many from this address, else None."""
+        lines = [value.decode("latin-1") for name, value in scope["headers"] if name == self._forwarded_by]
+        address = self._addresses.client((scope.get("client") or (None,))[0], lines)
+        decision = self._limiter.check(limit.by(self._addresses.identity(address)))
+        return None if decision.allowed else max(1, -(-(decision.retry_after_us or 0) // 1_000_000))
+
+
+def _credential(header: Callable[[str], Iterable[str]]) -> bytes | None:
+    """The digest of the token or session cookie that a request carries, as the database keeps it."""
+    for value in header("authorization"):
         if value[:7].lower() == "bearer ":
-            return sha256(value[7:].strip().encode("latin-1")).hexdigest()[:32]
-    for value in arrival.header("cookie"):
+            return sha256(value[7:].strip().encode("latin-1", "replace")).digest()
+    for value in header("cookie"):
         if (found := _SESSION.search(value)) is not None:
-            return sha256(found[1].encode()).hexdigest()[:32]
+            return sha256(found[1].encode()).digest()
     return None
 
 
 class Shell:
-    """Outermost: the names that the server may be called by, and header fields on whatever answer there is."""
+    """Outermost: the names that the server may be called by, who has valid credentials, and header fields on whatever
+    answer there is."""
 
-    def __init__(self, app: App, *, hosts: Collection[str] | None = None) -> None:
-        """`hosts` are names without ports, None for any: a page whose own name leads here by DNS is refused."""
+    def __init__(
+        self,
+        app: App,
+        *,
+        hosts: Collection[str] | None = None,
+        credentials: Credentials | None = None,
+        secure: bool = False,
+    ) -> None:
+        """`hosts` are names without ports, None for any: a page whose own name leads here by DNS is refused. `secure`:
+        browsers reach the server by HTTPS only, and are told to keep it so."""
         self.app = app
         self._hosts = None if hosts is None else {*map(str.lower, hosts)}
+        self._credentials = credentials
+        self._is_secure = secure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         fields = fields_for(scope["path"])
-        scope = {**scope, "headers": _with_own_cookies(scope["headers"])}
+        host = _host(scope)
+        # HSTS applies to all ports of a host: on loopback it would lock people out of whatever else runs there.
+        if self._is_secure and host not in LOOPBACK:
+            fields.append(HSTS)
+        headers = _with_own_cookies(scope["headers"])
+        digest = None if self._credentials is None else _credential(_decoded(headers))
+        # Set on the server's own scope, by which connections are ranked.
+        scope[VERIFIED] = digest is not None and self._credentials is not None and await self._credentials.has(digest)
+        scope = {**scope, "headers": headers}
 
         async def send_with_fields(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -114,7 +236,7 @@ class Shell:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        if self._hosts is not None and _host(scope) not in self._hosts:
+        if self._hosts is not None and host not in self._hosts:
             return await _refuse(
                 send_with_fields, 421, "unknown-host", "Misdirected Request",
                 "This server is not called by that name; start it with --name to add one.",
@@ -129,6 +251,10 @@ class Shell:
                 send_with_fields, 414, "too-long", "URI Too Long", f"A path has at most {LONGEST_PATH} characters."
             )
         return await self.app(scope, receive, send_with_fields)
+
+
+def _decoded(headers: Sequence[tuple[bytes, bytes]]) -> Callable[[str], list[str]]:
+    return lambda name: [value.decode("latin-1") for each, value in headers if each == name.encode()]
 
 
 class Bodies:

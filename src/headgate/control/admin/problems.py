@@ -18,7 +18,17 @@ from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy, StoreErr
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["MEDIA_TYPE", "DangerModel", "Problem", "ProblemModel", "Refused", "answers", "of_error", "of_fields"]
+__all__ = [
+    "MEDIA_TYPE",
+    "DangerModel",
+    "Problem",
+    "ProblemModel",
+    "Refused",
+    "answers",
+    "of_error",
+    "of_fields",
+    "too_many_failures",
+]
 
 logger = logging.getLogger("headgate")
 
@@ -40,6 +50,7 @@ TITLES: Final = {
     "invalid": (422, "This cannot be"),
     "key-reused": (422, "The Idempotency-Key belongs to another request"),
     "if-match-needed": (428, "If-Match is needed"),
+    "too-many-failures": (429, "Too many failed attempts"),
     "failed": (500, "The server has failed"),
     "config-away": (503, "The config store is away"),
     "log-away": (503, "The decision log is away"),
@@ -117,6 +128,13 @@ def of_fields(errors: Sequence[Any]) -> Problem:
     if any(each["type"] == "json_invalid" for each in errors):
         problems = ["body: it is not JSON"]
     return Problem("invalid", "; ".join(problems), {"problems": problems})
+
+
+def too_many_failures(wait: int) -> Problem:
+    """The problem for an address with too many failed attempts; valid tokens are accepted all the same."""
+    seconds = f"{wait} second{'' if wait == 1 else 's'}"
+    detail = f"Too many attempts from this address without a valid token. Try again in {seconds}."
+    return Problem("too-many-failures", detail, headers={"Retry-After": f"{wait}"})
 
 
 def answers(*types: str) -> dict[int | str, dict[str, Any]]:

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import socket
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import h11
@@ -13,12 +14,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headgate.control.admin.app import create_app
-from headgate.control.admin.guards import LOOPBACK
+from headgate.control.admin.guards import LOOPBACK, VERIFIED, access_policy
 from headgate.errors import InvalidConfiguration
+from headgate.policy.addresses import Addresses
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from os import PathLike
     from typing import Self
 
@@ -34,6 +36,9 @@ STOPS_WITHIN: Final = 5.0
 """Seconds; then requests that are at work are left alone."""
 ASKS_WITHIN: Final = 10.0
 """Seconds for the head of a request to arrive."""
+MAX_CONNECTIONS: Final = 500
+MAX_CONNECTIONS_PER_ADDRESS: Final = 100
+"""Beyond these, a new connection takes the place of one that waits for nothing."""
 
 
 class AdminServer:
@@ -41,7 +46,8 @@ class AdminServer:
 
     It listens on loopback. On any other address it wants a certificate (`cert` and `key`), or the word that a proxy
     which speaks TLS stands before it (`behind_tls`): tokens must not travel in clear. `names` are what browsers may
-    call it by, beside the loopback names and `host`. `proxies` are those whose word on a client's address is taken.
+    call it by, beside the loopback names and `host`. `proxies` are those whose word on a client's address is taken;
+    they may open as many connections as all addresses together.
     """
 
     def __init__(
@@ -78,6 +84,13 @@ class AdminServer:
         # Behind a proxy that keeps the name nobody can say which names are right, unless they are given.
         hosts = None if not (_is_loopback(host) or names) else {*LOOPBACK, _written(host), *names}
         app = create_app(desk, tokens, pages=pages, secure=self._is_tls or behind_tls, hosts=hosts, proxies=proxies)
+        # Behind a proxy whose address nobody has named, all connections come from one address.
+        per_address = None if behind_tls and not proxies else MAX_CONNECTIONS_PER_ADDRESS
+        registry = _Connections(proxies, most=MAX_CONNECTIONS, per_address=per_address)
+
+        class Connection(_Connection):
+            open_connections = registry
+
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -89,9 +102,8 @@ class AdminServer:
                 ssl_keyfile=key,
                 timeout_graceful_shutdown=int(STOPS_WITHIN),
                 timeout_keep_alive=20,
-                http=_Connection,
+                http=Connection,
                 h11_max_incomplete_event_size=64 * 1024,
-                limit_concurrency=500,
                 ws="none",
             )
         )
@@ -159,13 +171,17 @@ class AdminServer:
 
 
 class _Connection(H11Protocol):
-    """Of a browser or a program. Whoever opens it and asks nothing takes a place from others, but not for long."""
+    """A connection of a browser or a program. It is closed if it sends no request for a while."""
 
+    open_connections: _Connections
     _ends: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as there
         super().connection_made(transport)
-        self._wait()
+        if self.open_connections.add(self):
+            self._wait()
+        else:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -173,7 +189,24 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.open_connections.discard(self)
         self._wait(is_over=True)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether its last request carried a valid token or session."""
+        scope: Any = self.scope
+        return scope is not None and bool(scope.get(VERIFIED))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether it has still to send a request, or the rest of one."""
+        return self.is_idle or self.cycle.more_body
 
     def _wait(self, *, is_over: bool = False) -> None:
         if is_over or self.conn.their_state is not h11.IDLE:
@@ -182,6 +215,61 @@ class _Connection(H11Protocol):
                 self._ends = None
         elif self._ends is None:  # a head that comes letter by letter does not begin anew with each
             self._ends = self.loop.call_later(ASKS_WITHIN, self.transport.close)
+
+
+class _Connections:
+    """The open connections of a server. When there are too many, those of strangers that wait for nothing are closed
+    first, then idle ones of callers with valid credentials; requests that are being answered are never cut off."""
+
+    def __init__(self, proxies: Sequence[str], *, most: int, per_address: int | None) -> None:
+        self._addresses = Addresses(access_policy(proxies).identity)
+        self._proxies = [ipaddress.ip_network(each, strict=False) for each in proxies]
+        self._most = most
+        self._per_address = per_address
+        self._open: dict[_Connection, str] = {}
+        """With their addresses, the oldest first."""
+        self._counts: Counter[str] = Counter()
+
+    def add(self, connection: _Connection) -> bool:
+        """Add a connection, in the place of another one if necessary. Return False if there is no room for it."""
+        peer = connection.client[0] if connection.client else None
+        address = self._addresses.identity(self._addresses.client(peer))
+        is_capped = self._per_address is not None and not self._is_proxy(peer)
+        if is_capped and self._counts[address] >= (self._per_address or 0):
+            has_room = self._evict(lambda other: self._open[other] == address)
+        else:
+            has_room = len(self._open) < self._most or self._evict(lambda _: True)
+        if has_room:
+            self._open[connection] = address
+            self._counts[address] += 1
+        return has_room
+
+    def discard(self, connection: _Connection) -> None:
+        address = self._open.pop(connection, None)
+        if address is not None:
+            self._counts[address] -= 1
+            if not self._counts[address]:
+                del self._counts[address]
+
+    def _evict(self, is_candidate: Callable[[_Connection], bool]) -> bool:
+        """Close the candidate that is missed least. Return False if all of them are at work."""
+        candidates = [each for each in self._open if is_candidate(each)]
+        found = next((each for each in candidates if each.is_incomplete and not each.is_verified), None)
+        if found is None:
+            found = next((each for each in candidates if each.is_idle), None)
+        if found is None:
+            return False
+        self.discard(found)
+        found.transport.abort()
+        return True
+
+    def _is_proxy(self, peer: str | None) -> bool:
+        try:
+            address = ipaddress.ip_address(peer or "")
+        except ValueError:
+            return False
+        mapped = getattr(address, "ipv4_mapped", None)
+        return any((mapped or address) in network for network in self._proxies)
 
 
 def _bound(host: str, port: int) -> socket.socket:

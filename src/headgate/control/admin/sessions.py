@@ -73,6 +73,7 @@ class Sessions:
         with writing(self._tokens.engine) as connection:
             connection.execute(delete(SESSIONS).where(SESSIONS.c.expires_us <= now_us))
             connection.execute(insert(SESSIONS).values(row))
+        self._tokens.changes += 1
         seconds = (expires_us - now_us) // 1_000_000
         response.set_cookie(
             self._cookie, cookie, max_age=seconds, path="/", secure=self._secure, httponly=True, samesite="strict"

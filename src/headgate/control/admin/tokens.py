@@ -97,6 +97,8 @@ class Tokens:
         self.clock = clock or SystemClock()
         self.check_name: Callable[[str], None] = lambda name: None
         """Raises InvalidInput for a name that must not be kept: the desk knows which words are API keys."""
+        self.changes = 0
+        """Rises with each token and session that begins in this process."""
         self._lock = threading.Lock()
         self._noted: dict[str, int] = {}
         with writing(self.engine) as connection:
@@ -147,6 +149,14 @@ class Tokens:
             row = connection.execute(select(TOKENS).where(TOKENS.c.id == id)).one_or_none()
         return None if row is None else self._holds(_token(row))
 
+    def digests(self) -> frozenset[bytes]:
+        """The SHA-256 of each token and each session cookie that is valid now."""
+        now_us = self.clock.now_us()
+        active = select(TOKENS.c.hash).where(TOKENS.c.revoked_us.is_(None), TOKENS.c.expires_us > now_us)
+        begun = select(SESSIONS.c.hash).where(SESSIONS.c.expires_us > now_us)
+        with reading(self.engine) as connection:
+            return frozenset(bytes(row.hash) for query in (active, begun) for row in connection.execute(query))
+
     def list(self) -> list[Token]:
         """All that ever were, the newest first; revoked ones stay, as versions are signed with their names."""
         with reading(self.engine) as connection:
@@ -182,8 +192,11 @@ class Tokens:
 
     def redeem(self, code: str) -> Token | None:
         """The token that a code stands for; None if it was used, has expired, or never was."""
+        mine = CODES.c.hash == _hashed(code)
+        with reading(self.engine) as connection:
+            if connection.execute(select(CODES).where(mine)).one_or_none() is None:
+                return None  # made-up codes must not take turns with those who write
         with writing(self.engine) as connection:
-            mine = CODES.c.hash == _hashed(code)
             row = connection.execute(select(CODES).where(mine)).one_or_none()
             connection.execute(delete(CODES).where(mine))
         if row is None or row.expires_us <= self.clock.now_us():
@@ -211,6 +224,7 @@ class Tokens:
         token = Token(id, name, role, now_us, by, now_us + int(days * DAY_US))
         row = {**token._asdict(), "hash": _hashed(text)}
         connection.execute(insert(TOKENS).values(row))
+        self.changes += 1
         return Made(token, text)
 
     def _holds(self, token: Token) -> Token | None:

@@ -13,8 +13,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from headgate.control.admin.api.fields import Reason
-from headgate.control.admin.guards import BODY
-from headgate.control.admin.problems import Problem, Refused
+from headgate.control.admin.guards import BODY, FAILED_TOKENS
+from headgate.control.admin.problems import Problem, Refused, too_many_failures
 from headgate.control.admin.replays import Answered, Replays, fingerprint
 from headgate.control.admin.tokens import Token, Tokens
 from headgate.control.desk.errors import NotAllowed, NotFound
@@ -76,14 +76,12 @@ def _caller(request: Request, credentials: Annotated[HTTPAuthorizationCredential
         told = "query: nothing belongs there"
         raise Refused(Problem("invalid", told, {"problems": [told]}))
     if credentials is None:
-        raise Refused(_token_needed("Send the header field Authorization: Bearer hg_..., with a token of this server."))
+        raise Refused(
+            _failed(request, "Send the header field Authorization: Bearer hg_..., with a token of this server.")
+        )
     token = parts.tokens.check(credentials.credentials)
     if token is None:
-        raise Refused(
-            _token_needed(
-                "This token is none of this server's, or it has expired or was revoked. An admin can make one."
-            )
-        )
+        raise Refused(_failed(request, "This token is mistyped, expired or revoked. An admin can create a new one."))
     return Caller(parts, token, credentials.credentials.encode())
 
 
@@ -220,7 +218,11 @@ def answer(value: Any, version: int | None = None) -> JSONResponse:
     return JSONResponse(value, headers={} if version is None else {"ETag": f'"{version}"'})
 
 
-def _token_needed(detail: str) -> Problem:
+def _failed(request: Request, detail: str) -> Problem:
+    """Count a request without a valid token, and say what is wrong; or only to wait, after too many."""
+    wait = request.app.state.failures.count(request.scope, FAILED_TOKENS)
+    if wait is not None:
+        return too_many_failures(wait)
     return Problem("token-needed", detail, headers={"WWW-Authenticate": 'Bearer realm="headgate"'})
 
 

@@ -35,7 +35,8 @@ from headgate.telemetry.records import Record
 __all__ = ["ALWAYS", "CONFIG", "router"]
 
 ALWAYS: Final = (
-    "bad-request", "token-needed", "too-slow", "too-large", "invalid", "too many requests", "config-away",
+    "bad-request", "token-needed", "too-slow", "too-large", "invalid", "too many requests",
+    "too-many-failures", "config-away",
 )  # fmt: skip
 """Types of problems that any request may meet."""
 CONFIG: Final = {"headers": {"ETag": {"description": "The version", "schema": {"type": "string"}}}}

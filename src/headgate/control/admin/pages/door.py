@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from headgate.control.admin.guards import FAILED_SIGN_INS
 from headgate.control.admin.pages.frame import local_path
+from headgate.control.admin.problems import too_many_failures
 from headgate.control.admin.sessions import FormRefused
 
 if TYPE_CHECKING:
@@ -48,8 +50,8 @@ def sign_in(frame: Frame, request: Request) -> Response:
     next = local_path(form.get("next", "/"))
     token = frame.tokens.check(form.get("token", "")[:LONGEST])
     if token is None:
-        why = "This is no token that holds: it may be mistyped, expired or revoked."
-        return _door(frame, next=next, status=401, error=why)
+        why = "This token isn't valid. It may be mistyped, expired or revoked."
+        return _failed(frame, request, next=next, error=why)
     return _in(frame, token, next, "with the token")
 
 
@@ -59,7 +61,7 @@ def enter(frame: Frame, request: Request) -> Response:
     token = frame.tokens.redeem(request.query_params.get("code", "")[:LONGEST])
     if token is None:
         text = "This link was used before, or is older than ten minutes. Sign in with a token."
-        return _door(frame, next="/", status=401, hello=text)
+        return _failed(frame, request, next="/", hello=text)
     return _in(frame, token, "/", "by a link for the token")
 
 
@@ -78,6 +80,17 @@ def _in(frame: Frame, token: Token, next: str, how: str) -> Response:
     response = RedirectResponse(next, 303)
     frame.sessions.begin(token, response)
     frame.desk.note(token.actor, "signed in", f"{how} {token.name} ({token.role}, {token.id})")
+    return response
+
+
+def _failed(frame: Frame, request: Request, **texts: str) -> Response:
+    """Count a failed attempt, and show the form again; after too many from this address, say how long to wait."""
+    wait = request.app.state.failures.count(request.scope, FAILED_SIGN_INS)
+    if wait is None:
+        return _door(frame, **texts, status=401)
+    problem = too_many_failures(wait)
+    response = _door(frame, next=texts["next"], status=problem.status, error=problem.detail)
+    response.headers.update(problem.headers)
     return response
 
 
