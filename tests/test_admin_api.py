@@ -201,6 +201,7 @@ TABLE = [
     Row("viewer", "GET", "steps"),
     Row("viewer", "GET", "decisions"),
     Row("viewer", "POST", "find", {"client": "tenant=acme"}),
+    Row("viewer", "POST", "candidates", {"client": "tenant=acme"}),
     Row("viewer", "POST", "search", {"text": "acme"}),
     Row("viewer", "GET", f"client?{WHO}"),
     Row("viewer", "GET", f"client/why?{WHO}&at=today&zone=Europe/Berlin"),

@@ -191,6 +191,27 @@ def test_a_block_acts_at_once_and_ends_at_once(call: Callable[..., tuple[int, st
     wait_until(lambda: fleet.send(tenant="mallory-inc") == [200], "the end of the block")
 
 
+def test_a_leaked_key_that_nobody_knows_is_blocked(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+    leaked = "9f86d081884c7d659a2feaa0c55ad015"
+    assert fleet.send(api_key=leaked) == [200]
+    code, _, told = call("block - --reason leaked", role="support", given=leaked)
+    assert (code, "API key 9f86d081…d015: blocks every request with this key" in told) == (0, True)
+    wait_until(lambda: fleet.send(api_key=leaked) == [403], "the block to act")
+    assert leaked not in "".join(call("block list")[1:] + call("audit")[1:])
+
+
+def test_a_text_that_can_mean_several_clients_is_not_blocked_unseen(
+    call: Callable[..., tuple[int, str, str]], fleet: Fleet
+) -> None:
+    code, _, told = call("block newcomer --reason x")
+    assert code == 1
+    assert "tenant=newcomer" in told
+    assert "user=newcomer" in told
+    assert fleet.store.blocks(who=("tenant", "newcomer")) == []
+    code, _, told = call("block tenant=newcomer --reason x")
+    assert (code, "no tenant of this name was ever seen" in told) == (0, True)
+
+
 def test_a_block_is_ended_by_its_number(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     assert call("block add 198.51.100.77 --reason scraping")[0] == 0
     (kept,) = fleet.store.blocks(who=("ip", "198.51.100.77"))
@@ -264,10 +285,10 @@ def test_an_override_is_of_some_limit(call: Callable[..., tuple[int, str, str]])
 
 
 def test_an_address_with_its_network_is_told_from_a_network(call: Callable[..., tuple[int, str, str]]) -> None:
-    for written in ("198.51.100.7/24", "ip=198.51.100.7/24"):
-        code, _, complained = call(f"block {written} --reason scraping")
-        assert code == 1
-        assert "write 198.51.100.0/24, or the address alone" in complained
+    code, _, complained = call("block ip=198.51.100.7/24 --reason scraping")
+    assert (code, "write 198.51.100.0/24, or the address alone" in complained) == (1, True)
+    code, _, complained = call("block 198.51.100.7/24 --reason scraping")
+    assert (code, "ip=198.51.100.0/24" in complained, "ip=198.51.100.7" in complained) == (1, True, True)
 
 
 def test_who_has_a_token_asks_the_server_why(

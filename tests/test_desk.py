@@ -15,6 +15,8 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import text
 
 from headgate import HeadgateError, InvalidInput, InvalidPolicy, Limiter
@@ -32,6 +34,7 @@ from headgate.control.desk import (
     NotFound,
     Who,
 )
+from headgate.control.desk.candidates import mask
 from headgate.control.desk.standing import faced
 from headgate.control.feed import ConfigFeed
 from headgate.telemetry import DecisionLog
@@ -810,6 +813,58 @@ def test_an_override_takes_effect_at_the_gate(world: World) -> None:
     assert standing(desk, ACME, "search").from_ == "policy"
     (view,) = desk.overrides(who=ACME).items
     assert (view.state, view.bucket, view.author, view.reason) == ("expired", "200/minute", "sue", "launch")
+
+
+@pytest.mark.parametrize(
+    ("typed", "kinds"),
+    [
+        ("sk_live_aaaa567890abcdef", ["api_key"]),  # looks like a key, so that it is never stored as a name
+        ("d41d8cd98f00b204e9800998ecf8427e", ["api_key"]),
+        ("Authorization: Bearer d41d8cd98f00b204", ["api_key"]),
+        ("X-API-Key: k", ["api_key"]),
+        ("api_key=k", ["api_key"]),
+        ("203.0.113.9", ["ip"]),
+        ("203.0.113.9:443", ["ip"]),
+        ("203.0.113.0/24", ["ip"]),
+        ("203.0.113.9/24", ["ip", "ip"]),
+        ("2001:db8::1", ["ip", "ip"]),
+        ("tenant=nobody-yet", ["tenant"]),
+        ("user=nobody-yet", ["user"]),
+        ("nobody-yet", ["tenant", "user", "api_key"]),
+        ("Nobody Yet", ["tenant", "user"]),  # a key has no blanks
+        ("initech", ["tenant"]),  # known, so that nothing else is offered
+        ("the office", ["ip"]),
+    ],
+)
+def test_a_typed_text_offers_every_client_that_it_can_mean(world: World, typed: str, kinds: list[str]) -> None:
+    assert [each.who.kind for each in world.desk.candidates(typed)] == kinds
+
+
+def test_candidates_say_what_a_block_of_them_matches(world: World) -> None:
+    told = {each.title: each.matches for text in ("203.0.113.9/24", "acme") for each in world.desk.candidates(text)}
+    assert told["Network 203.0.113.0/24"] == "every address in 203.0.113.0/24 (256 addresses)"
+    assert told["Address 203.0.113.9"] == "every request from this address"
+    assert told["Tenant acme"] == "every request of the tenant “acme”"
+
+
+def test_a_candidate_shows_an_api_key_masked(world: World) -> None:
+    key = "sk_live_aaaa567890abcdef"
+    (found,) = world.desk.candidates(key)
+    assert found.title == "API key sk_live_…cdef"
+    assert found.who.value == CLIENTS.written("api_key", key)
+    assert key not in json.dumps(found.as_dict())
+
+
+@pytest.mark.parametrize("typed", ["", "a\nb", "x" * 5000, "hmac:123"])
+def test_a_text_that_can_mean_no_client_is_refused(world: World, typed: str) -> None:
+    with pytest.raises(InvalidInput):
+        world.desk.candidates(typed)
+
+
+@given(st.text(min_size=1, max_size=60))
+def test_a_masked_key_gives_at_most_half_of_it_away(key: str) -> None:
+    shown = mask(key).replace("…", "", 1)
+    assert 2 * len(shown) <= len(key)
 
 
 def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> None:

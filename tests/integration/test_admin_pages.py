@@ -495,14 +495,75 @@ def test_a_policy_is_checked_saved_compared_and_rolled_back(town: Town, visit: C
     assert len(town.desk.overrides(who=who).items) == 1  # only what was chosen goes back
 
 
+def test_a_leaked_key_that_nobody_knows_is_blocked(town: Town, visit: Callable[..., Page]) -> None:
+    leaked = "sk_live_aaaa567890abcdef"
+    assert town.ask(key=leaked) == 200
+    page = visit("/blocks", role="support")
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url))
+    page.get_by_label("Who").fill(leaked)
+    page.get_by_label("Until").fill("never ever")
+    page.get_by_label("Reason").last.fill("found on a public site")
+    page.get_by_role("button", name="Block…", exact=True).click()
+    expect(page.locator("#block-until-error")).to_be_visible()
+    assert page.get_by_label("Who").input_value().startswith("api_key=hmac:")  # kept, though not as it was
+    expect(page.get_by_label("Reason").last).to_have_value("found on a public site")
+    page.get_by_label("Until").fill("in 2 days")
+    page.get_by_role("button", name="Block…", exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Block API key")
+    expect(page.get_by_text("every request with this key (hash hmac:")).to_be_visible()
+    assert town.ask(key=leaked) == 200  # nothing is done yet
+    page.get_by_role("button", name="Block", exact=True).click()
+    expect(page.get_by_role("status").first).to_contain_text("is blocked until")
+    wait_until(lambda: town.ask(key=leaked) == 403, "the gate to hear of it")
+    assert leaked not in page.content()
+    assert [url for url in sent if leaked in url] == []
+    page.goto(f"{town.server.url}/audit")
+    assert leaked not in page.content()
+
+
+def test_a_pasted_key_is_shown_masked_before_it_is_blocked(visit: Callable[..., Page]) -> None:
+    page = visit("/blocks", role="support")
+    page.get_by_label("Who").fill("sk_live_bbbb567890abcdef")
+    page.get_by_label("Reason").last.fill("leaked")
+    page.get_by_role("button", name="Block…", exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Block API key sk_live_…cdef?")
+    page.get_by_role("button", name="Change").click()
+    assert page.get_by_label("Who").input_value().startswith("api_key=hmac:")
+    assert "sk_live_bbbb567890abcdef" not in page.content()
+
+
+def test_an_ambiguous_name_is_blocked_as_what_is_chosen(town: Town, visit: Callable[..., Page]) -> None:
+    page = visit("/blocks", role="support")
+    page.get_by_label("Who").fill("fresh")
+    page.get_by_label("Reason").last.fill("scraping")
+    page.get_by_role("button", name="Block…", exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Which one do you mean?")
+    expect(page.get_by_role("radio")).to_have_count(3)  # a tenant, a user, or a key
+    page.get_by_label("Tenant fresh").check()
+    page.get_by_role("button", name="Block", exact=True).click()
+    expect(page.get_by_role("status").first).to_contain_text("Tenant fresh is blocked")
+    wait_until(lambda: town.ask("fresh") == 403, "the gate to hear of it")
+
+
+def test_what_cannot_be_blocked_is_kept_in_the_field(visit: Callable[..., Page]) -> None:
+    page = visit("/blocks")
+    page.get_by_label("Who").fill("0.0.0.0/0")
+    page.get_by_label("Reason").last.fill("panic")
+    page.get_by_role("button", name="Block…", exact=True).click()
+    expect(page.locator("#block-client-error")).to_be_visible()
+    expect(page.get_by_label("Who")).to_have_value("0.0.0.0/0")
+
+
 def test_a_network_is_blocked_after_a_second_look(town: Town, visit: Callable[..., Page]) -> None:
     page = visit("/blocks")
     page.get_by_label("Who").fill("198.18.0.0/15")
     page.get_by_label("Reason").last.fill("a flood")
-    page.get_by_role("button", name="Block", exact=True).click()
+    page.get_by_role("button", name="Block…", exact=True).click()
     expect(page.get_by_role("alert")).to_contain_text("131072 addresses")
-    page.get_by_role("button", name="Yes, do it").click()
-    expect(page.get_by_text("ip 198.18.0.0/15 is blocked.")).to_be_visible()
+    expect(page.get_by_text("every address in 198.18.0.0/15 (131,072 addresses)")).to_be_visible()
+    page.get_by_role("button", name="Block", exact=True).click()
+    expect(page.get_by_text("Network 198.18.0.0/15 is blocked.")).to_be_visible()
     row = page.locator("tbody tr", has_text="198.18.0.0/15")
     row.locator("summary").click()
     row.get_by_label("Reason").fill("over")
@@ -770,10 +831,10 @@ def test_a_raw_api_key_gets_into_no_address_and_no_page(town: Town, visit: Calla
     assert RAW_KEY not in page.content()
     page.goto(f"{town.server.url}/blocks")
     page.get_by_label("Who").fill(RAW_KEY)
-    page.get_by_role("button", name="Block", exact=True).click()  # without a reason: the browser says so, and stays
+    page.get_by_role("button", name="Block…", exact=True).click()  # without a reason: the browser says so, and stays
     page.get_by_label("Until").fill("nonsense")
     page.get_by_label("Reason").last.fill("leaked")
-    page.get_by_role("button", name="Block", exact=True).click()
+    page.get_by_role("button", name="Block…", exact=True).click()
     expect(page.locator("#block-until-error")).to_be_visible()
     assert RAW_KEY not in page.content()
     assert [url for url in seen if RAW_KEY in url] == []

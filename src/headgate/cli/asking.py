@@ -10,7 +10,7 @@ from getpass import getpass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate.cli.api import AdminApi, AdminError, Unconfirmed, is_loopback
+from headgate.cli.api import REFUSED, AdminApi, AdminError, Unconfirmed, is_loopback
 from headgate.cli.screen import BAD, BOLD, ODD, printable
 from headgate.cli.table import table
 from headgate.errors import InvalidInput
@@ -30,8 +30,10 @@ __all__ = [
     "ahead",
     "as_json",
     "asked",
+    "asked_client",
     "at_us_of",
     "change",
+    "chosen_from",
     "client_of",
     "confirmed",
     "opened",
@@ -39,6 +41,7 @@ __all__ = [
     "read_key",
     "titled",
     "told",
+    "warn_of_key",
     "zone_of",
 ]
 
@@ -147,11 +150,44 @@ def zone_of(arguments: Namespace) -> tzinfo | None:
 
 def client_of(desk: Desk, written: str) -> Who:
     """The client that is meant; `-` reads an API key from the input. What a shell remembers is warned about."""
+    found = desk.api.ask("POST", "find", body={"client": asked_client(written)}).body
+    who = Who(found["kind"], found["value"], found.get("label") or "")
+    warn_of_key(desk, written, who)
+    return who
+
+
+def asked_client(written: str) -> str:
+    """The client as it is sent to the server; `-` reads an API key from the standard input."""
     asked = f"api_key={read_key()}" if written == "-" else written
     if not asked.strip():
-        raise InvalidInput("say which client is meant")
-    found = desk.api.ask("POST", "find", body={"client": asked}).body
-    who = Who(found["kind"], found["value"], found.get("label") or "")
+        raise InvalidInput("name a client")
+    return asked
+
+
+def chosen_from(desk: Desk, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One of several candidates, chosen at the terminal by its number; AdminError where nobody can be asked."""
+    lines = [f"{number}. {_candidate(each)}" for number, each in enumerate(found, 1)]
+    if not (sys.stdin.isatty() and desk.err.is_terminal):
+        told = "\n".join(["this can mean several clients; give one of them as KIND=VALUE:", *lines])
+        raise AdminError(told, code=REFUSED)
+    desk.err.say("This can mean several clients:", *[printable(line) for line in lines])
+    print(f"Which one? 1 to {len(found)}: ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline().strip()
+    if not (answer.isascii() and answer.isdigit() and 1 <= int(answer[:6]) <= len(found)):
+        raise InvalidInput("no client was chosen; nothing was changed")
+    return found[int(answer) - 1]
+
+
+def _candidate(each: dict[str, Any]) -> str:
+    """A candidate on one line, with the argument that names it alone."""
+    who = Who(**each["who"])
+    label = f" ({each['label']})" if each.get("label") else ""
+    seen = "" if each["is_known"] else ", never seen before"
+    return f"{each['title']}{label}{seen}: {who.kind}={who.value}"
+
+
+def warn_of_key(desk: Desk, written: str, who: Who) -> None:
+    """Warn of an API key on the command line, which the shell's history keeps."""
     said = written.removeprefix("api_key=")
     # A name has blanks, or is the one that is known; it may be known to the log alone, which does not tell it here.
     is_name = " " in said or said.casefold() == who.label.casefold()
@@ -160,7 +196,6 @@ def client_of(desk: Desk, written: str) -> Who:
             f"{desk.err.paint('warning:', ODD)} an API key on the command line stays in the shell's history, and "
             "others on this machine may see it; write - instead, and give the key on the standard input"
         )
-    return who
 
 
 def read_key() -> str:

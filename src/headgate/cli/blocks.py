@@ -1,13 +1,26 @@
-"""`headgate block`: keep somebody out, at once."""
+"""`headgate block`: refuse all requests of a client, at once."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from headgate.cli.api import path_of
-from headgate.cli.asking import ahead, as_json, change, client_of, opened, paged, titled
+from headgate.cli.asking import (
+    Who,
+    ahead,
+    as_json,
+    asked_client,
+    change,
+    chosen_from,
+    client_of,
+    opened,
+    paged,
+    titled,
+    warn_of_key,
+)
 from headgate.cli.options import CLIENT, EXIT_CODES, Actions, add_change, add_page, add_server
 from headgate.cli.overrides import STATES, add_until
+from headgate.cli.screen import printable
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -18,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
-ABOUT = "keep somebody out, at once"
+ABOUT = "block a client, at once"
 EXAMPLES = f"""
     headgate block 203.0.113.9 --reason "scraping" --until "in 2 hours"
     headgate block add ip=203.0.113.0/26 --reason "scraping"
@@ -35,20 +48,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     adding = actions.add(
         "add",
         add,
-        "keep somebody out",
+        "block a client: any address, network, API key or name, whether it was seen before or not",
         """
         headgate block add 203.0.113.9 --reason "scraping" --until "in 2 hours"
         headgate block add tenant=acme --reason "has not paid"
         """,
     )
-    adding.add_argument("client", metavar="CLIENT", help=f"{CLIENT}; or a network")
+    adding.add_argument("client", metavar="CLIENT", help=f"{CLIENT}; or a network. It need not be known yet")
     add_until(adding)
     add_change(adding)
 
     listing = actions.add(
         "list",
         list_all,
-        "list who is kept out",
+        "list blocks",
         "headgate block list --state active\nheadgate block list --search scraping",
     )
     listing.add_argument("--state", choices=STATES, default="all", help="only those; all, if not given")
@@ -58,7 +71,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     removing = actions.add(
         "remove",
         remove,
-        "let somebody in again",
+        "lift a block",
         """
         headgate block remove 203.0.113.9 --reason "it was a mistake"
         headgate block remove 12 --reason "it was a mistake"
@@ -75,8 +88,25 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
 def add(arguments: Namespace, out: Screen, err: Screen) -> int:
     desk = opened(arguments, out, err)
     until = ahead(arguments.until, desk, at_its_end=True)
-    who = client_of(desk, arguments.client)
+    who = _target(desk, arguments.client)
     return change(arguments, desk, "POST", "blocks", fields={"who": who.plain, "valid_until": until})
+
+
+def _target(desk: Desk, written: str) -> Who:
+    """The client to block, which need not be known yet. Says what the block will match; a text that can mean several
+    clients is asked about at a terminal, and refused elsewhere."""
+    found = desk.api.ask("POST", "candidates", body={"client": asked_client(written)}).body["items"]
+    chosen = found[0]
+    if len(found) > 1 and (chosen["who"]["kind"] != "ip" or "/" in written):
+        chosen = chosen_from(desk, found)
+    elif len(found) > 1:  # an IPv6 address, and the network around it
+        desk.err.say(f"note: to block {printable(found[1]['matches'])}, give {found[1]['who']['value']}")
+    who = Who(**chosen["who"], label=chosen["label"] or "")
+    warn_of_key(desk, written, who)
+    desk.err.say(printable(f"{chosen['title']}: blocks {chosen['matches']}"))
+    if not chosen["is_known"] and who.kind not in ("ip", "subnet"):
+        desk.err.say(f"note: no {who.kind.replace('_', ' ')} of this name was ever seen")
+    return who
 
 
 def remove(arguments: Namespace, out: Screen, err: Screen) -> int:

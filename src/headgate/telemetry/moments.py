@@ -18,7 +18,7 @@ from headgate.errors import InvalidInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Span", "coming", "microseconds", "shown", "shown_span", "span"]
+__all__ = ["Span", "coming", "day_and_time", "end_in_words", "microseconds", "shown", "shown_span", "span"]
 
 AROUND: Final = timedelta(minutes=10)
 """A moment that somebody remembers is meant so exactly."""
@@ -109,6 +109,22 @@ def shown(moment: datetime, zone: tzinfo | None, *, with_zone: bool = True) -> s
     return f"{local:%Y-%m-%d %H:%M:%S}" + (f" {_zone(local)}" if with_zone else "")
 
 
+def day_and_time(moment: datetime, zone: tzinfo | None) -> str:
+    """A time with its weekday and zone, for confirmations: Friday 20 November 2026, 18:00 Europe/Berlin."""
+    local = _local(moment, zone)
+    return f"{_long_day(local)}, {local:%H:%M} {_zone_name(local, zone)}"
+
+
+def end_in_words(moment: datetime, zone: tzinfo | None) -> str:
+    """The end of a period, after "until". Midnight is the end of a day: "the end of Friday 20 November 2026
+    (Europe/Berlin)", which nobody takes for the day after."""
+    local = _local(moment, zone)
+    if (local.hour, local.minute, local.second) != (0, 0, 0):
+        return day_and_time(moment, zone)
+    last_day = _local(moment - timedelta(microseconds=1), zone)
+    return f"the end of {_long_day(last_day)} ({_zone_name(last_day, zone)})"
+
+
 def shown_span(since: datetime, until: datetime, *, zone: tzinfo | None) -> str:
     """From when until when, with the day and the zone said as seldom as can be."""
     start, end = _local(since, zone), _local(until, zone)
@@ -116,6 +132,14 @@ def shown_span(since: datetime, until: datetime, *, zone: tzinfo | None) -> str:
         return f"{shown(since, zone)} and {shown(until, zone)}"
     day = "" if start.date() == end.date() else f"{end:%Y-%m-%d} "
     return f"{start:%Y-%m-%d %H:%M:%S} and {day}{end:%H:%M:%S} {_zone(start)}"
+
+
+def _long_day(local: datetime) -> str:
+    return f"{local:%A} {local.day} {local:%B %Y}"
+
+
+def _zone_name(local: datetime, zone: tzinfo | None) -> str:
+    return str(zone) if zone is not None else _zone(local)
 
 
 def microseconds(moment: datetime) -> int:

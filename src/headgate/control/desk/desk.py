@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from datetime import datetime
 
+    from headgate.control.desk.errors import Danger
     from headgate.control.desk.standing import Faced
     from headgate.control.desk.views import Actor
 
@@ -83,6 +84,11 @@ class Desk(Changes):
             except BaseException:
                 self._unblock_live(who)
                 raise
+
+    def block_dangers(self, who: Who) -> list[Danger]:
+        """The reasons to think twice before blocking a client, for a preview; InvalidInput if it can't be blocked."""
+        _refuse_wildcard(who)
+        return list(dangers.of_block(_as_ip(who)))
 
     def unblock(
         self,

@@ -11,9 +11,10 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate.control.config.database import reading
-from headgate.control.config.queries import rows_of, who_is_called
+from headgate.control.config.queries import labels_of, rows_of, who_is_called
+from headgate.control.desk.candidates import describe
 from headgate.control.desk.errors import LogUnavailable, NotFound
-from headgate.control.desk.secrecy import LOOKS_SECRET, SHORTEST_HIDDEN, looks_secret, words_like_keys
+from headgate.control.desk.secrecy import LOOKS_SECRET, SHORTEST_HIDDEN, looks_secret, may_be_key, words_like_keys
 from headgate.control.desk.views import Who
 from headgate.errors import InvalidConfiguration, InvalidInput
 from headgate.policy import words
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from headgate.control.config.store import ConfigStore
+    from headgate.control.desk.candidates import Candidate
     from headgate.control.desk.ground import Ground, Grounds
     from headgate.control.desk.logbook import Logbook
     from headgate.policy.model import Policy
@@ -53,6 +55,8 @@ NO_SECRET: Final = (
 
 
 _HASH: Final = re.compile(r"hmac:[0-9a-fA-F]*")
+_HEADER: Final = re.compile(r"(?:authorization:\s*)?bearer\s+(?=\S+$)|x-api-key:\s*(?=\S+$)", re.IGNORECASE)
+"""The part of a pasted header field that precedes the API key."""
 
 
 class Known(NamedTuple):
@@ -130,6 +134,52 @@ class Finder:
         if canonical(text) is not None or _is_network(text):
             return self.checked(("ip", text if "/" in text else canonical(text) or text))
         return self._guessed(text, kinds, ground)
+
+    def candidates(self, text: str) -> list[Candidate]:
+        """All clients that a text can mean, known or not, the likeliest first.
+
+        Clients that the configuration or the log knows by this text come alone. For other texts, every reading is
+        offered that makes sense; a text that is probably an API key is only ever read as one, so that it is not stored
+        or shown as anything else.
+        """
+        text = text.strip()
+        if header := _HEADER.match(text):
+            text = f"api_key={text[header.end() :]}"
+        if not 0 < len(text) <= LONGEST or not text.isprintable():
+            raise InvalidInput(f"enter an address, a network, a name or an API key of up to {LONGEST} characters")
+        if text == "*":
+            raise InvalidInput("* is not a client: block one client or one network")
+        ground = self._grounds.current()
+        kinds = _kinds(ground.base)
+        kind, sign, value = (part.strip() for part in text.partition("="))
+        if is_hash(text) or (sign and kind in (LABEL, *kinds)):
+            key = value if kind == "api_key" and not is_hash(value) else None
+            who = self.find(text)
+            if key is None:
+                self.refuse_known_keys(who.value)
+            return [self._described(who, ground, key=key)]
+        if (address := canonical(text)) is not None:
+            return [self._described(Who("ip", each), ground) for each in _networks_of_client(address)]
+        if _is_network(text):
+            network = ip_network(text, strict=False)
+            written = [text.partition("/")[0]] if str(network) != text.lower() and "/" in text else []
+            networks = [self.checked(("ip", each)) for each in (str(network), *written)]
+            return [self._described(each, ground) for each in networks]
+        readings = self._readings(text, kinds)
+        known = [who for who in readings if self._is_seen(who, ground)]
+        with suppress(NotFound):
+            known.append(self._called(text, ground))
+        if not known:
+            if not readings:
+                raise InvalidInput(
+                    NO_SECRET if self._clients is None else "this is not the name of a client, nor a key"
+                )
+            known = readings
+        return [self._described(who, ground, key=text) for who in dict.fromkeys(known)]
+
+    def name_of(self, who: Who) -> str:
+        """The name of a client for people: its label, or "Tenant acme", "Address 203.0.113.9", "API key hmac:12ab…"."""
+        return self._label_of(who, self._grounds.current()) or describe(who).title
 
     def named(self, who: Who) -> Who:
         """The client itself, where only a hash of it was given and it can be told who that is; else as it was."""
@@ -235,6 +285,28 @@ class Finder:
             return None
 
     # ------------------------------------------------------------------ within
+
+    def _readings(self, text: str, kinds: Iterable[str]) -> list[Who]:
+        """The clients that a text would be if it were an API key, a tenant, a user, and so on."""
+        hashed = self.hashed(text)
+        readings = [] if hashed is None else [Who("api_key", hashed)]
+        if looks_secret(text) or may_be_key(text, shortest=SHORTEST_HIDDEN):
+            return readings
+        others = [kind for kind in kinds if kind not in ("api_key", "ip", "subnet")]
+        is_name = len(text) <= words.LONGEST_LABEL and not self._is_known(self._hashes(words_like_keys([text])))
+        return [*(Who(kind, text) for kind in others if is_name), *readings]
+
+    def _is_seen(self, who: Who, ground: Ground) -> bool:
+        """True if the configuration or the log knows this client."""
+        return self._is_configured(who, ground) or (self._clients is not None and self._logged([self._key(who)]))
+
+    def _described(self, who: Who, ground: Ground, *, key: str | None = None) -> Candidate:
+        return describe(who, label=self._label_of(who, ground), key=key, is_known=self._is_seen(who, ground))
+
+    def _label_of(self, who: Who, ground: Ground) -> str | None:
+        with reading(self._config.engine) as connection:
+            label = labels_of(connection, [who]).get(who)
+        return label or next((each.label for each in ground.entries_of({who.kind: (who.value,)}, "clients")), None)
 
     def _guessed(self, text: str, kinds: Iterable[str], ground: Ground) -> Who:
         # The hash first: a key that is known goes no further as it is.
@@ -358,6 +430,12 @@ def _is_network(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _networks_of_client(address: str) -> list[str]:
+    """An address, and for IPv6 also the network that one customer usually has all of."""
+    network = ip_network(address)
+    return [address] if network.version == 4 else [address, str(network.supernet(new_prefix=64))]
 
 
 def _no_address(value: str) -> str:

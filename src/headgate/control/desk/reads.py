@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from headgate.control.config.history import Difference, Version
     from headgate.control.config.rows import Kept
+    from headgate.control.desk.candidates import Candidate
     from headgate.control.desk.finding import Known
     from headgate.control.desk.ground import Ground, Holding
     from headgate.control.desk.views import (
@@ -107,6 +108,14 @@ class Reads(Office):
     def find(self, text: str) -> Who:
         """The client that is meant by a text: "tenant=acme", an address, a label, an API key, a hash."""
         return self._finder.find(text)
+
+    def candidates(self, text: str) -> list[Candidate]:
+        """All clients that a text can mean, whether they were ever seen or not; the likeliest first."""
+        return self._finder.candidates(text)
+
+    def name_of(self, who: Who) -> str:
+        """The name of a client for people: its label, or its kind and value."""
+        return self._finder.name_of(self._finder.checked(who))
 
     def client(self, who: Who) -> ClientView:
         """A client, with all that holds for it, and what it has used."""

@@ -13,6 +13,7 @@ from headgate.control.admin.api.shapes import listed, shape
 from headgate.control.admin.problems import answers
 from headgate.control.config.history import Difference, Version
 from headgate.control.config.rows import microseconds
+from headgate.control.desk.candidates import Candidate
 from headgate.control.desk.secrecy import discreetly
 from headgate.control.desk.views import (
     AuditEntry,
@@ -146,6 +147,13 @@ def find(caller: Asking, body: fields.FindBody) -> JSONResponse:
     """Which client a text means: a label, "tenant=acme", an address, an API key. Of a key only its hash comes back."""
     who = caller.desk.find(body.client)
     return answer({"kind": who.kind, "value": who.value, "label": caller.desk.client(who).label})
+
+
+@router.post("/candidates", **_gives(listed(Candidate)))
+def candidates(caller: Asking, body: fields.FindBody) -> JSONResponse:
+    """All clients that a text can mean, known or not, and the requests that a block of each would match. API keys come
+    back masked, with their hash."""
+    return answer({"items": plain(caller.desk.candidates(body.client)), "next": None})
 
 
 @router.post("/search", **_gives(Searched))

@@ -11,7 +11,7 @@ from headgate.control.config import ConfigUnavailable, Conflict
 from headgate.control.desk.errors import NeedsConfirmation, NotAllowed, NotFound
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
 from headgate.limits import Limit
-from headgate.telemetry.moments import coming
+from headgate.telemetry.moments import coming, end_in_words, microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from headgate.control.config.history import Version
     from headgate.control.desk import Change
 
-__all__ = ["Entered", "Mistake", "attempt", "bucket", "given", "reason", "until"]
+__all__ = ["Entered", "Mistake", "attempt", "bucket", "given", "reason", "until", "until_text", "until_us"]
 
 LONGEST_REASON: Final = 500
 MOST_CHANGES: Final = 8
 """Versions that are listed when somebody else was quicker."""
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+LATEST_US: Final = 253_402_000_000_000_000
+"""The end of the year 9999."""
 
 
 class Mistake(HeadgateError):
@@ -127,15 +129,35 @@ def bucket(visit: Visit) -> str:
 
 
 def until(visit: Visit, field: str = "until") -> datetime | None:
-    """The moment to come that was written, of a day its end; None for none."""
+    """The future time that was entered, of a day its end; None for none. A confirmation sends the time that it has
+    shown, so that "in 1 hour" doesn't move while somebody reads."""
     written = visit.form.get(field, "")
     if not written:
         return None
+    shown_us = visit.form.number(f"{field}_us")
+    if shown_us is not None:
+        return EPOCH + timedelta(microseconds=min(shown_us, LATEST_US))
     now = EPOCH + timedelta(microseconds=visit.now_us)
     try:
         return coming(written, now=now, zone=visit.zone, at_its_end=True)
     except InvalidInput as error:
         raise Mistake(field, f"{error}") from None
+
+
+def until_us(visit: Visit) -> int | None:
+    """The time that was entered as the end, in microseconds."""
+    end = until(visit)
+    return None if end is None else microseconds(end)
+
+
+def until_text(visit: Visit) -> str:
+    """The end that was entered, for a message: " until Friday 20 November 2026, 18:00 Europe/Berlin". Empty for none,
+    and for one that can't be read, which the form itself complains about."""
+    try:
+        end = until(visit)
+    except Mistake:
+        return ""
+    return "" if end is None else f" until {end_in_words(end, visit.zone)}"
 
 
 def _since(visit: Visit, conflict: Conflict) -> tuple[Version, ...]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headgate.control.admin.problems import Problem
     from headgate.control.admin.sessions import Session, Sessions
     from headgate.control.admin.tokens import Tokens
-    from headgate.control.desk import Actor
+    from headgate.control.desk import Actor, Who
     from headgate.control.desk.desk import Desk
 
 __all__ = ["Form", "Frame", "Handler", "Visit", "local_path"]
@@ -130,6 +130,13 @@ class Visit(NamedTuple):
     def now_us(self) -> int:
         return self.frame.tokens.clock.now_us()
 
+    def name_of(self, who: Who) -> str:
+        """The name of a client for people; a client that can't be read goes by its kind."""
+        try:
+            return self.desk.name_of(who)
+        except HeadgateError:
+            return f"this {who.kind}"
+
     def page(self, template: str, *, status: int = 200, here: str = "", **values: Any) -> Response:
         """A whole page. What was to be said since the last one is said now, and not again."""
         return self.frame.page(self, template, status=status, here=here, **values)
@@ -165,6 +172,7 @@ class Frame:
         )
         self._templates.filters |= {
             "amount": words.amount,
+            "end": _end,
             "latency": words.latency,
             "moment": _moment,
             "pair": lambda word: (word, word),
@@ -279,6 +287,12 @@ def local_path(path: str) -> str:
 @pass_context
 def _moment(context: Context, at_us: int | None, never: str = "–") -> str:
     return words.moment(at_us, now_us=context["now_us"], zone=context["zone"], never=never)
+
+
+@pass_context
+def _end(context: Context, at_us: int) -> str:
+    """The end of a period, after "until": Friday 20 November 2026, 18:00 Europe/Berlin."""
+    return words.end(at_us, zone=context["zone"])
 
 
 def _flash(request: Request) -> Flash | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
@@ -9,7 +10,20 @@ from urllib.parse import urlencode
 from starlette.responses import RedirectResponse
 
 from headgate.control.admin.pages import words
-from headgate.control.admin.pages.forms import Entered, Mistake, attempt, bucket, given, until
+from headgate.control.admin.pages.forms import (
+    Entered,
+    Mistake,
+    attempt,
+    bucket,
+    given,
+    reason,
+    until,
+    until_text,
+    until_us,
+)
+from headgate.control.admin.problems import of_error
+from headgate.control.desk import NotFound, Who
+from headgate.control.desk.secrecy import SHORTEST_HIDDEN, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 
 if TYPE_CHECKING:
@@ -18,7 +32,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from headgate.control.admin.pages.frame import Form, Visit
-    from headgate.control.desk import Who
     from headgate.control.desk.views import OverrideView
 
 __all__ = [
@@ -36,6 +49,7 @@ __all__ = [
 STATES: Final = (("all", "All"), ("active", "Active"), ("future", "To come"), ("expired", "Expired"))
 
 
+WHOM_TO_BLOCK: Final = "Enter an address, a network, an API key, or the name of a client."
 SEARCHED: Final = {
     "/clients": ("search",),
     "/overrides": ("search", "state"),
@@ -112,23 +126,63 @@ def blocks(visit: Visit) -> Response:
 
 
 def add_block(visit: Visit) -> Response:
-    """For addresses and networks, and whoever else can be found by name."""
-    written = visit.form.get("client", "")
-    known = _found(visit, written)
-    # What was typed may be an API key: from here on, also in the form that is shown again, its hash stands for it.
-    visit.form.put("client", "" if known is None else f"{known.kind}={known.value}")
+    """Block any client that can be typed or pasted, after a preview that says what the block will match."""
+    typed = visit.form.get("client", "")
+    _hide_key(visit, typed)
+    if "again" in visit.form:
+        return _blocks(visit, Entered("block", visit.form, status=200))
+    try:
+        if visit.form.get("target"):
+            return _block_target(visit)
+        return _preview_block(visit, typed)
+    except Mistake as mistake:
+        return _blocks(visit, Entered("block", visit.form, {mistake.field: f"{mistake}"}))
 
-    def do() -> Any:
-        if known is None:
-            raise Mistake("client", "Say whom: an address, a network, a name, tenant=acme, or an API key.")
-        return visit.desk.block(visit.actor, known, valid_until=until(visit), **given(visit))
 
+def _hide_key(visit: Visit, typed: str) -> None:
+    """Replace what may be an API key by its hash, so that no page that shows the form again contains it."""
+    if typed:
+        with suppress(HeadgateError):
+            first = visit.desk.candidates(typed)[0].who
+            if first.kind == "api_key":
+                visit.form.put("client", f"api_key={first.value}")
+                return
+    if looks_secret(typed) or may_be_key(typed, shortest=SHORTEST_HIDDEN):
+        visit.form.put("client", "")
+
+
+def _preview_block(visit: Visit, typed: str) -> Response:
+    """The confirmation page: whom the block is about, which requests it matches, and until when."""
+    if not typed:
+        raise Mistake("client", WHOM_TO_BLOCK)
+    try:
+        found = visit.desk.candidates(typed)
+        dangers = visit.desk.block_dangers(found[0].who) if len(found) == 1 else []
+    except (InvalidInput, NotFound) as error:
+        raise Mistake("client", of_error(error).detail) from None
+    if not visit.form.get("reason"):
+        visit.form.put("reason", visit.form.get("suggested_reason", ""))
+    reason(visit)
+    return visit.page(
+        "block.html",
+        here="/blocks",
+        found=found,
+        dangers=dangers,
+        until_us=until_us(visit),
+        kept=[(name, visit.form.get(name, "")) for name in ("client", "until", "reason", "based_on")],
+    )
+
+
+def _block_target(visit: Visit) -> Response:
+    kind, _, value = visit.form["target"].partition("=")
+    who = Who(kind, value)
+    name = visit.name_of(who)
     return attempt(
         visit,
         "block",
-        do,
-        question=f"Block {'' if known is None else _called(known, None)}?",
-        said="Blocked." if known is None else f"{_called(known, None)} is blocked.",
+        lambda: visit.desk.block(visit.actor, who, valid_until=until(visit), **given(visit)),
+        question=f"Block {name}?",
+        said=f"{name} is blocked{until_text(visit)}.",
         back="/blocks",
         again=lambda entered: _blocks(visit, entered),
     )
@@ -202,13 +256,6 @@ def _asked(visit: Visit) -> dict[str, Any]:
 
 def _shown(asked: dict[str, Any]) -> dict[str, Any]:
     return {**asked, "states": STATES}
-
-
-def _found(visit: Visit, written: str) -> Who | None:
-    try:
-        return visit.desk.find(written) if written else None
-    except HeadgateError:
-        return None
 
 
 def _id(visit: Visit) -> int:

@@ -10,12 +10,13 @@ from zoneinfo import ZoneInfo
 
 from markupsafe import Markup
 
-from headgate.telemetry.moments import shown
+from headgate.telemetry.moments import end_in_words, shown
 
 __all__ = [
     "amount",
     "client_url",
     "count",
+    "end",
     "latency",
     "moment",
     "percent",
@@ -109,6 +110,11 @@ def moment(at_us: int | None, *, now_us: int, zone: tzinfo, never: str = "–") 
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
         f"{at:%Y-%m-%dT%H:%M:%SZ}", shown(at, zone), relative(at_us, now_us)
     )
+
+
+def end(at_us: int, *, zone: tzinfo) -> str:
+    """The end of a period, after "until": Friday 20 November 2026, 18:00 Europe/Berlin."""
+    return end_in_words(EPOCH + timedelta(microseconds=at_us), zone)
 
 
 def short_hash(value: str) -> str:
