@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import pty
 import re
 import shutil
 import subprocess
@@ -1084,7 +1086,7 @@ def test_who_names_no_proxy_is_told_when_the_server_starts(proxies: list[str], t
         try:
             assert process.stderr is not None
             told = ""
-            while "in the roles they need" not in told:  # the last line before it serves
+            while "with the role they need" not in told:  # the last line before it serves
                 line = process.stderr.readline()
                 assert line, told
                 told += line
@@ -1092,3 +1094,50 @@ def test_who_names_no_proxy_is_told_when_the_server_starts(proxies: list[str], t
             process.terminate()
     note = "no --proxy is given: all clients behind the proxy share one address, and its limits for failed sign-ins"
     assert (note in told) == (not proxies)
+
+
+def first_start(tmp_path: Path, stderr: int | Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "headgate", "admin", "--port", "0"]
+    return subprocess.Popen(command, cwd=tmp_path, stderr=stderr, text=True)
+
+
+def test_the_first_token_gets_into_a_private_file_where_there_is_no_terminal(tmp_path: Path) -> None:
+    with first_start(tmp_path, subprocess.PIPE) as process:
+        try:
+            assert process.stderr is not None
+            told = ""
+            while "with the role they need" not in told:
+                line = process.stderr.readline()
+                assert line, told
+                told += line
+        finally:
+            process.terminate()
+    (file,) = tmp_path.glob("headgate-admin-token-*")
+    assert str(file) in told
+    assert file.stat().st_mode & 0o777 == 0o600
+    text = file.read_text().strip()
+    assert text not in told
+    assert "hg_" not in told
+    assert "code=" not in told
+    with closing(Tokens(f"sqlite:///{tmp_path}/headgate.db")) as tokens:
+        token = tokens.check(text)
+        assert token is not None
+        assert token.role == "admin"
+
+
+def test_the_first_token_is_printed_at_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        with first_start(tmp_path, theirs) as process:
+            try:
+                told = ""
+                while "with the role they need" not in told:
+                    told += os.read(ours, 65536).decode()
+            finally:
+                process.terminate()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert re.search(r"hg_[0-9a-z]{10}_[A-Za-z0-9]{43}", told)
+    assert "/enter?code=" in told
+    assert [*tmp_path.glob("headgate-admin-token-*")] == []

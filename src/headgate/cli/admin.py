@@ -6,6 +6,7 @@ import getpass
 import logging
 import os
 import signal
+import tempfile
 from argparse import SUPPRESS
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
@@ -31,8 +32,9 @@ EXAMPLES = """
     headgate admin --host 0.0.0.0 --cert cert.pem --key key.pem --name admin.example.org
     headgate admin token ada --role support --days 30 --config sqlite:///headgate.db
 
-    The first start prints a token, once. If all tokens are lost, whoever has
-    the config store makes another, as in the last example.
+    The first start prints a token, once, if the output is a terminal. If not,
+    it writes the token to a private file and prints the path. If all tokens are
+    lost, create another with access to the config store, as in the last example.
 
     exit code: 0 ended by a signal, 2 it cannot be started so
 """
@@ -170,7 +172,7 @@ def _serve(arguments: Namespace, err: Screen) -> int:
                 f"{err.paint('note:', ODD)} no --proxy is given: all clients behind the proxy share one address, and "
                 "its limits for failed sign-ins; valid tokens are accepted all the same"
             )
-        _welcome(server, tokens, err)
+        _welcome(server, tokens, err, _directory(arguments.config))
         # uvicorn ends its work on either signal, and then raises it again: so that what is left to close is closed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
@@ -216,23 +218,52 @@ def _content(file: str) -> bytes:
         raise InvalidInput(f"--webhook-secret-file {file}: cannot be read: {error.strerror}") from None
 
 
-def _welcome(server: Any, tokens: Any, err: Screen) -> None:
-    """To the terminal and never to a log: what stands here opens everything."""
+def _welcome(server: Any, tokens: Any, err: Screen, directory: Path) -> None:
+    """Say where the server is, and hand over the token of the first start: to a terminal, or in a private file. Other
+    outputs end up in logs, which more people can read."""
     made = tokens.first()
     err.say(f"The admin server is at {err.paint(server.url, BOLD)}")
     if made is None:
         err.say("Sign in there with a token. If all are lost: headgate admin token NAME --role admin")
-        return
-    err.say(
-        "",
-        f"This is the first start: here is a token of an admin. It holds until {_day(made.token)}, and is shown once:",
-        "",
-        f"    {err.paint(made.text, BOLD)}",
-        "",
-        "Or sign in with this link, once, in the next ten minutes:",
-        "",
-        f"    {server.link(made.token)}",
-        "",
-        "Then make tokens for those who need one, in the roles they need.",
-        "",
-    )
+    elif err.is_terminal:
+        err.say(
+            "",
+            f"This is the first start. Here is an admin's token. It is valid until {_day(made.token)} and shown once:",
+            "",
+            f"    {err.paint(made.text, BOLD)}",
+            "",
+            "Or sign in with this link, once, in the next ten minutes:",
+            "",
+            f"    {server.link(made.token)}",
+            "",
+            NEXT_STEP,
+            "",
+        )
+    else:
+        file = _saved(made.text, directory)
+        err.say(
+            f"This is the first start. An admin's token, valid until {_day(made.token)}, is in {file}"
+            if file is not None
+            else "This is the first start. Create a token with: headgate admin token NAME --role admin",
+            f"{NEXT_STEP} Delete the file." if file is not None else NEXT_STEP,
+        )
+
+
+NEXT_STEP: Final = "Create a token for each person who needs one, with the role they need."
+
+
+def _saved(token: str, directory: Path) -> str | None:
+    """Write a token to a new file that only this user can read. Return its path; None if no file can be written."""
+    for place in (directory, Path(tempfile.gettempdir())):
+        with suppress(OSError):
+            number, file = tempfile.mkstemp(prefix="headgate-admin-token-", dir=place.absolute())  # mode 0600
+            with os.fdopen(number, "w") as out:
+                out.write(f"{token}\n")
+            return file
+    return None
+
+
+def _directory(config: str) -> Path:
+    """The directory of a config store in SQLite; the current one, for PostgreSQL."""
+    scheme, _, path = config.partition(":///")
+    return Path(path).parent if scheme.startswith("sqlite") and path else Path()
