@@ -491,6 +491,16 @@ def test_top_shows_the_fleet_once_in_a_pipe(call: Callable[..., tuple[int, str, 
     assert call("top --every 0")[0] == 2
 
 
+def test_top_says_when_no_node_is_reporting(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
+    fleet.send(100, tenant="stark")
+    fleet.pulse._leave()  # until its next beat
+    code, printed, _ = call("top --utc", role="viewer")
+    assert code == 0
+    assert "No node is reporting, so no traffic is shown." in printed
+    assert "control=" in printed
+    assert "0 denied" not in printed
+
+
 @pytest.mark.parametrize("by", ["q", "Ctrl-C"])
 def test_top_is_redrawn_in_a_screen_of_its_own(fleet: Fleet, tmp_path: Path, by: str) -> None:
     fleet.pulse.beat()

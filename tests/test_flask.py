@@ -216,7 +216,11 @@ SETTINGS = re.findall(r"^\| `(HEADGATE_\w+)` \|", PAGE, re.MULTILINE)
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({}, InvalidConfiguration, "HEADGATE_POLICY is not set; give the path of a policy file"),
+        (
+            {},
+            InvalidConfiguration,
+            "HEADGATE_POLICY is not set; give the path of a policy file, or a config store as HEADGATE_CONTROL",
+        ),
         (
             {"HEADGATE_POLICY": "p.yaml", "HEADGATE_STROE": "x"},
             InvalidConfiguration,

@@ -57,8 +57,6 @@ def setup(
     outside of it, so a middleware that signs users in comes first.
     """
     if gate is None:
-        if policy is None:
-            raise TypeError("give a policy (a file's path, or a Policy), or a gate")
         gate = AsyncGate(policy, store, **options)
     door = gate
 

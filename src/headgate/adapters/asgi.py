@@ -202,8 +202,6 @@ class HeadgateMiddleware(Entrance):
         self.app = app
         self._root = root_of(app)
         if gate is None:
-            if policy is None:
-                raise TypeError("give a policy (a file's path, or a Policy), or a gate")
             options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
             try:
                 gate = AsyncGate(policy, store, **options)

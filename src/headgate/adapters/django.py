@@ -22,6 +22,7 @@ from headgate.adapters.way import enter_context
 from headgate.adapters.wsgi import check_settings, header_lines, native_headers
 from headgate.errors import InvalidPolicy
 from headgate.limiter import Limiter
+from headgate.policy.model import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,6 +213,10 @@ class _Trial(Gate):
     """A gate that is only made to see whether it can be: commands that look at settings need no store."""
 
     _limiter_type = _Idle
+
+    def __init__(self, policy: Any = None, store: Any = "memory://", *, control: Any = None, **options: Any) -> None:
+        # The config store may not exist yet, and is not for a check to create: then only the other settings count.
+        super().__init__(Policy() if policy is None and control is not None else policy, store, **options)
 
 
 def _is_gate(middleware: str) -> bool:

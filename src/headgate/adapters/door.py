@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import secrets
@@ -73,6 +74,9 @@ class GateOptions(TypedDict, total=False):
     max_keys: int
     on_event: Callable[[Event], Any] | None
     """Told when the store is lost, and back, and what became of it."""
+    control: Any
+    """The control plane: the config store's URL, or a `ControlPlane`. It supplies the policy and connects the decision
+    log, node status and metrics."""
     health_path: str | None
     """A path at which the gate itself says how it is: 200 while requests are decided by the store, 503 while not."""
 
@@ -90,9 +94,10 @@ class Door(Ways):
 
     def __init__(
         self,
-        policy: Policy | str | PathLike[str],
+        policy: Policy | str | PathLike[str] | None = None,
         store: Any = "memory://",
         *,
+        control: Any = None,
         identities: Mapping[str, IdentityFunction] | None = None,
         secret: str | bytes | None = None,
         refusal_body: RefusalBody | None = None,
@@ -105,6 +110,8 @@ class Door(Ways):
         on_event: Callable[[Event], Any] | None = None,
         health_path: str | None = None,
     ) -> None:
+        if policy is None and control is None:
+            raise TypeError("give a policy (a file's path, or a Policy), or control= (the URL of a config store)")
         super().__init__()
         self._functions = _checked_functions(identities)
         self._refusal_body = _checked_function("refusal_body", refusal_body)
@@ -120,6 +127,9 @@ class Door(Ways):
         self._watch: Any = None
         self.rules: Rules
         """What holds for requests that begin now."""
+        plane = None if control is None else _control_plane(control)
+        if plane is not None:
+            policy = plane.policy_source(policy, secret=self._given_secret)
         if isinstance(policy, Policy):
             self._swap(policy)
         else:
@@ -132,6 +142,15 @@ class Door(Ways):
                 )
             else:
                 self._watch = Watch(policy, self._swap, every=reload_every)
+        self.control: Any = None
+        """The parts of the control plane that are attached to this gate: its decision log and node status."""
+        if plane is not None:
+            try:
+                self.control = plane.connect(self, store=store, namespace=namespace, secret=self._given_secret)
+            except BaseException:
+                if self._watch is not None:
+                    self._watch.close()
+                raise
         self.doors.add(self)
         for tell in self.newcomers:
             tell(self)
@@ -359,6 +378,17 @@ class _HeldWithoutStore:
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
+
+
+def _control_plane(control: Any) -> Any:
+    """The control plane that an app names. It is loaded by name: gates work without it, and below it."""
+    if isinstance(control, str):
+        return importlib.import_module("headgate.control.plane").ControlPlane(control)
+    if not hasattr(control, "connect"):
+        raise InvalidConfiguration(
+            f"control {control!r}: give the URL of a config store, like sqlite:///headgate.db, or a ControlPlane"
+        )
+    return control
 
 
 def _checked_functions(identities: Mapping[str, IdentityFunction] | None) -> dict[str, IdentityFunction]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +94,11 @@ class Gate(Door):
         return ended
 
     def close(self) -> None:
-        """Close the store, and watch the policy no more."""
+        """Stop following the policy, flush and disconnect the control plane, and close the store."""
         if self._watch is not None:
             self._watch.close()
+        if self.control is not None:
+            self.control.close()
         self._limiter.close()
 
     def _entered(self, rules: Rules, met: Resolution, described: Description, now_us: int) -> Admission:
@@ -185,9 +188,11 @@ class AsyncGate(Door):
         return ended
 
     async def close(self) -> None:
-        """Close the store, and watch the policy no more."""
+        """Stop following the policy, flush and disconnect the control plane, and close the store."""
         if self._watch is not None:
             self._watch.close()
+        if self.control is not None:
+            await asyncio.to_thread(self.control.close)  # the log is flushed, which may take seconds
         await self._limiter.close()
 
     async def _entered(self, rules: Rules, met: Resolution, described: Description, now_us: int) -> Admission:

@@ -102,7 +102,8 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         gate: Gate | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
-        self.gate = gate or Gate(_given(policy, options), store, **options)
+        _check_options(options)
+        self.gate = gate or Gate(policy, store, **options)
 
     def close(self) -> None:
         """Close the store, and watch the policy no more."""
@@ -157,7 +158,8 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         gate: AsyncGate | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
-        self.gate = gate or AsyncGate(_given(policy, options), store, **options)
+        _check_options(options)
+        self.gate = gate or AsyncGate(policy, store, **options)
 
     async def close(self) -> None:
         """Close the store, and watch the policy no more."""
@@ -227,12 +229,9 @@ class _Context:
         await self._context.abort(code, details, (*own, *_metadata(self._admission.headers)))
 
 
-def _given(policy: Policy | str | PathLike[str] | None, options: GateOptions) -> Policy | str | PathLike[str]:
-    if policy is None:
-        raise TypeError("give a policy (a file's path, or a Policy), or a gate")
+def _check_options(options: GateOptions) -> None:
     if options.get("health_path") is not None:
         raise InvalidConfiguration("gRPC has no health_path: let its health service tell what gate.health() says")
-    return policy
 
 
 def _rebuilt(handler: Handler, guarded: Callable[[Behavior, bool], Behavior]) -> Handler:

@@ -75,8 +75,6 @@ class HeadgateMiddleware:
         self.app = app
         self._arrival = arrival
         if gate is None:
-            if policy is None:
-                raise TypeError("give a policy (a file's path, or a Policy), or a gate")
             options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
             gate = Gate(policy, store, **options)
         self.gate = gate
@@ -190,8 +188,10 @@ def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -
             near = get_close_matches(str(name), known, 1)
             remedy = f"did you mean {spelled(near[0])}?" if near else f"there are {', '.join(map(spelled, known))}"
             raise InvalidConfiguration(f"{spelled(name)} is no setting; {remedy}")
-    if settings.get("policy") is None:
-        raise InvalidConfiguration(f"{spelled('policy')} is not set; give the path of a policy file")
+    if settings.get("policy") is None and settings.get("control") is None:
+        raise InvalidConfiguration(
+            f"{spelled('policy')} is not set; give the path of a policy file, or a config store as {spelled('control')}"
+        )
 
 
 def _refuse(refusal: Refusal, environ: Environ, start_response: StartResponse) -> list[bytes]:

@@ -50,7 +50,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--store", metavar="URL", help="where requests are counted, as the gates have it; without it usage is unknown"
     )
     parser.add_argument(
-        "--log", metavar="URL", help="the decision log: sqlite:///decisions.db, clickhouse://host/database"
+        "--log",
+        metavar="URL",
+        help="the decision log: sqlite:///decisions.db, clickhouse://host/database; beside --config, if that is SQLite",
     )
     parser.add_argument("--namespace", default="headgate", help="what names in the store begin with; %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; %(default)s")
@@ -142,7 +144,7 @@ def _day(token: Token) -> str:
 
 def _serve(arguments: Namespace, err: Screen) -> int:
     from headgate.control.admin import AdminServer, Tokens
-    from headgate.control.config import ConfigStore
+    from headgate.control.config import ConfigStore, decision_log_beside
     from headgate.control.desk.desk import Desk
     from headgate.control.steps import StepLog
 
@@ -154,7 +156,8 @@ def _serve(arguments: Namespace, err: Screen) -> int:
         tokens = Tokens(arguments.config)
         stack.callback(tokens.close)
         fleet = _fleet(arguments, stack)
-        desk = Desk(store, log=arguments.log, secret=secret, steps=StepLog(store), **fleet)
+        log = arguments.log or decision_log_beside(arguments.config)
+        desk = Desk(store, log=log, secret=secret, steps=StepLog(store), **fleet)
         server = AdminServer(
             desk,
             tokens,

@@ -139,6 +139,13 @@ def frame(found: dict[str, Any], desk: Desk, *, width: int) -> Iterator[str]:
     yield f"{out.paint('headgate', BOLD)}  {desk.time(found['at_us'])} {desk.zone_name}  config version {version}"
     for each in found.get("troubles") or ():
         yield out.paint(f"trouble: {printable(f'{each}')}", ODD)
+    if not any(each["state"] != "silent" for each in found["nodes"]):
+        yield out.paint("No node is reporting, so no traffic is shown. Requests may be denied all the same.", BAD)
+        yield "Connect each app with control=URL (of the config store), and give it the store of `headgate admin`."
+        yield ""
+        if not found["nodes"]:
+            yield from _list("step changes", ["when", "client", "what"], _steps(found, desk), out)
+            return
     yield ""
     yield from _rates(found, out, width)
     yield (

@@ -46,7 +46,8 @@ class ConfigFeed:
     def __init__(self, url: str, *, cache: str | PathLike[str] | None = None) -> None:
         self._url = url
         self._cache = cache
-        opened(url, create=False)  # a URL that means nothing is told where it is written
+        # A URL that cannot be read is reported where it is written.
+        self.name = shown(opened(url, create=False))
 
     def follow(self, make: Callable[[Policy], Made], *, every: float | None = POLL) -> Following[Made]:
         """The newest good version, made ready by `make`; never looked for by itself, if `every` is None."""

@@ -3,7 +3,7 @@
 from headgate.errors import InvalidConfiguration
 
 try:
-    from headgate.control.config.database import ConfigUnavailable
+    from headgate.control.config.database import ConfigUnavailable, decision_log_beside
     from headgate.control.config.history import Difference, Version
     from headgate.control.config.rows import (
         Assignment,
@@ -42,5 +42,6 @@ __all__ = [
     "SeedTables",
     "TierNumbers",
     "Version",
+    "decision_log_beside",
     "read_seed_tables",
 ]

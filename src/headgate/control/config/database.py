@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-__all__ = ["CHANNEL", "ConfigUnavailable", "opened", "reading", "shown", "writing"]
+__all__ = ["CHANNEL", "ConfigUnavailable", "decision_log_beside", "opened", "reading", "shown", "writing"]
 
 CHANNEL: Final = "headgate_config"
 """On which PostgreSQL tells of new versions."""
@@ -121,6 +121,19 @@ def writing(engine: Engine) -> Iterator[Connection]:
 def _file_of(engine: Engine) -> FileId | None:
     """The identity of SQLite's file; None for PostgreSQL."""
     return file_id(str(engine.url.database)) if engine.dialect.name == "sqlite" else None
+
+
+def decision_log_beside(url: str) -> str | None:
+    """The URL of the decision log that belongs to a config store in SQLite; None for any other database.
+
+    >>> decision_log_beside("sqlite:///headgate.db")
+    'sqlite:///headgate-decisions.db'
+    """
+    parsed = make_url(url)
+    if not parsed.drivername.startswith("sqlite") or not parsed.database:
+        return None
+    file = Path(parsed.database)
+    return f"sqlite:///{file.with_name(f'{file.stem}-decisions.db')}"
 
 
 def shown(engine: Engine) -> str:

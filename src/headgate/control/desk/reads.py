@@ -83,7 +83,7 @@ class Reads(Office):
         if trouble := self._log.trouble:
             troubles.append(trouble)
         if self._beats is None:
-            troubles.append("no board was given to the admin server, so that nodes cannot be seen")
+            troubles.append("the admin server was started without --store, so it cannot see any node")
             return Overview(self._now_us(), version, (), None, Totals(), (), (), (), tuple(steps), tuple(troubles))
         found = self._beats.gather()
         return Overview(

@@ -50,6 +50,7 @@ def _values(visit: Visit) -> dict[str, Any]:
     return {
         "view": view,
         "state": _state(view),
+        "is_reporting": is_reporting(view),
         "degraded": [*_degraded(view)],
         "now": _now(series, view.totals),
         "minute": {**_minute(view.totals)},
@@ -126,12 +127,25 @@ def _state(view: Overview) -> str:
     told = [
         f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}" for state, names in states.items() if names
     ]
-    return ". ".join(told) if told else "All nodes are ready" if view.nodes else "No node has been heard"
+    return ". ".join(told) if told else "All nodes are ready" if view.nodes else "No node is reporting"
+
+
+def is_reporting(view: Overview) -> bool:
+    """True if figures come from at least one node. Otherwise zeros mean "unknown", and must not read as all clear."""
+    return any(node.state != "silent" for node in view.nodes)
 
 
 def _degraded(view: Overview) -> list[Words]:
     """The banners."""
     told = []
+    if not is_reporting(view):
+        told.append(
+            Words(
+                "No node is reporting, so this page shows no traffic.",
+                "Requests may be served and denied all the same. Connect each app with one option, "
+                'control="URL of the config store", and give it and `headgate admin` the same store.',
+            )
+        )
     degraded = [node for node in view.nodes if node.state == "degraded"]
     if degraded:
         longest = max((node.degraded_for_s or 0 for node in degraded), default=0)

@@ -1,0 +1,176 @@
+"""The control plane as an app sees it: one object, or its URL, that connects a gate to everything operators use."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate.control.config import ConfigStore, ConfigUnavailable, Conflict, decision_log_beside
+from headgate.control.feed import ConfigFeed
+from headgate.errors import InvalidConfiguration, StoreError
+from headgate.policy.loading import decoded, file_content
+from headgate.policy.model import Policy
+from headgate.telemetry.boards import open_board
+from headgate.telemetry.decision_log import DecisionLog
+from headgate.telemetry.metrics import tell_also
+from headgate.telemetry.pulse import Pulse
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from os import PathLike
+
+    from headgate.adapters.door import Door
+    from headgate.telemetry.boards import Board
+    from headgate.telemetry.sinks import Sink
+
+__all__ = ["Connected", "ControlPlane"]
+
+logger = logging.getLogger("headgate")
+
+BESIDE_CONFIG: Final = "beside the config store"
+CLOSE_TIMEOUT_S: Final = 5.0
+
+
+class Connected:
+    """The parts of the control plane that are attached to one gate, as `gate.control`."""
+
+    def __init__(self, log: DecisionLog | None, status: Pulse, board: Board, *, owns_log: bool) -> None:
+        self.log = log
+        """The decision log; None if none is kept."""
+        self.status = status
+        """Reports the node's status every second."""
+        self._board = board
+        self._owns_log = owns_log
+
+    def close(self) -> None:
+        """Stop reporting, and flush the decision log. A log that the app has opened itself stays open."""
+        self.status.close()
+        with suppress(StoreError):  # a store that is down has no connections to close
+            self._board.close()
+        if self._owns_log and self.log is not None:
+            self.log.close(CLOSE_TIMEOUT_S)
+
+
+class ControlPlane:
+    """Connects a gate to its control plane: policy, decision log, node status and metrics.
+
+    Adapters take one as `control=`, or just the config store's URL: `control="sqlite:///headgate.db"`.
+
+    - The policy comes from the config store, and changes take effect within a second.
+    - `log` is a decision log, a sink or the URL of one. By default, a SQLite config store `headgate.db` has its log
+      beside it, in `headgate-decisions.db`, where `headgate admin` looks for it. None keeps no log.
+    - Node status goes to the store that the gate counts in, under the name `node` (default: the host name).
+    - Metrics go to prometheus-client's default registry, if that package is installed and `metrics` is true.
+
+    `cache` is a file with a copy of the configuration, for starting while the config store is unavailable. `show`
+    names the kinds of identity that appear in the log and in the status as they are, and not as keyed hashes.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        log: DecisionLog | Sink | str | None = BESIDE_CONFIG,
+        cache: str | PathLike[str] | None = None,
+        node: str | None = None,
+        region: str = "",
+        show: Collection[str] = ("tenant",),
+        metrics: bool = True,
+    ) -> None:
+        self._url = url
+        self._feed = ConfigFeed(url, cache=cache)
+        self._log = log
+        self._node = node
+        self._region = region
+        self._show = tuple(show)
+        self._metrics = metrics
+
+    def policy_source(
+        self, initial: Policy | str | PathLike[str] | None, *, secret: str | bytes | None
+    ) -> Policy | ConfigFeed:
+        """The policy for a gate. A file is saved as the first version if the config store has no policy yet.
+
+        A `Policy` that the app has built itself stays in force as it is; only files and the config store change.
+        """
+        if isinstance(initial, Policy):
+            return initial
+        if initial is not None or self._url.startswith("sqlite"):
+            try:
+                self._ensure_policy(initial, secret)
+            except ConfigUnavailable as error:
+                logger.warning("%s", error)  # the feed starts from its copy on disk, or raises
+        return self._feed
+
+    def connect(self, gate: Door, *, store: Any, namespace: str, secret: str | bytes | None) -> Connected:
+        """Attach decision log, node status and metrics to a gate."""
+        log, is_ours = self._open_log(gate, secret)
+        if is_ours and log is not None:
+            tell_also(gate, log)
+        board = open_board(store, namespace=namespace)
+        status = Pulse(gate, board, secret=secret, node=self._node, region=self._region, show=self._show, log=log)
+        if self._metrics and find_spec("prometheus_client") is not None:
+            from headgate.telemetry import prometheus
+
+            prometheus.register(gate)
+        return Connected(log, status, board, owns_log=is_ours)
+
+    def _open_log(self, gate: Door, secret: str | bytes | None) -> tuple[DecisionLog | None, bool]:
+        """The log, and True if it was opened here. A log that the app has given to its gate is kept."""
+        if isinstance(gate.on_decision, DecisionLog):
+            return gate.on_decision, False
+        if isinstance(self._log, DecisionLog):
+            tell_also(gate, self._log)
+            return self._log, False
+        sink = decision_log_beside(self._url) if self._log == BESIDE_CONFIG else self._log
+        if sink is None:
+            if self._log is not None:
+                logger.warning(
+                    "no decision log is kept: a log beside %s needs SQLite. Name one, for example "
+                    "ControlPlane(url, log='clickhouse://host/database'), or pass log=None",
+                    self._feed.name,
+                )
+            return None, False
+        if secret is None:
+            raise InvalidConfiguration(
+                "control= needs the secret that client identities are hashed with, so that `headgate admin` can find "
+                "them: pass secret=, or set HEADGATE_SECRET, to the same 16 or more random bytes here and there"
+            )
+        node = socket.gethostname() if self._node is None else self._node
+        return DecisionLog(sink, secret=secret, node=node, region=self._region, show=self._show), True
+
+    def _ensure_policy(self, initial: str | PathLike[str] | None, secret: str | bytes | None) -> None:
+        store = ConfigStore(self._url, secret=secret)
+        try:
+            saved = store.document()
+            if initial is None:
+                if saved is None:
+                    raise InvalidConfiguration(
+                        f"{self._feed.name} has no policy yet: pass the path of a policy file, which is then saved as "
+                        "the first version, or save one with `headgate policy put FILE`"
+                    )
+                return
+            file = Path(os.fspath(initial))
+            text = decoded(file_content(file), file)
+            if saved is None:
+                self._save_first(store, file, text)
+            elif saved.text != text:
+                logger.warning(
+                    "%s is not in force: %s already has a policy, and that one is used. To save the file there, run "
+                    "`headgate policy put %s`",
+                    file,
+                    self._feed.name,
+                    file,
+                )
+        finally:
+            store.close()
+
+    def _save_first(self, store: ConfigStore, file: Path, text: str) -> None:
+        with suppress(Conflict):  # another node saved its file first
+            store.put_policy(
+                text, file=file.name, author=f"app on {socket.gethostname()}", reason="initial policy", based_on=0
+            )
