@@ -438,22 +438,72 @@ def test_the_database_itself_refuses_what_nobody_has_looked_at(anywhere: Place) 
             connection.execute(select(AUDIT).where(asked))
 
 
-def test_a_time_at_the_end_of_all_times_can_be_kept_and_shown_anywhere(place: Place) -> None:
-    desk = place.desk
-    west, east = timezone(timedelta(hours=-14)), timezone(timedelta(hours=14))
-    last, first = datetime(9999, 12, 31, 23, 59, tzinfo=west), datetime(1, 1, 1, tzinfo=east)
-    assert desk.add_override(SUE, ACME, "90/minute", limit="search", valid_from=first, valid_until=last, reason="r")
-    desk.block(SUE, ACME, valid_until=last, reason="r")
-    line = "blocked: [{tenant: evil, valid_until: 9999-12-31T23:59:59-12:00}]\n"
-    desk.put_policy(OTTO, POLICY + line, reason="r")
-    ends = [each.valid_until_us for each in desk.overrides(search="acme").items]
-    ends += [each.valid_until_us for each in desk.blocks().items]
-    for end_us in ends:
-        assert end_us is not None
-        for zone in (west, east):
-            moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=end_us)
-            assert moment.astimezone(zone).year == 9999
-    assert len(ends) == 3
+BEYOND = [datetime(2200, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, tzinfo=timezone(timedelta(hours=-14)))]
+
+
+@pytest.mark.parametrize("end", BEYOND, ids=["2200", "9999"])
+def test_an_end_beyond_the_horizon_is_refused_everywhere_with_a_remedy(place: Place, end: datetime) -> None:
+    told = "times are from 1970 to 2199; for no end, leave valid_until out"
+    desk, before = place.desk, place.config.version
+    line = f"blocked: [{{tenant: evil, valid_until: {end.isoformat()}}}]\n"
+    tries: list[Callable[[], Any]] = [
+        lambda: desk.add_override(SUE, ACME, "90/minute", limit="search", valid_until=end, reason="r"),
+        lambda: desk.block(SUE, ACME, valid_until=end, reason="r"),
+        lambda: desk.put_policy(OTTO, POLICY + line, reason="r"),
+        lambda: place.config.block(tuple(ACME), valid_until=end, author="a", reason="r"),
+        lambda: read(json.dumps({"blocked": [{"tenant": "evil", "valid_until": end.isoformat()}]}), format="json"),
+    ]
+    for each in tries:
+        with pytest.raises(InvalidInput, match=told):
+            each()
+    token = place.tokens.make("sue", "support", by="the test").text
+    body = {"who": {"kind": "tenant", "value": "acme"}, "valid_until": end.isoformat(), "reason": "r"}
+    headers = {"Authorization": f"Bearer {token}"}
+    refused = ask(place.app(), "POST", "/api/v1/blocks", json=body, headers=headers)
+    assert refused.status_code == 422
+    assert told in refused.json()["detail"]
+    assert place.config.version == before
+
+
+def test_a_form_refuses_an_end_beyond_the_horizon_beside_its_field(place: Place) -> None:
+    session = signed_in(place, "support")
+    form = {"csrf": session["csrf"], "kind": "tenant", "value": "acme", "limit": "search", "bucket": "90/minute"}
+    form |= {"until": "2300-01-01", "reason": "r"}
+    refused = ask(place.app(), "POST", "/client/override", data=form, headers={"cookie": session["cookie"]})
+    assert refused.status_code == 422
+    assert "2199 is the last year. Leave this empty for no end date." in refused.text
+
+
+def test_the_last_moment_before_the_horizon_is_kept_as_it_is(place: Place) -> None:
+    end = BEYOND[0] - timedelta(microseconds=1)
+    place.desk.block(SUE, ACME, valid_until=end, reason="r")
+    (block,) = place.desk.blocks().items
+    assert block.valid_until_us == (end - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
+
+
+@pytest.mark.parametrize("number", ["1_0", "+1", "1.0", "%201", "\u0661"])
+@pytest.mark.parametrize("path", ["overrides/{}", "versions?before={}", "clients?most={}", "policy?version={}"])
+def test_numbers_in_urls_are_digits(place: Place, path: str, number: str) -> None:
+    token = place.tokens.make("vera", "viewer", by="the test").text
+    refused = ask(place.app(), "GET", f"/api/v1/{path.format(number)}", headers={"Authorization": f"Bearer {token}"})
+    assert (refused.status_code, refused.json()["type"]) == (422, "invalid")
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ('{"who": {"kind": "tenant", "value": "acme"}, "reason": "a", "reason": "b"}', "reason"),
+        ('{"who": {"kind": "tenant", "kind": "ip", "value": "acme"}, "reason": "a"}', "kind"),
+        (f'{{"{KEY}": 1, "{KEY}": 2}}', "a name"),
+    ],
+)
+def test_a_name_that_is_given_twice_is_refused(place: Place, body: str, name: str) -> None:
+    headers = {"Authorization": f"Bearer {place.tokens.make('sue', 'support', by='the test').text}"}
+    json_headers = headers | {"Content-Type": "application/json"}
+    refused = ask(place.app(), "POST", "/api/v1/blocks", content=body.encode(), headers=json_headers)
+    assert (refused.status_code, refused.json()["type"]) == (422, "invalid")
+    assert f"body: {name} is given twice" in refused.json()["detail"]
+    assert KEY not in refused.text
 
 
 def test_a_kind_that_nobody_is_of_is_not_repeated(place: Place) -> None:

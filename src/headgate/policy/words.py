@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import date, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "HORIZON",
     "IDENTITIES",
+    "OutOfRange",
     "address",
     "api_key",
     "by",
@@ -50,6 +52,10 @@ IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "c
 """The kinds that are known without the app's help, and "client": the best of them that a request has."""
 
 LONGEST_LABEL: Final = 500
+
+EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
+HORIZON: Final = datetime(2200, 1, 1, tzinfo=UTC)
+"""A later time is a slip, or means "for ever", which is written by leaving it out."""
 
 STATUSES: Final = range(100, 600)
 
@@ -182,11 +188,20 @@ def _moment(written: str) -> datetime:
     return _zoned(found)
 
 
+class OutOfRange(InvalidInput):
+    """A time that is too long ago or too far ahead to be meant."""
+
+
 def _zoned(moment: datetime) -> datetime:
     if moment.utcoffset() is None:
         raise InvalidInput(
             f"{moment} is another moment in every zone; write {moment.isoformat()}Z for UTC, "
             "or add an offset like +02:00"
+        )
+    if not EARLIEST <= moment < HORIZON:
+        raise OutOfRange(
+            f"{moment.isoformat()} is out of range: times are from {EARLIEST.year} to {HORIZON.year - 1}; "
+            "for no end, leave valid_until out"
         )
     return moment
 

@@ -7,10 +7,12 @@ import json
 import logging
 import re
 import time
+from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate import Limit, Limiter
+from headgate.control.admin.problems import TITLES
 from headgate.control.config import ConfigUnavailable
 from headgate.policy import read
 from headgate.policy.addresses import Addresses
@@ -72,6 +74,8 @@ _COOKIES: Final = re.compile(
 )
 """Those that this server sets, in letters that need no reading of escapes."""
 _SESSION: Final = re.compile(r"(?:^|; )(?:__Host-headgate|headgate)=([\w-]+)")
+
+_FIELD: Final = re.compile(r"[a-z_]{1,20}")
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -288,6 +292,9 @@ class Bodies:
                 send, 408, "too-slow", "Request Timeout", f"The body did not arrive within {self._deadline:g} seconds."
             )
         scope[BODY] = bytes(body)
+        if scope["path"].startswith("/api/") and (repeated := _repeated_name(scope[BODY])) is not None:
+            told = f"body: {repeated} is given twice; readers of JSON disagree on which one counts"
+            return await _refuse(send, 422, "invalid", TITLES["invalid"][1], told, problems=[told])
         is_given = False
 
         async def receive_whole() -> Message:
@@ -298,6 +305,21 @@ class Bodies:
             return {"type": "http.request", "body": scope[BODY], "more_body": False}
 
         return await self.app(scope, receive_whole, send)
+
+
+def _repeated_name(body: bytes) -> str | None:
+    """A name that occurs twice in one object of a JSON text; None if there is none, or if it is not JSON."""
+    repeated: list[str] = []
+
+    def looked_at(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len({*names}) < len(names):
+            repeated.append(next(name for number, name in enumerate(names) if name in names[:number]))
+
+    with suppress(ValueError, RecursionError):
+        json.loads(body, object_pairs_hook=looked_at)
+    # Names that cannot be those of fields are not repeated: they may be values in a wrong place.
+    return None if not repeated else repeated[0] if _FIELD.fullmatch(repeated[0]) else "a name"
 
 
 def _most(path: str) -> int:
@@ -329,8 +351,8 @@ def _host(scope: Scope) -> str:
     return name if colon and port.isdigit() else found[0]
 
 
-async def _refuse(send: Send, status: int, kind: str, title: str, detail: str) -> None:
-    body = json.dumps({"type": kind, "title": title, "status": status, "detail": detail}).encode()
+async def _refuse(send: Send, status: int, kind: str, title: str, detail: str, **more: Any) -> None:
+    body = json.dumps({"type": kind, "title": title, "status": status, "detail": detail, **more}).encode()
     headers = [
         (b"content-type", b"application/problem+json"),
         (b"content-length", b"%d" % len(body)),

@@ -33,8 +33,6 @@ __all__ = [
 ]
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-FIRST: Final = datetime(1, 1, 3, tzinfo=UTC)
-LAST: Final = datetime(9999, 12, 29, tzinfo=UTC)
 
 
 class Document(NamedTuple):
@@ -168,8 +166,8 @@ def numbers(phrase: Phrase) -> dict[str, Any]:
 
 
 def microseconds(instant: datetime) -> int:
-    """Of what lies at the ends of time, what is so in every zone: others could not be shown."""
-    return (min(max(instant, FIRST), LAST) - EPOCH) // timedelta(microseconds=1)
+    """Microseconds since 1970."""
+    return (instant - EPOCH) // timedelta(microseconds=1)
 
 
 def written(row: Row) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from sqlalchemy import column, inspect, select, table
 from headgate.control.config.database import opened, reading, shown
 from headgate.control.config.rows import Document, OverrideRow, RouteCost, TierNumbers, microseconds
 from headgate.errors import InvalidConfiguration, InvalidInput
+from headgate.policy import words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +126,8 @@ def _overrides(connection: Connection, fingerprint: Callable[[str], str], author
             value = fingerprint(key)
         except InvalidInput as error:
             raise InvalidInput(f"rate_limit_overrides, row {number}: {error}") from None
-        ends = None if until is None else microseconds(_moment(until))
+        # Tables that cannot say "for ever" say it with a year like 9999.
+        ends = None if until is None or _moment(until) >= words.HORIZON else microseconds(_moment(until))
         made.append(
             OverrideRow(
                 "api_key",

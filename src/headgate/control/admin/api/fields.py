@@ -1,5 +1,6 @@
 """What requests may say: every field strictly, bounded, and without what could be an API key in a wrong place."""
 
+import re
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -56,6 +57,7 @@ __all__ = [
 
 LARGEST: Final = 2**53 - 1
 
+_DIGITS: Final = re.compile("[0-9]{1,20}")
 _LINE: Final = r"^[^\x00-\x1f\x7f]*$"
 
 
@@ -68,8 +70,17 @@ def _harmless(text: str) -> str:
 def _instant(value: Any) -> Any:
     try:
         return words.instant(value)
+    except words.OutOfRange as error:
+        raise ValueError(f"{error}") from None
     except InvalidInput:
         raise ValueError("write a time with its zone, like 2026-11-20T18:00:00Z") from None
+
+
+def _digits(value: Any) -> Any:
+    """Refuse numbers in URLs that are spelled in Python's way: 1_0, +10, 10.0."""
+    if isinstance(value, str) and not _DIGITS.fullmatch(value):
+        raise ValueError("write a whole number in digits, like 10")
+    return value
 
 
 Instant = Annotated[
@@ -87,10 +98,11 @@ Kind = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,49}$"
 Value = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=_LINE)]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=_LINE)]
 File = Annotated[str, StringConstraints(max_length=200, pattern=r"^[\w. -]{1,180}\.(?:yaml|yml|toml|json)$")]
-Number = Annotated[int, Field(ge=1, le=LARGEST)]
+Whole = Annotated[int, BeforeValidator(_digits, json_schema_input_type=int)]
+Number = Annotated[Whole, Field(ge=1, le=LARGEST)]
 Danger = Literal["ten-times", "tenth", "wildcard-block", "policy"]
 Section = Literal["documents", "tiers", "routes", "clients", "overrides", "blocked"]
-Most = Annotated[int, Field(ge=1, le=500)]
+Most = Annotated[Whole, Field(ge=1, le=500)]
 
 
 class Body(BaseModel):
@@ -243,7 +255,7 @@ class WhyQuery(ClientQuery):
 class TimelineQuery(ClientQuery):
     since: Instant
     until: Instant
-    slots: Annotated[int, Field(ge=1, le=500)] = 60
+    slots: Annotated[Whole, Field(ge=1, le=500)] = 60
 
 
 class ClientsQuery(Query):
@@ -289,7 +301,7 @@ class DecisionsQuery(OfClient):
 
 
 class PolicyQuery(Query):
-    version: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    version: Annotated[Whole, Field(ge=0, le=LARGEST)] | None = None
 
 
 class VersionsQuery(Query):

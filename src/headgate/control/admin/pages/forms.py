@@ -11,6 +11,7 @@ from headgate.control.config import ConfigUnavailable, Conflict
 from headgate.control.desk.errors import NeedsConfirmation, NotAllowed, NotFound
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
 from headgate.limits import Limit
+from headgate.policy import words
 from headgate.telemetry.moments import coming, end_in_words, microseconds
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ MOST_CHANGES: Final = 8
 """Versions that are listed when somebody else was quicker."""
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 LATEST_US: Final = 253_402_000_000_000_000
-"""The end of the year 9999."""
+"""Near the end of the year 9999, the last that Python can represent."""
 
 
 class Mistake(HeadgateError):
@@ -135,11 +136,13 @@ def until(visit: Visit, field: str = "until") -> datetime | None:
     if not written:
         return None
     shown_us = visit.form.number(f"{field}_us")
-    if shown_us is not None:
-        return EPOCH + timedelta(microseconds=min(shown_us, LATEST_US))
     now = EPOCH + timedelta(microseconds=visit.now_us)
     try:
-        return coming(written, now=now, zone=visit.zone, at_its_end=True)
+        if shown_us is not None:
+            return words.instant(EPOCH + timedelta(microseconds=min(shown_us, LATEST_US)))
+        return words.instant(coming(written, now=now, zone=visit.zone, at_its_end=True))
+    except words.OutOfRange:
+        raise Mistake(field, f"{words.HORIZON.year - 1} is the last year. Leave this empty for no end date.") from None
     except InvalidInput as error:
         raise Mistake(field, f"{error}") from None
 
