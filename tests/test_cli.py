@@ -30,6 +30,7 @@ from headgate.cli.table import GAP, NARROWEST, table
 from headgate.errors import InvalidPolicy
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.loading import read
+from headgate.policy.model import net_name
 from headgate.policy.schema import json_schema
 from headgate.policy.snapshot import Snapshot
 from test_snapshot import policies, requests
@@ -308,6 +309,19 @@ def explained(call: Callable[..., tuple[int, str, str]], line: str) -> dict[str,
     return answer
 
 
+def test_explain_shows_the_net_for_unknown_keys(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    for factor, named in ((10, ""), (3, "identity: {api_key: {unknown_factor: 3}}")):
+        file.write_text(f"{named}\nlimits: {{default: 5/hour}}")
+        code, printed, _ = call("explain", str(file), "GET", "/", "--ip", "198.51.100.7", "--api-key", "made-up")
+        line = next(line for line in printed.splitlines() if line.startswith("default (unknown keys)"))
+        assert code == 0
+        assert f"{5 * factor} per hour, token_bucket  ip: 198.51.100.7" in line
+        assert line.endswith(f"unknown API key: also counted by address, at {factor} times default")
+    file.write_text("limits: {default: 5/hour}\nclients: [{api_key: known}]")
+    assert "(unknown keys)" not in call("explain", str(file), "GET", "/", "--api-key", "known")[1]
+
+
 GOLDEN = {
     "GET /search?q=7 --ip 198.51.100.7 --tenant acme --at 2097-12-31T00:00:00Z": """\
 request     GET /search
@@ -496,7 +510,8 @@ def test_every_limit_of_a_route_is_explained_once(policy: Policy, asked: Any) ->
     left_out = [each.name for each in found.left_out if not each.why.startswith("the override for ")]
     if not found.blocked:
         on_route = [each.rule.name for each in (*resolution.route.rules, *resolution.route.shadows)]
-        assert sorted([*left_out, *(each.name for each in found.limits)]) == sorted(on_route)
+        nets = [net_name(name) for name in on_route]
+        assert sorted([*left_out, *(each.name for each in found.limits if each.name not in nets)]) == sorted(on_route)
 
 
 # ------------------------------------------------------------------ keys and secrets

@@ -260,7 +260,7 @@ def test_a_route_may_be_said_twice_if_it_is_the_same_or_of_other_methods() -> No
 # ------------------------------------------------------------------ warnings
 
 
-WARNED = "limit 'keys' is counted by api_key, and no limit by ip, subnet or global meets all of its routes"
+WARNED = "limit 'keys' is counted by api_key, and no limit by ip, subnet or global applies to all of its routes"
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,47 @@ WARNED = "limit 'keys' is counted by api_key, and no limit by ip, subnet or glob
         ("[{name: keys, class: one, by: api_key, bucket: 5/minute}, {by: ip, class: one, bucket: 9/minute}]", False),
         ("[{name: keys, class: one, by: api_key, bucket: 5/minute}, {by: ip, path: /one, bucket: 9/minute}]", False),
         ("[{name: keys, class: one, by: api_key, bucket: 5/minute}, {by: ip, path: /two, bucket: 9/minute}]", True),
-        ("[{name: keys, by: [api_key, ip], bucket: 5/minute}]", False),
+        ("[{name: keys, by: [api_key, ip], bucket: 5/minute}]", True),
+        ("[{name: keys, by: api_key, bucket: 5/minute}, {by: [ip, endpoint], bucket: 9/minute}]", False),
+        ("[{name: keys, by: api_key, bucket: 5/minute}, {by: [ip, api_key], bucket: 9/minute, shadow: true}]", True),
+        ("[{name: keys, by: api_key, bucket: 5/minute}, {by: ip, bucket: 9/minute, count_when: status == 401}]", True),
+        ('[{name: keys, by: api_key, bucket: 5/minute}, {by: ip, bucket: "9/minute, concurrency"}]', True),
+        ("[{name: keys, by: api_key, bucket: 5/minute}, {by: ip, tiers: {pro: 9/minute}}]", True),
     ],
 )
 def test_limits_that_another_key_escapes_are_warned_of(limits: str, warned: bool) -> None:
     policy = read(f"limits: {limits}\nroutes: [{{path: /one, class: one}}]\n")
     assert [warning.startswith(f"policy.yaml:1:10: {WARNED}") for warning in policy.warnings] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("written", "factor", "warned"),
+    [
+        ("", 10, "also count by address, at 10 times its numbers"),
+        ("identity: {api_key: {unknown_factor: 3}}", 3, "also count by address, at 3 times its numbers"),
+        (
+            "identity: {api_key: {unknown_factor: off}}",
+            None,
+            "a client that sends another key each time is",
+        ),
+    ],
+)
+def test_the_factor_for_unknown_keys_can_be_set_and_turned_off(written: str, factor: int | None, warned: str) -> None:
+    policy = read(f"{written}\nlimits: {{default: 5/minute}}")
+    assert policy.identity.unknown_key_factor == factor
+    assert len(policy.warnings) == 1
+    assert warned in policy.warnings[0]
+
+
+@pytest.mark.parametrize("written", ["0", "1001", "-1", "1.5", "true", "ten", "[10]", "null"])
+def test_other_factors_are_refused(written: str) -> None:
+    with pytest.raises(InvalidPolicy, match="a whole number from 1 to 1,000, like 10, or off"):
+        read(f"identity: {{api_key: {{unknown_factor: {written}}}}}\nlimits: {{default: 5/minute}}")
+
+
+def test_names_of_safety_nets_are_reserved() -> None:
+    with pytest.raises(InvalidPolicy, match=r"names that end in '\(unknown keys\)' are reserved"):
+        read("limits: {default (unknown keys): 5/minute}")
 
 
 KNOWN = "identity: {api_key: {known_only: true}}\nlimits: [{name: keys, by: api_key, bucket: 5/minute}]\n"

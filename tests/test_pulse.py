@@ -538,7 +538,9 @@ def test_a_board_that_is_away_is_told_once_and_costs_no_request_anything(caplog:
         for _ in range(70):
             assert site.gate.admit(arrival(client="203.0.113.200")).decision is not None
             site.pass_seconds()
-    assert [record.message.partition(",")[0] for record in caplog.records] == ["the board cannot be written"]
+    assert [record.message.partition(",")[0] for record in caplog.records if "board" in record.message] == [
+        "the board cannot be written"
+    ]
     caplog.clear()
     broken.is_away = False
     with caplog.at_level(logging.WARNING, "headgate"):

@@ -99,6 +99,7 @@ class Model:
         counted = (
             [] if route.cost == 0 else [(rule, self.counted(rule, enforced, route, endpoint, tier)) for rule in rules]
         )
+        met = [(rule, each) for rule, each in counted if each and not rule.shadow]
         return Expected(
             endpoint,
             route.route_class,
@@ -106,9 +107,28 @@ class Model:
             next((mode for mode in ("closed", "local", "open") if mode in modes), policy.on_failure),
             tier,
             self.first(policy.blocked),
-            [each for rule, each in counted if each and not rule.shadow],
+            [*(each for _, each in met), *self.nets(met, tier, endpoint)],
             [each for rule, each in counted if each and rule.shadow],
         )
+
+    def nets(self, met: list[tuple[Rule, Any]], tier: str | None, endpoint: str) -> list[Any]:
+        """By address, ten times each limit that counts the request by its API key, which nobody knows."""
+        named = {each.identity.value for each in (*self.policy.clients, *self.policy.overrides)}
+        if self.who.get("api_key") in (None, *map(fingerprint, named)):
+            return []
+        return [
+            (f"{rule.name} (unknown keys)", tenfold(limit), self.net_parts(rule, tier, endpoint), cost, origin, None)
+            for rule, (_, limit, _, cost, origin, lacks) in met
+            if lacks is None
+            and ("api_key" in rule.by or ("client" in rule.by and "tenant" not in self.who))
+            and not any(is_guard(guard, rule) for guard, _ in met)
+        ]
+
+    def net_parts(self, rule: Rule, tier: str | None, endpoint: str) -> tuple[str, ...]:
+        said = self.who | {"endpoint": endpoint}
+        has_tiers = bool(self.policy.tiers or self.policy.default_tier)
+        told = [said[kind] for kind in rule.by if kind not in ("api_key", "client", "ip", "subnet")]
+        return (self.who["ip"], *([tier or "none"] if has_tiers else []), *told)
 
     def fits(self, template: Template) -> bool:
         wanted, given = template.segments, self.segments
@@ -193,6 +213,21 @@ BY_ADDRESS = ({"ip"}, {"subnet"}, {"ip", "subnet"})
 """What lets nobody go uncounted."""
 
 
+def tenfold(limit: Limit) -> Limit:
+    name = f"{limit.name} (unknown keys)"
+    return Limit(limit.quota * 10, limit.period, burst=limit.capacity * 10, algorithm=limit.algorithm, name=name)
+
+
+def is_guard(guard: Rule, rule: Rule) -> bool:
+    """Whether a limit counts all requests of an address, or of everybody, whatever their keys."""
+
+    def counts_leases(each: Rule) -> bool:
+        return "concurrency" in [limit.algorithm for limit in each.limits]
+
+    bounds = not counts_leases(guard) or counts_leases(rule)
+    return set(guard.by) <= {"ip", "subnet", "endpoint"} and guard.cost != 0 and guard.count_when is None and bounds
+
+
 def as_counted(method: str) -> str:
     return "GET" if method.upper() == "HEAD" else method.upper()
 
@@ -206,6 +241,7 @@ ADDRESSES = ["unknown", "198.51.100.7", "198.51.100.8", "203.0.113.9", "2001:db8
 NETWORKS = ["198.51.100.7", "198.51.100.0/24", "198.51.0.0/16", "2001:db8::7", "2001:db8::/64", "2001:db8::/32"]
 INSTANTS = [START + timedelta(hours=hour) for hour in range(3)]
 KINDS = ["ip", "subnet", "user", "api_key", "tenant", "endpoint", "client", "device"]
+BY_KEYS = [("client",), ("api_key",), ("api_key", "endpoint"), ("tenant", "api_key"), ("ip", "client")]
 VALUES = ["ada", "bob"]
 
 modes = st.sampled_from([None, "open", "local", "closed"])
@@ -239,7 +275,7 @@ def rules(draw: st.DrawFn, name: str) -> Rule:
     return Rule(
         name,
         numbers,
-        tuple(draw(st.lists(st.sampled_from(KINDS), max_size=3, unique=True))),
+        draw(st.lists(st.sampled_from(KINDS), max_size=3, unique=True).map(tuple) | st.sampled_from(BY_KEYS)),
         draw(st.dictionaries(tiers, limits(name), min_size=numbers is None, max_size=2)),
         tuple(draw(st.lists(st.sampled_from(TEMPLATES), min_size=1, max_size=2)))
         if places in ("templates", "both")
@@ -278,7 +314,7 @@ def requests(draw: st.DrawFn) -> Request:
             {},
             optional={kind: st.sampled_from([*VALUES, "", None]) for kind in ("user", "tenant", "device")}
             | {
-                "api_key": st.sampled_from([fingerprint(value) for value in VALUES]),
+                "api_key": st.sampled_from([fingerprint(value) for value in (*VALUES, "stranger")]),
                 "tier": tiers | st.just("none such"),
             },
         )
@@ -402,7 +438,7 @@ def test_clients_of_different_kinds_never_share_a_counter(senders: list[dict[str
     snapshot = Snapshot(Policy(rules=(Rule("r", Limit(5, timedelta(1), name="r"), ("client",)),)))
     counted = {}
     for who in senders:
-        (key,) = resolve(snapshot, Request("GET", "/", who, START)).keys
+        key, *_ = resolve(snapshot, Request("GET", "/", who, START)).keys
         client = next((kind, who[kind]) for kind in ("tenant", "api_key", "user", "ip") if who[kind])
         assert counted.setdefault(key.identity, client) == client
 

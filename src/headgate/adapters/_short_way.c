@@ -160,21 +160,21 @@ count_lines(const Names *known, Asker asker, PyObject *name, Py_hash_t *hash)
     return number;
 }
 
-/* Which header has an API key, and what Python's own hash makes of its line. False, with or without an exception, if
- * there are several. */
+/* The header with an API key, and Python's hash of its line. False, with or without an exception, if several lines or
+ * several headers may have one: then Python decides. */
 static bool
 find_key(const Names *known, const ShortWay *self, Asker asker, PyObject **name, PyObject **hash)
 {
-    *name = NULL;
-    for (Py_ssize_t index = 0; *name == NULL && index < PyTuple_GET_SIZE(self->places); index++) {
+    *name = *hash = NULL;
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(self->places); index++) {
         PyObject *place = PyTuple_GET_ITEM(self->places, index);
         Py_hash_t hashed = 0;
         Py_ssize_t number = count_lines(known, asker, place, &hashed);
-        if (number == 1) {
-            *hash = PyLong_FromSsize_t(hashed);
-            *name = *hash == NULL ? NULL : Py_NewRef(place);
-        }
-        if (number < 0 || number > 1 || (number == 1 && *name == NULL)) {
+        if (number == 1 && *name == NULL && (*hash = PyLong_FromSsize_t(hashed)) != NULL) {
+            *name = Py_NewRef(place);
+        } else if (number != 0) {
+            Py_CLEAR(*name);
+            Py_CLEAR(*hash);
             return false;
         }
     }

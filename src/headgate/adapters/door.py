@@ -22,7 +22,7 @@ from headgate.failure import FailurePolicy
 from headgate.limiter import Limiter
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import Block, Identity, Policy, Validity
-from headgate.policy.snapshot import ALL_API_KEYS, STRICTNESS, Snapshot
+from headgate.policy.snapshot import OTHER_API_KEYS, STRICTNESS, Snapshot
 from headgate.policy.watching import Watch
 from headgate.stores.calls import Check, Leave
 
@@ -52,6 +52,8 @@ BUILT_IN: Final = ("ip", "subnet", "api_key", "client", "endpoint")
 """The identities that a gate finds out by itself."""
 
 SECRET_VARIABLE: Final = "HEADGATE_SECRET"
+
+MAX_LOGGED_WARNINGS: Final = 10
 
 
 class GateOptions(TypedDict, total=False):
@@ -235,11 +237,11 @@ class Door(Ways):
                 ", ".join(sorted(unknown)),
             )
         api_keys = ApiKeys(self._secret(policy))
-        snapshot = Snapshot(policy, api_keys.fingerprint)
+        snapshot = Snapshot(policy, api_keys.fingerprint, trusts_keys="api_key" in self._functions)
         return Rules(
             snapshot,
             Answers(policy.answers, body=self._refusal_body),
-            Identities(policy.identity, api_keys, self._functions, snapshot.api_keys),
+            Identities(policy.identity, api_keys, self._functions, snapshot.api_keys, snapshot.vouched_keys),
         )
 
     def health(self) -> Health:
@@ -261,6 +263,7 @@ class Door(Ways):
 
     def _swap(self, policy: Policy) -> None:
         rules = self.made(policy)
+        _log_warnings(policy)
         settings = policy.store
         self._limiter._configure(  # noqa: SLF001
             budget=settings.budget.total_seconds() if self._given_budget is None else self._given_budget,
@@ -332,8 +335,8 @@ class Door(Ways):
         """The same, blocked if somebody has blocked the client since the policy was written."""
         who = met.who
         found = self._blocks.find(who, now_us)
-        if found is None and ALL_API_KEYS in who:
-            keys = who[ALL_API_KEYS].split()
+        if found is None and OTHER_API_KEYS in who:
+            keys = who[OTHER_API_KEYS].split()
             found = next(filter(None, [self._blocks.find({"api_key": key}, now_us) for key in keys]), None)
         if found is None:
             return met
@@ -413,6 +416,14 @@ def _checked_path(path: str | None) -> str | None:
     if path is not None and (not isinstance(path, str) or not path.startswith("/")):
         raise InvalidConfiguration(f"health_path {path!r} is no path: it starts with a slash, like '/headgate/health'")
     return path
+
+
+def _log_warnings(policy: Policy) -> None:
+    """Log what `headgate check` warns of, as a gate loads a version of a policy."""
+    for warning in policy.warnings[:MAX_LOGGED_WARNINGS]:
+        logger.warning("policy %s: %s", policy.name, warning)
+    if (more := len(policy.warnings) - MAX_LOGGED_WARNINGS) > 0:
+        logger.warning("policy %s: %d more warnings; run headgate check to see them", policy.name, more)
 
 
 def _counts_api_keys(policy: Policy) -> bool:

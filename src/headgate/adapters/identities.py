@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Addresses
-from headgate.policy.snapshot import ALL_API_KEYS
+from headgate.policy.snapshot import AMBIGUOUS, OTHER_API_KEYS
 
 if TYPE_CHECKING:
     from headgate.adapters.way import Arrival
     from headgate.policy.credentials import ApiKeys
     from headgate.policy.model import IdentitySettings
 
-__all__ = ["AMBIGUOUS", "NOBODY", "NOT_YET_TOLD", "Identities", "IdentityFunction", "Sent", "Told"]
+__all__ = ["NOBODY", "NOT_YET_TOLD", "Identities", "IdentityFunction", "Sent", "Told"]
 
 logger = logging.getLogger("headgate")
 
@@ -26,18 +26,16 @@ IdentityFunction: TypeAlias = Callable[[Any], Any]
 """Given the `Arrival`, says who sends it: text, a whole number, or None; or gives an awaitable of these."""
 
 
-Sent: TypeAlias = tuple[Any, frozenset[str], str | None, tuple[str, ...], str, int]
-"""What identities are read from: the route and the kinds that it wants, the peer, the forwarding lines, the header in
-which an API key stands, and what Python's own hash makes of its line. The key itself is not in it."""
+Sent: TypeAlias = tuple[Any, frozenset[str], str | None, tuple[str, ...], str | tuple[str, ...], int | tuple[int, ...]]
+"""The parts of a request that its identities depend on: the route and the kinds that it needs, the peer, the forwarding
+lines, the header that may contain an API key, and Python's hash of that line. Where several headers may, both are
+tuples. The keys themselves are not included."""
 
 Told: TypeAlias = dict[str, Any]
 """What the app's own functions say of a request, by kind."""
 
 NOBODY: Final[Told] = {}
 """Where no function is asked."""
-
-AMBIGUOUS: Final = "ambiguous"
-"""The one API key of all requests that send several: a client who is served under either gets no counter of its own."""
 
 NOT_YET_TOLD: Final = "not yet told"
 """Under which the kinds stand whose values are still to be awaited."""
@@ -61,12 +59,15 @@ class Identities:
         api_keys: ApiKeys,
         functions: Mapping[str, IdentityFunction] | None = None,
         known_keys: Container[str] | None = None,
+        vouched_keys: Container[str] = (),
     ) -> None:
-        """`known_keys` are the hashes of all keys that are keys; None: whatever is sent may be one."""
+        """`known_keys` are the hashes of all keys that are keys; None: whatever is sent may be one. Of several keys in
+        one request, one of `vouched_keys` counts."""
         self._addresses = Addresses(settings)
         self._forwarded_by = settings.forwarded_by if settings.proxies else None
         self._api_keys = api_keys
         self._known_keys = known_keys
+        self._vouched_keys = vouched_keys
         self._places: list[tuple[str, Callable[[str], str | None]]] = []
         """The headers in which a key may stand, and how it is read there."""
         if settings.api_key_header is not None:
@@ -95,15 +96,22 @@ class Identities:
         return None if self._tells_tier else (self._forwarded_by, places, tuple(self._kinds_told))
 
     def sent(self, arrival: Arrival, route: Any, kinds: frozenset[str]) -> Sent | None:
-        """What a request sends of who it is from, and where to: the same for requests of the same sender. None for one
-        that sends several API keys."""
+        """The parts of a request that its identities depend on: equal for requests of the same client. None for a
+        request with several lines of a header."""
         forwarded = tuple(arrival.header(self._forwarded_by)) if self._forwarded_by is not None else ()
+        names: list[str] = []
+        hashes: list[int] = []
         if "api_key" in kinds:
             for name, _ in self._places:
                 lines = arrival.header(name)
+                if len(lines) > 1:
+                    return None
                 if lines:
-                    return None if len(lines) > 1 else (route, kinds, arrival.peer, forwarded, name, hash(lines[0]))
-        return route, kinds, arrival.peer, forwarded, "", 0
+                    names.append(name)
+                    hashes.append(hash(lines[0]))
+        if len(names) > 1:
+            return route, kinds, arrival.peer, forwarded, tuple(names), tuple(hashes)
+        return route, kinds, arrival.peer, forwarded, names[0] if names else "", hashes[0] if hashes else 0
 
     def told(self, arrival: Arrival, kinds: frozenset[str]) -> Told:
         """What the app says of the request's identities of these kinds; for some there may be something to await."""
@@ -151,22 +159,29 @@ class Identities:
             return None
 
     def _read_api_key(self, arrival: Arrival, who: dict[str, str]) -> bool:
-        """Add the API key, if there is one; whether the first header that may have it says all of that."""
-        says_all = True
+        """Add the API key, if there is one. False for a request that is not worth remembering: its lines have no key,
+        a made-up one where only known keys count, or too many.
+
+        A request may have a key in each header. One that the policy knows counts, so that nobody gets a new counter by
+        sending a made-up key beside a valid one; of several others, the first. A line without a key is ignored.
+        """
+        keys: list[str] = []
+        lines_read = 0
         for name, read in self._places:
             lines = arrival.header(name)
+            lines_read += len(lines)
+            found = list(filter(None, map(read, lines[:MOST_LINES])))
             if len(lines) > 1:
-                # Which of them would the app believe? Whoever sends one that is blocked is blocked, in any case.
+                # Nobody can tell which of them the app accepts. If any of them is blocked, so is the request.
                 who["api_key"] = AMBIGUOUS
-                who[ALL_API_KEYS] = " ".join(filter(None, map(read, lines[:MOST_LINES])))
+                who[OTHER_API_KEYS] = " ".join(dict.fromkeys([*keys, *found]))
                 return False
-            if lines:
-                key = read(lines[0])
-                if key is not None and (self._known_keys is None or key in self._known_keys):
-                    who["api_key"] = key
-                    return says_all
-                says_all = False  # a line without a key, or with a made-up one: the next header counts
-        return says_all
+            keys += [key for key in found if self._known_keys is None or key in self._known_keys]
+        if keys:
+            counted = who["api_key"] = next((key for key in keys if key in self._vouched_keys), keys[0])
+            if others := [key for key in keys if key != counted]:
+                who[OTHER_API_KEYS] = " ".join(others)
+        return len(keys) == lines_read
 
     def _ask(self, kind: str, function: IdentityFunction, arrival: Arrival, told: Told) -> None:
         try:

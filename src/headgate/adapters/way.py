@@ -164,7 +164,8 @@ class Admission:
         """What the request has cost on a limit in the end, given the app's answer."""
         if met.rule.count_when is not None and not met.rule.count_when(status):
             return 0
-        return met.cost if self._committed is None else self._committed.get(met.rule.name, met.cost)
+        name = met.rule.net_of or met.rule.name
+        return met.cost if self._committed is None else self._committed.get(name, met.cost)
 
 
 def admitted(

@@ -121,6 +121,9 @@ def _limit(met: Met, resolution: Resolution, request: Request) -> MetLimit:
 
 def _reasons(met: Met, resolution: Resolution, request: Request) -> Iterator[str]:
     rule = met.rule
+    if rule.net_of is not None:
+        yield f"unknown API key: also counted by address, at {_factor(met, resolution)} times {rule.net_of}"
+        return
     yield _where(rule, resolution.route.route_class, request.path)
     if isinstance(met.origin, Override):
         yield f"override{_terms(met.origin)}"
@@ -138,6 +141,12 @@ def _reasons(met: Met, resolution: Resolution, request: Request) -> Iterator[str
         yield f"split over {rule.split} counters"
     if rule.shadow:
         yield "shadow: never rejects"
+
+
+def _factor(met: Met, resolution: Resolution) -> int:
+    """How much more a safety net allows than the limit that it belongs to."""
+    base = next(each for each in resolution.met if each.rule.name == met.rule.net_of)
+    return met.key.limit.quota // base.key.limit.quota
 
 
 def _where(rule: Rule, route_class: str | None, path: str) -> str:

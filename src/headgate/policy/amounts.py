@@ -17,7 +17,7 @@ from headgate.policy.kinds import refusal, show
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["duration", "duration_between", "duration_or_off", "foreign_limit", "rate", "share"]
+__all__ = ["duration", "duration_between", "duration_or_off", "factor_or_off", "foreign_limit", "rate", "share"]
 
 _FOREIGN: Final = re.compile(
     r"\s*(?P<quota>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<times>[km]?)\s*(?:(?:r|reqs?|requests?|calls?|hits?|tokens?)\s*)?"
@@ -48,6 +48,23 @@ def duration_or_off(least: timedelta, most: timedelta, *, example: str) -> Calla
         if word is False or word in ("off", "Off", "OFF") or (type(word) is int and word == 0):
             return timedelta()
         return _duration(value if word is None else word, wanted, least, most)
+
+    return read
+
+
+def factor_or_off(most: int, *, example: int) -> Callable[[object], int | None]:
+    """A reader of whole numbers from 1, or "off" for None; also where a YAML reader takes that word for a boolean."""
+    wanted = f"a whole number from 1 to {most:,}, like {example}, or off"
+
+    def read(value: object) -> int | None:
+        word = value.word if isinstance(value, Unreadable) else value
+        if word is False or word in ("off", "Off", "OFF"):
+            return None
+        if type(value) is not int:
+            raise refusal(value, wanted)
+        if not 1 <= value <= most:
+            raise InvalidInput(f"{value} is out of bounds; write {wanted}")
+        return value
 
     return read
 

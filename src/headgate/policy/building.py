@@ -64,7 +64,7 @@ class Builder:
         checks.costs(drafts, self._costs, self._problems)
         identity, clients, overrides = self._identity_settings(), self._clients(), self._overrides()
         if not identity.known_keys_only:
-            checks.addresses(drafts, routes, self._warnings)
+            checks.unknown_keys(drafts, routes, identity.unknown_key_factor, entry.get("tier"), self._warnings)
         elif "api_key" not in {*[each.identity.kind for each in clients], *[each.identity.kind for each in overrides]}:
             told = (
                 "only API keys that are known count, and neither clients nor overrides name one: every request is one "
@@ -297,8 +297,10 @@ class Builder:
             "bearer_token": api_key.get("bearer"),
             "known_keys_only": api_key.get("known_only"),
         }
-        header = {"api_key_header": api_key["header"]} if "header" in api_key else {}
-        return IdentitySettings(**{name: value for name, value in given.items() if value is not None}, **header)
+        # None is a value of these.
+        fields = {"api_key_header": "header", "unknown_key_factor": "unknown_factor"}
+        optional = {field: api_key[name] for field, name in fields.items() if name in api_key}
+        return IdentitySettings(**{name: value for name, value in given.items() if value is not None}, **optional)
 
     def _answer_settings(self) -> AnswerSettings:
         entry = self._entry.get("answers")

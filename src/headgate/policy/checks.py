@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Costs",
-    "addresses",
     "costs",
     "endpoints",
     "free_limits",
     "identities",
     "routes_given_twice",
     "turns",
+    "unknown_keys",
     "unused_tier",
 ]
 
@@ -88,26 +88,38 @@ def costs(drafts: list[Draft], known: Costs, problems: Problems) -> None:
                 problems.add(draft.numbers[tier][1], cannot)
 
 
-def addresses(drafts: list[Draft], routes: list[RouteRule], warnings: Problems) -> None:
-    """Limits that somebody escapes by sending another key with each request."""
-    guards = Meetings([each for each in drafts if not each.get("shadow") and _counts_strangers(each)])
+def unknown_keys(
+    drafts: list[Draft],
+    routes: list[RouteRule],
+    factor: int | None,
+    default_tier: str | None,
+    warnings: Problems,
+) -> None:
+    """Limits by API key without a limit by address beside them: each request may send another key."""
+    guards = Meetings([each for each in drafts if _is_guard(each, default_tier)])
     by_class: dict[str | None, list[RouteRule]] = defaultdict(list)
     for route in routes:
         by_class[route.route_class].append(route)
     for draft in drafts:
         kind = next((kind for kind in ("api_key", "client") if kind in draft.by), None)
-        if kind is None or _counts_strangers(draft):
+        if kind is None or draft.get("shadow"):
             continue
         met: list[tuple[Template, str | None]] = [
             *((template, None) for template in draft.templates),
             *((route.template, name) for name in draft.classes for route in by_class[name]),
         ]
         for template, route_class in met or [(EVERYWHERE, None)]:
-            if not any(_holds_for(guard, draft) for guard in guards.of(template, draft.methods, route_class)):
+            if not any(_guards(guard, draft) for guard in guards.of(template, draft.methods, route_class)):
+                told = (
+                    "a client that sends another key each time is never stopped; add a limit by ip"
+                    if factor is None
+                    else f"requests with unknown API keys also count by address, at {factor} times its numbers; "
+                    "add a limit by ip to set other numbers"
+                )
                 warnings.add(
                     draft.path,
-                    f"limit {draft.name!r} is counted by {kind}, and no limit by ip, subnet or global meets all of its "
-                    "routes: who sends another key each time is never stopped; add a limit by ip",
+                    f"limit {draft.name!r} is counted by {kind}, and no limit by ip, subnet or global applies to all "
+                    f"of its routes: {told}",
                 )
                 break
 
@@ -167,10 +179,18 @@ def unused_tier(tier: str | None, drafts: list[Draft], path: Path, warnings: Pro
         )
 
 
-def _counts_strangers(draft: Draft) -> bool:
-    return not draft.by or not set(ADDRESSES).isdisjoint(draft.by)
+def _is_guard(draft: Draft, default_tier: str | None) -> bool:
+    """Whether a limit counts every request, by the address or for everybody together."""
+    return (
+        {*ADDRESSES, "endpoint"}.issuperset(draft.by)
+        and not draft.get("shadow")
+        and draft.get("cost") != 0
+        and draft.get("count_when") is None
+        and not {None, default_tier}.isdisjoint(draft.limits)
+    )
 
 
-def _holds_for(guard: Draft, draft: Draft) -> bool:
-    """Whether the guard meets all methods that the rule does."""
-    return not guard.methods or (bool(draft.methods) and draft.methods <= guard.methods)
+def _guards(guard: Draft, draft: Draft) -> bool:
+    """Whether the guard applies to all methods that the limit does. One on concurrency bounds no rate."""
+    has_methods = not guard.methods or (bool(draft.methods) and draft.methods <= guard.methods)
+    return has_methods and (not guard.is_concurrency or draft.is_concurrency)

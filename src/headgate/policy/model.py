@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADDRESSES",
+    "NET_SUFFIX",
     "AnswerSettings",
     "Block",
     "Client",
@@ -33,6 +35,7 @@ __all__ = [
     "StatusTest",
     "StoreSettings",
     "Validity",
+    "net_name",
 ]
 
 RouteMode: TypeAlias = Literal["open", "closed", "local"]
@@ -45,6 +48,9 @@ EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 ADDRESSES: Final = ("ip", "subnet")
 """The identities that every request has, whoever sends it."""
+
+NET_SUFFIX: Final = " (unknown keys)"
+LONGEST_NAME: Final = 100
 
 
 class Identity(NamedTuple):
@@ -127,6 +133,8 @@ class Rule:
     lease: LeaseMode = "auto"
     split: int = 1
     """Over how many counters it is spread."""
+    net_of: str | None = None
+    """For the safety net of a limit by API key: the name of that limit. See `policy.snapshot.UnknownKeyNet`."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -184,6 +192,9 @@ class IdentitySettings:
     """Whether `Authorization: Bearer ...` is an API key, too."""
     known_keys_only: bool = False
     """Whether only keys that the policy names are keys: a request that sends another is one that sends none."""
+    unknown_key_factor: int | None = 10
+    """Requests with unknown API keys are also counted by address, at this multiple of each limit by API key, unless a
+    limit by ip, subnet or global applies to them; None to count them by their keys only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +247,14 @@ class Policy:
 
     @property
     def api_keys(self) -> list[str]:
-        """Those that clients, overrides and blocks name, or their hashes. To be asked once."""
-        named = [each.identity for each in self.clients] + [each.identity for each in self.overrides]
-        named += [each.identity for each in self.blocked]
-        return [value for kind, value in named if kind == "api_key"]
+        """The API keys that clients, overrides and blocks name, or their hashes. Computed on each access."""
+        return [*self.vouched_api_keys, *(each.identity.value for each in self.blocked if _is_api_key(each))]
+
+    @property
+    def vouched_api_keys(self) -> list[str]:
+        """The API keys that clients and overrides name, or their hashes. Computed on each access."""
+        named: list[Client | Override] = [*self.clients, *self.overrides]
+        return [each.identity.value for each in named if _is_api_key(each)]
 
     @property
     def turns(self) -> list[int]:
@@ -247,3 +262,20 @@ class Policy:
         validities = {each.validity for each in self.overrides} | {each.validity for each in self.blocked}
         ends = {end for validity in validities for end in (validity.since, validity.until) if end is not None}
         return sorted((end - EPOCH) // timedelta(microseconds=1) for end in ends)
+
+
+def _is_api_key(entry: Client | Override | Block) -> bool:
+    return entry.identity.kind == "api_key"
+
+
+def net_name(name: str) -> str:
+    """The name of the safety net of a limit.
+
+    >>> net_name("search")
+    'search (unknown keys)'
+    """
+    most = LONGEST_NAME - len(NET_SUFFIX)
+    if len(name) > most:
+        digest = blake2b(name.encode(), digest_size=4).hexdigest()
+        name = f"{name[: most - len(digest) - 1]}~{digest}"
+    return name + NET_SUFFIX

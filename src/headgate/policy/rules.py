@@ -10,7 +10,7 @@ from headgate._grammar import suggest
 from headgate.errors import InvalidLimit
 from headgate.limits import Limit
 from headgate.policy import words
-from headgate.policy.model import Rule
+from headgate.policy.model import NET_SUFFIX, Rule
 from headgate.policy.routes import Matcher
 
 if TYPE_CHECKING:
@@ -127,6 +127,9 @@ class RuleBook:
             self._add_numbers(numbers.get("limits", {}), tier, numbers.at("limits"))
         for draft in self.drafts.values():
             self._make_limits(draft)
+            if draft.name.endswith(NET_SUFFIX):
+                told = f"names that end in {NET_SUFFIX.strip()!r} are reserved for what Headgate adds; rename the limit"
+                problems.add(draft.at("name"), told)
 
     def limit(self, draft: Draft, phrase: Phrase, algorithm: str | None = None) -> Limit:
         """The limit of that name with these numbers, made once; InvalidLimit, if there can be none."""

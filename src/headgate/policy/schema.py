@@ -224,6 +224,14 @@ SETTINGS: Final = Record(
                     ),
                     "bearer": Field(FLAG, "Whether a bearer token is a key, too."),
                     "known_only": Field(FLAG, "Whether only keys are keys that clients or overrides name."),
+                    "unknown_factor": Field(
+                        Leaf(
+                            amounts.factor_or_off(1_000, example=10),
+                            {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 1_000}, {"enum": ["off", False]}]},
+                        ),
+                        "Requests with unknown keys are also counted by address, at this multiple of each limit by API "
+                        "key, unless a limit by ip, subnet or global applies to them; 10, if not given, or off.",
+                    ),
                 },
             ),
             "Where API keys stand.",

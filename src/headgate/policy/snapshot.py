@@ -6,30 +6,35 @@ depends on the client is left: its tier, its overrides, and its identities as ke
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from headgate.algorithms import ALGORITHMS
+from headgate.errors import InvalidLimit
+from headgate.limits import Limit
 from headgate.policy.addresses import Networks
-from headgate.policy.model import ADDRESSES, Identity, Policy, Validity
+from headgate.policy.model import ADDRESSES, Identity, Policy, Validity, net_name
 from headgate.policy.routes import METHODS, Matcher, Template, normal_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from headgate.keys import Key
-    from headgate.limits import Limit
     from headgate.policy.model import Block, LeaseMode, Override, RouteMode, RouteRule, Rule
     from headgate.stores.calls import Cost
 
 __all__ = [
-    "ALL_API_KEYS",
+    "AMBIGUOUS",
     "CLIENT_KINDS",
+    "OTHER_API_KEYS",
     "UNMATCHED",
     "CompiledRule",
     "Met",
     "Resolution",
     "RoutePlan",
     "Snapshot",
+    "UnknownKeyNet",
     "Who",
 ]
 
@@ -39,8 +44,18 @@ Who: TypeAlias = "Mapping[str, str]"
 CLIENT_KINDS: Final = ("tenant", "api_key", "user", "ip")
 """What `by: client` counts by: the first of these that a request has."""
 
-ALL_API_KEYS: Final = "api_keys"
-"""In `Who`: the hashes of all API keys that a request sent, separated by blanks, where it sent several."""
+OTHER_API_KEYS: Final = "api_keys"
+"""In `Who`, where a request sends several API keys: the hashes of those that it is not counted by, separated by
+blanks. A request is blocked if any of its keys is."""
+
+AMBIGUOUS: Final = "ambiguous"
+"""The one API key of all requests that send several lines of a header: a client who is served under either key gets no
+counter of its own."""
+
+NO_TIER: Final = "none"
+UNTRUSTED_KINDS: Final = frozenset({"api_key", "client"})
+"""The kinds of `by` whose value a request can make up."""
+GUARD_KINDS: Final = frozenset({*ADDRESSES, "endpoint"})
 
 UNMATCHED: Final = "unmatched"
 """The endpoint of all paths that no template fits: they share their counters."""
@@ -103,8 +118,8 @@ class RoutePlan:
     """What is the same for all requests of a route and method."""
 
     __slots__ = (
-        "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases", "on_failure",
-        "policy", "route_class", "rules", "settles", "shadows",
+        "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases", "nets",
+        "on_failure", "policy", "route_class", "rules", "settles", "shadows",
     )  # fmt: skip
 
     def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
@@ -132,14 +147,29 @@ class RoutePlan:
         self.leases = any(limit.algorithm == "concurrency" for rule in enforced for limit in rule.limits)
         self.has_overrides = any(rule.has_overrides for rule in self.rules)
         self.settles = any(rule.settled or rule.count_when is not None for rule in enforced)
+        self.nets = tuple(
+            UnknownKeyNet(each, snapshot, self)
+            for each in self.rules
+            if snapshot.unknown_key_factor is not None
+            and not UNTRUSTED_KINDS.isdisjoint(each.rule.by)
+            and not any(other.limit is not None and guards(other, each.rule) for other in enforced)
+        )
+        """For requests with unknown API keys, unless a limit by address applies to every request of the route."""
 
 
 class Snapshot:
-    """A policy, compiled. `fingerprint` makes keyed hashes of the API keys that stand in it."""
+    """A policy, compiled. `fingerprint` makes keyed hashes of the API keys that stand in it.
 
-    def __init__(self, policy: Policy, fingerprint: Callable[[str], str] = str) -> None:
+    `trusts_keys` says that every API key was verified by the app, so that none counts as unknown.
+    """
+
+    def __init__(self, policy: Policy, fingerprint: Callable[[str], str] = str, *, trusts_keys: bool = False) -> None:
         self.policy = policy
-        self._fingerprint = fingerprint
+        self._fingerprints = {written: fingerprint(written) for written in policy.api_keys}
+        settings = policy.identity
+        self.unknown_key_factor = None if trusts_keys or settings.known_keys_only else settings.unknown_key_factor
+        self.vouched_keys = frozenset([AMBIGUOUS, *(self._fingerprints[key] for key in policy.vouched_api_keys)])
+        """The hashes of the API keys that clients or overrides name. All others are unknown."""
         self._templates = list(
             dict.fromkeys(
                 [
@@ -158,6 +188,7 @@ class Snapshot:
             for place in (*rule.templates, *rule.classes) or (ANYWHERE,):
                 self._rules_by_place.setdefault(place, []).append(number)
         self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
+        self._net_limits: dict[Limit, Limit] = {}
         self._known: dict[str, dict[str | tuple[str, str], RoutePlan]] = {method: {} for method in METHODS}
         """The plans for busy paths, which have two names in mounted apps. A text is found sooner than a tuple."""
         named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
@@ -172,7 +203,7 @@ class Snapshot:
             name: self._lookups((override.identity, override) for override in overrides)
             for name, overrides in self._overrides.items()
         }
-        self.api_keys = frozenset(map(fingerprint, policy.api_keys)) if policy.identity.known_keys_only else None
+        self.api_keys = frozenset(self._fingerprints.values()) if settings.known_keys_only else None
         """The hashes of all keys that are keys, where the policy says so; None: whatever is sent may be one."""
         self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks))
         self.tiers = frozenset([*policy.tiers, *([] if policy.default_tier is None else [policy.default_tier])])
@@ -198,6 +229,17 @@ class Snapshot:
         if len(keys) < len(rules):
             rules = [rule for rule in rules if rule.key(who, tier, now_us) is not None]
             cost = _joined([rule.cost for rule in rules])
+        if route.nets and who.get("api_key", AMBIGUOUS) not in self.vouched_keys:
+            found = [
+                (net, key)
+                for net in route.nets
+                if not any(guards(rule.rule, net.rule) for rule in rules)
+                and (key := net.key(who, tier, now_us)) is not None
+            ]
+            if found:
+                rules = [*rules, *(net for net, _ in found)]
+                keys += [key for _, key in found]
+                cost = _joined([rule.cost for rule in rules])
         return _new_tuple(Resolution, (route, tuple(keys), cost, rules, who, tier, now_us, block))
 
     def announced(self, now_us: int) -> tuple[Limit, ...]:
@@ -219,8 +261,10 @@ class Snapshot:
     def _limits_leased(self, mode: LeaseMode) -> Iterator[Limit]:
         for rule in self.policy.rules:
             if rule.lease == mode:
-                yield from rule.limits
-                yield from (override.limit for override in self._overrides.get(rule.name, ()))
+                limits = (*rule.limits, *(override.limit for override in self._overrides.get(rule.name, ())))
+                yield from limits
+                if self.unknown_key_factor is not None and not UNTRUSTED_KINDS.isdisjoint(rule.by):
+                    yield from map(self.net_limit, limits)
 
     def route_rule(self, templates: tuple[Template, ...], method: str) -> RouteRule | None:
         """What holds for the route: said by the most specific template that has something to say on the method."""
@@ -247,6 +291,13 @@ class Snapshot:
             if override.route_class in (None, route_class)
         )
 
+    def net_limit(self, limit: Limit) -> Limit:
+        """The limit by address on unknown API keys that belongs to a limit by API key; made once for each."""
+        made = self._net_limits.get(limit)
+        if made is None:
+            made = self._net_limits[limit] = _multiplied(limit, self.unknown_key_factor or 1)
+        return made
+
     def _found(self, method: str, path: str, below: str | None) -> RoutePlan:
         matched, known = self._matcher.match(path, below), normal_method(method)
         known = known if known in self._methods else "UNKNOWN"
@@ -263,7 +314,7 @@ class Snapshot:
 
     def _block(self, who: Who, now_us: int) -> Block | None:
         found: Block | None = self.find(self._blocks, who, now_us)
-        for key in who.get(ALL_API_KEYS, "").split():
+        for key in who.get(OTHER_API_KEYS, "").split():
             found = found or self.find(self._blocks, {"api_key": key}, now_us)
         return found
 
@@ -279,7 +330,7 @@ class Snapshot:
         kinds: dict[str, dict[str, list[_Ranked]]] = {}
         for rank, ((kind, value), entry) in enumerate(sorted(entries, key=_generality)):
             if kind == "api_key":
-                value = self._fingerprint(value)
+                value = self._fingerprints[value]
             kinds.setdefault(kind, {}).setdefault(value, []).append((rank, entry))
         return [
             # An address may lie in a network, so that it is not looked up as it stands.
@@ -365,6 +416,84 @@ class CompiledRule:
         if tier is not None and tier in self.rule.tiers:
             return self.rule.tiers[tier], tier
         return self.rule.limit, None
+
+
+class UnknownKeyNet(CompiledRule):
+    """The safety net of a limit by API key on one route: counts requests with unknown keys by address.
+
+    Anybody can send a new key with each request, and each has a counter of its own. So the requests of all unknown
+    keys from one address also share a counter, at a multiple of the limit. Both are charged together or not at all:
+    once the net denies, made-up keys create no state.
+    """
+
+    __slots__ = ("_base", "_net_limit")
+
+    def __init__(self, base: CompiledRule, snapshot: Snapshot, route: RoutePlan) -> None:
+        rule = base.rule
+        own = [kind for kind in rule.by if kind not in UNTRUSTED_KINDS and kind not in ADDRESSES]
+        # Clients of different tiers have different numbers: a tier's traffic must not use up another's net.
+        kinds = ("ip", "tier", *own) if snapshot.tiers else ("ip", *own)
+        net = replace(
+            rule,
+            name=net_name(rule.name),
+            limit=None if rule.limit is None else snapshot.net_limit(rule.limit),
+            by=kinds,
+            tiers={tier: snapshot.net_limit(limit) for tier, limit in rule.tiers.items()},
+            missing="skip",  # a request that lacks an identity is counted by address already
+            net_of=rule.name,
+        )
+        super().__init__(net, snapshot, route)
+        self._base = base
+        self._net_limit = snapshot.net_limit
+
+    def key(self, who: Who, tier: str | None, now_us: int) -> Key | None:
+        """The counter by address; None for a request that the limit itself does not count by its API key."""
+        if "client" in self._base.rule.by and who.get("tenant"):
+            return None
+        return super().key({**who, "tier": tier or NO_TIER}, tier, now_us)
+
+    def met(self, key: Key, resolution: Resolution) -> Met:
+        return super().met(key, resolution)._replace(lacks=None)
+
+    def _numbers(self, who: Who, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
+        limit, origin = self._base._numbers(who, tier, now_us)  # noqa: SLF001 - of the same class
+        return None if limit is None else self._net_limit(limit), origin
+
+
+def guards(guard: Rule, rule: Rule) -> bool:
+    """Whether a limit bounds what a client can send under ever new API keys, in place of the net of `rule`.
+
+    It counts every request, by the address or for everybody together. One on concurrency bounds no rate.
+    """
+    return (
+        GUARD_KINDS.issuperset(guard.by)
+        and guard.cost != 0
+        and guard.count_when is None
+        and not guard.shadow
+        and (not _is_concurrency(guard) or _is_concurrency(rule))
+    )
+
+
+def _is_concurrency(rule: Rule) -> bool:
+    return any(limit.algorithm == "concurrency" for limit in rule.limits)
+
+
+def _multiplied(limit: Limit, factor: int) -> Limit:
+    shapes_burst = ALGORITHMS[limit.algorithm].SHAPES_BURST
+    while True:
+        try:
+            return Limit(
+                limit.quota * factor,
+                limit.period,
+                burst=limit.capacity * factor if shapes_burst else None,
+                algorithm=limit.algorithm,
+                name=net_name(limit.name),
+                split=limit.split,
+            )
+        except InvalidLimit:  # numbers beyond what is counted exactly
+            if factor == 1:
+                raise
+            factor //= 2
 
 
 def _generality(of: tuple[Identity, Any]) -> tuple[bool, bool, int]:

@@ -7,11 +7,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate.adapters.door import SECRET_VARIABLE
-from headgate.adapters.identities import AMBIGUOUS
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Networks, canonical
 from headgate.policy.credentials import PREFIX, ApiKeys
-from headgate.policy.snapshot import ALL_API_KEYS, CLIENT_KINDS
+from headgate.policy.snapshot import AMBIGUOUS, CLIENT_KINDS, OTHER_API_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -24,7 +23,7 @@ __all__ = ["LABEL", "Clients", "Named", "label_key"]
 LABEL: Final = "label"
 """The kind of those keys that are labels."""
 
-NO_CLIENTS: Final = frozenset({"address", "subnet", "tier", ALL_API_KEYS})
+NO_CLIENTS: Final = frozenset({"address", "subnet", "tier", OTHER_API_KEYS})
 """What stands among a request's identities, and is nobody's own."""
 
 MOST_KNOWN: Final = 10_000
@@ -99,8 +98,8 @@ class Clients:
         if who["address"] != who["ip"]:  # one of a network that is counted as one: found by either
             kinds.append("ip")
             keys.append(self.key("ip", who["address"]))
-        if ALL_API_KEYS in who:
-            several = who[ALL_API_KEYS].split()
+        if OTHER_API_KEYS in who:
+            several = who[OTHER_API_KEYS].split()
             kinds += ["api_key"] * len(several)
             keys += several
         kind = next((each for each in CLIENT_KINDS if who.get(each)), "ip")

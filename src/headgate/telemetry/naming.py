@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headgate.policy.credentials import PREFIX
+from headgate.policy.model import NET_SUFFIX
 from headgate.policy.snapshot import CLIENT_KINDS
 from headgate.telemetry.clients import SHORT, Named
 
@@ -63,6 +64,8 @@ class Naming:
         if not parts:
             return EVERYBODY
         by = self._by.get(key.limit.name)
+        if key.limit.name.endswith(NET_SUFFIX):  # the address comes first
+            return self.of({"address": parts[0], "ip": parts[0]})
         if parts[0] == "" and len(parts) == 3:  # counted by the address, as what the limit counts by was not there
             who = {parts[1]: parts[2]}
         else:

@@ -11,6 +11,7 @@ from headgate.algorithms import ALGORITHMS
 from headgate.errors import InvalidLimit
 from headgate.limits import Limit
 from headgate.policy.credentials import PREFIX
+from headgate.policy.model import NET_SUFFIX
 from headgate.policy.snapshot import CLIENT_KINDS
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def remedy(
     limit = _sum(denial, peak, split)
     if limit is None:
         return Remedy(None, None, "no limit can be so large")
+    if denial.limit.endswith(NET_SUFFIX):
+        unknown = "it counts unknown API keys by address: name the key under clients, or add a limit by ip"
+        return Remedy(limit, None, unknown)
     by = denial.by.split("+")
     kinds = CLIENT_KINDS if "client" in by else tuple(each for each in by if each not in ("global", "endpoint"))
     found = _identity(kinds, records, identities)
