@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter
+from headgate.errors import InvalidInput
 from headgate.testing import FakeClock
 from servers import wait_until
 
@@ -477,6 +478,25 @@ def test_a_refund_gives_back_what_was_charged_and_says_so(gate: Gate, unique: st
     assert gate.refund(key, 1, of=charged)
     assert gate.refund(key, 99)
     assert gate.peek(key).remaining == 5
+
+
+@pytest.mark.parametrize("algorithm", REFUNDABLE)
+def test_a_refund_of_a_decision_gives_back_at_most_what_that_decision_consumed(
+    gate: Gate, unique: str, algorithm: str
+) -> None:
+    key, other = (limit_of(algorithm, 10, unique).by(name) for name in ("ada", "bob"))
+    gate.check(key, cost=4)
+    charged = gate.check(key, cost=3)
+    assert gate.refund(key, 10**6, of=charged)
+    assert gate.peek(key).remaining == 6
+    several = gate.check(key, other, cost=(1, 2))
+    assert gate.refund(other, 10**6, of=several)
+    assert (gate.peek(key).remaining, gate.peek(other).remaining) == (5, 10)
+    denied = gate.check(key, cost=7)
+    assert not gate.refund(key, 7, of=denied)
+    assert gate.peek(key).remaining == 5
+    with pytest.raises(InvalidInput, match="does not name this key"):
+        gate.refund(other, 1, of=charged)
 
 
 @pytest.mark.parametrize("algorithm", REFUNDABLE)

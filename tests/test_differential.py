@@ -123,7 +123,7 @@ class InTheory:
                 (one.remaining, NEVER if one.unsatisfiable else one.retry_after_us, one.reset_after_us, one.delay_us)
                 for one in told.outcomes
             )
-            return Decision(told.allowed, call.keys, verdicts, call.id, None, now_us)
+            return Decision(told.allowed, call.keys, verdicts, call.id, None, now_us, 0, call.cost)
         if isinstance(call, Reset):
             return self.model.reset(*map(subject_of, call.keys))
         subject = subject_of(call.key)

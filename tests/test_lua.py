@@ -123,8 +123,9 @@ def wander(twins: Twins, seed: str, algorithms: tuple[str, ...], name: str, *, b
             amount = rng.choice([0, 1, limit.capacity, rng.randint(1, limit.capacity)])
             # How long an id is remembered is a matter of real time on a server: it is asked for twice at once.
             id = rng.choice([None, f"refund-{turn}"])
+            of = charged if charged is not None and charged.consumed(key) is not None else None
             for _ in range(2):
-                twins.ask("refund", key, amount, id=id, of=rng.choice([None, charged]))
+                twins.ask("refund", key, amount, id=id, of=rng.choice([None, of]))
         elif what == "lease" and limit.algorithm == "concurrency":
             twins.ask(rng.choice(["renew", "leave"]), key, id=lease)
         elif what == "change" and change:

@@ -168,7 +168,8 @@ class LimiterBesideModel(RuleBasedStateMachine):
             of = self.charges.get(subject.plan.name) if of_last else None
             given_back = self.limiter.refund(key(subject), amount, id=refund_id, of=of)
             charged_at = of.at_us if of else None
-            assert given_back == self.model.refund(subject, self.now, amount, refund_id, charged_at)
+            most = amount if of is None else min(amount, of.consumed(key(subject)) or 0)
+            assert given_back == self.model.refund(subject, self.now, most, refund_id, charged_at)
 
     @rule(step=steps, mask=masks)
     def reset(self, step: str | int, mask: int) -> None:

@@ -353,7 +353,7 @@ def test_an_answer_from_the_purse_tells_what_the_store_said_and_what_is_held() -
     second = node.check(limit.by("ada"), cost=2)
     assert node.calls == 1
     assert second == Decision(
-        True, (limit.by("ada"),), ((997, 0, first.reset_after_us - 10_000, 0),), None, None, START_US + 10_000, 0
+        True, (limit.by("ada"),), ((997, 0, first.reset_after_us - 10_000, 0),), None, None, START_US + 10_000, 0, 2
     )
 
 

@@ -4,7 +4,17 @@
 
 #include "_python.h"
 
-enum { SAID_ALLOWED, SAID_KEYS, SAID_VERDICTS, SAID_ID, SAID_DEGRADED, SAID_AT_US, SAID_AGAIN_US, DECISION_FIELDS };
+enum {
+    SAID_ALLOWED,
+    SAID_KEYS,
+    SAID_VERDICTS,
+    SAID_ID,
+    SAID_DEGRADED,
+    SAID_AT_US,
+    SAID_AGAIN_US,
+    SAID_COST,
+    DECISION_FIELDS
+};
 enum { VERDICT_FIELDS = 4 };
 
 /* A new reference to the class. */
@@ -16,7 +26,8 @@ decision_class(void)
 
 /* One that the store itself has made; NULL, with an exception, if there is no memory for it. */
 static inline PyObject *
-made_decision(PyTypeObject *type, bool is_allowed, PyObject *keys, PyObject *verdicts, PyObject *id, PyObject *now_us)
+made_decision(PyTypeObject *type, bool is_allowed, PyObject *keys, PyObject *verdicts, PyObject *id, PyObject *now_us,
+              PyObject *cost)
 {
     PyObject *decision = type->tp_alloc(type, DECISION_FIELDS), *again_us = PyLong_FromLong(0);
     if (decision == NULL || again_us == NULL) {
@@ -31,6 +42,7 @@ made_decision(PyTypeObject *type, bool is_allowed, PyObject *keys, PyObject *ver
     PyTuple_SET_ITEM(decision, SAID_DEGRADED, Py_NewRef(Py_None));
     PyTuple_SET_ITEM(decision, SAID_AT_US, Py_NewRef(now_us));
     PyTuple_SET_ITEM(decision, SAID_AGAIN_US, again_us);
+    PyTuple_SET_ITEM(decision, SAID_COST, Py_NewRef(cost));
     return decision;
 }
 

@@ -58,7 +58,7 @@ class Decision(NamedTuple):
     keys: tuple[Key, ...]
     verdicts: tuple[Verdict, ...]
     id: str | None = None
-    """The id under which concurrency limits hold a lease for this request."""
+    """The id of the request. Concurrency limits hold a lease under it, and generate one where none is given."""
     degraded: str | None = None
     """Why this answer is not the store's own: what failed, and what answered instead. None for an exact answer."""
     at_us: int = 0
@@ -69,6 +69,8 @@ class Decision(NamedTuple):
     Redis says so of an allowed request that leaves one of its limits with less than it costs: exactly, if nothing else
     happens, and never of one that holds a lease. The memory store never does: to ask it costs no more than to remember.
     """
+    cost: int | tuple[int, ...] = 0
+    """The cost of the request: one number for all keys, or one for each, in their order."""
 
     def __bool__(self) -> bool:
         return self.allowed
@@ -88,6 +90,15 @@ class Decision(NamedTuple):
             )
             for key, (remaining, retry_us, reset_us, delay_us) in zip(self.keys, self.verdicts, strict=True)
         )
+
+    def consumed(self, key: Key) -> int | None:
+        """The amount that the request was charged on a key: 0 if it was denied, None if it did not name the key."""
+        counter = key.limit.space, key.identity
+        for index, each in enumerate(self.keys):
+            if (each.limit.space, each.identity) == counter:
+                cost = self.cost[index] if isinstance(self.cost, tuple) else self.cost
+                return cost if self.allowed else 0
+        return None
 
     @property
     def remaining(self) -> int:

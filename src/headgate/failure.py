@@ -111,7 +111,7 @@ class FailurePolicy:
         verdicts: tuple[Verdict, ...] = (verdict,) * len(keys)
         if any([each > key[0].capacity for key, each in zip(keys, call.costs, strict=True)]):  # noqa: C419 - quicker
             verdict, verdicts = _CLOSED, _with_what_cannot_be(call, verdicts)  # which one knows without the store
-        return _new_tuple(Decision, (verdict is _OPEN, keys, verdicts, id, why, 0, 0))
+        return _new_tuple(Decision, (verdict is _OPEN, keys, verdicts, id, why, 0, 0, cost))
 
     def tell(self, call: Refund | Renew | Leave, error: StoreError) -> bool:
         if self._mode == "raise":
@@ -134,7 +134,7 @@ class FailurePolicy:
                 else verdict
                 for key, cost, verdict in zip(keys, call.costs, verdicts, strict=True)
             )
-        return Decision(local.allowed, keys, verdicts, id, why, local.at_us)
+        return Decision(local.allowed, keys, verdicts, id, why, local.at_us, 0, cost)
 
     def _local_key(self, key: Key) -> Key:
         limit, parts, identity = key

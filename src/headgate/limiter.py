@@ -84,8 +84,8 @@ class Limiter(LimiterBase):
         return decision
 
     def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
-        """Give back what was not used; whether anything was. With an `id`, at most once. `of` is the decision that
-        charged it."""
+        """Give back what was not used; True if anything was. `of` is the decision that charged it: at most what that
+        consumed is given back. With an `id`, at most once."""
         done: bool = self._drive(flow.ask(checked_refund(key, amount, id, of), self._failure))
         return done
 
@@ -259,8 +259,8 @@ class AsyncLimiter(LimiterBase):
         return decision
 
     async def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
-        """Give back what was not used; whether anything was. With an `id`, at most once. `of` is the decision that
-        charged it."""
+        """Give back what was not used; True if anything was. `of` is the decision that charged it: at most what that
+        consumed is given back. With an `id`, at most once."""
         done: bool = await self._drive(flow.ask(checked_refund(key, amount, id, of), self._failure))
         return done
 

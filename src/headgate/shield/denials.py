@@ -153,7 +153,9 @@ class Denials:
                 return self._inquire(name) if is_over else None
             self._entries.move_to_end(name)
             self.hits += 1
-        return _new_decision(Decision, (False, keys, verdicts, id, None, entry.at_us + now_us - entry.asked_us, 0))
+        return _new_decision(
+            Decision, (False, keys, verdicts, id, None, entry.at_us + now_us - entry.asked_us, 0, cost)
+        )
 
     def end(self, call: Check, inquiry: Inquiry, decision: Decision | None = None) -> None:
         """Whoever asked has noted the answer, or has none: who waits for it goes on."""
@@ -190,7 +192,7 @@ class Denials:
                 return None
             self._entries.move_to_end(name)
             self.hits += 1
-        return Decision(False, call.keys, verdicts, call.id, None, entry.at_us + at_us - entry.asked_us)
+        return Decision(False, call.keys, verdicts, call.id, None, entry.at_us + at_us - entry.asked_us, 0, call.cost)
 
     def note(self, call: Check, decision: Decision, asked_us: int) -> None:
         """Learn from the store's answer to a request that `recall` had none for; `asked_us` is from before it was

@@ -47,7 +47,7 @@ def standing(call: Check, purses: list[Purse], now_us: int) -> Decision:
         verdicts.append(((purse.left or 0) + held, 0, max(0, reset_us), 0))
         # The earliest: what a window charged must not seem to belong to the next one.
         at_us = min(at_us, purse.at_us + since_us)
-    return Decision(True, call.keys, tuple(verdicts), call.id, None, at_us)
+    return Decision(True, call.keys, tuple(verdicts), call.id, None, at_us, 0, call.cost)
 
 
 def denial(call: Check, found: list[tuple[Purse, int]], now_us: int) -> Decision:
@@ -62,4 +62,4 @@ def denial(call: Check, found: list[tuple[Purse, int]], now_us: int) -> Decision
         else:
             verdicts.append((held + (purse.left or 0), 0, reset_us, 0))
     at_us = min([purse.at_us + now_us - purse.said_us for purse, _ in found])
-    return Decision(False, call.keys, tuple(verdicts), call.id, None, at_us)
+    return Decision(False, call.keys, tuple(verdicts), call.id, None, at_us, 0, call.cost)

@@ -128,7 +128,7 @@ class Purses:
                         if purse.later:  # which end later, too
                             tokens += sum([batch.tokens for batch in purse.later])
                         verdict = ((purse.left or 0) + tokens, 0, max(0, purse.reset_us - since_us), 0)
-                        return Decision(True, keys, (verdict,), id, None, purse.at_us + since_us)
+                        return Decision(True, keys, (verdict,), id, None, purse.at_us + since_us, 0, cost)
                     if not purse.tokens and cost >= purse.rest_from and purse.dry and now_us < purse.rest_until_us:
                         purse.demand += cost
                         self._denied += 1
@@ -317,7 +317,7 @@ class Purses:
                 purse.stock(batch, now_us, cost=item.cost, wanted=item.wanted)
             item.taken = []
             verdicts.append((verdict[0] + purse.held(now_us), *verdict[1:]))
-        return Decision(True, call.keys, tuple(verdicts), call.id, None, decision.at_us)
+        return Decision(True, call.keys, tuple(verdicts), call.id, None, decision.at_us, 0, call.cost)
 
     def _refuse(self, call: Check, items: list[Item], decision: Decision) -> Decision:
         with self._lock:
@@ -330,7 +330,7 @@ class Purses:
                     # Whoever comes back earlier would meet a purse that rests.
                     wait_us = max(wait_us, item.purse.rest_until_us - now_us)
                 verdicts.append((left, wait_us, max(reset_us, wait_us), delay_us))
-            return Decision(False, call.keys, tuple(verdicts), call.id, None, decision.at_us)
+            return Decision(False, call.keys, tuple(verdicts), call.id, None, decision.at_us, 0, call.cost)
 
     def _release(self, items: list[Item]) -> None:
         with self._lock:

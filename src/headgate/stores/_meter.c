@@ -224,7 +224,8 @@ spend(Slot *slots, Py_ssize_t count)
 }
 
 static PyObject *
-told(const Names *known, bool is_allowed, PyObject *keys, const Slot *slots, PyObject *id, PyObject *now_us)
+told(const Names *known, bool is_allowed, PyObject *keys, const Slot *slots, PyObject *id, PyObject *now_us,
+     PyObject *costs)
 {
     Py_ssize_t count = PyTuple_GET_SIZE(keys);
     PyObject *verdicts = PyTuple_New(count);
@@ -241,7 +242,7 @@ told(const Names *known, bool is_allowed, PyObject *keys, const Slot *slots, PyO
     if (verdicts == NULL) {
         return NULL;
     }
-    PyObject *decision = made_decision(known->decision_type, is_allowed, keys, verdicts, id, now_us);
+    PyObject *decision = made_decision(known->decision_type, is_allowed, keys, verdicts, id, now_us, costs);
     Py_DECREF(verdicts);
     return decision;
 }
@@ -279,7 +280,7 @@ charge_all(void *module_state, PyObject *spaces, PyObject *keys, PyObject *costs
         }
     }
     if (!is_allowed || spend(slots, count)) {
-        decision = told(known, is_allowed, keys, slots, id, at_us);
+        decision = told(known, is_allowed, keys, slots, id, at_us, costs);
     }
     if (was_collecting) {
         PyGC_Enable();
@@ -298,7 +299,7 @@ charge(PyObject *module, PyObject *const *args, Py_ssize_t number)
         PyErr_SetString(PyExc_TypeError, "charge(spaces: dict, keys: tuple, cost, id, now_us, is_busy)");
         return NULL;
     }
-    if (args[5] != Py_False) {
+    if (args[5] != Py_False || args[3] != Py_None) { /* checks with an id are left to Python */
         Py_RETURN_NONE;
     }
     return charge_all(PyModule_GetState(module), args[0], args[1], args[2], args[3], args[4]);

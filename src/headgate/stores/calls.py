@@ -115,7 +115,7 @@ def _checked_costs(costs: object, keys: tuple[Key | Limit, ...]) -> Cost:
 
 
 def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision | None) -> Refund:
-    """What to give back, to whom."""
+    """The refund as a value: with `of`, at most what that decision consumed on the key."""
     (checked,) = checked_keys((key,))
     if type(amount) is not int or amount < 0:
         raise InvalidCost(f"amount {amount!r} is not a whole number >= 0")
@@ -123,9 +123,18 @@ def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision |
         checked_id("refund", id)
     if checked.limit.algorithm == "concurrency":
         raise InvalidKey(f"limit {checked.limit.name!r} counts leases: give one back with leave(key, id=...)")
-    if of is not None and not isinstance(of, Decision):
+    if of is None:
+        return Refund(checked, amount, id)
+    if not isinstance(of, Decision):
         raise InvalidInput(f"{of!r} is not a decision: of= takes what check returned")
-    return Refund(checked, amount, id, of.at_us if of is not None else None)
+    consumed = of.consumed(checked)
+    if consumed is None:
+        names = ", ".join(repr(key.limit.name) for key in of.keys)
+        raise InvalidInput(
+            f"of= is a decision on {names} that does not name this key of {checked.limit.name!r}: "
+            "pass the decision of the check that charged it"
+        )
+    return Refund(checked, min(amount, consumed), id, of.at_us)
 
 
 def checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:

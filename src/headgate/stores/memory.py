@@ -117,13 +117,15 @@ class MemoryStore:
                 if space.only is limit or space.is_written_by(limit, identity):
                     after, verdict = decide(state, now_us, cost, limit)
                     if after is state:
-                        return _new_decision(Decision, (verdict[1] == 0, (key,), (verdict,), None, None, now_us, 0))
+                        return _new_decision(
+                            Decision, (verdict[1] == 0, (key,), (verdict,), None, None, now_us, 0, cost)
+                        )
                     if state is not None:
                         try:
                             # Compare and set: no call and no loop may come between the two (see above).
                             if not self._busy and states[identity] is state:
                                 states[identity] = after
-                                return _new_decision(Decision, (True, (key,), (verdict,), None, None, now_us, 0))
+                                return _new_decision(Decision, (True, (key,), (verdict,), None, None, now_us, 0, cost))
                         except KeyError:  # it was reset or forgotten in the meantime
                             pass
         return self.decide(checked(() if key is NOTHING else (key, *others), cost, id))
@@ -209,7 +211,7 @@ class MemoryStore:
                 self._put(space, key, after, now_us, reset_us)
         else:
             self._leave_unspent(keys, verdicts, now_us)
-        return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us, 0))
+        return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us, 0, cost))
 
     def _leave_unspent(self, keys: tuple[Key, ...], verdicts: list[Verdict], now_us: int) -> None:
         """Where a request that was denied would have passed, nothing is spent: what it is told is what a peek says."""

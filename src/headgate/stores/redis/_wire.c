@@ -226,7 +226,7 @@ static PyObject *
 passed(const Names *known, PyObject *check, PyObject *verdicts, PyObject *now_us)
 {
     PyObject *keys = PyTuple_GET_ITEM(check, KEYS), *lease = PyTuple_GET_ITEM(check, LEASE);
-    return made_decision(known->decision_type, true, keys, verdicts, lease, now_us);
+    return made_decision(known->decision_type, true, keys, verdicts, lease, now_us, PyTuple_GET_ITEM(check, COST));
 }
 
 /* Whether the reply says that all pass, and nothing else that is unusual. */

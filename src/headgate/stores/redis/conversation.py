@@ -180,6 +180,7 @@ def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) 
         None,
         max(decision.at_us for decision in told),
         max(decision.again_us for decision in told) if can_wait else 0,
+        call.cost,
     )
 
 

@@ -70,9 +70,9 @@ def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
             return _foreign(*check.keys)
     except (TypeError, ValueError):
         return _strange(reply)
-    keys, _, lease = check
+    keys, cost, lease = check
     verdicts = ((remaining, retry_us, reset_us, delay_us),)
-    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us))
+    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us, cost))
 
 
 def _decode_checks(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
@@ -91,7 +91,7 @@ def plain_answers(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
         verdicts = tuple(changed)
     told_each: list[Any] = []
     at, allowed = 0, True
-    for keys, _, lease in checks:
+    for keys, cost, lease in checks:
         if len(keys) == 1:
             its: tuple[Any, ...] = (verdicts[at],)
             at += 1
@@ -103,7 +103,7 @@ def plain_answers(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
         if its[0][0] < 0:
             told_each.append(_foreign(*keys))
         else:
-            told_each.append(_new_decision(Decision, (allowed, keys, its, lease, None, now_us, 0)))
+            told_each.append(_new_decision(Decision, (allowed, keys, its, lease, None, now_us, 0, cost)))
     if at != len(verdicts):
         raise ValueError(f"{len(verdicts)} verdicts on {at} keys")
     for index, again_us in zip(agains[::2], agains[1::2], strict=True):
