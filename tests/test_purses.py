@@ -654,6 +654,24 @@ def test_keys_that_have_cooled_down_give_back_what_they_hold() -> None:
     assert [refund.amount for refund in node.purses.overdue()] == [held - 1]
 
 
+@every_leased_algorithm
+def test_tokens_that_arrive_after_their_key_has_cooled_down_are_returned(algorithm: str) -> None:
+    limit = limit_of(1_000, 86_400, algorithm)
+    node = Node(limit)
+    steps = node.purses.provide(Check((limit.by("ada"),), 1))
+    assert steps is not None
+    assert not isinstance(steps, Decision)
+    order = next(steps)
+    assert node.purses.pending_orders == 1
+    assert node.purses.clear() == []
+    with pytest.raises(StopIteration):
+        steps.send(node.ask(order))
+    assert (node.purses.pending_orders, node.purses.has_refunds, node.held()) == (0, True, 0)
+    lost = 1 if algorithm in BUCKETS else 0  # refilled while it was on its way, rounded up
+    assert [refund.amount for refund in node.purses.overdue()] == [order.costs[0] - 1 - lost]
+    assert not node.purses.has_refunds
+
+
 def test_after_a_reset_nothing_that_was_prepaid_is_spent_or_given_back() -> None:
     limit = limit_of(1_000, 86_400)
     node = Node(limit)

@@ -18,7 +18,7 @@ from headgate.stores import open_store
 from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from datetime import datetime
     from fractions import Fraction
 
@@ -35,6 +35,9 @@ QUICK_BUDGET: Final = 0.005
 FIRST_CONNECTION: Final = 0.25
 """Seconds that whoever makes a limiter may wait for its first connection: so that no request has to."""
 USUALLY_REMEMBERED: Final = 10_000
+CLOSE_TIMEOUT_S: Final = 0.25
+"""Upper bound on how long `close` waits for prepaid tokens to be returned to the store."""
+CLOSE_POLL_INTERVAL_S: Final = 0.001
 
 
 class LimiterBase:
@@ -172,6 +175,22 @@ class LimiterBase:
             raise InvalidInput(f"until {until!r} has no time zone: give datetime(..., tzinfo=UTC)")
         until_us = None if until is None else round(until.timestamp() * 1_000_000)
         return LiveBlock(kind, canonical(kind, value), until_us, reason)
+
+    def _stop_background_work(self) -> Iterator[float]:
+        """Return prepaid tokens and stop the keeper; yields the seconds to sleep before the next step.
+
+        Orders still on their way are awaited first: tokens that arrive after the limiter is closed would stay charged.
+        """
+        keeper = self._keeper
+        if keeper is None:
+            return
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        self._front.stop_prepaying()
+        while self._front.purses.pending_orders and time.monotonic() < deadline:
+            yield CLOSE_POLL_INTERVAL_S
+        keeper.close()
+        while keeper.is_parting and time.monotonic() < deadline:
+            yield CLOSE_POLL_INTERVAL_S
 
     def _elapsed(self) -> Callable[[], float]:
         """How many seconds have passed since now, on the clock that this limiter waits by."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -15,6 +16,7 @@ from headgate.errors import StoreError
 from headgate.leases import Renewals, leaving, left_if_cancelled, renew_forever
 from headgate.shield.front import LOOKS
 from headgate.shield.inquiry import Inquiry
+from headgate.shield.orders import Order
 from headgate.shield.split import gathered, spread, spread_change
 from headgate.stores.calls import Check, Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
@@ -33,9 +35,6 @@ __all__ = ["AsyncLimiter", "Limiter"]
 
 _pick: Final = Random().randrange
 """Chooses parts of split limits."""
-
-LONGEST_FAREWELL: Final = 0.25
-"""Seconds that closing may take for what was prepaid to be given back."""
 
 
 class Limiter(LimiterBase):
@@ -140,10 +139,10 @@ class Limiter(LimiterBase):
         return self._blocked()
 
     def close(self) -> None:
-        """Close the connections. The limiter must not be used after."""
+        """Return prepaid tokens to the store and close the connections. The limiter must not be used after."""
         self._renewals.close()
-        if self._keeper is not None:
-            self._keeper.close(wait=LONGEST_FAREWELL)
+        for seconds in self._stop_background_work():
+            time.sleep(seconds)
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -319,12 +318,13 @@ class AsyncLimiter(LimiterBase):
         return await asyncio.to_thread(self._blocked)
 
     async def close(self) -> None:
-        """Close the connections. The limiter must not be used after."""
+        """Return prepaid tokens to the store and close the connections. The limiter must not be used after."""
         if self._keeper is None:
             self._store.close()
-        else:
-            self._keeper.close()
-            await self._store.close()
+            return
+        for seconds in self._stop_background_work():
+            await asyncio.sleep(seconds)
+        await self._store.close()
 
     async def __aenter__(self) -> Self:
         if self._is_quick:
@@ -375,6 +375,7 @@ class AsyncLimiter(LimiterBase):
 
     async def _drive(self, steps: flow.Flow, run: Callable[[Any], Awaitable[Any]] | None = None) -> Any:
         run = run or self._answer
+        order: asyncio.Future[Any] | None = None
         try:
             step = next(steps)
             while True:
@@ -383,18 +384,40 @@ class AsyncLimiter(LimiterBase):
                     step = steps.send(None)
                     continue
                 try:
-                    answer = await (step.future(2 * self._store.budget) if type(step) is Inquiry else run(step))
+                    answer: Any = None
+                    if type(step) is Inquiry:
+                        await step.future(2 * self._store.budget)
+                    elif type(step) is Order:
+                        order = asyncio.ensure_future(run(step))
+                        answer = await asyncio.shield(order)
+                    else:
+                        answer = await run(step)
                 except StoreError as error:
+                    order = None
                     step = steps.throw(error)
                 else:
+                    order = None
                     step = steps.send(answer)
         except StopIteration as end:
             return end.value
         finally:
-            steps.close()  # at once, also where somebody keeps the exception that ends it here
+            if order is None:
+                steps.close()  # at once, also where somebody keeps the exception that ends it here
+            else:  # cancelled, but the order is on its way, and what it brings belongs to requests to come
+                order.add_done_callback(partial(_conclude, steps))
 
     async def _sleep(self, seconds: float) -> None:
         sleep = getattr(self._clock, "sleep", None)
         if sleep is not None:
             sleep(seconds)
         await asyncio.sleep(0 if sleep is not None else seconds)
+
+
+def _conclude(steps: flow.Flow, order: asyncio.Future[Any]) -> None:
+    """Pass the answer to an order on to its flow after the check that sent it was cancelled. The check itself ends
+    here: whatever the flow would ask next is not asked."""
+    with suppress(StopIteration, StoreError):
+        if not order.cancelled():
+            error = order.exception()
+            steps.send(order.result()) if error is None else steps.throw(error)
+    steps.close()

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from faults import Proxy, key_of, timed
 
-from headgate import AsyncLimiter, Limit, ScriptError
+from headgate import AsyncLimiter, Decision, Limit, ScriptError
 from headgate.shield.orders import Order
 from headgate.stores.calls import Check
 
@@ -97,6 +97,58 @@ def test_requests_cancelled_at_any_moment_leave_nothing_behind(
             assert admitted + (await limiter.peek(limit.by("a"))).remaining <= 2_000
 
     run(main())
+
+
+@every_loop
+@pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_log"])
+def test_checks_cancelled_on_a_hot_key_charge_no_more_than_was_requested(
+    remote_url: str, run: Callable[[Any], Any], unique: str, algorithm: str
+) -> None:
+    chance = random.Random(11)
+    limit = Limit(2_000_000, timedelta(days=30), name=unique, algorithm=algorithm)
+    key = limit.by("everybody")
+
+    async def main() -> tuple[int, int, int, int]:
+        loop = asyncio.get_running_loop()
+        requested = admitted = 0
+        limiter = AsyncLimiter(remote_url)
+        limiter._front.purses.announce([limit])
+        for _ in range(200):
+            tasks = [asyncio.create_task(limiter.check(key)) for _ in range(40)]
+            requested += len(tasks)
+            for task in tasks:
+                if chance.random() < 0.4:
+                    loop.call_later(chance.choice((0, 0.0002, 0.001)) * chance.random(), task.cancel)
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            admitted += sum([isinstance(answer, Decision) and answer.allowed for answer in answers])
+        prepaid = limiter.stats["prepaid"]
+        await limiter.close()
+        async with AsyncLimiter(remote_url) as other:
+            charged = limit.capacity - (await other.peek(key)).remaining
+        return admitted, charged, requested, prepaid
+
+    admitted, charged, requested, prepaid = run(main())
+    assert prepaid > 0
+    assert admitted <= charged <= requested
+
+
+@every_loop
+def test_closing_returns_tokens_of_orders_on_their_way(server: RedisServer, run: Callable[[Any], Any]) -> None:
+    limit = Limit(100_000, timedelta(days=1), name="closing", algorithm="fixed_window")
+    key = limit.by("everybody")
+
+    async def main() -> int:
+        limiter = AsyncLimiter(server.url)
+        limiter._front.purses.announce([limit])
+        task = asyncio.create_task(limiter.check(key))
+        await asyncio.sleep(0)
+        assert limiter._front.purses.pending_orders == 1
+        task.cancel()
+        await limiter.close()
+        async with AsyncLimiter(server.url) as other:
+            return limit.capacity - (await other.peek(key)).remaining
+
+    assert run(main()) == 1
 
 
 @every_loop

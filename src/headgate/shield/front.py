@@ -98,8 +98,13 @@ class Front:
         if not self._remembers:
             self.denials.clear()
         if not self._prepays:
-            self.unspent.extend(self.purses.clear())
+            self.stop_prepaying()
         self.is_alert = True
+
+    def stop_prepaying(self) -> None:
+        """Order no more tokens for hot keys, and queue what is held for its return to the store."""
+        self._prepays = False
+        self.unspent.extend(self.purses.clear())
 
     def look(self, call: Check) -> None:
         """Look at a check for what is hot, and around."""

@@ -150,9 +150,16 @@ class Keeper:
         """Whether the size of the fleet is known."""
         return self._beaten > 0
 
-    def close(self, *, wait: float = 0) -> None:
-        """Stop. What was prepaid is given back, and the fleet told, in the background: wait so long for that."""
-        self._front.unspent.extend(self._front.purses.clear())
+    @property
+    def is_parting(self) -> bool:
+        """True after `close`, while the background thread still returns prepaid tokens and leaves the fleet."""
+        thread = self._thread
+        # A listener of events may close the limiter from that thread, which cannot wait for itself.
+        return self._closed and thread is not None and thread.is_alive() and thread is not threading.current_thread()
+
+    def close(self) -> None:
+        """Stop. The background thread first returns what was prepaid and leaves the fleet; see `is_parting`."""
+        self._front.stop_prepaying()
         self.ensure()
         with self._lock:
             self._closed = True
@@ -163,8 +170,6 @@ class Keeper:
             self._companion.close()
         else:
             self._bell.set()
-            if thread is not threading.current_thread():  # a listener of events may close the limiter
-                thread.join(wait)
 
     def health(self) -> Health:
         """How the limiter is, and each of its servers that is known."""
@@ -190,7 +195,7 @@ class Keeper:
     def _at_hand(self) -> int:
         """What there is to do, a bit for each kind of it."""
         front = self._front
-        returning, owing = bool(front.purses or front.unspent), bool(front.ledger.debt.keys)
+        returning, owing = bool(front.purses.has_refunds or front.unspent), bool(front.ledger.debt.keys)
         return LOOKING * bool(self._probes) | RETURNING * returning | OWING * owing
 
     def _work(self) -> float | None:
@@ -204,7 +209,7 @@ class Keeper:
                 self._probe(node)
         if self.beats and self._next_beat <= now:
             self._beat()
-        if self._next_return <= now and (self._front.purses or self._front.unspent):
+        if self._next_return <= now and (self._front.purses.has_refunds or self._front.unspent):
             self._next_return = now + RETURNS
             self._return_unspent()
         if self._next_settling <= now and self._front.ledger.debt.keys:
@@ -218,7 +223,7 @@ class Keeper:
         dues += [self._next_return] if work & RETURNING else []
         dues += [self._next_settling] if work & OWING else []
         with self._lock:
-            if not dues and not self._at_hand():  # nothing has come in since, either
+            if not dues and not self._at_hand() and not self._closed:  # nothing has come in since, either
                 self._thread = None
                 return None
         return max(min(dues, default=now) - now, 0.001)

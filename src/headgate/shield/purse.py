@@ -59,8 +59,8 @@ class Purse:
     """One counter's tokens. Whoever asks holds a lock: nothing in here is safe by itself."""
 
     __slots__ = (
-        *("at_us", "charged_us", "demand", "demand_us", "denied", "dry", "ends_us", "generous", "key", "later"),
-        *("lease_us", "left", "limit", "low", "order_until_us", "over", "pace_us", "per_second", "reset_us"),
+        *("at_us", "charged_us", "demand", "demand_us", "denied", "dry", "ends_us", "generous", "is_closed", "key"),
+        *("later", "lease_us", "left", "limit", "low", "order_until_us", "over", "pace_us", "per_second", "reset_us"),
         *("rest_from", "rest_until_us", "retry_us", "said_us", "sent_us", "shy_until_us", "since_us", "singles"),
         *("tokens", "trip_us"),
     )
@@ -70,6 +70,8 @@ class Purse:
         self.key, self.limit, self.lease_us = key, limit, lease_us
         self.generous = generous
         """Whether a burst was announced: larger orders."""
+        self.is_closed = False
+        """True once the counter is no longer hot: tokens that arrive later go straight back to the store."""
 
         # The batch that is being spent, spelled out: every check looks at it.
         self.tokens = self.sent_us = self.ends_us = self.charged_us = 0

@@ -70,6 +70,7 @@ class Purses:
         self._useful_until_us = 0
         self._is_useful = False
         self._returns: list[Refund] = []
+        self._pending = 0
 
     def renew_after_fork(self) -> None:
         """What was prepaid is the parent's to spend: in both, it would be spent twice."""
@@ -79,6 +80,16 @@ class Purses:
         """Whether `provide` may have anything for anybody. Not for requests that always meet a cold key, too: where all
         are such, no one need ask, though some keys are hot."""
         return bool(self._announced or (self._is_useful and self._purses))
+
+    @property
+    def pending_orders(self) -> int:
+        """Orders sent to the store and not yet answered."""
+        return self._pending
+
+    @property
+    def has_refunds(self) -> bool:
+        """True if `overdue` may return something, now or once tokens held here expire."""
+        return bool(self._purses or self._returns)
 
     @property
     def stats(self) -> PursesStats:
@@ -106,6 +117,9 @@ class Purses:
         A decision: it was answered here. None: not all of its keys are hot, or another order is on its way; ask the
         store as if there were no purses. Else a generator that has to be run at once: it yields the check to send and
         returns the decision. If the store fails, throw that in: it comes out again, and nothing is held for it.
+
+        A driver that is cancelled while the store works on an order must still send the answer in before it closes
+        the generator. Otherwise the tokens charged for later requests are lost.
         """
         keys, cost, id = call
         if len(keys) == 1 and type(cost) is int:
@@ -265,6 +279,8 @@ class Purses:
 
     def _order(self, call: Check, items: list[Item]) -> Ordering:
         """Ask for more than is needed; where that is too much, for less; at last for exactly what is needed."""
+        with self._lock:
+            self._pending += 1
         try:
             for _ in range(2):
                 if not any(item.extra for item in items):
@@ -317,6 +333,7 @@ class Purses:
                 purse.stock(batch, now_us, cost=item.cost, wanted=item.wanted)
             item.taken = []
             verdicts.append((verdict[0] + purse.held(now_us), *verdict[1:]))
+            self._return_if_closed(purse, now_us)
         return Decision(True, call.keys, tuple(verdicts), call.id, None, decision.at_us, 0, call.cost)
 
     def _refuse(self, call: Check, items: list[Item], decision: Decision) -> Decision:
@@ -334,10 +351,17 @@ class Purses:
 
     def _release(self, items: list[Item]) -> None:
         with self._lock:
+            self._pending = max(0, self._pending - 1)  # 0 in a child forked meanwhile
             for item in items:
                 if item.extra is not None:
                     item.purse.order_until_us = 0
                 item.purse.put(*item.taken)
+                self._return_if_closed(item.purse, self._now_us())
+
+    def _return_if_closed(self, purse: Purse, now_us: int) -> None:
+        """Queue a refund of tokens that arrive after their purse was closed: no request looks there again."""
+        if purse.is_closed:
+            self._returns += purse.give_back(now_us, everything=True)
 
     def _payment(self, call: Check, found: list[tuple[Purse, int]], now_us: int) -> Decision:
         self._allowed += 1
@@ -382,6 +406,7 @@ class Purses:
     def _close(self, counter: Counter, now_us: int) -> None:
         self._heat.drop(counter)
         purse = self._purses.pop(counter)
+        purse.is_closed = True
         self._returns += purse.give_back(now_us, everything=True)
 
     def _close_cold(self, now_us: int) -> None:
