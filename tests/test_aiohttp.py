@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import ClientResponse, WSServerHandshakeError, web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from headgate import Limit
-from headgate.adapters.aiohttp import ADMISSION, setup
+from headgate.adapters.aiohttp import ADMISSION, exempt, limit, setup
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.way import FREE, Arrival, current_admission
+from headgate.errors import InvalidConfiguration
 from headgate.policy.loading import read
 from headgate.policy.model import Policy, Rule
 from headgate.testing import FakeClock
@@ -299,3 +300,139 @@ def test_the_store_is_closed_when_the_app_ends() -> None:
 def test_a_gate_needs_a_policy() -> None:
     with pytest.raises(TypeError, match="give a policy"):
         setup(web.Application())
+
+
+# ------------------------------------------------------------------ limits on handlers
+
+
+def asked(app: web.Application, *requests: str, headers: list[dict[str, str]] | None = None) -> list[int]:
+    """The statuses of the answers to requests like "/path" or "POST /path"."""
+
+    async def conversation(client: TestClient[Any, Any]) -> list[int]:
+        found = []
+        for number, each in enumerate(requests):
+            method, _, path = each.rpartition(" ")
+            sent = headers[number] if headers else {}
+            async with client.request(method or "GET", path, headers=sent) as answer:
+                await answer.read()
+                found.append(answer.status)
+        return found
+
+    statuses: list[int] = run(app, conversation)
+    return statuses
+
+
+def limited_app(*routes: web.RouteDef, policy: Policy | None = None, **options: Any) -> web.Application:
+    app = application(*routes)
+    setup(app, Policy() if policy is None else policy, **{"clock": FakeClock(), **options})
+    return app
+
+
+@limit("1/minute")
+class Orders(web.View):
+    async def get(self) -> web.Response:
+        return web.Response(text="orders")
+
+    @limit("1/hour", name="placing")
+    async def post(self) -> web.Response:
+        return web.Response(text="placed")
+
+
+class Shop:
+    @limit("1/minute")
+    async def index(self, request: web.Request) -> web.Response:
+        return web.Response(text=request.path)
+
+
+def test_handlers_classes_and_methods_are_limited() -> None:
+    app = limited_app(
+        web.get("/items/{id}", limit("1/minute")(hello)), web.view("/orders", Orders), web.get("/shop", Shop().index)
+    )
+    assert asked(app, "/items/1", "/items/2", "/orders", "/orders", "/shop", "/shop") == [200, 429] * 3
+    app = limited_app(web.view("/orders", Orders))
+    assert asked(app, "POST /orders", "POST /orders") == [200, 429]
+
+
+def test_a_refusal_by_a_handler_gives_back_what_the_policy_has_charged() -> None:
+    app = limited_app(
+        web.get("/", limit("1/minute", by="global")(limit("5/hour; 9/day")(hello))),
+        web.get("/other", hello),
+        policy=policy("3/minute"),
+    )
+
+    async def conversation(client: TestClient[Any, Any]) -> None:
+        answers = [await client.get("/") for _ in range(4)]
+        assert [answer.status for answer in answers] == [200, 429, 429, 429]
+        assert answers[0].headers["ratelimit-policy"] == (
+            '"all";q=3;w=60, "1/minute by global";q=1;w=60, "5/hour by ip";q=5;w=3600, "9/day by ip";q=9;w=86400'
+        )
+        assert answers[0].headers.getall("x-ratelimit-limit") == ["1"]
+        assert answers[3].headers["ratelimit"].startswith('"1/minute by global";r=0;t=60, "5/hour by ip";r=4;')
+        assert (await answers[3].json())["violated-policies"] == ["1/minute by global"]
+        assert (await client.get("/other")).headers["x-ratelimit-remaining"] == "1"
+
+    run(app, conversation)
+
+
+async def from_device(request: web.Request) -> str | None:
+    await asyncio.sleep(0)
+    return request.headers.get("x-device")
+
+
+def test_a_function_that_says_who_is_counted_may_be_asynchronous() -> None:
+    app = limited_app(web.get("/", limit("1/minute", by=from_device)(hello)))
+    devices = [{"x-device": "a"}, {"x-device": "b"}, {"x-device": "a"}, {}, {}]
+    assert asked(app, *["/"] * 5, headers=devices) == [200, 200, 429, 200, 429]
+
+
+def test_leases_and_costs_of_a_handler_are_settled_with_its_answer() -> None:
+    one = Limit(1, timedelta(minutes=1), algorithm="concurrency", name="one")
+
+    async def login(request: web.Request) -> web.Response:
+        return web.Response(status=int(request.query["status"]))
+
+    app = limited_app(
+        *[web.get(each.path, limit(one)(each.handler)) for each in KINDS],
+        web.get("/login", limit("1/minute", count_when="status == 401")(login)),
+    )
+    logins = [f"/login?status={status}" for status in (200, 401, 200)]
+    answers = asked(app, "/hello", "/stream", "/gone", "/broken", "/hello", *logins)
+    assert answers == [200, 200, 410, 500, 200, 200, 401, 429]
+
+
+def test_what_a_handler_was_granted_ends_with_its_request() -> None:
+    """A connection serves all of its requests in one task, whose context must not keep an admission."""
+
+    async def look(request: web.Request) -> web.Response:
+        return web.json_response(current_admission().decision is not None)
+
+    app = limited_app(web.get("/limited", limit("5/minute")(look)), web.get("/free", look))
+
+    async def conversation(client: TestClient[Any, Any]) -> list[bool]:
+        return [await (await client.get(path)).json() for path in ("/limited", "/free")]
+
+    assert run(app, conversation) == [True, False]
+
+
+def test_exempt_handlers_are_left_out_of_the_policy() -> None:
+    async def health(request: web.Request) -> web.Response:
+        return web.Response(text="fine")
+
+    class Pages(web.View):
+        async def get(self) -> web.Response:
+            return web.Response(text="page")
+
+    subapp = application(web.get("/health", exempt(health)))
+    app = application(
+        web.view("/pages", exempt(Pages)),
+        web.get("/own", exempt(limit("1/hour")(health))),
+        web.get("/", hello),
+        sub=subapp,
+    )
+    setup(app, policy("1/minute"), clock=FakeClock())
+    assert asked(app, *["/sub/health", "/pages"] * 2, "/own", "/own", "/", "/") == [200] * 5 + [429, 200, 429]
+
+
+def test_a_handler_without_a_gate_says_so() -> None:
+    with pytest.raises(InvalidConfiguration, match=r"call setup\(app, policy\), with Policy\(\)"):
+        asyncio.run(limit("5/minute")(hello)(make_mocked_request("GET", "/")))

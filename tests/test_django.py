@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from contextlib import closing
+from datetime import timedelta
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,12 +31,15 @@ from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 from django.db import connection
 from django.db.backends.utils import CursorWrapper
-from django.http import FileResponse, HttpResponse, StreamingHttpResponse
+from django.http import FileResponse, Http404, HttpResponse, StreamingHttpResponse
 from django.test import AsyncClient, Client, override_settings
 from django.urls import path
+from django.utils.decorators import method_decorator
 from django.utils.functional import SimpleLazyObject
+from django.views import View
 
-from headgate.adapters.django import DjangoArrival, HeadgateMiddleware, _gates
+from headgate import Limit
+from headgate.adapters.django import DjangoArrival, HeadgateMiddleware, _gates, exempt, limit
 from headgate.adapters.gate import AsyncGate, Gate
 from headgate.adapters.way import current_admission
 from headgate.policy.loading import read
@@ -144,7 +148,83 @@ async def wait(request: HttpRequest) -> HttpResponse:
     return HttpResponse()
 
 
+def from_device(request: HttpRequest) -> str | None:
+    return request.headers.get("x-device")
+
+
+@limit("1/minute", by="global")
+@limit("5/hour; 9/day", by=from_device)
+def limited(request: HttpRequest) -> HttpResponse:
+    return HttpResponse(b"here")
+
+
+@limit("1/minute", by="global")
+async def alimited(request: HttpRequest) -> HttpResponse:
+    return HttpResponse(b"here")
+
+
+@limit("2/minute", methods=["POST"], count_when="status == 401")
+def login_view(request: HttpRequest) -> HttpResponse:
+    if request.GET["status"] == "404":
+        raise Http404
+    return HttpResponse(status=int(request.GET["status"]))
+
+
+@limit("1/minute")
+class Items(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(b"items")
+
+    @method_decorator(limit("1/hour", name="placing"))
+    def post(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(b"placed")
+
+
+@limit("1/minute")
+class AsyncItems(View):
+    async def get(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(b"items")
+
+
+@method_decorator(limit("1/minute"), name="dispatch")
+class Orders(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(b"orders")
+
+
+@method_decorator(limit("1/minute"), name="dispatch")
+class Parcels(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(b"parcels")
+
+
+class Plain(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(b"plain")
+
+
+class Exempt(Plain):
+    pass
+
+
+one_at_a_time = limit(Limit(1, timedelta(minutes=1), algorithm="concurrency", name="one"))
+
+
 urlpatterns = [
+    path("limited", limited),
+    path("alimited", alimited),
+    path("login", login_view),
+    path("class/items", Items.as_view()),
+    path("class/aitems", AsyncItems.as_view()),
+    path("class/orders", Orders.as_view()),
+    path("class/parcels", Parcels.as_view()),
+    path("class/plain", limit("1/minute")(Plain.as_view())),
+    path("health", exempt(lambda request: HttpResponse(b"fine"))),
+    path("exempt", exempt(Exempt).as_view()),
+    path("one/hello", one_at_a_time(hello)),
+    path("one/fail", one_at_a_time(fail)),
+    path("one/stream", one_at_a_time(stream)),
+    path("one/astream", one_at_a_time(astream)),
     path("hello", hello),
     path("ahello", ahello),
     path("items/<int:id>", hello),
@@ -744,3 +824,77 @@ async def refusals_of_the_handler() -> list[tuple[int, bool]]:
 def test_a_refusal_has_no_body_for_head() -> None:
     with gated(PER_IP):
         assert asyncio.run(refusals_of_the_handler()) == [(200, True), (200, True), (429, True), (429, False)]
+
+
+# ------------------------------------------------------------------ limits on views
+
+NO_LIMITS = "answers: {headers: [x-ratelimit, ratelimit]}"
+"""A policy without limits: those of the views are all there are."""
+
+
+@pytest.mark.parametrize("path", ["/alimited", "/class/items", "/class/aitems", "/class/orders", "/class/plain"])
+def test_views_of_every_kind_are_limited(path: str, make_client: Callable[[], Ask]) -> None:
+    with gated(NO_LIMITS):
+        ask = make_client()
+        first, refused = ask(path), ask(path)
+    assert (first.status_code, first.headers["X-RateLimit-Remaining"]) == (200, "0")
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "60")
+    assert json.loads(refused.whole)["error"] == "rate_limit_exceeded"
+
+
+def test_each_class_based_view_has_its_own_count(make_client: Callable[[], Ask]) -> None:
+    """Also where the decorated method is inherited, so that its name is the same."""
+    with gated(NO_LIMITS):
+        ask = make_client()
+        paths = ["/class/orders", "/class/items", "/class/plain"]
+        assert [ask(path).status_code for path in paths] == [200] * 3
+        assert [ask("/class/parcels").status_code for _ in range(2)] == [200, 429]
+        assert [ask("/class/items", "post").status_code for _ in range(2)] == [429, 429]
+    with gated(NO_LIMITS):
+        ask = make_client()
+        assert [ask("/class/items", "post").status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_refusal_by_a_view_gives_back_what_the_policy_has_charged(make_client: Callable[[], Ask]) -> None:
+    with gated("limits: [{name: all, by: ip, bucket: 3/minute}]"):
+        ask = make_client()
+        answers = [ask("/limited", headers={"x-device": "a"}) for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200, 429, 429, 429]
+        assert answers[0].headers["RateLimit-Policy"] == (
+            '"all";q=3;w=60, "1/minute by global";q=1;w=60, "5/hour by from_device";q=5;w=3600, '
+            '"9/day by from_device";q=9;w=86400'
+        )
+        assert '"5/hour by from_device";r=4;' in answers[3].headers["RateLimit"], "all or none of the view's own"
+        assert ask("/hello").headers["X-RateLimit-Remaining"] == "1"
+
+
+def test_a_view_may_count_some_methods_and_answers_only(make_client: Callable[[], Ask]) -> None:
+    with gated(NO_LIMITS):
+        ask = make_client()
+        tries = [200, 401, 404, 200, 401, 200]
+        answers = [ask("/login", "post", query_params={"status": status}).status_code for status in tries]
+        assert answers == [200, 401, 404, 200, 401, 429]
+        assert ask("/login", query_params={"status": 401}).status_code == 401
+
+
+@other_streams_too
+def test_a_lease_of_a_view_ends_with_its_answer(make_client: Callable[[], Ask]) -> None:
+    with gated(NO_LIMITS):
+        ask = make_client()
+        paths = ["/one/hello", "/one/fail", "/one/stream", "/one/astream", "/one/hello"]
+        assert [ask(path).status_code for path in paths] == [200, 500, 200, 200, 200]
+
+
+def test_exempt_views_are_left_out_of_the_policy(make_client: Callable[[], Ask]) -> None:
+    with gated("limits: [{name: all, by: ip, bucket: 1/minute}]"):
+        ask = make_client()
+        assert [ask(path).status_code for path in ["/health", "/exempt"] * 3] == [200] * 6
+        assert [ask(path).status_code for path in ("/class/plain", "/hello", "/nowhere")] == [200, 429, 429]
+
+
+def test_a_view_without_the_middleware_says_so() -> None:
+    with (
+        override_settings(MIDDLEWARE=[]),
+        pytest.raises(ImproperlyConfigured, match="HeadgateMiddleware' to MIDDLEWARE"),
+    ):
+        Client().get("/limited")

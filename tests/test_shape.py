@@ -90,6 +90,7 @@ DEPENDENCIES = {
     "jinja2": "control.admin.pages",
     "markupsafe": "control.admin.pages",
     "flask": "adapters.flask",
+    "werkzeug": "adapters.flask",
     "django": "adapters.django",
     "asgiref": "adapters.django",
     "aiohttp": "adapters.aiohttp",

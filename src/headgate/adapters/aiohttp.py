@@ -1,4 +1,5 @@
-"""aiohttp: every request of an application and its sub-applications, streams and websockets included."""
+"""aiohttp: every request of an application and its sub-applications, streams and websockets included, and limits on
+handlers. See docs/aiohttp.md."""
 
 from __future__ import annotations
 
@@ -8,21 +9,38 @@ from aiohttp import web
 
 from headgate.adapters.asgi import whatever_happens
 from headgate.adapters.gate import AsyncGate
+from headgate.adapters.view_limits import (
+    ViewAdmissions,
+    ViewArrival,
+    ViewLimit,
+    exempt,
+    has_exempt_views,
+    is_exempt,
+    view_name,
+)
 from headgate.adapters.way import FREE, Admission, enter_context
+from headgate.errors import InvalidConfiguration
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from aiohttp.typedefs import Handler
 
-    from headgate.adapters.answers import Refusal
+    from headgate.adapters.answers import Header, Refusal
     from headgate.adapters.door import GateOptions
+    from headgate.adapters.view_limits import LimitDeclaration, View
     from headgate.policy.model import Policy
 
-__all__ = ["ADMISSION", "AiohttpArrival", "setup"]
+__all__ = ["ADMISSION", "AiohttpArrival", "exempt", "limit", "setup"]
 
 ADMISSION: Final[Any] = web.RequestKey("headgate", Admission) if hasattr(web, "RequestKey") else "headgate"
 """Where a request keeps how it was let in: `request[ADMISSION]`. Older versions of aiohttp know only texts as keys."""
+
+
+ADMISSIONS: Final[Any] = (
+    web.RequestKey("headgate.views", ViewAdmissions) if hasattr(web, "RequestKey") else "headgate.views"
+)
+"""The key under which a request keeps its `ViewAdmissions`."""
 
 
 class AiohttpArrival:
@@ -62,12 +80,13 @@ def setup(
 
     @web.middleware
     async def pass_the_gate(request: web.Request, handler: Handler) -> web.StreamResponse:
-        admission = await door.admit(AiohttpArrival(request))
+        is_free = has_exempt_views() and is_exempt(request.match_info.handler)
+        admission = FREE if is_free else await door.admit(AiohttpArrival(request))
         if admission.refusal is not None:
-            return _response(admission.refusal)
-        if admission is FREE:
-            return await handler(request)
-        request[ADMISSION] = admission
+            return _response(admission.refusal.headers, admission.refusal)
+        if admission is not FREE:
+            request[ADMISSION] = admission
+        admissions = request[ADMISSIONS] = ViewAdmissions(door, admission)
         context = enter_context(admission)
         status = 500
         try:
@@ -78,8 +97,8 @@ def setup(
             raise
         finally:
             context.var.reset(context)
-            if not admission.is_over:
-                await whatever_happens(door.finish(admission, status))
+            for each in admissions.unfinished():
+                await whatever_happens(door.finish(each, status))
         return response
 
     async def close(app: web.Application) -> None:
@@ -91,13 +110,67 @@ def setup(
     return gate
 
 
+class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
+    """Limits a handler or a class of `web.View`: `@limit("5/minute")`.
+
+    The parameters are those of `ViewLimit`. The application needs `setup(app, policy)`. A function given as `by` gets
+    the request, and may be asynchronous.
+    """
+
+    dispatch = "__await__"
+
+    def __call__(self, view: View) -> View:
+        if not isinstance(view, type):
+            return super().__call__(view)
+        dispatched = getattr(view, self.dispatch)
+
+        async def respond(instance: Any) -> web.StreamResponse:
+            response: web.StreamResponse = await _Awaitable(dispatched(instance))
+            return response
+
+        guard = super().__call__(respond)
+        setattr(view, self.dispatch, lambda instance: guard(instance).__await__())
+        return view
+
+    def guarded(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
+        name = getattr(view, "__qualname__", "view")
+
+        async def guard(*args: Any, **kwargs: Any) -> web.StreamResponse:
+            request: web.Request = getattr(args[-1], "request", args[-1])  # of a web.View, or itself
+            admissions: ViewAdmissions | None = request.get(ADMISSIONS)
+            if admissions is None:
+                raise InvalidConfiguration(
+                    "a handler has limits, but nothing counts them: call setup(app, policy), with Policy() from "
+                    "headgate.policy if there are no others"
+                )
+            handler = view_name(request.match_info.handler)
+            arrival = ViewArrival(AiohttpArrival(request), f"{handler} {name}", request)
+            refusal = (await admissions.gate.admit_to_view(arrival, declarations, admissions)).refusal
+            if refusal is not None:
+                return _response(admissions.refusal_headers(refusal), refusal)
+            response: web.StreamResponse = await view(*args, **kwargs)
+            return response
+
+        return guard
+
+
+class _Awaitable:
+    """An iterator that `__await__` has returned, to be awaited."""
+
+    def __init__(self, steps: Any) -> None:
+        self._steps = steps
+
+    def __await__(self) -> Any:
+        return self._steps
+
+
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    admission = request.get(ADMISSION)
-    if admission is not None:
-        for name, value in admission.headers:
+    admissions: ViewAdmissions | None = request.get(ADMISSIONS)
+    if admissions is not None:
+        for name, value in admissions.headers():
             response.headers[name.decode()] = value.decode()
 
 
-def _response(refusal: Refusal) -> web.Response:
-    headers = [(name.decode(), value.decode()) for name, value in refusal.headers if name != b"content-length"]
+def _response(fields: list[Header], refusal: Refusal) -> web.Response:
+    headers = [(name.decode(), value.decode()) for name, value in fields if name != b"content-length"]
     return web.Response(status=refusal.status, headers=headers, body=refusal.body)

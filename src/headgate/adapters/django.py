@@ -1,4 +1,6 @@
-"""Django: a middleware for its sync and its async stack, set up by `settings.HEADGATE`. See docs/django.md.
+"""Django: a middleware for its sync and its async stack, set up by `settings.HEADGATE`, and limits on views.
+
+See docs/django.md.
 
 In `INSTALLED_APPS`, this module lets `manage.py check` look at that setting and at the policy.
 """
@@ -9,16 +11,26 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
+from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction, sync_to_async
 from django import conf
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.http import HttpResponse
+from django.http import HttpRequest, HttpResponse
+from django.urls import Resolver404, resolve
 from django.utils.functional import LazyObject
 from django.utils.module_loading import import_string
 
 from headgate.adapters.gate import AsyncGate, Gate
-from headgate.adapters.way import enter_context
+from headgate.adapters.view_limits import (
+    ViewAdmissions,
+    ViewArrival,
+    ViewLimit,
+    exempt,
+    has_exempt_views,
+    is_exempt,
+    view_name,
+)
+from headgate.adapters.way import FREE, enter_context
 from headgate.adapters.wsgi import check_settings, header_lines, native_headers
 from headgate.errors import InvalidPolicy
 from headgate.limiter import Limiter
@@ -27,16 +39,27 @@ from headgate.policy.model import Policy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from django.http import HttpRequest
     from django.http.response import HttpResponseBase
 
-    from headgate.adapters.answers import Refusal
+    from headgate.adapters.answers import Header, Refusal
+    from headgate.adapters.view_limits import LimitDeclaration
     from headgate.adapters.way import Admission
     from headgate.failure import Fleet
 
-__all__ = ["DjangoArrival", "HeadgateMiddleware", "asigned_in_user", "look_at_settings", "signed_in_user"]
+__all__ = [
+    "DjangoArrival",
+    "HeadgateMiddleware",
+    "asigned_in_user",
+    "exempt",
+    "limit",
+    "look_at_settings",
+    "signed_in_user",
+]
 
 Opened = TypeVar("Opened", bound="Gate | AsyncGate")
+
+ADMISSIONS: Final = "_headgate_admissions"
+"""The attribute of a request that keeps its `ViewAdmissions`."""
 
 FUNCTIONS: Final = ("on_decision", "on_event", "refusal_body")
 """The settings that may also be the name of a function."""
@@ -80,28 +103,71 @@ class HeadgateMiddleware:
         return self._respond_async(request) if self._is_async else self._respond(request)
 
     def _respond(self, request: HttpRequest) -> HttpResponseBase:
-        admission = _entered(request, self.gate.admit(DjangoArrival(request)))
-        if admission.refusal is not None:
-            return _refuse(admission.refusal, request)
+        admissions = self._entered(request, FREE if _is_exempt(request) else self.gate.admit(DjangoArrival(request)))
+        if admissions.policy.refusal is not None:
+            return _refuse(admissions.policy.refusal.headers, admissions.policy.refusal, request)
         try:
             response: HttpResponseBase = self.get_response(request)
         except BaseException:
-            if not admission.is_over:
-                self.gate.finish(admission, 500)
+            for each in admissions.unfinished():
+                self.gate.finish(each, 500)
             raise
-        return _leave(response, admission, self.gate.finish)
+        return _leave(response, admissions, self.gate.finish)
 
     async def _respond_async(self, request: HttpRequest) -> HttpResponseBase:
-        admission = _entered(request, await self.gate.admit(DjangoArrival(request)))
+        admission = FREE if _is_exempt(request) else await self.gate.admit(DjangoArrival(request))
+        admissions = self._entered(request, admission)
         if admission.refusal is not None:
-            return _refuse(admission.refusal, request)
+            return _refuse(admission.refusal.headers, admission.refusal, request)
         try:
             response: HttpResponseBase = await self.get_response(request)
         except BaseException:  # as when the client has gone, and Django cancels the view
-            if not admission.is_over:
-                await self.gate.finish(admission, 500)
+            for each in admissions.unfinished():
+                await self.gate.finish(each, 500)
             raise
-        return _leave(response, admission, partial(_finish_soon, self.gate, asyncio.get_running_loop()))
+        return _leave(response, admissions, partial(_finish_soon, self.gate, asyncio.get_running_loop()))
+
+    def _entered(self, request: HttpRequest, admission: Admission) -> ViewAdmissions:
+        request.headgate = admission  # type: ignore[attr-defined]  # what a middleware adds, types don't know
+        admissions = ViewAdmissions(self.gate, admission)
+        setattr(request, ADMISSIONS, admissions)
+        enter_context(admission)
+        return admissions
+
+
+class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
+    """Limits a view, sync or async, or a class-based view: `@limit("5/minute")`.
+
+    The parameters are those of `ViewLimit`. `settings.MIDDLEWARE` needs `HeadgateMiddleware`. A function given as `by`
+    gets the request.
+    """
+
+    dispatch = "dispatch"
+
+    def guarded(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
+        name = getattr(view, "__qualname__", "view")
+
+        def guard(*args: Any, **kwargs: Any) -> Any:
+            if getattr(args[0], "view_is_async", False):  # the method `dispatch` of a class with async handlers
+                return guard_async(*args, **kwargs)
+            request, admissions = _asked(args)
+            gate = admissions.gate
+            admit: Any = gate.admit_to_view if isinstance(gate, Gate) else async_to_sync(gate.admit_to_view)
+            refusal = admit(_view_arrival(request, name), declarations, admissions).refusal
+            if refusal is not None:
+                return _refuse(admissions.refusal_headers(refusal), refusal, request)
+            return view(*args, **kwargs)
+
+        async def guard_async(*args: Any, **kwargs: Any) -> Any:
+            request, admissions = _asked(args)
+            gate = admissions.gate
+            admit: Any = sync_to_async(gate.admit_to_view) if isinstance(gate, Gate) else gate.admit_to_view
+            refusal = (await admit(_view_arrival(request, name), declarations, admissions)).refusal
+            if refusal is not None:
+                return _refuse(admissions.refusal_headers(refusal), refusal, request)
+            return await view(*args, **kwargs)
+
+        return guard_async if iscoroutinefunction(view) else guard
 
 
 @checks.register("headgate")
@@ -145,26 +211,50 @@ def _key(user: Any) -> str | None:
     return str(user.pk) if getattr(user, "is_authenticated", False) else None
 
 
-def _entered(request: HttpRequest, admission: Admission) -> Admission:
-    request.headgate = admission  # type: ignore[attr-defined]  # what a middleware adds, types don't know
-    enter_context(admission)
-    return admission
+def _asked(args: tuple[Any, ...]) -> tuple[HttpRequest, ViewAdmissions]:
+    """The request that a view, or a method of a class-based view, is called with, and its admissions so far."""
+    request = next((each for each in args[:2] if isinstance(each, HttpRequest)), None)
+    if request is None:
+        raise ImproperlyConfigured("@limit is for views, whose first argument is the request")
+    admissions: ViewAdmissions | None = getattr(request, ADMISSIONS, None)
+    if admissions is None:
+        raise ImproperlyConfigured(
+            "a view has limits, but nothing counts them: "
+            "add 'headgate.adapters.django.HeadgateMiddleware' to MIDDLEWARE"
+        )
+    return request, admissions
 
 
-def _refuse(refusal: Refusal, request: HttpRequest) -> HttpResponse:
+def _view_arrival(request: HttpRequest, name: str) -> ViewArrival:
+    match = request.resolver_match
+    view = "" if match is None else view_name(match.func)
+    return ViewArrival(DjangoArrival(request), f"{view} {name}", request)
+
+
+def _is_exempt(request: HttpRequest) -> bool:
+    """Whether the view that a request is going to is exempt from the policy."""
+    if not has_exempt_views():
+        return False
+    try:
+        return is_exempt(resolve(request.path_info, getattr(request, "urlconf", None)).func)
+    except Resolver404:
+        return False
+
+
+def _refuse(headers: list[Header], refusal: Refusal, request: HttpRequest) -> HttpResponse:
     body = b"" if request.method == "HEAD" else refusal.body
-    return HttpResponse(body, status=refusal.status, headers=dict(native_headers(refusal.headers)))
+    return HttpResponse(body, status=refusal.status, headers=dict(native_headers(headers)))
 
 
 def _leave(
-    response: HttpResponseBase, admission: Admission, finish: Callable[[Admission, int], None]
+    response: HttpResponseBase, admissions: ViewAdmissions, finish: Callable[[Admission, int], None]
 ) -> HttpResponseBase:
-    for name, value in native_headers(admission.headers):
+    for name, value in native_headers(admissions.headers()):
         response[name] = value
-    if not admission.is_over:
+    for each in admissions.unfinished():
         # Where Django itself, too, puts what has to end with the answer, be it a stream or not.
         closers = response._resource_closers  # type: ignore[attr-defined]  # noqa: SLF001
-        closers.append(partial(finish, admission, response.status_code))
+        closers.append(partial(finish, each, response.status_code))
     return response
 
 

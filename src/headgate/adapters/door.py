@@ -27,7 +27,7 @@ from headgate.policy.watching import Watch
 from headgate.stores.calls import Check, Leave
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from os import PathLike
 
     from headgate.adapters.answers import Description, RefusalBody
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headgate.errors import StoreError
     from headgate.events import Event
     from headgate.health import Health
+    from headgate.policy.model import Rule
     from headgate.policy.snapshot import Resolution, RoutePlan
     from headgate.shield.front import Front
     from headgate.stores.memory import MemoryStore
@@ -127,6 +128,8 @@ class Door(Ways):
         self.use(self._limiter_type(store, clock=clock, **options), clock)
         self._random_secret = secrets.token_bytes(32)
         self._watch: Any = None
+        self.view_rules: dict[Any, tuple[Rules, Rules]] = {}
+        """Rules of limits that are declared on views, by declaration, each with the policy's rules it was made for."""
         self.rules: Rules
         """What holds for requests that begin now."""
         plane = None if control is None else _control_plane(control)
@@ -242,6 +245,25 @@ class Door(Ways):
             snapshot,
             Answers(policy.answers, body=self._refusal_body),
             Identities(policy.identity, api_keys, self._functions, snapshot.api_keys, snapshot.vouched_keys),
+        )
+
+    @property
+    def identity_kinds(self) -> list[str]:
+        """The identities that limits can count by here."""
+        return [*BUILT_IN, *self._functions]
+
+    def rules_for(self, rules: Sequence[Rule], functions: Mapping[str, IdentityFunction]) -> Rules:
+        """Rules of limits that the app declares on a view, under the settings of the policy in force.
+
+        `functions` supply identities that only these rules count by.
+        """
+        policy = self.rules.snapshot.policy
+        own = Policy(rules=tuple(rules), identity=policy.identity, answers=policy.answers, on_failure=policy.on_failure)
+        api_keys = ApiKeys(self._secret(own))
+        return Rules(
+            Snapshot(own, api_keys.fingerprint),
+            Answers(policy.answers, body=self._refusal_body),
+            Identities(policy.identity, api_keys, {**self._functions, **functions}, self.rules.snapshot.api_keys),
         )
 
     def health(self) -> Health:

@@ -1,11 +1,26 @@
-"""Flask: an extension that stands in front of the whole app, so that no request gets past it. See docs/flask.md."""
+"""Flask: an extension in front of the whole app, so that no request gets past it, and limits on views.
+
+See docs/flask.md.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from headgate.adapters.wsgi import HeadgateMiddleware, WsgiArrival, check_settings
+from flask import Blueprint, Response, after_this_request, current_app, request
+from werkzeug.exceptions import HTTPException
+
+from headgate.adapters.view_limits import (
+    ViewAdmissions,
+    ViewArrival,
+    ViewLimit,
+    exempt,
+    has_exempt_views,
+    is_exempt,
+)
+from headgate.adapters.way import current_admission
+from headgate.adapters.wsgi import HeadgateMiddleware, WsgiArrival, check_settings, native_headers
 from headgate.errors import InvalidConfiguration
 
 if TYPE_CHECKING:
@@ -14,9 +29,14 @@ if TYPE_CHECKING:
     from flask import Flask, Request
     from flask.sessions import SessionMixin
 
+    from headgate.adapters.view_limits import LimitDeclaration, View
+    from headgate.adapters.way import Admission
     from headgate.policy.model import Policy
 
-__all__ = ["FlaskArrival", "Headgate"]
+__all__ = ["FlaskArrival", "Headgate", "exempt", "limit"]
+
+ADMISSIONS: Final = "headgate.admissions"
+"""The key under which a request's environ keeps its `ViewAdmissions`."""
 
 
 class FlaskArrival(WsgiArrival):
@@ -65,6 +85,97 @@ class Headgate:
             raise InvalidConfiguration(f"{app.name!r} would count every request twice: call init_app once for each app")
         options = self._options | app.config.get_namespace("HEADGATE_")
         check_settings(options, lambda name: f"HEADGATE_{name.upper()}")
-        middleware = HeadgateMiddleware(app.wsgi_app, arrival=partial(FlaskArrival, app), **options)
+        middleware = HeadgateMiddleware(
+            app.wsgi_app, arrival=partial(FlaskArrival, app), is_exempt=partial(_is_exempt, app), **options
+        )
         app.wsgi_app = middleware  # type: ignore[method-assign]  # Flask's own way to put a middleware around an app
         app.extensions["headgate"] = middleware
+        app.teardown_request(_finish_unanswered)
+
+
+class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
+    """Limits a view, a class-based view or a blueprint: `@limit("5/minute")`, right below `@app.route(...)`.
+
+    The parameters are those of `ViewLimit`. The app needs the extension: `Headgate(app, policy)`. A function given as
+    `by` gets `flask.request`.
+    """
+
+    dispatch = "dispatch_request"
+
+    def __call__(self, view: View) -> View:
+        if isinstance(view, Blueprint):
+            view.before_request(partial(_refused, (self.declaration,), f"blueprint {view.name}"))
+            return view
+        return super().__call__(view)
+
+    def guarded(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
+        name = getattr(view, "__qualname__", "view")
+
+        def guard(*args: Any, **kwargs: Any) -> Any:
+            refused = _refused(declarations, name)
+            return current_app.ensure_sync(view)(*args, **kwargs) if refused is None else refused
+
+        return guard
+
+
+def _refused(declarations: tuple[LimitDeclaration, ...], name: str) -> Response | None:
+    """The refusal of the current request by limits of its view; None if they allow it."""
+    middleware: HeadgateMiddleware | None = current_app.extensions.get("headgate")
+    if middleware is None:
+        raise InvalidConfiguration(
+            f"{current_app.name!r} has limits on its views, but nothing counts them: call Headgate(app, policy), "
+            "with Policy() from headgate.policy if there are no others"
+        )
+    environ, gate = request.environ, middleware.gate
+    admissions: ViewAdmissions | None = environ.get(ADMISSIONS)
+    if admissions is None:
+        admissions = environ[ADMISSIONS] = ViewAdmissions(gate, current_admission())
+        after_this_request(partial(_report, admissions))
+    app: Any = current_app
+    arrival = ViewArrival(FlaskArrival(app, environ), f"{request.endpoint} {name}", request)
+    refusal = gate.admit_to_view(arrival, declarations, admissions).refusal
+    if refusal is None:
+        return None
+    body = b"" if request.method == "HEAD" else refusal.body
+    return Response(body, refusal.status, native_headers(admissions.refusal_headers(refusal)))
+
+
+def _report(admissions: ViewAdmissions, response: Response) -> Response:
+    """Add the header fields to the app's answer, and settle the admissions when it is out."""
+    for name, value in native_headers(admissions.headers()):
+        response.headers[name] = value
+    admissions.policy.hush()  # the middleware in front would add them once more
+    granted, admissions.granted = admissions.granted, []
+    if granted:
+        response.call_on_close(partial(_finish, admissions.gate, granted, response.status_code))
+    return response
+
+
+def _finish_unanswered(error: BaseException | None) -> None:
+    """Settle the admissions of a request whose view failed without an answer."""
+    admissions: ViewAdmissions | None = request.environ.get(ADMISSIONS)
+    if admissions is not None and admissions.granted:
+        granted, admissions.granted = admissions.granted, []
+        _finish(admissions.gate, granted, 500)
+
+
+def _finish(gate: Any, admissions: list[Admission], status: int) -> None:
+    for each in admissions:
+        if not each.is_over:
+            gate.finish(each, status)
+
+
+def _is_exempt(app: Flask, environ: dict[str, Any]) -> bool:
+    """Whether the view that a request is going to is exempt from the policy."""
+    if not has_exempt_views():
+        return False
+    try:
+        adapter = app.create_url_adapter(app.request_class(environ, populate_request=False))
+        endpoint = None if adapter is None else adapter.match()[0]
+    except HTTPException:  # no view, or a redirect to one
+        return False
+    if endpoint is None:
+        return False
+    names = endpoint.split(".")[:-1]
+    blueprints = [app.blueprints.get(".".join(names[: end + 1])) for end in range(len(names))]
+    return any(map(is_exempt, (app.view_functions.get(endpoint), *blueprints)))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.adapters.door import Door
 from headgate.adapters.identities import NOT_YET_TOLD
-from headgate.adapters.way import FREE, Admission, Rules, Shadow, settle
+from headgate.adapters.view_limits import bound
+from headgate.adapters.way import FREE, NOT_SERVED, Admission, Rules, Shadow, settle
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.limiter import AsyncLimiter, Limiter
 from headgate.stores.calls import Check
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from headgate.adapters.answers import Description
     from headgate.adapters.identities import Told
+    from headgate.adapters.view_limits import LimitDeclaration, ViewAdmissions
     from headgate.adapters.way import Arrival
     from headgate.policy.snapshot import Resolution
 
@@ -29,15 +31,16 @@ class Gate(Door):
 
     _limiter_type = Limiter
 
-    def admit(self, arrival: Arrival) -> Admission:
-        """How the request is let in, or its refusal."""
-        if self.short_way is not None and (admitted := self.short_way(arrival)) is not None:
+    def admit(self, arrival: Arrival, rules: Rules | None = None) -> Admission:
+        """The admission of a request, or its refusal: by the policy, or by the rules of a view that it is going to."""
+        if rules is None and self.short_way is not None and (admitted := self.short_way(arrival)) is not None:
             return admitted
         if not self._is_on:
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
-        rules, way = self.rules, self._way
+        way: Any = self._way if rules is None else None
+        rules = rules or self.rules
         known = None if way is None else way.recognize(arrival)
         if known is not None:
             route, met, check, described, now_us = known
@@ -72,6 +75,21 @@ class Gate(Door):
         """The answer is out: leave what was held, settle what was reserved."""
         if admission.held is not None:
             admission.held.__exit__(None, None, None)
+        self._settle(admission, status)
+
+    def admit_to_view(
+        self, arrival: Any, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
+    ) -> Admission:
+        """The admission of a request by the limits of its view, beside those that it has; a refusal settles these."""
+        admission = self.admit(arrival, bound(self, declarations))
+        if admission.refusal is None:
+            admissions.grant(admission)
+        else:
+            for earlier in admissions.refuse(admission):
+                self._settle(earlier, NOT_SERVED)
+        return admission
+
+    def _settle(self, admission: Admission, status: int) -> None:
         steps = settle(admission, status)
         with suppress(StopIteration):
             step = next(steps)
@@ -122,7 +140,7 @@ class AsyncGate(Door):
     _limiter_type = AsyncLimiter
 
     async def admit(self, arrival: Arrival, rules: Rules | None = None) -> Admission:
-        """How the request is let in, or its refusal: by the policy, or by rules that `made` has made of another."""
+        """The admission of a request, or its refusal: by the policy, or by the rules of a view that it is going to."""
         if not self._is_on:
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
@@ -166,6 +184,21 @@ class AsyncGate(Door):
         """The answer is out: leave what was held, settle what was reserved."""
         if admission.held is not None:
             await admission.held.__aexit__(None, None, None)
+        await self._settle(admission, status)
+
+    async def admit_to_view(
+        self, arrival: Any, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
+    ) -> Admission:
+        """The admission of a request by the limits of its view, beside those that it has; a refusal settles these."""
+        admission = await self.admit(arrival, bound(self, declarations))
+        if admission.refusal is None:
+            admissions.grant(admission)
+        else:
+            for earlier in admissions.refuse(admission):
+                await self._settle(earlier, NOT_SERVED)
+        return admission
+
+    async def _settle(self, admission: Admission, status: int) -> None:
         steps = settle(admission, status)
         with suppress(StopIteration):
             step = next(steps)

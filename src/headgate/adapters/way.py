@@ -15,7 +15,7 @@ from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 
     from headgate.adapters.answers import Answers, Description, Header, Refusal
     from headgate.adapters.identities import Identities, Sent, Told
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FREE",
+    "NOT_SERVED",
     "Admission",
     "Arrival",
     "Known",
@@ -50,6 +51,9 @@ if nobody was kept, and who is busy is kept after the next start."""
 LONGEST_KNOWN: Final = 512
 """In characters of all identities and of what they were read from: seven megabytes of known clients at most, whoever
 comes."""
+
+NOT_SERVED: Final = 0
+"""The status of a request that another limit refused after its admission: no answer has it, and it costs nothing."""
 
 SETTLED: Final[dict[str, int]] = {}
 """What was committed, once nothing more can be."""
@@ -134,8 +138,9 @@ class Admission:
         self.is_over = False
 
     def hush(self) -> None:
-        """Give no fields any more: somebody further in tells them together with its own."""
-        self._description = None
+        """Report no header fields any more, as they are reported together with those of a view's limits."""
+        if self is not FREE:  # which all requests share
+            self._description = None
 
     def commit(self, cost: int, limit: str | None = None) -> None:
         """Say what the request has really cost, on limits that had only reserved an estimate (`reserve:`).
@@ -156,12 +161,19 @@ class Admission:
             return
         self._committed = (self._committed or {}) | dict.fromkeys(reserved if limit is None else [limit], cost)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether its final cost is known, so that nothing can be committed any more."""
+        return self._committed is SETTLED
+
     def close(self) -> None:
         """Take nothing more: it is settled."""
         self._committed = SETTLED
 
     def cost_of(self, met: Met, status: int) -> int:
         """What the request has cost on a limit in the end, given the app's answer."""
+        if status == NOT_SERVED:
+            return 0
         if met.rule.count_when is not None and not met.rule.count_when(status):
             return 0
         name = met.rule.net_of or met.rule.name
@@ -299,6 +311,18 @@ class Rules:
         refusal = None if decision.allowed else self._answers.denied(decision, description)
         return admitted(resolution, decision, refusal, description, now_us)
 
+    def headers_of(self, admissions: Iterable[Admission]) -> list[Header]:
+        """The header fields of several admissions of one request, as if they were one."""
+        found = [(each, headers) for each in admissions if (headers := each.headers)]
+        if len(found) < 2:
+            return found[0][1] if found else []
+        decisions = [each.decision for each, _ in found if each.decision is not None]
+        rules = [rule for each, _ in found if each.resolution is not None for rule in each.resolution.rules]
+        description = self._answers.describe(
+            [key.limit for decision in decisions for key in decision.keys], [rule.rule.unit for rule in rules]
+        )
+        return description.headers([each for decision in decisions for each in decision.verdicts], decisions[-1].at_us)
+
     def _meeting(self, met: Resolution) -> Meeting:
         is_asked = met.block is None and met.keys
         return met, Check(met.keys, met.cost) if is_asked else None, self._described(met)
@@ -329,7 +353,11 @@ def settle(admission: Admission, status: int) -> Settling:
     resolution, decision = admission.resolution, admission.decision
     if resolution is None or decision is None or not decision.allowed or decision.degraded is not None:
         return
+    if admission.is_settled:
+        return
     for met in resolution.met:
+        if met.key.limit.algorithm == "concurrency":  # its lease is left, and nothing else is charged
+            continue
         cost = admission.cost_of(met, status)
         if cost == met.cost:
             continue

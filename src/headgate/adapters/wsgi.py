@@ -59,7 +59,7 @@ class HeadgateMiddleware:
 
     `policy` is a file, or a `Policy`; `store` and all other options are those of `Gate`. Users whom the server has
     signed in (`REMOTE_USER`) are the identity `user`, unless a function for `user` is given. `arrival` makes of an
-    environ what such functions get.
+    environ what such functions get; `is_exempt` returns whether the policy does not apply to a request.
     """
 
     def __init__(
@@ -70,17 +70,22 @@ class HeadgateMiddleware:
         *,
         gate: Gate | None = None,
         arrival: Callable[[Environ], Arrival] = WsgiArrival,
+        is_exempt: Callable[[Environ], bool] | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
         self.app = app
         self._arrival = arrival
+        self._is_exempt = is_exempt
         if gate is None:
             options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
             gate = Gate(policy, store, **options)
         self.gate = gate
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        admission = self.gate.admit(self._arrival(environ))
+        if self._is_exempt is not None and self._is_exempt(environ):
+            admission = FREE
+        else:
+            admission = self.gate.admit(self._arrival(environ))
         # Also for requests that meet no limit: the thread may still have the admission of the one before.
         enter_context(admission)
         if admission.refusal is not None:

@@ -29,6 +29,7 @@ __all__ = [
     "CLIENT_KINDS",
     "OTHER_API_KEYS",
     "UNMATCHED",
+    "VIEW",
     "CompiledRule",
     "Met",
     "Resolution",
@@ -59,6 +60,9 @@ GUARD_KINDS: Final = frozenset({*ADDRESSES, "endpoint"})
 
 UNMATCHED: Final = "unmatched"
 """The endpoint of all paths that no template fits: they share their counters."""
+
+VIEW: Final = "headgate:view"
+"""The identity of limits that are declared on a view, and count each view by itself: the view's name."""
 
 STRICTNESS: Final = ("closed", "local", "open")
 ALWAYS: Final = Validity()
@@ -397,7 +401,7 @@ class CompiledRule:
             else:
                 # Nobody gets free by leaving an identity out. An empty part comes first, which no identity is: this
                 # counter is never somebody else's.
-                return limit.by("", "ip", who["ip"])
+                return limit.by("", "ip", who["ip"], *([who[VIEW]] if VIEW in self.rule.by else ()))
         return limit.by(*parts)
 
     def met(self, key: Key, resolution: Resolution) -> Met:
