@@ -302,6 +302,71 @@ def test_reading_policies_is_not_for_ever_and_a_day(place: Place) -> None:
     assert ask(app, "GET", "/api/v1/tiers", headers=headers).status_code == 200
 
 
+# ------------------------------------------------------------------ small steps
+
+
+def raised_tier(place: Place, number: int, **options: Any) -> Any:
+    return place.desk.set_tier(OTTO, "pro", "search", f"{number}/minute", reason="more", **options)
+
+
+def raised_policy(place: Place, number: int, **options: Any) -> Any:
+    text = POLICY.replace("pro: 5000/minute", f"pro: {number}/minute")
+    return place.desk.put_policy(OTTO, text, reason="more", **options)
+
+
+def raised_override(place: Place, number: int, **options: Any) -> Any:
+    found = place.desk.overrides(who=ACME).items
+    if found:
+        return place.desk.change_override(
+            SUE, found[0].id, f"{number}/minute", limit="search", reason="more", **options
+        )
+    return place.desk.add_override(SUE, ACME, f"{number}/minute", limit="search", reason="more", **options)
+
+
+def raised_in_document(place: Place, number: int, **options: Any) -> Any:
+    line = f"overrides: [{{tenant: acme, limit: search, bucket: {number}/minute}}]\n"
+    return place.desk.put_policy(OTTO, POLICY + line, reason="more", **options)
+
+
+def raised_cost(place: Place, number: int, **options: Any) -> Any:
+    return place.desk.set_route(OTTO, "/search", number, route_class="search", reason="more", **options)
+
+
+STEPS_UP: dict[str, tuple[Callable[..., Any], list[int], str]] = {
+    "tier": (raised_tier, [20_000, 100_000, 600_000], "tier pro had 5000/minute on search an hour ago"),
+    "policy": (raised_policy, [20_000, 100_000, 600_000], "tier pro had 5000/minute on search an hour ago"),
+    "override": (raised_override, [400, 2000, 9000], "tenant acme had 100/minute on search an hour ago"),
+    "document": (raised_in_document, [400, 2000, 9000], "tenant acme had 100/minute on search an hour ago"),
+    "cost": (raised_cost, [4, 20, 100], "requests to /search cost 1 an hour ago; 20 is more than 10 times that"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS_UP)
+def test_small_steps_within_an_hour_add_up(place: Place, name: str) -> None:
+    step, (small, large, larger), told = STEPS_UP[name]
+    place.clock.advance(7200)
+    step(place, small)
+    place.clock.advance(60)
+    with pytest.raises(NeedsConfirmation) as found:
+        step(place, large)
+    assert [told in each.text for each in found.value.dangers] == [True]
+    assert step(place, large, confirm=[found.value.dangers[0].code]).version
+    place.clock.advance(60)
+    with pytest.raises(NeedsConfirmation, match="an hour ago"):
+        step(place, larger)
+    assert step(place, small).version, "a step back needs no confirmation"
+    place.clock.advance(3600)
+    assert step(place, large).version, "after an hour, it is compared with what holds now"
+
+
+def test_only_what_a_change_touches_is_compared_with_an_hour_ago(place: Place) -> None:
+    place.clock.advance(7200)
+    raised_tier(place, 600_000, confirm=["ten-times"])
+    place.clock.advance(60)
+    assert place.desk.set_tier(OTTO, "pro", "pay", "20/minute", reason="another limit").version
+    assert place.desk.add_override(SUE, ACME, "200/minute", limit="search", reason="another client").version
+
+
 # ------------------------------------------------------------------ roles
 
 

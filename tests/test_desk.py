@@ -761,7 +761,7 @@ def test_a_danger_says_what_is_and_what_would_be(office: Desk) -> None:
 def test_what_an_override_is_compared_with_is_what_holds_now(office: Desk) -> None:
     desk = office
     desk.add_override(SUE, ACME, "900/minute", limit="search", reason="r")
-    desk.change_override(SUE, 1, "8000/minute", limit="search", reason="r")
+    desk.change_override(SUE, 1, "8000/minute", limit="search", reason="r", confirm=["ten-times"])
     with pytest.raises(NeedsConfirmation) as error:
         desk.change_override(SUE, 1, "700/minute", limit="search", reason="r")
     assert codes(error) == ["tenth"]
@@ -1126,7 +1126,7 @@ def test_going_back_is_compared_with_what_holds(world: World) -> None:
     desk = world.desk
     desk.put_policy(OTTO, POLICY.replace("100/minute", "900/minute"), reason="more")
     desk.add_override(SUE, ACME, "1000/minute", limit="search", reason="r")
-    desk.put_policy(OTTO, POLICY.replace("100/minute", "5000/minute"), reason="more")
+    desk.put_policy(OTTO, POLICY.replace("100/minute", "5000/minute"), reason="more", confirm=["ten-times"])
     with pytest.raises(NeedsConfirmation) as error:
         desk.rollback(OTTO, 1, reason="all of it")
     assert codes(error) == ["tenth"]

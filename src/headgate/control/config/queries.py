@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import Select, and_, collate, exists, func, literal, or_, select, tuple_, union
 
+from headgate.control.config.reading import in_force
 from headgate.control.config.rows import FRAME, LISTS, SECTIONS, BlockRow, Kept, OverrideRow
 from headgate.control.config.tables import TABLES, VERSIONS
 
@@ -30,6 +31,7 @@ __all__ = [
     "row",
     "rows_of",
     "samples",
+    "version_at",
     "who_is_called",
 ]
 
@@ -78,9 +80,13 @@ def frame_mark(connection: Connection) -> Mark:
 
 
 def rows_of(
-    connection: Connection, identities: Mapping[str, Collection[str]], sections: Iterable[str] = LISTS
+    connection: Connection,
+    identities: Mapping[str, Collection[str]],
+    sections: Iterable[str] = LISTS,
+    *,
+    version: int | None = None,
 ) -> dict[str, list[Kept[Any]]]:
-    """The rows that hold now of whoever has one of these identities, given by kind."""
+    """The rows of whoever has one of these identities, given by kind: those of a version, or the current ones."""
     found: dict[str, list[Kept[Any]]] = {}
     for section in sections:
         table = TABLES[section]
@@ -88,7 +94,7 @@ def rows_of(
             each
             for kind, values in identities.items()
             for some in _pieces(list(values))
-            for each in _kept(connection, section, table.c.kind == kind, table.c.value.in_(some))
+            for each in _kept(connection, section, table.c.kind == kind, table.c.value.in_(some), version=version)
         ]
         found[section] = sorted(rows)
     return found
@@ -259,10 +265,19 @@ def samples(connection: Connection) -> dict[str, list[Any]]:
 # ------------------------------------------------------------------ within
 
 
-def _kept(connection: Connection, section: str, *where: ColumnElement[bool]) -> list[Kept[Any]]:
+def version_at(connection: Connection, at_us: int) -> int:
+    """The version that was current at a time; the oldest, if there was none yet; 0 if there is none at all."""
+    then = select(func.max(VERSIONS.c.version)).where(VERSIONS.c.at_us <= at_us)
+    return int(connection.scalar(then) or connection.scalar(select(func.min(VERSIONS.c.version))) or 0)
+
+
+def _kept(
+    connection: Connection, section: str, *where: ColumnElement[bool], version: int | None = None
+) -> list[Kept[Any]]:
     table, kind = TABLES[section], SECTIONS[section]
     columns = [table.c[name] for name in kind._fields]
-    query = select(table.c.id, table.c.since, *columns).where(table.c.until_version.is_(None), *where)
+    is_held = table.c.until_version.is_(None) if version is None else in_force(section, version)
+    query = select(table.c.id, table.c.since, *columns).where(is_held, *where)
     return [Kept(id, since, kind(*fields)) for id, since, *fields in connection.execute(query.order_by(table.c.id))]
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.control.config.history import differences
-from headgate.control.config.queries import row
+from headgate.control.config.queries import row, rows_of, version_at
 from headgate.control.config.reading import newest_version
 from headgate.control.config.rows import FRAME, SECTIONS, OverrideRow, RouteCost, TierNumbers, microseconds, numbers
 from headgate.control.desk import dangers
 from headgate.control.desk.errors import NotFound
 from headgate.control.desk.finding import is_network
-from headgate.control.desk.ground import changed, ground_at
+from headgate.control.desk.ground import changed, ground_at, held
 from headgate.control.desk.reads import Reads
 from headgate.control.desk.secrecy import discreetly
 from headgate.control.desk.signing import done, in_the_past, judged, signed, told_of
@@ -22,15 +22,20 @@ from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy import words
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from datetime import datetime
 
     from headgate.control.desk.errors import Danger
-    from headgate.control.desk.ground import Ground
+    from headgate.control.desk.ground import Ground, Holding
+    from headgate.control.desk.standing import Faced
     from headgate.control.desk.views import Actor
+    from headgate.limits import Limit
+    from headgate.policy.model import Policy
 
 __all__ = ["Changes"]
 
+MEMORY_US: Final = 3_600_000_000
+"""Changes within an hour are judged together: several small steps may be one large one."""
 MOST_JUDGED: Final = 100
 """Overrides that come back with a version, and are compared with what their clients have now."""
 
@@ -175,7 +180,7 @@ class Changes(Reads):
                 if limit not in known:  # a table may bring a limit of its own; by hand that is a slip
                     raise InvalidInput(f"there is no such limit, nor such a class; known are {', '.join(known)}")
                 others = [each.row for each in ground.tiers if (each.row.tier, each.row.limit_name) != (tier, limit)]
-                return dangers.of_policy(ground.base, changed(ground, tiers=[*others, made]), document=False)
+                return self._of_policy(ground.base, changed(ground, tiers=[*others, made]), document=False)
 
             return judged(
                 self._config, judge, confirm, lambda store: store.set_tier(tier, limit, bucket, **by, based_on=based_on)
@@ -201,7 +206,7 @@ class Changes(Reads):
                 if not mine:
                     raise NotFound("the tables have no such numbers of a tier; the policy document's are changed there")
                 after = changed(ground, tiers=[each.row for each in ground.tiers if each not in mine])
-                return dangers.of_policy(ground.base, after, document=False)
+                return self._of_policy(ground.base, after, document=False)
 
             return judged(
                 self._config, judge, confirm, lambda store: store.remove_tier(tier, limit, **by, based_on=based_on)
@@ -227,7 +232,7 @@ class Changes(Reads):
             def judge() -> Iterable[Danger]:
                 ground = self._readable()
                 others = [each.row for each in ground.routes if each.row.path != path]
-                return dangers.of_policy(ground.base, changed(ground, routes=[*others, made]), document=False)
+                return self._of_policy(ground.base, changed(ground, routes=[*others, made]), document=False)
 
             return judged(
                 self._config,
@@ -254,7 +259,7 @@ class Changes(Reads):
                 left = [each.row for each in ground.routes if each.row.path != path]
                 if len(left) == len(ground.routes):
                     raise NotFound("the tables have no such route; what the policy document says is changed there")
-                return dangers.of_policy(ground.base, changed(ground, routes=left), document=False)
+                return self._of_policy(ground.base, changed(ground, routes=left), document=False)
 
             return judged(self._config, judge, confirm, lambda store: store.remove_route(path, **by, based_on=based_on))
 
@@ -276,7 +281,7 @@ class Changes(Reads):
                 after = self._checked(text, file)
                 self._finder.refuse_keys_in_document(text)
                 before = self._ground()
-                return () if before.problems else dangers.of_policy(before.base, after.base)  # the first drops nothing
+                return () if before.problems else self._of_policy(before.base, after.base)  # the first drops nothing
 
             return judged(
                 self._config, judge, confirm, lambda store: store.put_policy(text, file=file, **by, based_on=based_on)
@@ -345,15 +350,39 @@ class Changes(Reads):
         if holding.ground.problems:
             raise InvalidPolicy(holding.ground.problems)
         (override,) = holding.ground.frame.read({"overrides": [made]}, alone=True).overrides
-        _, met = faced(holding, known.values, kind=who.kind, now_us=self._now_us())
-        of_class = override.route_class
-        now = [
-            each.key.limit
-            for each in met
-            if each.rule.name == override.rule
-            and (of_class is None or getattr(each.origin, "route_class", None) in (None, of_class))
-        ]
+        now_us = self._now_us()
+
+        def numbers_in(held_then: Holding, at_us: int) -> list[Limit]:
+            _, met = faced(held_then, known.values, kind=who.kind, now_us=at_us)
+            return [
+                each.key.limit
+                for each in met
+                if each.rule.name == override.rule
+                and (override.route_class is None or _class_of(each) in (None, override.route_class))
+            ]
+
+        now = numbers_in(holding, now_us)
         yield from dangers.of_numbers(now, override.limit, whose=str(who))
+        if (earlier := self._an_hour_ago(known.identities)) is not None:
+            then = numbers_in(earlier, now_us - MEMORY_US)
+            yield from dangers.of_gradual_numbers(then, now, override.limit, whose=str(who))
+
+    def _of_policy(self, before: Policy, after: Policy, *, document: bool = True) -> Iterator[Danger]:
+        """Against the policy of now and that of an hour ago: small steps add up."""
+        yield from dangers.of_policy(before, after, document=document)
+        if (earlier := self._an_hour_ago({})) is not None:
+            yield from dangers.of_gradual_policy(earlier.ground.base, before, after)
+
+    def _an_hour_ago(self, identities: Mapping[str, Collection[str]]) -> Holding | None:
+        """The configuration of an hour ago for whoever has these identities, in the tier that they have now: a tier is
+        chosen on purpose. None if it is still the same, or cannot be read."""
+        with self._reading() as connection:
+            version = version_at(connection, self._now_us() - MEMORY_US)
+            if version == newest_version(connection):
+                return None
+            ground = ground_at(connection, version)
+            rows = rows_of(connection, identities, version=version) | rows_of(connection, identities, ["clients"])
+        return None if ground.problems else held(ground, version, rows, identities)
 
     def _of_rollback(self, version: int, sections: Collection[str]) -> Iterator[Danger]:
         with self._reading() as connection:
@@ -391,6 +420,10 @@ class Changes(Reads):
     def _signing(self, actor: Actor, reason: str, *texts: str | None) -> Any:
         """While somebody writes: signed, one at a time, and without API keys in what is said."""
         return signed(self._finder, self._writing, actor, reason, texts)
+
+
+def _class_of(each: Faced) -> str | None:
+    return getattr(each.origin, "route_class", None)
 
 
 def _numbers(bucket: str) -> dict[str, Any]:

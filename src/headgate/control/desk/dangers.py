@@ -15,15 +15,25 @@ from headgate.control.desk.views import Who
 from headgate.errors import InvalidInput, InvalidLimit
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from ipaddress import IPv4Network, IPv6Network
 
     from headgate._grammar import Phrase
     from headgate.control.config.history import Difference
     from headgate.limits import Limit
-    from headgate.policy.model import Policy, RouteRule, Rule
+    from headgate.policy.model import Override, Policy, RouteRule, Rule
 
-__all__ = ["confirmed", "of_block", "of_costs", "of_numbers", "of_policy", "of_rows", "written"]
+__all__ = [
+    "confirmed",
+    "of_block",
+    "of_costs",
+    "of_gradual_numbers",
+    "of_gradual_policy",
+    "of_numbers",
+    "of_policy",
+    "of_rows",
+    "written",
+]
 
 TIMES: Final = 10
 WIDEST: Final = {4: 24, 6: 48}
@@ -59,6 +69,40 @@ def of_numbers(before: Iterable[Limit], after: Limit, *, whose: str) -> Iterator
             yield Danger("ten-times", f"{now}; {bucket_of(after)} is {_spelled(times)} times that")
         elif code == "tenth":
             yield Danger("tenth", f"{now}; {bucket_of(after)} is less than a tenth of that")
+
+
+def of_gradual_numbers(then: Iterable[Limit], before: Iterable[Limit], after: Limit, *, whose: str) -> Iterator[Danger]:
+    """Of numbers that were reached in several steps, each of them small: compared with those of an hour ago. Only the
+    last step away from them is reported, and not a step back."""
+    now = list(before)
+    for each in dict.fromkeys(then):
+        code, times = _compared(each, after)
+        if code is None or not all(_moves(code, step, after) and _compared(step, after)[0] != code for step in now):
+            continue
+        had = f"{whose} had {bucket_of(each)} on {each.name} an hour ago"
+        if code == "ten-times":
+            yield Danger("ten-times", f"{had}; {bucket_of(after)} is {_spelled(times)} times that")
+        else:
+            yield Danger("tenth", f"{had}; {bucket_of(after)} is less than a tenth of that")
+
+
+def of_gradual_policy(then: Policy, before: Policy, after: Policy) -> Iterator[Danger]:
+    """The same for all numbers and costs of a policy that would change."""
+    rules = [{rule.name: rule for rule in policy.rules} for policy in (then, before, after)]
+    for name in rules[2]:
+        if not all(name in each for each in rules):
+            continue
+        tiers = {tier for each in rules for tier in each[name].tiers}
+        for tier in (None, *sorted(tiers)):
+            old, now, new = (_numbers(each[name], tier) for each in rules)
+            if old is not None and now is not None and new is not None and now != new:
+                yield from of_gradual_numbers([old], [now], new, whose="everybody" if tier is None else f"tier {tier}")
+    usual = [_client_numbers(policy) for policy in (then, before)]
+    for each in after.overrides:
+        old, now = (numbers(each) for numbers in usual)
+        if old is not None and now is not None and now != each.limit:
+            yield from of_gradual_numbers([old], [now], each.limit, whose=" ".join(each.identity))
+    yield from _of_gradual_costs(then, before, after)
 
 
 def of_block(who: Who) -> Iterator[Danger]:
@@ -151,6 +195,41 @@ def _compared(before: Limit, after: Limit) -> tuple[str | None, Fraction]:
     return None, rate
 
 
+def _moves(code: str, before: Limit, after: Limit) -> bool:
+    """Whether a step leads further in a direction: up for "ten-times", down for "tenth"."""
+    old, new = (
+        (Fraction(each.quota, each.period_us), each.capacity)
+        for each in ((before, after) if code == "ten-times" else (after, before))
+    )
+    return new[0] > old[0] or new[1] > old[1]
+
+
+def _client_numbers(policy: Policy) -> Callable[[Override], Limit | None]:
+    """A function from an override of one document to the numbers that its client has in another."""
+    tiers = {client.identity: client.tier for client in policy.clients}
+    rules = {rule.name: rule for rule in policy.rules}
+    numbers = {(each.identity, each.rule, each.route_class): each.limit for each in policy.overrides}
+
+    def find(each: Override) -> Limit | None:
+        found = numbers.get((each.identity, each.rule, each.route_class))
+        if found is None and each.rule in rules:
+            found = _numbers(rules[each.rule], tiers.get(each.identity) or policy.default_tier)
+        return found
+
+    return find
+
+
+def _of_gradual_costs(then: Policy, before: Policy, after: Policy) -> Iterator[Danger]:
+    costs = [{(route.template, route.methods): route.cost for route in policy.routes} for policy in (then, before)]
+    for route in after.routes:
+        old, now = (each.get((route.template, route.methods), 1) for each in costs)
+        cost, name = route.cost, _named(route)
+        if now * TIMES >= cost > TIMES * max(1, old) and cost > now:
+            yield Danger("tenth", f"requests to {name} cost {old} an hour ago; {cost} is more than 10 times that")
+        elif 0 < cost * TIMES < old and cost < now <= cost * TIMES:
+            yield Danger("ten-times", f"requests to {name} cost {old} an hour ago; {cost} is less than a tenth of that")
+
+
 def _of_rule(before: Rule, after: Rule, tiers: Collection[str]) -> Iterator[Danger]:
     for tier in (None, *sorted(tiers)):
         old, new = _numbers(before, tier), _numbers(after, tier)
@@ -195,15 +274,12 @@ def _of_clients(before: Policy, after: Policy) -> Iterator[Danger]:
     for block in after.blocked:
         if block.identity not in known and (network := network_of(Who(*block.identity))) is not None:
             yield from _of_network(network)
-    tiers = {client.identity: client.tier for client in before.clients}
-    rules = {rule.name: rule for rule in before.rules}
-    numbers = {(each.identity, each.rule, each.route_class): each.limit for each in before.overrides}
+    usual = _client_numbers(before)
     overrides = {*before.overrides}
     for each in after.overrides:
-        if each not in overrides and each.rule in rules:
-            usual = _numbers(rules[each.rule], tiers.get(each.identity) or before.default_tier)
-            now = numbers.get((each.identity, each.rule, each.route_class), usual)
-            yield from of_numbers([] if now is None else [now], each.limit, whose=" ".join(each.identity))
+        now = None if each in overrides else usual(each)
+        if now is not None:
+            yield from of_numbers([now], each.limit, whose=" ".join(each.identity))
 
 
 def _of_network(network: IPv4Network | IPv6Network) -> Iterator[Danger]:
