@@ -385,6 +385,25 @@ def test_support_does_nothing_to_networks(place: Place, name: str) -> None:
     assert NETWORKS[name](place.desk, SUE, Who("ip", "192.0.2.1")).version
 
 
+def test_support_blocks_the_ipv6_network_of_a_customer_and_nothing_wider(place: Place) -> None:
+    desk = place.desk
+    customer = Who("ip", "2001:db8:1:2::/64")
+    assert desk.block(SUE, customer, reason="scraping").version
+    assert [each.who for each in desk.blocks().items] == [customer]
+    assert [each.value for each in place.counters.blocked()] == [customer.value]
+    assert desk.unblock(SUE, customer, reason="sorry").version
+    for value in ("2001:db8:1::/63", "2001:db8::/32", "192.0.2.0/31", "::ffff:192.0.2.0/120", "64:ff9b::c000:200/120"):
+        for change in (desk.block, desk.unblock):
+            with pytest.raises(NotAllowed, match="networks"):
+                change(SUE, Who("ip", value), reason="r")
+
+
+def test_who_blocks_one_ipv6_address_is_told_of_the_others_of_the_customer(place: Place) -> None:
+    blocked = place.desk.block(SUE, Who("ip", "2001:db8:1:2::77"), reason="scraping")
+    assert [note for note in blocked.notes if note.endswith("block 2001:db8:1:2::/64")]
+    assert place.desk.block(SUE, Who("ip", "192.0.2.77"), reason="scraping").notes == ()
+
+
 def test_support_does_not_undo_what_was_done_to_networks(place: Place) -> None:
     desk = place.desk
     (id,) = desk.add_override(OTTO, EVERYBODY, "90/minute", limit="search", reason="r").version.ids  # type: ignore[union-attr] # a version

@@ -12,7 +12,7 @@ from headgate.control.config.writing import Remove
 from headgate.control.desk import dangers
 from headgate.control.desk.changes import Changes
 from headgate.control.desk.errors import NotFound, discreet
-from headgate.control.desk.finding import is_network
+from headgate.control.desk.finding import CUSTOMER_PREFIX, is_wide_network, network_of
 from headgate.control.desk.secrecy import LOOKS_SECRET, looks_secret
 from headgate.control.desk.signing import checked_reason, done, in_the_past
 from headgate.control.desk.standing import faced, rounds
@@ -71,14 +71,15 @@ class Desk(Changes):
         _refuse_wildcard(who)
         with self._signing(actor, reason, *([] if who[0] == "api_key" else [who[1]])) as by:
             who = _as_ip(self._finder.checked(who, beside=[reason]))
-            if is_network(who):
+            if is_wide_network(who):
                 self._allow(actor, "operator", "block networks")
             in_the_past(valid_until, self._now_us())
             dangers.confirmed(dangers.of_block(who), confirm)
             if self._is_blocked(who):  # nothing is urgent then, and a conflict must leave it as it is
                 version = self._config.block(who, valid_until=valid_until, **by, based_on=based_on)
-                return done(version, *self._block_live(who, valid_until, reason))
-            notes = self._block_live(who, valid_until, reason)  # first, as somebody may be at the door right now
+                return done(version, *self._block_live(who, valid_until, reason), *_neighbours(who))
+            # First, as somebody may be at the door right now.
+            notes = [*self._block_live(who, valid_until, reason), *_neighbours(who)]
             try:
                 return done(self._config.block(who, valid_until=valid_until, **by, based_on=based_on), *notes)
             except BaseException:
@@ -105,7 +106,7 @@ class Desk(Changes):
         asked = id if found is None else found[1]
         with self._signing(actor, reason) as by:
             who = _as_ip(self._finder.checked(asked, beside=[reason]))  # type: ignore[arg-type] # an id has given its row's
-            if is_network(who):
+            if is_wide_network(who):
                 self._allow(actor, "operator", "end blocks of networks")
             rows = [found[0]] if found is not None else [each.id for each in self._config.blocks(who=who)]
             if rows:
@@ -214,6 +215,15 @@ class Desk(Changes):
 def _as_ip(who: Who) -> Who:
     """A network is blocked by its addresses."""
     return Who("ip", who.value) if who.kind == "subnet" else who
+
+
+def _neighbours(who: Who) -> list[str]:
+    """What to know of a block of one IPv6 address: its customer has billions of others."""
+    network = network_of(who)
+    if network is None or network.version == 4 or network.prefixlen < 128:
+        return []
+    customer = network.supernet(new_prefix=CUSTOMER_PREFIX)
+    return [f"a customer usually has a whole /64 of IPv6: to block all of it, block {customer}"]
 
 
 def _refuse_wildcard(who: Who) -> None:

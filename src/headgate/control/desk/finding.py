@@ -32,7 +32,16 @@ if TYPE_CHECKING:
     from headgate.policy.model import Policy
     from headgate.telemetry.records import Record
 
-__all__ = ["Finder", "Known", "is_hash", "is_network", "network_of", "opened_clients"]
+__all__ = [
+    "CUSTOMER_PREFIX",
+    "Finder",
+    "Known",
+    "is_hash",
+    "is_network",
+    "is_wide_network",
+    "network_of",
+    "opened_clients",
+]
 
 KINDS: Final = ("tenant", "user", "api_key", "ip", "subnet")
 """The kinds that are known everywhere; a policy may count by others."""
@@ -57,6 +66,10 @@ NO_SECRET: Final = (
 _HASH: Final = re.compile(r"hmac:[0-9a-fA-F]*")
 _HEADER: Final = re.compile(r"(?:authorization:\s*)?bearer\s+(?=\S+$)|x-api-key:\s*(?=\S+$)", re.IGNORECASE)
 """The part of a pasted header field that precedes the API key."""
+
+CUSTOMER_PREFIX: Final = 64
+IPV4_IN_IPV6: Final = tuple(ip_network(each) for each in ("::/64", "64:ff9b::/96", "64:ff9b:1::/48"))
+"""Networks of IPv6 in which the last bits are IPv4 addresses, of many customers."""
 
 
 class Known(NamedTuple):
@@ -405,6 +418,16 @@ def is_network(who: Who) -> bool:
     """Whether that is more than one address."""
     network = network_of(who)
     return network is not None and (who.kind == "subnet" or network.num_addresses > 1)
+
+
+def is_wide_network(who: Who) -> bool:
+    """Whether that may be more than one customer: more than an IPv4 address, or than a /64 of IPv6, of which providers
+    give each customer at least one."""
+    network = network_of(who)
+    if network is None or not is_network(who):
+        return False
+    holds_ipv4 = any(network.version == 6 and network.overlaps(each) for each in IPV4_IN_IPV6)
+    return network.version == 4 or network.prefixlen < CUSTOMER_PREFIX or holds_ipv4
 
 
 def opened_clients(secret: str | bytes | None) -> Clients | None:
