@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from headgate import AsyncLimiter, Limit, Limiter
+from headgate.adapters.functions import limited
 from headgate.adapters.gate import Gate
 from headgate.adapters.way import FREE, Admission
 from headgate.clock import SystemClock
-from headgate.errors import InvalidInput
+from headgate.errors import InvalidInput, RequestDenied, StoreUnavailable
 from headgate.policy.loading import read
 from headgate.testing import DAY_US, FakeClock, IsolatedLimits, isolated_limits, limits_off
 
@@ -218,6 +221,7 @@ def test_assertions_hold_where_they_should(gate: Gate, limits: IsolatedLimits) -
     limits.assert_blocked()
 
 
+UNRECORDED = "Requests to routes of cost 0 and to exempt views are not recorded"
 FIRST_LOGIN = "POST /login was allowed: 1 left of login-ip (2 per minute, token_bucket)"
 THIRD_LOGIN = "POST /login was denied by login-ip (2 per minute, token_bucket): 0 left, passes in 30 s"
 
@@ -225,11 +229,11 @@ THIRD_LOGIN = "POST /login was denied by login-ip (2 per minute, token_bucket): 
 @pytest.mark.parametrize(
     ("requests", "assertion", "told"),
     [
-        ([], lambda it: it.assert_allowed(), "no request was decided on; there was none at all"),
+        ([], lambda it: it.assert_allowed(), f"no request was decided on; there were none at all. {UNRECORDED}"),
         (
             ["POST /login"],
             lambda it: it.assert_allowed(on="GET /login"),
-            "no request to GET /login was decided on; there were: POST /login",
+            f"no request to GET /login was decided on; there were: POST /login. {UNRECORDED}",
         ),
         (["POST /login"] * 3, lambda it: it.assert_allowed(), f"not allowed: {THIRD_LOGIN}"),
         (["POST /login"], lambda it: it.assert_denied_by("login-ip"), f"not denied by 'login-ip': {FIRST_LOGIN}"),
@@ -288,6 +292,156 @@ def test_a_clock_moves_by_seconds_or_by_a_timedelta(step: float | timedelta) -> 
     clock = FakeClock(5)
     clock.advance(step)
     assert clock.now_us() == 90_000_005
+
+
+# ------------------------------------------------------------------ limiters without a gate
+
+UNREACHABLE = "redis://127.0.0.1:1/0"
+LIMIT = Limit.parse("2/minute", name="mail")
+
+
+def test_limiters_count_from_nothing_and_without_their_store() -> None:
+    for limiter in (Limiter(UNREACHABLE), Limiter(clock=FakeClock())):
+        limiter.check(LIMIT, cost=2) if limiter._memory else None
+        with isolated_limits() as limits:
+            assert [limiter.check(LIMIT).allowed for _ in range(3)] == [True, True, False]
+            limits.clock.advance(30)
+            assert limiter.check(LIMIT).allowed
+            limits.reset()
+            assert limiter.peek(LIMIT).remaining == 2
+            assert limiter.acquire(LIMIT, cost=2).allowed
+            assert limiter.acquire(LIMIT, cost=2, timeout=60).allowed, "the clock moves instead of waiting"
+        if limiter._memory:
+            assert limiter.peek(LIMIT).remaining == 0, "as before the block"
+        else:
+            with pytest.raises(StoreUnavailable):
+                limiter.check(LIMIT)
+        limiter.close()
+
+
+def test_limiters_that_are_made_in_a_block_are_isolated_too() -> None:
+    with isolated_limits() as limits, Limiter(UNREACHABLE) as limiter:
+        assert [limiter.check(LIMIT).allowed for _ in range(3)] == [True, True, False]
+        with isolated_limits():
+            assert limiter.check(LIMIT).allowed
+        assert not limiter.check(LIMIT).allowed
+        limits.reset()
+        assert limiter.check(LIMIT).allowed
+
+
+def test_asynchronous_limiters_are_isolated_and_turned_off() -> None:
+    async def main() -> list[bool]:
+        async with AsyncLimiter(UNREACHABLE) as limiter:
+            with isolated_limits():
+                found = [(await limiter.check(LIMIT)).allowed for _ in range(3)]
+            with limits_off():
+                found += [(await limiter.check(LIMIT, cost=99)).allowed]
+                async with limiter.hold(LIMIT) as decision:
+                    found += [decision.allowed]
+        return found
+
+    assert asyncio.run(main()) == [True, True, False, True, True]
+
+
+def test_limited_functions_are_isolated_and_turned_off() -> None:
+    limiter = Limiter(UNREACHABLE)
+
+    @limited(LIMIT, limiter=limiter)
+    def send() -> str:
+        return "sent"
+
+    with isolated_limits():
+        assert [send(), send()] == ["sent"] * 2
+        with pytest.raises(RequestDenied):
+            send()
+    with limits_off():
+        assert [send() for _ in range(4)] == ["sent"] * 4
+    limiter.close()
+
+
+def test_a_limiter_that_is_off_allows_everything_and_keeps_nothing() -> None:
+    seats = Limit(1, timedelta(minutes=1), algorithm="concurrency", name="seats")
+    queue = Limit.parse("1/minute, leaky_bucket", name="queue")
+    with Limiter(UNREACHABLE) as limiter:
+        with limits_off():
+            assert limiter.check(LIMIT, cost=10**9).allowed
+            assert limiter.check(LIMIT.by("a"), LIMIT.by("b"), cost=(3, 4)).remaining == 2
+            with limiter.hold(seats) as first, limiter.hold(seats) as second:
+                assert first.allowed
+                assert second.allowed
+            assert [limiter.acquire(queue).delay for _ in range(3)] == [0, 0, 0]
+            assert limiter.refund(LIMIT, 1) is False
+            assert limiter.enter(seats, id="a").allowed
+            assert limiter.leave(seats, id="a") is False
+            with pytest.raises(InvalidInput):
+                limiter.check(LIMIT, cost=-1)
+        with pytest.raises(StoreUnavailable):
+            limiter.check(LIMIT)
+
+
+# ------------------------------------------------------------------ a store that is down
+
+
+OUTAGE_POLICY = read(
+    """
+    store: {share: 50%}
+    limits:
+      - {name: login, path: /login, by: ip, bucket: 4/minute, on_failure: closed}
+      - {name: search, path: /search, by: ip, bucket: 4/minute}
+      - {name: reports, path: /reports, by: ip, bucket: 4/minute, on_failure: local}
+      - {name: jobs, path: /jobs, by: ip, bucket: 1/minute, algorithm: concurrency, on_failure: closed}
+    """
+)
+
+
+def statuses(gate: Gate, *paths: str) -> list[int]:
+    found = []
+    for path in paths:
+        admission = gate.admit(Request("GET", path))
+        found.append(200 if admission.refusal is None else admission.refusal.status)
+        gate.finish(admission, 200)
+    return found
+
+
+def test_a_store_that_is_down_leaves_it_to_each_route() -> None:
+    gate = Gate(OUTAGE_POLICY)
+    with isolated_limits() as limits:
+        assert statuses(gate, *["/login"] * 3) == [200] * 3
+        with limits.store_down():
+            assert statuses(gate, "/login", "/jobs", *["/search"] * 9) == [503, 503, *[200] * 9]
+            assert statuses(gate, *["/reports"] * 3) == [200, 200, 429], "half of the limit"
+            assert gate.health().state == "degraded"
+            limits.assert_denied_by("reports", on="/reports")
+        assert gate.health().state == "ready"
+        assert statuses(gate, "/login", "/login") == [200, 429], "counts are as they were"
+    gate.close()
+
+
+def test_gates_that_are_made_while_the_store_is_down_find_it_again() -> None:
+    with isolated_limits() as limits:
+        with limits.store_down():
+            gate, limiter = Gate(OUTAGE_POLICY), Limiter(on_failure="closed")
+            assert statuses(gate, "/login") == [503]
+            assert not limiter.check(LIMIT).allowed
+        assert statuses(gate, "/login") == [200]
+        assert limiter.check(LIMIT).allowed
+
+
+@pytest.mark.parametrize("mode", ["raise", "open", "closed"])
+def test_limiters_answer_by_their_own_failure_mode_while_the_store_is_down(mode: Any) -> None:
+    async def ask_async(limiter: AsyncLimiter) -> bool:
+        return (await limiter.check(LIMIT)).allowed
+
+    with isolated_limits() as limits, Limiter(on_failure=mode) as limiter:
+        other = AsyncLimiter(on_failure=mode)
+        with limits.store_down():
+            if mode == "raise":
+                for fail in (lambda: limiter.check(LIMIT), lambda: asyncio.run(ask_async(other))):
+                    with pytest.raises(StoreUnavailable, match="store_down"):
+                        fail()
+            else:
+                assert limiter.check(LIMIT).allowed == asyncio.run(ask_async(other)) == (mode == "open")
+        assert limiter.check(LIMIT).remaining == 1
 
 
 # ------------------------------------------------------------------ the pytest plugin
@@ -424,8 +578,8 @@ def test_limits_can_be_off_unless_a_test_asks_for_them(pytester: pytest.Pytester
 
 def test_the_fixtures_explain_themselves(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(*PLUGIN, "--fixtures", timeout=60)
-    result.stdout.fnmatch_lines(["headgate_limits *", "*All limits count from nothing in this test*"])
-    result.stdout.fnmatch_lines(["headgate_off *", "*Every gate lets everything through in this test.*"])
+    result.stdout.fnmatch_lines(["headgate_limits *", "*All gates and limiters count from nothing in this test*"])
+    result.stdout.fnmatch_lines(["headgate_off *", "*All gates and limiters allow everything in this test.*"])
 
 
 def test_pytest_finds_the_plugin_by_itself() -> None:

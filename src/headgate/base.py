@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+from weakref import WeakSet
 
 from headgate.clock import SystemClock
-from headgate.errors import InvalidConfiguration, InvalidInput
+from headgate.errors import InvalidConfiguration, InvalidInput, StoreUnavailable
 from headgate.events import Herald
 from headgate.failure import FailurePolicy, Fleet
 from headgate.keys import escape
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from datetime import datetime
     from fractions import Fraction
+    from typing import Self
 
     from headgate.clock import Clock
     from headgate.events import Event
@@ -44,6 +46,14 @@ class LimiterBase:
     """All of a limiter but the waiting."""
 
     _asynchronous: bool
+
+    _limiters: ClassVar[WeakSet[Any]] = WeakSet()
+    """All limiters of the process but those of gates. With `_on_created`, for the fixtures of `headgate.testing`."""
+
+    _on_created: ClassVar[list[Callable[[Any], None]]] = []
+    """Called with each such limiter when it is created."""
+
+    _belongs_to_gate = False
 
     def __init__(
         self,
@@ -89,6 +99,23 @@ class LimiterBase:
         if self._is_quick:
             self._store.warm(wait=FIRST_CONNECTION)
         self._make_ready()
+        if not self._belongs_to_gate:
+            self._limiters.add(self)
+            for created in self._on_created:
+                created(self)
+
+    @classmethod
+    def _for_gate(cls, url: Any = "memory://", **options: Any) -> Self:
+        """A limiter that belongs to a gate: tests isolate it together with the gate, not by itself."""
+        limiter = cls.__new__(cls)
+        limiter._belongs_to_gate = True  # noqa: SLF001 - its own
+        cls.__init__(limiter, url, **options)
+        return limiter
+
+    def _lose_store(self) -> None:
+        """Answer by the failure mode from now on, as if the store were unavailable: for tests."""
+        self.__dict__.pop("check", None)  # the shortcut of limiters in memory
+        self._store, self._memory = _UnavailableStore(), None
 
     def _make_ready(self) -> None:
         """What one kind of limiter needs beside."""
@@ -199,6 +226,19 @@ class LimiterBase:
             return lambda: (now_us() - start_us) / 1_000_000
         start = time.monotonic()
         return lambda: time.monotonic() - start
+
+
+class _UnavailableStore:
+    """A store that fails every call, for tests of what an app does then."""
+
+    budget = QUICK_BUDGET
+    stats: Final[dict[str, int]] = {}
+
+    def run(self, call: object) -> Any:
+        raise StoreUnavailable("the store is unavailable: store_down() of headgate.testing")
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def checked_timeout(timeout: float | None) -> float | None:

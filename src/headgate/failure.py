@@ -96,27 +96,27 @@ class FailurePolicy:
     def __init__(self, mode: FailureMode, clock: Clock, fleet: Fleet | None = None) -> None:
         if mode not in get_args(FailureMode):
             raise InvalidConfiguration(f"on_failure={mode!r} is unknown; use 'raise', 'open', 'closed' or 'local'")
-        self._mode = mode
+        self.mode: FailureMode = mode
         self._fleet = Fleet() if fleet is None else fleet
         self._local = MemoryStore(clock, max_keys=100_000)
 
     def decide(self, call: Check, error: StoreError) -> Decision:
-        if self._mode == "raise":
+        if self.mode == "raise":
             raise error
-        why = f"{self._mode}: {error}"
-        if self._mode == "local":
+        why = f"{self.mode}: {error}"
+        if self.mode == "local":
             return self._decide_locally(call, why)
         keys, cost, id = call
-        verdict = _CLOSED if self._mode == "closed" and (cost if type(cost) is int else any(call.costs)) else _OPEN
+        verdict = _CLOSED if self.mode == "closed" and (cost if type(cost) is int else any(call.costs)) else _OPEN
         verdicts: tuple[Verdict, ...] = (verdict,) * len(keys)
         if any([each > key[0].capacity for key, each in zip(keys, call.costs, strict=True)]):  # noqa: C419 - quicker
             verdict, verdicts = _CLOSED, _with_what_cannot_be(call, verdicts)  # which one knows without the store
         return _new_tuple(Decision, (verdict is _OPEN, keys, verdicts, id, why, 0, 0, cost))
 
     def tell(self, call: Refund | Renew | Leave, error: StoreError) -> bool:
-        if self._mode == "raise":
+        if self.mode == "raise":
             raise error
-        if self._mode != "local" or isinstance(call, Refund):
+        if self.mode != "local" or isinstance(call, Refund):
             return False
         # A lease that was taken here: without this it would hold its place until its time is over.
         held: bool = self._local.run(call._replace(key=self._local_key(call.key)))

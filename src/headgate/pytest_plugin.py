@@ -18,7 +18,10 @@ __all__ = ["headgate_limits", "headgate_off"]
 
 @pytest.fixture
 def headgate_limits() -> Iterator[IsolatedLimits]:
-    """All limits count from nothing in this test, by a clock of its own: see `headgate.testing.isolated_limits`."""
+    """All gates and limiters count from nothing in this test, by a clock of its own, without a store.
+
+    See `headgate.testing.isolated_limits`.
+    """
     from headgate.testing import isolated_limits
 
     with isolated_limits() as limits:
@@ -27,7 +30,7 @@ def headgate_limits() -> Iterator[IsolatedLimits]:
 
 @pytest.fixture
 def headgate_off() -> Iterator[None]:
-    """Every gate lets everything through in this test."""
+    """All gates and limiters allow everything in this test."""
     from headgate.testing import limits_off
 
     with limits_off():

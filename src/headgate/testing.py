@@ -1,5 +1,4 @@
-"""Tools for your own tests: time that stands still until you move it, and gates that count from nothing, or not at
-all."""
+"""Tools for tests of apps: a clock that you move, and limits that count from nothing, are off, or lose their store."""
 
 from __future__ import annotations
 
@@ -9,12 +8,18 @@ from datetime import timedelta
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from headgate.base import LimiterBase
 from headgate.errors import InvalidInput
+from headgate.limiter import AsyncLimiter, Limiter
+from headgate.stores.calls import Check, checked
+from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from headgate.adapters.way import Admission, Arrival
+    from headgate.decisions import Decision
+    from headgate.stores.calls import Cost
 
 __all__ = ["FakeClock", "IsolatedLimits", "Passage", "isolated_limits", "limits_off"]
 
@@ -23,43 +28,84 @@ DAY_US: Final = 86_400_000_000
 
 @contextmanager
 def isolated_limits(*, start_us: int | None = None) -> Iterator[IsolatedLimits]:
-    """All gates of this process count from nothing, in memory, by a clock that stands still; then all is as before.
+    """All gates and limiters of this process count from nothing, in memory, by a clock that stands still.
 
-    Gates that are made inside the block do so, too. The clock starts at `start_us`, or else at the last midnight (UTC):
-    so windows of up to a day are at their beginning, and what the policy says of dates holds as it does today.
+    So do those that are made inside the block. After it, everything is as before. The clock starts at `start_us`, or
+    else at the last midnight (UTC): windows of up to a day are at their beginning, and dates in the policy apply as
+    they do today.
     """
     limits = IsolatedLimits(FakeClock(time.time_ns() // 1000 // DAY_US * DAY_US if start_us is None else start_us))
-    with _every_gate(limits.take):
+    with _everywhere(limits.take, limits.take_limiter):
         yield limits
 
 
 @contextmanager
 def limits_off() -> Iterator[None]:
-    """All gates of this process let everything through and count nothing, those included that are made in the block."""
+    """All gates and limiters of this process allow everything and count nothing, also those made in the block."""
 
     def turn_off(gate: Any) -> Callable[[], None]:
         was_on, gate.is_on = gate.is_on, False
         return lambda: setattr(gate, "is_on", was_on)
 
-    with _every_gate(turn_off):
+    def turn_off_limiter(limiter: Any) -> Callable[[], None]:
+        fresh = _fresh(limiter, FakeClock())
+        fresh._store = fresh._memory = _UnlimitedStore(FakeClock())  # noqa: SLF001
+        fresh._make_ready()  # noqa: SLF001
+        return _exchange(limiter, fresh)
+
+    with _everywhere(turn_off, turn_off_limiter):
         yield
 
 
 @contextmanager
-def _every_gate(change: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
-    """Changes all gates there are and those to come; each change gives the function that undoes it."""
-    from headgate.adapters.gate import Gate  # whoever needs only a clock has no use for the adapters
+def _everywhere(
+    change_gate: Callable[[Any], Callable[[], None]], change_limiter: Callable[[Any], Callable[[], None]]
+) -> Iterator[None]:
+    """Change all gates and limiters, those to come included; each change returns the function that undoes it."""
+    from headgate.adapters.gate import Gate  # not at the top: a clock alone needs no adapters
 
     with ExitStack() as undoing:
+        for change, existing, created in (
+            (change_gate, Gate.doors, Gate.newcomers),
+            (change_limiter, LimiterBase._limiters, LimiterBase._on_created),  # noqa: SLF001
+        ):
 
-        def take(gate: Any) -> None:
-            undoing.callback(change(gate))
+            def take(each: Any, change: Callable[[Any], Callable[[], None]] = change) -> None:
+                undoing.callback(change(each))
 
-        for gate in list(Gate.doors):
-            take(gate)
-        Gate.newcomers.append(take)
-        undoing.callback(Gate.newcomers.remove, take)
+            for each in list(existing):
+                take(each)
+            created.append(take)
+            undoing.callback(created.remove, take)
         yield
+
+
+def _fresh(limiter: Any, clock: FakeClock) -> Any:
+    """A limiter of the same kind and failure mode in memory."""
+    kind = AsyncLimiter if isinstance(limiter, AsyncLimiter) else Limiter
+    return kind._for_gate(clock=clock, on_failure=limiter._failure.mode)  # noqa: SLF001
+
+
+def _exchange(limiter: Any, fresh: Any) -> Callable[[], None]:
+    """Let a limiter be what another one is; returns the function that undoes it."""
+    before, limiter.__dict__ = limiter.__dict__, fresh.__dict__
+
+    def put_back() -> None:
+        limiter.__dict__ = before
+
+    return put_back
+
+
+class _UnlimitedStore(MemoryStore):
+    """Allows everything, and counts nothing: each check is answered as one of cost 0."""
+
+    __slots__ = ()
+
+    def check(self, *keys: Any, cost: Cost = 1, id: str | None = None) -> Decision:
+        return self.decide(checked(keys, cost, id))
+
+    def decide(self, call: Check) -> Decision:
+        return super().decide(Check(call.keys, 0))
 
 
 class Passage(NamedTuple):
@@ -103,12 +149,32 @@ class IsolatedLimits:
         self.decisions: list[Passage] = []
         """Every request that the gates decided on, the newest last. Routes that cost nothing are not among them."""
         self._gates: list[Any] = []
+        self._limiters: list[Any] = []
+        self._is_down = False
 
     def reset(self) -> None:
         """Forget all counts and decisions; the clock stays where it is."""
         self.decisions.clear()
-        for gate in self._gates:
-            gate.use_memory(self.clock)
+        self._begin_anew()
+
+    @contextmanager
+    def store_down(self) -> Iterator[None]:
+        """The store is unavailable inside the block: routes and limiters answer by their `on_failure`.
+
+        After the block, all counts are as they were before.
+        """
+        gates, limiters = len(self._gates), len(self._limiters)
+        with ExitStack() as undoing:
+            for gate in self._gates:
+                undoing.callback(gate.use, *gate.use_no_store(self.clock))
+            for limiter in self._limiters:
+                undoing.callback(_exchange(limiter, self._fresh_limiter(limiter, is_down=True)))
+            self._is_down = True
+            try:
+                yield
+            finally:
+                self._is_down = False
+                self._begin_anew(gates, limiters)  # those that were made meanwhile
 
     def assert_allowed(self, on: str | None = None) -> None:
         """The last request was let in; `on` narrows it to the last of a route: "/login", or "POST /login"."""
@@ -136,9 +202,15 @@ class IsolatedLimits:
         if not (last := self._last(on)).blocked:
             raise AssertionError(f"not blocked: {last}")
 
+    def take_limiter(self, limiter: Any) -> Callable[[], None]:
+        """Isolate one more limiter; returns the function that ends it."""
+        put_back = _exchange(limiter, self._fresh_limiter(limiter, is_down=self._is_down))
+        self._limiters.append(limiter)
+        return put_back
+
     def take(self, gate: Any) -> Callable[[], None]:
-        """Count and watch at one gate more; gives the function that ends it."""
-        before, told_before = gate.use_memory(self.clock), gate.on_decision
+        """Isolate and watch one more gate; returns the function that ends it."""
+        before, told_before = self._use_fresh_counts(gate), gate.on_decision
 
         def record(arrival: Arrival, admission: Admission) -> None:
             self.decisions.append(Passage(arrival.method, arrival.path, admission))
@@ -153,6 +225,22 @@ class IsolatedLimits:
         self._gates.append(gate)
         return put_back
 
+    def _begin_anew(self, gates: int = 0, limiters: int = 0) -> None:
+        """Let all gates and limiters count from nothing, but for so many of the first."""
+        for gate in self._gates[gates:]:
+            self._use_fresh_counts(gate)
+        for limiter in self._limiters[limiters:]:
+            _exchange(limiter, self._fresh_limiter(limiter, is_down=self._is_down))
+
+    def _use_fresh_counts(self, gate: Any) -> Any:
+        return gate.use_no_store(self.clock) if self._is_down else gate.use_memory(self.clock)
+
+    def _fresh_limiter(self, limiter: Any, *, is_down: bool) -> Any:
+        fresh = _fresh(limiter, self.clock)
+        if is_down:
+            fresh._lose_store()  # noqa: SLF001
+        return fresh
+
     def _last(self, on: str | None) -> Passage:
         __tracebackhide__ = True
         method, _, path = (on or "").rpartition(" ")
@@ -160,11 +248,16 @@ class IsolatedLimits:
             if path in ("", passage.path) and method in ("", passage.method):
                 return passage
         seen = ", ".join(dict.fromkeys(f"{passage.method} {passage.path}" for passage in self.decisions))
-        others = f"were: {seen}" if seen else "was none at all" if self._gates else "is no gate in this process"
-        raise AssertionError(f"no request{f' to {on}' if on else ''} was decided on; there {others}")
+        others = f"were: {seen}" if seen else "were none at all" if self._gates else "is no gate in this process"
+        raise AssertionError(
+            f"no request{f' to {on}' if on else ''} was decided on; there {others}. "
+            "Requests to routes of cost 0 and to exempt views are not recorded"
+        )
 
     def _names(self) -> list[str]:
-        return list(dict.fromkeys(rule.name for gate in self._gates for rule in gate.rules.snapshot.policy.rules))
+        """The names of all limits that may have denied a request, those of views as far as they were asked."""
+        snapshots = [rules.snapshot for gate in self._gates for rules in (gate.rules, *gate.all_view_rules())]
+        return list(dict.fromkeys(rule.name for snapshot in snapshots for rule in snapshot.policy.rules))
 
 
 class FakeClock:

@@ -125,7 +125,7 @@ class Door(Ways):
         self._health_path = _checked_path(health_path)
         self._is_on = True
         options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
-        self.use(self._limiter_type(store, clock=clock, **options), clock)
+        self.use(self._limiter_type._for_gate(store, clock=clock, **options), clock)  # noqa: SLF001
         self._random_secret = secrets.token_bytes(32)
         self._watch: Any = None
         self.view_rules: dict[Any, tuple[Rules, Rules]] = {}
@@ -211,7 +211,15 @@ class Door(Ways):
 
     def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
         """Count afresh from now on, in memory and by that clock; what counted before, as `use` takes it."""
-        return self.use(self._limiter_type(clock=clock), clock)
+        return self.use(self._limiter_type._for_gate(clock=clock), clock)  # noqa: SLF001
+
+    def use_no_store(self, clock: Clock) -> tuple[Any, Clock | None]:
+        """Answer by the failure modes of the policy from now on, as if the store were unavailable: for tests."""
+        limiter = self._limiter_type._for_gate(clock=clock)  # noqa: SLF001
+        limiter._lose_store()  # noqa: SLF001
+        before = self.use(limiter, clock)
+        self._front.fleet.share = self.rules.snapshot.policy.store.share
+        return before
 
     def beside(self) -> Limiter:
         """A limiter for threads on the counts and the live blocks of this gate: for who looks after it.
@@ -220,7 +228,7 @@ class Door(Ways):
         """
         if self._memory is None:
             raise InvalidConfiguration("this gate counts in Redis: make a Limiter on the same URL and namespace")
-        limiter = Limiter(clock=self._clock)
+        limiter = Limiter._for_gate(clock=self._clock)  # noqa: SLF001
         limiter._store, limiter._memory = _Lent(self._memory), self._memory  # noqa: SLF001 - as `use` does
         limiter._front.blocks = self._blocks  # noqa: SLF001
         limiter._make_ready()  # noqa: SLF001
@@ -251,6 +259,10 @@ class Door(Ways):
     def identity_kinds(self) -> list[str]:
         """The identities that limits can count by here."""
         return [*BUILT_IN, *self._functions]
+
+    def all_view_rules(self) -> list[Rules]:
+        """The rules of all views that requests have reached so far."""
+        return [rules for _, rules in self.view_rules.values()]
 
     def rules_for(self, rules: Sequence[Rule], functions: Mapping[str, IdentityFunction]) -> Rules:
         """Rules of limits that the app declares on a view, under the settings of the policy in force.
