@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from redis.crc import key_slot
 from headgate import Decision, InvalidInput, Limit, ScriptError, StoreError, StoreTimeout, StoreUnavailable
 from headgate.shield.blocks import Blocks
 from headgate.stores.calls import Check, Refund, Reset
+from headgate.stores.redis import news
 from headgate.stores.redis.companion import Companion, StoredBlock
 from headgate.stores.redis.news import Listener
 from headgate.stores.redis.places import find_place
@@ -440,6 +440,8 @@ class Heard:
         self.blocks = Blocks()
         self.forgotten: list[tuple[str, str]] = []
         self.heard_at: dict[str, float] = {}
+        self.reads: list[list[tuple[str, str]] | None] = []
+        """The identities of blocks that were read again, None for all of them."""
         self.connected = 0
         self.lost: list[StoreError] = []
         place = find_place(url, asynchronous=False)
@@ -447,19 +449,23 @@ class Heard:
         self.listener = Listener(
             place,
             wire,
-            on_block=self._block,
-            on_unblock=self.blocks.drop,
+            on_blocks_changed=self._refresh,
             on_forget=lambda space, identity: self.forgotten.append((space, identity)),
             on_connect=self._connect,
             on_lost=self.lost.append,
         )
 
-    def _block(self, kind: str, value: str, until_us: int | None, reason: str | None) -> None:
-        self.blocks.set(kind, value, until_us, reason)
-        self.heard_at[value] = time.perf_counter()
+    def _refresh(self, changed: list[tuple[str, str]] | None) -> None:
+        self.reads.append(changed)
+        if changed is None:
+            self.blocks.replace(self.companion.blocks())
+        else:
+            self.blocks.refresh(changed, self.companion.find_blocks)
+            self.heard_at.update({value: time.perf_counter() for _, value in changed})
 
     def _connect(self) -> None:
-        self.blocks.replace(self.companion.blocks())
+        self._refresh(None)
+        self.reads.clear()
         self.connected += 1
 
     @contextmanager
@@ -643,10 +649,85 @@ def test_news_come_over_tls(open_companion: Callable[..., Companion]) -> None:
             for number in range(200):
                 companion.block("user", f"{number}", reason="x" * 1_000)
             wait_until(lambda: len(heard.blocks) == 200, "all blocks")
-            with server.client() as client:  # more than TLS sends in one piece
-                client.publish(companion._wire.news, "block " + json.dumps({"kind": "user", "value": "y" * 100_000}))
+            companion.block("user", "y" * 100_000)  # more than TLS sends in one piece
             wait_until(lambda: len(heard.blocks) == 201, "a large one")
         assert not heard.lost
+
+
+@pytest.fixture
+def forge(remote_url: str, companion: Companion) -> Iterator[Callable[[str | bytes], Any]]:
+    """Publish as a client of another database does, where the servers have several."""
+    with client_of(remote_url) as client:
+        if not isinstance(client, redis.RedisCluster):
+            client.select(15)
+        yield lambda text: client.publish(companion._wire.news, text)
+
+
+FORGED = [
+    'block {"until_us":null,"kind":"ip","value":"0.0.0.0/0","reason":null}',
+    'block {"kind":"ip","value":"0.0.0.0/0"}',
+    'unblock {"kind":"ip","value":"203.0.113.0/24"}',
+    'block {"kind":"ip","value":"203.0.113.0/24"}',
+    'block {"kind":"ip","value":"203.0.113.9/24"}',
+    'block {"until_us":0,"kind":"ip","value":"203.0.113.0/24","reason":null}',
+    'block {"kind":"ip","value":"nonsense"}',
+    "block",
+]
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_forged_messages_neither_block_nor_unblock(
+    companion: Companion, remote_url: str, forge: Callable[[str | bytes], Any], text: str
+) -> None:
+    companion.block("ip", "203.0.113.0/24")
+    heard = Heard(remote_url, companion._wire)
+    with heard.listening():
+        forge(text)
+        companion.block("user", "last")
+        wait_until(lambda: "last" in heard.values(), "a genuine message")
+        assert heard.values() == {"203.0.113.0/24", "last"}
+    assert not heard.lost
+
+
+def test_a_flood_of_forged_messages_costs_few_reads(
+    companion: Companion, remote_url: str, forge: Callable[[str | bytes], Any]
+) -> None:
+    companion.block("user", "before")
+    heard = Heard(remote_url, companion._wire)
+    with heard.listening():
+        start = time.monotonic()
+        for number in range(5_000):
+            forge('block {"kind":"user","value":"before"}')
+            if number % 2:
+                forge(f'block {{"kind":"user","value":"{number}"}}')
+            forge("forget a:b:c")
+        companion.block("user", "genuine")
+        wait_until(lambda: "genuine" in heard.values(), "the genuine block", timeout=10)
+        seconds = time.monotonic() - start
+        assert heard.values() == {"before", "genuine"}
+        assert len([read for read in heard.reads if read is not None]) <= seconds / news.READ_INTERVAL_S + 1
+        assert heard.reads.count(None) <= seconds / news.READ_ALL_INTERVAL_S + 1
+        assert max(len(read or ()) for read in heard.reads) <= news.MAX_READ_AT_ONCE
+        assert len(heard.forgotten) <= seconds / news.FORGET_INTERVAL_S + 1
+    assert not heard.lost
+    assert heard.listener.ignored == 0
+
+
+def test_malformed_and_oversized_messages_are_ignored_and_counted(
+    companion: Companion, remote_url: str, forge: Callable[[str | bytes], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    heard = Heard(remote_url, companion._wire)
+    texts: list[str | bytes] = ["", "nonsense", "block {", b"block \xff", b"forget \xff:a:b", b"\xff", "forget a:b"]
+    texts += ["unblock {}", "block " + "[" * 30_000, "block " + "x" * 40_000, b"x" * 3_000_000, b"\r\n" * 70_000]
+    with heard.listening():
+        for text in texts:
+            forge(text)
+        companion.block("user", "ada")
+        wait_until(lambda: heard.values() == {"ada"}, "the block after all that")
+        assert heard.listener.ignored == len(texts)
+    assert heard.connected == 1
+    assert not heard.lost
+    assert caplog.text.count("malformed or oversized") == 1
 
 
 def test_what_nobody_understands_does_no_harm(
@@ -663,7 +744,7 @@ def test_what_nobody_understands_does_no_harm(
         wait_until(lambda: heard.blocks, "the block after all that")
     assert heard.connected == 1
     assert "ZeroDivisionError" in caplog.text
-    assert "nobody understands" in caplog.text
+    assert "malformed or oversized" in caplog.text
 
 
 def test_a_mistake_of_who_is_told_of_the_connection_is_not_the_end(

@@ -169,6 +169,23 @@ def test_news_are_heard_whatever_else_is_said(server: RedisServer, said: bytes) 
         wait_until(lambda: [block.value for block in limiter._front.blocks] == ["acme"], "the block", timeout=5)
 
 
+def test_publishing_from_another_database_blocks_and_unblocks_nobody(server: RedisServer) -> None:
+    with Limiter(server.url, on_failure="open", budget=BUDGET) as limiter, Limiter(server.url) as other:
+        limiter._keeper.listens = True  # type: ignore[union-attr] # as behind a gate
+        limiter._keeper.ensure()  # type: ignore[union-attr]
+        other.block("user", "eve")
+        wait_until(lambda: len(limiter._front.blocks) == 1, "the block")
+        with server.client(db=15) as client:
+            client.publish("headgate:%news", 'block {"until_us":null,"kind":"ip","value":"0.0.0.0/0","reason":null}')
+            client.publish("headgate:%news", 'unblock {"kind":"user","value":"eve"}')
+            client.publish("headgate:%news", 'block {"kind":"user","value":"eve"}')
+        other.block("user", "last")
+        wait_until(lambda: limiter._front.blocks.find({"user": "last"}, 0), "a genuine message")
+        assert limiter._front.blocks.find({"ip": "203.0.113.9"}, 0) is None
+        assert limiter._front.blocks.find({"user": "eve"}, 0) is not None
+        assert limiter.stats["ignored_messages"] == 1
+
+
 def test_credentials_that_could_not_be_had_are_asked_for_again(unique: str) -> None:
     class Provider(redis.CredentialProvider):
         is_away = True

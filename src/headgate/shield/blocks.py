@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from functools import lru_cache
 from ipaddress import ip_network
 from socket import AF_INET, AF_INET6, inet_pton
@@ -16,7 +17,7 @@ from headgate._forks import renew_in_children
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["Blocks", "LiveBlock", "canonical"]
 
@@ -101,6 +102,27 @@ class Blocks:
         with self._mutex:
             self._tables = fresh._tables
             self._look_over()
+
+    def refresh(
+        self,
+        changed: Iterable[tuple[str, str]],
+        find: Callable[[Sequence[tuple[str, str]]], Sequence[tuple[str, str, int | None, str | None] | None]],
+    ) -> None:
+        """Read the blocks of these identities again, each given as kind and value; `find` reads what is stored."""
+        spellings: dict[tuple[str, str], None] = {}
+        for kind, value in changed:
+            # The canonical spelling, too: asking for another one must not end the block that is stored under it.
+            with suppress(InvalidInput):
+                spellings[kind, canonical(kind, value)] = None
+                spellings[kind, value] = None
+        identities = list(spellings)
+        stored = find(identities) if identities else ()
+        with self._mutex:
+            for (kind, value), block in zip(identities, stored, strict=True):
+                if block is not None:
+                    self.set(*block)
+                elif value == canonical(kind, value):
+                    self.drop(kind, value)
 
     def sweep(self, now_us: int) -> None:
         """Forget the blocks that have ended: `find` passes over them, but they take up room."""

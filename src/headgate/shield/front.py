@@ -51,7 +51,18 @@ class Front:
 
     __slots__ = (
         *("__weakref__", "_clock", "_prepays", "_refusal", "_remembers", "blocks", "breaker", "checks", "denials"),
-        *("ensure", "fleet", "is_alert", "ledger", "now_ns", "outage", "purses", "script_errors", "unspent"),
+        *(
+            "ensure",
+            "fleet",
+            "is_alert",
+            "ledger",
+            "listener",
+            "now_ns",
+            "outage",
+            "purses",
+            "script_errors",
+            "unspent",
+        ),
     )
 
     def __init__(self, herald: Herald, *, clock: Clock | None, fleet: Fleet) -> None:
@@ -64,6 +75,8 @@ class Front:
         self.outage = Outage(herald)
         self.script_errors = 0
         """Answers that were errors of a script: a bug, or a foreign value, but no outage."""
+        self.listener: Any = None
+        """The pub/sub subscriber, once there is one."""
         self.unspent: deque[Refund] = deque()
         """What was prepaid and is to be given back."""
         self.ensure: Callable[[], None] = lambda: None
@@ -273,6 +286,7 @@ class Front:
             "hot_keys": purses.hot,
             "hot_keys_detected": purses.found,
             "script_errors": self.script_errors,
+            "ignored_messages": 0 if self.listener is None else self.listener.ignored,
         }
 
 

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 import weakref
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.events import Herald
-    from headgate.shield.denials import Denials
     from headgate.shield.front import Front
 
 __all__ = ["Keeper"]
@@ -355,24 +355,33 @@ class Keeper:
                 denials.forget(space, identity)
                 purses.awaken(space, identity)
 
+            def refresh(changed: list[tuple[str, str]] | None) -> None:
+                if companion is not None:
+                    _refresh(blocks, changed, companion)
+
+            def connected() -> None:
+                denials.clear()
+                refresh(None)
+
             self._listener = self._store.listener(
-                on_block=blocks.set,
-                on_unblock=blocks.drop,
+                on_blocks_changed=refresh,
                 on_forget=forget,
-                on_connect=lambda: _catch_up(blocks, denials, companion),
+                on_connect=connected,
                 on_lost=lambda _: denials.clear(),
             )
+            self._front.listener = self._listener
             weakref.finalize(self, self._listener.stop)
             if _started("headgate-news", self._listener.listen) is None:
                 self._listener = None
 
 
-def _catch_up(blocks: Blocks, denials: Denials, companion: Any) -> None:
-    """What was said while nobody listened is looked up; what may have been said is not relied on."""
-    denials.clear()
-    if companion is not None:
-        blocks.replace([LiveBlock(*block) for block in companion.blocks()])
-        companion.close()
+def _refresh(blocks: Blocks, changed: list[tuple[str, str]] | None, companion: Any) -> None:
+    """Read the blocks of these identities from the store, or all of them for None."""
+    with closing(companion):
+        if changed is None:
+            blocks.replace([LiveBlock(*block) for block in companion.blocks()])
+        else:
+            blocks.refresh(changed, companion.find_blocks)
 
 
 def _with(reference: weakref.ref[Keeper], do: Callable[[Keeper], None]) -> None:

@@ -1,13 +1,15 @@
--- Who is blocked: sets a block, drops one, or lists some of those that have not ended.
+-- The block list: sets a block, drops one, reads some by identity, or lists a page of those that have not ended.
 -- KEYS: a hash, identity -> '{"until_us":123,...}', or null there for a block without end; and "%" -> how many of those
 --   there are, and the last instant (us) at which any other ends, or would have ended.
 -- ARGV: now (us; empty for the server's clock), then
 --   "list", where to go on ("0" to begin), and about how many to look at; or
+--   "get" and identities; or
 --   "set" or "drop", the channel for news, the identity, and, to set, the block.
--- Reply: to "list", where to go on ("0" at the end), then identity and block in turn; else 1 if there was a block of that
---   identity, else 0.
+-- Reply: to "list", where to go on ("0" at the end), then identity and block in turn; to "get", for each identity its
+--   block, or an empty text; else 1 if there was a block of that identity, else 0.
 
 local CENTURY = 3155760000000 -- ms
+local LONGEST_IDENTITY = 16384 -- bytes that are published; of longer ones only that something has changed
 local key, now = KEYS[1], current(ARGV[1])
 
 -- The instant, or nothing if it has no end.
@@ -39,6 +41,17 @@ local function list(cursor, number)
   return reply
 end
 
+local function get(first)
+  local reply = {}
+  for index = first, #ARGV do
+    local identity = ARGV[index]
+    local block = identity ~= '%' and call('HGET', key, identity) or ''
+    local instant = ends(block)
+    reply[#reply + 1] = instant and instant <= now and '' or block
+  end
+  return reply
+end
+
 local function change(channel, identity, block)
   local before, kept = call('HGET', key, identity), call('HGET', key, '%') or '0 0'
   local endless, last = match(kept, '^(%d+) (%d+)$')
@@ -57,13 +70,16 @@ local function change(channel, identity, block)
   local lifetime = endless > 0 and CENTURY or math.max(0, ceil_div(last - now, 1000)) + MARGIN
   call('PEXPIRE', key, format(WHOLE, lifetime))
   tidy()
-  -- In the same run as the change: nothing is heard of that is not stored. Who may not publish may block all the same,
-  -- and the others find out when they look.
-  pcall('PUBLISH', channel, block and format('block %s', block) or format('unblock %s', identity))
+  -- In the same run as the change, so that subscribers who read the block on this message find it. Only the identity is
+  -- published: anybody may publish, so subscribers believe nothing but what is stored. A client without the right to
+  -- publish may still block; subscribers then find out when they next read all blocks.
+  pcall('PUBLISH', channel, #identity <= LONGEST_IDENTITY and format('block %s', identity) or 'block')
   return before and 1 or 0
 end
 
 if ARGV[2] == 'list' then
   return list(ARGV[3], ARGV[4])
+elseif ARGV[2] == 'get' then
+  return get(3)
 end
 return change(ARGV[3], ARGV[4], ARGV[2] == 'set' and ARGV[5] or nil)

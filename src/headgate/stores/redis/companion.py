@@ -113,6 +113,14 @@ class Companion:
         """End a block; whether there was one. All who listen hear of it."""
         return bool(self._ask_blocks("drop", self._wire.news, _identity(kind, value)))
 
+    def find_blocks(self, identities: Sequence[tuple[str, str]]) -> list[StoredBlock | None]:
+        """The stored block of each (kind, value), or None where there is none that still holds."""
+        found: list[StoredBlock | None] = []
+        for start in range(0, len(identities), BLOCKS_AT_ONCE):
+            names = [_identity(kind, value) for kind, value in identities[start : start + BLOCKS_AT_ONCE]]
+            found += map(read_block, self._ask_blocks("get", *names))
+        return found
+
     def blocks(self) -> list[StoredBlock]:
         """All blocks that have not ended, in no order. What somebody else has written there is left out.
 
