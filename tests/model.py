@@ -4,6 +4,9 @@ An algorithm says two things of its state: whether a cost `fits` at an instant, 
 All that a decision reports follows from these by search, not by the closed formulas that a limiter uses:
 `remaining` is the largest cost that fits, `retry_after` the least wait after which the cost fits,
 `reset_after` the least wait after which the key is as new. Clarity is worth more than speed here.
+
+Before it decides, a state is migrated: it is converted to the plan in force (`adopt`), and dated now if it lies further
+in the future than one period (`redate`). A migration is kept even if the request that first sees it is denied.
 """
 
 from __future__ import annotations
@@ -97,7 +100,12 @@ class State:
         raise NotImplementedError
 
     def adopt(self, now: int, plan: Plan) -> None:
+        """Apply another plan from now on. What is used stays used, and what is as new stays as new."""
         self.plan = plan
+
+    def redate(self, now: int) -> None:
+        """Date the state now if it lies further in the future than one period."""
+        raise NotImplementedError
 
     def admits(self, now: int, cost: int, id: str | None) -> bool:
         return cost == 0 or (cost <= self.plan.capacity and self.fits(now, cost))
@@ -136,21 +144,41 @@ class FixedWindow(State):
 
     def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
         window = self.window(now)
-        charged = window if charged_at is None else charged_at // self.plan.period_us
+        # A charge that lies more than a period in the future was dated now, like the count itself.
+        is_dated = charged_at is not None and charged_at <= now + self.plan.period_us
+        charged = charged_at // self.plan.period_us if is_dated else window
         if charged != window or self.used[window] == 0:
             return False
         self.used[window] = max(0, self.used[window] - amount)
         return True
 
+    def counting(self, now: int) -> set[int]:
+        """The windows whose counts matter at this instant."""
+        return {self.window(now)}
+
+    def move(self, last: int, period_us: int) -> None:
+        """Date the last charge anew, in windows of that length: its count and the one before go with it."""
+        old, new = self.last // self.plan.period_us, last // period_us
+        self.used = Counter({new: self.used[old], new - 1: self.used[old - 1]})
+        self.last = last
+
     def adopt(self, now: int, plan: Plan) -> None:
         if plan.period_us != self.plan.period_us:
-            old, new = self.last // self.plan.period_us, self.last // plan.period_us
-            self.used = Counter({new: self.used[old], new - 1: self.used[old - 1]})
+            counting = self.counting(now)
+            self.used = Counter({window: used for window, used in self.used.items() if window in counting})
+            self.move(self.last, plan.period_us)
         self.plan = plan
+
+    def redate(self, now: int) -> None:
+        if self.last > now + self.plan.period_us:
+            self.move(now, self.plan.period_us)
 
 
 @dataclass
 class SlidingWindow(FixedWindow):
+    def counting(self, now: int) -> set[int]:
+        return {self.window(now), self.window(now) - 1}
+
     def estimate(self, now: int) -> Fraction:
         window, width = self.window(now), self.plan.period_us
         elapsed = max(now, self.last) - window * width
@@ -194,6 +222,21 @@ class SlidingLog(State):
         self.entries = entries
         return True
 
+    def adopt(self, now: int, plan: Plan) -> None:
+        if plan.period_us != self.plan.period_us:
+            # What has ceased to count under one of the two plans is forgotten for good.
+            self.entries = self.live(now)
+            if now >= self.last + min(self.plan.period_us, plan.period_us):
+                self.last, self.entries = 0, []  # like a key that has expired
+            self.plan = plan
+            self.entries = self.live(now)
+        self.plan = plan
+
+    def redate(self, now: int) -> None:
+        if self.last > now + self.plan.period_us:
+            self.entries = [(now, cost) for _, cost in self.live(now)]
+            self.last = now
+
 
 @dataclass
 class TokenBucket(State):
@@ -227,10 +270,15 @@ class TokenBucket(State):
         return True
 
     def adopt(self, now: int, plan: Plan) -> None:
-        level, self.plan = self.level_at(now), plan
+        used = self.plan.capacity - self.level_at(now)
+        self.plan = plan
         # Kept in units of the new plan. What is finer no decision of that plan could tell, but a third plan might.
         unit = Fraction(1, Fraction(plan.period_us, plan.quota).numerator)
-        self.put(now, level // unit * unit)
+        self.put(now, max(ZERO, (plan.capacity - used) // unit * unit))
+
+    def redate(self, now: int) -> None:
+        if self.last > now + Fraction(self.plan.capacity * self.plan.period_us, self.plan.quota):
+            self.last = now
 
 
 @dataclass
@@ -261,6 +309,12 @@ class Gcra(State):
         unit = Fraction(1, self.interval.denominator)
         self.tat = min(-(-self.tat // unit) * unit, now + plan.capacity * self.interval)
 
+    def redate(self, now: int) -> None:
+        # An empty bucket of now has its tat one period ahead, and one that is dated a period from now has it two ahead.
+        period = self.plan.capacity * self.interval
+        if self.tat > now + 2 * period:
+            self.tat = now + period
+
 
 @dataclass
 class LeakyBucket(Gcra):
@@ -273,6 +327,7 @@ class LeakyBucket(Gcra):
 class Lease(NamedTuple):
     cost: int
     expiry: int
+    ttl: int
 
 
 @dataclass
@@ -294,8 +349,16 @@ class Concurrency(State):
     def charge(self, now: int, cost: int, id: str | None) -> None:
         assert id is not None
         self.leases = self.held(now)
-        lease = self.leases.get(id, Lease(cost, 0))
-        self.leases[id] = lease._replace(expiry=max(lease.expiry, now + self.plan.period_us))
+        lease = self.leases.get(id, Lease(cost, 0, 0))
+        if now + self.plan.period_us > lease.expiry:
+            lease = lease._replace(expiry=now + self.plan.period_us, ttl=self.plan.period_us)
+        self.leases[id] = lease
+
+    def redate(self, now: int) -> None:
+        for id, lease in self.leases.items():
+            taken = lease.expiry - lease.ttl
+            if taken > now + lease.ttl:
+                self.leases[id] = lease._replace(expiry=now + lease.ttl)
 
     def leave(self, now: int, id: str) -> None:
         self.leases = self.held(now)
@@ -371,6 +434,7 @@ class Model:
         state = deepcopy(stored)
         if state.plan.numbers != subject.plan.numbers:
             state.adopt(now, subject.plan)
+        state.redate(now)
         return state
 
     def counted_at(self, subject: Subject) -> int | None:

@@ -12,7 +12,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pytest
 
@@ -112,6 +112,16 @@ def gate(open_gate: Callable[..., Gate], clock: FakeClock) -> Gate:
 
 def limit_of(algorithm: str, quota: int, name: str, period: timedelta = HOUR) -> Limit:
     return Limit(quota, period, algorithm=algorithm, name=f"{name}-{algorithm}")
+
+
+class Plan(NamedTuple):
+    """What a plan change may change."""
+
+    quota: int
+    hours: float = 1
+
+    def limit(self, algorithm: str, name: str) -> Limit:
+        return limit_of(algorithm, self.quota, name, timedelta(hours=self.hours))
 
 
 def one_of_each(name: str, quota: int = 5) -> list[Limit]:
@@ -699,6 +709,154 @@ def test_a_delay_is_the_longest_and_nobody_who_is_denied_has_one(gate: Gate, uni
     gate.check(short, long, drained)
     assert gate.check(short, long).delay == 10
     assert gate.check(short, long, drained).delay == 0
+
+
+# Plan changes
+
+HOURLY = Plan(6)
+CHANGED_PLANS = {
+    "a larger quota": Plan(600),
+    "a smaller quota": Plan(2),
+    "a longer period": Plan(6, hours=24 * 30),
+    "a shorter period": Plan(6, hours=0.01),
+    "all of it larger": Plan(60, hours=10),
+}
+# After 4 of 6 an hour: what is left of other quotas.
+LEFT = {10: 6, 5: 1, 3: 0}
+LEFT_IN_TIME = {10: 3, 5: 1, 3: 1}
+"""For gcra and the queue, which keep the 40 minutes that they need to be as new."""
+
+
+@pytest.mark.parametrize("change", CHANGED_PLANS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_key_that_is_as_new_is_as_new_under_a_changed_plan_expired_or_not(
+    gate: Gate, clock: FakeClock, unique: str, algorithm: str, change: str
+) -> None:
+    before, after = HOURLY.limit(algorithm, unique), CHANGED_PLANS[change].limit(algorithm, unique)
+    for client in ("kept", "forgotten"):
+        gate.check(before.by(client), cost=6)
+    clock.advance(gate.peek(before.by("kept")).reset_after)
+    gate.reset(before.by("forgotten"))  # as its expiry does
+    assert state(gate, after.by("kept")) == state(gate, after.by("forgotten")) == ((after.capacity, 0, 0, 0),)
+    decisions = [gate.check(after.by(client), cost=after.capacity) for client in ("kept", "forgotten")]
+    assert decisions[0].allowed
+    assert decisions[0].verdicts == decisions[1].verdicts
+
+
+@pytest.mark.parametrize("algorithm", ["gcra", "leaky_bucket", "token_bucket"])
+@pytest.mark.parametrize("burst", [1, 2, 100])
+def test_a_bucket_that_has_filled_up_is_full_under_another_burst(
+    gate: Gate, clock: FakeClock, unique: str, algorithm: str, burst: int
+) -> None:
+    def limit(quota: int, burst: int) -> Limit:
+        return Limit(quota, timedelta(minutes=1), burst=burst, algorithm=algorithm, name=unique)
+
+    gate.check(limit(60, 2).by("ada"))
+    clock.advance(1)
+    assert gate.peek(limit(600, burst).by("ada")).remaining == burst
+    assert gate.check(limit(600, burst).by("ada"), cost=burst).allowed
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_plan_change_keeps_what_is_used(gate: Gate, unique: str, algorithm: str) -> None:
+    gate.check(HOURLY.limit(algorithm, unique).by("ada"), cost=4)
+    for quota, left in (LEFT_IN_TIME if algorithm in QUEUES else LEFT).items():
+        assert gate.peek(Plan(quota).limit(algorithm, unique).by("ada")).remaining == left
+    assert gate.peek(HOURLY.limit(algorithm, unique).by("ada")).remaining == 2, "a peek changes no plan"
+
+
+@pytest.mark.parametrize("change", CHANGED_PLANS)
+@pytest.mark.parametrize("algorithm", REFUNDABLE)
+def test_a_denial_that_first_sees_a_plan_change_knows_exactly_when_to_come_again(
+    gate: Gate, clock: FakeClock, unique: str, algorithm: str, change: str
+) -> None:
+    before, after = HOURLY.limit(algorithm, unique), CHANGED_PLANS[change].limit(algorithm, unique)
+    gate.check(before.by("ada"), cost=6)
+    clock.advance(1)
+    assert_retry_is_exact(gate, clock, after.by("ada"), cost=after.capacity)
+
+
+# A clock that is set back
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_clock_that_is_set_back_by_an_hour_locks_out_for_one_period_at_most(
+    gate: Gate, clock: FakeClock, unique: str, algorithm: str
+) -> None:
+    key = limit_of(algorithm, 10, unique, timedelta(seconds=2)).by("ada")
+    gate.check(key, cost=10)
+    assert [gate.check(key).allowed for _ in range(4)] == [False] * 4
+    clock.advance(-3_600)
+    before = state(gate, key)
+    assert [gate.peek(key).verdicts for _ in range(2)] == [before] * 2, "a peek re-dates nothing"
+    denied = [gate.check(key) for _ in range(4)]
+    assert {decision.retry_after_us for decision in denied} == {denied[0].retry_after_us}
+    period = 2 if algorithm != "sliding_window" else 4  # in which what was used up there is as new
+    assert denied[0].reset_after <= period
+    assert_retry_is_exact(gate, clock, key)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_is_used_stays_used_when_the_clock_is_set_back(
+    gate: Gate, clock: FakeClock, unique: str, algorithm: str
+) -> None:
+    key = limit_of(algorithm, 10, unique, timedelta(seconds=2)).by("ada")
+    gate.check(key, cost=4)
+    clock.advance(-3_600)
+    # gcra and the queue keep an instant only, so that all may have been used.
+    left = 0 if algorithm in QUEUES else 6
+    assert not gate.check(key, cost=left + 1).allowed
+    assert gate.peek(key).remaining == left
+    assert gate.check(key, cost=left).allowed
+
+
+@pytest.mark.parametrize("back", [0.000_001, 0.5, 2])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_clock_that_is_set_back_by_a_period_at_most_gives_nothing_away(
+    gate: Gate, clock: FakeClock, unique: str, algorithm: str, back: float
+) -> None:
+    key, other = (limit_of(algorithm, 10, unique, timedelta(seconds=2)).by(name) for name in ("ada", "bob"))
+    for each in (key, other):
+        gate.check(each, cost=10)
+    for _ in range(3):
+        clock.advance(-back)
+        assert not gate.check(key).allowed
+        clock.advance(back)
+        assert not gate.check(key).allowed
+    assert state(gate, key) == state(gate, other)
+
+
+def test_a_lease_that_the_clock_left_behind_ends_after_its_own_time(gate: Gate, clock: FakeClock, unique: str) -> None:
+    """Of each lease by its own ttl, whatever that of the limit is by now."""
+    long, short = (limit_of("concurrency", 2, unique, timedelta(seconds=ttl)).by("ada") for ttl in (30, 3))
+    gate.enter(long, id="long")
+    gate.enter(short, id="short")
+    assert not gate.enter(short, id="third").allowed
+    assert gate.peek(short).reset_after == 30, "a plan change shortens no lease"
+    clock.advance(-3_600)
+    denied = gate.enter(short, id="third")
+    assert (denied.allowed, denied.retry_after, denied.reset_after) == (False, 3, 30)
+    clock.advance(2)
+    assert gate.renew(short, id="short")
+    clock.advance(2.999_999)
+    assert not gate.enter(short, id="third").allowed
+    clock.advance(0.000_001)
+    assert gate.enter(short, id="third").allowed
+    assert gate.leave(long, id="long")
+
+
+def assert_retry_is_exact(gate: Gate, clock: FakeClock, key: Key, cost: int = 1) -> None:
+    """The request is denied now, and passes after `retry_after`, not a microsecond earlier, asked in between or not."""
+    denied = gate.check(key, cost=cost)
+    assert not denied.allowed
+    wait_us = denied.retry_after_us
+    start_us = clock.now_us()
+    for elapsed_us in (wait_us // 2, wait_us - 1):
+        clock.set_us(start_us + elapsed_us)
+        again = gate.check(key, cost=cost)
+        assert (again.allowed, again.retry_after_us) == (False, wait_us - elapsed_us)
+    clock.set_us(start_us + wait_us)
+    assert gate.check(key, cost=cost).allowed
 
 
 # Keys

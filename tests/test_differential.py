@@ -443,9 +443,21 @@ STORIES: dict[str, tuple[list[tuple[int, Call]], tuple[int, int, int, int]]] = {
         [(0, check(SLOW, 4)), (2, check(SLOW_AND_SMALL, 0))],
         (0, 0, 7, 0),
     ),
-    "a level is cut to the new plan's, also by a part of a token": (
-        [(0, check(LARGE, 4)), (1, check(SMALL, 5)), (1, check(SMALL, 1))],
+    "what is used of a bucket stays used under a smaller plan, to a part of a token": (
+        [(0, check(LARGE, 4)), (1, check(SMALL, 2))],
+        (1, 1, 7, 0),
+    ),
+    "what is used of a bucket stays used under a larger plan, to a part of a token": (
+        [(0, check(SMALL, 4)), (1, check(LARGE, 6))],
+        (5, 1, 7, 0),
+    ),
+    "a bucket of which more is used than the new plan holds is empty": (
+        [(0, check(LARGE, 9)), (1, check(SMALL, 1))],
         (0, 2, 10, 0),
+    ),
+    "a full bucket stays full": (
+        [(0, check(SMALL, 5)), (10, check(LARGE, 9))],
+        (0, 0, 18, 0),
     ),
     "leases that end together are freed together": (
         [*((0, check(LEASES, 1, id)) for id in "abcdefgh"), (1, check(LEASES, 5, "i"))],
@@ -543,8 +555,8 @@ FOREIGN = {
     "a text that begins well": ("SET", "1 2 nonsense"),
     "a list": ("RPUSH", "nonsense"),
     "a hash": ("HSET", "a", "nonsense"),
-    "a log that ends well": ("ZADD", NOW, "nonsense", NOW + 1, "2:1"),
-    "a log that begins well": ("ZADD", NOW, "1:1", NOW + 1, "nonsense"),
+    "a log that ends well": ("ZADD", NOW, "nonsense", NOW + 1, "2:1:1000000"),
+    "a log that begins well": ("ZADD", NOW, "1:1:1000000", NOW + 1, "nonsense"),
 }
 
 
@@ -779,7 +791,7 @@ def test_lua_forgets_any_number_of_expired_leases(lua: InRedis) -> None:
     """More of them than Lua can pass to one command."""
     limit = limit_of("concurrency", 5, SECOND)
     name = lua.wire.name(limit.by("ada"))
-    lua.client.hset(name, mapping={f"expired-{number}": f"1 {NOW} {NOW - 1}" for number in range(9_000)})
+    lua.client.hset(name, mapping={f"expired-{number}": f"1 {NOW} {NOW - 1} {SECOND}" for number in range(9_000)})
     assert lua.run(check(limit, 1, "a"), NOW)
     assert lua.client.hkeys(name) == ["a"]
 
@@ -813,16 +825,20 @@ def test_lua_says_whether_a_lease_was_held(lua: InRedis) -> None:
 def test_lua_numbers_a_log_anew_before_its_totals_leave_exactness(lua: InRedis) -> None:
     key = limit_of("sliding_log", 9, SECOND).by("ada")
     name = lua.wire.name(key)
-    lua.client.zadd(name, {f"{2**52 - 8}:1": NOW - SECOND, f"{2**52 - 6}:2": NOW, f"{2**52 - 3}:3": NOW + 1})
+    lua.client.zadd(
+        name, {f"{2**52 - 8}:1:1000000": NOW - SECOND, f"{2**52 - 6}:2:1000000": NOW, f"{2**52 - 3}:3:1000000": NOW + 1}
+    )
     assert lua.run(Check((key,), 2), NOW + 2).remaining == 2
-    assert lua.client.zrange(name, 0, -1) == [f"{2**52 - 6}:2", f"{2**52 - 3}:3", f"{2**52 - 1}:2"]
+    assert lua.client.zrange(name, 0, -1) == [
+        *[f"{2**52 - 6}:2:1000000", f"{2**52 - 3}:3:1000000", f"{2**52 - 1}:2:1000000"],
+    ]
     assert lua.run(Check((key,), 1), NOW + 3).remaining == 1
     written = lua.client.zrange(name, 0, -1, withscores=True)
     assert written == [
-        ("0000000000000002:2", NOW),
-        ("0000000000000005:3", NOW + 1),
-        ("0000000000000007:2", NOW + 2),
-        ("0000000000000008:1", NOW + 3),
+        ("0000000000000002:2:1000000", NOW),
+        ("0000000000000005:3:1000000", NOW + 1),
+        ("0000000000000007:2:1000000", NOW + 2),
+        ("0000000000000008:1:1000000", NOW + 3),
     ]
 
 
@@ -880,7 +896,8 @@ def test_a_limit_may_be_as_large_as_its_arithmetic_is_exact(algorithm: str, quot
 
 @each_algorithm
 def test_the_stored_form_has_a_version(algorithm: str) -> None:
-    assert limit_of(algorithm, 1, 1).space == f"x:{algorithm}.1"
+    version = 1 if algorithm in BUCKETS else 2
+    assert limit_of(algorithm, 1, 1).space == f"x:{algorithm}.{version}"
 
 
 @each_algorithm

@@ -132,13 +132,13 @@ def test_fifty_nodes_allow_a_fifth_together_and_not_a_fifth_each(limit: str) -> 
 
 def test_what_a_node_allowed_stays_counted_when_the_number_of_nodes_changes() -> None:
     clock, fleet = FakeClock(start_us=10**9), Fleet()
-    node, key = local(clock, fleet), Limit(10, MINUTE).by("ada")
-    assert [node.decide(Check((key,), 1), AWAY).remaining for _ in range(2)] == [1, 0]
+    node, key = local(clock, fleet), Limit(20, MINUTE).by("ada")
+    assert [node.decide(Check((key,), 1), AWAY).remaining for _ in range(2)] == [3, 2]
     fleet.nodes = 2
     assert not node.decide(Check((key,), 1), AWAY).allowed
-    assert node.decide(Check((key,), 0), AWAY).reset_after_us == 60 * 10**6  # one, at one in a minute
+    assert node.decide(Check((key,), 0), AWAY).reset_after_us == 60 * 10**6  # two, at two in a minute
     fleet.nodes = 1
-    assert node.decide(Check((key,), 0), AWAY).remaining == 0
+    assert node.decide(Check((key,), 0), AWAY).remaining == 2
 
 
 def test_all_failure_policies_of_a_limiter_see_the_same_fleet() -> None:

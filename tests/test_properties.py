@@ -102,6 +102,10 @@ STEPS = {
     "back a tick": lambda m: m.now - 1,
     "back a period": lambda m: m.now - m.plans[0].period_us,
     "far back": lambda m: m.now - 3 * m.plans[0].period_us - 1,
+    "back as long as it fills": lambda m: m.now - m.plans[0].capacity * m.plans[0].period_us // m.plans[0].quota,
+    "back a tick longer": lambda m: m.now - m.plans[0].capacity * m.plans[0].period_us // m.plans[0].quota - 1,
+    "back twice as long": lambda m: m.now - 2 * m.plans[0].capacity * m.plans[0].period_us // m.plans[0].quota - 1,
+    "back an hour": lambda m: m.now - 3_600 * SECOND,
 }
 COSTS = {
     "one": lambda m: 1,

@@ -261,7 +261,7 @@ def test_lua_makes_text_of_numbers_only_by_format(file: Path) -> None:
     assert "tostring" not in code
     # Literals and constants are text, and so is what format makes, or instant with it; the names in lower case hold
     # texts, out of ARGV or made by format before.
-    names = r"(?:limit\.)?(?:signed|blank)\b|\b(?:[A-Z]+|tokens|ticks|capacity|after)\b"
+    names = r"(?:limit\.)?(?:signed|blank|period_ending)\b|\b(?:[A-Z]+|tokens|ticks|capacity|after)\b"
     texts = rf"'[^'\n]*'|(?:format|instant)\([^)\n]*\)|{names}"
     marked = re.sub(texts, "TEXT", code)
     assert not re.findall(r".*(?:(?<!TEXT )\.\.|\.\.(?! TEXT)).*", marked)

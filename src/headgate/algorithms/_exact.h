@@ -12,6 +12,9 @@ __extension__ typedef __int128 whole;
 
 enum { NEVER = -1 };
 
+/* Each formula NAME comes with NAME_is_ahead: whether a state lies more than a period in the future, because the clock
+ * was set back. Python re-dates it then; a formula in C is never applied to it. */
+
 /* The numbers of a limit, as in LimitNumbers. */
 typedef struct {
     whole quota, period_us, tokens, ticks, full;

@@ -80,11 +80,11 @@ local function read(key, text, pattern)
   if not text then
     return text
   end
-  local first, second, third = match(text, pattern)
+  local first, second, third, fourth = match(text, pattern)
   if not first then
     return false
   end
-  return first + 0, second + 0, third -- digits all: adding is three times as quick as tonumber
+  return first + 0, second + 0, third, fourth -- digits all: adding is three times as quick as tonumber
 end
 
 -- The same for two numbers and the signature of the limit under which they were written: mostly the one that asks; and

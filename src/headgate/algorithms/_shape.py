@@ -33,7 +33,12 @@ class LimitNumbers(Protocol):
 
 
 class Algorithm(Protocol):
-    """A module of this package. State is opaque to everybody else; None is the state of a key never seen."""
+    """A module of this package. State is opaque to everybody else; None is the state of a key never seen.
+
+    A denied request consumes nothing. But a state may have to be migrated: `adopt` converts it when the limit's numbers
+    have changed, and `decide` re-dates it when the clock was set back by more than a period. A store writes a migrated
+    state also for a request that is denied (of cost > 0): otherwise each denial would migrate the old state anew, from
+    a later instant, and `retry_after` would not be exact."""
 
     SHAPES_BURST: bool
     """Whether `burst` means something beside the quota."""
@@ -45,10 +50,14 @@ class Algorithm(Protocol):
         """The largest whole number that the arithmetic on this limit can meet; it must stay below 2**53."""
 
     def decide(self, state: Any, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[Any, Verdict]:
-        """The new state and the verdict. A denied request, and one of cost 0, gives the same state object back."""
+        """Return the new state and the verdict.
+
+        A denied request, and one of cost 0, returns the same state object, unless the state lies more than a period in
+        the future: then it returns the re-dated state, uncharged. Stores do not write it for cost 0."""
 
     def refund(self, state: Any, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None) -> Any:
         """The state after `amount` was given back; `at_us` is when it was charged, None for "lately"."""
 
     def adopt(self, state: Any, now_us: int, old: LimitNumbers, new: LimitNumbers) -> Any:
-        """The state, written under the numbers of `old`, as `new` has to see it from this instant on."""
+        """Convert a state that was written under the numbers of `old`: `new` applies from this instant on, and what is
+        used stays used."""

@@ -1,30 +1,39 @@
--- Mirrors concurrency.py. KEYS: a hash, lease id -> "cost expiry_us before_us": before_us is what an undo goes back to,
--- the instant at which the lease was taken, or the expiry that it had before a check renewed it.
+-- Mirrors concurrency.py. KEYS: a hash, lease id -> "cost expiry_us before_us ttl_us": before_us is what an undo goes back
+-- to, the instant at which the lease was taken, or the expiry that it had before a check renewed it.
 -- In: key, now (us), cost (<= quota + 1), limit, id. Out: remaining, retry (us, -1 never), reset (us), delay,
 -- commands or nil.
 
--- The leases that are held, as { id, cost, expiry, before }, their costs together, the last expiry, and a command
--- that drops the others.
+local function concurrency_text(cost, expiry, before, ttl)
+  return format(TWO, cost, expiry) .. ' ' .. format(TWO, before, ttl)
+end
+
+-- The leases that are held, as { id, cost, expiry, before, ttl }, their costs together, the last expiry, the ids of the
+-- others, and commands that re-date leases: a lease that was taken more than its ttl in the future, because the clock was
+-- set back, is treated as taken now.
 local function concurrency_load(key, now)
   local fields = pcall('HGETALL', key)
   if fields.err then
     return nil
   end
-  local leases, held, last, expired = {}, 0, now, {}
+  local leases, held, last, expired, redated = {}, 0, now, {}, {}
   for index = 1, #fields, 2 do
-    local cost, expiry, before = match(fields[index + 1], '^(%d+) (%d+) (%d+)$')
+    local cost, expiry, before, ttl = match(fields[index + 1], '^(%d+) (%d+) (%d+) (%d+)$')
     if not cost then
       return nil
     end
-    cost, expiry = tonumber(cost), tonumber(expiry)
+    cost, expiry, before, ttl = tonumber(cost), tonumber(expiry), tonumber(before), tonumber(ttl)
     if expiry > now then
-      leases[#leases + 1] = { fields[index], cost, expiry, tonumber(before) }
+      if expiry - 2 * ttl > now then
+        expiry = now + ttl
+        redated[#redated + 1] = { 'HSET', key, fields[index], concurrency_text(cost, expiry, before, ttl) }
+      end
+      leases[#leases + 1] = { fields[index], cost, expiry, before, ttl }
       held, last = held + cost, math.max(last, expiry)
     else
       expired[#expired + 1] = fields[index]
     end
   end
-  return leases, held, last, expired
+  return leases, held, last, expired, redated
 end
 
 local function concurrency_find(leases, id)
@@ -35,19 +44,27 @@ local function concurrency_find(leases, id)
   end
 end
 
--- Commands that forget the expired. They come first: the lease that is written then may be one of them, come back.
-local function concurrency_forget(key, expired)
-  local commands = {}
+-- Commands that forget the expired, after those that re-date others. They come first: the lease that is written then may
+-- be one of them, come back.
+local function concurrency_forget(key, expired, commands)
   for first = 1, #expired, 1000 do -- Lua passes some thousand arguments at most
     commands[#commands + 1] = { 'HDEL', key, unpack(expired, first, math.min(first + 999, #expired)) }
   end
   return commands
 end
 
-local function concurrency_write(key, id, cost, expiry, before, expired)
-  local commands = concurrency_forget(key, expired)
-  commands[#commands + 1] = { 'HSET', key, id, format(THREE, cost, expiry, before) }
+local function concurrency_write(key, id, cost, expiry, before, ttl, expired, redated)
+  local commands = concurrency_forget(key, expired, redated)
+  commands[#commands + 1] = { 'HSET', key, id, concurrency_text(cost, expiry, before, ttl) }
   return commands
+end
+
+-- A lease, renewed: when it ends, and its ttl. It never ends earlier than before.
+local function concurrency_renewed(lease, now, limit)
+  if now + limit.period > lease[3] then
+    return now + limit.period, limit.period
+  end
+  return lease[3], lease[5]
 end
 
 -- When leases worth `needed` will have expired.
@@ -62,20 +79,20 @@ local function concurrency_freed(leases, needed)
 end
 
 local function concurrency(key, now, cost, limit, id)
-  local leases, held, last, expired = concurrency_load(key, now)
+  local leases, held, last, expired, redated = concurrency_load(key, now)
   if not leases then
     return nil
   end
-  local quota, retry, commands = limit.capacity, 0, nil
+  local quota, retry, commands = limit.capacity, 0, redated[1] and redated
   if cost > 0 then
-    local expiry = now + limit.period
     local mine = concurrency_find(leases, id)
     if mine then
-      expiry = math.max(expiry, mine[3])
-      commands = concurrency_write(key, id, mine[2], expiry, mine[3], expired)
+      local expiry, ttl = concurrency_renewed(mine, now, limit)
+      commands = concurrency_write(key, id, mine[2], expiry, mine[3], ttl, expired, redated)
       last = math.max(last, expiry)
     elseif held + cost <= quota then
-      commands = concurrency_write(key, id, cost, expiry, now, expired)
+      local expiry = now + limit.period
+      commands = concurrency_write(key, id, cost, expiry, now, limit.period, expired, redated)
       held, last = held + cost, math.max(last, expiry)
     elseif cost > quota then
       retry = -1
@@ -89,20 +106,21 @@ end
 -- >8 -- scripts that only decide end here
 
 local function concurrency_renew(key, now, limit, id)
-  local leases, _, _, expired = concurrency_load(key, now)
+  local leases, _, _, expired, redated = concurrency_load(key, now)
   local mine = concurrency_find(leases, id)
   if not mine then
     return nil
   end
-  return concurrency_write(key, id, mine[2], math.max(mine[3], now + limit.period), mine[4], expired)
+  local expiry, ttl = concurrency_renewed(mine, now, limit)
+  return concurrency_write(key, id, mine[2], expiry, mine[4], ttl, expired, redated)
 end
 
 local function concurrency_leave(key, now, id)
-  local leases, _, _, expired = concurrency_load(key, now)
+  local leases, _, _, expired, redated = concurrency_load(key, now)
   if not concurrency_find(leases, id) then
     return nil
   end
-  local commands = concurrency_forget(key, expired)
+  local commands = concurrency_forget(key, expired, redated)
   commands[#commands + 1] = { 'HDEL', key, id }
   return commands
 end
@@ -119,7 +137,7 @@ local function concurrency_refund(key, now, _, limit, at, id)
     return { { 'HDEL', key, id } }
   end
   if before > at and mine[3] == math.max(before, at + limit.period) then
-    return { { 'HSET', key, id, format(THREE, mine[2], before, before) } }
+    return { { 'HSET', key, id, concurrency_text(mine[2], before, before, mine[5]) } }
   end
   return nil
 end

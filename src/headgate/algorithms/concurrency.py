@@ -1,7 +1,8 @@
 """Concurrency: at most `quota` at the same time, by leases that end by themselves when their holder crashes.
 
-State: a tuple of leases (id, cost, expiry_us). The limit's period is the lease time: a lease holds until its expiry,
-and whoever holds one renews it. Entering again under an id that is held renews it and counts once.
+State: a tuple of leases (id, cost, expiry_us, ttl_us). The limit's period is the lease time: a lease holds until its
+expiry, and its holder renews it. Entering again under an id that is held renews it and counts once. A lease that was
+taken or renewed more than its own ttl in the future, because the clock was set back, is treated as taken now.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from headgate.algorithms._shape import NEVER
 if TYPE_CHECKING:
     from headgate.algorithms._shape import LimitNumbers, Verdict
 
-State: TypeAlias = tuple[tuple[str, int, int], ...]
+State: TypeAlias = tuple[tuple[str, int, int, int], ...]
 
 SHAPES_BURST: Final = False
-VERSION: Final = 1
+VERSION: Final = 2
 
 _expiry_us = itemgetter(2)
 
@@ -29,6 +30,7 @@ def peak(limit: LimitNumbers) -> int:
 def decide(
     state: State | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
 ) -> tuple[State | None, Verdict]:
+    state = _redated(state, now_us)
     leases = _held(state, now_us)
     held = sum(lease[1] for lease in leases)
     retry_us = 0
@@ -38,7 +40,7 @@ def decide(
             state = leases = renewed
         elif held + cost <= limit.quota:
             held += cost
-            state = leases = (*leases, (id, cost, now_us + limit.period_us))
+            state = leases = (*leases, (id, cost, now_us + limit.period_us, limit.period_us))
         elif cost > limit.quota:
             retry_us = NEVER
         else:
@@ -49,18 +51,18 @@ def decide(
 
 def renew(state: State | None, now_us: int, limit: LimitNumbers, id: str) -> tuple[State, bool]:
     """The leases with that of `id` prolonged, and whether it was still held."""
-    leases = _held(state, now_us)
+    leases = _held(_redated(state, now_us), now_us)
+    expiry_us = now_us + limit.period_us
     prolonged = tuple(
-        (id, cost, max(expiry_us, now_us + limit.period_us)) if holder == id else lease
+        (id, lease[1], expiry_us, limit.period_us) if lease[0] == id and lease[2] < expiry_us else lease
         for lease in leases
-        for holder, cost, expiry_us in (lease,)
     )
-    return prolonged, any(holder == id for holder, *_ in leases)
+    return prolonged, any(lease[0] == id for lease in leases)
 
 
 def leave(state: State | None, now_us: int, id: str) -> tuple[State, bool]:
     """The leases without that of `id`, and whether it was still held: an expired one is nobody's to give up."""
-    leases = _held(state, now_us)
+    leases = _held(_redated(state, now_us), now_us)
     staying = tuple(lease for lease in leases if lease[0] != id)
     return staying, len(staying) < len(leases)
 
@@ -76,13 +78,23 @@ def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> St
     return state
 
 
+def _redated(state: State | None, now_us: int) -> State | None:
+    """The same state object, unless one of its leases begins too far in the future."""
+    if not state or not any(expiry_us - 2 * ttl_us > now_us for _, _, expiry_us, ttl_us in state):
+        return state
+    return tuple(
+        (id, cost, now_us + ttl_us if expiry_us - 2 * ttl_us > now_us else expiry_us, ttl_us)
+        for id, cost, expiry_us, ttl_us in state
+    )
+
+
 def _held(state: State | None, now_us: int) -> State:
     return tuple(lease for lease in state or () if lease[2] > now_us)
 
 
 def _freed_us(leases: State, needed: int) -> int:
     """When leases worth `needed` will have expired, if nobody renews or leaves."""
-    for _, cost, expiry_us in sorted(leases, key=_expiry_us):
+    for _, cost, expiry_us, _ in sorted(leases, key=_expiry_us):
         needed -= cost
         if needed <= 0:
             return expiry_us

@@ -1,5 +1,11 @@
 /* Mirrors fixed_window.py, for a client that is there. */
 
+static bool
+fixed_window_is_ahead(const whole *state, whole now_us, const Numbers *limit)
+{
+    return state[0] - now_us > limit->period_us;
+}
+
 static Verdict
 fixed_window(whole *state, whole now_us, whole cost, const Numbers *limit)
 {

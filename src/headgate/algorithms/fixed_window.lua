@@ -1,20 +1,31 @@
--- Mirrors fixed_window.py. KEYS: a string "ts_us used".
+-- Mirrors fixed_window.py. KEYS: a string "ts_us used period_us".
 -- In: key, now (us), cost (<= quota + 1), limit, nothing, and the stored text where it is known. Out: remaining,
 -- retry (us, -1 never), reset (us), delay, new state or nil.
 
--- The instant of the last admitted request (nil if none), the effective instant, its window, and what was used of that.
+-- The instant of the last admitted request (nil if none), the effective instant, its window, what was used of that, and,
+-- if the state was migrated, the count that belongs to the first.
 local function fixed_window_load(key, now, limit, text)
-  local ts, used = read(key, text, '^(%d+) (%d+)$')
+  local ts, used, old = read(key, text, '^(%d+) (%d+) (%d+)$')
   if not ts then
     return ts, now, div(now, limit.period), 0
   end
+  local migrated = false
+  if old ~= limit.period_text then -- a count whose window is over stays forgotten
+    old, migrated = old + 0, true
+    if now > ts and div(now, old) ~= div(ts, old) then
+      used = 0
+    end
+  end
+  if ts - now > limit.period then -- the clock was set back by more than a period
+    ts, migrated = now, true
+  end
   local te = now > ts and now or ts
   local window = div(te, limit.period)
-  return ts, te, window, window == div(ts, limit.period) and used or 0
+  return ts, te, window, window == div(ts, limit.period) and used or 0, migrated and used
 end
 
 local function fixed_window(key, now, cost, limit, _, text)
-  local ts, te, window, used = fixed_window_load(key, now, limit, text)
+  local ts, te, window, used, migrated = fixed_window_load(key, now, limit, text)
   if ts == false then
     return nil
   end
@@ -23,10 +34,13 @@ local function fixed_window(key, now, cost, limit, _, text)
   if used + cost <= quota or cost == 0 then
     if cost > 0 then
       used = used + cost
-      state = instant(te) .. ' ' .. format(WHOLE, used)
+      state = instant(te) .. ' ' .. format(WHOLE, used) .. limit.period_ending
     end
   else
     retry = cost > quota and -1 or to_next
+  end
+  if migrated and not state then
+    state = format(TWO, ts, migrated) .. limit.period_ending
   end
   return math.max(0, quota - used), retry, used > 0 and to_next or 0, 0, state
 end
@@ -35,8 +49,12 @@ end
 
 local function fixed_window_refund(key, now, amount, limit, at)
   local ts, _, window, used = fixed_window_load(key, now, limit)
+  if at and at - now > limit.period then -- charged before the clock was set back, and re-dated since
+    at = nil
+  end
   if not ts or used == 0 or (at and div(at, limit.period) ~= window) then
     return nil
   end
-  return format(TWO, ts, math.max(0, used - amount))
+  used = math.max(0, used - amount)
+  return format(TWO, ts, used) .. limit.period_ending
 end

@@ -1,7 +1,9 @@
 """Fixed window: at most `quota` in each window of the period, windows aligned to the epoch.
 
 State: (ts_us, used). ts_us is the instant of the last admitted request; the window that was counted in is the one
-it lies in, also when the period has changed since.
+it lies in. When the period changes, a count whose window is over stays forgotten; any other is kept, and counts in the
+new window that ts_us lies in. A count that is dated more than a period in the future, because the clock was set back,
+is dated now.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from headgate.algorithms._shape import LimitNumbers, Verdict
 
 SHAPES_BURST: Final = False
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 def peak(limit: LimitNumbers) -> int:
@@ -24,6 +26,8 @@ def peak(limit: LimitNumbers) -> int:
 def decide(
     state: tuple[int, int] | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
 ) -> tuple[tuple[int, int] | None, Verdict]:
+    if state is not None and state[0] - now_us > limit.period_us:  # the clock was set back by more than a period
+        state = now_us, state[1]
     te_us, window, used = _count(state, now_us, limit)
     to_next_us = (window + 1) * limit.period_us - now_us
     if used + cost <= limit.quota or not cost:
@@ -41,13 +45,18 @@ def refund(
     state: tuple[int, int] | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
 ) -> tuple[int, int] | None:
     _, window, used = _count(state, now_us, limit)
-    if state is None or not used or (at_us is not None and at_us // limit.period_us != window):
+    if at_us is None or at_us - now_us > limit.period_us:  # charged before the clock was set back, and re-dated since
+        at_us = window * limit.period_us
+    if state is None or not used or at_us // limit.period_us != window:
         return state
     return state[0], max(0, used - amount)
 
 
 def adopt(state: tuple[int, int], now_us: int, old: LimitNumbers, new: LimitNumbers) -> tuple[int, int]:
-    return state
+    if old.period_us == new.period_us:
+        return state
+    _, _, used = _count(state, now_us, old)
+    return state[0], used
 
 
 def _count(state: tuple[int, int] | None, now_us: int, limit: LimitNumbers) -> tuple[int, int, int]:

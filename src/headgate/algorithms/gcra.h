@@ -1,5 +1,11 @@
 /* Mirrors gcra.py, for a client that is there. */
 
+static bool
+gcra_is_ahead(const whole *state, whole now_us, const Numbers *limit)
+{
+    return *state - now_us * limit->tokens > 2 * limit->full;
+}
+
 static Verdict
 gcra(whole *state, whole now_us, whole cost, const Numbers *limit)
 {

@@ -4,12 +4,30 @@
 -- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the life that the key has is long
 -- enough for it.
 
--- Whether there is an instant (nil for a new key, false for a foreign value), the instant, whether it was adopted, and
+-- Whether an instant lies further ahead than two times the period, in which an empty bucket fills: the product with the
+-- tokens could leave exactness.
+local function gcra_is_ahead(ahead, rest, limit)
+  local tokens = limit.tokens
+  local longest, part = div(limit.full, tokens) * 2, limit.full % tokens
+  if part >= tokens - part then
+    longest, part = longest + 1, part - (tokens - part)
+  else
+    part = part * 2
+  end
+  return ahead > longest or (ahead == longest and rest > part)
+end
+
+-- Whether there is an instant (nil for a new key, false for a foreign value), the instant, whether it was migrated, and
 -- whether its key has a long life.
 local function gcra_load(key, now, limit, text)
   local tat, rest, signed, has_long_life = read_signed(key, text, limit)
-  if not tat or signed == limit.signed then
-    return tat and true, tat or 0, rest or 0, false, has_long_life
+  if not tat then
+    return tat and true, 0, 0, false
+  elseif signed == limit.signed then
+    if (tat - now) * limit.tokens > limit.full and gcra_is_ahead(tat - now, rest, limit) then -- the clock was set back
+      return true, now + div(limit.full, limit.tokens), limit.full % limit.tokens, true
+    end
+    return true, tat, rest, false, has_long_life
   end
   local tokens, left = signature(signed), nil
   if not tokens then
@@ -22,7 +40,7 @@ local function gcra_load(key, now, limit, text)
   if rest >= limit.tokens then
     tat, rest = tat + 1, rest - limit.tokens
   end
-  -- Nobody waits for longer than an empty bucket of the new limit takes to fill.
+  -- No client waits longer than an empty bucket of the new limit takes to fill.
   local longest = now + div(limit.full, limit.tokens)
   if tat > longest or (tat == longest and rest > limit.full % limit.tokens) then
     tat, rest = longest, limit.full % limit.tokens
@@ -44,7 +62,6 @@ local function gcra_queue(key, now, cost, limit, _, text)
   if ahead < 0 then
     ahead, part = 0, 0
   end
-  -- A clock that went far back can take ahead * tokens beyond 2^53: rounded, but still larger than any room.
   local room = full - part - ahead * tokens
   if need <= room or cost == 0 then
     delay = ahead + (part > 0 and 1 or 0)

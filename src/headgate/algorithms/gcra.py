@@ -2,6 +2,10 @@
 
 State: one integer, the theoretical arrival time `tat` in 1/tokens of a microsecond, so that one request moves it by
 exactly `cost * ticks`. The raw clock is used: an instant in the future is a debt, whatever the clock does.
+
+A bucket that was used up lies one period ahead, the time in which it fills. If the instant is further ahead than two,
+the clock was set back by more than a period; the bucket is then taken to be empty now. This is a migration, which is
+also written for a request that is denied, as is the conversion after a plan change.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ def decide(state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: s
     now = now_us * tokens
     full = limit.full
     debt = state - now if state is not None and state > now else 0
+    if debt > full + full:  # the clock was set back by more than a period
+        debt = full
+        state = now + full
     need = cost * ticks
     if debt + need <= full or not cost:
         if cost:
@@ -50,5 +57,5 @@ def refund(state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_
 def adopt(state: int, now_us: int, old: LimitNumbers, new: LimitNumbers) -> int:
     # Rounding up loses no decision: from here on only whole numbers are added and compared.
     tat = -(-state * new.tokens // old.tokens)
-    # Nobody waits for longer than an empty bucket of the new limit takes to fill.
+    # No client waits longer than an empty bucket of the new limit takes to fill.
     return min(tat, now_us * new.tokens + new.full)

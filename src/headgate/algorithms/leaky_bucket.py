@@ -23,5 +23,6 @@ adopt = gcra.adopt
 
 def decide(state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[int | None, Verdict]:
     after, (remaining, retry_us, reset_us, _) = gcra.decide(state, now_us, cost, limit)
-    waiting = 0 if state is None or retry_us else max(0, state - now_us * limit.tokens)
+    tail = state if cost else after  # of a peek, which may have re-dated it
+    waiting = 0 if tail is None or retry_us else max(0, tail - now_us * limit.tokens)
     return after, (remaining, retry_us, reset_us, -(-waiting // limit.tokens))

@@ -1,14 +1,15 @@
--- Mirrors sliding_log.py. KEYS: a sorted set, score = us of an admitted request, member = "total:cost", the running
--- total padded to 16 digits, so that requests of one microsecond stay apart and in order. In: key, now (us), cost
--- (<= quota + 1), limit. Out: remaining, retry (us, -1 never), reset (us), delay, commands or nil.
+-- Mirrors sliding_log.py. KEYS: a sorted set, score = us of an admitted request, member = "total:cost:period_us", the
+-- running total padded to 16 digits, so that requests of one microsecond stay apart and in order; the period of the newest
+-- is that under which the log was written. In: key, now (us), cost (<= quota + 1), limit. Out: remaining, retry (us, -1
+-- never), reset (us), delay, commands or nil.
 
 local function sliding_log_entry(member)
-  local total, cost = match(member, '^(%d+):(%d+)$')
-  return tonumber(total), tonumber(cost)
+  local total, cost, period = match(member, '^(%d+):(%d+):(%d+)$')
+  return tonumber(total), tonumber(cost), tonumber(period)
 end
 
-local function sliding_log_member(total, cost)
-  return format('%016.0f:%.0f', total, cost)
+local function sliding_log_member(total, cost, limit)
+  return format('%016.0f:%.0f:%s', total, cost, limit.period_text)
 end
 
 -- When the entry was made that frees enough: the first whose running total reaches `wanted`, by bisection.
@@ -26,15 +27,25 @@ local function sliding_log_freeing(key, first, wanted)
 end
 
 -- Commands that write the live entries anew with totals from 1 on, before the totals leave exactness; and the new total.
-local function sliding_log_renumber(key, after)
+local function sliding_log_renumber(key, after, limit)
   local log = call('ZRANGEBYSCORE', key, '(' .. after, '+inf', 'WITHSCORES')
   local commands, total = { { 'DEL', key } }, 0
   for index = 1, #log, 2 do
     local _, cost = sliding_log_entry(log[index])
     total = total + cost
-    commands[#commands + 1] = { 'ZADD', key, log[index + 1], sliding_log_member(total, cost) }
+    commands[#commands + 1] = { 'ZADD', key, log[index + 1], sliding_log_member(total, cost, limit) }
   end
   return commands, total
+end
+
+-- Commands that sign the log with the period of the limit, and forget what has ceased to count.
+local function sliding_log_sign(key, newest, after, limit)
+  local total, cost = sliding_log_entry(newest[1])
+  return {
+    { 'ZREMRANGEBYSCORE', key, '-inf', after },
+    { 'ZREM', key, newest[1] },
+    { 'ZADD', key, newest[2], sliding_log_member(total, cost, limit) },
+  }
 end
 
 local function sliding_log(key, now, cost, limit)
@@ -44,39 +55,54 @@ local function sliding_log(key, now, cost, limit)
     return nil
   end
   local te, total, used, last, first = now, 0, 0, now, nil
-  local worthless = false
+  local worthless, commands, after, redated = false, nil, nil, false
   if newest[1] then
+    local newest_total, newest_cost, old = sliding_log_entry(newest[1])
+    if not newest_total then
+      return nil
+    end
     te = math.max(now, tonumber(newest[2]))
-    first = call('ZRANGEBYSCORE', key, '(' .. format(WHOLE, te - period), '+inf', 'LIMIT', 0, 1)[1]
+    -- What has ceased to count does not come back when the period becomes longer.
+    after = format(WHOLE, te - math.min(period, old))
+    first = call('ZRANGEBYSCORE', key, '(' .. after, '+inf', 'LIMIT', 0, 1)[1]
     if first then
-      local newest_cost
-      total, newest_cost = sliding_log_entry(newest[1])
       local first_total, first_cost = sliding_log_entry(first)
-      if not total or not first_total then
+      if not first_total then
         return nil
       end
+      total = newest_total
       used = total - (first_total - first_cost)
       worthless = newest_cost == 0
       last = tonumber(newest[worthless and 4 or 2])
     end
+    if te - now > period then -- the clock was set back by more than a period: all that is used is of now
+      te, total, last, redated, worthless = now, used, now, true, false
+      commands = { { 'DEL', key }, { 'ZADD', key, format(WHOLE, now), sliding_log_member(used, used, limit) } }
+    elseif old ~= period then
+      commands = first and sliding_log_sign(key, newest, after, limit) or { { 'DEL', key } }
+    end
   end
-  local retry, commands = 0, nil
+  local retry = 0
   if used + cost <= quota or cost == 0 then
     if cost > 0 then
       used, last = used + cost, te
-      commands = {}
-      if total + cost >= 4503599627370496 then
-        commands, total = sliding_log_renumber(key, format(WHOLE, te - period))
-      elseif newest[1] then
-        commands[1] = { 'ZREMRANGEBYSCORE', key, '-inf', format(WHOLE, te - period) }
+      if not redated then -- the new entry has the period of the limit
+        commands = {}
+        if total + cost >= 4503599627370496 then
+          commands, total = sliding_log_renumber(key, after, limit)
+        elseif newest[1] then
+          commands[1] = { 'ZREMRANGEBYSCORE', key, '-inf', after }
+        end
+        if worthless then
+          commands[#commands + 1] = { 'ZREM', key, newest[1] }
+        end
       end
-      if worthless then
-        commands[#commands + 1] = { 'ZREM', key, newest[1] }
-      end
-      commands[#commands + 1] = { 'ZADD', key, format(WHOLE, te), sliding_log_member(total + cost, cost) }
+      commands[#commands + 1] = { 'ZADD', key, format(WHOLE, te), sliding_log_member(total + cost, cost, limit) }
     end
   elseif cost > quota then
     retry = -1
+  elseif redated then
+    retry = period
   else
     retry = sliding_log_freeing(key, first, total + cost - quota) + period - now
   end
@@ -116,7 +142,7 @@ local function sliding_log_refund(key, now, amount, limit, at)
   for index = #kept, 1, -1 do
     local us, cost = kept[index][1], kept[index][2]
     total = total + cost
-    commands[#commands + 1] = { 'ZADD', key, format(WHOLE, us), sliding_log_member(total, cost) }
+    commands[#commands + 1] = { 'ZADD', key, format(WHOLE, us), sliding_log_member(total, cost, limit) }
   end
   return commands
 end

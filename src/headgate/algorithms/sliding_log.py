@@ -2,7 +2,9 @@
 
 State: a tuple of entries (at_us, total, cost), oldest first. `total` is the running sum up to and with the entry,
 so that the sum of any stretch is one subtraction, and both the first entry that still counts and the one whose
-expiry frees enough are found by bisection. An entry counts while less than a period has passed since.
+expiry frees enough are found by bisection. An entry counts while less than a period has passed since; what has ceased
+to count does not come back when the period becomes longer. A log that ends more than a period in the future, because
+the clock was set back, becomes one entry of now, with all that is used.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 State: TypeAlias = tuple[tuple[int, int, int], ...]
 
 SHAPES_BURST: Final = False
-VERSION: Final = 1
+VERSION: Final = 2
 
 _at_us = itemgetter(0)
 _total = itemgetter(1)
@@ -36,6 +38,10 @@ def decide(
     log = state or ()
     te_us = max(now_us, log[-1][0]) if log else now_us
     first = bisect_right(log, te_us - period_us, key=_at_us)
+    if te_us - now_us > period_us:  # the clock was set back by more than a period
+        used = sum(cost for _, _, cost in log[first:])
+        state = log = ((now_us, used, used),)
+        te_us, first = now_us, 0
     live = first < len(log)
     before = log[first][1] - log[first][2] if live else 0
     total = log[-1][1] if live else 0
@@ -83,7 +89,10 @@ def refund(
 
 
 def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:
-    return state
+    if not state or old.period_us == new.period_us:
+        return state
+    te_us = max(now_us, state[-1][0])
+    return state[bisect_right(state, te_us - min(old.period_us, new.period_us), key=_at_us) :]
 
 
 def _last_charge_us(log: State) -> int:

@@ -1,9 +1,30 @@
--- Mirrors sliding_window.py. KEYS: a string "ts_us current previous".
+-- Mirrors sliding_window.py. KEYS: a string "ts_us current previous period_us".
 -- In: key, now (us), cost (<= quota + 1), limit, nothing, and the stored text where it is known. Out: remaining,
 -- retry (us, -1 never), reset (us), delay, new state or nil.
 
+-- The instant of the last admitted request (nil if none), its counts, and, if they were migrated, the text of all that.
+local function sliding_window_load(key, now, limit, text)
+  local ts, current, previous, old = read(key, text, '^(%d+) (%d+) (%d+) (%d+)$')
+  if not ts then
+    return ts
+  end
+  previous = previous + 0
+  local migrated = false
+  if old ~= limit.period_text then -- counts that no longer weigh stay forgotten
+    old, migrated = old + 0, true
+    local age = now > ts and div(now, old) - div(ts, old) or 0
+    if age > 0 then
+      current, previous = age == 1 and current or 0, 0
+    end
+  end
+  if ts - now > limit.period then -- the clock was set back by more than a period
+    ts, migrated = now, true
+  end
+  return ts, current, previous, migrated and format(THREE, ts, current, previous) .. limit.period_ending or nil
+end
+
 local function sliding_window(key, now, cost, limit, _, text)
-  local ts, current, previous = read(key, text, '^(%d+) (%d+) (%d+)$')
+  local ts, current, previous, state = sliding_window_load(key, now, limit, text)
   if ts == false then
     return nil
   end
@@ -11,12 +32,10 @@ local function sliding_window(key, now, cost, limit, _, text)
   local te = ts and math.max(now, ts) or now
   local window = div(te, period)
   local age = ts and window - div(ts, period) or 2
-  if age == 0 then
-    previous = tonumber(previous)
-  else
+  if age ~= 0 then
     current, previous = 0, age == 1 and current or 0
   end
-  local start, retry, state = window * period, 0, nil
+  local start, retry = window * period, 0
   local share, part = mul_div(previous, period - (te - start), period)
   if part > 0 then -- compared with whole numbers, rounding up changes nothing
     share = share + 1
@@ -24,7 +43,7 @@ local function sliding_window(key, now, cost, limit, _, text)
   if current + share + cost <= quota or cost == 0 then
     if cost > 0 then
       current = current + cost
-      state = instant(te) .. ' ' .. format(TWO, current, previous)
+      state = instant(te) .. ' ' .. format(TWO, current, previous) .. limit.period_ending
     end
   elseif cost > quota then
     retry = -1
@@ -46,11 +65,13 @@ end
 
 -- An undo also reaches into the window before: it is over, but it still weighs.
 local function sliding_window_refund(key, now, amount, limit, at, _, undo)
-  local ts, current, previous = read(key, nil, '^(%d+) (%d+) (%d+)$')
+  local ts, current, previous = sliding_window_load(key, now, limit)
   if not ts then
     return nil
   end
-  previous = tonumber(previous)
+  if at and at - now > limit.period then -- charged before the clock was set back, and re-dated since
+    at = nil
+  end
   local counted, window = div(ts, limit.period), div(math.max(now, ts), limit.period)
   local charged = at and div(at, limit.period) or window
   if charged == counted and (charged == window or undo) and current > 0 then
@@ -60,5 +81,5 @@ local function sliding_window_refund(key, now, amount, limit, at, _, undo)
   else
     return nil
   end
-  return format(THREE, ts, current, previous)
+  return format(THREE, ts, current, previous) .. limit.period_ending
 end

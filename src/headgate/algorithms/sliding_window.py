@@ -2,7 +2,9 @@
 
 State: (ts_us, current, previous): the instant of the last admitted request, the count of the window it lies in, and
 that of the window before. The share is an exact fraction; compared with whole numbers, rounding it up changes
-nothing.
+nothing. When the period changes, counts that no longer weigh stay forgotten; the others are kept, in the new window
+that ts_us lies in and the one before. Counts that are dated more than a period in the future, because the clock was set
+back, are dated now.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 State: TypeAlias = tuple[int, int, int]
 
 SHAPES_BURST: Final = False
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 def peak(limit: LimitNumbers) -> int:
@@ -28,6 +30,8 @@ def decide(
     state: State | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
 ) -> tuple[State | None, Verdict]:
     quota, period_us = limit.quota, limit.period_us
+    if state is not None and state[0] - now_us > period_us:  # the clock was set back by more than a period
+        state = now_us, *state[1:]
     te_us, window, current, previous = _count(state, now_us, limit)
     start_us = window * period_us
     share = -(-previous * (period_us - (te_us - start_us)) // period_us)
@@ -54,14 +58,20 @@ def refund(
         return None
     ts_us, current, previous = state
     window = max(now_us, ts_us) // limit.period_us
-    charged = window if at_us is None else at_us // limit.period_us
+    if at_us is None or at_us - now_us > limit.period_us:  # charged before the clock was set back, and re-dated since
+        at_us = window * limit.period_us
+    charged = at_us // limit.period_us
     if not charged == window == ts_us // limit.period_us:
         return state
     return ts_us, max(0, current - amount), previous
 
 
 def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:
-    return state
+    if old.period_us == new.period_us:
+        return state
+    ts_us, current, previous = state
+    age = max(now_us, ts_us) // old.period_us - ts_us // old.period_us
+    return ts_us, current if age < 2 else 0, previous if age < 1 else 0
 
 
 def _count(state: State | None, now_us: int, limit: LimitNumbers) -> tuple[int, int, int, int]:

@@ -4,22 +4,27 @@
 -- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the life that the key has is long
 -- enough for it.
 
--- What was written under other numbers, refilled until now at the old rate, as the limit has to see it; nothing if it is
--- foreign.
+-- Converts a state that was written under other numbers: it is refilled until now at the old rate, and what is used then
+-- stays used. Returns nothing if the state is foreign.
 local function token_bucket_adopt(te, level, signed, now, limit)
   local tokens, ticks, capacity = signature(signed)
   if not tokens then
     return nil
   end
+  local used = capacity * ticks - level
   if now > te then
-    level, te = math.min(capacity * ticks, level + (now - te) * tokens), now
+    used, te = math.max(0, used - (now - te) * tokens), now
   end
-  -- Whole tokens first, so that the product stays small; rounding the rest down loses no decision.
-  local whole = div(level, ticks)
+  -- Whole tokens first, so that the product stays small; rounding the rest up loses no decision.
+  local whole = div(used, ticks)
   if whole >= limit.capacity then
-    return te, limit.full
+    return te, 0
   end
-  return te, whole * limit.ticks + mul_div(level % ticks, limit.ticks, ticks)
+  local part, left = mul_div(used % ticks, limit.ticks, ticks)
+  if left > 0 then
+    part = part + 1
+  end
+  return te, limit.full - whole * limit.ticks - part
 end
 
 local function token_bucket(key, now, cost, limit, _, text)
@@ -43,6 +48,9 @@ local function token_bucket(key, now, cost, limit, _, text)
     local gained = (now - te) * tokens
     level = gained < full - level and level + gained or full
     te = now
+  end
+  if (te - now) * tokens > full then -- the clock was set back by more than a period
+    te, write = now, true
   end
   local need, retry = cost * ticks, 0
   if need <= level then

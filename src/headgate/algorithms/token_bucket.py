@@ -3,6 +3,11 @@
 State: one integer, `ts_us << 53 | level`. The level is counted in 1/ticks of a token, so that a microsecond adds
 exactly `tokens` and nothing is ever rounded; ts_us is the instant of the last admitted request. One integer,
 because a tuple of two would cost 70 bytes more for each of a million keys.
+
+A plan change keeps what is used: the bucket is refilled at the old rate up to the instant at which the change is first
+seen, and is then as far from full as it was before. A bucket whose instant is further in the future than an empty one
+takes to fill, because the clock was set back, is dated now, with its level. Both are migrations, which are also written
+for a request that is denied.
 """
 
 from __future__ import annotations
@@ -38,6 +43,9 @@ def decide(state: int | None, now_us: int, cost: int, limit: LimitNumbers, id: s
             if level > full:
                 level = full
             te_us, ahead_us = now_us, 0
+        elif ahead_us * tokens > full:  # the clock was set back by more than a period
+            te_us, ahead_us = now_us, 0
+            state = now_us << 53 | level
     need = cost * ticks
     if need <= level:
         if cost:
@@ -65,7 +73,7 @@ def refund(state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_
 def adopt(state: int, now_us: int, old: LimitNumbers, new: LimitNumbers) -> int:
     ts_us, level = state >> 53, state & _LEVEL
     te_us = max(now_us, ts_us)
-    level = min(old.full, level + (te_us - ts_us) * old.tokens)
-    # Rounding down loses no decision: from here on only whole numbers are added, taken and compared.
-    level = min(new.full, level * new.ticks // old.ticks)
-    return te_us << 53 | level
+    used = max(0, old.full - level - (te_us - ts_us) * old.tokens)
+    # Rounding up loses no decision: from here on only whole numbers are added, taken and compared.
+    used = -(-used * new.ticks // old.ticks)
+    return te_us << 53 | max(0, new.full - used)

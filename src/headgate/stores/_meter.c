@@ -19,16 +19,17 @@ static const whole FARTHEST_US = (whole)1 << 62;
 typedef struct {
     const char *name;
     Verdict (*decide)(whole *state, whole now_us, whole cost, const Numbers *limit);
+    bool (*is_ahead)(const whole *state, whole now_us, const Numbers *limit);
     /* How many whole numbers a state is: one by itself, or a tuple of several. */
     Py_ssize_t width;
 } Formula;
 
 static const Formula FORMULAS[] = {
-    {"token_bucket", token_bucket, 1},
-    {"gcra", gcra, 1},
-    {"leaky_bucket", leaky_bucket, 1},
-    {"fixed_window", fixed_window, 2},
-    {"sliding_window", sliding_window, 3},
+    {"token_bucket", token_bucket, token_bucket_is_ahead, 1},
+    {"gcra", gcra, gcra_is_ahead, 1},
+    {"leaky_bucket", leaky_bucket, gcra_is_ahead, 1},
+    {"fixed_window", fixed_window, fixed_window_is_ahead, 2},
+    {"sliding_window", sliding_window, sliding_window_is_ahead, 3},
 };
 
 enum { NUMBER_OF_FORMULAS = sizeof(FORMULAS) / sizeof(FORMULAS[0]) };
@@ -169,7 +170,7 @@ made_tuple(const whole *numbers, Py_ssize_t width)
 
 /* The key's meter and state. False, without an exception, if anything about it is unusual. */
 static bool
-find(Names *known, PyObject *spaces, PyObject *key, PyObject *cost, Slot *slot)
+find(Names *known, PyObject *spaces, PyObject *key, PyObject *cost, whole now_us, Slot *slot)
 {
     if (!PyTuple_Check(key) || PyTuple_GET_SIZE(key) != 3 || !read_whole(cost, &slot->cost) || slot->cost < 0 ||
         slot->cost > FARTHEST_US) {
@@ -189,7 +190,9 @@ find(Names *known, PyObject *spaces, PyObject *key, PyObject *cost, Slot *slot)
         return false;
     }
     PyObject *state = PyDict_GetItemWithError(slot->meter->states, identity);
-    return state != NULL && read_state(state, slot->meter->formula->width, slot->before);
+    const Formula *formula = slot->meter->formula;
+    return state != NULL && read_state(state, formula->width, slot->before) &&
+           !formula->is_ahead(slot->before, now_us, &slot->meter->numbers);
 }
 
 static Verdict
@@ -262,7 +265,7 @@ charge_all(void *module_state, PyObject *spaces, PyObject *keys, PyObject *costs
     for (Py_ssize_t index = 0; index < count; index++) {
         Slot *slot = &slots[index];
         PyObject *cost = PyTuple_Check(costs) ? PyTuple_GET_ITEM(costs, index) : costs;
-        if (!find(known, spaces, PyTuple_GET_ITEM(keys, index), cost, slot)) {
+        if (!find(known, spaces, PyTuple_GET_ITEM(keys, index), cost, now_us, slot)) {
             Py_RETURN_NONE;
         }
         slot->verdict = decide(slot, slot->after, now_us, slot->cost);

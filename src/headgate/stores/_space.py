@@ -26,8 +26,8 @@ class Space:
     """The counters of one limit name and algorithm."""
 
     __slots__ = (
-        "adopt", "buckets", "decide", "due", "limit", "meter", "only", "refund", "states", "tracks_writer",
-        "was_reset", "writers",
+        "adopt", "buckets", "decide", "due", "limit", "meter", "only", "refund", "states", "was_reset",
+        "writers",
     )  # fmt: skip
 
     def __init__(self, limit: Limit) -> None:
@@ -35,7 +35,6 @@ class Space:
         self.decide = algorithm.decide
         self.refund = algorithm.refund
         self.adopt = algorithm.adopt
-        self.tracks_writer = algorithm.SHAPES_BURST
         self.limit: LimitNumbers
         """Under whose numbers the states were written, but for those in `writers`."""
         self.only: LimitNumbers | None
@@ -58,11 +57,11 @@ class Space:
 
     def is_written_by(self, limit: LimitNumbers, identity: str) -> bool:
         """Whether the state can be read with the numbers of `limit` as it stands."""
-        return not self.tracks_writer or _numbers(self.writers.get(identity, self.limit)) == _numbers(limit)
+        return _numbers(self.writers.get(identity, self.limit)) == _numbers(limit)
 
     def write(self, key: Key, state: Any) -> None:
         """Put a state in, signed first: a reader that finds the new state must find its writer, too."""
-        if self.tracks_writer and (self.writers or key.limit is not self.limit):
+        if self.writers or key.limit is not self.limit:
             if _numbers(key.limit) == _numbers(self.limit):
                 self.writers.pop(key.identity, None)
             else:
@@ -116,4 +115,5 @@ class Space:
 
 
 def _numbers(limit: LimitNumbers) -> tuple[int, int, int]:
+    """All numbers of a limit: its period follows from them where its capacity is its quota."""
     return limit.tokens, limit.ticks, limit.capacity

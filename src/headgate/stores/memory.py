@@ -116,16 +116,17 @@ class MemoryStore:
                 state = states.get(identity)
                 if space.only is limit or space.is_written_by(limit, identity):
                     after, verdict = decide(state, now_us, cost, limit)
-                    if after is state:
-                        return _new_decision(
-                            Decision, (verdict[1] == 0, (key,), (verdict,), None, None, now_us, 0, cost)
-                        )
+                    allowed = verdict[1] == 0
+                    if after is state or not cost:
+                        return _new_decision(Decision, (allowed, (key,), (verdict,), None, None, now_us, 0, cost))
                     if state is not None:
                         try:
                             # Compare and set: no call and no loop may come between the two (see above).
                             if not self._busy and states[identity] is state:
                                 states[identity] = after
-                                return _new_decision(Decision, (True, (key,), (verdict,), None, None, now_us, 0, cost))
+                                return _new_decision(
+                                    Decision, (allowed, (key,), (verdict,), None, None, now_us, 0, cost)
+                                )
                         except KeyError:  # it was reset or forgotten in the meantime
                             pass
         return self.decide(checked(() if key is NOTHING else (key, *others), cost, id))
@@ -191,11 +192,11 @@ class MemoryStore:
             # The common case by itself: a key that is there, written under the same numbers.
             if space is not None and space.only is limit and (state := space.states.get(identity)) is not None:
                 after, verdict = space.decide(state, now_us, each, limit, lease)
-                known.append((space.states, identity, after))
+                known.append((space.states, identity, after if each else state))
             else:
                 space, state = self._find(key, now_us, adopt=each > 0)
                 after, verdict = space.decide(state, now_us, each, limit, lease)
-                if after is not state:
+                if after is not state and each:
                     others.append((space, key, after, verdict[2]))
             verdicts.append(verdict)
             if verdict[1]:
@@ -210,15 +211,27 @@ class MemoryStore:
             for space, key, after, reset_us in additions:
                 self._put(space, key, after, now_us, reset_us)
         else:
-            self._leave_unspent(keys, verdicts, now_us)
+            self._deny(keys, cost, verdicts, now_us)
         return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us, 0, cost))
 
-    def _leave_unspent(self, keys: tuple[Key, ...], verdicts: list[Verdict], now_us: int) -> None:
-        """Where a request that was denied would have passed, nothing is spent: what it is told is what a peek says."""
+    def _deny(self, keys: tuple[Key, ...], cost: Cost, verdicts: list[Verdict], now_us: int) -> None:
+        """Charge nothing: a limit under which the denied request would have passed reports what a peek reports.
+
+        Migrations are written nevertheless: plan changes were by `_find`, and states that had to be re-dated are here.
+        """
         for index, key in enumerate(keys):
+            space, state = self._find(key, now_us, adopt=False)
+            after, verdict = space.decide(state, now_us, 0, key.limit)
             if not verdicts[index][1]:
-                space, state = self._find(key, now_us, adopt=False)
-                verdicts[index] = space.decide(state, now_us, 0, key.limit)[1]
+                verdicts[index] = verdict
+            if after is not state and (cost[index] if type(cost) is tuple else cost):
+                self._replace(space, key.identity, state, after)
+
+    def _replace(self, space: Space, identity: str, state: Any, after: Any) -> None:
+        """Write a migrated state, unless a finalizer has changed it in the meantime."""
+        if space.states.get(identity) is state:
+            self._turn += 1
+            space.states[identity] = after
 
     def _refund(self, call: Refund) -> bool:
         now_us = self._now_us()
@@ -226,10 +239,13 @@ class MemoryStore:
             return False
         while True:
             turn = self._turn
-            space, state = self._find(call.key, now_us)
+            space, found = self._find(call.key, now_us)
+            state = space.decide(found, now_us, 0, call.key.limit)[0]  # re-dated, if the clock was set back
             after = space.refund(state, now_us, call.amount, call.key.limit, call.at_us)
             if turn == self._turn:
                 break
+        if state is not found:
+            self._replace(space, call.key.identity, found, state)
         if after is None or after == state:
             return False
         self._turn += 1

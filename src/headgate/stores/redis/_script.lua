@@ -9,7 +9,7 @@ local function current(given)
   return time[1] * 1000000 + time[2]
 end
 
--- A limit from ARGV[first ..]: capacity, tokens, ticks, period (us). `more` is what a long life is rounded up to: a
+-- A limit from ARGV[first ..]: capacity, tokens, ticks, period (us), with which states of windows end. `more` is what a long life is rounded up to: a
 -- sixteenth of the time that an empty bucket takes to fill. `blank` tells states of keys with a long life from others.
 local function parse_limit(first)
   local ARGV = ARGV
@@ -21,6 +21,8 @@ local function parse_limit(first)
     tokens = tokens,
     ticks = ticks,
     period = ARGV[first + 3] + 0,
+    period_text = ARGV[first + 3],
+    period_ending = ' ' .. ARGV[first + 3],
     full = capacity * ticks,
     more = ceil_div(capacity * ticks, tokens * 16),
     blank = ' ',
@@ -48,7 +50,7 @@ local function write(key, state, reset)
   call('PEXPIRE', key, lifetime)
 end
 
--- A denial changes nothing; but a key that would live for ever (persisted by hand), or not long enough for what it owes
+-- A denial consumes nothing, and writes nothing unless a state had to be migrated; but a key that would live for ever (persisted by hand), or not long enough for what it owes
 -- (its window has become longer), is given its time: a long one, as its state may say that it has one.
 local function mend_expiry(key, reset, limit)
   local left = call('PTTL', key)
