@@ -38,12 +38,18 @@ REPORTS = Limit(5, timedelta(seconds=60), algorithm="concurrency", name="reports
 X_FIELDS = ["x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"]
 IETF_FIELDS = ["ratelimit-policy", "ratelimit"]
 
+TYPES = "https://iana.org/assignments/http-problem-types#"
+
 
 def fields(
-    *judged: tuple[Limit, Verdict], now_us: int = NOW, settings: AnswerSettings | None = None, unit: str = "requests"
+    *judged: tuple[Limit, Verdict],
+    now_us: int = NOW,
+    settings: AnswerSettings | None = None,
+    unit: str = "requests",
+    costs: Sequence[int] | None = None,
 ) -> dict[str, str]:
     limits, verdicts = zip(*judged, strict=True) if judged else ((), ())
-    description = Answers(settings or AnswerSettings()).describe(limits, [unit] * len(limits))
+    description = Answers(settings or AnswerSettings()).describe(limits, [unit] * len(limits), costs)
     return as_text(description.headers(verdicts, now_us))
 
 
@@ -196,6 +202,24 @@ def test_x_ratelimit_speaks_of_the_tightest_limit(
         assert (limit, remaining, reset - NOW // SECOND) == expected
 
 
+def test_limits_of_different_units_are_compared_by_the_requests_that_they_admit() -> None:
+    """A chat request costs 1 of 300 requests, of which 297 are left, and 500 of 100,000 tokens, of which 999 are."""
+    requests = Limit(300, timedelta(minutes=1), name="requests")
+    tokens = Limit(100_000, timedelta(days=1), name="tokens")
+    judged = [(requests, (297, 0, SECOND, 0)), (tokens, (999, 0, DAY, 0))]
+    for order, costs in ((judged, (1, 500)), (judged[::-1], (500, 1))):
+        told = fields(*order, costs=costs)
+        assert [told[name] for name in X_FIELDS[:2]] == ["100000", "999"]
+    free = fields(*judged, costs=(0, 500))
+    assert free["x-ratelimit-limit"] == "100000", "a limit on which the request costs nothing never denies it"
+
+
+def test_of_two_equal_verdicts_the_limit_that_denies_first_is_named() -> None:
+    same = (20, 0, SECOND, 0)
+    told = fields((PER_IP, same), (SEARCH, same), costs=(1, 5))
+    assert told["x-ratelimit-limit"] == str(SEARCH.quota)
+
+
 def test_the_instant_of_the_reset_is_rounded_up_not_the_span() -> None:
     assert fields((PER_IP, (0, 0, 300_000, 0)), now_us=NOW + 600_000)["x-ratelimit-reset"] == str(NOW // SECOND + 1)
     assert fields((PER_IP, (0, 0, 300_000, 0)), now_us=NOW + 700_001)["x-ratelimit-reset"] == str(NOW // SECOND + 2)
@@ -231,18 +255,67 @@ def test_ratelimit_policy_is_a_quota_per_whole_seconds(limit: Limit, unit: str, 
 @pytest.mark.parametrize(
     ("verdict", "expected"),
     [
-        pytest.param((999, 0, 0, 0), "r=999;t=0", id="as new"),
-        pytest.param((999, 0, 1, 0), "r=999;t=1", id="a microsecond is a second"),
+        pytest.param((999, 0, 0, 0), "r=999;t=60", id="as new: no faster than the policy"),
+        pytest.param((999, 0, 1, 0), "r=999;t=60", id="nearly: no faster than the policy"),
         pytest.param((50, 0, 30 * SECOND, 0), "r=50;t=30", id="allowed: until it is as new"),
         pytest.param((50, 0, 30 * SECOND + 1, 0), "r=50;t=31", id="rounded up"),
+        pytest.param((500, 0, 30 * SECOND, 0), "r=500;t=30", id="exactly as fast as the policy"),
+        pytest.param((501, 0, 30 * SECOND, 0), "r=501;t=31", id="one more takes longer"),
+        pytest.param((0, 0, 1, 0), "r=0;t=1", id="nothing left: a microsecond is a second"),
         pytest.param((3, SECOND + 1, 30 * SECOND, 0), "r=3;t=2", id="denied: until it passes"),
         pytest.param((3, NEVER, 30 * SECOND, 0), "r=3;t=30", id="unsatisfiable: until it is as new"),
         pytest.param((0, 30 * DAY, 30 * DAY, 0), "r=0;t=2592000", id="thirty days"),
-        pytest.param((10**15, 0, 0, 0), "r=999999999999999;t=0", id="more than a field can say"),
+        pytest.param((10**15, 0, 0, 0), "r=999999999999999;t=60000000000000", id="more than a field can say"),
     ],
 )
 def test_ratelimit_says_what_is_left_and_when_more_comes(verdict: Verdict, expected: str) -> None:
     assert fields((PER_IP, verdict))["ratelimit"] == f'"per-ip";{expected}'
+
+
+limits_of_any_kind = st.builds(
+    lambda quota, milliseconds, algorithm: Limit(
+        quota, timedelta(milliseconds=milliseconds), algorithm=algorithm, name="x"
+    ),
+    st.integers(1, 5000),
+    st.integers(1, 100_000),
+    st.sampled_from(["token_bucket", "gcra", "leaky_bucket", "sliding_window", "sliding_log"]),
+)
+
+
+@given(limits_of_any_kind, st.lists(st.tuples(st.integers(0, 10**8), st.integers(0, 20)), min_size=1, max_size=20))
+def test_who_spreads_r_over_t_never_exceeds_the_policy(limit: Limit, requests: list[tuple[int, int]]) -> None:
+    clock = FakeClock(NOW)
+    limiter = Limiter(clock=clock)
+    for later_us, cost in requests:
+        clock.set_us(clock.now_us() + later_us)
+        told = fields((limit, limiter.check(limit.by("ada"), cost=cost).verdicts[0]))
+        [(_, policy)], [(_, left)] = parse_list(told["ratelimit-policy"]), parse_list(told["ratelimit"])
+        if left["r"]:
+            assert Fraction(left["r"], left["t"]) <= Fraction(policy["q"], policy["w"])
+
+
+def test_t_of_a_fixed_window_is_its_end() -> None:
+    limit = Limit(1000, timedelta(minutes=1), algorithm="fixed_window", name="x")
+    clock = FakeClock(1_763_251_200_000_000 + 58 * SECOND)
+    limiter = Limiter(clock=clock)
+    assert fields((limit, limiter.check(limit.by("ada")).verdicts[0]))["ratelimit"] == '"x";r=999;t=2'
+    assert fields((limit, limiter.peek(limit.by("bob")).verdicts[0]))["ratelimit"] == '"x";r=1000;t=60'
+
+
+def test_draft_6_has_a_field_for_each_number_of_the_limit_that_denies_first() -> None:
+    told = fields(
+        (PER_IP, (50, 0, 57 * SECOND, 0)),
+        (REPORTS, (4, 0, SECOND, 0)),
+        (SEARCH, (6, 0, 1, 0)),
+        costs=(1, 1, 2),
+        settings=AnswerSettings(x_ratelimit=False, draft=6),
+    )
+    assert told == {
+        "ratelimit-limit": "10",
+        "ratelimit-policy": "1000;w=60, 10;w=1",
+        "ratelimit-remaining": "6",
+        "ratelimit-reset": "1",
+    }
 
 
 def test_all_limits_are_told_in_their_order() -> None:
@@ -335,7 +408,7 @@ def test_a_denial_names_what_was_violated_and_when_to_come_back() -> None:
     assert refusal.status == 429
     assert json.loads(refusal.body) == {
         "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
-        "title": "Quota exceeded",
+        "title": "Quota Exceeded",
         "status": 429,
         "detail": sentence,
         "violated-policies": ["per-ip"],
@@ -395,13 +468,13 @@ def test_the_message_is_for_people(judged: list[tuple[Limit, int]], message: str
     [
         pytest.param(
             Answers(AnswerSettings()).unavailable(),
-            *(503, "Service Unavailable", "limiter_unavailable"),
+            *(503, "Temporary Reduced Capacity", "limiter_unavailable"),
             *("This request cannot be checked right now. Try again in 1 second.", 1),
             id="store away",
         ),
         pytest.param(
             Answers(AnswerSettings()).unavailable(denial((PER_IP, (0, 5 * SECOND, 5 * SECOND, 0)), degraded="closed")),
-            *(503, "Service Unavailable", "limiter_unavailable"),
+            *(503, "Temporary Reduced Capacity", "limiter_unavailable"),
             *("This request cannot be checked right now. Try again in 5 seconds.", 5),
             id="store away for a while",
         ),
@@ -421,7 +494,7 @@ def test_other_refusals_tell_nothing_of_limits(
     refusal: Refusal, status: int, title: str, error: str, message: str, retry: int | None
 ) -> None:
     assert body_of(refusal) == {
-        "type": "about:blank",
+        "type": f"{TYPES}temporary-reduced-capacity" if status == 503 else "about:blank",
         "title": title,
         "status": status,
         "detail": message,
@@ -522,6 +595,23 @@ def test_a_hook_that_fails_is_logged_once_and_the_usual_body_goes_out(
     assert caplog.records[0].exc_info
 
 
+@pytest.mark.parametrize(
+    ("names", "degraded", "kind"),
+    [
+        (["a"], None, "quota-exceeded"),
+        (["a"], "local", "temporary-reduced-capacity"),
+        (["a (unknown keys)"], None, "abnormal-usage-detected"),
+        (["a (unknown keys)", "a"], None, "quota-exceeded"),
+    ],
+)
+def test_the_problem_type_says_why_a_limit_denied(names: list[str], degraded: str | None, kind: str) -> None:
+    """A share of the limit while the store is away; many unknown API keys from one address; or the client itself."""
+    limits = [Limit(1, timedelta(minutes=1), name=name) for name in names]
+    refusal = refuse(denial(*[(limit, (0, SECOND, SECOND, 0)) for limit in limits], degraded=degraded))
+    assert (refusal.status, body_of(refusal)["type"]) == (429, f"{TYPES}{kind}")
+    assert body_of(refusal)["violated-policies"] == names
+
+
 # -------------------------------------------------------------- whatever comes
 
 names = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1, max_size=100)
@@ -557,7 +647,11 @@ def test_any_decision_makes_fields_that_can_be_read_and_are_true(
             assert told_quota * limit.period_us <= limit.quota * seconds * SECOND
             assert told_quota >= min(limit.quota, 10**15 - 1)
         assert state["r"] == min(remaining, 10**15 - 1)
-        assert 0 <= int(state["t"]) * SECOND - (retry_us if retry_us > 0 else reset_us) < SECOND
+        wait_us = retry_us if retry_us > 0 else reset_us
+        if wait_us or not remaining or limit.algorithm == "concurrency":
+            assert 0 <= int(state["t"]) * SECOND - wait_us < SECOND
+        else:
+            assert state["t"] == -(-int(state["r"]) * int(policy["w"]) // int(policy["q"]))
 
     assert body["violated-policies" if decision.denied_by else "status"] == ([*decision.denied_by] or 429)
     if decision.retry_after_us is None:

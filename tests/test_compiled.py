@@ -313,7 +313,9 @@ def test_threads_lose_nothing() -> None:
 
 def test_nothing_is_kept_of_what_has_passed() -> None:
     store = MemoryStore(FakeClock(NOW))
-    tell = fields.Fields((b'"a"',), ((b"x-ratelimit-limit", b"3"),), (0,), (b"ratelimit-policy", b"p"), True, True)
+    tell = fields.Fields(
+        (b'"a"',), ((b"x-ratelimit-limit", b"3"),), (0,), (1,), (PACE,), (b"ratelimit-policy", b"p"), True, True
+    )
     keys = tuple(Limit(10**9, MINUTE, name=name, algorithm=name).by("ada") for name in METERED)
     denied = Limit(1, MINUTE, name="denied").by("ada")
 
@@ -329,24 +331,38 @@ def test_nothing_is_kept_of_what_has_passed() -> None:
 
 # ----------------------------------------------------------- header fields
 
+PACE = fields.Pace(3, 60, ends_at_once=False)
+
+
+def one_limit() -> fields.PlainFields:
+    quota, policy = (b"x-ratelimit-limit", b"3"), (b"ratelimit-policy", b"p")
+    return fields.Fields((b'"a"',), (quota,), (0,), (1,), (PACE,), policy, True, True)
+
+
 numbers = st.integers(0, 5) | st.integers(0, 2**53) | st.sampled_from([999_999, 1_000_000, 1_000_001, 10**15])
 verdicts = st.tuples(numbers, st.just(0) | st.just(NEVER) | numbers, numbers, st.just(0))
 
 
+paces = st.builds(
+    fields.Pace, st.integers(1, 5) | st.just(fields.LARGEST), st.integers(0, 9) | st.just(10**9), st.booleans()
+)
+
+
 @given(
-    st.lists(st.tuples(verdicts, st.text('ab%\\" ;,', max_size=9), st.just(0) | numbers), max_size=6),
+    st.lists(st.tuples(verdicts, st.text('ab%\\" ;,', max_size=9), st.just(0) | numbers, numbers, paces), max_size=6),
     st.integers(-(2**60), 2**60) | st.just(NOW),
     st.booleans(),
     st.booleans(),
 )
-@example([((2**70, 2**71, 2**72, 0), "a", 0)], 2**80, True, True)
-@example([((1, 0, 0, 0), "a" * 2000, 0), ((0, 0, 5, 0), "b", 3)], NOW, True, True)
+@example([((2**70, 2**71, 2**72, 0), "a", 0, 1, PACE)], 2**80, True, True)
+@example([((1, 0, 0, 0), "a" * 2000, 0, 1, PACE), ((0, 0, 5, 0), "b", 3, 0, PACE)], NOW, True, True)
 def test_fields_in_c_are_those_in_python(
-    those: list[tuple[Verdict, str, int]], now_us: int, x_ratelimit: bool, ratelimit: bool
+    those: list[tuple[Verdict, str, int, int, fields.Pace]], now_us: int, x_ratelimit: bool, ratelimit: bool
 ) -> None:
-    names = tuple(name.encode() for _, name, _ in those)
+    names = tuple(name.encode() for _, name, *_ in those)
     quotas = tuple((b"x-ratelimit-limit", b"%d" % number) for number in range(len(those)))
-    given = names, quotas, tuple(filling for *_, filling in those), (b"ratelimit-policy", b"p"), x_ratelimit, ratelimit
+    filling, costs, paces = (tuple(each[index] for each in those) for index in (2, 3, 4))
+    given: Any = names, quotas, filling, costs, paces, (b"ratelimit-policy", b"p"), x_ratelimit, ratelimit
     said = [verdict for verdict, *_ in those]
     in_c, in_python = fields.Fields(*given), fields.PlainFields(*given)
     for told in (said, tuple(said)):
@@ -355,7 +371,9 @@ def test_fields_in_c_are_those_in_python(
 
 @pytest.mark.parametrize("verdict", [(1, 2, 3), (1, 0, "0", 0), "1000", None, (2**200, 0, 0, 0)], ids=repr)
 def test_what_is_no_verdict_is_refused(verdict: Any) -> None:
-    tell = fields.Fields((b'"a"',), ((b"x-ratelimit-limit", b"3"),), (0,), (b"ratelimit-policy", b"p"), True, True)
+    tell = fields.Fields(
+        (b'"a"',), ((b"x-ratelimit-limit", b"3"),), (0,), (1,), (PACE,), (b"ratelimit-policy", b"p"), True, True
+    )
     with pytest.raises(TypeError, match="no verdict"):
         tell.headers([verdict], NOW)
     with pytest.raises(TypeError):
@@ -364,9 +382,11 @@ def test_what_is_no_verdict_is_refused(verdict: Any) -> None:
 
 def test_fields_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="lengths"):
-        fields.Fields((b"a", b"b"), ((b"x", b"1"),), (0, 0), (b"p", b"p"), True, True)
+        fields.Fields((b"a", b"b"), ((b"x", b"1"),), (0, 0), (1, 1), (PACE, PACE), (b"p", b"p"), True, True)
     with pytest.raises(TypeError, match="bytes"):
-        fields.Fields(("a",), ((b"x", b"1"),), (0,), (b"p", b"p"), True, True)  # type: ignore[arg-type]
+        fields.Fields(("a",), ((b"x", b"1"),), (0,), (1,), (PACE,), (b"p", b"p"), True, True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="paces"):
+        fields.Fields((b"a",), ((b"x", b"1"),), (0,), (1,), ((0, 1, True),), (b"p", b"p"), True, True)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=9) | st.just(b"\xc3\xa9")), max_size=6))

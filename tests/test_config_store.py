@@ -605,7 +605,7 @@ def test_imported_tables_are_a_policy_that_counts_each_class_by_itself(seeds: st
     assert store.import_seed_tables(seeds, **BY) is None, "what is up to date changes nothing"
     policy = store.policy()
     assert policy.default_tier == "free"
-    snapshot = Snapshot(policy)
+    snapshot = Snapshot(policy, trusts_keys=True)
 
     def met(path: str, **who: str) -> list[tuple[str, int, int | tuple[int, ...]]]:
         found = snapshot.resolve(snapshot.route("GET", path), {"ip": "1.2.3.4", "address": "1.2.3.4", **who}, 0)

@@ -684,7 +684,7 @@ def test_djangos_checks_warn_of_what_is_probably_not_meant() -> None:
     with gated("limits: [{by: api_key, bucket: 1/hour}]"):
         ((id, told, _),) = told_by_check()
     assert id == "headgate.W002"
-    assert "who sends another key each time is never stopped" in told
+    assert "requests with unknown API keys also count by address" in told
     with gated(PER_IP, middleware=SIGNED_IN[:2]):
         ((id, told, hint),) = told_by_check()
     assert (id, told) == ("headgate.W001", "HEADGATE is set, but nothing counts by it.")

@@ -315,6 +315,13 @@ def test_other_factors_are_refused(written: str) -> None:
         read(f"identity: {{api_key: {{unknown_factor: {written}}}}}\nlimits: {{default: 5/minute}}")
 
 
+@pytest.mark.parametrize("written", ["7", "'11'", "true", "11.0"])
+def test_drafts_that_are_not_supported_are_refused(written: str) -> None:
+    assert read("answers: {draft: 6}\nlimits: [{by: ip, bucket: 5/minute}]").answers.draft == 6
+    with pytest.raises(InvalidPolicy, match="write a draft that is supported: 11, or 6 for separate fields"):
+        read(f"answers: {{draft: {written}}}\nlimits: [{{by: ip, bucket: 5/minute}}]")
+
+
 def test_names_of_safety_nets_are_reserved() -> None:
     with pytest.raises(InvalidPolicy, match=r"names that end in '\(unknown keys\)' are reserved"):
         read("limits: {default (unknown keys): 5/minute}")

@@ -17,49 +17,38 @@ typedef struct {
     FieldsCalls calls;
 } Names;
 
+/* Of one limit. */
+typedef struct {
+    whole filling_us;
+    whole cost;
+    whole quota;
+    whole window;
+    bool ends_at_once;
+} LimitNumbers;
+
 typedef struct {
     PyObject_HEAD
     PyObject *names;
     PyObject *quotas;
-    PyObject *filling;
     PyObject *policy;
+    LimitNumbers *limits;
     int x_ratelimit;
     int ratelimit;
 } Fields;
 
-static PyObject *
-fields_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+/* Reads what `PlainFields` is given for a limit. False, with or without an exception, if it is something else. */
+static bool
+read_limit(PyObject *filling, PyObject *cost, PyObject *pace, LimitNumbers *limit)
 {
-    static char *keywords[] = {"names", "quotas", "filling", "policy", "x_ratelimit", "ratelimit", NULL};
-    PyObject *names, *quotas, *filling, *policy;
-    int x_ratelimit, ratelimit;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!pp", keywords, &PyTuple_Type, &names, &PyTuple_Type,
-                                     &quotas, &PyTuple_Type, &filling, &PyTuple_Type, &policy, &x_ratelimit,
-                                     &ratelimit)) {
-        return NULL;
+    if (!read_whole(filling, &limit->filling_us) || !read_whole(cost, &limit->cost) || limit->cost < 0 ||
+        !PyTuple_Check(pace) || PyTuple_GET_SIZE(pace) != 3 ||
+        !read_whole(PyTuple_GET_ITEM(pace, 0), &limit->quota) || limit->quota < 1 ||
+        limit->quota > LARGEST || !read_whole(PyTuple_GET_ITEM(pace, 1), &limit->window) || limit->window < 0 ||
+        limit->window > LARGEST) {
+        return false;
     }
-    if (PyTuple_GET_SIZE(quotas) != PyTuple_GET_SIZE(names) || PyTuple_GET_SIZE(filling) != PyTuple_GET_SIZE(names)) {
-        PyErr_SetString(PyExc_ValueError, "names, quotas and filling are of different lengths");
-        return NULL;
-    }
-    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(names); index++) {
-        whole number;
-        if (!PyBytes_CheckExact(PyTuple_GET_ITEM(names, index)) ||
-            !read_whole(PyTuple_GET_ITEM(filling, index), &number)) {
-            PyErr_SetString(PyExc_TypeError, "names are bytes, filling is in whole numbers");
-            return NULL;
-        }
-    }
-    Fields *self = (Fields *)type->tp_alloc(type, 0);
-    if (self != NULL) {
-        self->names = Py_NewRef(names);
-        self->quotas = Py_NewRef(quotas);
-        self->filling = Py_NewRef(filling);
-        self->policy = Py_NewRef(policy);
-        self->x_ratelimit = x_ratelimit;
-        self->ratelimit = ratelimit;
-    }
-    return (PyObject *)self;
+    limit->ends_at_once = PyTuple_GET_ITEM(pace, 2) == Py_True;
+    return true;
 }
 
 static void
@@ -69,10 +58,54 @@ fields_dealloc(PyObject *self)
     Fields *fields = (Fields *)self;
     Py_XDECREF(fields->names);
     Py_XDECREF(fields->quotas);
-    Py_XDECREF(fields->filling);
     Py_XDECREF(fields->policy);
+    PyMem_Free(fields->limits);
     type->tp_free(self);
     Py_DECREF(type);
+}
+
+static PyObject *
+fields_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"names", "quotas",      "filling",   "costs", "paces",
+                               "policy", "x_ratelimit", "ratelimit", NULL};
+    PyObject *names, *quotas, *filling, *costs, *paces, *policy;
+    int x_ratelimit, ratelimit;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!O!O!pp", keywords, &PyTuple_Type, &names, &PyTuple_Type,
+                                     &quotas, &PyTuple_Type, &filling, &PyTuple_Type, &costs, &PyTuple_Type, &paces,
+                                     &PyTuple_Type, &policy, &x_ratelimit, &ratelimit)) {
+        return NULL;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(names);
+    if (PyTuple_GET_SIZE(quotas) != count || PyTuple_GET_SIZE(filling) != count || PyTuple_GET_SIZE(costs) != count ||
+        PyTuple_GET_SIZE(paces) != count) {
+        PyErr_SetString(PyExc_ValueError, "names, quotas, filling, costs and paces are of different lengths");
+        return NULL;
+    }
+    Fields *self = (Fields *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->names = Py_NewRef(names);
+    self->quotas = Py_NewRef(quotas);
+    self->policy = Py_NewRef(policy);
+    self->x_ratelimit = x_ratelimit;
+    self->ratelimit = ratelimit;
+    self->limits = PyMem_Calloc(count ? (size_t)count : 1, sizeof(LimitNumbers));
+    if (self->limits == NULL) {
+        PyErr_NoMemory();
+    }
+    for (Py_ssize_t index = 0; self->limits != NULL && index < count && !PyErr_Occurred(); index++) {
+        if (!PyBytes_CheckExact(PyTuple_GET_ITEM(names, index)) ||
+            !read_limit(PyTuple_GET_ITEM(filling, index), PyTuple_GET_ITEM(costs, index),
+                        PyTuple_GET_ITEM(paces, index), &self->limits[index])) {
+            PyErr_SetString(PyExc_TypeError, "names are bytes, filling and costs whole numbers, paces those of Pace");
+        }
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
 }
 
 static char *
@@ -133,28 +166,40 @@ read_verdict(PyObject *verdict, Verdict *read)
     return true;
 }
 
-/* How much room the limit has, and how long it is until there is more. */
+/* How many further requests of the same cost the limit admits, or its rank below 0 if it denied; and the time until
+ * there is more. */
 static whole
-room_of(const Fields *self, const Verdict *verdict, Py_ssize_t index, whole *wait_us)
+room_of(const LimitNumbers *limit, const Verdict *verdict, whole *wait_us)
 {
-    const whole least = -(((whole)1 << 126) - 1);
+    const whole most = ((whole)1 << 126) - 1;
+    const whole room = limit->cost ? verdict->remaining / limit->cost : most;
     *wait_us = verdict->reset_us;
     if (verdict->remaining && !verdict->retry_us) {
-        return verdict->remaining;
+        return room;
     }
     if (verdict->retry_us == NEVER) {
-        return least;
+        return -most;
     }
     if (verdict->retry_us) {
         *wait_us = verdict->retry_us;
         return -verdict->retry_us;
     }
-    whole filling_us = 0;
-    read_whole(PyTuple_GET_ITEM(self->filling, index), &filling_us);
-    if (verdict->reset_us >= filling_us) {
-        *wait_us = verdict->reset_us - filling_us;
+    if (verdict->reset_us >= limit->filling_us) {
+        *wait_us = verdict->reset_us - limit->filling_us;
     }
-    return 0;
+    return room;
+}
+
+/* `t` of RateLimit: clients may spread r over t seconds, and r/t must not exceed the rate of the policy. */
+static whole
+effective_window(const LimitNumbers *limit, whole left, whole wait_us)
+{
+    whole seconds = ceil_div(wait_us, SECOND_US);
+    if (left > 0 && limit->window && !(limit->ends_at_once && wait_us)) {
+        whole paced = ceil_div(left * limit->window, limit->quota);
+        seconds = seconds < paced ? paced : seconds;
+    }
+    return smaller(seconds, LARGEST);
 }
 
 /* The fields, which are new references; how many, or -1 with an exception. */
@@ -169,7 +214,8 @@ put_fields(const Fields *self, const Names *known, PyObject *verdicts, whole now
         if (!read_verdict(PySequence_Fast_GET_ITEM(verdicts, index), &verdict)) {
             return -1;
         }
-        whole wait_us, room = room_of(self, &verdict, index, &wait_us);
+        const LimitNumbers *limit = &self->limits[index];
+        whole wait_us, room = room_of(limit, &verdict, &wait_us), left = smaller(verdict.remaining, LARGEST);
         if (index == 0 || room < least || (room == least && verdict.reset_us > of_tightest.reset_us)) {
             least = room;
             tightest = index;
@@ -178,8 +224,8 @@ put_fields(const Fields *self, const Names *known, PyObject *verdicts, whole now
         PyObject *name = PyTuple_GET_ITEM(self->names, index);
         end = put_text(end, ", ", index ? 2 : 0);
         end = put_text(end, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name));
-        end = put_number(put_text(end, ";r=", 3), smaller(verdict.remaining, LARGEST));
-        end = put_number(put_text(end, ";t=", 3), smaller(ceil_div(wait_us, SECOND_US), LARGEST));
+        end = put_number(put_text(end, ";r=", 3), left);
+        end = put_number(put_text(end, ";t=", 3), effective_window(limit, left, wait_us));
     }
     int count = 0;
     if (self->x_ratelimit) {

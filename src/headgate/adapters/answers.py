@@ -15,9 +15,10 @@ from datetime import timedelta
 from random import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from headgate.adapters.fields import LARGEST, SECOND_US, Fields, Header
+from headgate.adapters.fields import LARGEST, SECOND_US, Fields, Header, Pace, SeparateFields
 from headgate.algorithms import ALGORITHMS, NEVER
 from headgate.errors import InvalidConfiguration
+from headgate.policy.model import NET_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +35,14 @@ logger = logging.getLogger("headgate")
 UNKNOWN_RETRY_US: Final = SECOND_US
 """When to come back if nobody knows: soon, but not at once."""
 
-QUOTA_EXCEEDED: Final = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+PROBLEM_TYPES: Final = "https://iana.org/assignments/http-problem-types#"
+QUOTA_EXCEEDED: Final = f"{PROBLEM_TYPES}quota-exceeded", "Quota Exceeded"
+REDUCED_CAPACITY: Final = f"{PROBLEM_TYPES}temporary-reduced-capacity", "Temporary Reduced Capacity"
+ABNORMAL_USAGE: Final = f"{PROBLEM_TYPES}abnormal-usage-detected", "Abnormal Usage Detected"
+FORBIDDEN: Final = "about:blank", "Forbidden"
+"""A problem of type about:blank says no more than its status, whose phrase is then its title (RFC 9457)."""
+
+SEPARATE_FIELDS_DRAFT: Final = 6
 
 
 class Refusal(NamedTuple):
@@ -99,14 +107,23 @@ class Answers:
         self._body_failed = False
         self._chance = chance
 
-    def describe(self, limits: Sequence[Limit], units: Sequence[str]) -> Description:
-        """What `headers` and `denied` need to know of the limits that a request meets, and of what each counts."""
+    def describe(
+        self, limits: Sequence[Limit], units: Sequence[str], costs: Sequence[int] | None = None
+    ) -> Description:
+        """What `headers` and `denied` need to know of the limits of a request: what each counts, and what the request
+        costs on each (1, if not given)."""
         names = [_quoted(limit.name) for limit in limits]
         items = [name + _allowance(limit, unit) for name, limit, unit in zip(names, limits, units, strict=True)]
-        fields = Fields(
+        make = Fields
+        if self._settings.draft == SEPARATE_FIELDS_DRAFT:
+            make = SeparateFields
+            items = [f"{pace.quota};w={pace.window}" for pace in map(_pace, limits) if pace.window]
+        fields = make(
             tuple([name.encode("ascii") for name in names]),
             tuple([(b"x-ratelimit-limit", b"%d" % limit.quota) for limit in limits]),
             tuple([_filling_us(limit) for limit in limits]),
+            (1,) * len(limits) if costs is None else tuple(costs),
+            tuple(map(_pace, limits)),
             (b"ratelimit-policy", ", ".join(items).encode("ascii")),
             self._settings.x_ratelimit,
             self._settings.ratelimit,
@@ -173,14 +190,6 @@ class Answers:
         return b"application/problem+json", _problem(facts, self._settings.doc_url)
 
 
-_TYPES_AND_TITLES: Final = {
-    429: (QUOTA_EXCEEDED, "Quota exceeded"),
-    503: ("about:blank", "Service Unavailable"),
-    403: ("about:blank", "Forbidden"),
-}
-"""A problem of type about:blank says no more than its status, whose phrase is then its title (RFC 9457)."""
-
-
 def status_page(facts: Mapping[str, object], *, ready: bool) -> Refusal:
     """200 or 503, for whoever asks how the gate is."""
     body = json.dumps(facts, indent=2).encode("ascii") + b"\n"
@@ -201,7 +210,7 @@ def _filling_us(limit: Limit) -> int:
 
 
 def _problem(facts: RefusalFacts, doc_url: str | None) -> bytes:
-    kind, title = _TYPES_AND_TITLES[facts.status]
+    kind, title = _type_and_title(facts)
     members: dict[str, object] = {"type": kind, "title": title, "status": facts.status, "detail": facts.message}
     if facts.violated_policies:
         members["violated-policies"] = facts.violated_policies
@@ -210,6 +219,17 @@ def _problem(facts: RefusalFacts, doc_url: str | None) -> bytes:
     members["retry_after_seconds"] = facts.retry_after_seconds
     members["doc_url"] = doc_url
     return json.dumps(members).encode("ascii")
+
+
+def _type_and_title(facts: RefusalFacts) -> tuple[str, str]:
+    if facts.status == 403:
+        return FORBIDDEN
+    is_degraded = facts.decision is not None and facts.decision.degraded is not None
+    if facts.status == 503 or is_degraded:  # nobody decides, or a node decides by its share of the limit
+        return REDUCED_CAPACITY
+    if facts.violated_policies and all(name.endswith(NET_SUFFIX) for name in facts.violated_policies):
+        return ABNORMAL_USAGE  # many unknown API keys from one address
+    return QUOTA_EXCEEDED
 
 
 def _encoded(content: bytes | str | dict[str, Any], content_type: str | None) -> tuple[bytes, bytes]:
@@ -232,14 +252,20 @@ def _allowance(limit: Limit, unit: str) -> str:
     Windows are whole seconds there. A period that is not is rounded up, and its quota grows in proportion, rounded
     down: the rate is told as it is, or a little lower, but never higher. Concurrency has no window: it is not a rate.
     """
-    if limit.algorithm == "concurrency":
-        quota, window = limit.quota, ""
-        unit = "concurrent-requests" if unit == "requests" else unit
-    else:
-        seconds = -(limit.period_us // -SECOND_US)
-        quota, window = limit.quota * seconds * SECOND_US // limit.period_us, f";w={seconds}"
+    pace = _pace(limit)
+    if not pace.window and unit == "requests":
+        unit = "concurrent-requests"
+    window = f";w={pace.window}" if pace.window else ""
     counted = "" if unit == "requests" else f";qu={_quoted(unit)}"
-    return f";q={min(quota, LARGEST)}{window}{counted}"
+    return f";q={pace.quota}{window}{counted}"
+
+
+def _pace(limit: Limit) -> Pace:
+    if limit.algorithm == "concurrency":
+        return Pace(min(limit.quota, LARGEST), 0, ends_at_once=False)
+    seconds = -(limit.period_us // -SECOND_US)
+    quota = limit.quota * seconds * SECOND_US // limit.period_us
+    return Pace(min(quota, LARGEST), seconds, limit.algorithm == "fixed_window")
 
 
 def _quoted(text: str) -> str:

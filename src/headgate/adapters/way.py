@@ -319,7 +319,9 @@ class Rules:
         decisions = [each.decision for each, _ in found if each.decision is not None]
         rules = [rule for each, _ in found if each.resolution is not None for rule in each.resolution.rules]
         description = self._answers.describe(
-            [key.limit for decision in decisions for key in decision.keys], [rule.rule.unit for rule in rules]
+            [key.limit for decision in decisions for key in decision.keys],
+            [rule.rule.unit for rule in rules],
+            [rule.cost for rule in rules],
         )
         return description.headers([each for decision in decisions for each in decision.verdicts], decisions[-1].at_us)
 
@@ -332,11 +334,13 @@ class Rules:
         if met.rules is met.route.rules and not met.route.has_overrides:
             shape: Any = met.route, met.tier
         else:
-            shape = tuple([id(key.limit) for key in met.keys])
+            shape = met.cost, *[id(key.limit) for key in met.keys]
         description = self._descriptions.get(shape)
         if description is None:
             description = self._descriptions[shape] = self._answers.describe(
-                [key.limit for key in met.keys], [rule.rule.unit for rule in met.rules]
+                [key.limit for key in met.keys],
+                [rule.rule.unit for rule in met.rules],
+                [rule.cost for rule in met.rules],
             )
         return description
 

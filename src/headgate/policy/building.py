@@ -310,6 +310,7 @@ class Builder:
         return AnswerSettings(
             x_ratelimit="x-ratelimit" in headers,
             ratelimit="ratelimit" in headers,
+            draft=entry.get("draft", 11),
             jitter=entry.get("jitter", timedelta()),
             doc_url=entry.get("doc_url"),
         )

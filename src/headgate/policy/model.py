@@ -207,6 +207,8 @@ class AnswerSettings:
     jitter: timedelta = timedelta()
     """Retry-After is spread over so much more, against herds; never earlier than the truth."""
     doc_url: str | None = None
+    draft: Literal[6, 11] = 11
+    """The version of draft-ietf-httpapi-ratelimit-headers that RateLimit and RateLimit-Policy follow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,6 +249,10 @@ ANSWERS: Final = Record(
         "doc_url": Field(
             Leaf(words.url, {"type": "string", "format": "uri", "pattern": "^https?://"}), "Where limits are explained."
         ),
+        "draft": Field(
+            Leaf(words.draft, {"enum": [6, 11]}),
+            "The version of the IETF draft that RateLimit fields follow: 11, if not given, or 6 for separate fields.",
+        ),
     },
 )
 

@@ -31,6 +31,7 @@ __all__ = [
     "api_key",
     "by",
     "choice",
+    "draft",
     "flag",
     "header",
     "identity",
@@ -376,6 +377,13 @@ def header(value: object) -> str | None:
     if not _TOKEN.fullmatch(value):
         raise InvalidInput(f"{show(value)} cannot name a header; write it like x-api-key, or none")
     return value.lower()
+
+
+def draft(value: object) -> int:
+    """The version of an IETF draft."""
+    if type(value) is not int or value not in (6, 11):
+        raise refusal(value, "a draft that is supported: 11, or 6 for separate fields")
+    return value
 
 
 def url(value: object) -> str:
