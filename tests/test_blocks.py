@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import InvalidInput
+from headgate.adapters.gate import Gate
+from headgate.policy import read
+from headgate.policy.credentials import IdentityHashes
 from headgate.shield.blocks import Blocks, LiveBlock, canonical
+from traffic import Request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -202,3 +207,48 @@ def test_a_network_has_one_spelling(kind: str, value: str, expected: str) -> Non
     assert canonical(kind, expected) == expected
     if kind == "ip" and "/" not in value:
         assert ip_address(expected)
+
+
+HASHES = IdentityHashes(b"for tests only, as long as it has to be")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["ip", "user"]), st.sampled_from(["10.0.0.1", "10.0.0.2", "ada"])), max_size=4),
+    st.sampled_from(["10.0.0.1", "10.0.0.2"]),
+    st.sampled_from(["ada", "bob"]),
+)
+def test_a_block_by_hash_matches_exactly_the_identity_with_that_hash(
+    blocked: list[tuple[str, str]], address: str, user: str
+) -> None:
+    blocks = made(*((kind, HASHES(kind, value)) for kind, value in blocked))
+    who = {"address": address, "ip": address, "user": user}
+    assert (blocks.find(who, NOW_US, HASHES) is not None) == bool({("ip", address), ("user", user)} & {*blocked})
+    assert blocks.find(who, NOW_US) is None  # nothing to hash with
+    assert blocks.kinds == {kind for kind, _ in blocked} - {"ip"}
+    for kind, value in dict.fromkeys(blocked):
+        assert blocks.drop(kind, HASHES(kind, value))
+    assert (len(blocks), blocks.are_there, [*blocks]) == (0, False, [])
+
+
+def test_a_network_of_ipv6_is_blocked_by_the_hash_of_what_is_counted() -> None:
+    blocks = made(("ip", HASHES("ip", "2001:db8::/64")))
+    assert blocks.find({"address": "2001:db8::7", "ip": "2001:db8::/64"}, NOW_US, HASHES) is not None
+    assert blocks.find({"address": "2001:db8:0:1::7", "ip": "2001:db8:0:1::/64"}, NOW_US, HASHES) is None
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live", "policy"])
+@pytest.mark.parametrize("secret", ["for tests only, as long as it has to be", None])
+def test_a_gate_refuses_a_client_that_is_blocked_by_its_hash(live: bool, secret: str | None) -> None:
+    text = "limits: [{name: all, by: ip, bucket: 100/minute}]"
+    gate = Gate(read(text), secret=secret)
+    with closing(gate):
+        hashed = gate._hash_identity("ip", "192.0.2.77")
+        if live:
+            gate.block("ip", hashed)
+        else:
+            gate._swap(read(f"{text}\nblocked: [{{ip: '{hashed}'}}]"))
+        assert not gate.admit(Request(peer="192.0.2.77")).allowed
+        assert gate.admit(Request(peer="192.0.2.78")).allowed
+        if live:
+            assert gate.unblock("ip", hashed)
+            assert gate.admit(Request(peer="192.0.2.77")).allowed

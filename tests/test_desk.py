@@ -34,7 +34,7 @@ from headgate.control.desk import (
     NotFound,
     Who,
 )
-from headgate.control.desk.candidates import mask
+from headgate.control.desk.candidates import mask, short_label
 from headgate.control.desk.standing import faced
 from headgate.control.feed import ConfigFeed
 from headgate.telemetry import DecisionLog
@@ -264,7 +264,7 @@ def test_what_is_shown_as_used_is_what_the_gate_has_counted(here: World) -> None
     assert search.reset_s == 12.0
     assert (watched.used, watched.remaining, watched.shadow) == (3, 4, True)
     assert (pages.used, pages.algorithm, pages.reset_s) == (3, "fixed_window", 60.0)
-    assert standing(here.desk, ACME, "seats").unknown == "counted for each user by itself"
+    assert standing(here.desk, ACME, "seats").unknown == "counted per user"
     assert standing(here.desk, ACME, "everybody").used == 23
     assert standing(here.desk, Who("ip", "203.0.113.9"), "strangers").used == 23
 
@@ -343,7 +343,9 @@ def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, wh
 def test_a_network_is_shown_with_what_holds_for_its_addresses(here: World) -> None:
     view = here.desk.client(Who("ip", "198.51.100.0/24"))
     assert (view.label, view.can_count) == ("The office", False)
-    assert view.troubles == ("a network is not counted as one: give one of its addresses to see what is used",)
+    assert view.troubles == (
+        "A network has no counters of its own. To see what is used, search for one of its addresses.",
+    )
     assert view.log_keys == ("label:the office",)
     assert here.desk.client(Who("ip", "198.51.100.77")).label == "The office"
 
@@ -472,24 +474,23 @@ def test_without_a_secret_keys_cannot_be_looked_for(here: World, monkeypatch: py
         desk.client(Who("api_key", KEY))
 
 
-def test_of_somebody_who_is_only_a_hash_the_log_is_shown_and_nothing_is_changed(here: World) -> None:
+def test_of_somebody_who_is_only_a_hash_the_log_is_shown_and_no_limit_is_changed(here: World) -> None:
     here.send(60, path="/search", user="ada", peer="192.0.2.9")
     assert here.log.flush()
     nobody = Who("user", CLIENTS.written("user", "ada"))
     view = here.desk.client(nobody)
     assert (view.who, view.can_count, view.limits) == (nobody, False, ())
     assert view.troubles == (
-        "only a hash of this user is known, by which nobody is counted: give the user to see its limits",
+        "We only store a hash of this user. You can block it. To see its limits, search for the user itself.",
     )
     assert here.desk.why(nobody, at="2026-11-15", zone=UTC).denied == 10
     assert len(here.desk.decisions(who=nobody)) == 60
     for change in (
-        lambda: here.desk.block(SUE, nobody, reason="x"),
         lambda: here.desk.add_override(SUE, nobody, "10/minute", reason="x"),
         lambda: here.desk.assign(SUE, nobody, "pro", reason="x"),
         lambda: here.desk.reset(SUE, nobody, reason="x"),
     ):
-        with pytest.raises(InvalidInput, match="only a hash of this user is known"):
+        with pytest.raises(InvalidInput, match="we only store a hash of this user"):
             change()
 
 
@@ -865,6 +866,41 @@ def test_a_text_that_can_mean_no_client_is_refused(world: World, typed: str) -> 
 def test_a_masked_key_gives_at_most_half_of_it_away(key: str) -> None:
     shown = mask(key).replace("…", "", 1)
     assert 2 * len(shown) <= len(key)
+
+
+def test_a_client_of_which_only_a_hash_is_known_is_blocked_by_it(world: World) -> None:
+    address = Who("ip", CLIENTS.key("ip", "192.0.2.77"))
+    assert world.send(peer="192.0.2.77", path="/login", method="POST") == [True]
+    world.desk.block(SUE, address, reason="tries passwords")
+    assert world.send(peer="192.0.2.77") == [False]  # as soon as the live block is heard of
+    assert world.send(peer="192.0.2.78") == [True]
+    world.hear()
+    world.counters.unblock(*address)
+    assert world.send(peer="192.0.2.77") == [False]  # by the policy alone
+    for who in (address, Who("ip", "192.0.2.77")):
+        view = world.desk.client(who).block
+        assert view is not None
+        assert (view.reason, view.who) == ("tries passwords", address)
+    world.desk.unblock(SUE, Who("ip", "192.0.2.77"), reason="a mistake")  # by the address, whose hash it is
+    world.hear()
+    assert world.send(peer="192.0.2.77") == [True]
+
+
+def test_a_hash_is_blocked_by_its_name_where_that_is_known(world: World) -> None:
+    hashed = Who("tenant", CLIENTS.key("tenant", "initech"))
+    assert "tenant initech" in world.desk.block(SUE, hashed, reason="unpaid").what
+
+
+def test_a_client_goes_by_the_same_name_on_the_overview_and_on_its_own_page(world: World) -> None:
+    world.send(8, peer="192.0.2.77", path="/login", method="POST")
+    world.clock.advance(1)
+    world.pulse.beat()
+    (top,) = world.desk.overview().top_denied
+    shown = short_label(top.kind, top.key, top.label)
+    assert re.fullmatch(r"192\.0\.2\.\* \([0-9a-f]{8}\)", shown)
+    assert world.desk.client(Who(top.kind, top.key)).label == shown
+    world.desk.block(SUE, Who(top.kind, top.key), reason="tries passwords")
+    assert [each.label for each in world.desk.blocks().items if each.source == "config"] == [shown]
 
 
 def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> None:

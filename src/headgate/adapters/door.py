@@ -20,7 +20,7 @@ from headgate.clock import SystemClock, in_ns
 from headgate.errors import InvalidConfiguration
 from headgate.failure import FailurePolicy
 from headgate.limiter import Limiter
-from headgate.policy.credentials import ApiKeys
+from headgate.policy.credentials import ApiKeys, IdentityHashes, is_keyed_hash
 from headgate.policy.model import Block, Identity, Policy, Validity
 from headgate.policy.snapshot import OTHER_API_KEYS, STRICTNESS, Snapshot
 from headgate.policy.watching import Watch
@@ -127,6 +127,9 @@ class Door(Ways):
         options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
         self.use(self._limiter_type._for_gate(store, clock=clock, **options), clock)  # noqa: SLF001
         self._random_secret = secrets.token_bytes(32)
+        given = self._given_secret or self._random_secret
+        self._hash_identity = IdentityHashes(given.encode() if isinstance(given, str) else given)
+        """Keyed hashes of clients, as the decision log and the status of the fleet have them."""
         self._watch: Any = None
         self.view_rules: dict[Any, tuple[Rules, Rules]] = {}
         """Rules of limits that are declared on views, by declaration, each with the policy's rules it was made for."""
@@ -248,7 +251,12 @@ class Door(Ways):
                 ", ".join(sorted(unknown)),
             )
         api_keys = ApiKeys(self._secret(policy))
-        snapshot = Snapshot(policy, api_keys.fingerprint, trusts_keys="api_key" in self._functions)
+        if self._given_secret is None and any(_is_hashed(each) for each in policy.blocked):
+            logger.warning(
+                "the policy blocks clients by their keyed hash, which this node can't compute: give secret=, or set %s",
+                SECRET_VARIABLE,
+            )
+        snapshot = Snapshot(policy, api_keys.fingerprint, self._hash_identity, trusts_keys="api_key" in self._functions)
         return Rules(
             snapshot,
             Answers(policy.answers, body=self._refusal_body),
@@ -368,7 +376,7 @@ class Door(Ways):
     def _live_block(self, met: Resolution, now_us: int) -> Resolution:
         """The same, blocked if somebody has blocked the client since the policy was written."""
         who = met.who
-        found = self._blocks.find(who, now_us)
+        found = self._blocks.find(who, now_us, self._hash_identity)
         if found is None and OTHER_API_KEYS in who:
             keys = who[OTHER_API_KEYS].split()
             found = next(filter(None, [self._blocks.find({"api_key": key}, now_us) for key in keys]), None)
@@ -458,6 +466,10 @@ def _log_warnings(policy: Policy) -> None:
         logger.warning("policy %s: %s", policy.name, warning)
     if (more := len(policy.warnings) - MAX_LOGGED_WARNINGS) > 0:
         logger.warning("policy %s: %d more warnings; run headgate check to see them", policy.name, more)
+
+
+def _is_hashed(block: Block) -> bool:
+    return block.identity.kind != "api_key" and is_keyed_hash(block.identity.value)
 
 
 def _counts_api_keys(policy: Policy) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import Final
 
 from headgate.errors import InvalidConfiguration, InvalidInput
 
-__all__ = ["LONGEST_KEY", "SHORTEST_SECRET", "ApiKeys"]
+__all__ = ["LONGEST_KEY", "SHORTEST_SECRET", "ApiKeys", "IdentityHashes", "is_keyed_hash"]
 
 LONGEST_KEY: Final = 4096
 SHORTEST_SECRET: Final = 16
@@ -19,6 +20,45 @@ PREFIX: Final = "hmac:"
 DIGEST_SIZE: Final = 16
 PURPOSE: Final = b"headgate api key"
 """Keeps these hashes apart from others that are made with the same secret."""
+
+
+IDENTITY_PURPOSE: Final = b"headgate client"
+MAX_CACHED_IDENTITIES: Final = 10_000
+_KEYED_HASH: Final = re.compile(r"hmac:[0-9a-f]{32}")
+
+
+def is_keyed_hash(value: str) -> bool:
+    """True for the keyed hash of an identity or of an API key."""
+    return _KEYED_HASH.fullmatch(value) is not None
+
+
+class IdentityHashes:
+    """Keyed hashes of identities: the names by which the decision log and the fleet's status know clients.
+
+    All processes with the same secret make the same hashes, so that a client can be blocked by its hash.
+    """
+
+    __slots__ = ("_cache", "_hash")
+
+    def __init__(self, secret: bytes) -> None:
+        key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
+        self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=IDENTITY_PURPOSE)
+        self._cache: dict[tuple[str, str], str] = {}
+
+    def __call__(self, kind: str, value: str) -> str:
+        """The keyed hash of an identity. Of an API key, which requests bring as a hash, that hash."""
+        found = self._cache.get((kind, value))
+        return found if found is not None else self._computed(kind, value)
+
+    def _computed(self, kind: str, value: str) -> str:
+        if kind == "api_key" and value.startswith(PREFIX):
+            return value
+        keyed = self._hash.copy()
+        keyed.update(f"{kind}\0{value}".encode("utf-8", "surrogatepass"))
+        if len(self._cache) >= MAX_CACHED_IDENTITIES:
+            self._cache.clear()  # busy clients are back with their next request
+        found = self._cache[kind, value] = PREFIX + keyed.hexdigest()
+        return found
 
 
 class ApiKeys:

@@ -298,6 +298,12 @@ WHO: Final = {
         "A key as the client sends it, or hmac: and its fingerprint.",
     ),
 }
+BLOCKED_ADDRESS: Final = {
+    "ip": Field(
+        Leaf(words.address_or_hash, ADDRESS.form),
+        "An address, a network, or hmac: and the keyed hash of an address.",
+    )
+}
 SUBNET: Final = {"subnet": Field(Leaf(words.subnet, {**_TEXT, "examples": ["203.0.113.0/24"]}), "A subnet.")}
 VALIDITY: Final = {
     "valid_from": Field(INSTANT, "From when it holds."),
@@ -350,7 +356,7 @@ def policy(kinds: Iterable[str] = ()) -> Record:
             ),
             "blocked": Field(
                 StreamOf(
-                    Record("a block", {**WHO, **own, **VALIDITY}, others=IDENTITY),
+                    Record("a block", {**WHO, **BLOCKED_ADDRESS, **own, **VALIDITY}, others=IDENTITY),
                     "[{ip: 203.0.113.0/24, reason: scraping}]",
                 ),
                 "Who does not get in at all.",

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.algorithms import ALGORITHMS
 from headgate.errors import InvalidLimit
 from headgate.limits import Limit
 from headgate.policy.addresses import Networks
+from headgate.policy.credentials import is_keyed_hash
 from headgate.policy.model import ADDRESSES, Identity, Policy, Validity, net_name
 from headgate.policy.routes import METHODS, Matcher, Template, normal_method
 
@@ -164,10 +166,19 @@ class RoutePlan:
 class Snapshot:
     """A policy, compiled. `fingerprint` makes keyed hashes of the API keys that stand in it.
 
-    `trusts_keys` says that every API key was verified by the app, so that none counts as unknown.
+    `trusts_keys` says that every API key was verified by the app, so that none counts as unknown. `hash_identity` makes
+    keyed hashes of other identities, by kind and value, for blocks that name a client by its hash. Without it, such
+    blocks match nothing.
     """
 
-    def __init__(self, policy: Policy, fingerprint: Callable[[str], str] = str, *, trusts_keys: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        fingerprint: Callable[[str], str] = str,
+        hash_identity: Callable[[str, str], str] | None = None,
+        *,
+        trusts_keys: bool = False,
+    ) -> None:
         self.policy = policy
         self._fingerprints = {written: fingerprint(written) for written in policy.api_keys}
         settings = policy.identity
@@ -199,7 +210,7 @@ class Snapshot:
         self._methods = frozenset([*METHODS, *(normal_method(method) for methods in named for method in methods)])
         """The methods that may make a difference; all others are alike."""
         self._tiers = self._lookups((client.identity, client.tier) for client in policy.clients if client.tier)
-        self._blocks = self._lookups((block.identity, block) for block in policy.blocked)
+        self._blocks = self._block_lookups(policy.blocked, hash_identity)
         self._overrides: dict[str, list[Override]] = {}
         for override in policy.overrides:
             self._overrides.setdefault(override.rule, []).append(override)
@@ -328,6 +339,24 @@ class Snapshot:
             return told
         found: str | None = self.find(self._tiers, who, now_us) if self._tiers else None
         return found or self.policy.default_tier
+
+    def _block_lookups(self, blocks: Iterable[Block], hash_identity: Callable[[str, str], str] | None) -> list[_Lookup]:
+        """The blocks by identity. Those by hash are looked up by the hash of what a request has, which is only computed
+        if there are any: of the address, and of the network that it is counted by."""
+        plain: list[tuple[Identity, Any]] = []
+        hashed: dict[str, dict[str, list[_Ranked]]] = {}
+        for rank, block in enumerate(blocks):
+            kind, value = block.identity
+            if kind == "api_key" or not is_keyed_hash(value):
+                plain.append((block.identity, block))
+            else:
+                hashed.setdefault(kind, {}).setdefault(value, []).append((rank, block))
+        lookups = self._lookups(plain)
+        if hash_identity is not None:
+            for kind, values in hashed.items():
+                find = partial(_find_hashed, values, hash_identity, kind)
+                lookups += [(field, find) for field in (("ip", "address") if kind == "ip" else (kind,))]
+        return lookups
 
     def _lookups(self, entries: Iterable[tuple[Identity, Any]]) -> list[_Lookup]:
         """The entries by kind of identity and value, each with its rank: where several hold, the lowest does."""
@@ -513,6 +542,13 @@ def _counts_everybody_by_address(rule: Rule) -> bool:
     """Whether a limit lets nobody go uncounted: one for some tiers only, or by an identity beside the address, does."""
     kinds = set(rule.by)
     return rule.limit is not None and bool(kinds & {*ADDRESSES}) and kinds <= {*ADDRESSES, "endpoint"}
+
+
+def _find_hashed(
+    values: dict[str, list[_Ranked]], hash_identity: Callable[[str, str], str], kind: str, value: str
+) -> list[_Ranked] | None:
+    """The entries for the hash of an identity."""
+    return values.get(hash_identity(kind, value))
 
 
 def _flat(networks: Networks[list[_Ranked]]) -> Callable[[str], list[_Ranked]]:

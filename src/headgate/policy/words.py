@@ -28,6 +28,7 @@ __all__ = [
     "IDENTITIES",
     "OutOfRange",
     "address",
+    "address_or_hash",
     "api_key",
     "by",
     "choice",
@@ -299,6 +300,13 @@ def address(value: object) -> str:
     """An address or a network in its one spelling."""
     found = _network(value, "203.0.113.9 or 203.0.113.0/24")
     return str(found.network_address) if found.prefixlen == found.max_prefixlen else str(found)
+
+
+def address_or_hash(value: object) -> str:
+    """An address or a network, or the keyed hash of an address."""
+    if type(value) is str and value.startswith("hmac:"):
+        return api_key(value)
+    return address(value)
 
 
 def subnet(value: object) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate._forks import renew_in_children
 from headgate.errors import InvalidInput
+from headgate.policy.credentials import is_keyed_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -132,11 +133,14 @@ class Blocks:
                     self._tables.remove(block.kind, block.value)
             self._look_over()
 
-    def find(self, who: Mapping[str, str], now_us: int) -> LiveBlock | None:
+    def find(
+        self, who: Mapping[str, str], now_us: int, hash_identity: Callable[[str, str], str] | None = None
+    ) -> LiveBlock | None:
         """The block that holds now for one of the identities, if there is any.
 
         `who` has the identities by their kinds; the full address, where `ip` is only the network that is counted by,
-        stands under `address`.
+        stands under `address`. `hash_identity` makes the keyed hashes by which clients can be blocked that are not
+        known otherwise; it is only called if there are such blocks.
         """
         tables = self._tables
         if tables.networks:
@@ -150,6 +154,13 @@ class Blocks:
                 found = None if values is None else values.get(value)
                 if found is not None and found.holds_at(now_us):
                     return found
+        if tables.hashed and hash_identity is not None:
+            for field, value in who.items():
+                kind = ADDRESS if field == "address" else field
+                values = tables.hashed.get(kind)
+                found = None if values is None else values.get(hash_identity(kind, value))
+                if found is not None and found.holds_at(now_us):
+                    return found
         return None
 
     def __len__(self) -> int:
@@ -161,7 +172,7 @@ class Blocks:
             return iter(list(self._tables))
 
     def _look_over(self) -> None:
-        self.kinds = frozenset(self._tables.plain)
+        self.kinds = frozenset([*self._tables.plain, *self._tables.hashed]) - {ADDRESS}
         self.are_there = self._tables.count > 0
 
 
@@ -171,7 +182,7 @@ def canonical(kind: str, value: str) -> str:
     >>> canonical("ip", "2001:DB8::1"), canonical("ip", "10.1.2.3/8"), canonical("tenant", "Acme")
     ('2001:db8::1', '10.0.0.0/8', 'Acme')
     """
-    if kind != ADDRESS:
+    if kind != ADDRESS or is_keyed_hash(value):
         return value
     try:
         network = ip_network(value if len(value) <= LONGEST else "", strict=False)
@@ -187,11 +198,13 @@ def canonical(kind: str, value: str) -> str:
 class _Tables:
     """Blocks by what they are looked up by. They may be looked at while they are changed: every change is one step."""
 
-    __slots__ = ("count", "networks", "plain", "shifts")
+    __slots__ = ("count", "hashed", "networks", "plain", "shifts")
 
     def __init__(self) -> None:
         self.plain: dict[str, dict[str, LiveBlock]] = {}
         """By kind and value."""
+        self.hashed: dict[str, dict[str, LiveBlock]] = {}
+        """By kind and keyed hash of the value."""
         self.networks: dict[tuple[int, int], dict[int, LiveBlock]] = {}
         """By the bytes of an address and the bits that are free in it; then by the bits that are not."""
         self.shifts: dict[int, tuple[int, ...]] = {0: (), 4: (), 16: ()}
@@ -199,30 +212,42 @@ class _Tables:
         self.count = 0
 
     def put(self, block: LiveBlock) -> None:
-        if block.kind == ADDRESS:
+        if _is_hashed(block.kind, block.value):
+            self._put_value(self.hashed, block)
+        elif block.kind == ADDRESS:
             size, shift, start = _parse(block.value)
             starts = self.networks.setdefault((size, shift), {})
             self.count += start not in starts
             starts[start] = block
             self._order(size)
         else:
-            values = self.plain.setdefault(block.kind, {})
-            self.count += block.value not in values
-            values[block.value] = block
+            self._put_value(self.plain, block)
 
     def remove(self, kind: str, value: str) -> bool:
-        if kind == ADDRESS:
+        if _is_hashed(kind, value):
+            found = self._remove_value(self.hashed, kind, value)
+        elif kind == ADDRESS:
             size, shift, start = _parse(value)
             found = self.networks.get((size, shift), {}).pop(start, None)
             if found is not None and not self.networks[size, shift]:
                 del self.networks[size, shift]
                 self._order(size)
         else:
-            found = self.plain.get(kind, {}).pop(value, None)
-            if found is not None and not self.plain[kind]:
-                del self.plain[kind]
+            found = self._remove_value(self.plain, kind, value)
         self.count -= found is not None
         return found is not None
+
+    def _put_value(self, table: dict[str, dict[str, LiveBlock]], block: LiveBlock) -> None:
+        values = table.setdefault(block.kind, {})
+        self.count += block.value not in values
+        values[block.value] = block
+
+    @staticmethod
+    def _remove_value(table: dict[str, dict[str, LiveBlock]], kind: str, value: str) -> LiveBlock | None:
+        found = table.get(kind, {}).pop(value, None)
+        if found is not None and not table[kind]:
+            del table[kind]
+        return found
 
     def around(self, address: str, now_us: int) -> LiveBlock | None:
         """The block that holds of the smallest network that the address is in, or the network that stands for it."""
@@ -241,10 +266,16 @@ class _Tables:
             self.shifts[size] = shifts
 
     def __iter__(self) -> Iterator[LiveBlock]:
-        for values in self.plain.values():
-            yield from values.values()
+        for table in (self.plain, self.hashed):
+            for values in table.values():
+                yield from values.values()
         for starts in self.networks.values():
             yield from starts.values()
+
+
+def _is_hashed(kind: str, value: str) -> bool:
+    """True for a block by the keyed hash of an identity. API keys are hashes to begin with, as requests bring them."""
+    return kind != "api_key" and is_keyed_hash(value)
 
 
 _NONE: Final[dict[int, LiveBlock]] = {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate.adapters.door import SECRET_VARIABLE
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Networks, canonical
-from headgate.policy.credentials import PREFIX, ApiKeys
+from headgate.policy.credentials import PREFIX, ApiKeys, IdentityHashes
 from headgate.policy.snapshot import AMBIGUOUS, CLIENT_KINDS, OTHER_API_KEYS
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ NO_CLIENTS: Final = frozenset({"address", "subnet", "tier", OTHER_API_KEYS})
 """What stands among a request's identities, and is nobody's own."""
 
 MOST_KNOWN: Final = 10_000
-PURPOSE: Final = b"headgate client"
-"""Keeps these hashes apart from others that are made with the same secret."""
 LONGEST_LABEL: Final = 200
 SHORT: Final = 8
 """Digits of a hash that tell clients apart for people."""
@@ -53,9 +50,7 @@ class Clients:
         self._show = frozenset(show)
         given = _given(secret)
         self._api_keys = ApiKeys(given)
-        keyed = given if len(given) <= blake2b.MAX_KEY_SIZE else blake2b(given).digest()
-        self._hash = blake2b(digest_size=16, key=keyed, person=PURPOSE)
-        self._known: dict[tuple[str, str], str] = {}
+        self._hashes = IdentityHashes(given)
         self._named: dict[tuple[str, ...], Named] = {}
         self._labels_of: Policy | None = None
         self._labels: Mapping[str, str] = {}
@@ -63,8 +58,7 @@ class Clients:
 
     def key(self, kind: str, value: str) -> str:
         """The keyed hash of an identity; that of an API key is the one that policies name it by."""
-        known = self._known.get((kind, value))
-        return known if known is not None else self._new_key(kind, value)
+        return self._hashes(kind, value)
 
     def written(self, kind: str, value: str) -> str:
         """The keyed hash of an identity that a person wrote: of an API key as it is, of an address in any spelling."""
@@ -107,16 +101,6 @@ class Clients:
         label, names = self._label(kind, who, key, keys)
         kinds += [LABEL] * len(names)
         return Named(kind, key, label, tuple(kinds), (*keys, *names))
-
-    def _new_key(self, kind: str, value: str) -> str:
-        if kind == "api_key" and value.startswith(PREFIX):
-            return value  # requests bring API keys as hashes already
-        keyed = self._hash.copy()
-        keyed.update(f"{kind}\0{value}".encode("utf-8", "surrogatepass"))
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()  # busy clients are back with their next request
-        key = self._known[kind, value] = PREFIX + keyed.hexdigest()
-        return key
 
     def _label(self, kind: str, who: Who, key: str, keys: list[str]) -> tuple[str, list[str]]:
         """What the client is called, and the names by which it can be looked for."""

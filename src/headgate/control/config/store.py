@@ -328,7 +328,7 @@ class ConfigStore:
             case "api_key":
                 return kind, self._fingerprint(words.api_key(value))
             case "ip":
-                return kind, words.address(value)
+                return kind, words.address_or_hash(value)
             case "subnet":
                 return kind, words.subnet(value)
         return kind, words.identity(value)

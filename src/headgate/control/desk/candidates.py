@@ -15,7 +15,7 @@ from headgate.policy.credentials import PREFIX
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["KIND_NAMES", "Candidate", "describe", "kind_name", "mask"]
+__all__ = ["KIND_NAMES", "Candidate", "describe", "kind_name", "mask", "noun_of", "short_label"]
 
 KIND_NAMES: Final[Mapping[str, str]] = {
     "api_key": "API key",
@@ -50,6 +50,28 @@ def kind_name(kind: str) -> str:
     return KIND_NAMES.get(kind, kind.replace("_", " ").capitalize())
 
 
+def short_label(kind: str, value: str, label: str) -> str:
+    """A label that the log or the nodes made up for a client, without the kind; a blurred address with a part of its
+    hash, which tells it from its neighbours.
+
+    >>> short_label("ip", "hmac:b79fd1890123456789abcdef01234567", "ip 192.0.2.*")
+    '192.0.2.* (b79fd189)'
+    >>> short_label("tenant", "hmac:b79fd1890123456789abcdef01234567", "tenant acme")
+    'acme'
+    """
+    shown = label.removeprefix(f"{kind} ")
+    if shown == value[: len(PREFIX) + SHORT_HASH]:
+        return f"{kind_name(kind)} {shown}…"
+    if kind == "ip" and shown.endswith("*") and value.startswith(PREFIX):
+        return f"{shown} ({value.removeprefix(PREFIX)[:SHORT_HASH]})"
+    return shown
+
+
+def noun_of(kind: str) -> str:
+    """A kind of identity in the middle of a sentence: "address" for "ip"."""
+    return {"ip": "address", "api_key": "API key", "subnet": "network"}.get(kind, kind.replace("_", " "))
+
+
 def mask(key: str) -> str:
     """An API key with its middle left out: enough to recognize it, not enough to use it.
 
@@ -70,9 +92,9 @@ def describe(who: Who, *, label: str | None = None, key: str | None = None, is_k
         shown = f" {mask(key)}" if key is not None else f" {value[: len(PREFIX) + SHORT_HASH]}…"
         return Candidate(who, label, f"API key{shown}", f"every request with this key (hash {value})", is_known)
     if value.startswith(PREFIX):
-        noun = "address" if kind == "ip" else kind.replace("_", " ")
-        shown = f"{value[: len(PREFIX) + SHORT_HASH]}…"
-        return Candidate(who, label, f"{kind_name(kind)} {shown}", f"every request of this {noun}", is_known)
+        shown = label or f"{value[: len(PREFIX) + SHORT_HASH]}…"
+        matches = f"every request of this {noun_of(kind)} (hash {value})"
+        return Candidate(who, label, f"{kind_name(kind)} {shown}", matches, is_known)
     if kind in ("ip", "subnet"):
         network = ip_network(value)
         count = network.num_addresses
@@ -80,5 +102,6 @@ def describe(who: Who, *, label: str | None = None, key: str | None = None, is_k
             return Candidate(who, label, f"Address {value}", "every request from this address", is_known)
         size = f"{count:,} addresses" if count < 10**9 else f"/{network.prefixlen}"
         return Candidate(who, label, f"Network {value}", f"every address in {value} ({size})", is_known)
-    noun = kind.replace("_", " ")
-    return Candidate(who, label, f"{kind_name(kind)} {value}", f"every request of the {noun} “{value}”", is_known)
+    return Candidate(
+        who, label, f"{kind_name(kind)} {value}", f"every request of the {noun_of(kind)} “{value}”", is_known
+    )

@@ -70,7 +70,7 @@ class Desk(Changes):
         self._allow(actor, "support", "block clients")
         _refuse_wildcard(who)
         with self._signing(actor, reason, *([] if who[0] == "api_key" else [who[1]])) as by:
-            who = _as_ip(self._finder.checked(who, beside=[reason]))
+            who = _as_ip(self._finder.named(self._finder.checked(who, beside=[reason], by_hash=True)))
             if is_wide_network(who):
                 self._allow(actor, "operator", "block networks")
             in_the_past(valid_until, self._now_us())
@@ -105,17 +105,20 @@ class Desk(Changes):
         found = self._blocked_row(id) if isinstance(id, int) else None
         asked = id if found is None else found[1]
         with self._signing(actor, reason) as by:
-            who = _as_ip(self._finder.checked(asked, beside=[reason]))  # type: ignore[arg-type] # an id has given its row's
+            who = _as_ip(self._finder.checked(asked, beside=[reason], by_hash=True))  # type: ignore[arg-type] # an id has given its row's
             if is_wide_network(who):
                 self._allow(actor, "operator", "end blocks of networks")
-            rows = [found[0]] if found is not None else [each.id for each in self._config.blocks(who=who)]
+            same = (who, *self._finder.hashes_of(who))
+            rows = (
+                [found[0]] if found is not None else [each.id for one in same for each in self._config.blocks(who=one)]
+            )
             if rows:
                 version = self._config.write([Remove("blocked", each) for each in rows], **by, based_on=based_on)
-                _, note = self._unblock_live(who)
+                _, note = self._unblock_live(*same)
                 return done(version, *([note] if note else []))
             in_document = self._ground().entries.get(who, {}).get("blocked")
             with self._noted(actor, "unblocked", str(who), reason=reason):
-                ended, note = self._unblock_live(who)
+                ended, note = self._unblock_live(*same)
                 if not ended:
                     where = (
                         "it stands in the policy document, and is ended there" if in_document else "nobody blocks it"
@@ -202,12 +205,13 @@ class Desk(Changes):
             return [discreet(STORE_AWAY, error)]
         return []
 
-    def _unblock_live(self, who: Who) -> tuple[bool, str | None]:
-        """Whether nodes were told to keep somebody out, and are not any more; and what is to know of it."""
+    def _unblock_live(self, *same: Who) -> tuple[bool, str | None]:
+        """End the live blocks of a client, by each of its names: whether there was one, and a note on what failed."""
         if self._counters is None:
             return False, WITHIN_A_SECOND
         try:
-            return self._counters.unblock(*who), None
+            ended = [self._counters.unblock(*who) for who in same]
+            return any(ended), None
         except HeadgateError as error:
             return False, discreet("nodes could not be told, and may keep it out until they are", error)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate.control.config.database import reading
 from headgate.control.config.queries import labels_of, rows_of, who_is_called
-from headgate.control.desk.candidates import describe
+from headgate.control.desk.candidates import describe, short_label
 from headgate.control.desk.errors import LogUnavailable, NotFound
 from headgate.control.desk.secrecy import LOOKS_SECRET, SHORTEST_HIDDEN, looks_secret, may_be_key, words_like_keys
 from headgate.control.desk.views import Who
@@ -92,20 +92,24 @@ class Finder:
         self._grounds = grounds
         self._log = log
         self._clients = clients
+        self.status_label: Callable[[str], str | None] = lambda key: None
+        """The label by which nodes report a client now, by its hash."""
 
-    def checked(self, who: tuple[str, str], *, beside: Sequence[str | None] | None = None) -> Who:
-        """Somebody in the one spelling.
+    def checked(
+        self, who: tuple[str, str], *, beside: Sequence[str | None] | None = None, by_hash: bool = False
+    ) -> Who:
+        """A client in its canonical spelling.
 
-        With texts that are kept `beside` a change: that is about who is counted, not about a hash of that; and none of
-        the texts holds this very API key.
+        With texts that are kept `beside` a change: none of them may contain this very API key, and the client must be
+        more than a hash, by which nobody is counted. A block can be `by_hash`.
         """
         kind, value = who
         if not isinstance(kind, str) or not isinstance(value, str):
             raise InvalidInput("a client is a kind and a value, both text")
         kind = self._checked_kind(kind)
         if kind != "api_key" and is_hash(value):
-            if beside is not None:
-                raise InvalidInput(f"only a hash of this {kind} is known, by which nobody is counted: give the {kind}")
+            if beside is not None and not by_hash:
+                raise InvalidInput(f"we only store a hash of this {kind}: give the {kind} itself to change its limits")
             return Who(kind, self._hash(value))
         match kind:
             case "api_key":
@@ -191,8 +195,25 @@ class Finder:
         return [self._described(who, ground, key=text) for who in dict.fromkeys(known)]
 
     def name_of(self, who: Who) -> str:
-        """The name of a client for people: its label, or "Tenant acme", "Address 203.0.113.9", "API key hmac:12ab…"."""
-        return self._label_of(who, self._grounds.current()) or describe(who).title
+        """The name of a client in a sentence: its label, or "tenant acme", "address 203.0.113.9", "API key hmac:…"."""
+        label = self._label_of(who, self._grounds.current()) or self.pseudonym(who)
+        title = describe(who).title
+        return label or (title if who.kind == "api_key" else title[:1].lower() + title[1:])
+
+    def hashes_of(self, who: Who) -> tuple[Who, ...]:
+        """The same client by its keyed hashes, under which a block may name it. Nothing for API keys and networks."""
+        if who.kind in ("api_key", "subnet") or is_hash(who.value) or is_network(who):
+            return ()
+        identities = self.known(who, self._grounds.current().base).identities.get(who.kind, ())
+        return tuple([Who(who.kind, value) for value in identities if is_hash(value)])
+
+    def pseudonym(self, who: Who) -> str | None:
+        """The name of a client of which only a hash is known, as the overview shows it: "192.0.2.* (b79fd189)"."""
+        if not is_hash(who.value):
+            return None
+        record = self._record(who.value)
+        label = self.status_label(who.value) or (None if record is None else record.label)
+        return None if label is None else short_label(who.kind, who.value, label)
 
     def named(self, who: Who) -> Who:
         """The client itself, where only a hash of it was given and it can be told who that is; else as it was."""
@@ -206,6 +227,8 @@ class Finder:
                 # Shown labels are "tenant acme"; others are names that the configuration gives.
                 may_be.append(record.label.removeprefix(f"{who.kind} "))
                 may_be += [value for kind, value in who_is_called(connection, record.label) if kind == who.kind]
+            if (label := self.status_label(who.value)) is not None:
+                may_be.append(label.removeprefix(f"{who.kind} "))
         for value in may_be:
             if not is_hash(value) and self._clients.written(who.kind, value) == who.value:
                 return Who(who.kind, value)
@@ -216,20 +239,22 @@ class Finder:
         kind, value = who
         keys = () if self._clients is None and not is_hash(value) else (self._key(who),)
         if kind != "api_key" and is_hash(value):
-            return Known(who, {}, {}, keys, can_count=False)
+            return Known(who, {kind: (value,)}, {}, keys, can_count=False)
         if kind == "subnet":
             return Known(who, {"subnet": (value,)}, {"subnet": value}, keys, can_count=True)
         if kind != "ip":
-            return Known(who, {kind: (value,)}, {kind: value}, keys, can_count=True)
+            values = (value,) if kind == "api_key" else (value, *keys)  # a block may name it by its hash
+            return Known(who, {kind: values}, {kind: value}, keys, can_count=True)
         network = ip_network(value)
         addresses = Addresses(policy.identity) if policy is not None else None
         first = str(network.network_address)
-        values = {"address": first, "ip": addresses.identity(first) if addresses else first}
+        said = {"address": first, "ip": addresses.identity(first) if addresses else first}
         subnet = () if addresses is None else (addresses.subnet(first),)
-        around = {"ip": _around(network), "subnet": subnet}
+        hashed = () if self._clients is None else tuple({self._clients.key("ip", each) for each in said.values()})
+        around = {"ip": (*_around(network), *hashed), "subnet": subnet}
         if network.num_addresses > 1:  # nobody's own: what the log knows of it goes by its label
-            return Known(who, around, values, (), can_count=False)
-        return Known(who, around, values | {"subnet": subnet[0]} if subnet else values, keys, can_count=True)
+            return Known(who, around, said, (), can_count=False)
+        return Known(who, around, said | {"subnet": subnet[0]} if subnet else said, keys, can_count=True)
 
     def refuse_known_keys(self, *texts: str | None) -> None:
         """InvalidInput, if one of the words is an API key that the configuration or the log knows."""
@@ -314,7 +339,8 @@ class Finder:
         return self._is_configured(who, ground) or (self._clients is not None and self._logged([self._key(who)]))
 
     def _described(self, who: Who, ground: Ground, *, key: str | None = None) -> Candidate:
-        return describe(who, label=self._label_of(who, ground), key=key, is_known=self._is_seen(who, ground))
+        label = self._label_of(who, ground) or self.pseudonym(who)
+        return describe(who, label=label, key=key, is_known=self._is_seen(who, ground))
 
     def _label_of(self, who: Who, ground: Ground) -> str | None:
         with reading(self._config.engine) as connection:

@@ -61,6 +61,7 @@ class Office:
         self._log = Logbook(log)
         self._finder = Finder(config, self._grounds, self._log, opened_clients(secret))
         self._beats = None if board is None else Beats(board, clock=clock)
+        self._finder.status_label = self._status_label
         self._steps = steps
         self._writing = threading.Lock()
         """What is checked against what holds is written before anybody else here writes."""
@@ -92,6 +93,14 @@ class Office:
             return self._counters.blocked(), None
         except HeadgateError as error:
             return (), discreet("live blocks cannot be read", error)
+
+    def _status_label(self, key: str) -> str | None:
+        """The label by which nodes report a client now, by its hash; None for clients that they don't report."""
+        if self._beats is None:
+            return None
+        found = self._beats.gather()
+        labels = {each.key: each.label for each in found.near} | {each.key: each.label for each in found.top_denied}
+        return labels.get(key)
 
     def _existing(self, version: int) -> int:
         """NotFound for a version that is none."""

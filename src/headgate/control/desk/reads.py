@@ -11,7 +11,9 @@ from headgate.control.config.queries import Listed, row, samples
 from headgate.control.config.reading import newest_version
 from headgate.control.config.rows import Document
 from headgate.control.desk import audit, listing, policies
+from headgate.control.desk.candidates import noun_of
 from headgate.control.desk.errors import NotFound, discreet, without_place
+from headgate.control.desk.finding import is_hash
 from headgate.control.desk.fleet import Overview, Totals
 from headgate.control.desk.ground import ground_at
 from headgate.control.desk.office import LARGEST, Office
@@ -51,8 +53,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Reads"]
 
-ONLY_A_HASH = "only a hash of this {kind} is known, by which nobody is counted: give the {kind} to see its limits"
-A_NETWORK = "a network is not counted as one: give one of its addresses to see what is used"
+ONLY_A_HASH = "We only store a hash of this {noun}. You can block it. To see its limits, search for the {noun} itself."
+A_NETWORK = "A network has no counters of its own. To see what is used, search for one of its addresses."
 
 
 class Reads(Office):
@@ -136,8 +138,8 @@ class Reads(Office):
                 used = {each.key: Use(None, "a network is not counted as one") for each in met if not each.lacks}
             limits = list(standings(holding, met, used))
         if not known.can_count:
-            troubles.append(ONLY_A_HASH.format(kind=who.kind) if not known.values else A_NETWORK)
-        label = self._label(known, holding)
+            troubles.append(ONLY_A_HASH.format(noun=noun_of(who.kind)) if not known.values else A_NETWORK)
+        label = self._label(known, holding) or self._finder.pseudonym(who)
         block, trouble = self._block_of(known, holding, label, now_us)
         if trouble is not None:
             troubles.append(trouble)
@@ -205,7 +207,8 @@ class Reads(Office):
         with self._reading() as connection:
             ground = self._grounds.now(connection)
             question: Any = {"search": search, "hashed": hashed, "after": after, "most": most}
-            return listing.clients(connection, ground, now_us=self._now_us(), **question)
+            found = listing.clients(connection, ground, now_us=self._now_us(), **question)
+        return self._with_pseudonyms(found)
 
     def overrides(
         self,
@@ -242,7 +245,8 @@ class Reads(Office):
         question: Any = {"search": search, "hashed": self._finder.hashed(search), "state": state}
         with self._reading() as connection:
             ground = self._grounds.now(connection)
-            return listing.blocks(connection, ground, live, now_us=self._now_us(), most=most, after=after, **question)
+            found = listing.blocks(connection, ground, live, now_us=self._now_us(), most=most, after=after, **question)
+        return self._with_pseudonyms(found)
 
     def tiers(self) -> list[TierView]:
         """All tiers, with their numbers and how many clients are in each."""
@@ -293,6 +297,14 @@ class Reads(Office):
             return audit.page(connection, before=before, most=most, author=author, search=search)
 
     # ------------------------------------------------------------------ within
+
+    def _with_pseudonyms(self, page: Page[Any]) -> Page[Any]:
+        """The same page, on which clients of which only a hash is known go by the name that the overview shows."""
+        items = [
+            each if each.label or each.who.kind == "api_key" else replace(each, label=self._finder.pseudonym(each.who))
+            for each in page.items
+        ]
+        return replace(page, items=tuple(items))
 
     def _keys(self, who: Who) -> tuple[str, ...]:
         """Under which the log knows somebody."""
@@ -347,6 +359,16 @@ class Reads(Office):
             if kept is not None:
                 return listing.block_view(_listed(kept, label), holding.ground, now_us), trouble
             return listing.policy_block_view(found, holding.ground, now_us), trouble
+        # The snapshot of the desk has no secret to match blocks by hash with; these are all about this client.
+        for entry in holding.policy.blocked:
+            if is_hash(entry.identity.value) and entry.validity.holds_at(
+                datetime.fromtimestamp(now_us / 1_000_000, UTC)
+            ):
+                id = holding.row_of(entry)
+                kept = next((each for each in holding.rows["blocked"] if each.id == id), None)
+                if kept is not None:
+                    return listing.block_view(_listed(kept, label), holding.ground, now_us), trouble
+                return listing.policy_block_view(entry, holding.ground, now_us), trouble
         for block in live:
             if block.value in known.identities.get(block.kind, ()) and block.holds_at(now_us):
                 return listing.live_view(block, label, now_us), trouble

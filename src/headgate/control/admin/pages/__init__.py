@@ -23,6 +23,7 @@ READS: Final[dict[str, Handler]] = {
     "/overrides": lists.overrides,
     "/overrides/{id:int}": lists.override,
     "/blocks": lists.blocks,
+    "/blocks/new": lists.new_block,
     "/policy": policy.policy,
     "/policy/edit": policy.edit,
     "/policy/diff": policy.diff,

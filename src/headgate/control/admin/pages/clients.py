@@ -12,9 +12,8 @@ from starlette.responses import RedirectResponse
 from headgate.control.admin.pages import charts, words
 from headgate.control.admin.pages.charts import Band
 from headgate.control.admin.pages.forms import Entered, attempt, bucket, given, reason, until
-from headgate.control.admin.pages.lists import readdressed
+from headgate.control.admin.pages.lists import client_of, readdressed
 from headgate.control.admin.problems import of_error
-from headgate.control.desk import Who
 from headgate.control.desk.secrecy import may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.letters import letter
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from headgate.control.admin.pages.frame import Form, Visit
-    from headgate.control.desk import Change
+    from headgate.control.admin.pages.frame import Visit
+    from headgate.control.desk import Change, Who
     from headgate.control.desk.views import Slot, Timeline
 
 __all__ = ["block", "client", "clients", "find", "override", "reset", "tier", "unblock", "why"]
@@ -55,16 +54,6 @@ REACHES: Final = (
 BANDS: Final = (("Allowed", "allowed"), ("Denied", "denied"), ("Blocked", "blocked"), ("Unavailable", "unavailable"))
 
 
-KINDS: Final = {
-    "api_key": "API key",
-    "tenant": "Tenant",
-    "user": "User",
-    "ip": "Address",
-    "subnet": "Network",
-    "label": "Client",
-}
-
-
 class Why(NamedTuple):
     """The answer to "why blocked?"."""
 
@@ -89,13 +78,13 @@ def clients(visit: Visit) -> Response:
 
 
 def client(visit: Visit) -> Response:
-    return _page(visit, _who(visit.query))
+    return _page(visit, client_of(visit.query))
 
 
 def why(visit: Visit) -> Response:
     """From what was typed to the answer. It came in a form's body: only a time gets into the address, whatever else
     was pasted there."""
-    who, at = _who(visit.form), visit.form.get("at", "")
+    who, at = client_of(visit.form), visit.form.get("at", "")
     try:
         span(at, now=_local(visit, visit.now_us), zone=visit.zone)
     except InvalidInput:
@@ -104,7 +93,7 @@ def why(visit: Visit) -> Response:
 
 
 def override(visit: Visit) -> Response:
-    who = _who(visit.form)
+    who = client_of(visit.form)
     limit, numbers = visit.form.get("limit") or None, visit.form.get("bucket", "")
     return attempt(
         visit,
@@ -125,7 +114,7 @@ def override(visit: Visit) -> Response:
 
 
 def block(visit: Visit) -> Response:
-    who = _who(visit.form)
+    who = client_of(visit.form)
     return attempt(
         visit,
         "block",
@@ -138,7 +127,7 @@ def block(visit: Visit) -> Response:
 
 
 def unblock(visit: Visit) -> Response:
-    who = _who(visit.form)
+    who = client_of(visit.form)
     return attempt(
         visit,
         "unblock",
@@ -151,7 +140,7 @@ def unblock(visit: Visit) -> Response:
 
 
 def reset(visit: Visit) -> Response:
-    who = _who(visit.form)
+    who = client_of(visit.form)
     limit = visit.form.get("limit")
     return attempt(
         visit,
@@ -165,7 +154,7 @@ def reset(visit: Visit) -> Response:
 
 
 def tier(visit: Visit) -> Response:
-    who, name = _who(visit.form), visit.form.get("tier", "")
+    who, name = client_of(visit.form), visit.form.get("tier", "")
     label = visit.form.get("label") or None
     return attempt(
         visit,
@@ -205,7 +194,6 @@ def _page(visit: Visit, who: Who, entered: Entered | None = None) -> Response:
         "reach": reach,
         "reaches": REACHES,
         "tiers": visit.desk.tiers(),
-        "kind_words": KINDS,
         "limits": list(dict.fromkeys(each.limit for each in view.limits)),
         "own_limits": list(dict.fromkeys(each.limit for each in view.limits if each.own)),
         "why": why,
@@ -265,24 +253,9 @@ def _why(visit: Visit, who: Who) -> Why | None:
     return Why(at, letter(answer, zone=visit.zone))
 
 
-def _who(form: Form) -> Who:
-    """Whom a page is about."""
-    kind, value = form.get("kind", ""), form.get("value", "")
-    if not kind or not value:
-        raise InvalidInput("this page is about a client, and none is named: look for one above")
-    if kind == "api_key" and not value.startswith("hmac:"):
-        # Not shown again: addresses stay in histories and logs.
-        raise InvalidInput("an API key does not belong into an address; type it into the search above, which hides it")
-    return Who(kind, value)
-
-
 def _called(visit: Visit, who: Who) -> str:
     """What to call a client in a question."""
-    try:
-        label = visit.desk.client(who).label
-    except HeadgateError:
-        label = None
-    return label or f"{who.kind} {words.short_hash(who.value)}"
+    return visit.name_of(who)
 
 
 def _local(visit: Visit, at_us: int) -> datetime:

@@ -19,6 +19,7 @@ from headgate.control.admin.guards import BODY
 from headgate.control.admin.pages import words
 from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD, FormRefused
+from headgate.control.desk.candidates import kind_name, short_label
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
@@ -184,6 +185,8 @@ class Frame:
         }
         self._templates.globals |= {
             "client_url": words.client_url,
+            "kind_name": kind_name,
+            "short_label": short_label,
             "query": urlencode,
             "shown": SHOWN,
             "static": _static_url,

@@ -22,7 +22,7 @@ from headgate.control.admin.pages.forms import (
     until_us,
 )
 from headgate.control.admin.problems import of_error
-from headgate.control.desk import NotFound, Who
+from headgate.control.desk import NotAllowed, NotFound, Who
 from headgate.control.desk.secrecy import SHORTEST_HIDDEN, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 
@@ -38,6 +38,8 @@ __all__ = [
     "add_block",
     "blocks",
     "change_override",
+    "client_of",
+    "new_block",
     "override",
     "overrides",
     "readdressed",
@@ -139,6 +141,30 @@ def add_block(visit: Visit) -> Response:
         return _blocks(visit, Entered("block", visit.form, {mistake.field: f"{mistake}"}))
 
 
+def new_block(visit: Visit) -> Response:
+    """The confirmation for a client that another page links to: the overview, or a client's own page."""
+    if not visit.actor.may("support"):
+        raise NotAllowed("block clients", role=visit.actor.role, needed="support")
+    who = client_of(visit.query)
+    (found,) = visit.desk.candidates(f"{who.kind}={who.value}")
+    return visit.page(
+        "block.html",
+        here="/blocks",
+        found=[found],
+        dangers=visit.desk.block_dangers(found.who),
+        until_us=None,
+        asks=True,
+        suggested=_suggested_reason(visit, who),
+        kept=[("client", f"{who.kind}={who.value}"), ("based_on", "")],
+    )
+
+
+def _suggested_reason(visit: Visit, who: Who) -> str:
+    """What the overview shows of a client that is denied: a reason that somebody in a hurry need not type."""
+    denied = next((each.denied for each in visit.desk.overview().top_denied if each.key == who.value), None)
+    return "" if denied is None else f"{words.count(denied, 'request', 'requests')} denied in the last minute"
+
+
 def _hide_key(visit: Visit, typed: str) -> None:
     """Replace what may be an API key by its hash, so that no page that shows the form again contains it."""
     if typed:
@@ -160,8 +186,6 @@ def _preview_block(visit: Visit, typed: str) -> Response:
         dangers = visit.desk.block_dangers(found[0].who) if len(found) == 1 else []
     except (InvalidInput, NotFound) as error:
         raise Mistake("client", of_error(error).detail) from None
-    if not visit.form.get("reason"):
-        visit.form.put("reason", visit.form.get("suggested_reason", ""))
     reason(visit)
     return visit.page(
         "block.html",
@@ -169,6 +193,7 @@ def _preview_block(visit: Visit, typed: str) -> Response:
         found=found,
         dangers=dangers,
         until_us=until_us(visit),
+        asks=False,
         kept=[(name, visit.form.get(name, "")) for name in ("client", "until", "reason", "based_on")],
     )
 
@@ -182,7 +207,7 @@ def _block_target(visit: Visit) -> Response:
         "block",
         lambda: visit.desk.block(visit.actor, who, valid_until=until(visit), **given(visit)),
         question=f"Block {name}?",
-        said=f"{name} is blocked{until_text(visit)}.",
+        said=f"{name[:1].upper()}{name[1:]} is blocked{until_text(visit)}.",
         back="/blocks",
         again=lambda entered: _blocks(visit, entered),
     )
@@ -243,6 +268,17 @@ def _hidden(visit: Visit, typed: Form) -> dict[str, str]:
 def _to(path: str, query: Mapping[str, str], hidden: Mapping[str, str]) -> Response:
     said = {name: value for name, value in {**query, **hidden}.items() if value}
     return RedirectResponse(f"{path}?{urlencode(said)}" if said else path, 303)
+
+
+def client_of(form: Form) -> Who:
+    """The client that a page or a form is about."""
+    kind, value = form.get("kind", ""), form.get("value", "")
+    if not kind or not value:
+        raise InvalidInput("this page is about a client, and none is named: look for one above")
+    if kind == "api_key" and not value.startswith("hmac:"):
+        # Not shown again: addresses stay in histories and logs.
+        raise InvalidInput("an API key does not belong into an address; type it into the search above, which hides it")
+    return Who(kind, value)
 
 
 def _asked(visit: Visit) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def overview(visit: Visit) -> Response:
 
 def live(visit: Visit) -> Response:
     """The part of the overview that moves, alone."""
-    text = visit.frame.render("live.html", now_us=visit.now_us, zone=visit.zone, **_values(visit))
+    text = visit.frame.render("live.html", actor=visit.actor, now_us=visit.now_us, zone=visit.zone, **_values(visit))
     return HTMLResponse(text)
 
 
