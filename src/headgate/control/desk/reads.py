@@ -135,7 +135,7 @@ class Reads(Office):
                 used, trouble = uses(self._counters, met)
                 troubles += [] if trouble is None else [trouble]
             else:
-                used = {each.key: Use(None, "a network is not counted as one") for each in met if not each.lacks}
+                used = {each.key: Use(None, "counted per address") for each in met if not each.lacks}
             limits = list(standings(holding, met, used))
         if not known.can_count:
             troubles.append(ONLY_A_HASH.format(noun=noun_of(who.kind)) if not known.values else A_NETWORK)

@@ -202,8 +202,8 @@ def _faced(rule: CompiledRule, plan: RoutePlan, known: Who, kind: str, met: Reso
 
 
 def _unknown(each: Faced) -> str:
-    kinds = " and ".join("client" if kind == "client" else kind for kind in each.lacks)
-    return f"counted for each {kinds} by itself" if each.lacks else "not asked"
+    kinds = " and ".join("IP" if kind == "ip" else kind.replace("_", " ") for kind in each.lacks)
+    return f"counted per {kinds}" if each.lacks else "not asked"
 
 
 # ------------------------------------------------------------------ how much
