@@ -62,7 +62,7 @@ LAYERS = (
     {"shield"},
     {"failure", "flow", "leases"},
     {"stores"},
-    {"_grammar", "clock", "decisions", "events", "health", "keys", "limits"},
+    {"_grammar", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits"},
     {"_compiled", "_forks", "_sqlite", "algorithms", "errors"},
 )
 """From the top down. What stands beside each other may know each other, but nobody looks up."""

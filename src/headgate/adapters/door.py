@@ -19,8 +19,9 @@ from headgate.adapters.way import Rules, Ways, admitted
 from headgate.clock import SystemClock, in_ns
 from headgate.errors import InvalidConfiguration
 from headgate.failure import FailurePolicy
+from headgate.keyed_hashes import is_keyed_hash
 from headgate.limiter import Limiter
-from headgate.policy.credentials import ApiKeys, IdentityHashes, is_keyed_hash
+from headgate.policy.credentials import ApiKeys, IdentityHashes
 from headgate.policy.model import Block, Identity, Policy, Validity
 from headgate.policy.snapshot import OTHER_API_KEYS, STRICTNESS, Snapshot
 from headgate.policy.watching import Watch

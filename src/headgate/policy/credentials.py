@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from hashlib import blake2b
 from typing import Final
 
 from headgate.errors import InvalidConfiguration, InvalidInput
 
-__all__ = ["LONGEST_KEY", "SHORTEST_SECRET", "ApiKeys", "IdentityHashes", "is_keyed_hash"]
+__all__ = ["LONGEST_KEY", "SHORTEST_SECRET", "ApiKeys", "IdentityHashes"]
 
 LONGEST_KEY: Final = 4096
 SHORTEST_SECRET: Final = 16
@@ -24,12 +23,6 @@ PURPOSE: Final = b"headgate api key"
 
 IDENTITY_PURPOSE: Final = b"headgate client"
 MAX_CACHED_IDENTITIES: Final = 10_000
-_KEYED_HASH: Final = re.compile(r"hmac:[0-9a-f]{32}")
-
-
-def is_keyed_hash(value: str) -> bool:
-    """True for the keyed hash of an identity or of an API key."""
-    return _KEYED_HASH.fullmatch(value) is not None
 
 
 class IdentityHashes:

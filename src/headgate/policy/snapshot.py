@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.algorithms import ALGORITHMS
 from headgate.errors import InvalidLimit
+from headgate.keyed_hashes import is_keyed_hash
 from headgate.limits import Limit
 from headgate.policy.addresses import Networks
-from headgate.policy.credentials import is_keyed_hash
 from headgate.policy.model import ADDRESSES, Identity, Policy, Validity, net_name
 from headgate.policy.routes import METHODS, Matcher, Template, normal_method
 

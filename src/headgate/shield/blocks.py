@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate._forks import renew_in_children
 from headgate.errors import InvalidInput
-from headgate.policy.credentials import is_keyed_hash
+from headgate.keyed_hashes import is_keyed_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
