@@ -121,7 +121,7 @@ def test_a_wrong_call_is_told_so(args: tuple[Any, ...]) -> None:
 
 # ------------------------------------------------------------------- what comes back
 
-counts = st.integers(0, 5) | st.integers(0, 2**53) | st.just(2**62)
+counts = st.integers(0, 5) | st.integers(0, 2**53 - 1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.none() | st.just("lease")), min_size=1, max_size=20), st.data())

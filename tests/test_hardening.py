@@ -22,6 +22,7 @@ from headgate.stores.redis import wire as wire_module
 from headgate.stores.redis.companion import read_block
 from headgate.stores.redis.conversation import Unsent, converse
 from headgate.stores.redis.line import Opening
+from headgate.stores.redis.replies import accept
 from headgate.stores.redis.topology import Cluster
 from headgate.stores.redis.wire import NO_KEYS, Command, Keys, Node, Wire
 from headgate.testing import FakeClock
@@ -68,11 +69,15 @@ def told_by_two_shards(here: Any, there: Any, undone: Any = None) -> Any:
         while True:
             for command in commands:
                 if not command.calls:
-                    command.reply = SLOTS
+                    reply: Any = SLOTS
                 elif isinstance(command.calls[0], Check):
-                    command.reply = replies[command.node]  # type: ignore[index] # it was located
+                    reply = replies[command.node]  # type: ignore[index] # it was located
                 else:
-                    command.reply = undone
+                    reply = undone
+                if isinstance(reply, StoreError):
+                    command.reply = reply
+                else:
+                    accept(command, reply)
             commands = conversation.send(None)
     except StopIteration as end:
         (answer,) = end.value

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from fleets import START_US
-from headgate import Decision, Limit, ScriptError, StoreTimeout
+from headgate import Decision, Limit, StoreTimeout
 from headgate.events import Herald
 from headgate.failure import Fleet
 from headgate.shield.front import Front
@@ -16,9 +16,6 @@ from headgate.shield.outage import CALM
 from headgate.shield.purses import Purses
 from headgate.stores.calls import Check, Refund
 from headgate.stores.memory import MemoryStore
-from headgate.stores.redis.replies import decode, decode_alone, decode_one
-from headgate.stores.redis.scripts import script
-from headgate.stores.redis.wire import NO_KEYS, Command
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -176,17 +173,3 @@ def test_an_order_that_is_answered_ends_an_outage() -> None:
         steps.send(MemoryStore(FakeClock(START_US)).decide(next(steps)))
     assert end.value.value.allowed
     assert front.health().state == "ready"
-
-
-@pytest.mark.parametrize("reply", [[], [5], [1, b"a", b"b"], [1, None, 0], [1, 2, 3, 0, 0], [1, 2, 3, 4, 5, 6, 7]])
-def test_a_reply_that_is_no_answer_is_an_error_of_the_store(reply: list[Any]) -> None:
-    assert isinstance(decode_one(ONE, reply), ScriptError)
-    assert isinstance(decode_alone(Check((*ONE.keys, LIMIT.by("bob")), 1), reply), ScriptError)
-
-
-@pytest.mark.parametrize("reply", [[], [5], 7, b"OK", None, [1, b"a", b"b", 1, 1, 0, 0, 0, 0]])
-def test_a_reply_that_is_no_answer_to_a_batch_is_an_error_for_each(reply: Any) -> None:
-    command = Command(script("check", ("fixed_window",), 1), NO_KEYS, [], [ONE, ONE])
-    command.reply = reply
-    answers = decode(command)
-    assert [type(answer) for answer in answers] == [ScriptError, ScriptError]

@@ -128,7 +128,8 @@ def test_tasks_that_ask_at_the_same_time_travel_together(server: RedisServer, cl
             return commands, decisions
 
     commands, decisions = asyncio.run(main())
-    assert commands["evalsha"] == 2  # Redis decides one half while this process makes and reads the other
+    # Redis decides one half while this process makes and reads the other, unless that was too slow the last time.
+    assert commands["evalsha"] in (1, 2)
     assert [decision.keys for decision in decisions] == [(limits[number % 3].by(number),) for number in range(200)]
     assert [decision.remaining for decision in decisions] == [
         5 - 2 * (number % 4) if number % 4 < 3 else 2 for number in range(200)
@@ -199,19 +200,19 @@ def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_
     key, wait = Limit(50, HOUR, name=unique).by("ada"), _Turn.wait
     refused: list[str] = []
 
-    def wait_after_another(turn: _Turn) -> None:
+    def wait_after_another(turn: _Turn, seconds: float) -> bool:
         if not refused:
             with pytest.raises(StoreUnavailable) as refusal:
                 limiter.check(key)
             refused.append(str(refusal.value))
-        wait(turn)
+        return wait(turn, seconds)
 
     limiter.check(key)
     monkeypatch.setattr(_Turn, "wait", wait_after_another)
     client.execute_command("CLIENT", "PAUSE", 300, "WRITE")
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(limiter.check, key)
-        wait_until(lambda: limiter._store._leader is not None, "somebody to lead")
+        wait_until(lambda: limiter._store._lane.leader, "somebody to lead")
         assert limiter.check(key).allowed
         assert leading.result().allowed
     assert refused == ["this thread is asking Redis already, and cannot ask for whoever came between"]

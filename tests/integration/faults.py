@@ -56,6 +56,10 @@ class Looped:
     def health(self) -> Health:
         return self._limiter.health()
 
+    @property
+    def stats(self) -> Any:
+        return self._limiter.stats
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return lambda *args, **options: self._runner.run(getattr(self._limiter, method)(*args, **options))
 

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from faults import Proxy, key_of, timed
 
-from headgate import AsyncLimiter, Decision, Limit, ScriptError
+from headgate import AsyncLimiter, Decision, Limit, StoreUnavailable
 from headgate.shield.orders import Order
 from headgate.stores.calls import Check
 
@@ -33,7 +33,8 @@ def test_an_answer_that_is_none_is_a_failure_like_any_other(
     with Proxy(server, b"EVALSHA", reply) as proxy:
         gate = open_gate(proxy.url)
         answer, seconds = timed(lambda: gate.check(key_of("strange")))
-        assert isinstance(answer, ScriptError)
+        assert type(answer) is StoreUnavailable
+        assert answer.may_have_happened
         assert seconds < 1.0
 
 
@@ -91,8 +92,9 @@ def test_requests_cancelled_at_any_moment_leave_nothing_behind(
                 admitted += sum([not task.cancelled() and task.result().allowed for task in done])
             await asyncio.sleep(0.1)
             (desk,) = limiter._store._desks.values()
-            assert (desk._on_the_way, desk._waiting, desk._futures) == (0, [], [])
-            assert [len(line._asked) for line in desk._lines.values()] == [0]
+            lane = desk._lane
+            assert (lane.on_the_way, lane._waiting, lane._futures, lane._arrivals) == (0, [], [], [])
+            assert [len(line._asked) for line in desk.lines.values()] == [0]
             assert admitted <= 2_000
             assert admitted + (await limiter.peek(limit.by("a"))).remaining <= 2_000
 

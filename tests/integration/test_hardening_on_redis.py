@@ -273,12 +273,12 @@ def test_a_child_forked_at_the_worst_moment_works_and_ends(server: RedisServer, 
     key = key_of(unique)
     with Limiter(server.url, on_failure="local", budget=1.0) as limiter:
         limiter.check(key)
-        store, front, kept = limiter._store, limiter._front, limiter._keeper
+        front, kept = limiter._front, limiter._keeper
         assert kept is not None
         wait_until(lambda: kept._thread is not None and kept.has_beaten, "the keeper")
         farewell = kept._farewell
-        locks = [store._mutex, front.blocks._mutex, front.denials._lock, front.purses._lock, front.ledger._lock]
-        locks += [kept._lock, kept._companion._turn, kept._bell._cond]  # type: ignore[attr-defined]
+        locks = [front.blocks._mutex, front.denials._lock, front.purses._lock, front.ledger._lock]
+        locks += [kept._lock, kept._companion._turn]
         for lock in locks:
             with lock:
                 pid = os.fork()

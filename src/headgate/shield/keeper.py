@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from headgate._forks import renew_in_children
+from headgate._interrupts import BackgroundThread, InterruptSafeEvent
 from headgate.errors import StoreError, StoreTimeout
 from headgate.health import Health, Shard
 from headgate.shield.blocks import Blocks, LiveBlock
@@ -113,9 +114,11 @@ class Keeper:
     def _begin(self) -> None:
         self._member = uuid4().hex
         self._lock = threading.RLock()
-        self._bell = threading.Event()
+        self._bell = InterruptSafeEvent()
         self._farewell = weakref.finalize(self, self._bell.set)
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
+        self._workers: dict[int, object] = {}
+        """The thread that works, if one does: `setdefault` finds it or sets it, in one step."""
         self._listener: Any = None
         self._probes: dict[Any, tuple[float, float]] = {}
         """Servers that do not serve: when to look at them, and how long to wait after that."""
@@ -136,9 +139,10 @@ class Keeper:
         """Have the threads run that are needed: cheap enough to be called now and then by requests."""
         if self._closed:
             return
-        if self._thread is None and (self.beats or self._at_hand()):
+        thread = self._thread
+        if (thread is None or thread.has_failed) and (self.beats or self._at_hand()):
             with self._lock:
-                if self._thread is None:
+                if self._thread is thread:
                     self._thread = _started("headgate-keeper", _work_for, weakref.ref(self), self._bell)
         elif self._at_hand() & ~self._planned:  # else it wakes up by itself, and not for every request of an outage
             self._bell.set()
@@ -155,7 +159,7 @@ class Keeper:
         """True after `close`, while the background thread still returns prepaid tokens and leaves the fleet."""
         thread = self._thread
         # A listener of events may close the limiter from that thread, which cannot wait for itself.
-        return self._closed and thread is not None and thread.is_alive() and thread is not threading.current_thread()
+        return self._closed and thread is not None and thread.is_alive and not thread.is_current
 
     def close(self) -> None:
         """Stop. The background thread first returns what was prepaid and leaves the fleet; see `is_parting`."""
@@ -224,6 +228,7 @@ class Keeper:
         dues += [self._next_settling] if work & OWING else []
         with self._lock:
             if not dues and not self._at_hand() and not self._closed:  # nothing has come in since, either
+                self._workers.clear()
                 self._thread = None
                 return None
         return max(min(dues, default=now) - now, 0.001)
@@ -363,16 +368,16 @@ class Keeper:
                 denials.clear()
                 refresh(None)
 
-            self._listener = self._store.listener(
+            listener = self._store.listener(
                 on_blocks_changed=refresh,
                 on_forget=forget,
                 on_connect=connected,
                 on_lost=lambda _: denials.clear(),
             )
-            self._front.listener = self._listener
-            weakref.finalize(self, self._listener.stop)
-            if _started("headgate-news", self._listener.listen) is None:
-                self._listener = None
+            self._front.listener = listener
+            weakref.finalize(self, listener.stop)
+            if _started("headgate-news", listener.listen) is not None:
+                self._listener = listener  # last: an interrupt before this lets another try
 
 
 def _refresh(blocks: Blocks, changed: list[tuple[str, str]] | None, companion: Any) -> None:
@@ -390,10 +395,13 @@ def _with(reference: weakref.ref[Keeper], do: Callable[[Keeper], None]) -> None:
         do(keeper)
 
 
-def _work_for(reference: weakref.ref[Keeper], bell: threading.Event) -> None:
+def _work_for(reference: weakref.ref[Keeper], bell: InterruptSafeEvent) -> None:
+    me = object()
     while (keeper := reference()) is not None:
+        if keeper._workers.setdefault(0, me) is not me:  # noqa: SLF001 - the keeper's own thread
+            return  # whoever started this one was interrupted before it could note it, and there is another
         try:
-            wait = keeper._work()  # noqa: SLF001 - the keeper's own thread
+            wait = keeper._work()  # noqa: SLF001
         except Exception:
             logger.exception("the store could not be looked after; it is tried again")
             wait = BEAT
@@ -404,11 +412,9 @@ def _work_for(reference: weakref.ref[Keeper], bell: threading.Event) -> None:
         bell.clear()
 
 
-def _started(name: str, target: Callable[..., None], *args: Any) -> threading.Thread | None:
+def _started(name: str, target: Callable[..., None], *args: Any) -> BackgroundThread | None:
     """The thread; None if there can be none: there are too many, or the interpreter is about to end."""
-    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     try:
-        thread.start()
+        return BackgroundThread(name, target, *args)
     except RuntimeError:
         return None
-    return thread

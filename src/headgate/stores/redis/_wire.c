@@ -11,12 +11,38 @@ enum { NOW = 0, TOLD = 1, UNUSUAL = 2, AGAINS = 3, REPLIED = 4 };
 /* Above this, a batch is put together by Python: a length needs no more digits, and a sum of lengths always fits. */
 enum { LONGEST = 99999, MOST_KEYS = 1 << 16 };
 
+/* As in limits.py. */
+#define EXACT (1LL << 53)
+
 typedef struct {
     PyTypeObject *decision_type;
     PyObject *zero;
 } Names;
 
 /* -- What goes out ------------------------------------------------------------------------------------------------- */
+
+/* Whether two costs are the same, by a comparison that runs no code of Python's: one could change the requests while
+ * they are packed. Costs of other types are left to Python, by answering no. */
+static bool
+is_same_cost(PyObject *one, PyObject *other)
+{
+    if (one == other) {
+        return true;
+    }
+    if (PyLong_CheckExact(one) && PyLong_CheckExact(other)) {
+        return PyObject_RichCompareBool(one, other, Py_EQ) == 1;
+    }
+    if (!PyTuple_CheckExact(one) || !PyTuple_CheckExact(other) || PyTuple_GET_SIZE(one) != PyTuple_GET_SIZE(other)) {
+        return false;
+    }
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(one); index++) {
+        PyObject *its = PyTuple_GET_ITEM(one, index), *others = PyTuple_GET_ITEM(other, index);
+        if (!PyLong_CheckExact(its) || !PyLong_CheckExact(others) || PyObject_RichCompareBool(its, others, Py_EQ) != 1) {
+            return false;
+        }
+    }
+    return true;
+}
 
 /* The keys of a request; NULL, without an exception, if it is not like the first one: in its limits, cost and lease. */
 static PyObject *
@@ -30,14 +56,7 @@ keys_of(PyObject *check, PyObject *cost, PyObject *limits)
         PyTuple_GET_SIZE(keys) != PyTuple_GET_SIZE(limits)) {
         return NULL;
     }
-    if (its_cost != cost) { /* two texts of one number, or of one row of numbers */
-        int is_equal = PyObject_RichCompareBool(its_cost, cost, Py_EQ);
-        PyErr_Clear();
-        if (is_equal != 1) {
-            return NULL;
-        }
-    }
-    return keys;
+    return is_same_cost(its_cost, cost) ? keys : NULL;
 }
 
 /* Whether a text is stored as it is: without braces, which a cluster takes for hash tags, and within ASCII. */
@@ -185,16 +204,24 @@ pack_keys(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t number)
 
 /* -- What comes back ----------------------------------------------------------------------------------------------- */
 
-/* A new reference to the number at that place of a list; NULL, without an exception, where there is none >= 0. */
+/* Whether it is an integer that a script could have replied: from 0 to what is exact. */
+static bool
+is_whole(PyObject *number)
+{
+    int is_wide;
+    if (!PyLong_CheckExact(number)) {
+        return false;
+    }
+    long long value = PyLong_AsLongLongAndOverflow(number, &is_wide);
+    return !is_wide && 0 <= value && value < EXACT;
+}
+
+/* A new reference to the number at that place of a list; NULL, without an exception, where there is none. */
 static PyObject *
 number_at(PyObject *list, Py_ssize_t place)
 {
     PyObject *number = place < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, place) : NULL;
-    int is_wide;
-    if (number == NULL || !PyLong_CheckExact(number) || PyLong_AsLongLongAndOverflow(number, &is_wide) < 0 || is_wide) {
-        return NULL;
-    }
-    return Py_NewRef(number);
+    return number != NULL && is_whole(number) ? Py_NewRef(number) : NULL;
 }
 
 /* What the limits say who neither deny nor delay, from `place` on; NULL if one of them does, or there is no memory. */
@@ -234,7 +261,7 @@ static bool
 is_usual(PyObject *reply)
 {
     if (!PyList_CheckExact(reply) || PyList_GET_SIZE(reply) != REPLIED ||
-        !PyLong_CheckExact(PyList_GET_ITEM(reply, NOW))) {
+        !is_whole(PyList_GET_ITEM(reply, NOW))) {
         return false;
     }
     for (Py_ssize_t place = TOLD; place < REPLIED; place++) {

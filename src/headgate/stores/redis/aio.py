@@ -3,7 +3,7 @@ together.
 
 Nothing waits for a timer: a call that finds the line free leaves at the end of this turn of the loop. Replies come
 in through a protocol of our own on the transport that redis-py has opened, so that a batch costs one write and one
-read.
+read. Calls travel, and wait, only with those that need the same servers: one that does not answer delays nobody else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import asyncio
 import time
 from contextlib import suppress
 from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
+
+from hiredis import ReplyError
 
 from headgate._forks import renew_in_children
 from headgate.decisions import Decision
@@ -20,18 +23,26 @@ from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.calls import Check
 from headgate.stores.redis.aio_line import Line
 from headgate.stores.redis.breaker import Shut
-from headgate.stores.redis.conversation import OutOfTime, Unsent, converse, gives_back, public, refusal
+from headgate.stores.redis.conversation import (
+    OutOfTime,
+    Unsent,
+    converse,
+    deadline,
+    deadline_of_round,
+    public,
+    refusal,
+    servers_of,
+)
 from headgate.stores.redis.loops import maker_of_futures, self_aware
-from headgate.stores.redis.replies import decode_alone
-from headgate.stores.redis.shared import SharedStore
-from headgate.stores.redis.topology import Standalone
+from headgate.stores.redis.replies import decode_alone, unexpected
+from headgate.stores.redis.shared import FIRST_CONNECTION_S, SharedStore
+from headgate.stores.redis.topology import Cluster, Standalone
 from headgate.stores.redis.vigil import WATCH, Vigil
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Hashable
 
     from headgate.stores.calls import Call
-    from headgate.stores.redis.breaker import Breakers
     from headgate.stores.redis.places import Place
     from headgate.stores.redis.wire import Command, Node, Wire
 
@@ -40,6 +51,8 @@ __all__ = ["AsyncRedisStore"]
 LARGEST_BATCH: Final = 256
 MOST_ON_THE_WAY: Final = 2
 """Batches under way at the same time: Redis works on one while this process makes and reads the other."""
+MAX_LANES: Final = 1_000
+"""Sets of servers whose lanes are kept, where there are many servers."""
 WORTH_SPLITTING: Final = 16
 """Calls that are better sent as two batches than as one, where this process waits for the answers."""
 PROMPT: Final = 0.00004
@@ -57,18 +70,27 @@ class AsyncRedisStore(SharedStore):
         self._desk: _Desk | None = None
         """That of the loop that called last."""
         self._desks: dict[asyncio.AbstractEventLoop, _Desk] = {}
+        self._patience = 0.0
+        """Seconds that the next loop may take to connect, beyond the budget."""
         renew_in_children(self)
 
     def renew_after_fork(self) -> None:
-        """A child has loops of its own, and finds out by itself how the servers are."""
+        """A child has loops of its own, and finds out by itself how the servers are. What its first calls need to
+        connect is not held against the store: its parent had a connection when it began to serve."""
         self._desk, self._desks = None, {}
+        self._patience = FIRST_CONNECTION_S
         self.breakers.reset()
 
     @property
     def stats(self) -> dict[str, int]:
-        """How many calls were carried in how many round trips, by the loops that are still there."""
+        """The number of calls and of the round trips that carried them, by the loops that are still there, and of
+        connections that were out of step."""
         desks = list(self._desks.values())
-        return {"calls": sum(desk.calls for desk in desks), "round_trips": sum(desk.round_trips for desk in desks)}
+        return {
+            "calls": sum(desk.calls for desk in desks),
+            "round_trips": sum(desk.round_trips for desk in desks),
+            "unexpected_replies": self.unexpected_replies,
+        }
 
     def run(self, call: Call) -> asyncio.Future[Any]:
         """Carry out a call, together with those of other tasks that wait at this moment."""
@@ -124,133 +146,73 @@ class AsyncRedisStore(SharedStore):
         if desk is None:
             for other in [other for other in list(self._desks) if other.is_closed()]:
                 self._desks.pop(other, None)
-            desk = self._desks[loop] = _Desk(loop, self._place, self._wire, self.budget, self.breakers)
+            desk = self._desks[loop] = _Desk(loop, self, self._place, self._wire, self._patience)
+            self._patience = 0.0
         return desk
 
 
 class _Desk:
-    """Where the calls of one event loop wait for each other."""
+    """The connections of one event loop, and the lanes in which calls wait for each other."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, place: Place, wire: Wire, budget: float, breakers: Breakers
+        self, loop: asyncio.AbstractEventLoop, store: AsyncRedisStore, place: Place, wire: Wire, patience: float
     ) -> None:
         self.loop = loop
         self.aware = self_aware(loop)
-        self._create_future = maker_of_futures(loop)
         self.calls = self.round_trips = 0
-        self._breakers = breakers
+        self.breakers = store.breakers
+        self.budget = store.budget
+        self.wire = wire
+        self.topology = place.topology
+        self.lines: dict[Node | None, Line] = {}
+        self._note_failure = store.note_failure
         self._place = place
-        self._wire = wire
-        self.budget = budget
-        self._waiting: list[Call] = []
-        self._futures: list[asyncio.Future[Any]] = []
-        """Of those who wait, in the same order."""
-        self._flushing = False
-        self._on_the_way = 0
-        self._waits = self._alone = True
-        """Whether the answers to the last batch were waited for, and whether it was of one call: then nobody is likely
-        to join the next one, either."""
-        self._lines: dict[Node | None, Line] = {}
-        self._vigil = Vigil()
         self._closed = False
+        self._patient_until = loop.time() + patience if patience else 0.0
+        """Until when connections may take longer than the budget."""
+        self._lane = _Lane(self)
+        """For all calls, unless there are several servers that have keys."""
+        self._lanes: dict[Hashable, _Lane] = {None: self._lane}
+        self.ask: Callable[[Call], asyncio.Future[Any]] = (
+            self._ask_its_servers if isinstance(place.topology, Cluster) else self._lane.ask
+        )
+
+    def _ask_its_servers(self, call: Call) -> asyncio.Future[Any]:
+        servers = servers_of(call, self.wire, self.topology)
+        lane = self._lanes.get(servers)
+        if lane is None:
+            if len(self._lanes) >= MAX_LANES:  # those who wait in one of them still know it
+                self._lanes = {None: self._lane}
+            lane = self._lanes[servers] = _Lane(self)
+        return lane.ask(call)
 
     def warm(self, node: Node | None = None) -> asyncio.Task[None] | None:
         """Begin to connect, whatever the breaker says; what is over when that is, where it is known whom to."""
         if self._closed or (node is None and not isinstance(self._place.topology, Standalone)):
             return None
-        line = self._lines.get(node)
+        line = self.lines.get(node)
         if line is None or line.closed:
             line = self._open_line(node)
         return line.open()
 
     def is_warm(self, node: Node | None) -> bool:
-        line = self._lines.get(node)
+        line = self.lines.get(node)
         return self._closed or (line is not None and line.is_open())
 
     def allow(self, budget: float) -> None:
         self.budget = budget
-        for line in list(self._lines.values()):
+        for line in list(self.lines.values()):
             line.budget = budget
-
-    def ask(self, call: Call) -> asyncio.Future[Any]:
-        future = self._create_future()
-        if type(call) is Check or not getattr(call, "goes_first", False):
-            self._waiting.append(call)
-            self._futures.append(future)
-        else:
-            self._waiting.insert(0, call)
-            self._futures.insert(0, future)
-        if not self._flushing:
-            if self._alone and not self._on_the_way:
-                if not self._ask_shortly():
-                    self._flush()
-            else:
-                self._flushing = True
-                self.loop.call_soon(self._flush)
-        return future
 
     async def close(self) -> None:
         self._closed = True
-        waiting, self._waiting, self._futures = self._futures, [], []
-        for future in waiting:
-            _tell(future, StoreUnavailable("the limiter was closed"))
-        for line in list(self._lines.values()):
+        for lane in list(self._lanes.values()):
+            lane.fail_waiting(StoreUnavailable("the limiter was closed"))
+        for line in list(self.lines.values()):
             await line.close()
 
-    def _flush(self) -> None:
-        self._flushing = False
-        while self._waiting and self._on_the_way < MOST_ON_THE_WAY:
-            size = min(len(self._waiting), LARGEST_BATCH)
-            if self._waits and not self._on_the_way and size >= WORTH_SPLITTING:
-                size = (size + 1) // 2  # else all callers would wait for one batch, and Redis for all callers, in turn
-            calls, futures = self._waiting[:size], self._futures[:size]
-            del self._waiting[:size], self._futures[:size]
-            if any(map(_is_done, futures)):  # who was cancelled while waiting asks for nothing
-                kept = [index for index, future in enumerate(futures) if not future.done()]
-                calls, futures = [calls[index] for index in kept], [futures[index] for index in kept]
-            if calls:
-                self._on_the_way += 1
-                self._alone = len(calls) == 1
-                self.calls += len(calls)
-                _Errand(self, converse(calls, self._wire, self._place.topology), futures).go_on()
-
-    def _ask_shortly(self) -> bool:
-        """Send a check that goes alone; false if it has to go the long way."""
-        line = self._lines.get(None)
-        packed = self._wire.pack_alone(self._waiting[0])
-        if line is None or packed is None or len(self._waiting) > 1 or not line.is_open():
-            return False
-        self._on_the_way += 1
-        self.calls += 1
-        self.round_trips += 1
-        line.send(_Single(self, packed, self._waiting.pop(), self._futures.pop()))
-        if self._vigil.is_due():
-            self._watch(self.round_trips, self.loop.time() + WATCH)
-        return True
-
-    def _watch(self, round_trip: int, end: float) -> None:
-        """Keep the loop awake until the answer is there: a loop that has something to do looks for answers, and lets
-        all others run, before it comes back to this."""
-        if not self._on_the_way or self.round_trips != round_trip:
-            self._vigil.ended(in_vain=False)
-        elif self.loop.time() >= end:
-            self._vigil.ended(in_vain=True)
-        else:
-            self.loop.call_soon(self._watch, round_trip, end)
-
-    def _back(self) -> None:
-        """A batch has been answered."""
-        self._on_the_way -= 1
-        if self._waiting and not self._flushing:
-            self._flush()
-
-    def _take_long_way(self, call: Call, future: asyncio.Future[Any]) -> None:
-        self._waiting.append(call)
-        self._futures.append(future)
-        self._flush()
-
-    def _exchange(self, commands: list[Command], go_on: Callable[[], None], end: float | None) -> None:
-        """One round trip to every server concerned, all at the same time, unless it is too late; then `go_on`."""
+    def exchange(self, commands: list[Command], go_on: Callable[[], None], end: float) -> None:
+        """One round trip to every server concerned, all at the same time, and over by then; then `go_on`."""
         self.round_trips += 1
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
@@ -267,9 +229,11 @@ class _Desk:
 
         for node, its in by_node.items():
             try:
-                if end is not None and self.loop.time() >= end:
+                line = self._line(node)
+                until = end if line.is_open() else max(end, self._patient_until)
+                if self.loop.time() >= until:
                     raise OutOfTime("cannot reach Redis: the budget was used up before it was its turn")
-                self._line(node).ask(its, answered)
+                line.ask(its, answered, until)
             except (Unsent, Shut) as error:
                 for command in its:
                     command.reply = error
@@ -277,11 +241,11 @@ class _Desk:
                 self.loop.call_soon(answered)
 
     def _line(self, node: Node | None) -> Line:
-        line = self._lines.get(node)
+        line = self.lines.get(node)
         if line is None or line.closed:
             if self._closed:
                 raise Unsent("the limiter was closed")
-            breaker = self._breakers[node]
+            breaker = self.breakers[node]
             if breaker.is_open:
                 raise breaker.refusal()
             line = self._open_line(node)
@@ -289,7 +253,7 @@ class _Desk:
 
     def _open_line(self, node: Node | None) -> Line:
         connection = self._place.connection(node, asynchronous=True)
-        line = self._lines[node] = Line(connection, self.budget, lambda error: self._failed(node, error))
+        line = self.lines[node] = Line(connection, self.budget, lambda error: self._failed(node, error))
         return line
 
     def _note(self, node: Node | None, commands: list[Command]) -> None:
@@ -297,42 +261,150 @@ class _Desk:
         for command in commands:
             refused = refusal(command.reply)
             if refused is not None:
-                self._breakers.fail(node, refused)
+                self.breakers.fail(node, refused)
                 return
             if isinstance(command.reply, StoreError):
                 return
-        self._breakers.succeed(node)
+        self.breakers.succeed(node)
 
     def _failed(self, node: Node | None, error: StoreError) -> None:
         if not self._closed:
-            self._breakers.fail(node, error)
+            self._note_failure(node, error)
+
+
+class _Lane:
+    """Where calls to the same servers wait for each other."""
+
+    def __init__(self, desk: _Desk) -> None:
+        self._desk = desk
+        self._loop = desk.loop
+        self._create_future = maker_of_futures(desk.loop)
+        self._waiting: list[Call] = []
+        self._futures: list[asyncio.Future[Any]] = []
+        self._arrivals: list[float] = []
+        """Of those who wait, in the same order; when each has come."""
+        self._flushing = False
+        self.on_the_way = 0
+        self.waits = self._alone = True
+        """Whether the answers to the last batch were waited for, and whether it was of one call: then nobody is likely
+        to join the next one, either."""
+        self.has_failed = False
+        """Whether the last batch did."""
+        self._vigil = Vigil()
+
+    def ask(self, call: Call) -> asyncio.Future[Any]:
+        future = self._create_future()
+        if type(call) is Check or not getattr(call, "goes_first", False):
+            self._waiting.append(call)
+            self._futures.append(future)
+            self._arrivals.append(monotonic())
+        else:
+            self._waiting.insert(0, call)
+            self._futures.insert(0, future)
+            self._arrivals.insert(0, monotonic())
+        if not self._flushing:
+            if self._alone and not self.on_the_way:
+                if not self._ask_shortly():
+                    self._flush()
+            else:
+                self._flushing = True
+                self._loop.call_soon(self._flush)
+        return future
+
+    def fail_waiting(self, error: StoreError) -> None:
+        waiting, self._waiting, self._futures, self._arrivals = self._futures, [], [], []
+        for future in waiting:
+            _tell(future, error)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        desk = self._desk
+        while self._waiting and self.on_the_way < MOST_ON_THE_WAY:
+            size = min(len(self._waiting), LARGEST_BATCH)
+            if self.waits and not self.on_the_way and size >= WORTH_SPLITTING:
+                size = (size + 1) // 2  # else all callers would wait for one batch, and Redis for all callers, in turn
+            calls, futures, oldest = self._waiting[:size], self._futures[:size], min(self._arrivals[:size])
+            del self._waiting[:size], self._futures[:size], self._arrivals[:size]
+            if any(map(_is_done, futures)):  # who was cancelled while waiting asks for nothing
+                kept = [index for index, future in enumerate(futures) if not future.done()]
+                calls, futures = [calls[index] for index in kept], [futures[index] for index in kept]
+            if calls:
+                self.on_the_way += 1
+                self._alone = len(calls) == 1
+                desk.calls += len(calls)
+                now = self._loop.time()
+                end = deadline(now - (monotonic() - oldest), now, desk.budget, after_failure=self.has_failed)
+                _Errand(desk, self, converse(calls, desk.wire, desk.topology), futures, end).go_on()
+
+    def _ask_shortly(self) -> bool:
+        """Send a check that goes alone; false if it has to go the long way."""
+        desk = self._desk
+        line = desk.lines.get(None)
+        packed = desk.wire.pack_alone(self._waiting[0])
+        if line is None or packed is None or len(self._waiting) > 1 or not line.is_open():
+            return False
+        self.on_the_way += 1
+        desk.calls += 1
+        desk.round_trips += 1
+        self._arrivals.clear()
+        end = self._loop.time() + desk.budget
+        line.send(_Single(self, packed, self._waiting.pop(), self._futures.pop(), end))
+        if self._vigil.is_due():
+            self._watch(desk.round_trips, self._loop.time() + WATCH)
+        return True
+
+    def _watch(self, round_trip: int, end: float) -> None:
+        """Keep the loop awake until the answer is there: a loop that has something to do looks for answers, and lets
+        all others run, before it comes back to this."""
+        if not self.on_the_way or self._desk.round_trips != round_trip:
+            self._vigil.ended(in_vain=False)
+        elif self._loop.time() >= end:
+            self._vigil.ended(in_vain=True)
+        else:
+            self._loop.call_soon(self._watch, round_trip, end)
+
+    def back(self, *, has_failed: bool) -> None:
+        """A batch has been answered, or has failed."""
+        self.on_the_way -= 1
+        self.has_failed = has_failed
+        if self._waiting and not self._flushing:
+            self._flush()
+
+    def succeeded(self) -> None:
+        """The only server has answered."""
+        self._desk.breakers.succeed(None)
+
+    def take_long_way(self, call: Call, future: asyncio.Future[Any]) -> None:
+        self._waiting.append(call)
+        self._futures.append(future)
+        self._arrivals.append(monotonic())
+        self._flush()
 
 
 class _Errand:
     """A conversation under way: driven by the replies as they come in, without a task of its own."""
 
-    __slots__ = ("_began", "_commands", "_conversation", "_desk", "_end", "_futures")
+    __slots__ = ("_began", "_commands", "_conversation", "_desk", "_end", "_futures", "_lane")
 
     def __init__(
         self,
         desk: _Desk,
+        lane: _Lane,
         conversation: Generator[list[Command], None, list[Any]],
         futures: list[asyncio.Future[Any]],
+        end: float,
     ) -> None:
         self._desk = desk
+        self._lane = lane
         self._conversation = conversation
         self._futures = futures
         self._commands: list[Command] = []
-        self._end = 0.0
+        self._end = end
         self._began = time.perf_counter()
 
     def go_on(self) -> None:
-        desk = self._desk
-        end = None
-        if not self._end:
-            self._end = desk.loop.time() + desk.budget
-        elif any(isinstance(command.reply, StoreError) for command in self._commands):
-            end = self._end  # whoever did not answer has used the time of all that follows
+        desk, lane = self._desk, self._lane
+        has_failed = any([isinstance(command.reply, StoreError) for command in self._commands])  # noqa: C419
         try:
             commands = self._commands = self._conversation.send(None)
         except StopIteration as last:
@@ -340,52 +412,57 @@ class _Errand:
         except Exception as error:
             answers = [error] * len(self._futures)
         else:
-            # What is given back goes to servers that serve: the time of those that do not is not theirs.
-            desk._exchange(commands, self.go_on, None if gives_back(commands) else end)  # noqa: SLF001
+            now = desk.loop.time()
+            end = deadline_of_round(commands, now, self._end, desk.budget, after_failure=has_failed)
+            desk.exchange(commands, self.go_on, end)
             return
-        desk._waits = time.perf_counter() - self._began < PROMPT * len(answers)  # noqa: SLF001
+        lane.waits = time.perf_counter() - self._began < PROMPT * len(answers)
         for future, answer in zip(self._futures, answers, strict=True):
             # The common case by itself: this runs for every request.
             if type(answer) is Decision and not future.done():
                 future.set_result(answer)
             else:
                 _tell(future, answer)
-        desk._back()  # noqa: SLF001
+        lane.back(has_failed=has_failed)
 
 
 class _Single:
     """A check, sent by itself."""
 
-    __slots__ = ("_call", "_desk", "_future", "_packed", "_reply", "deadline")
+    __slots__ = ("_answer", "_call", "_future", "_lane", "_packed", "deadline")
 
-    def __init__(self, desk: _Desk, packed: bytes, call: Any, future: asyncio.Future[Any]) -> None:
-        self._desk = desk
+    def __init__(self, lane: _Lane, packed: bytes, call: Any, future: asyncio.Future[Any], deadline: float) -> None:
+        self._lane = lane
         self._packed = packed
         self._call = call
         self._future = future
-        self._reply: Any = None
-        self.deadline = 0.0
+        self._answer: Any = None
+        self.deadline = deadline
 
     def pack(self) -> bytes:
         return self._packed
 
     def take(self, reply: Any) -> bool:
-        self._reply = reply
+        if type(reply) is list:
+            self._answer = decode_alone(self._call, reply)
+        elif not isinstance(reply, ReplyError):
+            raise unexpected(reply)
         return True
 
     def finish(self) -> None:
-        if type(self._reply) is list:
-            self._desk._breakers.succeed(None)  # noqa: SLF001 - a part of the desk, in its own file
-            _tell(self._future, decode_alone(self._call, self._reply))
-            self._desk._back()  # noqa: SLF001
+        lane = self._lane
+        if self._answer is not None:
+            lane.succeeded()
+            _tell(self._future, self._answer)
+            lane.back(has_failed=False)
         else:
             # An error of the server's: nothing was done, and the long way knows what to do about each.
-            self._desk._back()  # noqa: SLF001
-            self._desk._take_long_way(self._call, self._future)  # noqa: SLF001
+            lane.back(has_failed=False)
+            lane.take_long_way(self._call, self._future)
 
     def fail(self, error: StoreError) -> None:
         _tell(self._future, public(error))
-        self._desk._back()  # noqa: SLF001
+        self._lane.back(has_failed=True)
 
 
 def _tell(future: asyncio.Future[Any], answer: Any) -> None:

@@ -10,10 +10,10 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from hiredis import HiredisError, Reader
-
 from headgate.errors import StoreError, StoreTimeout
-from headgate.stores.redis.conversation import Lost, Unsent
+from headgate.stores.redis.conversation import LEAST_TIME_S, Lost, Unsent
+from headgate.stores.redis.replies import UnexpectedReply, accept
+from headgate.stores.redis.reply_reader import INCOMPLETE, ReplyReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,11 +30,12 @@ class Question(Protocol):
     """Something that was sent on a line and gets its replies from there, or an error."""
 
     deadline: float
+    """When it must have all of them, on the loop's clock; the time to connect included."""
 
     def pack(self) -> bytes: ...
 
     def take(self, reply: Any) -> bool:
-        """Take the next reply; whether it was the last one."""
+        """Take the next reply; whether it was the last one. Raises an UnexpectedReply if it cannot be one."""
 
     def finish(self) -> None: ...
     def fail(self, error: StoreError) -> None: ...
@@ -46,23 +47,25 @@ class Line(asyncio.Protocol):
     def __init__(self, connection: Any, budget: float, failed: Callable[[StoreError], None]) -> None:
         self.closed = False
         self.budget = budget
-        """Seconds that a question may wait."""
+        """Seconds that a question may wait; for what is said of it."""
         self._failed = failed
         """Told of each failure, once, however many questions it leaves without an answer."""
         self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self._reader = Reader()
+        self._replies = ReplyReader()
         self._transport: asyncio.Transport | None = None
         self._streams: Any = None
         self._asked: deque[Question] = deque()
         self._opening: asyncio.Task[None] | None = None
         self._watching = False
-        self._overdue: Question | None = None
+        self._watched_until = 0.0
+        """The time for which the timer is set."""
+        self._overdue = 0.0
         self._looks = 0
 
-    def ask(self, commands: list[Command], answered: Callable[[], None]) -> None:
+    def ask(self, commands: list[Command], answered: Callable[[], None], deadline: float) -> None:
         """Send the commands and call back when each has its reply, or an error as such."""
-        self.send(_Commands(commands, answered))
+        self.send(_Commands(commands, answered, deadline))
 
     def is_open(self) -> bool:
         return self._transport is not None and not self.closed
@@ -71,10 +74,11 @@ class Line(asyncio.Protocol):
         """Send a question, or keep it until the connection is open."""
         self._asked.append(question)
         if self._transport is not None:
-            self._send(question)
+            self._transport.write(question.pack())
         else:
-            self._give_time(question)
             self.open()
+        if not self._watching or question.deadline < self._watched_until:
+            self._watch_until(question.deadline)
 
     def open(self) -> asyncio.Task[None]:
         """Begin to connect; what is over when it is open, or has failed."""
@@ -83,14 +87,23 @@ class Line(asyncio.Protocol):
         return self._opening
 
     def data_received(self, data: bytes) -> None:
-        reader = self._reader
-        reader.feed(data)
+        replies, asked = self._replies, self._asked
+        answered: list[Question] = []
         try:
-            while (reply := reader.gets()) is not False:
-                if self._asked and self._asked[0].take(reply):
-                    self._asked.popleft().finish()
-        except HiredisError as error:
-            self._fail(Lost(f"what came from Redis is no answer: {error}"))
+            replies.feed(data, len(data))
+            while (reply := replies.next_reply()) is not INCOMPLETE:
+                if not asked:
+                    raise UnexpectedReply("the store sent more replies than it was asked for")
+                if asked[0].take(reply):
+                    answered.append(asked.popleft())
+            if not asked and replies.has_leftover():
+                raise UnexpectedReply("the store sent more replies than it was asked for")
+        except UnexpectedReply as error:
+            asked.extendleft(reversed(answered))  # which of the replies were theirs is not known
+            self._fail(error)
+            return
+        for question in answered:
+            question.finish()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._fail(Lost(f"the connection to Redis broke: {error or 'it was closed by the server'}"))
@@ -123,36 +136,33 @@ class Line(asyncio.Protocol):
             transport.abort()
             return
         self._transport = transport
+        least = self._loop.time() + min(LEAST_TIME_S, self.budget)
         for question in self._asked:
-            self._send(question)
+            question.deadline = max(question.deadline, least)
+            transport.write(question.pack())
 
-    def _send(self, question: Question) -> None:
-        if self._transport is None:
+    def _watch_until(self, deadline: float) -> None:
+        """Look at that time for who has waited too long."""
+        self._watching = True
+        self._watched_until = deadline
+        self._loop.call_at(deadline, self._watch, deadline)
+
+    def _watch(self, deadline: float) -> None:
+        """One timer for the question that must be answered next, not one for each. A line that failed once is not
+        trusted again."""
+        if deadline != self._watched_until:  # another one has been set, for an earlier time
             return
-        self._transport.write(question.pack())
-        self._give_time(question)
-
-    def _give_time(self, question: Question) -> None:
-        """The budget, from now on."""
-        question.deadline = self._loop.time() + self.budget
-        if not self._watching:
-            self._watching = True
-            self._loop.call_at(question.deadline, self._watch)
-
-    def _watch(self) -> None:
-        """One timer for the oldest question, not one for each. A line that failed once is not trusted again."""
         self._watching = False
         if self._asked and not self.closed:
-            question, now = self._asked[0], self._loop.time()
-            if question.deadline > now:
-                self._watching = True
-                self._loop.call_at(question.deadline, self._watch)
-            elif question is not self._overdue or self._looks < LAST_LOOKS:
+            now, first = self._loop.time(), min([question.deadline for question in self._asked])
+            if first > now:
+                self._watch_until(first)
+            elif first != self._overdue or self._looks < LAST_LOOKS:
                 # The loop may have been busy, and some look at their timers first: a reply that is there counts.
-                self._looks = self._looks + 1 if question is self._overdue else 0
-                self._overdue = question
+                self._looks = self._looks + 1 if first == self._overdue else 0
+                self._overdue = first
                 self._watching = True
-                self._loop.call_soon(self._watch)
+                self._loop.call_soon(self._watch, deadline)
             elif self._transport is None:
                 self._stop_waiting(now)
             else:
@@ -162,12 +172,10 @@ class Line(asyncio.Protocol):
         """The connection takes too long for those who have waited: it is opened for others who come later."""
         error = Unsent("cannot reach Redis: there is no connection within the budget")
         self._failed(error)
-        late = []
-        while self._asked and self._asked[0].deadline <= now:
-            late.append(self._asked.popleft())
+        late = [question for question in self._asked if question.deadline <= now]
+        self._asked = deque([question for question in self._asked if question.deadline > now])
         if self._asked:
-            self._watching = True
-            self._loop.call_at(self._asked[0].deadline, self._watch)
+            self._watch_until(min([question.deadline for question in self._asked]))
         for question in late:
             question.fail(error)
 
@@ -188,14 +196,14 @@ class _Commands:
 
     __slots__ = ("_answered", "_commands", "_missing", "deadline")
 
-    def __init__(self, commands: list[Command], answered: Callable[[], None]) -> None:
+    def __init__(self, commands: list[Command], answered: Callable[[], None], deadline: float) -> None:
         self._commands = commands
         self._answered = answered
         # Redis answers ASKING by itself, before the command that it goes with.
         self._missing = [
             step for command in reversed(commands) for step in ((command, None) if command.asking else (command,))
         ]
-        self.deadline = 0.0
+        self.deadline = deadline
 
     def pack(self) -> bytes:
         return b"".join([command.pack() for command in self._commands])
@@ -204,14 +212,15 @@ class _Commands:
         """Give the reply to the command that it belongs to; whether that was the last one."""
         command = self._missing.pop()
         if command is not None:
-            command.reply = reply
+            accept(command, reply)
         return not self._missing
 
     def finish(self) -> None:
         self._answered()
 
     def fail(self, error: StoreError) -> None:
-        for command in self._missing:
+        out_of_step = isinstance(error, UnexpectedReply)
+        for command in self._commands if out_of_step else self._missing:
             if command is not None:
                 command.reply = error
         self._answered()

@@ -38,6 +38,8 @@ CONNECT: Final = 0.25
 PATIENCE: Final = 1.0
 """Seconds that a server may take to answer."""
 LARGEST_BATCH: Final = 256
+MAX_REPLY_BYTES: Final = 256 * 1024 * 1024
+"""Size of the largest reply: a board has a document of each node of a fleet."""
 BLOCKS_AT_ONCE: Final = 200
 """A server is kept busy for about a millisecond by so many."""
 MARK_LIFETIME_MS: Final = 86_400_000
@@ -90,9 +92,10 @@ class Companion:
         The mark is written back, so that an answer proves that the server does serve. It has so many seconds for each
         answer: the server, not this thread, which may have to wait for the interpreter before it sees one.
         """
-        command = Command(self._wire.own_script("mark"), Keys.of(self.mark_name(node)), [fresh, MARK_LIFETIME_MS])
+        keys, args = Keys.of(self.mark_name(node)), [fresh, MARK_LIFETIME_MS]
+        command = Command(self._wire.own_script("mark"), keys, args, expects=bytes)
         mark: bytes = self._ask(command, _Only(node), within)
-        return mark.decode()
+        return mark.decode("utf-8", "replace")
 
     def beat(self, member: str, lifetime_us: int) -> int:
         """Say that the member lives, for so long; how many live, itself included."""
@@ -118,7 +121,10 @@ class Companion:
         found: list[StoredBlock | None] = []
         for start in range(0, len(identities), BLOCKS_AT_ONCE):
             names = [_identity(kind, value) for kind, value in identities[start : start + BLOCKS_AT_ONCE]]
-            found += map(read_block, self._ask_blocks("get", *names))
+            blocks = self._ask_blocks("get", *names)
+            if len(blocks) != len(names) or {*map(type, blocks)} != {bytes}:
+                raise StoreUnavailable(f"the store answered {str(blocks)[:100]}, which are not blocks")
+            found += map(read_block, blocks)
         return found
 
     def blocks(self) -> list[StoredBlock]:
@@ -129,7 +135,10 @@ class Companion:
         found: dict[bytes, StoredBlock | None] = {}
         cursor: bytes | None = b"0"
         while cursor is not None:
-            cursor, *pairs = self._ask_blocks("list", cursor, BLOCKS_AT_ONCE)
+            page = self._ask_blocks("list", cursor, BLOCKS_AT_ONCE)
+            if len(page) % 2 == 0 or {*map(type, page)} != {bytes}:
+                raise StoreUnavailable(f"the store answered {str(page)[:100]}, which is not a page of blocks")
+            cursor, *pairs = page
             found.update(zip(pairs[::2], map(read_block, pairs[1::2]), strict=True))
             cursor = None if cursor == b"0" else cursor
         return [block for block in found.values() if block is not None]
@@ -145,15 +154,17 @@ class Companion:
         self._lines = {}
 
     def _ask_fleet(self, verb: str, member: str, lifetime_us: int) -> int:
-        command = Command(
-            self._wire.own_script("fleet"), Keys.of(self._wire.own_name("fleet")), [verb, member, lifetime_us]
-        )
+        keys, args = Keys.of(self._wire.own_name("fleet")), [verb, member, lifetime_us]
+        command = Command(self._wire.own_script("fleet"), keys, args, expects=int)
         living: int = self._ask(command)
         return living
 
     def _ask_blocks(self, verb: str, *what: Any) -> Any:
         wire = self._wire
-        return self._ask(Command(wire.own_script("block"), Keys.of(wire.own_name("blocks")), [wire.now(), verb, *what]))
+        keys, args = Keys.of(wire.own_name("blocks")), [wire.now(), verb, *what]
+        return self._ask(
+            Command(wire.own_script("block"), keys, args, expects=list if verb in ("list", "get") else int)
+        )
 
     def mark_name(self, node: Node | None) -> str:
         """A key that lives on that server: always the same one, for as long as it does live there."""
@@ -210,10 +221,7 @@ class Companion:
         for node, line, its in sent:
             try:
                 line.hurry(deadline)
-                for command in its:
-                    if command.asking:
-                        line.receive(deadline)
-                    command.reply = line.receive(deadline)
+                line.answer(its, deadline)
             except StoreError as error:
                 self._fail(node, [command for command in its if command.reply is None], error)
 
@@ -230,7 +238,7 @@ class Companion:
         except Exception as error:  # whatever a provider of credentials may raise, too
             connection.disconnect()
             raise Unsent(f"cannot reach Redis: {error}") from error
-        line = self._lines[node] = Line(connection, PATIENCE)
+        line = self._lines[node] = Line(connection, PATIENCE, max_bytes=MAX_REPLY_BYTES)
         return line
 
     def _fail(self, node: Node | None, commands: list[Command], error: StoreError) -> None:

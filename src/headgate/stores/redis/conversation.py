@@ -7,6 +7,7 @@ here, once.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from hiredis import ReplyError
@@ -15,27 +16,51 @@ from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.stores.calls import Check, Reset
 from headgate.stores.redis.breaker import Shut
-from headgate.stores.redis.replies import decode
+from headgate.stores.redis.replies import UnexpectedReply
 from headgate.stores.redis.topology import Cluster
 from headgate.stores.redis.wire import Command, Node, Undo
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Hashable, Sequence
 
     from headgate.stores.calls import Call
     from headgate.stores.redis.topology import Topology
     from headgate.stores.redis.wire import Wire
 
-__all__ = ["Lost", "OutOfTime", "Unsent", "converse", "deliver", "gives_back", "public", "refusal"]
+__all__ = [
+    "LEAST_TIME_S",
+    "Lost",
+    "OutOfTime",
+    "Unsent",
+    "converse",
+    "deadline",
+    "deadline_of_round",
+    "deliver",
+    "gives_back",
+    "public",
+    "refusal",
+    "servers_of",
+]
 
 MOST_ROUNDS: Final = 6
 """How often a command may be sent, with the redirections of a cluster that is being resharded."""
+
+LEAST_TIME_S: Final = 0.002
+"""Seconds that calls have which have spent their budget on waiting for a batch that failed."""
+LEAST_SHARE: Final = 0.5
+"""The part of the budget that is left to calls which have waited for a batch that was answered."""
+UNDO_TIME_S: Final = 0.02
+UNDO_SHARE: Final = 0.25
+"""Seconds, and the part of the budget, for giving back; the longer one of them, and at most the budget."""
 
 _REFUSALS: Final = (
     *("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOPERM", "NOREPLICAS", "OOM", "READONLY"),
     *("WRONGPASS", "ERR The user executing the script"),  # so Redis 7.0 says NOPERM inside a script
 )
 """Errors by which a server says that it does not serve now: nothing is wrong with what was asked."""
+
+_MOVED: Final = re.compile(r"([0-9]{1,5}) (\S*):([0-9]{1,5})(?: .*)?")
+"""A redirection: the slot, and the host and port of the server that has it."""
 
 _CHARGED_FOR: Final = {"fixed_window": 1, "sliding_log": 1, "sliding_window": 2}
 """For how many periods after the instant that was charged to, or after the beginning of its window, a key is not as
@@ -58,11 +83,33 @@ class Lost(StoreUnavailable):
 
 def public(error: StoreError) -> StoreError:
     """The error as callers know it: how a server could not be reached matters only in here."""
-    if not isinstance(error, Unsent | Lost | Shut):
+    if not isinstance(error, Unsent | Lost | Shut | UnexpectedReply):
         return error
     told = StoreUnavailable(str(error))
     told.may_have_happened = error.may_have_happened
     return told
+
+
+def deadline(began: float, now: float, budget: float, *, after_failure: bool) -> float:
+    """When a batch must be answered, of which the oldest call has arrived at `began`.
+
+    The budget of a call includes the time in which it waited for other batches. If those were answered, a part of it is
+    left in any case: the time may have passed in this process, and says nothing about the store.
+    """
+    return max(began + budget, now + (min(LEAST_TIME_S, budget) if after_failure else budget * LEAST_SHARE))
+
+
+def deadline_of_round(
+    commands: list[Command], now: float, end: float, budget: float, *, after_failure: bool = False
+) -> float:
+    """When one round trip must be over, in a conversation that has until `end`."""
+    if gives_back(commands):
+        # The servers that have charged do answer: they get time for it, however much the others have used up.
+        return now + min(budget, max(UNDO_TIME_S, budget * UNDO_SHARE))
+    if commands[0].script is None and end > now:
+        # A server is asked where the keys live. If it does not answer, there is time left to ask another.
+        return now + (end - now) / 2
+    return end if after_failure else max(end, now + min(LEAST_TIME_S, budget))
 
 
 def gives_back(commands: list[Command]) -> bool:
@@ -75,6 +122,15 @@ def refusal(reply: Any) -> StoreUnavailable | None:
     if isinstance(reply, ReplyError) and str(reply).startswith(_REFUSALS):
         return StoreUnavailable(f"the store answered: {reply}")
     return None
+
+
+def servers_of(call: Call, wire: Wire, topology: Topology) -> Hashable:
+    """The servers that a call needs, as far as they are known. Calls travel only with those of the same servers: one
+    that does not answer delays nobody who does not need it."""
+    if not isinstance(topology, Cluster):
+        return None
+    keys = call.keys if isinstance(call, Check | Reset) else (call.key,)
+    return topology.servers_of([wire.name(key) for key in keys])
 
 
 def converse(calls: Sequence[Call], wire: Wire, topology: Topology) -> Generator[list[Command], None, list[Any]]:
@@ -246,8 +302,10 @@ def _redirect(command: Command, topology: Topology) -> bool:
         return True
     command.asking = kind == "ASK"
     if kind in ("MOVED", "ASK") and isinstance(topology, Cluster) and command.node is not None:
-        slot, address = rest.split(" ")[:2]
-        host, _, port = address.rpartition(":")
+        found = _MOVED.fullmatch(rest)
+        if found is None:
+            return False
+        slot, host, port = found.groups()
         command.node = Node(host.strip("[]") or command.node.host, int(port))
         if kind == "MOVED":
             topology.moved(int(slot), command.node)
@@ -278,4 +336,4 @@ def _told(command: Command) -> list[Any]:
         reply = refusal(reply) or (StoreUnavailable(told) if moving else ScriptError(told))
     elif isinstance(reply, StoreError):
         reply = public(reply)
-    return [reply] * len(command.calls) if isinstance(reply, StoreError) else decode(command)
+    return [reply] * len(command.calls) if isinstance(reply, StoreError) else command.answers

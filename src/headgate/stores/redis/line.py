@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import select
 import selectors
+import socket
 import ssl
 import sys
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from hiredis import HiredisError, Reader
-
+from headgate._interrupts import BackgroundThread, InterruptSafeEvent
 from headgate.errors import StoreTimeout
 from headgate.stores.redis.conversation import Lost, Unsent
+from headgate.stores.redis.replies import UnexpectedReply, accept
+from headgate.stores.redis.reply_reader import INCOMPLETE, MAX_REPLY_BYTES, ReplyReader
 from headgate.stores.redis.vigil import WATCH, Vigil
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from headgate.stores.redis.wire import Command
 
 __all__ = ["Line", "Opening"]
 
@@ -26,8 +30,6 @@ STALE: Final = 0.1
 """Seconds after which it is tried again to connect, whatever came of the last time."""
 INBOX: Final = 65_536
 """Bytes that are read at once, at most."""
-IDLE: Final = 0.05
-"""Seconds after which a connection is looked at before it is used: in between, nobody closes it for being idle."""
 
 
 class Opening:
@@ -38,13 +40,13 @@ class Opening:
         self._connection: Any = None
         self._error: Exception | None = None
         self._abandoned = False
-        self._over = threading.Event()
+        self._over = InterruptSafeEvent()
         self._ended = 0.0
+        self._unclaimed = [True]
         try:
-            threading.Thread(target=self._work, name="headgate-connecting", daemon=True).start()
+            BackgroundThread("headgate-connecting", self._work, failed=self._fail)
         except RuntimeError as error:  # there are too many threads, or the interpreter is about to end
-            self._error = error
-            self._over.set()
+            self._fail(error)
 
     @property
     def is_over(self) -> bool:
@@ -61,6 +63,18 @@ class Opening:
         """Whether there is no connection, nor will be."""
         return self._error is not None
 
+    @property
+    def is_claimed(self) -> bool:
+        """Whether somebody uses the connection."""
+        return not self._unclaimed
+
+    def claim(self) -> bool:
+        """Reserve the connection for the caller; False if another caller was quicker."""
+        try:
+            return self._unclaimed.pop()
+        except IndexError:
+            return False
+
     def wait(self, seconds: float) -> Any:
         """The connection, once it is open."""
         if not self._over.wait(max(seconds, 0)):
@@ -74,6 +88,11 @@ class Opening:
         self._abandoned = True
         if self._over.is_set() and self._connection is not None:
             self._connection.disconnect()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._ended = time.monotonic()
+        self._over.set()
 
     def _work(self) -> None:
         connection = None
@@ -92,38 +111,70 @@ class Opening:
 
 
 class Line:
-    """A connection to one server. Where somebody waits for its answers, it is to be `watched`."""
+    """A connection to one server, used by one thread at a time. Where somebody waits for its answers, it is to be
+    `watched`."""
 
-    def __init__(self, connection: Any, budget: float, *, watched: bool = False) -> None:
+    def __init__(
+        self, connection: Any, budget: float, *, watched: bool = False, max_bytes: int = MAX_REPLY_BYTES
+    ) -> None:
         self._connection = connection  # kept: it closes the socket when it is collected
         self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
         if self._socket is None or self._socket.fileno() < 0:
             raise Unsent("cannot reach Redis: the connection was closed as soon as it was open")
         self._budget = budget
-        self._reader = Reader()
+        self._replies = ReplyReader(max_bytes)
         self._inbox = bytearray(INBOX)  # one for all replies, and not a new one for each
-        self._used = -IDLE  # it may have waited for somebody to need it
-        self._watch = selectors.DefaultSelector()
-        self._watch.register(self._socket, selectors.EVENT_READ)
         self._hurried = True
-        self._is_plain = not isinstance(self._socket, ssl.SSLSocket) and sys.platform != "win32"
+        is_tls = isinstance(self._socket, ssl.SSLSocket)
+        self._is_plain = not is_tls and sys.platform != "win32"
         # Sockets that libraries like gevent put in its place let others run while they wait, and nobody while we look.
-        is_pythons_own = type(self._socket).__module__ == "socket"
+        is_pythons_own = type(self._socket).__module__ in ("socket", "ssl")
+        self._poll = _poll(self._socket, is_pythons_own=is_pythons_own)
+        self._has_pending = self._socket.pending if is_tls else None
         self._vigil = Vigil() if watched and self._is_plain and is_pythons_own else None
 
     def allow(self, budget: float) -> None:
         """Wait so many seconds for answers from now on."""
-        self._budget = budget
-        self._hurried = True
+        if budget != self._budget:
+            self._budget = budget
+            self._hurried = True
 
     def is_usable(self) -> bool:
-        """Whether nothing has come in unasked: a server that went away has sent its end of file."""
-        if time.monotonic() - self._used < IDLE:
-            return True
+        """Whether nothing has come in unasked: the end of file of a server that went away, or a stray reply, which
+        would be taken for the answer to the next command."""
         try:
-            return not self._watch.select(0)
+            if self._socket.fileno() < 0 or self._poll(0):
+                return False
+            return self._has_pending is None or not self._has_pending()
         except (OSError, ValueError):  # another thread has closed it
             return False
+
+    def has_stray_bytes(self) -> bool:
+        """Whether the server has sent anything that nobody asked for, and not only closed the connection."""
+        try:
+            if self._has_pending is not None:
+                return bool(self._has_pending())
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except (OSError, ValueError):
+            return False
+
+    def answer(self, commands: list[Command], deadline: float) -> None:
+        """Give each command, of which all were sent, its reply. After an UnexpectedReply none of them has one."""
+        try:
+            for command in commands:
+                if command.asking:
+                    self.receive(deadline)
+                accept(command, self.receive(deadline))
+            self.check_in_step()
+        except UnexpectedReply:
+            for command in commands:
+                command.reply = None
+            raise
+
+    def check_in_step(self) -> None:
+        """See that nothing has arrived beyond the replies: which of them are the answers would be anybody's guess."""
+        if self._replies.has_leftover():
+            raise UnexpectedReply("the store sent more replies than it was asked for")
 
     def send(self, packed: bytes) -> None:
         try:
@@ -150,10 +201,10 @@ class Line:
 
     def receive(self, deadline: float) -> Any:
         """The next reply; one that has arrived already counts, however late this thread comes to see it."""
-        reader = self._reader
+        replies = self._replies
         late = False
         try:
-            while (reply := reader.gets()) is False:
+            while (reply := replies.next_reply()) is INCOMPLETE:
                 if late:  # each piece came in time, but all of them together did not
                     raise TimeoutError
                 try:
@@ -162,15 +213,12 @@ class Line:
                     size = self._last_look()
                 if not size:
                     raise Lost("Redis closed the connection while the answer was on its way")
-                reader.feed(self._inbox, 0, size)  # type: ignore[arg-type] # any buffer will do
-                self._used = time.monotonic()
-                late = self._used > deadline
+                replies.feed(self._inbox, size)
+                late = time.monotonic() > deadline
         except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as error:
             raise StoreTimeout(f"Redis did not answer within the budget of {self._budget * 1000:g} ms") from error
         except OSError as error:
             raise Lost(f"the connection to Redis broke: {error}") from error
-        except HiredisError as error:
-            raise Lost(f"what came from Redis is no answer: {error}") from error
         return reply
 
     def hurry(self, deadline: float) -> None:
@@ -180,7 +228,6 @@ class Line:
         self._hurried = True
 
     def close(self) -> None:
-        self._watch.close()
         self._connection.disconnect()
 
     def _watched(self, deadline: float) -> int:
@@ -209,3 +256,14 @@ class Line:
         self._hurried = True
         size: int = self._socket.recv_into(self._inbox)
         return size
+
+
+def _poll(its: Any, *, is_pythons_own: bool) -> Callable[[float], list[Any]]:
+    """A function that looks whether there is something to read, without waiting if it is given 0."""
+    if is_pythons_own and hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(its, select.POLLIN)
+        return poll.poll
+    watch = selectors.DefaultSelector()
+    watch.register(its, selectors.EVENT_READ)
+    return watch.select

@@ -1,5 +1,9 @@
 """What Redis replied, as answers to the calls of a command: pure, like `wire.py`, which has put the question.
 
+A reply is trusted only as far as it was checked: its shape, its types and the range of its numbers. One that cannot be
+the answer to its command means that the connection is out of step, or that the server is not a Redis: `accept` raises
+an UnexpectedReply, and the connection must be closed.
+
 What every request of a batch needs is here as Python; `_wire.c` is the same, compiled.
 """
 
@@ -8,9 +12,12 @@ from __future__ import annotations
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
+from hiredis import ReplyError
+
 from headgate._compiled import compiled
 from headgate.decisions import Decision
-from headgate.errors import ScriptError
+from headgate.errors import ScriptError, StoreUnavailable
+from headgate.limits import EXACT
 from headgate.stores.calls import Check, Leave, Renew, Reset
 from headgate.stores.redis.wire import Undo
 
@@ -20,67 +27,85 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.stores.redis.wire import Command
 
-__all__ = ["decode", "decode_alone", "decode_one"]
+__all__ = ["UnexpectedReply", "accept", "decode", "decode_alone", "decode_one", "unexpected"]
 
 _new_decision = tuple.__new__
 
 
-def decode(command: Command) -> list[Any]:
-    """The answers to a command's calls, in their order; an exception among them is that call's alone."""
-    try:
-        return _decode(command)
-    except (IndexError, TypeError, ValueError):
-        return [_strange(command.reply)] * len(command.calls)
+class UnexpectedReply(StoreUnavailable):
+    """The connection carried something that is not the reply to what was sent on it."""
+
+    may_have_happened = True
 
 
-def _decode(command: Command) -> list[Any]:
-    call = command.calls[0]
+def accept(command: Command, reply: Any) -> None:
+    """Give a command its reply; raises an UnexpectedReply if it cannot be one to this command."""
+    if not isinstance(reply, ReplyError):
+        if command.calls:
+            command.answers = decode(command.calls, reply)
+        elif not isinstance(reply, command.expects):
+            raise unexpected(reply)
+    command.reply = reply
+
+
+def decode(calls: Sequence[Any], reply: Any) -> list[Any]:
+    """The answers to the calls of one command, in their order; an exception among them is that call's alone."""
+    call = calls[0]
     if isinstance(call, Check):
-        if len(command.calls) == 1:
-            return [decode_alone(call, command.reply)]
-        return _decode_checks(command.calls, command.reply)
+        return [decode_alone(call, reply)] if len(calls) == 1 else _decode_checks(calls, reply)
     if isinstance(call, Reset):
-        return [None]
-    told = command.reply if isinstance(call, Renew | Leave) else command.reply[0]
-    if told < 0:
-        return [_foreign(call.key)]
-    return [tuple(command.reply[1:5])] if isinstance(call, Undo) else [bool(told)]
+        if _is_whole(reply):
+            return [None]
+    elif isinstance(call, Renew | Leave):
+        if _is_whole(reply, -1):
+            return [_foreign(call.key) if reply < 0 else bool(reply)]
+    elif type(reply) is list and len(reply) == 5 and all([_is_whole(number, -1) for number in reply]):  # noqa: C419
+        if reply[0] < 0:
+            return [_foreign(call.key)]
+        return [tuple(reply[1:]) if isinstance(call, Undo) else bool(reply[0])]
+    raise unexpected(reply)
 
 
-def decode_alone(check: Check, reply: list[Any]) -> Decision | ScriptError:
-    """The answer to a check that went alone."""
+def decode_alone(check: Check, reply: Any) -> Decision | ScriptError:
+    """The answer to a check that was sent alone."""
     if len(check[0]) == 1:
         return decode_one(check, reply)
-    try:
-        answer: Decision | ScriptError = _decode_checks([check], reply)[0]
-    except (IndexError, TypeError, ValueError):
-        return _strange(reply)
+    answer: Decision | ScriptError = _decode_checks([check], reply)[0]
     return answer
 
 
-def decode_one(check: Check, reply: list[int]) -> Decision | ScriptError:
+def decode_one(check: Check, reply: Any) -> Decision | ScriptError:
     """The same for a check of one limit."""
     retry_us = delay_us = again_us = 0
-    try:
-        if len(reply) == 3:
-            now_us, remaining, reset_us = reply
-        else:
-            now_us, remaining, reset_us, retry_us, delay_us, again_us = reply
-        if remaining < 0:
-            return _foreign(*check.keys)
-    except (TypeError, ValueError):
-        return _strange(reply)
+    if type(reply) is not list:
+        raise unexpected(reply)
+    if len(reply) == 3:
+        now_us, remaining, reset_us = reply
+    elif len(reply) == 6:
+        now_us, remaining, reset_us, retry_us, delay_us, again_us = reply
+        if not (_is_whole(retry_us, -1) and _is_whole(delay_us) and _is_whole(again_us)):
+            raise unexpected(reply)
+    else:
+        raise unexpected(reply)
+    if not (type(now_us) is type(remaining) is type(reset_us) is int):
+        raise unexpected(reply)
+    if not (0 <= now_us < EXACT and -1 <= remaining < EXACT and 0 <= reset_us < EXACT):
+        raise unexpected(reply)
+    if remaining < 0:
+        return _foreign(*check.keys)
     keys, cost, lease = check
     verdicts = ((remaining, retry_us, reset_us, delay_us),)
     return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us, cost))
 
 
-def _decode_checks(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
+def _decode_checks(checks: Sequence[Check], reply: Any) -> list[Any]:
     return answers(checks, reply) or plain_answers(checks, reply)  # in C, only where all pass
 
 
-def plain_answers(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
+def plain_answers(checks: Sequence[Check], reply: Any) -> list[Any]:
     """The answers to a batch."""
+    if not _is_batch_reply(reply, sum([len(check[0]) for check in checks]), len(checks)):
+        raise unexpected(reply)
     now_us, told, unusual, agains = reply
     verdicts = tuple(zip(told[::2], repeat(0), told[1::2], repeat(0)))
     if unusual:
@@ -104,16 +129,41 @@ def plain_answers(checks: Sequence[Check], reply: list[Any]) -> list[Any]:
             told_each.append(_foreign(*keys))
         else:
             told_each.append(_new_decision(Decision, (allowed, keys, its, lease, None, now_us, 0, cost)))
-    if at != len(verdicts):
-        raise ValueError(f"{len(verdicts)} verdicts on {at} keys")
     for index, again_us in zip(agains[::2], agains[1::2], strict=True):
-        told_each[index] = told_each[index]._replace(again_us=again_us)
+        if isinstance(told_each[index], Decision):
+            told_each[index] = told_each[index]._replace(again_us=again_us)
     return told_each
 
 
-def _strange(reply: Any) -> ScriptError:
-    """Whoever said this does not run our scripts: a proxy, or no Redis at all."""
-    return ScriptError(f"the store answered {str(reply)[:100]}, which is no answer to what it was asked")
+def _is_batch_reply(reply: Any, number_of_keys: int, number_of_checks: int) -> bool:
+    """Whether a reply has the shape of check.lua's for so many keys and checks, and only numbers that it could have."""
+    if type(reply) is not list or len(reply) != 4 or not _is_whole(reply[0]):
+        return False
+    _, told, unusual, agains = reply
+    if not (type(told) is type(unusual) is type(agains) is list) or len(told) != 2 * number_of_keys:
+        return False
+    if {*map(type, told), *map(type, unusual), *map(type, agains)} - {int} or len(unusual) % 3 or len(agains) % 2:
+        return False
+    if not all([min(numbers) >= -1 and max(numbers) < EXACT for numbers in (told, unusual, agains) if numbers]):  # noqa: C419
+        return False
+    # A delay is never negative, and only a retry may be -1: never.
+    return (
+        min(told[1::2], default=0) >= 0
+        and min(unusual[2::3], default=0) >= 0
+        and min(agains, default=0) >= 0
+        and all([0 <= index < number_of_keys for index in unusual[::3]])  # noqa: C419
+        and all([index < number_of_checks for index in agains[::2]])  # noqa: C419
+    )
+
+
+def _is_whole(number: Any, least: int = 0) -> bool:
+    """Whether it is an integer that a script could have replied."""
+    return type(number) is int and least <= number < EXACT
+
+
+def unexpected(reply: Any) -> UnexpectedReply:
+    """The error for a reply that cannot be one to its command."""
+    return UnexpectedReply(f"the store answered {str(reply)[:100]}, which is not a reply to what it was asked")
 
 
 def _foreign(*keys: Key) -> ScriptError:

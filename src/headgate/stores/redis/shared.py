@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from headgate.stores.redis.breaker import Breakers
 from headgate.stores.redis.companion import Companion
 from headgate.stores.redis.news import Listener
+from headgate.stores.redis.replies import UnexpectedReply
 from headgate.stores.redis.topology import Standalone
 
 if TYPE_CHECKING:
+    from headgate.errors import StoreError
     from headgate.stores.redis.places import Place
     from headgate.stores.redis.wire import Node, Wire
 
-__all__ = ["SharedStore"]
+__all__ = ["FIRST_CONNECTION_S", "SharedStore"]
+
+FIRST_CONNECTION_S: Final = 0.25
+"""Seconds that the first calls in a forked process may wait for a connection, beyond their budget."""
 
 
 class SharedStore:
@@ -25,6 +30,14 @@ class SharedStore:
         self.breakers = Breakers()
         self._only = self.breakers[None] if isinstance(place.topology, Standalone) else None
         """The breaker of the one server, where there is only one."""
+        self.unexpected_replies = 0
+        """Connections that were closed because something came in on them that was not the reply to a command."""
+
+    def note_failure(self, node: Node | None, error: StoreError) -> None:
+        """Count the failure of a connection or a server."""
+        if isinstance(error, UnexpectedReply):
+            self.unexpected_replies += 1
+        self.breakers.fail(node, error)
 
     def nodes(self) -> list[Node | None]:
         """The servers that have keys, as far as they are known; None stands for the only one there is."""

@@ -8,7 +8,7 @@ until something better is known.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from redis.crc import key_slot
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Container, Generator, Iterable, Sequence
 
 __all__ = ["Cluster", "Sentinel", "Standalone", "Topology"]
+
+SLOTS: Final = 16_384
+"""Slots of a cluster."""
 
 
 class Topology(Protocol):
@@ -80,12 +83,13 @@ class Sentinel:
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         told = "no sentinel was asked"
         for sentinel in _suspects_last(self._sentinels, suspects):
-            command = Command(None, NO_KEYS, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service))
+            words = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+            command = Command(None, NO_KEYS, words, expects=(list, type(None)))
             command.node = sentinel
             yield [command]
-            if isinstance(command.reply, list):
-                host, port = command.reply
-                self._primary = Node(host.decode(), int(port))
+            primary = _read_primary(command.reply)
+            if primary is not None:
+                self._primary = primary
                 self._stale = False
                 # Whoever knew is asked first the next time.
                 self._sentinels = list(dict.fromkeys((sentinel, *self._sentinels)))
@@ -120,11 +124,10 @@ class Cluster:
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         told = "no server was asked"
         for node in _suspects_last(self._known, suspects):
-            command = Command(None, NO_KEYS, ("CLUSTER", "SLOTS"))
+            command = Command(None, NO_KEYS, ("CLUSTER", "SLOTS"), expects=list)
             command.node = node
             yield [command]
-            if isinstance(command.reply, list) and command.reply:
-                self._learn(command.reply, node)
+            if self._learn(command.reply, node):
                 return
             told = str(command.reply)
             # Whoever comes next has no time to lose on it, either.
@@ -145,6 +148,10 @@ class Cluster:
     def primaries(self) -> list[Node | None]:
         return list(dict.fromkeys(list(self._slots.values())))
 
+    def servers_of(self, names: Iterable[str]) -> frozenset[Node | None]:
+        """The servers on which these keys live; None stands for one that is not known."""
+        return frozenset([self._slots.get(_slot(name)) for name in names])
+
     def serves(self, node: Node | None, key: str) -> bool:
         """Whether the key lives on that server."""
         return self._slots.get(_slot(key)) == node
@@ -152,17 +159,37 @@ class Cluster:
     def moved(self, slot: int, node: Node) -> None:
         self._slots[slot] = node
 
-    def _learn(self, ranges: list[Any], asked: Node) -> None:
+    def _learn(self, ranges: Any, asked: Node) -> bool:
+        """Use the map that a server gave, if it is one."""
         slots: dict[int, Node] = {}
         known: dict[Node, None] = {}
-        for first, last, primary, *replicas in ranges:
-            # A server that does not know its own name leaves it empty: it is the one that we are talking to.
-            nodes = [Node(name.decode() if name else asked.host, port) for name, port, *_ in (primary, *replicas)]
-            slots.update(dict.fromkeys(range(first, last + 1), nodes[0]))
-            known.update(dict.fromkeys(nodes))
+        try:
+            for first, last, primary, *replicas in ranges:
+                # A server that does not know its own name leaves it empty: it is the one that we are talking to.
+                nodes = [
+                    Node(name.decode() if name else asked.host, int(port)) for name, port, *_ in (primary, *replicas)
+                ]
+                if not 0 <= first <= last < SLOTS:
+                    return False
+                slots.update(dict.fromkeys(range(first, last + 1), nodes[0]))
+                known.update(dict.fromkeys(nodes))
+        except (AttributeError, TypeError, ValueError):
+            return False
+        if not slots:
+            return False
         self._slots = slots
         self._stale = False
         self._known = list(dict.fromkeys((*known, *self._known)))
+        return True
+
+
+def _read_primary(reply: Any) -> Node | None:
+    """The address that a sentinel gave; None if it gave none."""
+    try:
+        host, port = reply
+        return Node(host.decode(), int(port))
+    except (AttributeError, TypeError, ValueError):
+        return None
 
 
 def _slot(key: str) -> int:

@@ -65,20 +65,32 @@ NO_KEYS: Final = Keys(0, b"", "")
 class Command:
     """One command for one server, with the calls that its reply answers."""
 
-    __slots__ = ("args", "asking", "calls", "keys", "node", "reply", "script", "send_text")
+    __slots__ = ("answers", "args", "asking", "calls", "expects", "keys", "node", "reply", "script", "send_text")
 
-    def __init__(self, script: Script | None, keys: Keys, args: Sequence[Any], calls: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        script: Script | None,
+        keys: Keys,
+        args: Sequence[Any],
+        calls: Sequence[Any] = (),
+        *,
+        expects: type | tuple[type, ...] = object,
+    ) -> None:
         self.script = script
         """None for a plain command, whose words are `args` and then the keys."""
         self.keys = keys
         self.args = args
         self.calls = calls
+        self.expects = expects
+        """The types of a reply to a command without calls; those with calls are decoded."""
         self.node: Node | None = None
         """Which server it goes to; None for the only one there is."""
         self.asking = False
         self.send_text = False
         self.reply: Any = None
         """What came back: a value, an error of the server's (hiredis.ReplyError), or a StoreError of our own."""
+        self.answers: list[Any] = []
+        """The answers to the calls, decoded from a reply that is a value."""
 
     def pack(self) -> bytes:
         # Numbers as texts: hiredis crashes where an interrupt (Ctrl-C) comes while it makes a text of a number.

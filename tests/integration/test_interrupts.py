@@ -1,0 +1,180 @@
+"""Signal handlers that raise in the middle of a check, again and again: no other thread is held up, and afterwards
+everything works as before."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from faults import SLACK, key_of, timed
+
+from headgate import Limiter
+from headgate._interrupts import BackgroundThread, InterruptSafeEvent
+from servers import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from servers import RedisServer
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@contextmanager
+def storm(seconds: float) -> Iterator[None]:
+    """A signal whose handler raises, every so many seconds."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+        yield
+    finally:
+        _calm(before)
+
+
+def _calm(before: Any) -> None:
+    """Stop the storm, whatever it does to this."""
+    while True:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        except Interrupted:
+            continue
+        return
+
+
+@pytest.mark.parametrize("every", [0.001, 0.0002], ids=["1 ms", "0.2 ms"])
+@pytest.mark.parametrize("mode", ["raise", "open", "closed", "local"])
+def test_a_storm_of_interrupts_holds_nobody_up_and_breaks_nothing(
+    server: RedisServer, unique: str, mode: str, every: float
+) -> None:
+    """Each interrupt cuts off what the one before has begun to clean up."""
+    budget, front = 1.0, "front" if every < 0.001 else "store"
+    storm = [sys.executable, str(Path(__file__).with_name("interrupt_storm.py")), server.url, unique, mode]
+    ended = subprocess.run(
+        [*storm, str(every), str(budget), "3", front], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["interrupts"] > 100
+    assert told["alive"] == 0, "a thread hangs in check()"
+    assert told["during"] > 100
+    assert told["slowest_during"] < budget + SLACK
+    # All is mended at once: every thread is answered exactly, in time, and counted by Redis.
+    assert told["mine_first"] is None
+    assert told["inexact_after"] == []
+    assert min(told["after"]) > 20
+    assert told["slowest_after"] < budget
+    assert [(exact, used) for exact, used, _ in told["counted"]] == [(True, 1)] * 4
+    assert told["threads"] < 12
+
+
+def test_a_leader_that_vanishes_without_cleaning_up_is_replaced(
+    server: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = key_of(unique)
+    with Limiter(server.url, lease=0, remember=0, budget=1.0) as limiter:
+        limiter.check(key)
+        store = limiter._store
+        monkeypatch.setattr(store, "_leave", lambda *_: None)
+
+        def vanish(*_: object) -> Any:
+            """Once the others wait for this thread."""
+            wait_until(lambda: len(store._lane.next.turns) == 2, "two who wait")
+            raise Interrupted
+
+        def lead() -> None:
+            with pytest.raises(Interrupted):
+                limiter.check(key)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_ask_shortly", vanish)
+            leading = threading.Thread(target=lead)
+            leading.start()
+            wait_until(lambda: store._lane.leader, "a leader")
+        told: list[Any] = []
+        others = [threading.Thread(target=lambda: told.append(timed(lambda: limiter.check(key)))) for _ in range(2)]
+        for thread in others:
+            thread.start()
+        for thread in (leading, *others):
+            thread.join(5)
+            assert not thread.is_alive()
+        assert [each.answer.allowed for each in told] == [True, True]
+        assert max(each.seconds for each in told) < 1.0
+        assert limiter.peek(key).remaining == 97
+
+
+def test_an_event_that_a_waiter_was_cut_off_from_wakes_the_others() -> None:
+    event = InterruptSafeEvent()
+    with pytest.raises(Interrupted), storm(0.02):
+        event.wait(5)
+    woken: list[bool] = []
+    waiting = threading.Thread(target=lambda: woken.append(event.wait(10)))
+    waiting.start()
+    wait_until(lambda: len(event._waiters) == 2, "who waits")
+    event.set()
+    waiting.join(5)
+    assert woken == [True]
+    event.clear()
+    assert not event.wait(0.01)
+
+
+def test_threads_are_started_in_spite_of_interrupts() -> None:
+    """One that is half started by `threading` never runs."""
+    ran: list[int] = []
+    began = 0
+    for number in range(300):
+        try:
+            with storm(0.0003):
+                BackgroundThread("test", ran.append, number)
+                began += 1
+                time.sleep(0.0001 * (number % 5))
+        except Interrupted:
+            pass
+    wait_until(lambda: len(ran) >= began, "all threads to run")
+
+
+FINALIZER = """
+import sys, threading, time
+from datetime import timedelta
+from headgate import Limit, Limiter
+
+limiter = Limiter(sys.argv[1], on_failure="open", budget=0.2, lease=0)
+key = Limit(10**6, timedelta(days=1), name=sys.argv[2]).by("x")
+limiter.check(key)
+
+class Late:
+    def __del__(self):
+        print("asked", limiter.check(key).allowed, flush=True)
+
+def work():
+    while True:
+        limiter.check(key)
+
+for _ in range(4):
+    threading.Thread(target=work, daemon=True).start()
+late = Late()
+time.sleep(0.3)
+sys.exitfunc = late
+"""
+
+
+def test_a_check_in_a_finalizer_does_not_wait_for_threads_that_have_ended(server: RedisServer, unique: str) -> None:
+    for number in range(5):
+        command = [sys.executable, "-c", FINALIZER, server.url, f"{unique}-{number}"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        assert ended.returncode == 0, ended.stderr
