@@ -314,7 +314,10 @@ def test_why_says_the_same_through_the_server_as_from_the_log(
     assert fleet.log.flush()
     code, printed, _ = call("why tenant=cyberdyne --at today --utc", role="viewer")
     assert code == 0
-    assert f"{denied} requests of" in printed
+    assert f"We rejected {denied} of them" in printed
+    assert "---- For colleagues, not part of the mail ----" in printed
+    parts = [call(f"why tenant=cyberdyne --at today --utc --only {part}")[1] for part in ("mail", "details")]
+    assert printed == "\n---- For colleagues, not part of the mail ----\n\n".join(parts)
     found = json.loads(call("why tenant=cyberdyne --at today --json", role="viewer")[1])
     assert (found["rejected"], found["limits"][0]["name"]) == (denied, "search")
 

@@ -9,6 +9,7 @@ import re
 import time
 from argparse import ArgumentParser
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
@@ -24,7 +25,7 @@ from headgate.policy import read
 from headgate.policy.credentials import ApiKeys
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.clients import Clients
-from headgate.telemetry.letters import letter
+from headgate.telemetry.letters import details, mail
 from headgate.telemetry.moments import coming, microseconds, shown, shown_span, span
 from headgate.telemetry.sinks import open_reader, open_sink
 from headgate.telemetry.why import Asked, why
@@ -131,20 +132,33 @@ def test_why_was_acme_blocked_at_3pm_yesterday(
     monkeypatch.setattr("headgate.cli.why.datetime", Now)
     told = asked("acme", "--at", "yesterday 16:00", "--policy", "policy.yaml")
     first, last = f"16:00:{denied[0]:02}", f"16:01:{denied[-1] - 60:02}"
-    assert told.startswith(
-        "Between 2026-11-15 15:50:00 and 16:11:00 CET (UTC+01:00), "
-        f"{len(denied)} requests of Acme Corp were rejected.\n"
+    to_customer, separator, for_colleagues = told.partition("\n\n---- For colleagues, not part of the mail ----\n\n")
+    assert separator
+    assert to_customer.startswith(
+        "This is about requests from Acme Corp on Sunday 15 November 2026 between 15:50 and 16:11 CET (UTC+01:00). "
+        f"We rejected {len(denied)} of them.\n"
     )
     assert (
-        f'\n{len(denied)} were denied by the limit "search", which allows 100 per minute, burst 50, token_bucket, and '
-        f"is counted by tenant, between 2026-11-15 {first} and {last} CET (UTC+01:00), on GET /search. "
-    ) in told
+        f"\nAll {len(denied)} (GET /search) exceeded the limit of 100 tokens per minute (at most 50 at once) for each "
+        f"account, between {first} and {last}. At 16:0"
+    ) in to_customer
     assert re.search(
-        r"The one furthest over, at [\d: -]+ CET \(UTC\+01:00\), cost 5 while \d were left: \d over\.", told
+        r"At 16:0[\d:]+ a request needed 5 tokens and (none|\d) (was|were) left; it would have succeeded \d(\.\d)? s "
+        r"later\. At the busiest time, requests needed \d+ tokens more than the limit allows in one minute\.\n\n"
+        r"To avoid this, send no more than 20 of these requests per minute, and no more than 10 at once\. ",
+        to_customer,
     )
-    assert '\n  - {tenant: "acme", limit: "search", bucket: "' in told
-    assert told.endswith("All of this was decided by the store, exactly.\n")
-    assert asked("acme", "--at", "2026-11-15 15:00", "--utc").startswith("Between 2026-11-15 14:50:00 and 15:11:00 UTC")
+    for word in ("token_bucket", "hmac:", "tenant", "override", "exact", "search:"):
+        assert word not in to_customer
+    assert for_colleagues.startswith("Client: Acme Corp.\n")
+    assert 'Limit "search" (100 per minute, burst 50, token_bucket, by tenant) denied' in for_colleagues
+    assert '\n  - {tenant: "acme", limit: "search", bucket: "' in for_colleagues
+    assert for_colleagues.endswith("These figures are exact: the store made all of the decisions.\n")
+    assert asked("acme", "--at", "yesterday 16:00", "--only", "mail") == f"{to_customer}\n"
+    assert asked("acme", "--at", "yesterday 16:00", "--policy", "policy.yaml", "--only", "details") == for_colleagues
+    assert "on Sunday 15 November 2026 between 14:50 and 15:11 UTC." in asked(
+        "acme", "--at", "2026-11-15 15:00", "--utc"
+    )
 
 
 class Now(datetime):
@@ -191,7 +205,7 @@ def test_an_api_key_is_read_from_the_input_and_never_said(
     assert traffic.flush()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{KEY}\n".encode())))
     told = asked("-", "--at", "2026-11-15T15:00Z")
-    assert "1 request of api_key hmac:" in told
+    assert told.startswith("This is about requests with your API key on ")
     assert KEY not in told
     assert KEY not in asked(KEY, "--at", "2026-11-14")
 
@@ -200,12 +214,19 @@ def test_one_request_is_told_as_one(traffic: Any, asked: Callable[..., str]) -> 
     traffic.send(Request("/keys", api_key=KEY), 3)
     assert traffic.flush()
     assert asked(HASH, "--at", "2026-11-15 15:00", "--utc") == (
-        "Between 2026-11-15 14:50:00 and 15:11:00 UTC, 1 request of api_key " + HASH[:13] + " was rejected.\n"
-        '\n1 was denied by the limit "keys", which allows 2 per minute, token_bucket, and is counted by api_key, at '
-        "2026-11-15 15:00:00 UTC, on GET /keys. It cost 1 while 0 were left: 1 over. It would have passed 30 s later. "
-        "With this line under overrides: in the policy, all of them would have passed:\n"
+        "This is about requests with your API key on Sunday 15 November 2026 between 14:50 and 15:11 UTC. "
+        "We rejected 1 of them.\n"
+        "\nThe request (GET /keys) exceeded the limit of 2 requests per minute for each API key. At 15:00:00 the "
+        "request needed 1 token and none were left; it would have succeeded 30 s later.\n"
+        "\nTo avoid this, send no more than 2 requests per minute. After a response with status 429, wait as long as "
+        "its Retry-After header says before you try again. If you need a higher limit, please let us know.\n"
+        "\n---- For colleagues, not part of the mail ----\n"
+        f"\nClient: api_key {HASH[:13]} (asked for: {HASH}).\n"
+        '\nLimit "keys" (2 per minute, token_bucket, by api_key) denied 1 request at 2026-11-15 15:00:00 UTC, on '
+        "GET /keys (1). Furthest over: cost 1, 0 left, 1 over, passes after 30 s. With this entry under overrides: in "
+        "the policy, all of them would have passed:\n"
         f'  - {{api_key: "{HASH}", limit: "keys", bucket: "3/minute"}}\n'
-        "\nAll of this was decided by the store, exactly.\n"
+        "\nThese figures are exact: the store made all of the decisions.\n"
     )
 
 
@@ -214,11 +235,12 @@ def test_a_quiet_time_points_to_the_nearest_rejections(traffic: Any, asked: Call
     traffic.clock.advance(7200)
     traffic.send(Request("/keys", api_key=KEY), 3)
     assert traffic.flush()
-    assert asked(HASH, "--at", "2026-11-15 16:00", "--utc") == (
-        f"Between 2026-11-15 15:50:00 and 16:11:00 UTC, no request of {HASH} was rejected, and nothing else is logged "
-        "of it there.\n"
-        "\nThe last one before that was rejected at 2026-11-15 15:00:00 UTC.\n"
-        "\nThe first one after that was rejected at 2026-11-15 17:00:00 UTC.\n"
+    assert "The log has no record" in asked(HASH, "--at", "2026-11-15 16:00", "--utc", "--only", "details")
+    assert asked(HASH, "--at", "2026-11-15 16:00", "--utc", "--only", "mail") == (
+        "This is about your requests on Sunday 15 November 2026 between 15:50 and 16:11 UTC. We rejected none of "
+        "them.\n"
+        "\nThe last rejected request before that was at 2026-11-15 15:00:00 UTC.\n"
+        "\nThe next one after that was at 2026-11-15 17:00:00 UTC.\n"
     )
 
 
@@ -229,7 +251,7 @@ def test_without_the_secret_it_is_said_what_can_be_looked_for(
     assert traffic.flush()
     monkeypatch.delenv("HEADGATE_SECRET")
     assert "Without a secret only labels and hashes can be looked for" in asked("ada", "--at", "2026-11-15")
-    assert "of Acme Corp were rejected" in asked("acme corp", "--at", "2026-11-15")
+    assert "This is about requests from Acme Corp" in asked("acme corp", "--at", "2026-11-15")
     with pytest.raises(InvalidInput, match="the log names each ip by a keyed hash, and there is no secret"):
         asked("203.0.113.9", "--at", "2026-11-15")
 
@@ -275,23 +297,33 @@ def answer_to(policy: str, send: Callable[[Traffic], Any], client: str, **option
     return why(shelf, Asked.read(client, CLIENTS, read(policy)), when, policy=read(policy))
 
 
-def words(answer: Answer) -> str:
-    return "\n".join(letter(answer, zone=UTC))
+def sent(answer: Answer) -> str:
+    """The mail to the customer."""
+    return "\n".join(mail(answer, zone=UTC))
+
+
+def known(answer: Answer) -> str:
+    """What only colleagues read."""
+    return "\n".join(details(answer, zone=UTC))
 
 
 def test_a_blocked_client_is_told_that_no_limit_would_help() -> None:
     answer = answer_to(POLICY, lambda traffic: traffic.send(user="mallory", times=2), "user=mallory")
     assert (answer.rejected, answer.blocked, answer.limits) == (2, 2, ())
-    assert "2 of them were answered 403, because the client is blocked (scraping): no limit was looked at" in words(
-        answer
-    )
+    assert "Both were rejected with status 403, because access was blocked at that time." in sent(answer)
+    assert "scraping" not in sent(answer), "why somebody was blocked is not for everybody to know"
+    assert "Reason of the block: scraping." in known(answer)
 
 
 def test_a_limit_for_everybody_has_no_override() -> None:
     answer = answer_to(POLICY, lambda traffic: traffic.send(path="/all", times=4), "203.0.113.9")
     (found,) = answer.limits
     assert found.remedy.line is None
-    assert "With 4 per minute, token_bucket all of them would have passed; but it is counted by global" in words(answer)
+    assert "All clients share this limit, so it can be exceeded through no fault of your own." in sent(answer)
+    told = (
+        "With 4 per minute, token_bucket, all of them would have passed, but the limit counts by global, so it cannot"
+    )
+    assert told in known(answer)
 
 
 def test_who_is_only_known_by_hash_is_left_to_be_put_in() -> None:
@@ -300,7 +332,7 @@ def test_who_is_only_known_by_hash_is_left_to_be_put_in() -> None:
     assert answer.rejected == 0  # nothing in the policy asks for tenants
     answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=3), "203.0.113.9")
     assert answer.limits[0].remedy.line == '{user: "...", limit: "per-user", bucket: "3/minute"}'
-    assert answer.limits[0].remedy.note == "put the user in, of which the log has only the keyed hash"
+    assert answer.limits[0].remedy.note == "insert the user, of which the log has only a keyed hash"
     named = f"{policy}\nclients: [{{user: ada, label: Ada}}]"
     answer = answer_to(named, lambda traffic: traffic.send(user="ada", times=3), "203.0.113.9")
     assert answer.limits[0].remedy.line == '{user: "ada", limit: "per-user", bucket: "3/minute"}'
@@ -312,7 +344,7 @@ def test_numbers_of_a_split_limit_can_be_split() -> None:
     line = answer.limits[0].remedy.line
     assert line is not None
     read(f"{policy}\noverrides:\n  - {line}")
-    assert answer.limits[0].remedy.note == "it is split over 8 counters, one of which may deny before the others"
+    assert answer.limits[0].remedy.note == "the limit is split over 8 counters, one of which may deny before the others"
 
 
 def test_a_request_that_can_never_pass_is_told_so() -> None:
@@ -323,7 +355,9 @@ def test_a_request_that_can_never_pass_is_told_so() -> None:
         assert log.flush()
     record.records = [each._replace(retry_us=None, reason="over-capacity", cost=11) for each in record.records]
     answer = why(record, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
-    assert "It cost 11 while 0 were left: more than the whole limit, so that it could never pass." in words(answer)
+    told = "the request needed 11 tokens and none were left; the limit never allows so many at once, so it could not"
+    assert told in sent(answer)
+    assert "split requests that need more than the limit allows into smaller ones" in sent(answer)
     assert answer.limits[0].remedy.line == '{ip: "203.0.113.9", limit: "pay", bucket: "21/minute"}'
 
 
@@ -338,21 +372,28 @@ def test_what_was_decided_without_the_store_is_told(mode: str) -> None:
         assert log.flush()
     answer = why(shelf, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
     assert answer.degraded == answer.rejected > 0
-    assert f"of the rejections were decided while the store was away: {mode}: " in words(answer)
-    assert ("answered 503, because the store could not be asked" in words(answer)) == (mode == "closed")
+    assert f"decided without the store: {mode}: " in known(answer)
+    is_closed = mode == "closed"
+    assert ("rejected with status 503, because of a temporary problem on our side" in sent(answer)) == is_closed
+    assert ("by a stricter limit than usual" in sent(answer)) == (not is_closed)
+    assert ("You do not have to change anything." in sent(answer)) == (not is_closed)
+    assert "To avoid this" not in sent(answer)
 
 
 def test_what_passed_is_estimated_by_the_sample() -> None:
     answer = answer_to(POLICY, lambda traffic: traffic.send(path="/other", times=7), "203.0.113.9", sample=1)
-    assert "no request of ip 203.0.113.* was rejected; about 7 passed, by the sample" in words(answer)
+    about = "This is about requests from 203.0.113.9 on Sunday 15 November 2026, UTC."
+    assert sent(answer) == f"{about} We rejected none of them, and accepted about 7."
 
 
 def test_a_limit_that_is_only_watched_rejected_nothing() -> None:
     limits = "[{name: soon, by: ip, bucket: 2/minute, shadow: true}, {name: now, by: ip, bucket: 9/minute}]"
     answer = answer_to(f"limits: {limits}", lambda traffic: traffic.send(times=5), "203.0.113.9", sample=0)
     assert answer.rejected == 0
-    assert '3 would have been denied by the limit "soon"' in words(answer)
-    assert "The limit is only watched, so that they passed." in words(answer)
+    assert "soon" not in sent(answer)
+    assert 'Limit "soon" (2 per minute, token_bucket, by ip, shadow mode: not enforced) would have denied 3' in known(
+        answer
+    )
 
 
 def test_losses_are_told() -> None:
@@ -367,7 +408,8 @@ def test_losses_are_told() -> None:
         assert log.flush()
     answer = why(shelf, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
     assert answer.lost == log.stats.lost == 31 - answer.rejected > 0
-    assert f"In this time {answer.lost} decisions on requests of all clients could not be logged" in words(answer)
+    assert f"{answer.lost} decisions of all clients in that time could not be logged." in known(answer)
+    assert "Some records of that time are missing, so there may have been more rejected requests." in sent(answer)
     for day in ("2026-11-14", "2026-11-16"):
         assert why(shelf, Asked.read("203.0.113.9", CLIENTS), span(day, now=NOW, zone=UTC)).lost == 0
 
@@ -379,7 +421,88 @@ def test_more_than_can_be_looked_at_is_told() -> None:
     asked, when = Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC)
     assert (why(shelf, asked, when, most=28).is_cut, why(shelf, asked, when, most=28).rejected) == (True, 28)
     assert not why(shelf, asked, when, most=29).is_cut
-    assert "ask for a shorter time" in words(why(shelf, asked, when, most=28))
+    assert "ask for a shorter time" in known(why(shelf, asked, when, most=28))
+    assert "We rejected at least 28 of them." in sent(why(shelf, asked, when, most=28))
+
+
+# ------------------------------------------------------------------ the mail
+
+
+def test_the_mail_names_the_address_that_was_asked_for_in_full() -> None:
+    answer = answer_to("limits: [{by: ip, bucket: 60/minute}]", lambda traffic: traffic.send(times=62), "203.0.113.9")
+    assert sent(answer) == (
+        "This is about requests from 203.0.113.9 on Sunday 15 November 2026, UTC. We rejected 2 of them.\n"
+        "Both exceeded the limit of 60 requests per minute for each IP address. At 15:00:00 a request needed 1 token "
+        "and none were left; it would have succeeded 1 s later. At the busiest time, there were 2 requests more than "
+        "the limit allows in one minute.\n"
+        "To avoid this, send no more than 60 requests per minute. After a response with status 429, wait as long as "
+        "its Retry-After header says before you try again. If you need a higher limit, please let us know."
+    )
+
+
+def test_the_mail_does_not_say_who_else_uses_an_address() -> None:
+    def send(traffic: Traffic) -> None:
+        traffic.send(tenant="acme", times=2)
+        traffic.send(tenant="globex", times=2)
+
+    policy = (
+        "limits: [{by: ip, bucket: 1/minute}, {by: tenant, bucket: 9/minute}]\n"
+        "clients: [{tenant: acme, label: Acme}, {tenant: globex, label: Globex}]"
+    )
+    answer = answer_to(policy, send, "203.0.113.9")
+    assert "Globex" not in sent(answer)
+    assert "Acme" not in sent(answer)
+    assert "Client: Acme and Globex (asked for: 203.0.113.9)." in known(answer)
+
+
+def test_the_mail_on_requests_in_progress_speaks_of_those() -> None:
+    policy = "limits: [{name: reports, by: user, bucket: '2/minute, concurrency'}]"
+    answer = answer_to(policy, lambda traffic: traffic.send(user="ada", times=3), "user=ada")
+    assert "exceeded the limit of 2 requests at the same time for each user." in sent(answer)
+    assert "the request arrived while 2 others were in progress." in sent(answer)
+    assert "keep at most 2 requests open at the same time" in sent(answer)
+
+
+@pytest.mark.parametrize(
+    ("retry_us", "told"),
+    [
+        (1, "less than 0.1 s"),
+        (1_790, "less than 0.1 s"),
+        (600_000, "0.6 s"),
+        (600_001, "0.7 s"),
+        (1_000_000, "1 s"),
+        (30_000_000, "30 s"),
+        (90_500_000, "91 s"),
+        (600_000_000, "10 minutes"),
+        (3 * 3_600_000_000, "3 hours"),
+    ],
+)
+def test_a_wait_is_rounded_up(retry_us: int, told: str) -> None:
+    answer = answer_to(POLICY, lambda traffic: traffic.send(Request("/keys", api_key=KEY), 3), KEY)
+    (found,) = answer.limits
+    found = replace(found, denial=found.denial._replace(retry_us=retry_us))
+    assert f"it would have succeeded {told} later." in sent(replace(answer, limits=(found,)))
+
+
+@given(
+    by=st.sampled_from(["ip", "tenant", "api_key", "user", "global", "tenant+user", "client", "device_id"]),
+    algorithm=st.sampled_from(
+        ["token_bucket", "gcra", "leaky_bucket", "fixed_window", "sliding_window", "sliding_log", "concurrency"]
+    ),
+    cost=st.integers(1, 3),
+    times=st.integers(1, 12),
+    client=st.sampled_from(["203.0.113.9", "tenant=acme", "user=ada", KEY, HASH, "acme"]),
+)
+def test_no_mail_holds_what_is_for_colleagues(by: str, algorithm: str, cost: int, times: int, client: str) -> None:
+    policy = f"limits: [{{name: internal-name, by: {by}, missing: ip, cost: {cost}, bucket: '3/minute, {algorithm}'}}]"
+
+    def send(traffic: Traffic) -> None:
+        traffic.send(Request(tenant="acme", user="ada", api_key=KEY), times)
+
+    text = sent(answer_to(policy, send, client, sample=1))
+    for word in ("hmac:", algorithm, "internal-name", KEY, ".*", "unmatched", "override", "store"):
+        assert word not in text
+    assert not re.search(r"\b1 (requests|tokens|others)\b|\b1 were\b", text)
 
 
 # ------------------------------------------------------------------ what it proposes

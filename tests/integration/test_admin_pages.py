@@ -336,7 +336,7 @@ def test_a_block_acts_at_once_and_can_be_lifted(town: Town, visit: Callable[...,
     wait_until(lambda: town.ask("leaky") == 200, "the gate to hear of it")
 
 
-def test_why_is_answered_in_a_letter_that_can_be_copied(town: Town, visit: Callable[..., Page]) -> None:
+def test_the_mail_for_the_customer_can_be_copied_without_the_details(town: Town, visit: Callable[..., Page]) -> None:
     town.use_up("curious")
     page = visit(client("curious"))
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -345,15 +345,17 @@ def test_why_is_answered_in_a_letter_that_can_be_copied(town: Town, visit: Calla
         page.goto(f"{town.server.url}{client('curious')}")
         page.get_by_label("When").fill("1 minute ago")
         page.get_by_role("button", name="Ask the log").click()
-        return "requests" in page.locator("#letter").inner_text()
+        return "exceeded the limit of" in page.locator("#mail").inner_text()
 
     wait_until(is_answered, "the log to be written")
-    letter = page.locator("#letter").inner_text()
-    assert '{tenant: "curious", limit: "requests", bucket: "6/minute"}' in letter
-    page.get_by_role("button", name="Copy the letter").click()
+    mail = page.locator("#mail").inner_text()
+    assert "{" not in mail
+    page.get_by_text("For colleagues, not part of the mail").click()
+    expect(page.locator("#details")).to_contain_text('{tenant: "curious", limit: "requests", bucket: "6/minute"}')
+    page.get_by_role("button", name="Copy this text").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     copied = page.evaluate("navigator.clipboard.readText()")
-    assert copied.split() == letter.split()
+    assert copied.split() == mail.split()
     page.get_by_label("When").fill("half past never")
     page.get_by_role("button", name="Ask the log").click()
     expect(page.get_by_label("When")).to_be_focused()

@@ -33,6 +33,7 @@ from headgate.control.desk import Actor, Who
 from headgate.control.desk.desk import Desk
 from headgate.control.feed import ConfigFeed
 from headgate.telemetry import DecisionLog
+from headgate.telemetry.letters import DETAILS_TITLE
 from headgate.telemetry.moments import microseconds
 from headgate.testing import FakeClock
 from servers import RedisServer
@@ -206,6 +207,7 @@ class Yesterday:
     def command(self, *words: str, **variables: str) -> str:
         """What `headgate why` prints, in a process of its own."""
         variables |= {"TZ": self.zone.key, "PATH": os.environ["PATH"], "PYTHONWARNINGS": "error"}
+        variables |= {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         command = [sys.executable, "-m", "headgate", "why", "tenant=acme", "--at", AT, *words]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
@@ -236,7 +238,9 @@ class Yesterday:
             expect(page.get_by_role("heading", level=1)).to_have_text("Acme Corp")
             page.get_by_label("When").fill(AT)
             page.get_by_role("button", name="Ask the log").click()
-            return page.locator("#letter").inner_text()
+            page.get_by_text("For colleagues, not part of the mail").click()
+            texts = [page.locator(f"#{part}").inner_text() for part in ("mail", "details")]
+            return f"\n\n---- {DETAILS_TITLE} ----\n\n".join(texts)
 
     # ------------------------------------------------------------------ what is true
 
@@ -285,11 +289,10 @@ def test_four_ways_to_ask_have_one_answer(yesterday: Yesterday, browser: Browser
     ways = (yesterday.by_log, yesterday.by_server)
     with ThreadPoolExecutor() as pool:  # most of the time that a command takes is to start
         values = [pool.submit(ask, "--json") for ask in ways]
-        letters = [pool.submit(ask) for ask in ways]
+        texts = [pool.submit(ask) for ask in ways]
         on_the_page = yesterday.by_page(browser)
     assert [json.loads(each.result()) for each in values] == [found["answer"]] * 2
-    letter = [" ".join(each.split()) for each in found["letter"]]
-    assert [paragraphs(each) for each in (*[each.result() for each in letters], on_the_page)] == [letter] * 3
+    assert [paragraphs(each) for each in (*[each.result() for each in texts], on_the_page)] == [both_parts(found)] * 3
 
 
 def test_the_answer_is_what_happened(yesterday: Yesterday) -> None:
@@ -318,22 +321,33 @@ def test_the_answer_is_what_happened(yesterday: Yesterday) -> None:
     assert [each["name"] for each in answer["limits"]] == ["search", "exports"]  # the one that denied most, first
 
 
-def test_the_letter_says_it_in_words(yesterday: Yesterday) -> None:
-    letter = "\n".join(yesterday.by_api()["letter"])
+def test_the_mail_and_the_details_say_it_in_words(yesterday: Yesterday) -> None:
+    found = yesterday.by_api()
+    to_customer, for_colleagues = "\n".join(found["mail"]), "\n".join(found["details"])
     statuses = Counter(each.status for each in yesterday.around)
     rejected = sum(statuses.values()) - statuses[200]
-    assert f"{rejected} requests of Acme Corp were rejected; about {statuses[200]} passed" in letter
-    assert "3 of them were answered 403, because the client is blocked (ticket 4711)" in letter
-    for name, each in tally(yesterday.around).items():
-        assert f'{each["denied"]} were denied by the limit "{name}", which allows ' in letter
     day = datetime.fromtimestamp(yesterday.three_us / 1e6, yesterday.zone)
-    assert f"Between {day:%Y-%m-%d} 14:50:00 and 15:11:00 C" in letter or day.tzname() not in ("CET", "CEST")
+    when = f"on {day:%A} {day.day} {day:%B %Y} between 14:50 and 15:11 {day.tzname()} (UTC{day:%z}"[:-2]
+    assert to_customer.startswith(f"This is about requests from Acme Corp {when}")
+    assert f"We rejected {rejected} of them, and accepted about {statuses[200]}." in to_customer
+    assert "3 of them were rejected with status 403, because access was blocked at that time." in to_customer
+    assert "Reason of the block: ticket 4711." in for_colleagues
+    limits = {
+        "search": "100 tokens per minute (at most 50 at once) for each account",
+        "exports": "3 requests per hour for each API key",
+    }
+    for name, each in tally(yesterday.around).items():
+        assert f"{each['denied']} of them (GET /{name}) exceeded the limit of {limits[name]}" in to_customer
+        assert f'Limit "{name}" (' in for_colleagues
+    for word in ("hmac:", "token_bucket", "fixed_window", "ticket 4711", "store"):
+        assert word not in to_customer
+    assert "To avoid this, keep to these limits. After a response with status 429, wait as long as" in to_customer
     if yesterday.redis is None:
-        assert letter.endswith("All of this was decided by the store, exactly.")
+        assert "These figures are exact: the store made all of the decisions." in for_colleagues
     else:
-        assert "2 of them were answered 503, because the store could not be asked" in letter
-        assert "4 of these were decided without the store, by a share of the limit." in letter
-        assert "6 of the rejections were decided while the store was away: local: " in letter
+        assert "2 of them were rejected with status 503, because of a temporary problem on our side." in to_customer
+        assert "4 of them were rejected during a temporary problem on our side, by a stricter limit" in to_customer
+        assert "6 of the rejections were decided without the store: local: " in for_colleagues
 
 
 def test_with_the_overrides_that_it_names_the_same_traffic_passes(yesterday: Yesterday) -> None:
@@ -358,7 +372,7 @@ def test_with_the_overrides_that_it_names_the_same_traffic_passes(yesterday: Yes
             away = yesterday.opened(stack, None, "away").run(OUTAGE, {"stop": yesterday.redis.kill})
             yesterday.redis.start()
             assert 429 in {each.status for each in away}
-            assert "while the store is there" in limits[0]["override_note"]
+            assert "while the store is available" in limits[0]["override_note"]
         assert limits[1]["override_note"] is None
 
 
@@ -369,7 +383,7 @@ def test_a_log_in_clickhouse_gives_the_same_answer(tmp_path: Path, clickhouse: s
         there = Yesterday(stack, tmp_path, redis=None, log=log)
         found = there.by_api()
         assert json.loads(there.by_log("--json")) == found["answer"]
-        assert paragraphs(there.by_log()) == [" ".join(each.split()) for each in found["letter"]]
+        assert paragraphs(there.by_log()) == both_parts(found)
         told = {each["name"]: (each["denied"], each["worst"]["over"]) for each in found["answer"]["limits"]}
         assert told == EXPECTED
         assert (found["answer"]["rejected"], found["answer"]["blocked"]) == (5 + 3 + 4 + 3, 3)
@@ -394,8 +408,13 @@ def tally(answered: Sequence[Answered]) -> dict[str, dict[str, Any]]:
     return counted
 
 
+def both_parts(found: dict[str, Any]) -> list[str]:
+    """The paragraphs of the mail and of the details, as the command line prints them."""
+    return [" ".join(each.split()) for each in (*found["mail"], f"---- {DETAILS_TITLE} ----", *found["details"])]
+
+
 def paragraphs(text: str) -> list[str]:
-    """Of a letter, whatever its lines are broken by."""
+    """The paragraphs of a text, whatever its lines are broken by."""
     return [" ".join(each.split()) for each in re.split(r"\n\s*\n", text.strip())]
 
 

@@ -1,4 +1,4 @@
-"""`headgate why`: what became of this client's requests, by which limits, and what would have helped?"""
+"""`headgate why`: explains rejections in a mail for the customer, with details for colleagues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headgate.cli.request import given_secret
 from headgate.cli.screen import BOLD, printable
 from headgate.errors import InvalidInput
 from headgate.telemetry.clients import Clients
-from headgate.telemetry.letters import letter, plain
+from headgate.telemetry.letters import DETAILS_TITLE, details, mail, plain
 from headgate.telemetry.moments import span
 from headgate.telemetry.sinks import open_reader
 from headgate.telemetry.why import Asked, why
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
-ABOUT = "tell why a client was rejected, from the decision log"
+ABOUT = "explain why a client was rejected: a mail for the customer, and details"
 EXAMPLES = """
     headgate why acme --at "yesterday 15:00" --log sqlite:///decisions.db
     headgate why tenant=acme --at "2026-11-15 14:00" --until 16:00
     headgate why 203.0.113.9 --at "10 minutes ago" --utc --json
     headgate why - --at today < key.txt
+    headgate why acme --at "yesterday 15:00" --only mail | mail -s "Rate limit" dev@acme.example
     headgate why acme --at "yesterday 15:00" --admin http://127.0.0.1:8001
 
     exit code: 0 here is the answer, 1 mistakes in the policy,
@@ -62,6 +63,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="URL",
         help="sqlite:///decisions.db, clickhouse://host/database; without it an admin server is asked, if there is a "
         "token for one or its URL is given",
+    )
+    parser.add_argument(
+        "--only", choices=("mail", "details"), help="print only the mail, or only the details for colleagues"
     )
     parser.add_argument("--policy", metavar="FILE", help="today's policy: with it, the log's hashes get their names")
     add_server(parser)
@@ -92,9 +96,9 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     if arguments.json:
         out.say(json.dumps(plain(answer), indent=2))
         return 0
-    out.say(*_wrapped(letter(answer, zone=zone), out))
+    _print(arguments, mail(answer, zone=zone), details(answer, zone=zone), out)
     if clients is None and not (answer.rejected or answer.passed):
-        out.say("", _NO_SECRET)
+        err.say(_NO_SECRET)
     return 0
 
 
@@ -104,16 +108,25 @@ _NO_SECRET = (
 )
 
 
+def _print(arguments: Namespace, to_customer: list[str], for_colleagues: list[str], out: Screen) -> None:
+    """Print both parts, the mail first, or only one."""
+    if arguments.only != "details":
+        out.say(*_wrapped(to_customer, out))
+    if arguments.only is None and for_colleagues:
+        out.say("", out.paint(f"---- {DETAILS_TITLE} ----", BOLD), "")
+    if arguments.only != "mail":
+        out.say(*_wrapped(for_colleagues, out))
+
+
 def _wrapped(paragraphs: list[str], out: Screen) -> Iterator[str]:
-    """The first one stands out; lines that are to be pasted stay whole."""
+    """Paragraphs with blank lines between them; lines that are to be pasted stay whole."""
     for index, paragraph in enumerate(paragraphs):
         if index:
             yield ""
         for line in paragraph.split("\n"):
             text = printable(line)
             is_whole = line.startswith("  ") or out.width is None
-            for part in [text] if is_whole else wrap(text, out.width or 80, break_on_hyphens=False):
-                yield part if index else out.paint(part, BOLD)
+            yield from [text] if is_whole else wrap(text, out.width or 80, break_on_hyphens=False)
 
 
 # ------------------------------------------------------------------ through an admin server
@@ -137,7 +150,7 @@ def _ask_server(arguments: Namespace, out: Screen, err: Screen) -> int:
     found = desk.api.get("client/why", **who.plain, **asked)
     if arguments.json:
         return as_json(desk, found["answer"])
-    out.say(*_wrapped(found["letter"], out))
+    _print(arguments, found["mail"], found["details"], out)
     return 0
 
 

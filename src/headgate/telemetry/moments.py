@@ -18,7 +18,18 @@ from headgate.errors import InvalidInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Span", "coming", "day_and_time", "end_in_words", "microseconds", "shown", "shown_span", "span"]
+__all__ = [
+    "Span",
+    "clock_in_words",
+    "coming",
+    "day_and_time",
+    "end_in_words",
+    "microseconds",
+    "period_in_words",
+    "shown",
+    "shown_span",
+    "span",
+]
 
 AROUND: Final = timedelta(minutes=10)
 """A moment that somebody remembers is meant so exactly."""
@@ -132,6 +143,35 @@ def shown_span(since: datetime, until: datetime, *, zone: tzinfo | None) -> str:
         return f"{shown(since, zone)} and {shown(until, zone)}"
     day = "" if start.date() == end.date() else f"{end:%Y-%m-%d} "
     return f"{start:%Y-%m-%d %H:%M:%S} and {day}{end:%H:%M:%S} {_zone(start)}"
+
+
+def period_in_words(since: datetime, until: datetime, zone: tzinfo | None) -> str:
+    """A period in a sentence: "on Sunday 15 November 2026 between 14:50 and 15:11 CET (UTC+01:00)"."""
+    start, end = _local(since, zone), _local(until, zone)
+    last = _local(until - timedelta(microseconds=1), zone)
+    if start.date() != last.date():
+        zone_of_start = "" if start.utcoffset() == end.utcoffset() else f" {_zone(start)}"
+        return (
+            f"between {_long_day(start)}, {_short_clock(start)}{zone_of_start} and "
+            f"{_long_day(end)}, {_short_clock(end)} {_zone(end)}"
+        )
+    if start.time() == end.time() == time():
+        return f"on {_long_day(start)}, {_zone(start)}"
+    end_of_day = "24:00" if end.time() == time() else _short_clock(end)
+    return f"on {_long_day(start)} between {_short_clock(start)} and {end_of_day} {_zone(end)}"
+
+
+def clock_in_words(moment: datetime, zone: tzinfo | None, *, within: Span) -> str:
+    """A time within a period whose day and zone were named: "15:00:42". The day and the zone are added if needed."""
+    local, start = _local(moment, zone), _local(within.since, zone)
+    last = _local(within.until - timedelta(microseconds=1), zone)
+    zone_name = "" if start.utcoffset() == last.utcoffset() else f" {_zone(local)}"
+    day = "" if start.date() == last.date() else f" on {local.day} {local:%B}"
+    return f"{local:%H:%M:%S}{zone_name}{day}"
+
+
+def _short_clock(local: datetime) -> str:
+    return f"{local:%H:%M:%S}" if local.second else f"{local:%H:%M}"
 
 
 def _long_day(local: datetime) -> str:

@@ -23,7 +23,7 @@ __all__ = ["Remedy", "remedy"]
 
 EXACT_DIGITS: Final = 2
 """Numbers for people are rounded up to so many."""
-AWAY: Final = "while the store is there: without it, a node has only a share of the limit"
+AWAY: Final = "while the store is available: without it, a node has only a share of the limit"
 
 
 class Remedy(NamedTuple):
@@ -49,17 +49,17 @@ def remedy(
     if limit is None:
         return Remedy(None, None, "no limit can be so large")
     if denial.limit.endswith(NET_SUFFIX):
-        unknown = "it counts unknown API keys by address: name the key under clients, or add a limit by ip"
+        unknown = "the limit counts unknown API keys by address; list the key under clients, or add a limit by ip"
         return Remedy(limit, None, unknown)
     by = denial.by.split("+")
     kinds = CLIENT_KINDS if "client" in by else tuple(each for each in by if each not in ("global", "endpoint"))
     found = _identity(kinds, records, identities)
     if found is None:
-        shared = f"it is counted by {denial.by}, so no client has numbers of its own there: it is to be raised for all"
+        shared = f"the limit counts by {denial.by}, so it cannot be overridden for one client; raise it for everyone"
         return Remedy(limit, None, shared)
     kind, value, note = found
     if split > 1 and note is None:
-        note = f"it is split over {split} counters, one of which may deny before the others"
+        note = f"the limit is split over {split} counters, one of which may deny before the others"
     if any(record.degraded for record in records):
         note = AWAY if note is None else f"{note}; {AWAY}"
     fields = {kind: value, "limit": denial.limit, "bucket": _bucket(limit)}
@@ -94,8 +94,8 @@ def _identity(
             key for record in records for each, key in zip(record.kinds, record.clients, strict=True) if each == kind
         ]
         if keys:
-            several = f", one for each {kind}: {len(set(keys))} were rejected" if len(set(keys)) > 1 else ""
-            return kind, "...", f"put the {kind} in, of which the log has only the keyed hash{several}"
+            several = f", once for each of the {len(set(keys))} that were rejected" if len(set(keys)) > 1 else ""
+            return kind, "...", f"insert the {kind}, of which the log has only a keyed hash{several}"
     return None
 
 

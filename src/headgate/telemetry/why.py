@@ -1,5 +1,5 @@
-"""Why was a client rejected? What the decision log says of it, by which limits, how far over, and what would have
-helped; worked out, and in words that can be pasted into a mail. See docs/decision-log.md."""
+"""Finds out from the decision log why a client was rejected: by which limits, how far over, and what would have helped.
+See docs/decision-log.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headgate.telemetry.records import Denial, Record
     from headgate.telemetry.sinks import Reader
 
-__all__ = ["Answer", "Asked", "LimitDenials", "why"]
+__all__ = ["Answer", "Asked", "LimitDenials", "peak_width_us", "why"]
 
 MOST: Final = 200_000
 """Records that are looked at; who needs more asks for a shorter time."""
@@ -85,7 +85,7 @@ class LimitDenials:
     shadow: int
     """How many were not denied, as the limit is only watched."""
     peak: int
-    """The most that was asked for beyond the limit in one of its periods."""
+    """The largest cost that was denied within one period of the limit: see `peak_width_us`."""
     routes: tuple[tuple[str, int], ...]
     """Where, and how often, the busiest first."""
     remedy: Remedy
@@ -190,8 +190,8 @@ def _limits(records: Sequence[Record], asked: Asked, splits: Mapping[str, int]) 
 
 
 def _peak(costs: Sequence[tuple[int, int]], denial: Denial) -> int:
-    """The most that was denied in any of the limit's periods; of its approximate windows, in any two."""
-    width_us = denial.period_us * (2 if denial.algorithm == "sliding_window" else 1)
+    """The largest cost that was denied within `peak_width_us`."""
+    width_us = peak_width_us(denial)
     window: deque[tuple[int, int]] = deque()
     total = peak = 0
     for at_us, cost in sorted(costs):
@@ -201,6 +201,11 @@ def _peak(costs: Sequence[tuple[int, int]], denial: Denial) -> int:
             total -= window.popleft()[1]
         peak = max(peak, total)
     return peak
+
+
+def peak_width_us(denial: Denial) -> int:
+    """The time over which excess demand is added up: a period of the limit, or two of an approximate window."""
+    return denial.period_us * (2 if denial.algorithm == "sliding_window" else 1)
 
 
 def _key(clients: Clients, kind: str, written: str) -> str | None:

@@ -69,8 +69,10 @@ class Why(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     answer: dict[str, Any]
-    letter: list[str]
-    """Paragraphs that can be pasted into a mail."""
+    mail: list[str]
+    """Paragraphs of a mail to the customer, which can be sent as it is."""
+    details: list[str]
+    """Paragraphs for colleagues."""
 
 
 class DifferenceModel(BaseModel):
@@ -180,7 +182,8 @@ def why(caller: Asking, query: Annotated[fields.WhyQuery, Query()]) -> JSONRespo
     who = meant(caller.desk, query.who())
     with discreetly(query.at, query.until):
         found = caller.desk.why(who, at=query.at, until=query.until, zone=zone)
-    return answer({"answer": plain(letters.plain(found)), "letter": letters.letter(found, zone=zone)})
+    texts = {"mail": letters.mail(found, zone=zone), "details": letters.details(found, zone=zone)}
+    return answer({"answer": plain(letters.plain(found)), **texts})
 
 
 @router.get("/client/timeline", **_gives(shape(Timeline), "not-found", "config-away", "log-away"))

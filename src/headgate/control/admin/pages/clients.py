@@ -16,7 +16,7 @@ from headgate.control.admin.pages.lists import client_of, readdressed
 from headgate.control.admin.problems import of_error
 from headgate.control.desk.secrecy import may_be_key
 from headgate.errors import HeadgateError, InvalidInput
-from headgate.telemetry.letters import letter
+from headgate.telemetry.letters import details, mail
 from headgate.telemetry.moments import span
 
 if TYPE_CHECKING:
@@ -55,10 +55,11 @@ BANDS: Final = (("Allowed", "allowed"), ("Denied", "denied"), ("Blocked", "block
 
 
 class Why(NamedTuple):
-    """The answer to "why blocked?"."""
+    """The answer to "why were requests rejected?"."""
 
     at: str
-    paragraphs: Sequence[str] = ()
+    mail: Sequence[str] = ()
+    details: Sequence[str] = ()
     error: str = ""
 
 
@@ -250,7 +251,7 @@ def _why(visit: Visit, who: Who) -> Why | None:
         answer = visit.desk.why(who, at=at, until=visit.query.get("to") or None, zone=visit.zone)
     except HeadgateError as error:
         return Why("" if may_be_key(at) else at, error=of_error(error).detail)
-    return Why(at, letter(answer, zone=visit.zone))
+    return Why(at, mail(answer, zone=visit.zone), details(answer, zone=visit.zone))
 
 
 def _called(visit: Visit, who: Who) -> str:
