@@ -16,6 +16,7 @@ import litestar
 import litestar.response
 import pytest
 import quart
+from aiohttp import web
 from fastapi import APIRouter, FastAPI, WebSocket
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
@@ -23,11 +24,16 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 
 from asgi_client import ask, client, fields, knock, live, scope, statuses, talk
+from headgate.adapters.aiohttp import setup as setup_aiohttp
 from headgate.adapters.asgi import AsgiArrival, HeadgateMiddleware
+from headgate.adapters.fastapi import FastAPILimits
 from headgate.adapters.gate import AsyncGate
+from headgate.adapters.grpc import AsyncHeadgateInterceptor, HeadgateInterceptor
 from headgate.adapters.way import FREE, Arrival, current_admission
+from headgate.adapters.wsgi import HeadgateMiddleware as WsgiMiddleware
 from headgate.errors import InvalidConfiguration, InvalidPolicy
 from headgate.policy.loading import read
+from headgate.policy.model import Policy
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -58,6 +64,29 @@ def test_what_is_no_policy_is_refused_by_name(policy: Any) -> None:
     told = f"^{type(policy).__name__} is no policy: give a file's path, or what headgate.policy.read"
     with pytest.raises(InvalidConfiguration, match=told):
         HeadgateMiddleware(starlette_app(), policy)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda **it: HeadgateMiddleware(FastAPI(), Policy(), **it), "HeadgateMiddleware has no option 'storage'"),
+        (
+            lambda **it: HeadgateMiddleware(FastAPI(), gate=AsyncGate(Policy()), **it),
+            "HeadgateMiddleware has no option",
+        ),
+        (lambda **it: WsgiMiddleware(lambda environ, start: [], Policy(), **it), "HeadgateMiddleware has no option"),
+        (lambda **it: FastAPILimits(**it), "FastAPILimits has no option 'storage'"),
+        (lambda **it: setup_aiohttp(web.Application(), Policy(), **it), "setup() has no option 'storage'"),
+        (lambda **it: HeadgateInterceptor(Policy(), **it), "HeadgateInterceptor has no option 'storage'"),
+        (lambda **it: AsyncHeadgateInterceptor(Policy(), **it), "AsyncHeadgateInterceptor has no option 'storage'"),
+        (lambda **it: AsyncGate(Policy(), **it), "AsyncGate has no option 'storage'"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_nearest_one(make: Any, message: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=f"^{re.escape(message)}.*; did you mean 'store'\\?$"):
+        make(storage="memory://")
+    with pytest.raises(InvalidConfiguration, match=r"has no option 'xyz'; it has .*budget, .*"):
+        make(xyz=1)
 
 
 @pytest.mark.parametrize(

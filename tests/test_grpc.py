@@ -15,6 +15,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, QuotaFailure, RetryInfo
 from grpc_status import rpc_status
 
 from headgate import Limit
+from headgate.adapters.gate import AsyncGate
 from headgate.adapters.grpc import AsyncHeadgateInterceptor, GrpcArrival, HeadgateInterceptor, _address
 from headgate.adapters.way import FREE, current_admission
 from headgate.errors import InvalidConfiguration
@@ -211,6 +212,8 @@ def test_every_kind_of_rpc_is_counted_told_and_refused(serving: Any, kind: str) 
     assert refused.details[RetryInfo].retry_delay.seconds == 60
     assert (refused.details[ErrorInfo].reason, refused.details[ErrorInfo].domain) == ("RATE_LIMIT_EXCEEDED", "headgate")
     assert [violation.subject for violation in refused.details[QuotaFailure].violations] == ["limit:all"]
+    assert refused.call.details() == 'The limit "all" has been reached. Try again in 60 seconds.'
+    assert rpc_status.from_call(refused.call).message == refused.call.details()
 
 
 @both
@@ -358,3 +361,30 @@ def test_a_gate_needs_a_policy(interceptor: Any) -> None:
 def test_grpc_has_no_path_for_health(interceptor: Any) -> None:
     with pytest.raises(InvalidConfiguration, match="gRPC has no health_path"):
         interceptor(policy(), health_path="/health")
+
+
+class ClosedGate(AsyncGate):
+    is_closed = False
+
+    async def close(self) -> None:
+        await super().close()
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_closing_an_asyncio_interceptor_begins_at_once(is_awaited: bool) -> None:
+    async def main() -> bool:
+        gate = ClosedGate(policy())
+        closing = AsyncHeadgateInterceptor(gate=gate).close()
+        if is_awaited:
+            await closing
+        else:
+            await asyncio.sleep(0)
+        return gate.is_closed
+
+    assert asyncio.run(main())
+
+
+def test_closing_an_asyncio_interceptor_outside_of_its_loop_says_how() -> None:
+    with pytest.raises(InvalidConfiguration, match=r"`await interceptor.close\(\)`"):
+        AsyncHeadgateInterceptor(policy()).close()

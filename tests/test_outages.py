@@ -99,9 +99,14 @@ def test_who_is_told_of_events_and_fails_is_told_of_itself(caplog: pytest.LogCap
 def test_identities_that_nobody_supplies_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     mistyped = Policy(rules=(Rule("a", Limit(5, timedelta(minutes=1), name="a"), ("ipp", "user")),))
     Gate(mistyped, identities={"user": lambda _: "ada"})
-    assert "the policy counts by ipp, for which no function is given" in messages(caplog)[0]
+    assert messages(caplog)[0] == (
+        "The policy has limits by ipp, but no identities['ipp'] function was given; "
+        "those limits will count by IP address instead"
+    )
     Gate(POLICY)
     assert messages(caplog) == []
+    Gate(mistyped, identities={"user": lambda _: "ada", "iip": lambda _: "x"})
+    assert "no identities['ipp'] function was given (is identities['iip'] a misspelling?);" in messages(caplog)[0]
 
 
 # ------------------------------------------------- while the breaker is open

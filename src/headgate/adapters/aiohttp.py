@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 from aiohttp import web
 
 from headgate.adapters.asgi import whatever_happens
+from headgate.adapters.door import check_options
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.view_limits import (
     ViewAdmissions,
@@ -74,6 +75,7 @@ def setup(
     application that is run: its sub-applications are behind the same gate. Middlewares that were added before stand
     outside of it, so a middleware that signs users in comes first.
     """
+    check_options("setup()", options)
     if gate is None:
         gate = AsyncGate(policy, store, **options)
     door = gate

@@ -51,6 +51,8 @@ class Refusal(NamedTuple):
     status: int
     headers: list[Header]
     body: bytes
+    message: str = ""
+    """What happened, and when to come back, in one or two sentences: as in the body, unless that is the app's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,7 @@ class Answers:
                 (b"content-length", b"%d" % len(body)),
             ],
             body,
+            facts.message,
         )
 
     def _content(self, facts: RefusalFacts) -> tuple[bytes, bytes]:

@@ -13,6 +13,7 @@ from types import CoroutineType, coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 from headgate._compiled import compiled
+from headgate.adapters.door import check_options
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.mounts import placed, root_of
 from headgate.adapters.way import FREE, Ways, enter_context, leave_context
@@ -201,14 +202,15 @@ class HeadgateMiddleware(Entrance):
     ) -> None:
         self.app = app
         self._root = root_of(app)
-        if gate is None:
-            options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
-            try:
+        try:
+            check_options(type(self).__name__, options)
+            if gate is None:
+                options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
                 gate = AsyncGate(policy, store, **options)
-            except InvalidInput as error:
-                if not _is_made_by_a_call():
-                    raise
-                gate = _Unmade(error)
+        except InvalidInput as error:
+            if not _is_made_by_a_call():
+                raise
+            gate = _Unmade(error)
         self.gate = gate
         # Servers look here, and not at the class, whether an app is asynchronous.
         self.__call__ = self._serve  # type: ignore[method-assign]

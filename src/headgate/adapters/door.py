@@ -8,7 +8,8 @@ import os
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Never, TypedDict
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -28,7 +29,7 @@ from headgate.policy.watching import Watch
 from headgate.stores.calls import Check, Leave
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from os import PathLike
 
     from headgate.adapters.answers import Description, RefusalBody
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from headgate.shield.front import Front
     from headgate.stores.memory import MemoryStore
 
-__all__ = ["SECRET_VARIABLE", "Door", "GateOptions"]
+__all__ = ["OPTIONS", "SECRET_VARIABLE", "Door", "GateOptions", "check_options"]
 
 logger = logging.getLogger("headgate")
 
@@ -59,8 +60,11 @@ MAX_LOGGED_WARNINGS: Final = 10
 
 
 class GateOptions(TypedDict, total=False):
-    """What can be said of a gate beside its policy and its store; every adapter takes these."""
+    """The options of a gate beside its policy and its store; every adapter takes these."""
 
+    control: Any
+    """The control plane: the config store's URL, or a `ControlPlane`. It supplies the policy and connects the decision
+    log, node status and metrics."""
     identities: Mapping[str, IdentityFunction] | None
     """Functions that say who sends a request, by kind of identity: {"user": ..., "tenant": ...}."""
     secret: str | bytes | None
@@ -78,11 +82,27 @@ class GateOptions(TypedDict, total=False):
     max_keys: int
     on_event: Callable[[Event], Any] | None
     """Told when the store is lost, and back, and what became of it."""
-    control: Any
-    """The control plane: the config store's URL, or a `ControlPlane`. It supplies the policy and connects the decision
-    log, node status and metrics."""
     health_path: str | None
     """A path at which the gate itself says how it is: 200 while requests are decided by the store, 503 while not."""
+
+
+OPTIONS: Final = ("policy", "store", *GateOptions.__annotations__)
+"""The names of all options of a gate, and of every adapter."""
+
+
+def check_options(owner: str, options: Iterable[str], known: Sequence[str] = (*OPTIONS, "gate")) -> None:
+    """Raise InvalidConfiguration for options that no gate has; `owner` is the class or function that was called.
+
+    >>> check_options("HeadgateMiddleware", ["storage"])
+    Traceback (most recent call last):
+        ...
+    headgate.errors.InvalidConfiguration: HeadgateMiddleware has no option 'storage'; did you mean 'store'?
+    """
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+            raise InvalidConfiguration(f"{owner} has no option {name!r}; {remedy}")
 
 
 class Door(Ways):
@@ -113,7 +133,9 @@ class Door(Ways):
         max_keys: int = 1_000_000,
         on_event: Callable[[Event], Any] | None = None,
         health_path: str | None = None,
+        **unknown: Never,
     ) -> None:
+        check_options(type(self).__name__, unknown)
         if policy is None and control is None:
             raise TypeError("give a policy (a file's path, or a Policy), or control= (the URL of a config store)")
         super().__init__()
@@ -244,12 +266,15 @@ class Door(Ways):
 
     def made(self, policy: Policy) -> Rules:
         """The policy, ready for requests."""
-        unknown = {kind for rule in policy.rules for kind in rule.by} - {*BUILT_IN} - {*self._functions}
-        if unknown:
+        wanted = {kind for rule in policy.rules for kind in rule.by}
+        for kind in sorted(wanted - {*self.identity_kinds}):
+            near = get_close_matches(kind, {*self._functions} - wanted, n=1)
             logger.warning(
-                "the policy counts by %s, for which no function is given in identities=: such limits see nobody's, "
-                "and count by address where nothing else does",
-                ", ".join(sorted(unknown)),
+                "The policy has limits by %s, but no identities[%r] function was given%s; "
+                "those limits will count by IP address instead",
+                kind,
+                kind,
+                f" (is identities[{near[0]!r}] a misspelling?)" if near else "",
             )
         api_keys = ApiKeys(self._secret(policy))
         if self._given_secret is None and any(_is_hashed(each) for each in policy.blocked):

@@ -10,6 +10,7 @@ from fastapi import HTTPException, Response
 from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the annotations of dependencies
 
 from headgate.adapters.asgi import BODIES, TRY_AGAIN_LATER, AsgiArrival, live, refuse, serve, signed_in_user
+from headgate.adapters.door import check_options
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.view_limits import REPORTED_ONCE, LimitDeclaration, bind
 from headgate.adapters.way import FREE, NOT_SERVED, Admission, current_admission, enter_context, leave_context
@@ -67,6 +68,7 @@ class FastAPILimits:
         on_failure: RouteMode = "open",
         **options: Unpack[GateOptions],
     ) -> None:
+        check_options(type(self).__name__, options)
         policy = Policy(
             identity=identity or IdentitySettings(), answers=answers or AnswerSettings(), on_failure=on_failure
         )

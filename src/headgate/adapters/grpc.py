@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import grpc
 
 from headgate.adapters.asgi import whatever_happens
+from headgate.adapters.door import check_options
 from headgate.adapters.gate import AsyncGate, Gate
 from headgate.adapters.way import enter_context
 from headgate.errors import InvalidConfiguration
@@ -53,11 +54,6 @@ CODES: Final = {
 """For each status of a refusal."""
 
 REASONS: Final = {429: "RATE_LIMIT_EXCEEDED", 503: "LIMITER_UNAVAILABLE", 403: "BLOCKED"}
-MESSAGES: Final = {
-    429: "a limit has been reached",
-    503: "this request cannot be checked right now",
-    403: "access is blocked",
-}
 
 HTTP_STATUSES: Final = (200, 499, 500, 400, 504, 404, 409, 403, 429, 400, 409, 400, 501, 500, 503, 500, 401)
 """What `count_when` sees, for each code of gRPC from OK to UNAUTHENTICATED: as google.rpc.Code maps them."""
@@ -67,6 +63,10 @@ UNKNOWN: Final = 2
 
 TOLD: Final = (b"x-ratelimit-", b"ratelimit", b"retry-after")
 """How the names of fields start that mean something outside of HTTP."""
+
+
+_closing: set[asyncio.Task[None]] = set()
+"""Interceptors that are being closed: event loops keep no reference to tasks."""
 
 
 class GrpcArrival:
@@ -102,7 +102,7 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         gate: Gate | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
-        _check_options(options)
+        _check_options(self, options)
         self.gate = gate or Gate(policy, store, **options)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         admission = self.gate.admit(arrival)
         if admission.refusal is not None:
             context.set_trailing_metadata(_refusal_metadata(admission))
-            context.abort(CODES[admission.refusal.status], MESSAGES[admission.refusal.status])
+            context.abort(CODES[admission.refusal.status], admission.refusal.message)
         enter_context(admission)  # also where nothing is met: the thread has served others before
         failure: BaseException | None = None
         try:
@@ -148,7 +148,10 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
 
 
 class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """The same for asyncio: `grpc.aio.server(interceptors=[AsyncHeadgateInterceptor(...)])`, with async handlers."""
+    """The same for asyncio: `grpc.aio.server(interceptors=[AsyncHeadgateInterceptor(...)])`, with async handlers.
+
+    Await `close` when the server has stopped.
+    """
 
     def __init__(
         self,
@@ -158,12 +161,25 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         gate: AsyncGate | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
-        _check_options(options)
+        _check_options(self, options)
         self.gate = gate or AsyncGate(policy, store, **options)
 
-    async def close(self) -> None:
-        """Close the store, and watch the policy no more."""
-        await self.gate.close()
+    def close(self) -> Awaitable[None]:
+        """Close the store, and stop watching the policy: `await interceptor.close()`.
+
+        It begins at once, also if it is not awaited, and needs the event loop of the server.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise InvalidConfiguration(
+                "AsyncHeadgateInterceptor.close() needs the event loop of its server: call it as "
+                "`await interceptor.close()`, after `await server.stop(...)`"
+            ) from None
+        closing = loop.create_task(self.gate.close())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+        return closing
 
     async def intercept_service(
         self,
@@ -200,7 +216,7 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         admission = await self.gate.admit(arrival)
         if admission.refusal is not None:
             context.set_trailing_metadata(_refusal_metadata(admission))
-            await context.abort(CODES[admission.refusal.status], MESSAGES[admission.refusal.status])
+            await context.abort(CODES[admission.refusal.status], admission.refusal.message)
         enter_context(admission)  # each RPC has a task of its own
         failure: BaseException | None = None
         try:
@@ -229,7 +245,8 @@ class _Context:
         await self._context.abort(code, details, (*own, *_metadata(self._admission.headers)))
 
 
-def _check_options(options: GateOptions) -> None:
+def _check_options(interceptor: object, options: GateOptions) -> None:
+    check_options(type(interceptor).__name__, options)
     if options.get("health_path") is not None:
         raise InvalidConfiguration("gRPC has no health_path: let its health service tell what gate.health() says")
 
@@ -288,17 +305,16 @@ def _refusal_metadata(admission: Admission) -> Metadata:
     refusal, decision = admission.refusal, admission.decision
     assert refusal is not None
     told = dict(refusal.headers)
-    message = MESSAGES[refusal.status]
     details: list[Message] = [ErrorInfo(reason=REASONS[refusal.status], domain="headgate")]
     if b"retry-after" in told:
         details.append(RetryInfo(retry_delay=Duration(seconds=int(told[b"retry-after"]))))
     if refusal.status == 429 and decision is not None:
         violations = [
-            QuotaFailure.Violation(subject=f"limit:{name}", description=message) for name in decision.denied_by
+            QuotaFailure.Violation(subject=f"limit:{name}", description=refusal.message) for name in decision.denied_by
         ]
         details.append(QuotaFailure(violations=violations))
     packed = [AnyMessage() for _ in details]
     for place, detail in zip(packed, details, strict=True):
         place.Pack(detail)
-    status = Status(code=CODES[refusal.status].value[0], message=message, details=packed)
+    status = Status(code=CODES[refusal.status].value[0], message=refusal.message, details=packed)
     return (*_metadata(refusal.headers), ("grpc-status-details-bin", status.SerializeToString()))

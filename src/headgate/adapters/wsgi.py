@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from http.client import responses
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from headgate._compiled import compiled
+from headgate.adapters.door import OPTIONS, check_options
 from headgate.adapters.gate import Gate
 from headgate.adapters.way import FREE, enter_context
 from headgate.errors import InvalidConfiguration
@@ -76,6 +76,7 @@ class HeadgateMiddleware:
         self.app = app
         self._arrival = arrival
         self._is_exempt = is_exempt
+        check_options(type(self).__name__, options)
         if gate is None:
             options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
             gate = Gate(policy, store, **options)
@@ -187,7 +188,7 @@ def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -
         ...
     headgate.errors.InvalidConfiguration: HEADGATE_STROE is no setting; did you mean HEADGATE_STORE?
     """
-    known = list(inspect.signature(Gate).parameters)
+    known = OPTIONS
     for name in settings:
         if name not in known:
             near = get_close_matches(str(name), known, 1)
@@ -195,7 +196,8 @@ def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -
             raise InvalidConfiguration(f"{spelled(name)} is no setting; {remedy}")
     if settings.get("policy") is None and settings.get("control") is None:
         raise InvalidConfiguration(
-            f"{spelled('policy')} is not set; give the path of a policy file, or a config store as {spelled('control')}"
+            f"{spelled('policy')} is not set; give the path of a policy file, a config store as {spelled('control')}, "
+            "or Policy() of headgate.policy if all limits are on views"
         )
 
 
