@@ -635,6 +635,21 @@ def test_a_danger_is_confirmed_at_a_terminal(fleet: Fleet, tmp_path: Path, typed
     assert fleet.store.version - before == (code == 0)
 
 
+def test_the_first_document_of_a_store_is_based_on_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    config = f"sqlite:///{tmp_path}/config.db"
+    with closing(ConfigStore(config, secret=SECRET)) as store, closing(Tokens(config)) as tokens:
+        token = tokens.make("ada", "operator", by="test").text
+        with AdminServer(Desk(store, secret=SECRET), tokens, port=0, pages=False) as server:
+            monkeypatch.setenv("HEADGATE_ADMIN", server.url)
+            monkeypatch.setenv("HEADGATE_TOKEN", token)
+            assert cli.main(["policy", "put", "policy.yaml", "--reason", "first"]) == 0, capsys.readouterr()
+        assert (store.version, store.document().text) == (1, POLICY)  # type: ignore[union-attr]
+
+
 def test_a_document_is_looked_at_before_it_is_put(fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(POLICY.replace("cost: 5", "cost: 6"))
     before = fleet.store.version

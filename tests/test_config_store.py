@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from headgate.control.config.merging import Assembly
 from headgate.control.config.migrations import VERSION_TABLE, migrate, newest
 from headgate.control.config.reading import Stamp, changes, contents
 from headgate.control.config.tables import METADATA, TABLES
+from headgate.control.feed import ConfigFeed
 from headgate.control.step_tables import METADATA as STEPS
 from headgate.policy.credentials import ApiKeys
 from headgate.policy.model import Policy, Validity
@@ -779,6 +780,22 @@ def test_a_nodes_copy_stays_where_it_was_named(
     assert copy.keep(found)
     assert "copy.db" in [file.name for file in here.iterdir()]
     assert [*elsewhere.iterdir()] == []
+
+
+def test_an_app_that_starts_before_its_config_store_is_told_what_to_do(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/config.db"
+    with pytest.raises(ConfigUnavailable) as missing:
+        ConfigFeed(url).follow(lambda policy: policy, every=None)
+    assert str(missing.value) == (
+        f"config store {url}: there is no such file; start `headgate admin --config {url}` first, which creates it, or "
+        "give the app a policy file and control=, which creates it with that policy"
+    )
+    with closing(ConfigStore(url, secret=SECRET)), pytest.raises(InvalidConfiguration) as empty:
+        ConfigFeed(url).follow(lambda policy: policy, every=None)
+    assert str(empty.value) == (
+        f"{url} has no policy yet: save one with `headgate policy put FILE`, or give the app a policy file and "
+        "control=, which saves it as the first version"
+    )
 
 
 def test_a_new_config_store_is_private(tmp_path: Path) -> None:

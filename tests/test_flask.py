@@ -223,8 +223,10 @@ SETTINGS = re.findall(r"^\| `(HEADGATE_\w+)` \|", PAGE, re.MULTILINE)
         (
             {},
             InvalidConfiguration,
-            ("HEADGATE_POLICY is not set; give the path of a policy file, a config store as HEADGATE_CONTROL, "
-            "or Policy() of headgate.policy if all limits are on views"),
+            (
+                "HEADGATE_POLICY is not set; give the path of a policy file, a config store as HEADGATE_CONTROL, "
+                "or Policy() of headgate.policy if all limits are on views"
+            ),
         ),
         (
             {"HEADGATE_POLICY": "p.yaml", "HEADGATE_STROE": "x"},

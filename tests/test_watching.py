@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headgate.errors import InvalidPolicy
+from headgate.policy.changes import summarize_changes
+from headgate.policy.loading import read
 from headgate.policy.watching import Watch
 from servers import wait_until
 
@@ -68,11 +70,36 @@ def test_what_has_not_changed_is_not_made_again(file: Path, watch: Watch[int]) -
 
 def test_a_good_version_is_in_force_at_once(file: Path, watch: Watch[int], caplog: pytest.LogCaptureFixture) -> None:
     before = watch.version
+    caplog.set_level(logging.INFO, "headgate")
     file.write_text(policy_of(20))
     assert watch.look()
     assert (watch.current, watch.error) == (20, None)
     assert watch.version != before
-    assert f"version {watch.version} is in force" in caplog.text
+    ((_, level, told),) = caplog.record_tuples
+    assert (level, told) == (
+        logging.INFO,
+        f"policy {file}: version {watch.version} is in force: limits: 1 changed",
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "summary"),
+    [
+        ("", "", "no entry changed"),
+        ("", "clients: [{tenant: a, tier: pro}]", "clients: 1 added"),
+        ("clients: [{tenant: a, tier: pro}, {tenant: b}]", "clients: [{tenant: a}]", "clients: 1 changed, 1 removed"),
+        ("blocked: [{ip: 192.0.2.1}]", "blocked: [{ip: 192.0.2.2}]", "blocks: 1 added, 1 removed"),
+        ("routes: [{path: /a}]", "routes: [{path: /a, cost: 2}]", "routes: 1 changed"),
+        (
+            "overrides: [{tenant: a, limit: b, bucket: 9/day}]",
+            "overrides: [{tenant: a, limit: b, bucket: 8/day}]\non_failure: local",
+            "overrides: 1 changed; settings: on_failure",
+        ),
+    ],
+)
+def test_a_new_version_is_summarized_by_what_changed(before: str, after: str, summary: str) -> None:
+    common = "limits: [{name: b, by: tenant, bucket: 9/hour, tiers: {pro: 99/hour}}]\n"
+    assert summarize_changes(read(common + before), read(common + after)) == summary
 
 
 @pytest.mark.parametrize(
@@ -103,6 +130,7 @@ def test_a_bad_version_keeps_the_last_good_one_and_is_told_once(
 def test_a_bad_version_that_is_taken_back_is_forgotten(
     file: Path, watch: Watch[int], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "headgate")
     file.write_text("limits: what?\n")
     watch.look()
     file.write_text(policy_of(10))

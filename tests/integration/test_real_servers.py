@@ -31,10 +31,12 @@ limits:
 """
 
 FASTAPI = """\
+import logging
 import os
 from fastapi import FastAPI
 from headgate.adapters.asgi import HeadgateMiddleware
 
+logging.basicConfig(level=logging.INFO)
 app = FastAPI()
 app.add_middleware(HeadgateMiddleware, policy="policy.yaml", store=os.environ["STORE"], budget=2.0, reload_every=0.05)
 
@@ -48,10 +50,12 @@ async def index():
 """
 
 FLASK = """\
+import logging
 import os
 from flask import Flask
 from headgate.adapters.wsgi import HeadgateMiddleware
 
+logging.basicConfig(level=logging.INFO)
 app = Flask(__name__)
 app.wsgi_app = HeadgateMiddleware(
     app.wsgi_app, "policy.yaml", os.environ["STORE"], budget=2.0, reload_every=0.05

@@ -158,13 +158,15 @@ def put(arguments: Namespace, out: Screen, err: Screen) -> int:
 
 
 def _looked_at(desk: Desk, text: str) -> int | None:
-    """The version that holds now, once somebody has seen what would change in it; None, if that is not meant."""
+    """The version that is in force, once the change to it is confirmed; None, if it is not."""
+    found = desk.api.get("policy")
+    if not found["version"]:
+        return 0  # nothing was ever saved, so that there is nothing to lose
     if not (sys.stdin.isatty() and desk.err.is_terminal):
         raise InvalidInput(
             "say which version this document is made from, so that nothing is lost that others have changed: "
             "--based-on VERSION, which `headgate policy show` tells"
         )
-    found = desk.api.get("policy")
     lines = unified_diff(found["text"].splitlines(), text.splitlines(), "now", "then", lineterm="", n=2)
     desk.err.say(*_painted(lines, desk.err))
     version: int = found["version"]

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Type
 from headgate._forks import at_work, renew_in_children
 from headgate.control.config import ConfigUnavailable
 from headgate.control.config.copy import Copy
-from headgate.control.config.database import opened, reading, shown
+from headgate.control.config.database import ConfigMissing, opened, reading, shown
 from headgate.control.config.merging import Assembly, release
 from headgate.control.config.pace import politely
 from headgate.control.config.reading import Changes, Contents, Stamp, changes, contents, newest_stamp
 from headgate.control.news import RETRY, news_of
-from headgate.errors import HeadgateError, InvalidInput
+from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class Following(Generic[Made]):
                 )
                 self.error = error
                 return False
-            logger.warning("%s: version %s is in force", self.name, self.version)
+            logger.info("%s: version %s is in force: %s", self.name, self.version, _summary(found))
             self._keep()
             return True
 
@@ -160,6 +160,7 @@ class Following(Generic[Made]):
 
     def _begin(self) -> None:
         """From the store; or from the copy, if the store cannot be asked, or has what this node cannot read."""
+        found: Contents | None = None
         try:
             with reading(self._engine) as connection:
                 found = contents(connection, newest_stamp(connection))
@@ -168,6 +169,16 @@ class Following(Generic[Made]):
         except (ConfigUnavailable, InvalidInput) as error:
             kept = self._kept()
             if kept is None:
+                if found is not None and not found.stamp.version:
+                    raise InvalidConfiguration(
+                        f"{self.name} has no policy yet: save one with `headgate policy put FILE`, or give the app a "
+                        "policy file and control=, which saves it as the first version"
+                    ) from None
+                if isinstance(error, ConfigMissing):
+                    raise ConfigMissing(
+                        f"{error}; start `headgate admin --config {self.name}` first, which creates it, or give the "
+                        "app a policy file and control=, which creates it with that policy"
+                    ) from None
                 raise
             self.error, self.source, self.seen_us = error, "copy", self._copy.seen_us if self._copy else 0
             with politely():
@@ -284,3 +295,9 @@ def _follow_forever(following: weakref.ref[Following[Any]], stop: threading.Even
             del each
     finally:
         news.close()
+
+
+def _summary(found: Contents | Changes) -> str:
+    """The number of entries that were read or have changed, by section."""
+    counts = ", ".join(f"{section} {len(rows)}" for section, rows in found.rows.items() if rows)
+    return f"read anew ({counts or 'nothing'})" if isinstance(found, Contents) else f"changed: {counts or 'nothing'}"

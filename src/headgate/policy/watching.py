@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headgate._forks import renew_in_children
 from headgate.errors import InvalidInput
+from headgate.policy.changes import summarize_changes
 from headgate.policy.loading import decoded, file_content, read
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Watch(Generic[Made]):
         content = file_content(self._path)
         self._seen = self.version = _digest(content)
         """The content that was looked at last, and the content in force, as hashes."""
-        self.current = self._made(content)
+        self._policy = self._read(content)
+        self.current = make(self._policy)
         self.error: InvalidInput | None = None
         """Why the newest content is not in force; None if it is."""
         self._stop = threading.Event()
@@ -52,7 +54,8 @@ class Watch(Generic[Made]):
             seen = _digest(content)
             if seen == self._seen:
                 return False
-            made = self._made(content)
+            policy = self._read(content)
+            made = self._make(policy)
         except InvalidInput as error:
             if seen != self._seen:  # told once, however often it is looked at
                 logger.error(
@@ -60,11 +63,14 @@ class Watch(Generic[Made]):
                 )
             self._seen, self.error = seen, error
             return False
+        before, self._policy = self._policy, policy
         is_new, was_refused = seen != self.version, self.error is not None
         self.current, self.error = made, None
         self._seen = self.version = seen
-        if is_new or was_refused:
-            logger.warning("policy %s: version %s is in force%s", self._path, seen, "" if is_new else " again")
+        if is_new:
+            logger.info("policy %s: version %s is in force: %s", self._path, seen, summarize_changes(before, policy))
+        elif was_refused:
+            logger.info("policy %s: version %s is in force again", self._path, seen)
         return is_new
 
     def close(self) -> None:
@@ -80,8 +86,8 @@ class Watch(Generic[Made]):
         else:
             self._start()
 
-    def _made(self, content: bytes) -> Made:
-        return self._make(read(decoded(content, self._path), file=str(self._path)))
+    def _read(self, content: bytes) -> Policy:
+        return read(decoded(content, self._path), file=str(self._path))
 
     def _start(self) -> None:
         if self._every is not None:

@@ -50,8 +50,7 @@ class Outage:
             self._told, self.reason = now, str(error)
             self._herald.tell(
                 "store-lost" if begins else "store-away",
-                "the store cannot be asked, and requests are answered by their failure modes "
-                f"({self.failures} in {now - self._began:.0f} s): {error}",
+                f"Redis is unavailable; requests are handled by on_failure ({self.failures} so far): {error}",
                 reason=str(error),
                 requests=self.failures,
                 seconds=now - self._began,

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-__all__ = ["CHANNEL", "ConfigUnavailable", "decision_log_beside", "opened", "reading", "shown", "writing"]
+__all__ = [
+    "CHANNEL",
+    "ConfigMissing",
+    "ConfigUnavailable",
+    "decision_log_beside",
+    "opened",
+    "reading",
+    "shown",
+    "writing",
+]
 
 CHANNEL: Final = "headgate_config"
 """On which PostgreSQL tells of new versions."""
@@ -44,6 +53,10 @@ class ConfigUnavailable(HeadgateError):
 
     discreet: Final = "the config store cannot be asked"
     """What everybody may read of it."""
+
+
+class ConfigMissing(ConfigUnavailable):
+    """There is no file at the config store's URL."""
 
 
 def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str = "wal") -> Engine:
@@ -79,7 +92,7 @@ def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str =
             create_file(file)
             may_create = False
         elif not file.exists():
-            raise ConfigUnavailable(f"config store {shown(engine)}: there is no such file")
+            raise ConfigMissing(f"config store {shown(engine)}: there is no such file")
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _: Any) -> None:
