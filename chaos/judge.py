@@ -92,7 +92,7 @@ def judge(run: Run) -> Finding:
         recovered_ms=_recovered_ms(run),
         settled_ms=_settled_ms(run),
         unsettled=sum(_unsettled(run, mode) for mode in MODES),
-        uncertain=sum(map(is_uncertain, rows)) + sum(happening.uncertain for happening in run.happenings),
+        uncertain=sum(map(is_uncertain, rows)) + sum(_lost_charges(run, mode) for mode in MODES),
         degraded=sum(not row.exact for row in rows),
         why=Counter(row.why for row in rows if row.why is not None),
         unwell=[f"{mode} on node {node}: {state}" for (node, mode), state in run.states.items() if state != "ready"],
@@ -270,8 +270,14 @@ def _rate(limit: Limit) -> float:
 
 
 def _unsettled(run: Run, mode: Mode) -> int:
-    lost_on_the_way = sum(happening.uncertain for happening in run.happenings if happening.mode == mode)
-    return max(0, owed(run.rows, run.lost, mode) - run.counted[mode] - lost_on_the_way)
+    return max(0, owed(run.rows, run.lost, mode) - run.counted[mode] - _lost_charges(run, mode))
+
+
+def _lost_charges(run: Run, mode: Mode) -> int:
+    """Charges for admitted requests that were sent and not answered. Events report them together with requests that met
+    the same fate, which are among the rows."""
+    reported = sum(happening.uncertain for happening in run.happenings if happening.mode == mode)
+    return max(0, reported - sum(row.mode == mode and is_uncertain(row) for row in run.rows))
 
 
 def _wait(waits_us: list[float]) -> Wait | None:

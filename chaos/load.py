@@ -98,7 +98,7 @@ class Happening(NamedTuple):
     at_ns: int
     text: str
     uncertain: int = 0
-    """Of what was to be settled: charged by requests that were lost on their way."""
+    """Tokens of requests and of charges that were sent and not answered."""
 
 
 class Orders(NamedTuple):

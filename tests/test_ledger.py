@@ -319,6 +319,72 @@ def test_every_token_is_charged_once_or_accounted_for(
         ]
 
 
+# ------------------------------------------------------------------ a fleet
+
+
+REFILLED = ("gcra", "leaky_bucket", "token_bucket")
+
+
+@pytest.mark.parametrize("algorithm", REFILLED)
+@pytest.mark.parametrize("nodes", [1, 2, 4, 12])
+@pytest.mark.parametrize(("admitted", "left"), [(120, 0), (96, 0), (72, 8), (60, 19), (36, 20)])
+def test_a_fleet_repays_the_refill_of_an_outage_once(algorithm: str, nodes: int, admitted: int, left: int) -> None:
+    """Ten per second, a burst of 20, six seconds: 80 would have passed, however many nodes let them in."""
+    limit = Limit(10, timedelta(seconds=1), burst=20, algorithm=algorithm, name="fleet")
+    clock = FakeClock(NOW)
+    ledgers, store = [Ledger(clock, nodes=lambda: nodes) for _ in range(nodes)], Store(clock)
+    for number in range(admitted):
+        clock.set_us(NOW + number * 6 * SECOND // admitted)
+        ledgers[number % nodes].note(Check((limit.by("ada"),), 1))
+    clock.set_us(NOW + 6 * SECOND)
+    for ledger in ledgers:
+        settled(ledger, store)
+    # Each node rounds what it owes to whole tokens.
+    assert abs(limit.capacity - store.used(limit.by("ada")) - left) <= max(1, nodes // 2)
+
+
+@given(
+    st.sampled_from(REFILLED),
+    st.integers(2, 8),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3 * SECOND)), max_size=20),
+)
+def test_nodes_with_equal_shares_of_the_traffic_owe_together_what_one_node_would(
+    algorithm: str, nodes: int, rounds: list[tuple[int, int]]
+) -> None:
+    limit = Limit(7, timedelta(seconds=1), burst=10_000, algorithm=algorithm, name="fleet")
+    clock = FakeClock(NOW)
+    alone, fleet = Ledger(clock), [Ledger(clock, nodes=lambda: nodes) for _ in range(nodes)]
+    for cost, wait_us in rounds:
+        alone.note(Check((limit.by("ada"),), cost * nodes))
+        for ledger in fleet:
+            ledger.note(Check((limit.by("ada"),), cost))
+        clock.set_us(clock.now_us() + wait_us)
+    owed = sum(tokens for _, tokens in alone.take())
+    assert abs(sum(tokens for ledger in fleet for _, tokens in ledger.take()) - owed) <= nodes / 2 + 1
+
+
+@pytest.mark.parametrize("algorithm", sorted({*RATES} - {*REFILLED}))
+def test_windows_and_logs_add_up_over_nodes_as_they_are(algorithm: str) -> None:
+    clock = FakeClock(NOW)
+    ledger, store = Ledger(clock, nodes=lambda: 5), Store(clock)
+    ledger.note(Check((limit_of(algorithm).by("ada"),), 4))
+    clock.set_us(NOW + 1)
+    settled(ledger, store)
+    assert store.used(limit_of(algorithm).by("ada")) == 4
+
+
+def test_requests_that_may_have_been_charged_are_reported_as_uncertain() -> None:
+    clock = FakeClock(NOW)
+    ledger, store = Ledger(clock), Store(clock)
+    keys = limit_of("gcra").by("ada"), limit_of("concurrency").by("ada")
+    assert ledger.is_empty
+    ledger.note_uncertain(Check(keys, (3, 1), "lease"))
+    assert (ledger.is_empty, ledger.debt) == (False, Debt(0, 0))
+    assert settled(ledger, store) == Settled(0, 0, 0, 3, 0)
+    assert ledger.is_empty
+    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0)
+
+
 # ------------------------------------------------------------------ settling
 
 

@@ -158,7 +158,7 @@ def test_what_passed_without_the_store_is_missed_if_it_is_never_charged() -> Non
     for counted, missing in ((17, 0), (15, 0), (14, 1), (5, 10)):
         found = judge(run_of(rows, counted=dict.fromkeys(MODES, counted)))
         assert (found.unsettled, found.uncertain) == (missing, 2)
-    lost = [Happening(0, "local", "settled", T0, "", uncertain=3), Happening(0, "open", "settled", T0, "", uncertain=1)]
+    lost = [Happening(0, "local", "settled", T0, "", uncertain=5), Happening(0, "open", "settled", T0, "", uncertain=1)]
     found = judge(run_of(rows, counted=dict.fromkeys(MODES, 5), happenings=lost))
     assert (found.unsettled, found.uncertain) == (7, 6)
 

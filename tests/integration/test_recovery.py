@@ -85,8 +85,8 @@ def test_what_was_allowed_without_the_store_is_charged_once_when_it_is_back(
     wait_until(lambda: "settled" in kinds(events), "the news of it")
     assert kinds(events)[0] == "store-lost"
     assert "store-back" in kinds(events)
-    (settled,) = [event for event in events if event.kind == "settled"][-1:]
-    assert settled.details["uncertain"] == 0
+    uncertain = sum(event.details["uncertain"] for event in events if event.kind == "settled")
+    assert used - (10 + counted + 30) <= uncertain <= 6
 
 
 def test_what_fails_closed_owes_nothing(open_gate: Callable[..., Gate], server: RedisServer, unique: str) -> None:

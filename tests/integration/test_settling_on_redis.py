@@ -26,6 +26,7 @@ from servers import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from headgate.events import Event
     from headgate.failure import FailureMode
     from servers import RedisServer
 
@@ -152,6 +153,34 @@ def test_a_charge_whose_answer_is_lost_is_not_made_twice(server: RedisServer, un
         assert node.settle() == Settled(0, 0, 0, 0, 0)
         node.limiter.close()
         assert witness.peek(key).remaining == 13
+
+
+@pytest.mark.parametrize("budget", [0.005, 0.05])
+def test_all_that_was_let_in_is_reported_as_charged_or_uncertain(
+    server: RedisServer, unique: str, budget: float
+) -> None:
+    key = Limit(10_000, LONG, algorithm="fixed_window", name=unique).by("ada")
+    settled_events: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if event.kind == "settled":
+            settled_events.append(event)
+
+    def told(*what: str) -> int:
+        return sum(event.details[each] for event in settled_events for each in what)
+
+    with Limiter(server.url, on_failure="open", budget=budget, on_event=listen) as limiter:
+        limiter.check(key)
+        with paused(server):
+            decisions = [limiter.check(key) for _ in range(300)]
+        admitted = sum(decision.degraded is not None for decision in decisions)
+        wait_until(lambda: told("charged", "uncertain") >= admitted, "all of it to be settled")
+        assert told("charged", "uncertain") == admitted
+        assert told("uncertain") > 0
+        assert told("forgiven") == 0
+    with Limiter(server.url) as other:
+        used = key.limit.capacity - other.peek(key).remaining
+    assert 301 - told("uncertain") <= used <= 301
 
 
 @every_algorithm

@@ -71,7 +71,7 @@ class Front:
         self.purses = Purses(nodes=lambda: fleet.nodes)
         self.blocks = Blocks()
         """Who is blocked, as far as this process has heard."""
-        self.ledger = Ledger(clock)
+        self.ledger = Ledger(clock, nodes=lambda: fleet.nodes)
         self.outage = Outage(herald)
         self.script_errors = 0
         """Answers that were errors of a script: a bug, or a foreign value, but no outage."""
@@ -213,8 +213,11 @@ class Front:
         """What was agreed on for then. What it admits is charged later: unless it may have been already, or never can
         be, as a script's error is no outage."""
         decision = fallback.decide(call, error)
-        if decision.allowed and not error.may_have_happened and not isinstance(error, ScriptError):
-            self.ledger.note(call)
+        if decision.allowed and not isinstance(error, ScriptError):
+            if error.may_have_happened:
+                self.ledger.note_uncertain(call)
+            else:
+                self.ledger.note(call)
         return decision
 
     def _refused(self, call: Check, fallback: Fallback | None) -> Decision | None:
@@ -234,9 +237,12 @@ class Front:
 
     def keep(self, call: Check | Refund, error: StoreError) -> None:
         """The cost of a request could not be settled: it is when the store is back, if that is certain to be once."""
-        if error.may_have_happened or isinstance(error, ScriptError):
+        if isinstance(error, ScriptError):
             return
-        if not isinstance(call, Refund):
+        if error.may_have_happened:
+            if not isinstance(call, Refund):
+                self.ledger.note_uncertain(call)
+        elif not isinstance(call, Refund):
             self.ledger.note(call)
         elif call.at_us:
             self.ledger.note_refund(call)

@@ -199,7 +199,7 @@ class Keeper:
     def _at_hand(self) -> int:
         """What there is to do, a bit for each kind of it."""
         front = self._front
-        returning, owing = bool(front.purses.has_refunds or front.unspent), bool(front.ledger.debt.keys)
+        returning, owing = bool(front.purses.has_refunds or front.unspent), not front.ledger.is_empty
         return LOOKING * bool(self._probes) | RETURNING * returning | OWING * owing
 
     def _work(self) -> float | None:
@@ -216,7 +216,7 @@ class Keeper:
         if self._next_return <= now and (self._front.purses.has_refunds or self._front.unspent):
             self._next_return = now + RETURNS
             self._return_unspent()
-        if self._next_settling <= now and self._front.ledger.debt.keys:
+        if self._next_settling <= now and not self._front.ledger.is_empty:
             self._next_settling = now + SETTLES
             if not self._probes and self._front.outage.is_calm(CALM):
                 self._settle()
@@ -332,7 +332,7 @@ class Keeper:
 
     def _settle(self) -> None:
         """Charge what was admitted without the store."""
-        if not self._front.ledger.debt.keys:
+        if self._front.ledger.is_empty:
             return
         told = settle(self._front.ledger, self._companion.run_all, most_seconds=SETTLING, now=time.monotonic)
         for index, number in enumerate(told[:4]):

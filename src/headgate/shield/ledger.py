@@ -4,6 +4,9 @@ A debt follows the rule of its own limit: each request is charged here as the st
 counter owes is what it would lack now. So buckets pay back by themselves, a window that is over owes nothing, and no
 counter owes more than its capacity: nobody is locked out for longer than the limit itself could have done it.
 
+A bucket refills once for the whole fleet. So each of n nodes deducts an n-th of the refill from its debts, as each
+grants an n-th of a limit in mode `local`.
+
 Each charge is sent at most once. Of one whose fate is unknown, nobody is charged twice; it is counted as uncertain.
 
 What could not be given back is kept, too. It has an id, so that it can be sent until there is an answer.
@@ -64,7 +67,7 @@ class Settled(NamedTuple):
     forgiven: int
     """Admitted beyond what the limits hold, here or in the store: charged to nobody."""
     uncertain: int
-    """Sent, but not answered: charged or not, it is not sent again."""
+    """Sent, but not answered: charged or not, it is not sent again. Requests as well as charges of the ledger's own."""
     left: int
     """Back in the ledger, as it could not be sent."""
     returned: int = 0
@@ -75,12 +78,15 @@ class Ledger:
     """What counters owe the store; `most` bounds how many there are.
 
     Without a clock of a test's own it goes by the machine's, and not by a monotonic one: windows begin where the
-    store's do.
+    store's do. `nodes` returns how many processes share the limits.
     """
 
-    def __init__(self, clock: Clock | None = None, *, most: int = 100_000) -> None:
+    def __init__(
+        self, clock: Clock | None = None, *, most: int = 100_000, nodes: Callable[[], int] = lambda: 1
+    ) -> None:
         self._now_us: Callable[[], int] = (clock or SystemClock()).now_us
         self._most = most
+        self._nodes = nodes
         self.renew_after_fork()
         renew_in_children(self)
 
@@ -90,7 +96,7 @@ class Ledger:
         self._accounts: OrderedDict[tuple[str, str], _Account] = OrderedDict()
         self._taken: OrderedDict[tuple[str, str], _Account] = OrderedDict()
         """What was taken last, until it is known what became of it."""
-        self._tokens = self._forgiven = 0
+        self._tokens = self._forgiven = self._uncertain = 0
         self._refunds: OrderedDict[tuple[str, str, int], Refund] = OrderedDict()
         """Those that were never sent, and can still grow."""
         self._sent: deque[Refund] = deque(maxlen=self._most)
@@ -99,6 +105,11 @@ class Ledger:
     @property
     def debt(self) -> Debt:
         return Debt(len(self._accounts) + self.refunds, self._tokens)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to settle and nothing to report."""
+        return not (self._accounts or self._refunds or self._sent or self._uncertain)
 
     @property
     def counters(self) -> int:
@@ -160,6 +171,20 @@ class Ledger:
             if cost and key[0].algorithm != "concurrency":
                 self._charge(key, cost)
 
+    def note_uncertain(self, call: Check) -> None:
+        """This was admitted without the store, but may have been charged there: it is reported, and not charged."""
+        tokens = sum(
+            [cost for key, cost in zip(call.keys, call.costs, strict=True) if key.limit.algorithm != "concurrency"]
+        )
+        with self._lock:
+            self._uncertain += tokens
+
+    def take_uncertain(self) -> int:
+        """Tokens noted as uncertain since the last call."""
+        with self._lock:
+            uncertain, self._uncertain = self._uncertain, 0
+        return uncertain
+
     def take(self, most: int | None = None) -> list[tuple[Key, int]]:
         """What each counter owes now, or each of so many that have waited the longest; they are in the ledger no more.
 
@@ -196,7 +221,7 @@ class Ledger:
             if account is None:
                 if len(self._accounts) >= self._most:
                     self._make_room(now_us)
-                account = self._accounts[name] = _Account(key)
+                account = self._accounts[name] = _Account(key, now_us, max(1, self._nodes()))
             before = account.owed
             self._forgiven += account.charge(key, cost, now_us)
             self._tokens += account.owed - before
@@ -231,10 +256,11 @@ class Ledger:
 class _Account:
     """One counter: what the store would know of it, had it been asked."""
 
-    __slots__ = ("key", "owed", "state")
+    __slots__ = ("began_us", "key", "nodes", "owed", "state")
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Key, began_us: int, nodes: int) -> None:
         self.key = key
+        self.began_us, self.nodes = began_us, nodes
         self.state: Any = None
         self.owed = 0
         """When it was last charged."""
@@ -242,6 +268,7 @@ class _Account:
     def charge(self, key: Key, cost: int, now_us: int) -> int:
         """Charge so much of it as the limit holds; what is forgiven."""
         limit, algorithm, state = key.limit, ALGORITHMS[key.limit.algorithm], self.state
+        now_us = self._slowed(now_us)
         if state is not None and self.key.limit is not limit:
             state = algorithm.adopt(state, now_us, self.key.limit, limit)
         charged = cost
@@ -253,11 +280,25 @@ class _Account:
         return cost - charged
 
     def owes_at(self, now_us: int) -> int:
-        """A part of a token counts as a whole one, as it does for the limit: it does not let a request pass."""
-        return self.key.limit.capacity - self.verdict_at(now_us)[0]
+        """The charge to settle the debt now, in whole tokens.
+
+        A part of a token counts as a whole one, as it does for the limit: it does not let a request pass. Of several
+        nodes each rounds to the nearest, so that the parts do not add up.
+        """
+        limit = self.key.limit
+        if self.nodes > 1 and limit.algorithm in _REFILLED:
+            now_us += self.nodes * limit.ticks // (2 * limit.tokens)
+        return limit.capacity - self.verdict_at(now_us)[0]
 
     def verdict_at(self, now_us: int) -> Verdict:
-        return ALGORITHMS[self.key.limit.algorithm].decide(self.state, now_us, 0, self.key.limit)[1]
+        return ALGORITHMS[self.key.limit.algorithm].decide(self.state, self._slowed(now_us), 0, self.key.limit)[1]
+
+    def _slowed(self, now_us: int) -> int:
+        """The instant at which the whole refill would be what this node's share of it is now. Windows and logs add up
+        over the nodes by themselves."""
+        if self.nodes == 1 or self.key.limit.algorithm not in _REFILLED:
+            return now_us
+        return self.began_us + (now_us - self.began_us) // self.nodes
 
 
 def _worth(refund: Refund, now_us: int) -> int:
@@ -284,8 +325,8 @@ def settle(
     end = now() + most_seconds
     returned, is_answered = _give_back(ledger, run_all, lambda: now() < end)
     untaken = ledger.counters
-    keys = charged = uncertain = left = 0
-    forgiven = ledger.take_forgiven()
+    keys = charged = left = 0
+    forgiven, uncertain = ledger.take_forgiven(), ledger.take_uncertain()
     while untaken > 0 and is_answered and now() < end:
         waiting = deque([(key, owed, 1) for key, owed in ledger.take(min(BATCH, untaken))])
         untaken -= BATCH
