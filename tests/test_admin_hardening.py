@@ -279,6 +279,16 @@ def test_a_path_of_thousands_of_digits_is_no_number(place: Place) -> None:
         assert (refused.status_code, refused.json()["type"]) == (414, "too-long")
 
 
+def test_invalid_requests_write_nothing_to_the_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(AdminServer(place.desk, place.tokens, port=0, pages=False))
+        for sent in (b"\x16\x03\x01 no HTTP\r\n\r\n", b"GET /health HTTP/1.1\r\nHost\r\n\r\n"):
+            made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+            made.sendall(sent)
+            assert made.recv(65536).startswith(b"HTTP/1.1 400")
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
+
+
 def test_no_request_hides_in_the_body_of_another(place: Place) -> None:
     inner = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     head = b"POST /health HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"

@@ -31,6 +31,10 @@ __all__ = ["AdminServer"]
 
 logger = logging.getLogger("headgate")
 
+errors_only = logging.getLogger("uvicorn.error.headgate")
+"""Without the warnings that any client can cause with an invalid request, as often as it likes."""
+errors_only.setLevel(logging.ERROR)
+
 STARTS_WITHIN: Final = 10.0
 STOPS_WITHIN: Final = 5.0
 """Seconds; then requests that are at work are left alone."""
@@ -175,6 +179,10 @@ class _Connection(H11Protocol):
 
     open_connections: _Connections
     _ends: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.logger = errors_only
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as there
         super().connection_made(transport)
