@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter
+from servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -146,6 +147,35 @@ def test_a_limiter_that_was_used_before_the_fork_is_used_after_it(remote_url: st
         counts = in_children(4, lambda _: passed([limiter.check(key) for _ in range(250)]))
         assert sum(counts) == 99
         assert limiter.peek(key).remaining == 0
+
+
+@forking
+def test_the_first_answer_in_a_child_is_the_stores(remote_url: str, unique: str) -> None:
+    """Though a connection takes longer than the budget of a check: the limiter was connected before the fork."""
+    key = key_of(unique)
+    with Limiter(remote_url, on_failure="closed", budget=0.005) as limiter:
+        wait_until(lambda: limiter.check(key, cost=0).degraded is None, "a connection")
+        told = in_children(8, lambda _: limiter.check(key).degraded is None)
+    assert told == [True] * 8
+
+
+@forking
+def test_the_first_answer_in_a_child_with_an_event_loop_is_the_stores(remote_url: str, unique: str) -> None:
+    key, limiter = key_of(unique), AsyncLimiter(remote_url, on_failure="closed", budget=0.005)
+
+    async def become_exact() -> None:
+        async with asyncio.timeout(20):
+            while (await limiter.check(key, cost=0)).degraded is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await limiter.close()
+
+    async def ask() -> bool:
+        decision = await limiter.check(key)
+        await limiter.close()
+        return decision.degraded is None
+
+    asyncio.run(become_exact())
+    assert in_children(8, lambda _: asyncio.run(ask())) == [True] * 8
 
 
 @forking

@@ -165,6 +165,54 @@ def test_a_changed_policy_holds_without_a_restart_and_a_bad_one_changes_nothing(
         assert told() == {"900"}
 
 
+PRELOADED = """\
+import os
+from flask import Flask
+from headgate.adapters.flask import Headgate
+
+app = Flask(__name__)
+Headgate(app, "policy.yaml", os.environ["STORE"])  # with the budget of 5 ms
+
+@app.get("/health")
+def health():
+    return "up"
+
+@app.get("/")
+def index():
+    return "in"
+
+inner = app.wsgi_app
+
+def with_pid(environ, start_response):
+    def start(status, headers, *exc_info):
+        return start_response(status, [*headers, ("X-Pid", str(os.getpid()))], *exc_info)
+    return inner(environ, start)
+
+app.wsgi_app = with_pid
+"""
+
+
+@pytest.mark.parametrize("kind", ["sync", "gthread --threads 4"])
+def test_the_first_request_of_a_preloaded_worker_is_answered_by_the_store(
+    tmp_path: Path, redis7: RedisServer, allow: Callable[[int], None], kind: str
+) -> None:
+    """A forked worker has no connection yet, and needs longer to open one than the budget of a check."""
+    (tmp_path / "app.py").write_text(PRELOADED)
+    allow(1_000_000)
+    command = f"-m gunicorn app:app -b 127.0.0.1:{{port}} -w {WORKERS} --preload -k {kind}"
+    for _ in range(2):
+        first: dict[str, int] = {}
+
+        def ask(server: WebServer, first: dict[str, int] = first) -> bool:
+            for reply in server.burst(16, clients=8):
+                first.setdefault(reply.headers["x-pid"], reply.status)
+            return len(first) == WORKERS
+
+        with WebServer(*command.split(), directory=tmp_path, environment={"STORE": redis7.url}) as server:
+            wait_until(lambda server=server: ask(server), f"{WORKERS} workers to answer")  # type: ignore[misc]
+        assert list(first.values()) == [200] * WORKERS
+
+
 def test_a_bad_policy_keeps_a_server_from_starting(serve: Callable[[str], WebServer], tmp_path: Path) -> None:
     server = serve("uvicorn-alone")
     (tmp_path / "policy.yaml").write_text("limits: [{by: global, bukcet: 7/day}]")

@@ -332,8 +332,9 @@ class RedisStore(SharedStore):
                 has_failed = True
                 self._drop(turn, line)
                 self._fail(node, its, error)
-        # Whoever could not be reached has used the time of the others, too.
-        end = max(end, time.monotonic() + min(LEAST_TIME_S, self.budget))
+        # Whoever could not be reached has used the time of the others, too; a new process has used it to connect.
+        now = time.monotonic()
+        end = max(end, now + (self.budget if self._is_patient(now) else min(LEAST_TIME_S, self.budget)))
         for node, line, its in sent:
             try:
                 line.hurry(end)
@@ -373,6 +374,10 @@ class RedisStore(SharedStore):
             if line.is_usable():
                 return line
             line.close()  # it was closed again before anybody needed it
+
+    def _is_patient(self, now: float) -> bool:
+        """Whether this is a forked process that has just begun to connect."""
+        return self._patient_until is not None and now < self._patient_until
 
     def _connect(self, node: Node | None, end: float) -> Any:
         """A connection that no other thread has."""
