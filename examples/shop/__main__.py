@@ -64,7 +64,8 @@ def _serve(options: argparse.Namespace, closing: ExitStack) -> int:
     if options.traffic:
         office.welcome_the_crowd()
         closing.callback(_end, _send_crowd(port))
-    office.open(_counters(options), store=options.store, host=HOST, port=_free_port(port + 1))
+    admin = office.open(_counters(options), store=options.store, host=HOST, port=_free_port(port + 1))
+    os.environ["SHOP_ADMIN"] = admin
     closing.callback(file.stop)
     file.start()
     guide = Guide(HOST, port, office.link, options)

@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 from secrets import compare_digest
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, FastAPI, HTTPException
-from fastapi.responses import StreamingResponse
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse, StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 
 from examples.shop.gate import gate, log
+from examples.shop.welcome import welcome
 from headgate.adapters import current_admission
 from headgate.adapters.asgi import HeadgateMiddleware
 
@@ -32,6 +33,12 @@ async def lifespan(_: FastAPI) -> AsyncIterator[None]:
 app = FastAPI(title="Shop", lifespan=lifespan)
 
 app.add_middleware(HeadgateMiddleware, gate=gate)
+
+
+@app.get("/", response_class=HTMLResponse)
+async def index(request: Request) -> str:
+    host, port = request.scope["server"]
+    return welcome(f"http://{host}:{port}")
 
 
 @app.get("/health")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from base64 import b64decode
 from contextlib import suppress
@@ -34,8 +33,6 @@ def _opened(store: str, config: str | None) -> AsyncGate:
         from headgate.control.feed import ConfigFeed
 
         policy = ConfigFeed(config)
-        # The shop tells of each version once, and not once for each worker.
-        logging.getLogger("headgate").addFilter(lambda record: not str(record.msg).endswith("is in force"))
     return AsyncGate(policy, store, identities={"user": login_name}, on_decision=show)
 
 

@@ -214,7 +214,7 @@ def test_the_policy_can_be_edited_while_it_runs(shop: Shop) -> None:
     wait_until(lambda: "holds: changed policy document policy.yaml" in shop.log, "the shop to tell of it")
     shop.policy.write_text(text.replace("bucket: 60/minute", "bukcet: 60/minute"))
     wait_until(lambda: "did you mean 'bucket'?" in shop.log, "the shop to refuse it")
-    assert f"{shop.policy}:23:5: unknown field 'bukcet'" in shop.log
+    assert f"{shop.policy}:24:5: unknown field 'bukcet'" in shop.log
     assert allowed_at_once() == "30"
     assert "Traceback" not in shop.log
 
@@ -463,3 +463,18 @@ def test_made_up_keys_are_counted_by_their_address(client: TestClient, limits: I
 def test_health_is_never_counted(client: TestClient, limits: IsolatedLimits) -> None:
     assert {client.get("/health").status_code for _ in range(100)} == {200}
     assert limits.decisions == []
+
+
+def test_the_address_that_is_printed_opens_a_page_that_explains_the_shop(
+    client: TestClient, limits: IsolatedLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = client.get("/")
+    monkeypatch.setenv("SHOP_ADMIN", "http://127.0.0.1:8001")
+    page = client.get("/")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert '<a class="button" href="http://127.0.0.1:8001">' in page.text
+    assert "Admin pages" not in without.text
+    for step in tour.STEPS:
+        assert step.title.replace("'", "&#x27;") in page.text
+        assert f"/{step.asks[0].path.split('?')[0].strip('/')}" in page.text
+    assert limits.decisions == [], "it costs nothing"
