@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dis
 import gc
+import itertools
 import logging
 import signal
 import subprocess
@@ -15,8 +16,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from headgate import Limit, Limiter
+from headgate import Key, Limit, Limiter
 from headgate.stores.calls import Refund
 from headgate.stores.memory import MemoryStore
 from headgate.testing import FakeClock
@@ -66,11 +69,11 @@ def test_the_bound_is_on_all_limits_together(open_limiter: Callable[[int], Limit
 
 
 def test_the_smallest_store_holds_one_key(open_limiter: Callable[[int], Limiter]) -> None:
-    limiter, limit = open_limiter(1), Limit(1, HOUR)
+    limiter, limit = open_limiter(1), Limit(2, HOUR)
     for number in range(10):
-        assert limiter.check(limit.by(number)).allowed
-        assert not limiter.check(limit.by(number)).allowed
+        assert limiter.check(limit.by(number)).remaining == 1
         assert limiter.stats.keys == 1
+    assert [limiter.check(limit.by(9)).allowed for _ in range(2)] == [True, False]
 
 
 def test_the_bound_holds_after_many_resets(open_limiter: Callable[[int], Limiter]) -> None:
@@ -172,30 +175,130 @@ def test_what_is_as_new_goes_before_any_debt(
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_least_debt_goes_before_the_greatest(open_limiter: Callable[[int], Limiter], algorithm: str) -> None:
     limiter = open_limiter(100)
-    great = [Limit(1, HOUR, algorithm=algorithm, name="great").by(number) for number in range(50)]
+    great = [Limit(4, HOUR, algorithm=algorithm, name="great").by(number) for number in range(50)]
     for number, debtor in enumerate(great):
-        limiter.check(debtor)
-        limiter.check(Limit(1, MINUTE, algorithm=algorithm, name="small").by(number))
+        limiter.check(debtor, cost=3)
+        limiter.check(Limit(4, MINUTE, algorithm=algorithm, name="small").by(number))
     for number in range(40):
-        limiter.check(Limit(1, HOUR, algorithm=algorithm, name="new").by(number))
-    assert [limiter.check(debtor).allowed for debtor in great] == [False] * 50
+        limiter.check(Limit(4, HOUR, algorithm=algorithm, name="new").by(number), cost=3)
+    assert {limiter.peek(debtor).remaining for debtor in great} == {1}
     assert (limiter.stats.evicted, limiter.stats.forgiven) == (40, 40)
 
 
-@pytest.mark.parametrize("algorithm", ["gcra", "leaky_bucket", "token_bucket"])
-def test_a_flood_of_strangers_does_not_free_who_is_blocked(
-    open_limiter: Callable[[int], Limiter], clock: FakeClock, algorithm: str
+# A flood of new keys: pitfall P12
+
+
+@pytest.mark.parametrize("seconds", [0, 2, 40])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_flood_of_new_keys_frees_no_client_that_is_blocked(
+    open_limiter: Callable[[int], Limiter], clock: FakeClock, algorithm: str, seconds: float
 ) -> None:
-    """Whoever used up a limit owes more than those who have just come: pitfall P12."""
-    limiter, limit = open_limiter(100), Limit(100, HOUR, algorithm=algorithm)
-    clock.advance(1)
-    for number in range(50):
-        limiter.check(limit.by("early", number))
-    clock.advance(1)
-    limiter.check(limit.by("blocked"), cost=100)
-    for number in range(2_000):
-        limiter.check(limit.by("stranger", number))
-    assert not limiter.check(limit.by("blocked")).allowed
+    limiter, limit = open_limiter(1_000), Limit(10, MINUTE, burst=None, algorithm=algorithm)
+    flood = Limit(10, HOUR, algorithm=algorithm, name="flood")
+    blocked = [limit.by("blocked", number) for number in range(20)]
+    for key in blocked:
+        limiter.check(key, cost=10)
+    clock.advance(seconds)
+    still = [key for key in blocked if limiter.peek(key).remaining == 0]
+    assert len(still) == (0 if seconds == 40 and algorithm in ("gcra", "leaky_bucket", "token_bucket") else 20)
+    for number in range(1_000):
+        assert limiter.check(limit.by(number)).allowed
+        assert limiter.check(flood.by(number)).allowed
+        assert limiter.stats.keys <= 1_000
+    assert [key for key in still if limiter.check(key).allowed] == []
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_all_keys_but_one_may_be_blocked(open_limiter: Callable[[int], Limiter], algorithm: str) -> None:
+    limiter, limit = open_limiter(1_000), Limit(2, MINUTE, algorithm=algorithm)
+    blocked = [limit.by(number) for number in range(999)]
+    for key in blocked:
+        limiter.check(key, cost=2)
+    for number in range(100):
+        assert limiter.check(limit.by("new", number)).allowed
+    assert [key for key in blocked if limiter.check(key).allowed] == []
+    assert limiter.stats == (1_000, 99, 99)
+
+
+CLIENT_EVENTS = st.tuples(
+    st.integers(0, 3), st.sampled_from(["drain", "flood"]), st.sampled_from([0, 0, 0.3, 1, 7, 61])
+)
+
+
+@given(st.sampled_from(ALGORITHMS), st.lists(CLIENT_EVENTS, max_size=30))
+def test_no_client_is_let_in_before_the_time_that_its_denial_gave(
+    algorithm: str, events: list[tuple[int, str, float]]
+) -> None:
+    """Whatever else is evicted, while there are fewer clients that use up their limit than keys."""
+    clock = FakeClock(START_US)
+    limiter, limit = Limiter(clock=clock, max_keys=5), Limit(6, timedelta(seconds=10), algorithm=algorithm)
+    denied_until_us: dict[Key, int] = {}
+    strangers = itertools.count()
+    for client, event, pause in events:
+        clock.advance(pause)
+        key = limit.by(client)
+        if event == "flood":
+            for _ in range(20):
+                limiter.check(limit.by("stranger", next(strangers)))
+        if event == "drain":
+            limiter.check(key, cost=max(1, limiter.peek(key).remaining))
+            denied_until_us[key] = clock.now_us() + limiter.check(key).retry_after_us
+        for blocked, until_us in denied_until_us.items():
+            assert clock.now_us() >= until_us or not limiter.check(blocked).allowed
+        assert limiter.stats.keys <= 5
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_if_all_keys_are_blocked_new_clients_share_one_counter(
+    open_limiter: Callable[[int], Limiter], clock: FakeClock, caplog: pytest.LogCaptureFixture, algorithm: str
+) -> None:
+    limiter, limit = open_limiter(10), Limit(3, MINUTE, algorithm=algorithm)
+    blocked = [limit.by("blocked", number) for number in range(10)]
+    for key in blocked:
+        limiter.check(key, cost=3)
+    assert [limiter.check(limit.by("new", number)).allowed for number in range(5)] == [True] * 3 + [False] * 2
+    assert [key for key in blocked if limiter.check(key).allowed] == []
+    assert limiter.stats == (10, 0, 0)
+    assert caplog.messages == [
+        "memory store is full (10 keys), and all keys belong to blocked clients: "
+        f"{count} requests of other clients were counted together; raise max_keys"
+        for count in (1, 2)
+    ]
+    clock.advance(120)  # all of them are as new
+    for number in range(5):
+        assert limiter.check(limit.by("new", number), cost=2).allowed
+    assert limiter.stats.keys <= 10
+    assert limiter.stats.forgiven == 0
+
+
+def test_a_lease_in_a_shared_counter_can_be_renewed_and_left(
+    open_limiter: Callable[[int], Limiter], clock: FakeClock
+) -> None:
+    limiter, limit = open_limiter(1), Limit(1, MINUTE, algorithm="concurrency")
+    limiter.enter(limit.by("ada"), id="a")
+    assert limiter.enter(limit.by("bob"), id="b").allowed
+    assert not limiter.enter(limit.by("eve"), id="e").allowed
+    clock.advance(59)
+    assert limiter.renew(limit.by("bob"), id="b")
+    assert limiter.renew(limit.by("ada"), id="a")
+    clock.advance(59)
+    assert limiter.leave(limit.by("bob"), id="b")
+    assert not limiter.leave(limit.by("bob"), id="b")
+    assert limiter.enter(limit.by("eve"), id="e").allowed
+
+
+def test_a_shared_counter_is_dropped_when_it_is_as_new(
+    open_limiter: Callable[[int], Limiter], clock: FakeClock
+) -> None:
+    limiter, limit = open_limiter(2), Limit(1, SECOND)
+    for number in range(3):
+        assert limiter.check(limit.by(number)).allowed
+    (space,) = limiter._store._spaces.values()
+    assert len(space.states) == 3
+    for number in range(10):
+        clock.advance(120)
+        assert limiter.check(limit.by(number)).allowed
+    assert len(space.states) == limiter.stats.keys <= 2
 
 
 def test_who_was_charged_since_is_judged_by_what_they_owe_now(
@@ -235,7 +338,7 @@ def test_a_forgiven_debt_is_counted_and_said_aloud(
             limiter.check(limit.by(number))
     assert limiter.stats == (10, 20, 20)
     assert caplog.messages == [
-        f"memory store is full at 10 keys: {forgiven} clients were forgotten while they still owed; raise max_keys"
+        f"memory store is full (10 keys): {forgiven} keys were evicted while in use; raise max_keys"
         for forgiven in (1, 2, 4, 8, 16)
     ]
 

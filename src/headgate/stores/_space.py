@@ -1,10 +1,10 @@
-"""The counters of one limit in the memory store, and the order in which they may be forgotten."""
+"""The counters of one limit in the memory store, and the order in which they may be evicted."""
 
 from __future__ import annotations
 
 import sys
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._compiled import compiled
 from headgate.algorithms import ALGORITHMS
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.limits import Limit
 
-__all__ = ["SECOND_BITS", "Space"]
+__all__ = ["SECOND_BITS", "Debt", "Space"]
 
 _meter = compiled("headgate.stores._meter")
 
@@ -22,12 +22,53 @@ SECOND_BITS: Final = 20
 """A bucket of the schedule is 2**20 microseconds wide."""
 
 
+class Debt(NamedTuple):
+    """The part of a counter that is used, for ranking counters by the cost of evicting them."""
+
+    used: float
+    """As a fraction of the capacity: 0 for a counter that is as new, 1 for one that denies a cost of 1."""
+    owed_us: int
+    """The time until the counter is as new."""
+    blocked_us: int
+    """The time for which it still denies a cost of 1; 0 if it does not."""
+
+
+class _Schedule:
+    """Identities by the second in which they are due."""
+
+    __slots__ = ("_buckets", "_seconds")
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, list[str]] = {}
+        self._seconds: list[int] = []
+        """The buckets' seconds, as a heap."""
+
+    def add(self, identity: str, at_us: int) -> None:
+        second = at_us >> SECOND_BITS
+        bucket = self._buckets.get(second)
+        if bucket is None:
+            bucket = self._buckets[second] = []
+            heappush(self._seconds, second)
+        bucket.append(identity)
+
+    def pop(self, before: int) -> str | None:
+        """Remove and return an identity that is due before that second."""
+        while self._seconds and self._seconds[0] < before:
+            bucket = self._buckets[self._seconds[0]]
+            if bucket:
+                return bucket.pop()
+            del self._buckets[heappop(self._seconds)]
+        return None
+
+    def next_second(self) -> int:
+        return self._seconds[0] if self._seconds else sys.maxsize
+
+
 class Space:
     """The counters of one limit name and algorithm."""
 
     __slots__ = (
-        "adopt", "buckets", "decide", "due", "limit", "meter", "only", "refund", "states", "was_reset",
-        "writers",
+        "_blocked", "_due", "adopt", "decide", "limit", "meter", "only", "refund", "states", "was_reset", "writers",
     )  # fmt: skip
 
     def __init__(self, limit: Limit) -> None:
@@ -43,11 +84,12 @@ class Space:
         """The same for the compiled `charge`: the limit, with its states. None while there are others, too."""
         self.states: dict[str, Any] = {}
         self.writers: dict[str, LimitNumbers] = {}
-        self.buckets: dict[int, list[str]] = {}
+        self._due = _Schedule()
+        """Keys by when they are as new, as far as is known."""
+        self._blocked = _Schedule()
+        """Keys that were found blocked, by when they no longer are. Until then they are not candidates for eviction."""
         self.was_reset: set[str] = set()
-        """Keys that are gone, but still stand in a bucket: if they come back, they have their place already."""
-        self.due: list[int] = []
-        """The buckets' seconds, as a heap."""
+        """Keys that are gone, but are still in a schedule: if they come back, they have their place already."""
         self.obey(limit)
 
     def obey(self, limit: Limit) -> None:
@@ -85,33 +127,43 @@ class Space:
             self.schedule(identity, at_us)
 
     def schedule(self, identity: str, at_us: int) -> None:
-        second = at_us >> SECOND_BITS
-        bucket = self.buckets.get(second)
-        if bucket is None:
-            bucket = self.buckets[second] = []
-            heappush(self.due, second)
-        bucket.append(identity)
+        """Look at a key again when it is as new."""
+        self._due.add(identity, at_us)
+
+    def hold_back(self, identity: str, until_us: int) -> None:
+        """Look at a key again when it is no longer blocked."""
+        self._blocked.add(identity, until_us)
+
+    def release(self, now_us: int, most: int) -> None:
+        """Make candidates for eviction of some keys whose block is over, or nearly so."""
+        for _ in range(most):
+            identity = self._take(self._blocked, (now_us >> SECOND_BITS) + 1)
+            if identity is None:
+                return
+            self._due.add(identity, now_us)
 
     def take_due(self, before: int) -> str | None:
         """A key that was due before that second, and is now scheduled no more."""
-        while self.due and self.due[0] < before:
-            bucket = self.buckets[self.due[0]]
-            while bucket:
-                identity = bucket.pop()
-                if identity in self.states:
-                    return identity
-                self.was_reset.discard(identity)
-            del self.buckets[heappop(self.due)]
-        return None
+        return self._take(self._due, before)
 
     def next_due(self) -> int:
         """The second in which the next key may be as new."""
-        return self.due[0] if self.due else sys.maxsize
+        return self._due.next_second()
 
-    def reset_us(self, identity: str, now_us: int) -> int:
-        """How long until the key is as new."""
-        verdict: Verdict = self.decide(self.states[identity], now_us, 0, self.writers.get(identity, self.limit))[1]
-        return verdict[2]
+    def debt(self, identity: str, now_us: int) -> Debt:
+        state, limit = self.states.get(identity), self.writers.get(identity, self.limit)
+        verdict: Verdict = self.decide(state, now_us, 0, limit)[1]
+        remaining, _, owed_us, _ = verdict
+        if remaining or not owed_us:
+            return Debt(1 - remaining / limit.capacity if owed_us else 0, owed_us, 0)
+        return Debt(1, owed_us, self.decide(state, now_us, 1, limit)[1][1])
+
+    def _take(self, schedule: _Schedule, before: int) -> str | None:
+        while (identity := schedule.pop(before)) is not None:
+            if identity in self.states:
+                return identity
+            self.was_reset.discard(identity)
+        return None
 
 
 def _numbers(limit: LimitNumbers) -> tuple[int, int, int]:

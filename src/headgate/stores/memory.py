@@ -9,9 +9,12 @@ Python runs. Everything that touches several keys (several limits, a new key, a 
 The lock lets its own thread in again: a finalizer, which the collector may run wherever something is made, or the
 handler of a signal may leave a lease, or ask. `_turn` tells whoever it came between, who then decides anew.
 
-Memory. Each key is remembered in a bucket of the second in which it is due to be as new. Inserting a key looks at a few
-that are due: what is as new is forgotten, what was charged since moves on. At `max_keys`, what is nearest to being
-as new goes first; if that still owes something, the forgiven debt is counted and logged.
+Memory. Each key is scheduled for the second in which it is due to be as new. Inserting a key looks at a few that are
+due: those that are as new are dropped, those that were charged since are rescheduled. At `max_keys` a key has to be
+evicted for each new one: of a few that are due first, the one of which the least is used, relative to its capacity. If
+that is not as new, the forgiven debt is counted and logged. A key that denies a cost of 1 is never evicted, as that
+would free a client that is blocked. If all keys are such, there is no room: clients without a key then share one
+counter for each limit, until a key can be evicted again.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import logging
 import sys
 import threading
 from collections import OrderedDict
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._compiled import compiled
@@ -29,11 +31,11 @@ from headgate.algorithms import concurrency
 from headgate.clock import in_ns
 from headgate.decisions import Decision
 from headgate.keys import Key
-from headgate.stores._space import SECOND_BITS, Space
+from headgate.stores._space import SECOND_BITS, Debt, Space
 from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, checked, refund_memory_us
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from headgate.algorithms import Verdict
     from headgate.clock import Clock
@@ -46,8 +48,13 @@ logger = logging.getLogger("headgate")
 
 _MARGIN_US: Final = 60 * 1_000_000
 """What is as new is kept for a minute more while there is room: a clock that steps back finds it again."""
-_PROBES: Final = 16
-"""How many keys an insertion looks at, at most, to find the one to forget."""
+_CANDIDATES: Final = 16
+"""Keys among which the one to be evicted is chosen."""
+_MAX_PROBES: Final = 2048
+"""Keys to look at, at most, to find these. Those that are blocked are set aside, so that they are looked at once."""
+_SHARED_IDENTITY: Final = "%shared"
+"""The counter of all clients for whom there is no room. No identity of a client can become this: a percent sign is
+always escaped."""
 
 NOTHING: Final[Any] = object()
 """Where no key is given."""
@@ -69,7 +76,7 @@ class MemoryStore:
 
     __slots__ = (
         *("__weakref__", "_busy", "_evicted", "_forgiven", "_keys", "_lock", "_locks_always", "_max_keys", "_now_us"),
-        *("_refunded", "_short", "_spaces", "_time_ns", "_turn"),
+        *("_refunded", "_shared", "_short", "_spaces", "_time_ns", "_turn"),
     )
 
     def __init__(self, clock: Clock, *, max_keys: int = 1_000_000) -> None:
@@ -86,6 +93,8 @@ class MemoryStore:
         self._turn = 0
         """How often something was changed behind the lock."""
         self._keys = self._evicted = self._forgiven = 0
+        self._shared = 0
+        """How often a request was counted in a shared counter."""
         renew_in_children(self)
 
     def renew_after_fork(self) -> None:
@@ -185,6 +194,7 @@ class MemoryStore:
         allowed = True
         spaces, turn = self._spaces, self._turn
         now_us = self._time_ns() // 1000
+        room = self._make_room(keys, cost, now_us) if self._keys + len(keys) > self._max_keys else len(keys)
         for key in keys:
             each: int = cost if costs is None else next(costs)  # type: ignore[assignment]
             limit, identity = key.limit, key.identity
@@ -195,6 +205,12 @@ class MemoryStore:
                 known.append((space.states, identity, after if each else state))
             else:
                 space, state = self._find(key, now_us, adopt=each > 0)
+                if state is None and each:
+                    if room:
+                        room -= 1
+                    else:
+                        key = _shared_key(key)
+                        space, state = self._find(key, now_us)
                 after, verdict = space.decide(state, now_us, each, limit, lease)
                 if after is not state and each:
                     others.append((space, key, after, verdict[2]))
@@ -263,8 +279,14 @@ class MemoryStore:
         return True
 
     def _change_lease(self, call: Renew | Leave) -> bool:
+        if self._change_lease_of(call.key, call):
+            return True
+        space = self._spaces.get(call.key.limit.space)
+        is_shared = space is not None and _SHARED_IDENTITY in space.states
+        return is_shared and self._change_lease_of(_shared_key(call.key), call)
+
+    def _change_lease_of(self, key: Key, call: Renew | Leave) -> bool:
         now_us = self._now_us()
-        key = call.key
         while True:
             turn = self._turn
             space, state = self._find(key, now_us)
@@ -300,10 +322,13 @@ class MemoryStore:
     def _put(self, space: Space, key: Key, state: Any, now_us: int, reset_us: int) -> None:
         is_new = key.identity not in space.states
         space.write(key, state)
+        is_shared = key.identity == _SHARED_IDENTITY
+        if is_shared:
+            self._note_shared()
         if is_new:
-            self._make_room(space, now_us)
+            self._drop_due(space, now_us)
             space.enlist(key.identity, now_us + reset_us)
-            self._keys += 1
+            self._keys += not is_shared
 
     def _forget(self, key: Key) -> None:
         space = self._spaces.get(key.limit.space)
@@ -311,46 +336,93 @@ class MemoryStore:
             space.reset(key.identity)
             self._keys -= 1
 
-    def _make_room(self, space: Space, now_us: int) -> None:
-        """Forget what is as new; at `max_keys`, whatever is nearest to it."""
-        if self._keys < self._max_keys:
-            for _ in range(2):
-                identity = space.take_due((now_us - _MARGIN_US) >> SECOND_BITS)
-                if identity is None:
-                    return
-                self._forget_or_keep(space, identity, space.reset_us(identity, now_us), now_us)
-            return
-        probed = sorted(self._nearest(now_us), key=itemgetter(0))
-        for rank, (owed_us, crowded, identity) in enumerate(probed):
-            if rank == 0 or not owed_us:
-                self._evicted += 1
-                self._forgiven += owed_us > 0
-                self._forget_or_keep(crowded, identity, 0, now_us)
-            else:
-                self._forget_or_keep(crowded, identity, owed_us, now_us)
-        if probed[0][0] and self._forgiven & (self._forgiven - 1) == 0:  # at 1, 2, 4, 8 ...: loud, but no flood
-            logger.warning(
-                "memory store is full at %d keys: %d clients were forgotten while they still owed; raise max_keys",
-                self._max_keys,
-                self._forgiven,
-            )
-
-    def _nearest(self, now_us: int) -> Iterator[tuple[int, Space, str]]:
-        """A few keys that are due first, over all spaces, with what they owe; each is then scheduled no more."""
-        for _ in range(_PROBES):
-            space = min((one for one in self._spaces.values() if one.states), key=Space.next_due)
-            identity = space.take_due(sys.maxsize)
+    def _drop_due(self, space: Space, now_us: int) -> None:
+        """Drop keys that have been as new for a while: two at most, which is more than are inserted."""
+        space.release(now_us, 2)
+        for _ in range(2):
+            identity = space.take_due((now_us - _MARGIN_US) >> SECOND_BITS)
             if identity is None:
                 return
-            yield space.reset_us(identity, now_us), space, identity
+            if owed_us := space.debt(identity, now_us).owed_us:
+                space.schedule(identity, now_us + owed_us)
+            else:
+                self._drop(space, identity)
 
-    def _forget_or_keep(self, space: Space, identity: str, owed_us: int, now_us: int) -> None:
-        """Forget the key if it owes nothing, else look again when it is due."""
-        if owed_us:
-            space.schedule(identity, now_us + owed_us)
-        else:
+    def _make_room(self, keys: tuple[Key, ...], cost: Cost, now_us: int) -> int:
+        """Evict keys until there is room for those of the request that are new, and return for how many there is."""
+        charged = [key for key, each in zip(keys, Check(keys, cost).costs, strict=True) if each]
+        while self._keys + sum([self._is_new(key) for key in charged]) > self._max_keys and self._evict(now_us):
+            pass
+        return max(0, self._max_keys - self._keys)
+
+    def _is_new(self, key: Key) -> bool:
+        space = self._spaces.get(key.limit.space)
+        return space is None or key.identity not in space.states
+
+    def _evict(self, now_us: int) -> bool:
+        """Evict at least one key; False if there is none, or all are blocked."""
+        candidates: list[tuple[Debt, int, Space, str]] = []
+        spaces = list(self._spaces.values())
+        if not spaces:
+            return False
+        for space in spaces:
+            space.release(now_us, _CANDIDATES)
+        for place in range(_MAX_PROBES):
+            space = min(spaces, key=Space.next_due)
+            if space.next_due() == sys.maxsize:
+                break
+            identity = space.take_due(sys.maxsize)
+            if identity is None:
+                continue
+            debt = space.debt(identity, now_us)
+            if identity == _SHARED_IDENTITY and debt.owed_us:
+                space.hold_back(identity, now_us + debt.owed_us)
+            elif debt.blocked_us:
+                space.hold_back(identity, now_us + debt.blocked_us)
+            else:
+                candidates.append((debt, place, space, identity))
+                if len(candidates) == _CANDIDATES:
+                    break
+        candidates.sort()
+        for rank, (debt, _, space, identity) in enumerate(candidates):
+            if rank and debt.owed_us:
+                space.schedule(identity, now_us + debt.owed_us)
+                continue
+            self._turn += 1
+            self._drop(space, identity)
+            self._evicted += 1
+            if debt.owed_us:
+                self._forgiven += 1
+                _warn_now_and_then(
+                    self._forgiven,
+                    "memory store is full (%d keys): %d keys were evicted while in use; raise max_keys",
+                    self._max_keys,
+                )
+        return bool(candidates)
+
+    def _drop(self, space: Space, identity: str) -> None:
+        if identity in space.states:  # no finalizer has dropped it
             space.drop(identity)
-            self._keys -= 1
+            self._keys -= identity != _SHARED_IDENTITY
+
+    def _note_shared(self) -> None:
+        self._shared += 1
+        _warn_now_and_then(
+            self._shared,
+            "memory store is full (%d keys), and all keys belong to blocked clients: %d requests of other clients were "
+            "counted together; raise max_keys",
+            self._max_keys,
+        )
+
+
+def _shared_key(key: Key) -> Key:
+    return key._replace(identity=_SHARED_IDENTITY)
+
+
+def _warn_now_and_then(count: int, message: str, max_keys: int) -> None:
+    """Log at 1, 2, 4, 8 ... occurrences."""
+    if count & (count - 1) == 0:
+        logger.warning(message, max_keys, count)
 
 
 class _Alone:
