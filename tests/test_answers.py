@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate import Decision, InvalidConfiguration, Limit, Limiter
+from headgate import AsyncLimiter, Decision, InvalidConfiguration, Limit, Limiter
 from headgate.adapters.answers import Answers, Refusal, RefusalFacts
 from headgate.algorithms import ALGORITHMS, NEVER
 from headgate.failure import local_limit
+from headgate.leases import HoldTimes
 from headgate.policy.model import AnswerSettings
 from headgate.testing import FakeClock
 
@@ -394,6 +396,76 @@ def test_retry_after_is_whole_seconds_and_never_early(
     ):
         assert as_text(refusal.headers)["retry-after"] == str(expected)
         assert body_of(refusal)["retry_after_seconds"] == expected
+
+
+@pytest.mark.parametrize(
+    ("bound_us", "expected_us", "seconds"),
+    [(60 * SECOND, SECOND, 1), (60 * SECOND, 7_200_000, 8), (3 * SECOND, 20 * SECOND, 3), (400_000, SECOND, 1)],
+)
+def test_a_denial_by_a_concurrency_limit_reports_the_expected_wait(
+    bound_us: int, expected_us: int, seconds: int
+) -> None:
+    """And not when the leases would expire, which is the least that is certain."""
+    streams = Limit(5, timedelta(minutes=1), algorithm="concurrency", name="streams")
+    asked: list[tuple[str, int]] = []
+
+    def expected_wait_us(limit: Limit, places: int) -> int:
+        asked.append((limit.name, places))
+        return expected_us
+
+    answers = Answers(AnswerSettings(), expected_wait_us=expected_wait_us)
+    decision = denial((streams, (2, bound_us, 60 * SECOND, 0)))._replace(cost=5)
+    refusal = answers.denied(decision, answers.describe([streams], ["requests"]))
+    headers = as_text(refusal.headers)
+    assert (headers["retry-after"], body_of(refusal)["retry_after_seconds"]) == (str(seconds), seconds)
+    assert parse_list(headers["ratelimit"]) == [("streams", {"r": 2, "t": seconds})]
+    assert int(headers["x-ratelimit-reset"]) == -(-(decision.at_us + min(bound_us, expected_us)) // SECOND)
+    assert asked == [("streams", 3)]
+    assert decision.retry_after_us == bound_us
+
+
+def test_limits_that_are_no_concurrency_limits_keep_their_exact_wait() -> None:
+    streams = Limit(5, timedelta(minutes=1), algorithm="concurrency", name="streams")
+    answers = Answers(AnswerSettings(), expected_wait_us=lambda limit, places: SECOND)
+    decision = denial((PER_IP, (0, 42 * SECOND, 42 * SECOND, 0)), (streams, (0, 60 * SECOND, 60 * SECOND, 0)))
+    refusal = answers.denied(decision, answers.describe([PER_IP, streams], ["requests"] * 2))
+    assert as_text(refusal.headers)["retry-after"] == "42"
+
+
+def test_the_expected_wait_follows_recent_hold_times() -> None:
+    streams = Limit(4, timedelta(minutes=10), algorithm="concurrency", name="streams")
+    times = HoldTimes()
+    assert times.expected_wait_us(streams) == 2 * SECOND
+    times.record(streams, 0.5)
+    assert times.expected_wait_us(streams) == SECOND
+    for _ in range(50):
+        times.record(streams, 40.0)
+    assert times.expected_wait_us(streams) == pytest.approx(10 * SECOND, rel=0.01)
+    assert times.expected_wait_us(streams, places=3) == pytest.approx(30 * SECOND, rel=0.01)
+    for number in range(2 * HoldTimes.MAX_LIMITS):
+        times.record(Limit(4, timedelta(minutes=1), algorithm="concurrency", name=f"other-{number}"), 9.0)
+    assert len(times._means) == HoldTimes.MAX_LIMITS
+    assert times.expected_wait_us(streams) == 2 * SECOND
+
+
+def test_both_limiters_observe_how_long_leases_are_held() -> None:
+    streams = Limit(1, timedelta(minutes=1), algorithm="concurrency", name="streams")
+    clock = FakeClock()
+
+    async def hold() -> int:
+        limiter = AsyncLimiter(clock=clock)
+        async with limiter.hold(streams.by("ada")):
+            clock.advance(3)
+        return limiter._hold_times.expected_wait_us(streams)
+
+    limiter = Limiter(clock=clock)
+    with limiter.hold(streams.by("ada")):
+        clock.advance(3)
+        with limiter.hold(streams.by("ada")) as denied:
+            clock.advance(30)
+        assert not denied.allowed
+    assert limiter._hold_times.expected_wait_us(streams) == 33 * SECOND, "a denied request holds nothing"
+    assert asyncio.run(hold()) == 3 * SECOND
 
 
 def test_jitter_that_would_be_too_early_is_refused() -> None:

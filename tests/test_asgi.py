@@ -401,6 +401,25 @@ def test_a_stream_is_neither_buffered_nor_hurried() -> None:
     assert len(made) == 100
 
 
+def test_retry_after_of_a_concurrency_limit_follows_how_long_requests_take() -> None:
+    clock = FakeClock()
+    refused: list[Any] = []
+
+    async def app(scope_: Any, receive: Any, send: Any) -> None:
+        start, *_ = await talk(gate, scope("/inner"))
+        refused.append((start["status"], fields(start)["retry-after"]))
+        clock.advance(3)
+        await PlainTextResponse("hello")(scope_, receive, send)
+
+    async def run() -> None:
+        for _ in range(2):
+            assert (await talk(gate, scope()))[0]["status"] == 200
+
+    gate = gated(app, ONE_AT_ONCE, clock=clock)
+    asyncio.run(run())
+    assert refused == [(429, "2"), (429, "3")]
+
+
 def test_background_tasks_run_and_hold_nothing() -> None:
     async def run() -> None:
         done, go_on = asyncio.Event(), asyncio.Event()

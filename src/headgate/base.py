@@ -12,6 +12,7 @@ from headgate.errors import InvalidConfiguration, InvalidInput, StoreUnavailable
 from headgate.events import Herald
 from headgate.failure import FailurePolicy, Fleet
 from headgate.keys import escape
+from headgate.leases import HoldTimes
 from headgate.shield.blocks import LiveBlock, canonical
 from headgate.shield.front import Front
 from headgate.shield.keeper import Keeper
@@ -77,6 +78,7 @@ class LimiterBase:
         fleet = Fleet(share=share, nodes=nodes)
         self._failure = FailurePolicy(on_failure, clock or default_clock, fleet)
         self._clock = clock
+        self._hold_times = HoldTimes()
         self._store = open_store(
             url,
             clock=clock,

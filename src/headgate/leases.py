@@ -1,4 +1,7 @@
-"""Leases that are kept alive while a block runs: a thread for `Limiter.hold`, a task for `AsyncLimiter.hold`."""
+"""Leases that are kept alive while a block runs: a thread for `Limiter.hold`, a task for `AsyncLimiter.hold`.
+
+Also how long they are held, to estimate when a place in a concurrency limit becomes free.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import OrderedDict
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
@@ -18,14 +22,65 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from headgate.keys import Key
+    from headgate.limits import Limit
     from headgate.stores.calls import Check
 
-__all__ = ["Renewals", "leaving", "left_if_cancelled", "renew_forever"]
+__all__ = ["HoldTimes", "Renewals", "leaving", "left_if_cancelled", "renew_forever"]
 
 logger = logging.getLogger("headgate")
 
 RENEWALS_PER_LEASE: Final = 3
 """Two renewals may fail before a lease is lost."""
+
+
+class HoldTimes:
+    """Recent hold times of concurrency limits in this process: an exponentially weighted mean for each limit.
+
+    >>> from datetime import timedelta
+    >>> from headgate import Limit
+    >>> streams, times = Limit(2, timedelta(minutes=1), algorithm="concurrency", name="streams"), HoldTimes()
+    >>> times.expected_wait_us(streams)
+    2000000
+    >>> times.record(streams, 30.0)
+    >>> times.expected_wait_us(streams), times.expected_wait_us(streams, places=2)
+    (15000000, 30000000)
+    """
+
+    DEFAULT_WAIT_US: Final = 2_000_000
+    """Before anything was observed: long enough for clients not to hammer, short compared with most lease times."""
+    MIN_WAIT_US: Final = 1_000_000
+    WEIGHT: Final = 0.2
+    """Of the newest hold time in the mean."""
+    MAX_LIMITS: Final = 1_000
+    """Limits that a mean is kept for; the least recently used goes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._means: OrderedDict[str, float] = OrderedDict()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """A thread that held the lock does not exist in a child."""
+        self._lock = threading.Lock()
+
+    def record(self, limit: Limit, seconds: float) -> None:
+        """Note that a lease was held for so long."""
+        with self._lock:
+            mean = self._means.get(limit.space, seconds)
+            self._means[limit.space] = mean + self.WEIGHT * (seconds - mean)
+            self._means.move_to_end(limit.space)
+            if len(self._means) > self.MAX_LIMITS:
+                self._means.popitem(last=False)
+
+    def expected_wait_us(self, limit: Limit, places: int = 1) -> int:
+        """An estimate of the time until so many places of an exhausted limit are free.
+
+        With all places taken at independent moments, one becomes free every mean hold time divided by the quota.
+        """
+        mean = self._means.get(limit.space)
+        if mean is None:
+            return self.DEFAULT_WAIT_US
+        return max(self.MIN_WAIT_US, round(mean * 1_000_000 * min(places, limit.quota) / limit.quota))
 
 
 class Renewals:

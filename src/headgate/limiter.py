@@ -114,12 +114,13 @@ class Limiter(LimiterBase):
         if not decision.allowed or not leased or decision.id is None:
             yield decision
             return
-        stop = self._renewals.start(leased, decision.id, self.renew)
+        stop, elapsed = self._renewals.start(leased, decision.id, self.renew), self._elapsed()
         try:
             yield decision
         finally:
             stop()
             for key in leased:
+                self._hold_times.record(key.limit, elapsed())
                 with leaving(key, decision.id):
                     self.leave(key, id=decision.id)
 
@@ -293,12 +294,13 @@ class AsyncLimiter(LimiterBase):
         if not decision.allowed or not leased or decision.id is None:
             yield decision
             return
-        renewing = asyncio.create_task(renew_forever(leased, decision.id, self.renew))
+        renewing, elapsed = asyncio.create_task(renew_forever(leased, decision.id, self.renew)), self._elapsed()
         try:
             yield decision
         finally:
             renewing.cancel()
             for key in leased:
+                self._hold_times.record(key.limit, elapsed())
                 with left_if_cancelled(call, self.leave), leaving(key, decision.id):
                     await self.leave(key, id=decision.id)
 

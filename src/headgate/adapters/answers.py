@@ -98,9 +98,15 @@ class Answers:
     """
 
     def __init__(
-        self, settings: AnswerSettings, *, body: RefusalBody | None = None, chance: Callable[[], float] = random
+        self,
+        settings: AnswerSettings,
+        *,
+        body: RefusalBody | None = None,
+        chance: Callable[[], float] = random,
+        expected_wait_us: Callable[[Limit, int], int] | None = None,
     ) -> None:
-        """`body` replaces the bodies of refusals; `chance` draws from [0, 1), for the jitter."""
+        """`body` replaces the bodies of refusals; `chance` draws from [0, 1), for the jitter. `expected_wait_us`
+        estimates when so many places of a concurrency limit are free, which the decision has only a bound for."""
         if settings.jitter < timedelta():
             raise InvalidConfiguration(f"jitter {settings.jitter} would send clients back too early; use 0 or more")
         self._settings = settings
@@ -108,6 +114,7 @@ class Answers:
         self._body = body
         self._body_failed = False
         self._chance = chance
+        self._expected_wait_us = expected_wait_us
 
     def describe(
         self, limits: Sequence[Limit], units: Sequence[str], costs: Sequence[int] | None = None
@@ -134,7 +141,8 @@ class Answers:
 
     def denied(self, decision: Decision, description: Description) -> Refusal:
         """429, for a request that is over a limit. The description is that of the decision's limits, in their order."""
-        waits = [verdict[1] for verdict in decision.verdicts]
+        verdicts = self._estimated(decision)
+        waits = [verdict[1] for verdict in verdicts]
         violated = tuple([name for name, wait_us in zip(description.names, waits, strict=True) if wait_us])
         if NEVER in waits:
             retry = None
@@ -145,7 +153,23 @@ class Answers:
             has = "has" if len(violated) < 2 else "have"
             message = _sentence(f"{_limits(violated)} {has} been reached. {_advice(retry)}")
         facts = RefusalFacts(429, "rate_limit_exceeded", message, retry, violated, decision)
-        return self._refuse(facts, description.headers(decision.verdicts, decision.at_us))
+        return self._refuse(facts, description.headers(verdicts, decision.at_us))
+
+    def _estimated(self, decision: Decision) -> Sequence[Verdict]:
+        """The verdicts of a denial, with the estimated wait of concurrency limits in place of the upper bound: that is
+        when the leases would expire, while most of them are released long before."""
+        expected_wait_us = self._expected_wait_us
+        if expected_wait_us is None or "concurrency" not in [key.limit.algorithm for key in decision.keys]:
+            return decision.verdicts
+        costs = decision.cost if isinstance(decision.cost, tuple) else (decision.cost,) * len(decision.keys)
+        verdicts = []
+        for key, cost, verdict in zip(decision.keys, costs, decision.verdicts, strict=True):
+            remaining, wait_us, reset_us, delay_us = verdict
+            if key.limit.algorithm == "concurrency" and wait_us > 0:
+                wait_us = min(wait_us, expected_wait_us(key.limit, max(1, cost - remaining)))
+                verdict = remaining, wait_us, min(reset_us, wait_us), delay_us
+            verdicts.append(verdict)
+        return verdicts
 
     def unavailable(self, decision: Decision | None = None) -> Refusal:
         """503, for a request that nobody could decide on a route that fails closed. Nothing is known of its limits."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from headgate.errors import StoreError
     from headgate.events import Event
     from headgate.health import Health
+    from headgate.limits import Limit
     from headgate.policy.model import Rule
     from headgate.policy.snapshot import Resolution, RoutePlan
     from headgate.shield.front import Front
@@ -285,7 +286,7 @@ class Door(Ways):
         snapshot = Snapshot(policy, api_keys.fingerprint, self._hash_identity, trusts_keys="api_key" in self._functions)
         return Rules(
             snapshot,
-            Answers(policy.answers, body=self._refusal_body),
+            Answers(policy.answers, body=self._refusal_body, expected_wait_us=self._expected_wait_us),
             Identities(policy.identity, api_keys, self._functions, snapshot.api_keys, snapshot.vouched_keys),
         )
 
@@ -308,9 +309,12 @@ class Door(Ways):
         api_keys = ApiKeys(self._secret(own))
         return Rules(
             Snapshot(own, api_keys.fingerprint),
-            Answers(policy.answers, body=self._refusal_body),
+            Answers(policy.answers, body=self._refusal_body, expected_wait_us=self._expected_wait_us),
             Identities(policy.identity, api_keys, {**self._functions, **functions}, self.rules.snapshot.api_keys),
         )
+
+    def _expected_wait_us(self, limit: Limit, places: int) -> int:
+        return self._limiter._hold_times.expected_wait_us(limit, places)  # type: ignore[no-any-return] # noqa: SLF001
 
     def health(self) -> Health:
         """Whether requests are decided by the store, and what is known of its servers."""
