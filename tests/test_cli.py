@@ -309,6 +309,17 @@ def explained(call: Callable[..., tuple[int, str, str]], line: str) -> dict[str,
     return answer
 
 
+@pytest.mark.parametrize("command", ["check", "explain", "policy check"])
+def test_what_is_not_a_regular_file_is_refused_at_once(run: Callable[..., Any], folder: Path, command: str) -> None:
+    pipe = folder / "pipe.yaml"
+    if not pipe.exists():
+        os.mkfifo(pipe)
+    more = ["GET", "/"] if command == "explain" else []
+    ended = run(*command.split(), str(pipe), *more, HEADGATE_TOKEN="hg_x", HEADGATE_ADMIN_URL="http://127.0.0.1:1")
+    assert ended.returncode == 2
+    assert "not a regular file; write the policy to one" in ended.stderr
+
+
 def test_explain_shows_the_net_for_unknown_keys(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     for factor, named in ((10, ""), (3, "identity: {api_key: {unknown_factor: 3}}")):

@@ -150,7 +150,7 @@ def test_several_limits_are_charged_all_or_none() -> None:
     app, limits = made()
     app.get("/", dependencies=[Depends(limits.allow("1/minute", "5/day"))])(lambda: None)
     *_, refused = ask(app, "/", "/", "/")
-    assert refused.headers["ratelimit"] == '"1/minute by ip";r=0;t=60, "5/day by ip";r=4;t=17280'
+    assert refused.headers["ratelimit"] == '"1/minute by ip";r=0;t=60, "5/day by ip";r=4;t=69120'
     assert json.loads(refused.content)["violated-policies"] == ["1/minute by ip"]
 
 
@@ -280,7 +280,7 @@ def test_policy_and_dependencies_work_side_by_side() -> None:
     answers = ask(HeadgateMiddleware(app, policy, clock=FakeClock()), "/", "/", "/", "/")
     assert statuses(answers) == [200, 429, 429, 429]
     assert [answer.headers.get_list("x-ratelimit-limit") for answer in answers] == [["1"], ["1"], ["1"], ["3"]]
-    assert answers[0].headers["ratelimit"] == '"everything";r=2;t=20, "1/minute by ip";r=0;t=60'
+    assert answers[0].headers["ratelimit"] == '"everything";r=2;t=40, "1/minute by ip";r=0;t=60'
     assert answers[1].headers["ratelimit"] == '"everything";r=1;t=40, "1/minute by ip";r=0;t=60'
     violated = [json.loads(answer.content)["violated-policies"] for answer in answers[1:]]
     assert violated == [["1/minute by ip"], ["1/minute by ip"], ["everything"]]

@@ -839,13 +839,29 @@ def replaced_by(kind: str, path: Path) -> None:
     new.replace(path)
 
 
+def test_the_health_path_quotes_nothing_of_an_invalid_policy(make: Make, tmp_path: Path) -> None:
+    """Nor of another file that a symlink leads to."""
+    path, other = tmp_path / "policy.json", tmp_path / "shadow"
+    path.write_text(policy({"by": "ip", "bucket": "2/hour"}))
+    site = make(path, reload_every=None, health_path="/health")
+    other.write_text('{"limits": [{"by": "ip", "bucket": "root:$6$secret"}], "blocked": [{"ip": "sk_live_secret"}]}')
+    path.unlink()
+    path.symlink_to(other)
+    assert not site.gate._watch.look()
+    assert "secret" in site.gate.policy_error
+    answer = site.ask("/health")
+    assert b"secret" not in answer.body
+    told = "the newest version of the policy is invalid; the log of this process says why"
+    assert json.loads(answer.body)["policy_error"] == told
+
+
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
         ("directory", "Is a directory"),
-        ("pipe", "is no regular file"),
-        ("device", "is no regular file"),
-        ("100 MB", "larger than 32 MB"),
+        ("pipe", "not a regular file"),
+        ("device", "not a regular file"),
+        ("100 MB", "larger than 24 MB"),
         ("noise", "not UTF-8"),
         ("depth", "nested too deep"),
         ("nothing", "not JSON"),

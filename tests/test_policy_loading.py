@@ -27,6 +27,7 @@ from headgate.policy.formats.document import Spot
 from headgate.policy.loading import load, read
 from headgate.policy.model import AnswerSettings, Identity, IdentitySettings, Policy, StoreSettings
 from headgate.policy.schema import json_schema
+from headgate.policy.source import LARGEST, TOO_LARGE
 
 POLICIES = Path(__file__).parent / "policies"
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
@@ -419,6 +420,19 @@ def test_a_tier_that_no_limit_has_numbers_for_is_warned_of() -> None:
 # ------------------------------------------------------------------ files
 
 
+def test_a_thousand_limits_and_a_hundred_thousand_overrides_fit() -> None:
+    limit = {"name": "limit-1000", "path": "/api/v1/resources-1000/{id}", "by": "tenant", "bucket": "1000/minute"}
+    override = {
+        "tenant": "tenant-100000",
+        "limit": "limit-1000",
+        "bucket": "100000/minute",
+        "valid_from": "2026-05-28T02:01:00Z",
+        "valid_until": "2026-05-28T02:01:00Z",
+        "reason": "contract 100000, signed by sales",
+    }
+    assert 1_000 * len(json.dumps(limit)) + 100_000 * (len(json.dumps(override)) + 2) < LARGEST
+
+
 def test_files_that_cannot_be_read_are_told_of_like_any_mistake(tmp_path: Path) -> None:
     missing, binary, large = tmp_path / "missing.yaml", tmp_path / "binary.yaml", tmp_path / "large.json"
     binary.write_bytes(b"name: \xff\n")
@@ -428,7 +442,7 @@ def test_files_that_cannot_be_read_are_told_of_like_any_mistake(tmp_path: Path) 
         (missing, "cannot be read: No such file or directory"),
         (tmp_path, "cannot be read: Is a directory"),
         (binary, "not UTF-8 at byte 6; save the file as UTF-8"),
-        (large, "larger than 32 MB, which no policy is"),
+        (large, TOO_LARGE),
     ]:
         with pytest.raises(InvalidPolicy, match=f"^{re.escape(f'{path}: {message}')}$"):
             load(path)

@@ -63,7 +63,7 @@ LAYERS = (
     {"failure", "flow", "leases"},
     {"stores"},
     {"_grammar", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits"},
-    {"_compiled", "_forks", "_interrupts", "_sqlite", "algorithms", "errors"},
+    {"_compiled", "_forks", "_interrupts", "_pace", "_sqlite", "algorithms", "errors"},
 )
 """From the top down. What stands beside each other may know each other, but nobody looks up."""
 

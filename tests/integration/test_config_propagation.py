@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headgate._pace import politely
 from headgate.adapters.gate import Gate
 from headgate.control import feed, news
 from headgate.control.config import ConfigStore, ConfigUnavailable, OverrideRow, Put
-from headgate.control.config.pace import politely
 from headgate.control.feed import ConfigFeed, Following
 from headgate.errors import InvalidConfiguration, InvalidPolicy
 from headgate.policy import read

@@ -14,6 +14,7 @@ from uuid import uuid4
 from weakref import WeakSet
 
 from headgate._compiled import compiled
+from headgate._pace import release
 from headgate.adapters.answers import Answers, status_page
 from headgate.adapters.identities import Identities
 from headgate.adapters.way import Rules, Ways, admitted
@@ -58,6 +59,8 @@ BUILT_IN: Final = ("ip", "subnet", "api_key", "client", "endpoint")
 SECRET_VARIABLE: Final = "HEADGATE_SECRET"
 
 MAX_LOGGED_WARNINGS: Final = 10
+
+INVALID_POLICY: Final = "the newest version of the policy is invalid; the log of this process says why"
 
 
 class GateOptions(TypedDict, total=False):
@@ -323,8 +326,8 @@ class Door(Ways):
 
     def _say_how_it_is(self) -> Admission:
         """The answer at `health_path`: for load balancers, who take out a node without a store, and for people."""
-        # Where the config store is, only the log and `policy_error` say.
-        error = self.policy_error and getattr(self._watch.error, "discreet", self.policy_error)
+        # Anybody may ask here. Only the log and `policy_error` say where the config store is, and quote the policy.
+        error = self.policy_error and getattr(self._watch.error, "discreet", INVALID_POLICY)
         health = {**self.health().as_dict(), "policy_version": self.policy_version, "policy_error": error}
         page = status_page(health, ready=health["state"] == "ready")
         return admitted(None, None, page, None, 0)
@@ -346,8 +349,13 @@ class Door(Ways):
             announced=rules.snapshot.announced(self.now_us()),
             never_leased=rules.snapshot.never_leased,
         )
+        before = getattr(self, "rules", None)
         self.rules = rules
         self._find_short_way()
+        if before is not None:
+            parts = before.snapshot.parts()
+            del before
+            release(parts)
 
     def _find_short_way(self) -> None:
         """To be called whenever something changes that it goes by."""

@@ -7,13 +7,12 @@ import re
 import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headgate.cli.screen import BAD, BOLD, DIM, GOOD, ODD
 from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy.credentials import ApiKeys
-from headgate.policy.loading import load
+from headgate.policy.loading import UnreadablePolicy, decoded, file_content, load
 from headgate.policy.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -123,14 +122,12 @@ def check(files: Sequence[str], out: Screen, err: Screen, *, strict: bool, as_js
 def examine(file: str) -> Report:
     """Read a policy file, and see what there is to say about it."""
     try:
-        with open(file, "rb"):
-            policy = load(file)
+        policy = load(file)
         # What is good here has to be good in a gate, which hashes API keys and makes tables of it all.
         Snapshot(policy, ApiKeys(secrets.token_bytes(32)).fingerprint)
-    except OSError as error:
-        return Report(file, (Problem(f"cannot be read: {error.strerror}"),), was_read=False)
     except InvalidPolicy as error:
-        return Report(file, tuple([Problem.read(text, file) for text in error.problems]))
+        problems = tuple([Problem.read(text, file) for text in error.problems])
+        return Report(file, problems, was_read=not isinstance(error, UnreadablePolicy))
     except InvalidInput as error:
         return Report(file, (Problem(f"{error}"),))
     return Report(file, tuple([Problem.read(text, file, is_warning=True) for text in policy.warnings]), policy)
@@ -140,8 +137,8 @@ def tell(report: Report, err: Screen) -> None:
     """Say what is wrong, one line for each; at a terminal with the place as it looks in the file."""
     lines: list[str] = []
     if err.is_terminal and report.problems:
-        with suppress(OSError, ValueError):
-            lines = Path(report.file).read_text("utf-8").split("\n")
+        with suppress(InvalidPolicy):
+            lines = decoded(file_content(report.file), report.file).split("\n")
     for problem in report.problems:
         place = report.file if problem.line is None else f"{report.file}:{problem.line}:{problem.column}"
         kind = err.paint("warning: ", ODD) if problem.is_warning else ""

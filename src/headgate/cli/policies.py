@@ -12,6 +12,7 @@ from headgate.cli.asking import as_json, asked, change, opened, paged, titled
 from headgate.cli.options import EXIT_CODES, Actions, add_change, add_server
 from headgate.cli.screen import BAD, BOLD, DIM, GOOD, printable
 from headgate.errors import InvalidInput
+from headgate.policy.loading import decoded, file_content
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -214,9 +215,4 @@ def _painted(lines: Iterable[str], screen: Screen) -> Iterator[str]:
 
 def _document(file: str) -> tuple[str, str]:
     """The text of a file, and its name, which tells the format."""
-    try:
-        return Path(file).read_text("utf-8"), Path(file).name
-    except OSError as error:
-        raise InvalidInput(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise InvalidInput(f"{file}: not UTF-8; save the file as UTF-8") from None
+    return decoded(file_content(file), file), Path(file).name

@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from headgate._forks import at_work, renew_in_children
+from headgate._pace import politely, release
 from headgate.control.config import ConfigUnavailable
 from headgate.control.config.copy import Copy
 from headgate.control.config.database import ConfigMissing, opened, reading, shown
-from headgate.control.config.merging import Assembly, release
-from headgate.control.config.pace import politely
+from headgate.control.config.merging import Assembly
 from headgate.control.config.reading import Changes, Contents, Stamp, changes, contents, newest_stamp
 from headgate.control.news import RETRY, news_of
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput

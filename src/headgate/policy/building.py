@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate._pace import release
 from headgate.errors import InvalidLimit
 from headgate.policy import checks
 from headgate.policy.model import (
@@ -79,6 +80,7 @@ class Builder:
         if "limits" in entry.fields and not drafts:
             told = "there are no limits: nothing is counted; add one, like {by: ip, bucket: 10/minute}"
             self._warnings.add(entry.at("limits"), told)
+        self._book.release()
         return Policy(
             rules=tuple([draft.rule() for draft in drafts]),
             routes=tuple(routes),
@@ -191,6 +193,7 @@ class Builder:
             if (cannot := self._costs.objection(draft, limit, route_class)) is not None:
                 self._problems.add(entry.at("bucket"), cannot)
             made.append(Override(identity, draft.name, limit, route_class, validity, fields.get("reason")))
+        release(indices)
         return tuple(made)
 
     def _overridden(self, entry: Entry, identity: Identity) -> Draft | None:

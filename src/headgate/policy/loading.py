@@ -15,13 +15,17 @@ from headgate.policy.building import Builder
 from headgate.policy.kinds import Entry
 from headgate.policy.model import Policy
 from headgate.policy.problems import Problems
-from headgate.policy.source import LARGEST, Source
+from headgate.policy.source import LARGEST, TOO_LARGE, Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-__all__ = ["build", "decoded", "file_content", "load", "no_search_for_cycles", "read"]
+__all__ = ["UnreadablePolicy", "build", "decoded", "file_content", "load", "no_search_for_cycles", "read"]
+
+
+class UnreadablePolicy(InvalidPolicy):
+    """A policy file that cannot be opened, or that is not a regular file."""
 
 
 def load(path: str | PathLike[str]) -> Policy:
@@ -43,11 +47,14 @@ def read(text: str, *, file: str = "policy.yaml", format: str | None = None) -> 
     """
     with no_search_for_cycles():
         source = Source(text, file, format)
-        problems, warnings = Problems(), Problems()
-        policy = build(source.value, problems, warnings)
-        if refusal := source.refusal(problems):
-            raise refusal
-        return replace(policy, warnings=tuple(source.tell(warnings))) if warnings else policy
+        try:
+            problems, warnings = Problems(), Problems()
+            policy = build(source.value, problems, warnings)
+            if refusal := source.refusal(problems):
+                raise refusal
+            return replace(policy, warnings=tuple(source.tell(warnings))) if warnings else policy
+        finally:
+            source.release()
 
 
 def file_content(path: str | PathLike[str]) -> bytes:
@@ -56,12 +63,12 @@ def file_content(path: str | PathLike[str]) -> bytes:
         with open(path, "rb", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidPolicy([f"{path}: is no regular file; write the policy to one"])
+                raise UnreadablePolicy([f"{path}: not a regular file; write the policy to one"])
             if status.st_size > LARGEST:
-                raise InvalidPolicy([f"{path}: larger than {LARGEST >> 20} MB, which no policy is"])
+                raise InvalidPolicy([f"{path}: {TOO_LARGE}"])
             return file.read(status.st_size)  # and no more, should it grow meanwhile
     except OSError as error:
-        raise InvalidPolicy([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise UnreadablePolicy([f"{path}: cannot be read: {error.strerror}"]) from None
 
 
 def decoded(content: bytes, path: str | PathLike[str]) -> str:

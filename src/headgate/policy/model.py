@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -257,6 +257,10 @@ class Policy:
         """The API keys that clients and overrides name, or their hashes. Computed on each access."""
         named: list[Client | Override] = [*self.clients, *self.overrides]
         return [each.identity.value for each in named if _is_api_key(each)]
+
+    def parts(self) -> list[Any]:
+        """The entries of which there may be many: hold them while the policy is freed, then release them in slices."""
+        return [*self.overrides, *self.clients, *self.blocked]
 
     @property
     def turns(self) -> list[int]:

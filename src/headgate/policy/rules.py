@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._grammar import suggest
+from headgate._pace import release
 from headgate.errors import InvalidLimit
 from headgate.limits import Limit
 from headgate.policy import words
@@ -142,6 +143,10 @@ class RuleBook:
                 quota, period, burst=burst, algorithm=algorithm, name=draft.name, split=draft.split
             )
         return made
+
+    def release(self) -> None:
+        """Forget which limits were made, some at a time: to free many at once delays other threads."""
+        release(self._limits)
 
     # ------------------------------------------------------------------ limits
 

@@ -273,6 +273,11 @@ class Snapshot:
         """The limits whose tokens are never prepaid, overrides among them. To be asked once."""
         return tuple(dict.fromkeys(self._limits_leased("never")))
 
+    def parts(self) -> list[Any]:
+        """References to all that is large in it: hold them while the snapshot is freed, then release them in slices."""
+        lookups: list[Any] = [*self._lookups_of_rules.values(), *self._tiers, *self._blocks]
+        return [*self.policy.parts(), *lookups, *self._overrides.values()]
+
     def _limits_leased(self, mode: LeaseMode) -> Iterator[Limit]:
         for rule in self.policy.rules:
             if rule.lease == mode:

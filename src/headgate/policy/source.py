@@ -12,10 +12,13 @@ from headgate.policy.formats.document import Malformed, Place, Spot
 if TYPE_CHECKING:
     from headgate.policy.problems import Problem, Problems
 
-__all__ = ["LARGEST", "Source"]
+__all__ = ["LARGEST", "TOO_LARGE", "Source"]
 
-LARGEST: Final = 32 * 1024 * 1024
-"""In bytes, or in characters of a text."""
+LARGEST: Final = 24 * 1024 * 1024
+"""In bytes, or in characters of a text. 1,000 limits with 100,000 overrides of 200 bytes each fit in it."""
+TOO_LARGE: Final = (
+    f"larger than {LARGEST >> 20} MB, the most that is read; split off clients and overrides into a config store"
+)
 
 
 class Source:
@@ -29,13 +32,17 @@ class Source:
                 [f"{file}: cannot tell its format; name the file .yaml, .yml, .toml or .json, or say format="]
             )
         if len(text) > LARGEST:
-            raise InvalidPolicy([f"{file}: larger than {LARGEST >> 20} MB, which no policy is"])
+            raise InvalidPolicy([f"{file}: {TOO_LARGE}"])
         _check_characters(text, file)
         try:
             self._document = FORMATS[format](text)
         except Malformed as error:
             raise InvalidPolicy([_line(file, error.place, str(error))]) from None
         self.value = self._document.value
+
+    def release(self) -> None:
+        """Free the document some entries at a time. Call it last."""
+        self._document.release()
 
     def tell(self, problems: Problems) -> list[str]:
         """All that is wrong or odd, one line for each, in the order of their places."""

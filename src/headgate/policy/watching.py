@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headgate._forks import renew_in_children
+from headgate._pace import politely, release
 from headgate.errors import InvalidInput
 from headgate.policy.changes import summarize_changes
 from headgate.policy.loading import decoded, file_content, read
@@ -48,20 +49,23 @@ class Watch(Generic[Made]):
 
     def look(self) -> bool:
         """Read the file now; whether a new version is in force."""
-        seen = ""
         try:
             content = file_content(self._path)
-            seen = _digest(content)
-            if seen == self._seen:
-                return False
+        except InvalidInput as error:
+            self._refuse("", error)
+            return False
+        seen = _digest(content)
+        if seen == self._seen:
+            return False
+        with politely():
+            return self._reload(content, seen)
+
+    def _reload(self, content: bytes, seen: str) -> bool:
+        try:
             policy = self._read(content)
             made = self._make(policy)
         except InvalidInput as error:
-            if seen != self._seen:  # told once, however often it is looked at
-                logger.error(
-                    "policy %s: the new version is refused, %s stays in force:\n%s", self._path, self.version, error
-                )
-            self._seen, self.error = seen, error
+            self._refuse(seen, error)
             return False
         before, self._policy = self._policy, policy
         is_new, was_refused = seen != self.version, self.error is not None
@@ -71,7 +75,17 @@ class Watch(Generic[Made]):
             logger.info("policy %s: version %s is in force: %s", self._path, seen, summarize_changes(before, policy))
         elif was_refused:
             logger.info("policy %s: version %s is in force again", self._path, seen)
+        parts = before.parts()
+        del before
+        release(parts)
         return is_new
+
+    def _refuse(self, seen: str, error: InvalidInput) -> None:
+        if seen != self._seen:  # logged once, however often the file is looked at
+            logger.error(
+                "policy %s: the new version is refused, %s stays in force:\n%s", self._path, self.version, error
+            )
+        self._seen, self.error = seen, error
 
     def close(self) -> None:
         """Watch no more."""

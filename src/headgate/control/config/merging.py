@@ -6,10 +6,10 @@ a few that have changed are read by themselves, and take milliseconds where a hu
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate._pace import release
 from headgate.control.config.rows import LISTS, Document, bucket, written
 from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy.loading import build, no_search_for_cycles
@@ -18,12 +18,12 @@ from headgate.policy.source import Source
 from headgate.policy.words import route
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from headgate.control.config.rows import RouteCost, Row, TierNumbers
     from headgate.policy.model import Policy
 
-__all__ = ["Assembly", "Frame", "release"]
+__all__ = ["Assembly", "Frame"]
 
 AT_ONCE: Final = 5000
 """Rows that are read in one go: what is made of them on the way is freed in one go, too."""
@@ -194,14 +194,6 @@ class Assembly:
                 after.update(zip([id for id, _ in some], getattr(policy, section), strict=True))
             made[section] = after
         return made
-
-
-def release(entries: MutableMapping[int, Any]) -> None:
-    """Empty a dict, and let others run in between."""
-    while entries:
-        for _ in range(min(1000, len(entries))):
-            entries.popitem()
-        time.sleep(0)
 
 
 class _Rows:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from headgate._pace import release
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -65,6 +67,12 @@ class Document(ABC):
     @abstractmethod
     def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
         """Where these stand. Asked for only when there is something to say, so it may take its time."""
+
+    def release(self) -> None:
+        """Empty the sections of the document, some entries at a time: to free all at once delays other threads."""
+        for section in self.value.values() if isinstance(self.value, dict) else ():
+            if isinstance(section, list | dict):
+                release(section)
 
 
 def place_of(text: str, offset: int) -> Place:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
+from headgate._pace import release
 from headgate.policy.formats.document import Document, Malformed, Place, Spot, Unreadable, decimal, whole
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class _Yaml(Document):
 
     def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
         return {spot: place for spot in spots if (place := self._place(spot)) is not None}
+
+    def release(self) -> None:
+        release(self.marks)
+        Document.release(self)
 
     def _place(self, spot: Spot) -> Place | None:
         container, places = self.value, (self.top, self.top)

@@ -1,7 +1,8 @@
-"""Works on much at once without a pause that a request would feel.
+"""Runs large work in a background thread without delaying requests.
 
 A thread that computes lets others run only every few milliseconds, and each request waits for that more than once. The
-collector of garbage stops everything to look through all that is new, of which a large policy has half a million.
+garbage collector stops all threads to traverse new objects, and a large policy has half a million. To free a large
+structure at once holds the interpreter lock as well.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from headgate._forks import renew_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["politely"]
+__all__ = ["politely", "release"]
+
+RELEASED_AT_ONCE: Final = 1000
 
 INTERVAL: Final = 0.0005
 """Seconds until another thread may run; Python's own is 5 ms. Shorter ones cost more than they give."""
@@ -75,3 +79,14 @@ def politely() -> Iterator[None]:
         yield
     finally:
         _pace.leave()
+
+
+def release(container: dict[Any, Any] | list[Any]) -> None:
+    """Empty a large container some entries at a time, letting other threads run in between."""
+    while container:
+        if isinstance(container, list):
+            del container[-RELEASED_AT_ONCE:]
+        else:
+            for _ in range(min(RELEASED_AT_ONCE, len(container))):
+                container.popitem()
+        time.sleep(0)
