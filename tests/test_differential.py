@@ -192,9 +192,8 @@ class InRedis:
             time = f"{{ '{self.pretended_us // SECOND}', '{self.pretended_us % SECOND}' }}"
         recording = RECORDING % (self.pretended_ms or "nil", time, command.script.text.decode())
         names = names_of(command)
-        command.reply, self.issued = self.client.eval(recording, len(names), *names, *command.args)
-        self.reply = command.reply
-        return decode(command)
+        self.reply, self.issued = self.client.eval(recording, len(names), *names, *command.args)
+        return decode(command.calls, self.reply)
 
     @property
     def written(self) -> list[str]:

@@ -117,6 +117,30 @@ def test_a_few_keys_live_exactly_as_long_as_they_must(busy: Busy, size: int) -> 
         assert {"\t" in busy.text(check.keys[0]) for check in checks} == {size >= BUSY}
 
 
+@pytest.mark.parametrize("size", [1, BUSY - 1, BUSY])
+@pytest.mark.parametrize("algorithm", ["fixed_window", "gcra", "leaky_bucket", "sliding_window", "token_bucket"])
+@pytest.mark.parametrize("change", ["a clock set back", "a longer period", "a shorter period"])
+def test_a_migrated_state_lives_as_long_as_it_owes_even_if_it_was_denied(
+    busy: Busy, algorithm: str, size: int, change: str
+) -> None:
+    """Neither shorter, so that no debt is forgotten, nor for the hours that the clock was set back by."""
+    limit, now_us = limit_of(algorithm, quota=6), busy.now_us
+    busy.run_together(crowd(limit, size, cost=6))
+    if change == "a clock set back":
+        now_us -= 5 * HOUR
+    else:
+        limit = limit_of(algorithm, 6, 3 * HOUR if change == "a longer period" else HOUR // 2)
+    checks = crowd(limit, size, cost=limit.quota)
+    told = busy.run_together(checks, now_us + 1)
+    for decision in told:
+        assert not decision.allowed
+        lifetime_ms = busy.lifetimes_ms[busy.wire.name(decision.keys[0])]
+        needs_ms = needed_ms(0, decision.verdicts[0][2])
+        assert needs_ms <= lifetime_ms + 1 <= needs_ms + more_us(limit) // 1000 + 2
+    again = busy.run_together(checks, now_us + 2)
+    assert [one.retry_after_us for one in again] == [one.retry_after_us - 1 for one in told]
+
+
 def test_a_clock_that_goes_back_leaves_nothing_to_rely_on(busy: Busy) -> None:
     checks = crowd(limit_of())
     now_us = busy.now_us
