@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from _thread import get_ident, start_new_thread
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from random import Random
@@ -198,6 +200,7 @@ class Limiter(LimiterBase):
     def _drive(self, steps: flow.Flow, run: Callable[[Any], Any] | None = None) -> Any:
         run = run or self._answer
         sleep = getattr(self._clock, "sleep", time.sleep)
+        order: _Order | None = None
         try:
             step = next(steps)
             while True:
@@ -205,6 +208,9 @@ class Limiter(LimiterBase):
                     sleep(step.seconds)
                     step = steps.send(None)
                     continue
+                if type(step) is Order and get_ident() == threading.main_thread().ident:
+                    order = _Order(steps, step, run)
+                    return order.carry_out()
                 try:
                     answer = step.gate().acquire(timeout=2 * self._store.budget) if type(step) is Inquiry else run(step)
                 except StoreError as error:
@@ -214,7 +220,8 @@ class Limiter(LimiterBase):
         except StopIteration as end:
             return end.value
         finally:
-            steps.close()  # at once, also where somebody keeps the exception that ends it here
+            if order is None:
+                steps.close()  # at once, also where somebody keeps the exception that ends it here
 
 
 class AsyncLimiter(LimiterBase):
@@ -413,6 +420,57 @@ class AsyncLimiter(LimiterBase):
         if sleep is not None:
             sleep(seconds)
         await asyncio.sleep(0 if sleep is not None else seconds)
+
+
+class _Order:
+    """An order of prepaid tokens, carried out for the main thread by a thread in which no signal handler runs.
+
+    A handler that raises would cut off the answer, and with it tokens that were charged for requests to come. It ends
+    the check that waits here instead, while the order itself goes on.
+    """
+
+    def __init__(self, steps: flow.Flow, first: Order, run: Callable[[Any], Any]) -> None:
+        self._steps = steps
+        self._first = first
+        self._run = run
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._is_abandoned = False
+        self._answer: Any = None
+        self._error: BaseException | None = None
+
+    def carry_out(self) -> Any:
+        """The answer to the check that sent the order."""
+        try:
+            start_new_thread(self._work, ())
+        except RuntimeError:  # too many threads, or the interpreter is about to end
+            self._work()
+        try:
+            self._done.acquire()
+        except BaseException:
+            self._is_abandoned = True
+            raise
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+    def _work(self) -> None:
+        step: Any = self._first
+        try:
+            while not self._is_abandoned or step is self._first:
+                try:
+                    answer = self._run(step)
+                except StoreError as error:
+                    step = self._steps.throw(error)
+                else:
+                    step = self._steps.send(answer)
+        except StopIteration as end:
+            self._answer = end.value
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._steps.close()
+            self._done.release()
 
 
 def _conclude(steps: flow.Flow, order: asyncio.Future[Any]) -> None:

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from faults import SLACK, key_of, timed
 
-from headgate import Limiter
+from headgate import Limit, Limiter
 from headgate._interrupts import BackgroundThread, InterruptSafeEvent
 from servers import wait_until
 
@@ -146,6 +147,31 @@ def test_threads_are_started_in_spite_of_interrupts() -> None:
         except Interrupted:
             pass
     wait_until(lambda: len(ran) >= began, "all threads to run")
+
+
+def test_interrupted_checks_of_a_hot_key_charge_no_more_than_was_requested(server: RedisServer, unique: str) -> None:
+    limit = Limit(10_000_000, timedelta(days=30), name=unique, algorithm="fixed_window")
+    key = limit.by("everybody")
+    requested = admitted = interrupted = 0
+    with Limiter(server.url) as limiter:
+        limiter._front.purses.announce([limit])
+        limiter.check(limit.by("first"))
+        end = time.monotonic() + 60
+        while interrupted < 100 and time.monotonic() < end:
+            try:
+                with storm(0.0007 + 0.00001 * (interrupted % 100)):
+                    for _ in range(1_000):
+                        requested += 1
+                        admitted += limiter.check(key).allowed
+            except Interrupted:
+                interrupted += 1
+            except RuntimeError:  # contextlib's, where the storm interrupts its own beginning or end
+                pass
+        assert interrupted == 100
+        assert limiter.stats["prepaid"] > 0
+    with Limiter(server.url) as other:
+        charged = limit.capacity - other.peek(key).remaining
+    assert admitted <= charged <= requested
 
 
 FINALIZER = """
