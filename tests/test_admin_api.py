@@ -204,6 +204,7 @@ TABLE = [
     Row("viewer", "GET", "decisions"),
     Row("viewer", "POST", "find", {"client": "tenant=acme"}),
     Row("viewer", "POST", "candidates", {"client": "tenant=acme"}),
+    Row("viewer", "POST", "matches", {"client": "acm"}),
     Row("viewer", "POST", "search", {"text": "acme"}),
     Row("viewer", "GET", f"client?{WHO}"),
     Row("viewer", "GET", f"client/why?{WHO}&at=today&zone=Europe/Berlin"),
@@ -257,7 +258,7 @@ def test_each_role_may_do_what_those_before_it_may_and_no_more(row: Row, furnish
     for role in ROLES[: ROLES.index(row.role)]:
         refused = sent(admin, row, role)
         assert (refused.status_code, refused.json()["type"]) == (403, "role-too-low"), role
-        assert "somebody with the role" in refused.json()["detail"]
+        assert "Your role (" in refused.json()["detail"]
         assert admin.store.version == before
     allowed = sent(admin, row, row.role)
     assert allowed.status_code == 200, allowed.text

@@ -164,7 +164,9 @@ def test_an_override_is_made_changed_listed_and_ended(call: Callable[..., tuple[
         "override add tenant=hooli 500/day --limit search --until 'in 2 hours' --reason 'a trial'"
     )
     assert code == 0
-    assert re.fullmatch(r"added override of tenant hooli on limit search: 500/day until \S+ \(version \d+\)\n", printed)
+    assert re.fullmatch(
+        r"added override of tenant hooli on limit search: 500/day until [\w ,:()+/-]+ \(version \d+\)\n", printed
+    )
     number = re.search(r"override remove (\d+)", told)
     assert number is not None
     fleet.follow()
@@ -210,6 +212,30 @@ def test_a_text_that_can_mean_several_clients_is_not_blocked_unseen(
     assert fleet.store.blocks(who=("tenant", "newcomer")) == []
     code, _, told = call("block tenant=newcomer --reason x")
     assert (code, "no tenant of this name was ever seen" in told) == (0, True)
+
+
+def test_a_rollback_shows_what_it_changes_and_wants_a_yes(
+    call: Callable[..., tuple[int, str, str]], fleet: Fleet
+) -> None:
+    assert call("tier assign tenant=rolled pro --label 'Rolled Inc' --reason x")[0] == 0
+    before = fleet.store.version
+    assert call("override add 'Rolled Inc' 5000/day --limit search --until friday --reason x")[0] == 0
+    code, printed, told = call(f"policy rollback {before} --reason back")
+    assert (code, printed, fleet.store.version) == (1, "", before + 1)
+    assert "removed override of tenant rolled on limit search: 5000/day until the end of Friday" in told
+    assert "Live blocks outside the configuration are kept" in told
+    assert "give --yes" in told
+    assert call(f"policy rollback {before} --reason back --yes")[0] == 0
+    assert fleet.store.overrides(who=("tenant", "rolled")) == []
+
+
+def test_a_part_of_a_name_lists_the_clients_that_contain_it(call: Callable[..., tuple[int, str, str]]) -> None:
+    for number in (1, 2):
+        assert call(f"tier assign tenant=bakery-{number} pro --label 'Bakery {number}' --reason x")[0] == 0
+    code, _, told = call("who bakery", role="viewer")
+    assert (code, "tenant=bakery-1" in told, "tenant=bakery-2" in told) == (1, True, True)
+    code, _, told = call("who 'kery 2'", role="viewer")
+    assert (code, "did you mean this client?" in told, "tenant=bakery-2" in told) == (1, True, True)
 
 
 def test_a_block_is_ended_by_its_number(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
@@ -426,7 +452,7 @@ def test_who_says_no_more_than_is_known(call: Callable[..., tuple[int, str, str]
     assert "counted per address" in network
     assert "hash" not in network
     hashed = call(f"who tenant=hmac:{'7' * 32}", role="viewer")[1]
-    assert "only a hash of this tenant is known" in hashed
+    assert "We only store a hash of this tenant" in hashed
     assert "Which limits it meets is not known." in hashed
     assert "pass" not in hashed
 
@@ -559,7 +585,7 @@ def test_a_policy_is_shown_checked_put_compared_and_rolled_back(
     assert (code, "-  - {path: /search, class: search, cost: 5}" in printed) == (0, True)
     assert call(f"policy diff {before} {after}", role="viewer")[1] == printed
     assert "+  - {path: /search, class: search, cost: 5}" in call(f"policy diff {after} {before}", role="viewer")[1]
-    assert call(f"policy rollback {before} --section documents --reason 'too much'")[0] == 0
+    assert call(f"policy rollback {before} --section documents --yes --reason 'too much'")[0] == 0
     assert call("policy show", role="viewer")[1] == POLICY
     assert "cost: 7" in call(f"policy show --version {after}", role="viewer")[1]
     assert ["search", "100/day", "tenant", "class search", "pro: 1000/day"] in rows(call("policy show --rules")[1])

@@ -223,7 +223,7 @@ def test_what_is_not_there_is_said_so(untouched: ConfigStore, remove: Any, told:
         ),
         (
             lambda store: store.override(("subnet", "10.0.0.0/8"), "1/hour", limit="search", **BY),
-            "override of subnet 10.0.0.0/8 on limit search: 1/hour: limit 'search' is counted by client, so no subnet",
+            'override of subnet 10.0.0.0/8 on limit search: 1/hour: "search" is a per-client limit',
         ),
         (
             lambda store: store.override(

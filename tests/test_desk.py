@@ -641,7 +641,7 @@ def test_a_change_is_made_by_those_who_may(furnished: Desk, name: str) -> None:
     for role in ROLES[: ROLES.index(needed)]:
         with pytest.raises(NotAllowed) as error:
             change(desk, Actor("somebody", role))
-    assert (error.value.needed, str(error.value)[-len(needed) - 4 :]) == (needed, f"{needed} may")
+    assert (error.value.needed, str(error.value)[-len(needed) - 1 :]) == (needed, f"{needed}.")
     assert (desk.version, len(desk.audit().items)) == before
     done = change(desk, Actor("somebody", needed))
     (newest, *_) = desk.audit(most=1).items
@@ -903,6 +903,107 @@ def test_a_client_goes_by_the_same_name_on_the_overview_and_on_its_own_page(worl
     assert [each.label for each in world.desk.blocks().items if each.source == "config"] == [shown]
 
 
+def test_a_rollback_is_previewed_with_everything_that_it_changes(world: World) -> None:
+    desk, before = world.desk, world.desk.version
+    desk.add_override(SUE, ACME, "200/minute", limit="search", reason="launch")
+    desk.block(OTTO, GLOBEX, reason="unpaid")
+    world.counters.block("tenant", "by-hand")
+    seen = desk.preview_rollback(OTTO, before)
+    assert [each.what.partition(" of ")[0] for each in seen.differences] == ["removed override", "removed block"]
+    assert [each.author for each in seen.undone] == ["otto", "sue"]
+    assert [each.who for each in seen.live] == [("tenant", "by-hand")]
+    assert desk.version == seen.version == before + 2  # nothing is done by looking
+    assert [each.section for each in desk.preview_rollback(OTTO, before, sections=["overrides"]).differences] == [
+        "overrides"
+    ]
+    with pytest.raises(NotAllowed):
+        desk.preview_rollback(SUE, before)
+
+
+def test_live_blocks_follow_a_rollback_and_others_are_kept(world: World) -> None:
+    desk, before = world.desk, world.desk.version
+    desk.block(OTTO, GLOBEX, reason="unpaid")
+    blocked = desk.version
+    world.counters.block("tenant", "by-hand")
+    world.hear()
+    assert world.send(tenant="globex") == [False]
+    notes = desk.rollback(OTTO, before, reason="a mistake").notes
+    assert notes == (
+        "Blocks: 1 lifted, 0 active again.",
+        "1 live block outside the configuration is kept: tenant by-hand.",
+    )
+    world.hear()
+    assert (world.send(tenant="globex"), world.send(tenant="by-hand")) == ([True], [False])
+    desk.rollback(OTTO, blocked, reason="no mistake")
+    assert world.send(tenant="globex") == [False]  # before the policy is read
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("init", ["initech"]),
+        ("INITECH", ["initech"]),
+        ("office", ["198.51.100.0/24"]),
+        ("198.51.100.0", ["198.51.100.0"]),
+        ("198.51", ["198.51.100.0/24"]),
+        ("corner", ["corner-1", "corner-2"]),
+        ("only-logged", ["only-logged-tenant"]),
+        ("nowhere", []),
+    ],
+)
+def test_a_part_of_a_name_finds_every_client_that_contains_it(world: World, typed: str, found: list[str]) -> None:
+    for number in (1, 2):
+        world.desk.assign(SUE, Who("tenant", f"corner-{number}"), "pro", label=f"Corner Cafe {number}", reason="r")
+    world.send(tenant="only-logged-tenant")
+    assert world.log.flush()
+    assert [each.who.value for each in world.desk.matches(typed)] == found
+
+
+def test_a_client_that_was_never_seen_is_flagged(world: World) -> None:
+    world.send(tenant="acme")
+    assert world.log.flush()
+    assert (world.desk.client(ACME).is_seen, world.desk.client(Who("tenant", "acmee")).is_seen) == (True, False)
+    assert world.desk.client(Who("ip", "192.0.2.200")).is_seen is None  # most addresses were never heard of
+    add = {"limit": "search", "reason": "r"}
+    assert world.desk.add_override(SUE, ACME, "200/minute", **add).notes == ()
+    typo = world.desk.add_override(SUE, Who("tenant", "acmee"), "200/minute", **add)
+    assert typo.notes == ("No tenant of this name was ever seen. Check the spelling.",)
+
+
+def test_limits_say_whether_they_can_be_overridden_for_a_client(world: World) -> None:
+    limits = {each.limit: each.can_override for each in world.desk.client(ACME).limits}
+    assert {name for name, can in limits.items() if can} == {"search", "seats", "pages", "watched"}
+    for name, can in limits.items():
+        if can:
+            world.desk.add_override(SUE, ACME, "50/minute", limit=name, reason="r")
+        else:
+            with pytest.raises(InvalidInput, match="can't be overridden for a tenant"):
+                world.desk.add_override(SUE, ACME, "50/minute", limit=name, reason="r")
+
+
+def test_overrides_of_the_policy_document_are_listed_with_the_others(world: World) -> None:
+    overrides = "overrides: [{tenant: globex, limit: search, bucket: 150/minute, reason: contract}]"
+    world.desk.put_policy(OTTO, f"{POLICY}\n{overrides}", reason="contract")
+    world.desk.add_override(SUE, ACME, "200/minute", limit="search", reason="launch")
+    listed = world.desk.overrides().items
+    assert [(each.who.value, each.source, each.bucket) for each in listed] == [
+        ("acme", "config", "200/minute"),
+        ("globex", "policy", "150/minute"),
+    ]
+    pages = world.desk.overrides(most=1)
+    assert [*pages.items, *world.desk.overrides(most=1, after=pages.next).items] == [*listed]
+    assert [each.source for each in world.desk.overrides(search="contract").items] == ["policy"]
+    assert [each.source for each in world.desk.overrides(who=GLOBEX).items] == ["policy"]
+
+
+def test_names_stand_in_the_place_of_hashes(world: World) -> None:
+    hashed = CLIENTS.written("api_key", KEY)
+    world.desk.assign(SUE, Who("api_key", KEY), "pro", label="Acme", reason="r")
+    assert world.desk.with_names(f"removed block of api_key {hashed}") == (
+        f"removed block of api_key Acme ({hashed[:13]}…)"
+    )
+
+
 def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> None:
     desk = world.desk
     done = desk.block(SUE, Who("api_key", KEY), valid_until=in_days(world, 1), reason="stolen")
@@ -1112,7 +1213,7 @@ def test_a_name_stays_with_a_client_that_changes_its_tier(office: Desk) -> None:
     office.assign(SUE, ACME, "pro", label="Acme Inc", reason="r")
     office.assign(SUE, ACME, "free", reason="r")
     assert (office.client(ACME).label, office.client(ACME).tier) == ("Acme Inc", "free")
-    assert office.assign(SUE, ACME, "free", reason="r").notes == ("all was so already",)
+    assert office.assign(SUE, ACME, "free", reason="r").notes == ("Nothing to change: it was already set.",)
 
 
 # ------------------------------------------------------------------ the policy and its past

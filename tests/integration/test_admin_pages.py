@@ -273,11 +273,11 @@ def test_a_link_signs_in_once(town: Town, visit: Callable[..., Page]) -> None:
 
 def test_a_role_sees_only_what_it_may_do(visit: Callable[..., Page]) -> None:
     page = visit(client("hooli"), role="viewer")
-    expect(page.get_by_text("You may look.")).to_be_visible()
+    expect(page.get_by_text("Read-only.")).to_be_visible()
     assert page.locator("details.action").count() == 0
     assert page.get_by_role("link", name="Tokens").count() == 0
     assert page.goto(page.url.split("/client")[0] + "/tokens").status == 403  # type: ignore[union-attr]
-    expect(page.get_by_text("somebody with the role admin may")).to_be_visible()
+    expect(page.get_by_text("Your role (viewer) can't manage tokens. Ask an admin.")).to_be_visible()
 
 
 def test_a_form_without_its_token_is_refused(town: Town, visit: Callable[..., Page]) -> None:
@@ -308,10 +308,10 @@ def test_an_override_until_friday_takes_effect(town: Town, visit: Callable[..., 
     expect(page.get_by_role("heading", level=1)).to_have_text("acme")
     fill(page, "Override a limit", limit="requests", allow="50/minute", until="friday 18:00", reason="launch")
     page.get_by_role("button", name="Give the override").click()
-    expect(page.get_by_role("status").first).to_contain_text("The override is given. Version")
-    row = (
-        page.locator("section", has=page.get_by_role("heading", name="Limits that hold now")).locator("tbody tr").first
+    expect(page.get_by_role("status").first).to_contain_text(
+        re.compile("gets 50/minute on requests until Friday .*, 18:00 Europe/Berlin. Version")
     )
+    row = page.locator("section", has=page.get_by_role("heading", name="Current limits")).locator("tbody tr").first
     expect(row).to_contain_text("50/minute")
     expect(row).to_contain_text("override")
     ends = datetime.fromisoformat(row.locator("time").get_attribute("datetime") or "").astimezone(BERLIN)
@@ -324,7 +324,7 @@ def test_a_block_acts_at_once_and_can_be_lifted(town: Town, visit: Callable[...,
     page = visit(client("leaky"), role="support")
     fill(page, "Block", reason="key is public")
     page.get_by_role("button", name="Block leaky").click()
-    expect(page.get_by_text("This client does not get in.")).to_be_visible()
+    expect(page.get_by_text("This client is blocked.")).to_be_visible()
     wait_until(lambda: town.ask("leaky") == 403, "the gate to hear of it")
     page.goto(f"{town.server.url}/blocks?search=leaky")
     expect(page.locator("tbody tr")).to_have_count(1)
@@ -368,9 +368,9 @@ def test_what_is_used_is_shown_and_reset(town: Town, visit: Callable[..., Page])
     page = visit(client("spent"))
     meter = page.get_by_label("Used of requests")
     assert meter.evaluate("e => [e.value, e.max]") == [5, 5]
-    fill(page, "Reset what is used", reason="our outage")
+    fill(page, "Reset counters", reason="our outage")
     page.get_by_role("button", name="Reset", exact=True).click()
-    expect(page.get_by_text("is forgotten.")).to_be_visible()
+    expect(page.get_by_text("start from zero")).to_be_visible()
     assert meter.evaluate("e => e.value") == 0
     wait_until(lambda: town.ask("spent") == 200, "the gate to hear of it")
 
@@ -380,7 +380,7 @@ def test_a_tier_is_given(town: Town, visit: Callable[..., Page]) -> None:
     fill(page, "Tier", tier="pro", name="Climber Inc", reason="paid")
     page.get_by_role("button", name="Set the tier").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Climber Inc")
-    expect(page.get_by_text("600/minute")).to_be_visible()
+    expect(page.get_by_text("600/minute", exact=True)).to_be_visible()
     expect(page.get_by_text("its tier")).to_be_visible()
 
 
@@ -388,9 +388,9 @@ def test_an_override_helps_at_once_if_what_was_used_is_reset(town: Town, visit: 
     town.use_up("hurried")
     page = visit(client("hurried"))
     fill(page, "Override a limit", limit="requests", allow="6/minute", reason="ticket 12")
-    page.get_by_label("Also reset what it has used").check()
+    page.get_by_label("Also reset its counter").check()
     page.get_by_role("button", name="Give the override").click()
-    expect(page.get_by_role("status").first).to_contain_text("What it has used of requests is forgotten.")
+    expect(page.get_by_role("status").first).to_contain_text("The counter of requests was reset.")
     assert page.get_by_label("Used of requests").evaluate("e => [e.value, e.max]") == [0, 6]
 
 
@@ -436,7 +436,7 @@ def test_what_is_dangerous_is_asked_for_twice(town: Town, visit: Callable[..., P
     expect(page.get_by_label("Allow")).to_have_value("5000/minute")  # and nothing was done
     page.get_by_role("button", name="Give the override").click()
     page.get_by_role("button", name="Yes, do it").click()
-    expect(page.get_by_text("The override is given.")).to_be_visible()
+    expect(page.get_by_text(re.compile("gets .*/minute on requests, with no end date"))).to_be_visible()
     assert [each.bucket for each in town.desk.overrides(search="bold").items] == ["5000/minute"]
 
 
@@ -456,12 +456,12 @@ def test_what_somebody_else_has_changed_is_shown_and_input_is_kept(town: Town, v
     expect(told).to_be_focused()
     expect(page.get_by_label("Allow")).to_have_value("40/minute")
     page.get_by_role("button", name="Change the override").click()
-    expect(page.get_by_text("The override is changed.")).to_be_visible()
+    expect(page.get_by_text(re.compile("gets .*/minute, with no end date"))).to_be_visible()
     assert town.desk.override(id).bucket == "40/minute"
     page.get_by_role("link", name="Change").click()
     page.get_by_label("Reason").last.fill("is over")
-    page.get_by_role("button", name="Take it back").click()
-    expect(page.get_by_text("The override is taken back.")).to_be_visible()
+    page.get_by_role("button", name="Remove the override").click()
+    expect(page.get_by_text("is removed.")).to_be_visible()
     assert town.desk.overrides(who=who).items == ()
 
 
@@ -480,7 +480,7 @@ def test_a_policy_is_checked_saved_compared_and_rolled_back(town: Town, visit: C
     text.fill(POLICY.replace("100/minute", "200/minute"))
     page.get_by_label("Reason").fill("more for keys")
     page.get_by_role("button", name="Save as a new version").click()
-    expect(page.get_by_text("The policy is taken.")).to_be_visible()
+    expect(page.get_by_text("Policy saved.")).to_be_visible()
     assert "200/minute" in town.desk.policy().text
 
     page.get_by_role("link", name=f"Version {before + 1}").click()
@@ -493,8 +493,12 @@ def test_a_policy_is_checked_saved_compared_and_rolled_back(town: Town, visit: C
     for box in page.get_by_role("checkbox").all():
         if box.get_attribute("value") != "documents":
             box.uncheck()
-    page.get_by_role("button", name=f"Go back to version {before}").click()
-    expect(page.get_by_text("That is as it was.")).to_be_visible()
+    page.get_by_role("button", name="Preview the rollback").click()
+    expect(page.locator("tr.plus")).to_contain_text("100/minute")  # and not the override
+    expect(page.get_by_text("Blocks stay as they are.")).to_be_visible()
+    assert town.desk.policy().text != POLICY  # nothing is done yet
+    page.get_by_role("button", name="Roll back").click()
+    expect(page.get_by_text(f"Document: as in version {before}.")).to_be_visible()
     assert town.desk.policy().text == POLICY
     assert len(town.desk.overrides(who=who).items) == 1  # only what was chosen goes back
 
@@ -552,7 +556,7 @@ def test_the_most_denied_client_is_blocked_from_the_overview_in_two_clicks(
     assert town.ask(address="192.0.2.78") == 200
     page.get_by_role("link", name=name).click()
     expect(page.get_by_role("heading", level=1)).to_have_text(name)
-    expect(page.get_by_text("This client does not get in.")).to_be_visible()
+    expect(page.get_by_text("This client is blocked.")).to_be_visible()
     fill(page, "Lift the block", reason="enough")
     page.get_by_role("button", name="Lift the block").click()
     wait_until(lambda: town.ask(address="192.0.2.77") in (200, 429), "the gate to hear of it")
@@ -561,6 +565,77 @@ def test_the_most_denied_client_is_blocked_from_the_overview_in_two_clicks(
 def _status(gate: Gate, address: str) -> int:
     refusal = gate.admit(Request(peer=address, path="/items")).refusal
     return 200 if refusal is None else refusal.status
+
+
+def test_a_rollback_names_what_others_have_changed_and_lifts_their_blocks(
+    town: Town, visit: Callable[..., Page]
+) -> None:
+    hashed = town.desk.find(f"api_key={RAW_KEY}")
+    town.desk.assign(ADA, hashed, "pro", label="Rolled Key", reason="a name")
+    before = town.desk.version
+    bob = Actor("bob", "operator")
+    end = datetime(2099, 11, 20, 17, 0, tzinfo=UTC)
+    town.desk.add_override(bob, hashed, "150/minute", limit="keys", valid_until=end, reason="launch")
+    town.desk.block(bob, Who("tenant", "rolled-back"), reason="unpaid")
+    wait_until(lambda: town.ask("rolled-back") == 403, "the gate to hear of it")
+    page = visit(f"/policy/versions/{before}")
+    page.get_by_label("Reason").fill("bob was wrong")
+    page.get_by_role("button", name="Preview the rollback").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"Roll back to version {before}?")
+    expect(page.get_by_text("2 changes by other people")).to_be_visible()
+    expect(page.locator("tr.minus", has_text="Rolled Key")).to_contain_text("20 November 2099, 18:00 Europe/Berlin")
+    assert "+00:00" not in page.locator("main").inner_text()
+    page.get_by_role("button", name="Roll back").click()
+    expect(page.get_by_role("status").first).to_contain_text("Blocks: 1 lifted, 0 active again.")
+    wait_until(lambda: town.ask("rolled-back") != 403, "the gate to hear of it")
+    for path in ("/policy/versions", "/audit?author=bob"):
+        page.goto(f"{town.server.url}{path}")
+        shown = page.locator("main").inner_text()
+        assert ("Rolled Key" in shown, "hmac:" in shown.partition("Rolled Key")[0], "+00:00" in shown) == (
+            True,
+            False,
+            False,
+        )
+
+
+def test_a_part_of_a_name_is_found_and_several_are_listed(town: Town, visit: Callable[..., Page]) -> None:
+    for number in (1, 2):
+        town.desk.assign(ADA, Who("tenant", f"cafe-{number}"), "pro", label=f"Corner Cafe {number}", reason="r")
+    page = visit("/", role="viewer")
+    page.get_by_label("Find a client").fill("corner")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("2 clients match “corner”")
+    page.get_by_role("link", name="Corner Cafe 2").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Corner Cafe 2")
+    page.get_by_label("Find a client").fill("afe 1")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Corner Cafe 1")  # the only one
+    page.get_by_label("Find a client").fill("nobody at all")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("No client matches “nobody at all”")
+    page.get_by_label("Find a client").fill("sk_live_cccc567890abcdef")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("No client matches API key sk_live_…cdef")
+    assert "sk_live_cccc567890abcdef" not in page.content()
+
+
+def test_the_override_form_offers_what_can_be_overridden_with_the_current_limit(visit: Callable[..., Page]) -> None:
+    page = visit(client("hooli"), role="support")
+    fill(page, "Override a limit")
+    form = page.locator("details.action", has_text="Override a limit")
+    assert form.get_by_label("Limit").locator("option").all_inner_texts() == ["requests (now 600/minute)"]
+    expect(form.get_by_label("Allow")).to_have_value("600/minute")
+    page.set_viewport_size({"width": 390, "height": 800})
+    above = page.get_by_role("heading", name="Current limits").bounding_box()
+    action = form.bounding_box()
+    assert above is not None
+    assert action is not None
+    assert action["y"] < above["y"]  # on a phone, what to do comes first
+
+
+def test_a_client_that_was_never_seen_is_flagged(visit: Callable[..., Page]) -> None:
+    page = visit(client("hoooli"), role="support")
+    expect(page.get_by_text("No tenant of this name was ever seen.")).to_be_visible()
 
 
 def test_a_pasted_key_is_shown_masked_before_it_is_blocked(visit: Callable[..., Page]) -> None:
@@ -625,7 +700,12 @@ def test_a_token_is_shown_once_and_ends_with_its_sessions(town: Town, visit: Cal
     assert token not in page.content()
     town._keys["newcomer"] = token
     other = visit("/", role="newcomer")
-    page.get_by_role("button", name="Revoke the token of newcomer").click()
+    page.get_by_role("button", name="Revoke… the token of newcomer").click()
+    expect(page.get_by_role("alert")).to_contain_text("This can't be undone.")
+    page.get_by_role("button", name="Keep it").click()
+    assert town.tokens.check(token) is not None
+    page.get_by_role("button", name="Revoke… the token of newcomer").click()
+    page.get_by_role("button", name="Revoke the token").click()
     expect(page.get_by_text("The token of newcomer is revoked.")).to_be_visible()
     other.wait_for_url(f"{town.server.url}/login")  # its live part has noticed
 
@@ -682,7 +762,7 @@ def test_an_api_key_that_is_searched_for_gets_into_no_address(
     lists = page.get_by_role("region", name=place)
     lists.get_by_label("Search").fill(RAW_KEY)
     lists.get_by_role("button", name=button).click()
-    expect(lists.get_by_text("the hash of what may be an API key")).to_be_visible()
+    expect(lists.get_by_text("what you searched for may be an API key")).to_be_visible()
     expect(lists.get_by_label("Search")).to_have_value(town.desk.searchable(RAW_KEY))
     assert urlsplit(page.url).path == path
     page.reload()
@@ -721,7 +801,7 @@ def test_a_task_by_keyboard_alone(town: Town, visit: Callable[..., Page]) -> Non
     tab_to("Reason")
     page.keyboard.type("by keyboard")
     page.keyboard.press("Enter")
-    expect(page.get_by_text("This client does not get in.")).to_be_visible()
+    expect(page.get_by_text("This client is blocked.")).to_be_visible()
     assert town.desk.client(Who("tenant", "typist")).block is not None
 
 
@@ -738,7 +818,7 @@ def test_a_task_without_any_script(town: Town, visit: Callable[..., Page]) -> No
     expect(page.get_by_label("Reason").first).to_have_value("no script")
     field.fill("7/minute")
     page.get_by_role("button", name="Give the override").click()
-    expect(page.get_by_text("The override is given.")).to_be_visible()
+    expect(page.get_by_text(re.compile("gets .*/minute on requests, with no end date"))).to_be_visible()
     assert [each.bucket for each in town.desk.overrides(search="plain").items] == ["7/minute"]
 
 
@@ -776,7 +856,7 @@ def test_a_degraded_node_is_said_and_read_out(town: Town, visit: Callable[..., P
     expect(page.locator("#told")).to_contain_text("All nodes are ready", timeout=8000)
 
 
-DIFFERENT = ("/", client("hooli"), "/blocks", "/policy", "/policy/edit")
+DIFFERENT = ("/", client("hooli"), "/blocks", "/blocks/new?kind=ip&value=203.0.113.9", "/policy", "/policy/edit")
 """Pages between which all there is on any of them is seen once."""
 PATHS = (
     *DIFFERENT,
@@ -825,7 +905,7 @@ def test_pages_say_what_is_missing_where_nothing_stands_behind_them(visit: Calla
 
 def test_a_page_says_no_more_than_is_known(town: Town, visit: Callable[..., Page]) -> None:
     page = visit(words.client_url("tenant", f"hmac:{'7' * 32}"))
-    expect(page.get_by_text("Which limits it meets is not known.")).to_be_visible()
+    expect(page.get_by_text("Its limits are not known.")).to_be_visible()
     expect(page.get_by_text("Whatever it sends passes")).to_have_count(0)
 
 

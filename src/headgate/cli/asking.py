@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from datetime import UTC, datetime
 from getpass import getpass
@@ -14,7 +15,7 @@ from headgate.cli.api import REFUSED, AdminApi, AdminError, Unconfirmed, is_loop
 from headgate.cli.screen import BAD, BOLD, ODD, printable
 from headgate.cli.table import table
 from headgate.errors import InvalidInput
-from headgate.telemetry.moments import coming, shown
+from headgate.telemetry.moments import coming, end_in_words, shown
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -45,9 +46,11 @@ __all__ = [
     "zone_of",
 ]
 
+_INSTANT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?\+00:00")
 LONGEST_TOKEN: Final = 1024
 PAGE: Final = 100
 """Rows that are asked for at once."""
+NOT_FOUND: Final = 404
 SHORTEST_KEY: Final = 8
 """Characters of what the server would know as an API key."""
 LONGEST_KEY: Final = 8192
@@ -85,6 +88,10 @@ class Desk(NamedTuple):
         at = at_us_of(at_us)
         other = _offset(at, self.zone)
         return shown(at, self.zone, with_zone=False) + ("" if other == self.zone_name else f" {other}")
+
+    def local_times(self, text: str) -> str:
+        """A text of the server with its times in the local zone, and with weekdays."""
+        return _INSTANT.sub(lambda found: end_in_words(datetime.fromisoformat(found[0]), self.zone), text)
 
     def iso(self, at_us: int | None) -> str | None:
         """A moment as the server reads it."""
@@ -150,10 +157,25 @@ def zone_of(arguments: Namespace) -> tzinfo | None:
 
 def client_of(desk: Desk, written: str) -> Who:
     """The client that is meant; `-` reads an API key from the input. What a shell remembers is warned about."""
-    found = desk.api.ask("POST", "find", body={"client": asked_client(written)}).body
-    who = Who(found["kind"], found["value"], found.get("label") or "")
+    text = asked_client(written)
+    try:
+        found = desk.api.ask("POST", "find", body={"client": text}).body
+        who = Who(found["kind"], found["value"], found.get("label") or "")
+    except AdminError as error:
+        if error.status != NOT_FOUND:
+            raise
+        who = _matching(desk, text, error)
     warn_of_key(desk, written, who)
     return who
+
+
+def _matching(desk: Desk, text: str, error: AdminError) -> Who:
+    """The client of whose name a text is a part; several are asked about at a terminal, and listed elsewhere."""
+    found = desk.api.ask("POST", "matches", body={"client": text}).body["items"]
+    if not found:
+        raise error
+    each = chosen_from(desk, found)
+    return Who(**each["who"], label=each["label"] or "")
 
 
 def asked_client(written: str) -> str:
@@ -167,10 +189,12 @@ def asked_client(written: str) -> str:
 def chosen_from(desk: Desk, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One of several candidates, chosen at the terminal by its number; AdminError where nobody can be asked."""
     lines = [f"{number}. {_candidate(each)}" for number, each in enumerate(found, 1)]
+    many = len(found) > 1
     if not (sys.stdin.isatty() and desk.err.is_terminal):
-        told = "\n".join(["this can mean several clients; give one of them as KIND=VALUE:", *lines])
-        raise AdminError(told, code=REFUSED)
-    desk.err.say("This can mean several clients:", *[printable(line) for line in lines])
+        head = "this can mean several clients; give one of them as KIND=VALUE:" if many else "did you mean this client?"
+        raise AdminError("\n".join([head, *lines]), code=REFUSED)
+    head = "This can mean several clients:" if many else "No client has this name, but one contains it:"
+    desk.err.say(head, *[printable(line) for line in lines])
     print(f"Which one? 1 to {len(found)}: ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline().strip()
     if not (answer.isascii() and answer.isdigit() and 1 <= int(answer[:6]) <= len(found)):
@@ -274,7 +298,7 @@ def told(arguments: Namespace, desk: Desk, reply: Reply, *, number: str | None =
     body = reply.body or {}
     if arguments.json:
         return as_json(desk, body)
-    done = printable(f"{body.get('what') or 'done'}")
+    done = printable(desk.local_times(f"{body.get('what') or 'done'}"))
     version = body.get("version")
     if version is None and not body.get("what"):
         done = "nothing had to be changed"

@@ -44,7 +44,7 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
             desk.time(each["at_us"]),
             each["author"],
             "" if each.get("version") is None else f"{each['version']}",
-            each.get("what") or f"{each['action']} {each['about']}".strip(),
+            desk.local_times(each.get("what") or f"{each['action']} {each['about']}".strip()),
             each.get("reason") or "",
         ]
         for each in found["items"]

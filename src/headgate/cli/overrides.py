@@ -165,4 +165,4 @@ def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
 
 
 def _row(each: dict[str, Any], desk: Desk) -> list[str]:
-    return [f"{each['id']}", desk.client(each), *override_cells(each, desk)]
+    return ["-" if each["id"] is None else f"{each['id']}", desk.client(each), *override_cells(each, desk)]

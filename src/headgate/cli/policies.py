@@ -7,7 +7,7 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.api import REFUSED, path_of
+from headgate.cli.api import REFUSED, AdminError, path_of
 from headgate.cli.asking import as_json, asked, change, opened, paged, titled
 from headgate.cli.options import EXIT_CODES, Actions, add_change, add_server
 from headgate.cli.screen import BAD, BOLD, DIM, GOOD, printable
@@ -33,6 +33,7 @@ EXAMPLES = f"""
     headgate policy rollback 11 --reason "searches cost too much"
 {EXIT_CODES}"""
 
+MAX_PREVIEWED: Final = 50
 SECTIONS: Final = ("documents", "tiers", "routes", "clients", "overrides", "blocked")
 
 
@@ -88,13 +89,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     returning = actions.add(
         "rollback",
         rollback,
-        "make everything as it was at a version, or only some of it",
+        "undo what was changed since a version, or only some of it",
         """
         headgate policy rollback 11 --reason "searches cost too much"
         headgate policy rollback 11 --section documents --reason "only the document"
         """,
     )
     returning.add_argument("version", metavar="VERSION", type=int, help="which versions shows")
+    returning.add_argument("--yes", action="store_true", help="do it without asking, after the preview")
     returning.add_argument("--section", choices=SECTIONS, action="append", help="only this; may be repeated")
     add_change(returning)
 
@@ -127,7 +129,7 @@ def _rules(found: dict[str, Any], out: Screen) -> Iterator[str]:
     for each in found["rules"]:
         where = [*each["routes"], *(f"class {name}" for name in each["classes"])] or ["all requests"]
         tiers = ", ".join(f"{tier}: {bucket}" for tier, bucket in each["tiers"].items())
-        name = each["name"] + (" (watched)" if each["shadow"] else "")
+        name = each["name"] + (" (shadow)" if each["shadow"] else "")
         rows.append([name, each["bucket"] or "-", each["by"], " ".join((*each["methods"], ", ".join(where))), tiers])
     yield from titled(["limit", "allows", "counted by", "where", "tiers"], rows, out)
 
@@ -180,7 +182,13 @@ def versions(arguments: Namespace, out: Screen, err: Screen) -> int:
     if arguments.json:
         return as_json(desk, found)
     rows = [
-        [f"{each['version']}", desk.time(each["at_us"]), each["author"], each["what"], each["reason"]]
+        [
+            f"{each['version']}",
+            desk.time(each["at_us"]),
+            each["author"],
+            desk.local_times(each["what"]),
+            each["reason"],
+        ]
         for each in found["items"]
     ]
     out.say(*titled(["version", f"when ({desk.zone_name})", "who", "what", "why"], rows, out))
@@ -196,14 +204,38 @@ def diff(arguments: Namespace, out: Screen, err: Screen) -> int:
     if not found["items"]:
         err.say(f"Nothing is different between versions {one} and {other}.")
     for each in found["items"]:
-        out.say(out.paint(printable(each["what"]), BOLD), *_painted(each["lines"], out))
+        lines = each["lines"] if each["section"] == "documents" else map(desk.local_times, each["lines"])
+        out.say(out.paint(printable(desk.local_times(each["what"])), BOLD), *_painted(lines, out))
     return 0
 
 
 def rollback(arguments: Namespace, out: Screen, err: Screen) -> int:
     desk = opened(arguments, out, err)
+    now = desk.api.ask("GET", "policy").version
+    if not _previewed(arguments, desk, now):
+        err.say("Nothing was changed.")
+        return REFUSED
     path = path_of("versions", arguments.version) + "/restore"
-    return change(arguments, desk, "POST", path, fields={"sections": arguments.section})
+    return change(arguments, desk, "POST", path, fields={"sections": arguments.section}, based_on=now)
+
+
+def _previewed(arguments: Namespace, desk: Desk, now: int | None) -> bool:
+    """Show everything that a rollback changes, and ask whether to go on; --yes answers that before."""
+    found = desk.api.get(path_of("versions", arguments.version) + "/diff", against=now)["items"]
+    touched = [each for each in found if arguments.section is None or each["section"] in arguments.section]
+    desk.err.say(desk.err.paint(f"A rollback to version {arguments.version} changes {len(touched)} entries:", BOLD))
+    for each in touched[:MAX_PREVIEWED]:
+        desk.err.say(f"  {printable(desk.local_times(each['what']))}")
+    if len(touched) > MAX_PREVIEWED:
+        desk.err.say(f"  and {len(touched) - MAX_PREVIEWED} more; `headgate policy diff` shows all of them")
+    if any(each["section"] == "blocked" for each in touched):
+        desk.err.say("Blocks in this list are lifted, or active again, on all servers.")
+    desk.err.say("Live blocks outside the configuration are kept: `headgate block list` shows them as live.")
+    if arguments.yes:
+        return True
+    if not (sys.stdin.isatty() and desk.err.is_terminal):
+        raise AdminError("nobody can be asked here: give --yes to roll back without a question", code=REFUSED)
+    return asked(desk, "Roll back? Type yes: ")
 
 
 def _painted(lines: Iterable[str], screen: Screen) -> Iterator[str]:

@@ -79,7 +79,7 @@ def _limits(found: dict[str, Any], desk: Desk) -> Iterator[str]:
         return
     rows = [
         [
-            each["limit"] + (" (watched)" if each.get("shadow") else ""),
+            each["limit"] + (" (shadow)" if each.get("shadow") else ""),
             each["bucket"],
             each["by"],
             _source(each, desk),
@@ -112,7 +112,7 @@ def _usage(each: dict[str, Any]) -> tuple[str, str]:
     if used is None or not capacity:
         return "", ""
     wait = f", passes in {duration(each['retry_s'])}" if each.get("retry_s") else ""
-    full = f", whole in {duration(each['reset_s'])}" if each.get("reset_s") and not wait else ""
+    full = f", resets in {duration(each['reset_s'])}" if each.get("reset_s") and not wait else ""
     return bar(used / capacity, 16), f"{used} of {capacity}{wait}{full}"
 
 
@@ -131,10 +131,10 @@ def override_cells(each: dict[str, Any], desk: Desk) -> list[str]:
         _place_of(each),
         each["bucket"],
         desk.time(each.get("valid_from_us"), none="-"),
-        desk.time(each.get("valid_until_us"), none="for ever"),
+        desk.time(each.get("valid_until_us"), none="no end"),
         each["state"],
         each.get("reason") or "",
-        each.get("author") or "",
+        each.get("author") or ("policy" if each.get("source") == "policy" else ""),
     ]
 
 

@@ -212,11 +212,9 @@ class Builder:
                 self._problems.add(entry.at("limit"), told)
             return None
         if not _counts(draft, identity.kind):
-            by = "+".join(draft.by) or "global"
-            self._problems.add(
-                entry.at(identity.kind),
-                f"limit {name!r} is counted by {by}, so no {identity.kind} has numbers of its own there",
-            )
+            per = f"per-{'+'.join(draft.by)}" if draft.by else "global"
+            told = f'"{name}" is a {per} limit, so it can\'t be overridden for a {identity.kind}'
+            self._problems.add(entry.at(identity.kind), told)
             return None
         if route_class is not None and draft not in self._meeting(route_class):
             self._problems.add(

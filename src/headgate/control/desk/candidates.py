@@ -89,8 +89,9 @@ def describe(who: Who, *, label: str | None = None, key: str | None = None, is_k
     """Describe a client. `key` is the raw API key as it was typed, if it was; only its masked form is kept."""
     kind, value = who
     if kind == "api_key":
-        shown = f" {mask(key)}" if key is not None else f" {value[: len(PREFIX) + SHORT_HASH]}…"
-        return Candidate(who, label, f"API key{shown}", f"every request with this key (hash {value})", is_known)
+        is_short = key is None or len(key) < MASK_HEAD
+        shown = f"{value[: len(PREFIX) + SHORT_HASH]}…" if is_short else mask(key or "")
+        return Candidate(who, label, f"API key {shown}", f"every request with this key (hash {value})", is_known)
     if value.startswith(PREFIX):
         shown = label or f"{value[: len(PREFIX) + SHORT_HASH]}…"
         matches = f"every request of this {noun_of(kind)} (hash {value})"

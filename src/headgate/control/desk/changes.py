@@ -10,6 +10,7 @@ from headgate.control.config.queries import row, rows_of, version_at
 from headgate.control.config.reading import newest_version
 from headgate.control.config.rows import FRAME, SECTIONS, OverrideRow, RouteCost, TierNumbers, microseconds, numbers
 from headgate.control.desk import dangers
+from headgate.control.desk.candidates import noun_of
 from headgate.control.desk.errors import NotFound
 from headgate.control.desk.finding import is_network
 from headgate.control.desk.ground import changed, ground_at, held
@@ -133,7 +134,8 @@ class Changes(Reads):
             before, named = self._config.clients(who=who), {who.kind: (who.value,)}
             names = [each.row.label for each in before] or [each.label for each in ground.entries_of(named, "clients")]
             label = label or next(iter(names), None)
-            return done(self._config.assign(who, tier, label=label, **by, based_on=based_on))
+            notes = self._unseen(who)
+            return done(self._config.assign(who, tier, label=label, **by, based_on=based_on), *notes)
 
     def unassign(
         self,
@@ -298,7 +300,7 @@ class Changes(Reads):
         based_on: int | None = None,
     ) -> Change:
         """Make everything as it was at a version, or only some sections of it; that is a version of its own."""
-        self._allow(actor, "operator", "go back to a version")
+        self._allow(actor, "operator", "roll back")
         self._existing(version)
         if unknown := {*(sections or ())} - {*SECTIONS}:
             raise InvalidInput(f"there are no {', '.join(sorted(unknown))}; known are {', '.join(SECTIONS)}")
@@ -335,14 +337,16 @@ class Changes(Reads):
             limit, route_class = (name and words.name(name) for name in names)
             rate = _numbers(bucket)
             made = OverrideRow(*who, limit, route_class, **rate, valid_from_us=since, valid_until_us=until)
+            notes = self._unseen(who)
             if same := self._holding(who)[1].same_override(made, but=id):
                 raise InvalidInput(f"override {same} is for the same client, limit and time: change it, or remove it")
-            return judged(
+            change = judged(
                 self._config,
                 lambda: self._of_override(who, made),
                 confirm,
                 lambda store: store.override(who, bucket, id=id, **given, **by, based_on=based_on),
             )
+            return replace(change, notes=(*notes, *change.notes))
 
     def _of_override(self, who: Who, made: OverrideRow) -> Iterator[Danger]:
         """Against the numbers that the client has now."""
@@ -410,6 +414,12 @@ class Changes(Reads):
         """A network may be everybody: what is done to one is done by those who may change everybody's limits."""
         if is_network(who):
             self._allow(actor, "operator", f"{what} of networks")
+
+    def _unseen(self, who: Who) -> tuple[str, ...]:
+        """A note for a client that was never seen: its name may be mistyped."""
+        if self._finder.is_seen(who) is not False:
+            return ()
+        return (f"No {noun_of(who.kind)} of this name was ever seen. Check the spelling.",)
 
     def _readable(self) -> Ground:
         ground = self._ground()

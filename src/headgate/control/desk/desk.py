@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from headgate.control.config import auditing
 from headgate.control.config.database import writing
 from headgate.control.config.queries import row
+from headgate.control.config.rows import EPOCH, SECTIONS, BlockRow
 from headgate.control.config.writing import Remove
-from headgate.control.desk import dangers
+from headgate.control.desk import dangers, listing
 from headgate.control.desk.changes import Changes
 from headgate.control.desk.errors import NotFound, discreet
 from headgate.control.desk.finding import CUSTOMER_PREFIX, is_wide_network, network_of
 from headgate.control.desk.secrecy import LOOKS_SECRET, looks_secret
 from headgate.control.desk.signing import checked_reason, done, in_the_past
 from headgate.control.desk.standing import faced, rounds
-from headgate.control.desk.views import Change, Who
+from headgate.control.desk.views import Change, RollbackPreview, Who
 from headgate.errors import HeadgateError, InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from datetime import datetime
 
+    from headgate.control.config.history import Difference
     from headgate.control.desk.errors import Danger
     from headgate.control.desk.standing import Faced
     from headgate.control.desk.views import Actor
@@ -153,6 +157,63 @@ class Desk(Changes):
                     self._counters.reset(*some)
             notes = [f"not reset, as they do not count this client alone: {_names(shared)}"] if shared else []
             return Change(None, tuple(notes), f"reset {who}: {names}")
+
+    def preview_rollback(
+        self, actor: Actor, version: int, *, sections: Collection[str] | None = None
+    ) -> RollbackPreview:
+        """Everything that `rollback` would change, and the blocks that it would keep."""
+        self._allow(actor, "operator", "roll back")
+        self._existing(version)
+        newest, chosen = self.version, {*SECTIONS} if sections is None else {*sections}
+        touched = tuple([each for each in self.diff(newest, version) if each.section in chosen])
+        undone = tuple([each for each in self.versions() if each.number > version])
+        found = list(dict.fromkeys(self._of_rollback(version, chosen)))
+        live = [each for each in self.blocks(state="active", most=listing.MOST).items if each.source == "live"]
+        return RollbackPreview(newest, touched, undone, tuple(found[: dangers.MOST]), tuple(live))
+
+    def rollback(
+        self,
+        actor: Actor,
+        version: int,
+        *,
+        sections: Collection[str] | None = None,
+        reason: str,
+        confirm: Collection[str] = (),
+        based_on: int | None = None,
+    ) -> Change:
+        """Roll back to a version, and make live blocks follow: those whose rows went are lifted, those whose rows came
+        back are active again. Live blocks outside the configuration are kept, and counted in a note."""
+        change = super().rollback(actor, version, sections=sections, reason=reason, confirm=confirm, based_on=based_on)
+        if change.version is None:
+            return change
+        number = change.version.number
+        notes = self._follow_blocks([each for each in self.diff(number - 1, number) if each.section == "blocked"])
+        return replace(change, notes=(*change.notes, *notes))
+
+    def _follow_blocks(self, differences: Sequence[Difference]) -> Iterator[str]:
+        """Tell the nodes of blocks that a rollback has ended or brought back; notes on what was done."""
+        ended = set_again = 0
+        troubles: dict[str, None] = {}
+        for each in differences:
+            if isinstance(after := each.after, BlockRow):
+                end = None if after.valid_until_us is None else EPOCH + timedelta(microseconds=after.valid_until_us)
+                if listing.state_of(after, self._now_us()) == "active":
+                    troubles |= dict.fromkeys(self._block_live(Who(after.kind, after.value), end, after.reason or ""))
+                    set_again += 1
+            elif isinstance(before := each.before, BlockRow):
+                _, note = self._unblock_live(Who(before.kind, before.value))
+                troubles |= {} if note is None else {note: None}
+                ended += 1
+        if ended or set_again:
+            yield f"Blocks: {ended} lifted, {set_again} active again."
+        yield from troubles
+        live = [each for each in self.blocks(state="active", most=listing.MOST).items if each.source == "live"]
+        if live:
+            one = len(live) == 1
+            yield (
+                f"{len(live)} live block{'' if one else 's'} outside the configuration {'is' if one else 'are'} kept: "
+                f"{', '.join(self.name_of(each.who) for each in live[:5])}{'' if len(live) <= 5 else ', …'}."
+            )
 
     def note(self, actor: Actor, action: str, about: str, *, reason: str = "") -> None:
         """Keep in the audit what is no version: sign-ins, tokens, resets."""

@@ -45,12 +45,13 @@ class NotAllowed(HeadgateError):
     """The role of whoever asked is too low; nothing was done."""
 
     def __init__(self, what: str, *, role: str, needed: Role) -> None:
-        super().__init__(f"a {role} may not {what}; somebody with the role {needed} may")
+        article = "an" if needed in ("admin", "operator") else "a"
+        super().__init__(f"Your role ({role}) can't {what}. Ask {article} {needed}.")
         self.needed = needed
 
 
 class NotFound(HeadgateError):
-    """There is no such thing."""
+    """A client, override, block or version that doesn't exist."""
 
 
 class NeedsConfirmation(HeadgateError):

@@ -48,6 +48,10 @@ KINDS: Final = ("tenant", "user", "api_key", "ip", "subnet")
 NO_CLIENTS: Final = ("endpoint", "client", "global", "tier", "address")
 LONGEST: Final = 4200
 """Characters of what somebody writes: an API key has at most 4096."""
+MAX_MATCHES: Final = 20
+"""Clients that a search lists."""
+MAX_RECORDS_SEARCHED: Final = 1000
+"""Records of the decision log, the newest, in whose labels a search looks for clients that have no settings."""
 MOST_OF_DOCUMENT: Final = 500
 """Words of a document that are looked up."""
 
@@ -64,6 +68,7 @@ NO_SECRET: Final = (
 
 
 _HASH: Final = re.compile(r"hmac:[0-9a-fA-F]*")
+_NAMED_HASH: Final = re.compile(r"\b([a-z][a-z0-9_]*) (hmac:[0-9a-f]{32})\b")
 _HEADER: Final = re.compile(r"(?:authorization:\s*)?bearer\s+(?=\S+$)|x-api-key:\s*(?=\S+$)", re.IGNORECASE)
 """The part of a pasted header field that precedes the API key."""
 
@@ -193,6 +198,60 @@ class Finder:
                 )
             known = readings
         return [self._described(who, ground, key=text) for who in dict.fromkeys(known)]
+
+    def matches(self, text: str, partial: Callable[[str], Iterable[Who]]) -> list[Candidate]:
+        """The known clients that a text means, or else those that it is a part of: of a label, a name or an address.
+
+        `partial` finds the latter in the configuration. Nothing, if no client matches; InvalidInput for a text that can
+        mean no client at all.
+        """
+        found = self.candidates(text)
+        typed = text.strip()
+        is_exact = is_hash(typed) or "=" in typed or found[0].who.kind in ("ip", "subnet")
+        exact = [each for each in found if each.is_known or is_exact]
+        if exact:
+            return exact[:1] if is_exact else exact
+        ground = self._grounds.current()
+        others = dict.fromkeys(partial(typed)) | dict.fromkeys(self._logged_labels(typed))
+        return [self._described(who, ground) for who in others]
+
+    def _logged_labels(self, text: str) -> list[Who]:
+        """Clients in the newest records of the log whose label contains a text."""
+        try:
+            records = self._log.decisions((), after="", before="", outcome=None, most=MAX_RECORDS_SEARCHED)
+        except LogUnavailable:
+            return []
+        sought = text.casefold()
+        found = {
+            Who(record.client_kind, record.client): None
+            for record in reversed(records)
+            if sought in record.label.removeprefix(f"{record.client_kind} ").casefold()
+        }
+        return list(dict.fromkeys(self.named(who) for who in list(found)[:MAX_MATCHES]))
+
+    def with_names(self, text: str) -> str:
+        """A text about clients, with their names in place of full hashes: "api_key Acme (hmac:12ab34cd…)"."""
+        for kind, value in dict.fromkeys(_NAMED_HASH.findall(text)):
+            label = self.label_of(Who(kind, value))
+            short = f"{value[:13]}…"
+            text = text.replace(value, short if label is None else f"{label} ({short})")
+        return text
+
+    def label_of(self, who: Who) -> str | None:
+        """The label of a client, or the pseudonym that the overview shows for a hash."""
+        label = self._label_of(who, self._grounds.current())
+        return label or (None if who.kind == "api_key" else self.pseudonym(who))
+
+    def is_seen(self, who: Who) -> bool | None:
+        """Whether the configuration, the decision log or a node knows this client. None where that can't be told: for
+        addresses, of which most are never heard of before, and without a log."""
+        if who.kind in ("ip", "subnet") or is_hash(who.value):
+            return None
+        if self._is_seen(who, self._grounds.current()):
+            return True
+        if self._clients is None or self._log.trouble is not None:
+            return None
+        return self.status_label(self._key(who)) is not None
 
     def name_of(self, who: Who) -> str:
         """The name of a client in a sentence: its label, or "tenant acme", "address 203.0.113.9", "API key hmac:…"."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate.control.config import queries
 from headgate.control.config.rows import bucket, microseconds
+from headgate.control.desk.standing import bucket_of
 from headgate.control.desk.views import (
     BlockView,
     ClientRow,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from headgate.control.config.rows import BlockRow, OverrideRow
     from headgate.control.desk.ground import Ground
     from headgate.control.desk.views import State
-    from headgate.policy.model import Block
+    from headgate.policy.model import Block, Override
     from headgate.shield.blocks import LiveBlock
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "override_view",
     "overrides",
     "policy_block_view",
+    "policy_override_view",
     "state_of",
 ]
 
@@ -61,11 +63,31 @@ def checked_page(search: str, state: str, most: int) -> None:
 def overrides(
     connection: Connection, ground: Ground, *, now_us: int, most: int, after: str | None, **question: Any
 ) -> Page[OverrideView]:
-    """The newest first."""
-    before = None if after is None else _number(after)
-    found = queries.listed(connection, "overrides", now_us=now_us, most=most + 1, before=before, **question)
-    views = [override_view(each, ground, now_us) for each in found[:most]]
-    return Page(tuple(views), str(found[most - 1].id) if len(found) > most else None)
+    """The rows, the newest first; then those of the policy document."""
+    place, last = ("config", after) if after is None or after.isdigit() else _cut(after)
+    views: list[tuple[str, OverrideView]] = []
+    if place == "config":
+        before = None if last is None else _number(last)
+        found = queries.listed(connection, "overrides", now_us=now_us, most=most + 1, before=before, **question)
+        views = [(str(each.id), override_view(each, ground, now_us)) for each in found]
+        last = None
+    if len(views) <= most:
+        start = -1 if last is None else _number(last)
+        views += [
+            (f"policy:{index}", view)
+            for index, each in enumerate(ground.base.overrides)
+            if index > start and _is_asked_for(view := policy_override_view(each, ground, now_us), **question)
+        ]
+    return Page(tuple(view for _, view in views[:most]), views[most - 1][0] if len(views) > most else None)
+
+
+def _is_asked_for(
+    view: OverrideView, *, search: str, hashed: str | None, state: str, who: tuple[str, str] | None
+) -> bool:
+    texts = (view.who.value, view.label, view.reason, view.limit, view.route_class)
+    is_found = not search or any(search.casefold() in (text or "").casefold() for text in texts)
+    is_key = view.who.kind == "api_key" and view.who.value == hashed
+    return (is_found or is_key) and state in ("all", view.state) and who in (None, view.who)
 
 
 def blocks(
@@ -173,6 +195,30 @@ def override_view(each: Listed, ground: Ground, now_us: int) -> OverrideView:
         reason=row.reason,
         author=row.author,
         state=state_of(row, now_us),
+        source="config",
+    )
+
+
+def policy_override_view(override: Override, ground: Ground, now_us: int) -> OverrideView:
+    """An override of the policy document."""
+    since, until = (
+        None if each is None else microseconds(each) for each in (override.validity.since, override.validity.until)
+    )
+    who = Who(*override.identity)
+    return OverrideView(
+        id=None,
+        since=None,
+        who=who,
+        label=_label(ground, who, None),
+        limit=override.rule,
+        route_class=override.route_class,
+        bucket=bucket_of(override.limit),
+        valid_from_us=since,
+        valid_until_us=until,
+        reason=override.reason,
+        author=None,
+        state=_state(since, until, now_us),
+        source="policy",
     )
 
 

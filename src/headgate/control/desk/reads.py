@@ -13,7 +13,7 @@ from headgate.control.config.rows import Document
 from headgate.control.desk import audit, listing, policies
 from headgate.control.desk.candidates import noun_of
 from headgate.control.desk.errors import NotFound, discreet, without_place
-from headgate.control.desk.finding import is_hash
+from headgate.control.desk.finding import MAX_MATCHES, is_hash
 from headgate.control.desk.fleet import Overview, Totals
 from headgate.control.desk.ground import ground_at
 from headgate.control.desk.office import LARGEST, Office
@@ -115,6 +115,24 @@ class Reads(Office):
         """All clients that a text can mean, whether they were ever seen or not; the likeliest first."""
         return self._finder.candidates(text)
 
+    def matches(self, text: str) -> list[Candidate]:
+        """The known clients that a text means; or up to 20 whose label, name, tenant or address contains it."""
+
+        def partial(part: str) -> list[Who]:
+            if len(part) > listing.LONGEST_SEARCH:
+                return []
+            return [each.who for each in self.clients(search=part, most=MAX_MATCHES).items]
+
+        return self._finder.matches(text, partial)[:MAX_MATCHES]
+
+    def with_names(self, text: str) -> str:
+        """A text of a version or of the audit log, with the names of clients in place of full hashes."""
+        return self._finder.with_names(text)
+
+    def label_of(self, who: Who) -> str | None:
+        """The name that a client was given, or that the overview shows; None if there is none."""
+        return self._finder.label_of(who)
+
     def name_of(self, who: Who) -> str:
         """The name of a client for people: its label, or its kind and value."""
         return self._finder.name_of(self._finder.checked(who))
@@ -147,7 +165,17 @@ class Reads(Office):
         views = [listing.override_view(_listed(each, label), holding.ground, now_us) for each in reversed(own)]
         keys = known.log_keys or self._finder.label_key_of(label)
         return ClientView(
-            who, label, tier, tier_from, tuple(limits), tuple(views), block, keys, known.can_count, tuple(troubles)
+            who,
+            label,
+            tier,
+            tier_from,
+            tuple(limits),
+            tuple(views),
+            block,
+            keys,
+            known.can_count,
+            self._finder.is_seen(who),
+            tuple(troubles),
         )
 
     def why(self, who: Who, *, at: str = "today", until: str | None = None, zone: tzinfo | None = None) -> Answer:

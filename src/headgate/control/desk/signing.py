@@ -83,7 +83,7 @@ def judged(
 def done(version: Version | None, *notes: str) -> Change:
     """What came of it."""
     if version is None:
-        return Change(None, ("all was so already", *notes), "nothing to change")
+        return Change(None, ("Nothing to change: it was already set.", *notes), "nothing to change")
     return Change(version, notes, version.what)
 
 

@@ -56,6 +56,8 @@ class Faced:
     """The identities that it also counts by, and that are not known of the client."""
     own: bool
     """Whether it counts this client, and nobody else."""
+    can_override: bool
+    """Whether the client can have a limit of its own here."""
     routes: dict[str, None] = field(default_factory=dict)
 
 
@@ -119,6 +121,7 @@ def standings(holding: Holding, met: Sequence[Faced], used: Mapping[Key, Use]) -
             unknown=use.unknown,
             shadow=each.rule.shadow,
             own=each.own,
+            can_override=each.can_override,
         )
 
 
@@ -198,11 +201,13 @@ def _faced(rule: CompiledRule, plan: RoutePlan, known: Who, kind: str, met: Reso
         return None
     found = rule.met(key, Resolution(plan, (), 0, (), who, met.tier, met.now_us, None))
     kinds = {counted_as if each == "client" else each for each in by}
-    return Faced(rule.rule, key, found.origin, lacks, own=kind in kinds and not lacks)
+    can_override = kind in by or ("client" in by and kind in CLIENT_KINDS)
+    return Faced(rule.rule, key, found.origin, lacks, own=kind in kinds and not lacks, can_override=can_override)
 
 
 def _unknown(each: Faced) -> str:
-    kinds = " and ".join("IP" if kind == "ip" else kind.replace("_", " ") for kind in each.lacks)
+    names = {"ip": "IP", "api_key": "API key"}
+    kinds = " and ".join(names.get(kind, kind.replace("_", " ")) for kind in each.lacks)
     return f"counted per {kinds}" if each.lacks else "not asked"
 
 

@@ -13,6 +13,8 @@ from headgate.control.desk.basics import ROLES, Actor, Change, Page, Role, View,
 from headgate.control.desk.fleet import ClientCount, HotKey, Near, NodeView, Overview, Series, Totals
 
 if TYPE_CHECKING:
+    from headgate.control.config.history import Difference, Version
+    from headgate.control.desk.errors import Danger
     from headgate.telemetry.records import Record
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "Page",
     "PolicyView",
     "Role",
+    "RollbackPreview",
     "RouteView",
     "RuleView",
     "Series",
@@ -81,14 +84,17 @@ class Standing(View):
     """Only watched."""
     own: bool
     """Whether it counts this client by itself, so that it can be reset."""
+    can_override: bool
+    """True if the client can have a limit of its own here: the limit counts clients of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverrideView(View):
-    """Other numbers for one client."""
+    """A custom limit for one client."""
 
-    id: int
-    since: int
+    id: int | None
+    """Of its row in the config store; None for an override in the policy document."""
+    since: int | None
     """The version that it is from."""
     who: Who
     label: str | None
@@ -100,6 +106,8 @@ class OverrideView(View):
     reason: str | None
     author: str | None
     state: State
+    source: Literal["config", "policy"]
+    """A row of the config store, or a line of the policy document, which is changed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +143,9 @@ class ClientView(View):
     log_keys: tuple[str, ...]
     can_count: bool
     """False if only a hash is known, by which nobody is counted: the client itself must be given."""
+    is_seen: bool | None
+    """False if neither the configuration nor the decision log knows a client of this name; None if that can't be told.
+    """
     troubles: tuple[str, ...]
 
 
@@ -175,6 +186,25 @@ class Timeline(View):
 
 
 # ------------------------------------------------------------------ the policy
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackPreview(View):
+    """Everything that a rollback would change, before it does."""
+
+    version: int
+    """The newest version, which the preview is of."""
+    differences: tuple[Difference, ...]
+    undone: tuple[Version, ...]
+    """The versions since then, the newest first; at most 50."""
+    dangers: tuple[Danger, ...]
+    live: tuple[BlockView, ...]
+    """Live blocks outside the configuration, which a rollback keeps."""
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes that confirm the dangers."""
+        return tuple(dict.fromkeys(danger.code for danger in self.dangers))
 
 
 @dataclass(frozen=True, slots=True)

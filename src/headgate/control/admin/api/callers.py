@@ -146,7 +146,8 @@ class Writer:
         def changed() -> Answered:
             change = work()
             made = change.version
-            body = {**change.as_dict(), "ids": [] if made is None else list(made.ids)}
+            told = {**change.as_dict(), "what": self.desk.with_names(change.what)}
+            body = {**told, "ids": [] if made is None else list(made.ids)}
             return Answered(200, json.dumps(body), None if made is None else made.number)
 
         return self.answered(changed)

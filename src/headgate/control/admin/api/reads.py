@@ -1,5 +1,6 @@
 """What can be looked at, by everybody with a token."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Final
 from zoneinfo import ZoneInfo
 
@@ -13,6 +14,7 @@ from headgate.control.admin.api.shapes import listed, shape
 from headgate.control.admin.problems import answers
 from headgate.control.config.history import Difference, Version
 from headgate.control.config.rows import microseconds
+from headgate.control.desk import Desk
 from headgate.control.desk.candidates import Candidate
 from headgate.control.desk.secrecy import discreetly
 from headgate.control.desk.views import (
@@ -41,6 +43,9 @@ ALWAYS: Final = (
 )  # fmt: skip
 """Types of problems that any request may meet."""
 CONFIG: Final = {"headers": {"ETag": {"description": "The version", "schema": {"type": "string"}}}}
+
+MAX_NAMED: Final = 200
+"""Rows of a difference that are told with the names of their clients."""
 
 router: Final = APIRouter(responses=answers(*ALWAYS))
 
@@ -158,6 +163,12 @@ def candidates(caller: Asking, body: fields.FindBody) -> JSONResponse:
     return answer({"items": plain(caller.desk.candidates(body.client)), "next": None})
 
 
+@router.post("/matches", **_gives(listed(Candidate)))
+def matches(caller: Asking, body: fields.FindBody) -> JSONResponse:
+    """The known clients that a text means, or up to 20 that contain it in their label, name, tenant or address."""
+    return answer({"items": plain(caller.desk.matches(body.client)), "next": None})
+
+
 @router.post("/search", **_gives(Searched))
 def search(caller: Asking, body: fields.SearchBody) -> JSONResponse:
     """What to give as `search` or `author` in place of a text: itself; where it may be an API key, which must not stand
@@ -271,7 +282,7 @@ def versions(caller: Asking, query: Annotated[fields.VersionsQuery, Query()]) ->
     version = caller.desk.version
     found = caller.desk.versions(before=query.before, most=query.most)
     following = found[-1].number if len(found) == query.most and found[-1].number > 1 else None
-    return answer({"items": [_version(each) for each in found], "next": following}, version)
+    return answer({"items": [_version(each, caller.desk) for each in found], "next": following}, version)
 
 
 @router.get("/versions/{number}/diff", **_gives(listed(DifferenceModel), "not-found", config=True))
@@ -281,7 +292,9 @@ def diff(
     """What is different at a version from the one before it, or from another."""
     version = caller.desk.version
     against = number - 1 if query.against is None else query.against
-    return answer({"items": [_difference(each) for each in caller.desk.diff(against, number)], "next": None}, version)
+    found = caller.desk.diff(against, number)
+    told = [_difference(each, caller.desk if place < MAX_NAMED else None) for place, each in enumerate(found)]
+    return answer({"items": told, "next": None}, version)
 
 
 @router.get("/audit", **_gives(listed(AuditEntry)))
@@ -289,19 +302,27 @@ def audit(caller: Asking, query: Annotated[fields.AuditQuery, Query()]) -> JSONR
     """What people did, the newest first: changes, resets, tokens, and who has signed in."""
     caller.desk.refuse_keys(query.search, query.author or "")
     page = caller.desk.audit(before=query.before, most=query.most, author=query.author, search=query.search)
-    return answer(page.as_dict())
+    items = [
+        replace(each, what=caller.desk.with_names(each.what), about=caller.desk.with_names(each.about))
+        for each in page.items
+    ]
+    return answer(replace(page, items=tuple(items)).as_dict())
 
 
-def _version(made: Version) -> dict[str, Any]:
+def _version(made: Version, desk: Desk) -> dict[str, Any]:
     return {
         "version": made.number,
         "at_us": made.at_us,
         "author": made.author,
         "reason": made.reason,
-        "what": made.what,
+        "what": desk.with_names(made.what),
         "restores": made.restores,
     }
 
 
-def _difference(found: Difference) -> dict[str, Any]:
-    return {"section": found.section, "id": found.id, "what": found.what, "lines": found.lines}
+def _difference(found: Difference, desk: Desk | None) -> dict[str, Any]:
+    """A difference; with the names of clients, if there is a desk to ask. A document stays as it is written."""
+    what, lines = found.what, found.lines
+    if desk is not None and found.section != "documents":
+        what, lines = desk.with_names(what), [desk.with_names(line) for line in lines]
+    return {"section": found.section, "id": found.id, "what": what, "lines": lines}

@@ -11,10 +11,10 @@ from starlette.responses import RedirectResponse
 
 from headgate.control.admin.pages import charts, words
 from headgate.control.admin.pages.charts import Band
-from headgate.control.admin.pages.forms import Entered, attempt, bucket, given, reason, until
+from headgate.control.admin.pages.forms import Entered, attempt, bucket, given, reason, sentence, until, until_text
 from headgate.control.admin.pages.lists import client_of, readdressed
 from headgate.control.admin.problems import of_error
-from headgate.control.desk.secrecy import may_be_key
+from headgate.control.desk.secrecy import SHORTEST_HIDDEN, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.letters import details, mail
 from headgate.telemetry.moments import span
@@ -65,8 +65,22 @@ class Why(NamedTuple):
 
 def find(visit: Visit) -> Response:
     """From whatever was typed to the page of that client. It came in a form's body, as it may be an API key."""
-    who = visit.desk.find(visit.form.get("client", ""))
-    return RedirectResponse(words.client_url(*who), 303)
+    typed = visit.form.get("client", "")
+    found = visit.desk.matches(typed)
+    if len(found) == 1:
+        return RedirectResponse(words.client_url(*found[0].who), 303)
+    others = [] if found else visit.desk.candidates(typed)
+    is_key = any(each.who.kind == "api_key" for each in others) and (
+        looks_secret(typed) or may_be_key(typed, shortest=SHORTEST_HIDDEN)
+    )
+    return visit.page(
+        "find.html",
+        status=200 if found else 404,
+        here="/clients",
+        found=found,
+        others=others,
+        typed=others[0].title if is_key else f"“{typed}”",
+    )
 
 
 def clients(visit: Visit) -> Response:
@@ -107,8 +121,8 @@ def override(visit: Visit) -> Response:
                 visit.actor, who, bucket(visit), limit=limit, valid_until=until(visit), **given(visit)
             ),
         ),
-        question=f"Give {_called(visit, who)} {numbers} on {limit}?",
-        said="The override is given.",
+        question=f"Give {_called(visit, who)} {numbers} on {limit}{until_text(visit)}?",
+        said=f"{sentence(_called(visit, who))} gets {numbers} on {limit}{until_text(visit) or ', with no end date'}.",
         back=words.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
@@ -120,8 +134,8 @@ def block(visit: Visit) -> Response:
         visit,
         "block",
         lambda: visit.desk.block(visit.actor, who, valid_until=until(visit), **given(visit)),
-        question=f"Block {_called(visit, who)}?",
-        said="Blocked.",
+        question=f"Block {_called(visit, who)}{until_text(visit)}?",
+        said=f"{sentence(_called(visit, who))} is blocked{until_text(visit)}.",
         back=words.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
@@ -133,7 +147,7 @@ def unblock(visit: Visit) -> Response:
         visit,
         "unblock",
         lambda: visit.desk.unblock(visit.actor, who, **given(visit)),
-        question=f"Let {_called(visit, who)} in again?",
+        question=f"Lift the block of {_called(visit, who)}?",
         said="The block is lifted.",
         back=words.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
@@ -148,7 +162,7 @@ def reset(visit: Visit) -> Response:
         "reset",
         lambda: visit.desk.reset(visit.actor, who, limits=[limit] if limit else None, reason=reason(visit)),
         question=f"Reset what {_called(visit, who)} has used?",
-        said=f"What was used of {limit or 'every limit'} is forgotten.",
+        said=f"Reset: the counters of {limit or 'all limits'} start from zero.",
         back=words.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
@@ -165,8 +179,10 @@ def tier(visit: Visit) -> Response:
             if name
             else visit.desk.unassign(visit.actor, who, **given(visit))
         ),
-        question=f"Put {_called(visit, who)} into {name or 'no tier of its own'}?",
-        said=f"It is in {name} now." if name else "It has no tier of its own any more.",
+        question=f"Put {_called(visit, who)} into {name or 'the tier that the policy says'}?",
+        said=f"{sentence(_called(visit, who))} is now in the tier {name}."
+        if name
+        else f"{sentence(_called(visit, who))} now has the tier that the policy says.",
         back=words.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
@@ -182,8 +198,8 @@ def _with_reset(visit: Visit, who: Who, limit: str | None, given_one: Change) ->
     try:
         done = visit.desk.reset(visit.actor, who, limits=[limit], reason=reason(visit))
     except HeadgateError as error:  # the override holds all the same
-        return replace(given_one, notes=(*given_one.notes, f"What it has used was not reset: {of_error(error).detail}"))
-    return replace(given_one, notes=(*given_one.notes, f"What it has used of {limit} is forgotten.", *done.notes))
+        return replace(given_one, notes=(*given_one.notes, f"The counter was not reset: {of_error(error).detail}"))
+    return replace(given_one, notes=(*given_one.notes, f"The counter of {limit} was reset.", *done.notes))
 
 
 def _page(visit: Visit, who: Who, entered: Entered | None = None) -> Response:
@@ -195,7 +211,7 @@ def _page(visit: Visit, who: Who, entered: Entered | None = None) -> Response:
         "reach": reach,
         "reaches": REACHES,
         "tiers": visit.desk.tiers(),
-        "limits": list(dict.fromkeys(each.limit for each in view.limits)),
+        "overridable": list({each.limit: each for each in reversed(view.limits) if each.can_override}.values())[::-1],
         "own_limits": list(dict.fromkeys(each.limit for each in view.limits if each.own)),
         "why": why,
         **_timeline(visit, who, reach),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD
 from headgate.control.config import ConfigUnavailable, Conflict
+from headgate.control.desk import Who
 from headgate.control.desk.errors import NeedsConfirmation, NotAllowed, NotFound
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
 from headgate.limits import Limit
@@ -15,20 +16,45 @@ from headgate.policy import words
 from headgate.telemetry.moments import coming, end_in_words, microseconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from starlette.responses import Response
 
     from headgate.control.admin.pages.frame import Visit
     from headgate.control.config.history import Version
     from headgate.control.desk import Change
+    from headgate.control.desk.errors import Danger
 
-__all__ = ["Entered", "Mistake", "attempt", "bucket", "given", "reason", "until", "until_text", "until_us"]
+__all__ = [
+    "Entered",
+    "Mistake",
+    "attempt",
+    "bucket",
+    "confirmation",
+    "given",
+    "reason",
+    "sentence",
+    "until",
+    "until_text",
+    "until_us",
+]
 
 LONGEST_REASON: Final = 500
 MOST_CHANGES: Final = 8
 """Versions that are listed when somebody else was quicker."""
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+SHOWN: Final = {
+    "limit": "Limit",
+    "bucket": "Allow",
+    "client": "Client",
+    "tier": "Tier",
+    "path": "Route",
+    "cost": "Cost",
+    "class": "Class",
+    "until": "Until",
+    "reason": "Reason",
+}
+"""Fields that a confirmation shows."""
 LATEST_US: Final = 253_402_000_000_000_000
 """Near the end of the year 9999, the last that Python can represent."""
 
@@ -82,10 +108,7 @@ def attempt(
     except Mistake as mistake:
         return again(entered._replace(errors={mistake.field: f"{mistake}"}))
     except NeedsConfirmation as doubt:
-        kept = [(name, value) for name, value in visit.form.pairs if name not in (CSRF_FIELD, "confirm", "again")]
-        return visit.page(
-            "confirm.html", status=409, question=question, dangers=doubt.dangers, kept=kept, path=visit.request.url.path
-        )
+        return confirmation(visit, question=question, dangers=doubt.dangers)
     except Conflict as conflict:
         return again(entered._replace(changes=_since(visit, conflict), status=409))
     except InvalidPolicy as invalid:
@@ -96,6 +119,35 @@ def attempt(
         return again(entered._replace(problems=(of_error(error).detail,)))
     number = "" if change.version is None else f" Version {change.version.number}."
     return visit.go(back, f"{said}{number}", change.notes)
+
+
+def confirmation(visit: Visit, *, question: str, dangers: Sequence[Danger]) -> Response:
+    """The page that asks before a change. It sends the form again with the dangers confirmed, and with the end that it
+    has shown."""
+    left_out = (CSRF_FIELD, "confirm", "again", "until_us")
+    end_us = until_us(visit)
+    return visit.page(
+        "confirm.html",
+        status=409,
+        question=question,
+        dangers=dangers,
+        kept=[
+            *((name, value) for name, value in visit.form.pairs if name not in left_out),
+            *([] if end_us is None else [("until_us", str(end_us))]),
+        ],
+        facts=[*_facts(visit)],
+        path=visit.request.url.path,
+    )
+
+
+def _facts(visit: Visit) -> Iterator[tuple[str, str]]:
+    """The fields of a form for people: clients by their names, the end as a date."""
+    form = visit.form
+    if form.get("kind") and form.get("value"):
+        yield "Client", visit.name_of(Who(form["kind"], form["value"]))
+    for name, title in SHOWN.items():
+        if form.get(name):
+            yield title, until_text(visit).removeprefix(" until ") or form[name] if name == "until" else form[name]
 
 
 def given(visit: Visit) -> dict[str, Any]:
@@ -110,7 +162,7 @@ def given(visit: Visit) -> dict[str, Any]:
 def reason(visit: Visit) -> str:
     written = visit.form.get("reason", "")
     if not written:
-        raise Mistake("reason", "Say why, in a few words: others will read it.")
+        raise Mistake("reason", "Give a reason: others will read it in the audit log.")
     if len(written) > LONGEST_REASON:
         raise Mistake("reason", f"This has {len(written)} characters; {LONGEST_REASON} are the most.")
     return written
@@ -161,6 +213,11 @@ def until_text(visit: Visit) -> str:
     except Mistake:
         return ""
     return "" if end is None else f" until {end_in_words(end, visit.zone)}"
+
+
+def sentence(text: str) -> str:
+    """A text with a capital at its beginning."""
+    return text[:1].upper() + text[1:]
 
 
 def _since(visit: Visit, conflict: Conflict) -> tuple[Version, ...]:

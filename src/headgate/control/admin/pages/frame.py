@@ -19,7 +19,8 @@ from headgate.control.admin.guards import BODY
 from headgate.control.admin.pages import words
 from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD, FormRefused
-from headgate.control.desk.candidates import kind_name, short_label
+from headgate.control.desk import Who
+from headgate.control.desk.candidates import kind_name, noun_of, short_label
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from headgate.control.admin.problems import Problem
     from headgate.control.admin.sessions import Session, Sessions
     from headgate.control.admin.tokens import Tokens
-    from headgate.control.desk import Actor, Who
+    from headgate.control.desk import Actor
     from headgate.control.desk.desk import Desk
 
 __all__ = ["Form", "Frame", "Handler", "Visit", "local_path"]
@@ -56,20 +57,6 @@ FLASH_SECONDS: Final = 60
 LONGEST_FLASH: Final = 1500
 MOST_FIELDS: Final = 100
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
-
-SHOWN: Final = {
-    "limit": "Limit",
-    "bucket": "Allow",
-    "client": "Client",
-    "value": "Client",
-    "tier": "Tier",
-    "path": "Route",
-    "cost": "Cost",
-    "class": "Class",
-    "until": "Until",
-    "reason": "Reason",
-}
-"""Fields that are shown when somebody is asked whether a change is meant."""
 
 
 class Form(dict[str, str]):
@@ -180,15 +167,16 @@ class Frame:
             "percent": words.percent,
             "short": words.short,
             "short_hash": words.short_hash,
-            "told": words.told,
+            "told": _told,
             "wait": words.wait,
         }
         self._templates.globals |= {
             "client_url": words.client_url,
             "kind_name": kind_name,
+            "noun_of": noun_of,
+            "per": words.per,
             "short_label": short_label,
             "query": urlencode,
-            "shown": SHOWN,
             "static": _static_url,
         }
 
@@ -227,7 +215,7 @@ class Frame:
         return response
 
     def render(self, template: str, **values: Any) -> str:
-        return self._templates.get_template(template).render(**values)
+        return self._templates.get_template(template).render(label_of=self._label_of, **values)
 
     def _answer(self, request: Request, handler: Handler) -> Response:
         if request.method == "POST":
@@ -270,6 +258,12 @@ class Frame:
         response.headers.update(problem.headers)
         return response
 
+    def _label_of(self, kind: str, value: str) -> str | None:
+        try:
+            return self.desk.label_of(Who(kind, value))
+        except HeadgateError:
+            return None
+
     def _version(self) -> int | None:
         try:
             return self.desk.version
@@ -290,6 +284,12 @@ def local_path(path: str) -> str:
 @pass_context
 def _moment(context: Context, at_us: int | None, never: str = "–") -> str:
     return words.moment(at_us, now_us=context["now_us"], zone=context["zone"], never=never)
+
+
+@pass_context
+def _told(context: Context, text: str) -> Markup:
+    """A text of a version or of the audit log, with the names of clients and with local times."""
+    return words.told(text, context["label_of"], context["zone"])
 
 
 @pass_context

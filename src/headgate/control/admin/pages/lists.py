@@ -17,6 +17,7 @@ from headgate.control.admin.pages.forms import (
     bucket,
     given,
     reason,
+    sentence,
     until,
     until_text,
     until_us,
@@ -102,8 +103,10 @@ def change_override(visit: Visit) -> Response:
             valid_until=_kept_until(visit, before),
             **given(visit),
         ),
-        question=f"Change this override of {_called(before.who, before.label)} to {visit.form.get('bucket', '')}?",
-        said="The override is changed.",
+        question=f"Change this override of {visit.name_of(before.who)} to {visit.form.get('bucket', '')}"
+        f"{until_text(visit)}?",
+        said=f"{sentence(visit.name_of(before.who))} gets {visit.form.get('bucket', '')}"
+        f"{until_text(visit) or ', with no end date'}.",
         back=words.client_url(*before.who),
         again=lambda entered: _override(visit, entered),
     )
@@ -116,8 +119,8 @@ def remove_override(visit: Visit) -> Response:
         visit,
         "remove",
         lambda: visit.desk.remove_override(visit.actor, id, **given(visit)),
-        question=f"Take the override of {_called(before.who, before.label)} back?",
-        said="The override is taken back.",
+        question=f"Remove the override of {visit.name_of(before.who)}?",
+        said=f"The override of {visit.name_of(before.who)} is removed.",
         back=words.client_url(*before.who),
         again=lambda entered: _override(visit, entered),
     )
@@ -207,7 +210,7 @@ def _block_target(visit: Visit) -> Response:
         "block",
         lambda: visit.desk.block(visit.actor, who, valid_until=until(visit), **given(visit)),
         question=f"Block {name}?",
-        said=f"{name[:1].upper()}{name[1:]} is blocked{until_text(visit)}.",
+        said=f"{sentence(name)} is blocked{until_text(visit)}.",
         back="/blocks",
         again=lambda entered: _blocks(visit, entered),
     )
@@ -235,7 +238,8 @@ def _overrides(visit: Visit) -> Response:
 
 def _override(visit: Visit, entered: Entered | None = None) -> Response:
     view = visit.desk.override(_id(visit))
-    limits = list(dict.fromkeys(rule.name for rule in visit.desk.policy().rules))
+    standing = visit.desk.client(view.who).limits
+    limits = list(dict.fromkeys([*filter(None, [view.limit]), *(each.limit for each in standing if each.can_override)]))
     return visit.page(
         "override.html",
         status=entered.status if entered else 200,
@@ -297,10 +301,6 @@ def _shown(asked: dict[str, Any]) -> dict[str, Any]:
 def _id(visit: Visit) -> int:
     id: int = visit.request.path_params["id"]
     return id
-
-
-def _called(who: Who, label: str | None) -> str:
-    return label or f"{who.kind} {words.short_hash(who.value)}"
 
 
 def _moment(at_us: int | None) -> datetime | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate.control.admin.pages.forms import Entered, Mistake, attempt, given
+from headgate.control.admin.pages.forms import Entered, Mistake, attempt, given, reason
 from headgate.control.desk.errors import NotAllowed, NotFound
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from starlette.responses import Response
 
     from headgate.control.admin.pages.frame import Visit
     from headgate.control.config.history import Difference
+    from headgate.control.desk import Change
 
 __all__ = ["diff", "edit", "policy", "put", "restore", "version", "versions"]
 
@@ -51,6 +52,7 @@ class Problem(NamedTuple):
 
 
 class Section(NamedTuple):
+    key: str
     name: str
     lines: list[Line]
 
@@ -96,19 +98,52 @@ def restore(visit: Visit) -> Response:
     number: int = visit.request.path_params["version"]
     chosen = [name for name in visit.form.all("sections") if name in SECTIONS]
 
+    is_whole = len(chosen) == len(SECTIONS)
+    sections = None if is_whole else chosen
+
     def do() -> Any:
         if not chosen:
             raise Mistake("sections", "Choose at least one.")
-        return visit.desk.rollback(
-            visit.actor, number, sections=None if len(chosen) == len(SECTIONS) else chosen, **given(visit)
-        )
+        if "sure" not in visit.form:
+            reason(visit)
+            raise _Unseen
+        return visit.desk.rollback(visit.actor, number, sections=sections, **given(visit))
 
+    what = "Everything" if is_whole else " and ".join(SECTIONS[name] for name in chosen)
+    try:
+        return _roll_back(visit, number, do, what=what)
+    except _Unseen:
+        return _preview(visit, number, chosen)
+
+
+class _Unseen(Exception):
+    """The preview of a rollback was not confirmed yet."""
+
+
+def _preview(visit: Visit, number: int, chosen: list[str]) -> Response:
+    """The confirmation of a rollback: every row that it changes, whoever wrote it, and what happens to blocks."""
+    preview = visit.desk.preview_rollback(visit.actor, number, sections=chosen)
+    sections, left_out = _sections(list(preview.differences))
+    return visit.page(
+        "rollback.html",
+        here="/policy",
+        number=number,
+        preview=preview,
+        sections=sections,
+        left_out=left_out,
+        others=[each for each in preview.undone if each.author != visit.actor.name],
+        kept=[(name, value) for name, value in visit.form.pairs if name in ("sections", "reason")],
+        chosen=[SECTIONS[name] for name in chosen],
+    )
+
+
+def _roll_back(visit: Visit, number: int, do: Callable[[], Change], *, what: str) -> Response:
     return attempt(
         visit,
         "restore",
         do,
-        question=f"Go back to version {number}?",
-        said=f"Everything is as it was at version {number}." if len(chosen) == len(SECTIONS) else "That is as it was.",
+        question=f"Roll back to version {number}?",
+        said=f"{what}: as in version {number}.",
         back="/policy",
         again=lambda entered: _version(visit, entered),
     )
@@ -130,8 +165,8 @@ def put(visit: Visit) -> Response:
         visit,
         "policy",
         lambda: visit.desk.put_policy(visit.actor, text, file=file, **given(visit)),
-        question="Take this policy?",
-        said="The policy is taken. Nodes have it within a second.",
+        question="Save this policy?",
+        said="Policy saved. All servers use it within a second.",
         back="/policy",
         again=lambda entered: _edit(visit, entered, problems=entered.problems),
     )
@@ -205,7 +240,7 @@ def _sections(differences: list[Difference]) -> tuple[list[Section], int]:
     """What changed, by section, and how much more there is."""
     shown = differences[:MOST_DIFFERENCES]
     sections = [
-        Section(title, [line for each in shown if each.section == name for line in _lines(each)])
+        Section(name, title, [line for each in shown if each.section == name for line in _lines(each)])
         for name, title in SECTIONS.items()
     ]
     return [section for section in sections if section.lines], len(differences) - len(shown)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["audit", "make_token", "revoke_token", "tokens"]
 
 ROLE_WORDS: Final = {
-    "viewer": "viewer: looks",
-    "support": "support: overrides, resets, tiers of clients, blocks of one client",
-    "operator": "operator: also networks, tiers, routes, the policy",
-    "admin": "admin: also tokens",
+    "viewer": "can see everything except tokens",
+    "support": "also overrides, resets, tiers of clients, blocks of single clients",
+    "operator": "also blocks of networks, tiers, routes, the policy, rollback",
+    "admin": "also tokens",
 }
 
 
@@ -58,10 +58,16 @@ def make_token(visit: Visit) -> Response:
 
 
 def revoke_token(visit: Visit) -> Response:
+    """Ask first: a revoked token can't be brought back."""
     _only_admins(visit)
+    if "again" in visit.form:
+        return _tokens(visit)
+    found = next((each for each in visit.frame.tokens.list() if each.id == visit.request.path_params["id"]), None)
+    if found is not None and "sure" not in visit.form:
+        return visit.page("revoke.html", here="/tokens", token=found, is_mine=found.id == visit.session.token.id)
     token = visit.frame.tokens.revoke(visit.request.path_params["id"], by=visit.actor.name)
     visit.desk.note(visit.actor, "revoked token", f"{token.name} ({token.role}, {token.id})")
-    return visit.go("/tokens", f"The token of {token.name} is revoked. Whoever was signed in with it is signed out.")
+    return visit.go("/tokens", f"The token of {token.name} is revoked. All of its sessions have ended.")
 
 
 def _tokens(visit: Visit, entered: Entered | None = None, *, made: Made | None = None) -> Response:
@@ -71,7 +77,8 @@ def _tokens(visit: Visit, entered: Entered | None = None, *, made: Made | None =
         here="/tokens",
         tokens=visit.frame.tokens.list(),
         mine=visit.session.token.id,
-        roles=[(role, ROLE_WORDS[role]) for role in ROLES],
+        roles=ROLES,
+        role_words=ROLE_WORDS,
         days=DEFAULT_DAYS,
         made=made,
         entered=entered,
@@ -80,4 +87,4 @@ def _tokens(visit: Visit, entered: Entered | None = None, *, made: Made | None =
 
 def _only_admins(visit: Visit) -> None:
     if not visit.actor.may("admin"):
-        raise NotAllowed("see or change tokens", role=visit.actor.role, needed="admin")
+        raise NotAllowed("manage tokens", role=visit.actor.role, needed="admin")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta, tzinfo
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlencode
 from zoneinfo import ZoneInfo
 
 from markupsafe import Markup
 
 from headgate.telemetry.moments import end_in_words, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "amount",
@@ -19,6 +22,7 @@ __all__ = [
     "end",
     "latency",
     "moment",
+    "per",
     "percent",
     "relative",
     "short",
@@ -35,6 +39,7 @@ UNITS: Final = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 NOW: Final = 2
 """Seconds that are called now."""
 SHORT_HASH: Final = 14
+_INSTANT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?\+00:00")
 _HASH: Final = re.compile(r"\b([a-z][a-z0-9_]*) (hmac:[0-9a-f]{32})\b")
 
 
@@ -59,6 +64,18 @@ def count(number: int, one: str, several: str) -> str:
 def short(number: float) -> str:
     """A number on a scale: a half is written as such."""
     return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
+
+
+def per(by: str) -> str:
+    """The kinds of identity that a limit counts by, for people.
+
+    >>> per("tenant+api_key"), per("client"), per("global")
+    ('per tenant and API key', 'per client', 'one counter for all clients')
+    """
+    names = {"ip": "IP", "api_key": "API key"}
+    if by == "global":
+        return "one counter for all clients"
+    return f"per {' and '.join(names.get(kind, kind.replace('_', ' ')) for kind in by.split('+'))}"
 
 
 def percent(share: float) -> str:
@@ -122,17 +139,21 @@ def short_hash(value: str) -> str:
     return f"{value[:SHORT_HASH]}…" if value.startswith("hmac:") and len(value) > SHORT_HASH else value
 
 
-def told(text: str) -> Markup:
-    """What somebody did, as versions and the audit say it: hashes are cut, and lead to the page of that client.
+def told(text: str, label_of: Callable[[str, str], str | None], zone: tzinfo) -> Markup:
+    """A text of a version or of the audit log: hashes are links with the name of the client, times are local.
 
-    >>> told(f"removed block of user hmac:{'0' * 32}")  # doctest: +ELLIPSIS
-    Markup('removed block of user <a href="/client?kind=user&amp;value=hmac%3A000...000">hmac:000000000…</a>')
+    >>> told(f"removed block of user hmac:{'0' * 32}", lambda kind, value: "Ada", UTC)  # doctest: +ELLIPSIS
+    Markup('removed block of user <a href="/client?kind=user&amp;value=hmac%3A000...000" title="hmac:0...0">Ada</a>')
+    >>> told("block of user ada until 2026-11-20T17:00:00+00:00", lambda kind, value: None, ZoneInfo("Europe/Berlin"))
+    Markup('block of user ada until Friday 20 November 2026, 18:00 Europe/Berlin')
     """
+    text = _INSTANT.sub(lambda found: end_in_words(datetime.fromisoformat(found[0]), zone), text)
     said, last = Markup(""), 0
     for found in _HASH.finditer(text):
         kind, value = found.groups()
         said += text[last : found.start(2)]
-        said += Markup('<a href="{}">{}</a>').format(client_url(kind, value), short_hash(value))
+        name = label_of(kind, value) or short_hash(value)
+        said += Markup('<a href="{}" title="{}">{}</a>').format(client_url(kind, value), value, name)
         last = found.end()
     return said + text[last:]
 

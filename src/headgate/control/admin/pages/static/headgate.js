@@ -5,6 +5,7 @@
   rememberZone();
   document.addEventListener("click", copyOnClick);
   document.addEventListener("click", goToLine);
+  document.addEventListener("change", fillFromChoice);
   const live = document.querySelector("[data-live]");
   if (live) keepLive(live);
 
@@ -28,6 +29,15 @@
       button.textContent = "Press Ctrl+C";
     }
     setTimeout(() => { button.textContent = before; }, 2000);
+  }
+
+  // A choice fills in the value that belongs to it, unless somebody has typed another one.
+  function fillFromChoice(event) {
+    const select = event.target.closest("select[data-fills]");
+    const field = select && document.getElementById(select.dataset.fills);
+    if (!field) return;
+    const known = [...select.options].map((option) => option.dataset.value);
+    if (!field.value || known.includes(field.value)) field.value = select.selectedOptions[0].dataset.value;
   }
 
   // From a problem to its line in the editor.
