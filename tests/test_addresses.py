@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,10 +35,16 @@ CLIENT = "203.0.113.9"
         ("2001:DB8:0:0:0:0:0:1", "2001:db8::1"),
         ("[2001:db8::1]", "2001:db8::1"),
         ("[2001:db8::1]:443", "2001:db8::1"),
-        ("fe80::1%eth0", "fe80::1"),
-        ("[fe80::1%eth0]:80", "fe80::1"),
-        ("fe80::1%" + "x" * 56, "fe80::1"),
-        ("fe80::1%" + "x" * 57, None),
+        ("fe80::1", "fe80::1"),
+        ("fe80::1%eth0", None),
+        ("[fe80::1%eth0]:80", None),
+        ("fe80::1%", None),
+        ("64:ff9b::203.0.113.9", "203.0.113.9"),
+        ("64:FF9B::cb00:7109", "203.0.113.9"),
+        ("[64:ff9b::203.0.113.9]:80", "203.0.113.9"),
+        ("64:ff9b:1::203.0.113.9", "203.0.113.9"),
+        ("64:ff9b:1:2::203.0.113.9", "64:ff9b:1:2::cb00:7109"),
+        ("64:ff9b:0:1::203.0.113.9", "64:ff9b:0:1::cb00:7109"),
         ("::ffff:203.0.113.9", "203.0.113.9"),
         ("::FFFF:cb00:7109", "203.0.113.9"),
         ("[::ffff:203.0.113.9]:80", "203.0.113.9"),
@@ -87,11 +93,35 @@ def test_an_address_has_one_spelling(text: str, address: str | None) -> None:
     assert BARE.client(text) == (UNKNOWN if address is None else address)
 
 
+NAT64 = (IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/96"))
+
+
+def test_ipv4_clients_behind_nat64_are_counted_by_their_own_addresses() -> None:
+    one, other = BARE.client("64:ff9b::1.2.3.4"), BARE.client("64:ff9b::8.8.8.8")
+    assert (BARE.identity(one), BARE.identity(other)) == ("1.2.3.4", "8.8.8.8")
+    assert BARE.subnet(one) == "1.2.3.0/24"
+    assert Networks({"1.2.3.0/24": "block"}).find("64:ff9b::1.2.3.4") == "block"
+
+
+def test_an_address_that_nat64_embeds_makes_no_proxy() -> None:
+    settings = IdentitySettings(proxies=("10.0.0.0/8", "64:ff9b::a00:63/128"))
+    behind = Addresses(settings)
+    assert behind.client("64:ff9b::10.0.0.1", [CLIENT]) == "10.0.0.1"
+    assert behind.client("10.0.0.1", ["6.6.6.6, 64:ff9b::10.0.0.2"]) == "10.0.0.2"
+    assert behind.client("64:ff9b::10.0.0.99", [CLIENT]) == CLIENT
+
+
+@pytest.mark.parametrize("hop", ["fe80::1%eth0", "2001:db8::1%25en1", "[fe80::1%1]:80"])
+def test_a_zone_makes_a_hop_no_address(hop: str) -> None:
+    assert LISTED.client(PEER, [f"203.0.113.9, {hop}"]) == PEER
+
+
 @given(st.ip_addresses())
 def test_spelling_agrees_with_the_standard_library(address: IPv4Address | IPv6Address) -> None:
     found = canonical(address.exploded.upper())
     assert found is not None
-    assert ip_address(found) == (getattr(address, "ipv4_mapped", None) or address)
+    embedded = IPv4Address(address.packed[-4:]) if any(address in each for each in NAT64) else None
+    assert ip_address(found) == (getattr(address, "ipv4_mapped", None) or embedded or address)
     assert canonical(found) == found
 
 

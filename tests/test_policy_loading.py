@@ -323,6 +323,17 @@ def test_drafts_that_are_not_supported_are_refused(written: str) -> None:
         read(f"answers: {{draft: {written}}}\nlimits: [{{by: ip, bucket: 5/minute}}]")
 
 
+def test_networks_behind_nat64_are_networks_of_ipv4() -> None:
+    text = "limits: [{{by: ip, bucket: 5/minute}}]\nblocked: [{{ip: {}}}]"
+    named = {"64:ff9b::203.0.113.9": "203.0.113.9", '"64:ff9b::cb00:7100/120"': "203.0.113.0/24"}
+    for written, found in named.items():
+        assert read(text.format(written)).blocked[0].identity.value == found
+    with pytest.raises(InvalidPolicy, match="64:ff9b::/96 is every IPv4 address behind NAT64"):
+        read(text.format('"64:ff9b::/96"'))
+    proxies = read("limits: [{by: ip, bucket: 5/minute}]\nidentity: {proxies: ['64:ff9b::/96']}").identity.proxies
+    assert proxies == ("64:ff9b::/96",)
+
+
 def test_names_of_safety_nets_are_reserved() -> None:
     with pytest.raises(InvalidPolicy, match=r"names that end in '\(unknown keys\)' are reserved"):
         read("limits: {default (unknown keys): 5/minute}")

@@ -505,3 +505,35 @@ def test_a_real_server_sends_refusals_whole() -> None:
             told.append((answer.status, len(answer.read()) == int(answer.headers["content-length"])))
             connection.close()
     assert told == [(200, True), (200, True), (429, True), (429, False)]
+
+
+BEHIND = """
+limits: [{by: ip, bucket: 3/hour}]
+identity: {proxies: [127.0.0.0/8]%s}
+"""
+
+
+def test_behind_wsgiref_no_client_chooses_its_address_by_an_underscore(caplog: pytest.LogCaptureFixture) -> None:
+    """It takes X_Forwarded_For for the same header and joins both: the client's line would be the rightmost hop."""
+
+    def app(environ: Environ, start_response: Any) -> Iterable[bytes]:
+        start_response("200 OK", [])
+        return []
+
+    def statuses(port: Callable[[], HTTPConnection], *names: str) -> list[int]:
+        found = []
+        for number in range(5):
+            connection = port()
+            connection.putrequest("GET", "/")
+            for name, value in zip(names, ("203.0.113.9", f"198.51.100.{number}"), strict=False):
+                connection.putheader(name, value if name != "Forwarded" else f"for={value}")
+            connection.endheaders()
+            found.append(connection.getresponse().status)
+            connection.close()
+        return found
+
+    with serving(HeadgateMiddleware(app, read(BEHIND % ""))) as port:
+        assert statuses(port, "X-Forwarded-For", "X_Forwarded_For") == [200, 200, 200, 429, 429]
+    assert "X-Forwarded-For is ignored behind wsgiref" in caplog.text
+    with serving(HeadgateMiddleware(app, read(BEHIND % ", forwarded_by: forwarded"))) as port:
+        assert statuses(port, "Forwarded") == [200, 200, 200, 429, 429]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from http.client import responses
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 from headgate._compiled import compiled
 from headgate.adapters.door import OPTIONS, check_options
@@ -34,6 +35,16 @@ __all__ = [
     "native_headers",
     "signed_in_user",
 ]
+
+
+logger = logging.getLogger("headgate")
+
+FORWARDED_FOR: Final = "x-forwarded-for"
+WSGIREF: Final = "WSGIServer/"
+"""The start of SERVER_SOFTWARE of the standard library's server, and of those that are made of it."""
+
+_complained: list[bool] = []
+"""Whether the log was told that X-Forwarded-For is ignored."""
 
 
 class WsgiArrival:
@@ -165,9 +176,28 @@ def signed_in_user(arrival: Any) -> str | None:
 
 
 def header_lines(environ: Mapping[str, Any], name: str) -> list[str]:
-    """The value of a header, as a list of none or one; the name in lower case."""
+    """The value of a header, as a list of none or one; the name in lower case.
+
+    WSGI writes the names X-Forwarded-For and X_Forwarded_For alike, and the standard library's server joins both into
+    one value. A client could so append an address of its choice after the one that a proxy has added.
+    """
     value = environ.get(_variable(name))
-    return [] if value is None else [value]
+    if value is None or (name == FORWARDED_FOR and not _filters_underscores(environ)):
+        return []
+    return [value]
+
+
+def _filters_underscores(environ: Mapping[str, Any]) -> bool:
+    """Whether the server drops header names with underscores, as far as it can be told by its name."""
+    if not str(environ.get("SERVER_SOFTWARE", "")).startswith(WSGIREF):
+        return True
+    if not _complained:
+        _complained.append(True)
+        logger.warning(
+            "X-Forwarded-For is ignored behind wsgiref, which takes X_Forwarded_For for the same header, so that "
+            "clients could choose their address: use another server, or identity: {forwarded_by: forwarded}"
+        )
+    return False
 
 
 def plain_native_headers(headers: list[Header], /) -> list[tuple[str, str]]:

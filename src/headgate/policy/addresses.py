@@ -11,6 +11,7 @@ from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 
 from headgate.errors import InvalidInput
+from headgate.shield.blocks import MAPPED, NAT64
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,10 +34,7 @@ LONGEST_LIST: Final = 4096
 
 MOST_REMEMBERED: Final = 4096
 LONGEST_ADDRESS: Final = 64
-"""An IPv6 address with brackets, zone and port has fewer characters."""
-
-MAPPED: Final = bytes(10) + b"\xff\xff"
-"""How an IPv6 address starts that is an IPv4 address in truth."""
+"""An IPv6 address with brackets and port has fewer characters."""
 
 
 class Addresses:
@@ -87,7 +85,10 @@ class Addresses:
 
     def _read(self, name: str) -> Hop | None:
         packed = _packed(name)
-        return None if packed is None else (_text(packed), self._proxies.smallest(packed) is not None)
+        if packed is None:
+            return None
+        # A proxy is trusted by the address that it has: nobody becomes one because a translator embeds its address.
+        return _text(_without_nat64(packed)), self._proxies.smallest(packed) is not None
 
 
 class Networks(Generic[T]):
@@ -112,13 +113,14 @@ class Networks(Generic[T]):
     def find(self, address: str) -> T | None:
         """The value of the smallest network that the address is in."""
         packed = _packed(address)
-        return None if packed is None else self.smallest(packed)
+        return None if packed is None else self.smallest(_without_nat64(packed))
 
     def find_all(self, address: str) -> list[T]:
         """The values of all networks that the address is in, the smallest first."""
         packed = _packed(address)
         if packed is None:
             return []
+        packed = _without_nat64(packed)
         number = int.from_bytes(packed)
         return [value for shift, starts in self._by_size[len(packed)] for value in starts.get(number >> shift, ())]
 
@@ -133,17 +135,19 @@ class Networks(Generic[T]):
 
 
 def canonical(text: str) -> str | None:
-    """The one spelling of an address, or None if it is none; a port and a zone are left out.
+    """The one spelling of an address without its port; None if it is not an address, or has a zone.
 
-    >>> canonical("[2001:DB8:0::1]:443"), canonical("::ffff:192.0.2.1"), canonical("192.0.2.1:80"), canonical("x")
-    ('2001:db8::1', '192.0.2.1', '192.0.2.1', None)
+    >>> canonical("[2001:DB8:0::1]:443"), canonical("::ffff:192.0.2.1"), canonical("64:ff9b::192.0.2.1")
+    ('2001:db8::1', '192.0.2.1', '192.0.2.1')
+    >>> canonical("192.0.2.1:80"), canonical("fe80::1%eth0"), canonical("x")
+    ('192.0.2.1', None, None)
     """
     packed = _packed(text)
-    return None if packed is None else _text(packed)
+    return None if packed is None else _text(_without_nat64(packed))
 
 
 def _packed(text: str) -> bytes | None:
-    """An address as its 4 or 16 bytes."""
+    """An address as its 4 or 16 bytes. One with a zone, which means something on one machine only, is none."""
     if len(text) > LONGEST_ADDRESS:
         return None
     host = text.strip(" \t")
@@ -152,10 +156,15 @@ def _packed(text: str) -> bytes | None:
     try:
         if ":" not in host:
             return inet_pton(AF_INET, host)
-        packed = inet_pton(AF_INET6, host.partition("%")[0])
+        packed = inet_pton(AF_INET6, host)
     except (OSError, ValueError):
         return None
     return packed[12:] if packed.startswith(MAPPED) else packed
+
+
+def _without_nat64(packed: bytes) -> bytes:
+    """The IPv4 address that NAT64 embeds in an IPv6 address; any other address as it is."""
+    return packed[12:] if len(packed) == 16 and packed.startswith(NAT64) else packed
 
 
 def _without_port(host: str) -> str:
@@ -181,6 +190,7 @@ def _network(address: str, ipv4_prefix: int, ipv6_prefix: int) -> str:
     packed = _packed(address)
     if packed is None:
         return address
+    packed = _without_nat64(packed)
     prefix = ipv4_prefix if len(packed) == 4 else ipv6_prefix
     shift = len(packed) * 8 - prefix
     start = int.from_bytes(packed) >> shift << shift

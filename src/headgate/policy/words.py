@@ -19,6 +19,7 @@ from headgate.policy.formats.document import Unreadable
 from headgate.policy.kinds import refusal, show
 from headgate.policy.model import StatusTest
 from headgate.policy.routes import Template
+from headgate.shield.blocks import NAT64
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -298,7 +299,7 @@ def api_key(value: object) -> str:
 
 def address(value: object) -> str:
     """An address or a network in its one spelling."""
-    found = _network(value, "203.0.113.9 or 203.0.113.0/24")
+    found = _network(value, "203.0.113.9 or 203.0.113.0/24", unwraps_nat64=True)
     return str(found.network_address) if found.prefixlen == found.max_prefixlen else str(found)
 
 
@@ -310,7 +311,7 @@ def address_or_hash(value: object) -> str:
 
 
 def subnet(value: object) -> str:
-    return str(_network(value, "203.0.113.0/24"))
+    return str(_network(value, "203.0.113.0/24", unwraps_nat64=True))
 
 
 def proxy(value: object) -> str:
@@ -324,7 +325,7 @@ def proxy(value: object) -> str:
     return str(found)
 
 
-def _network(value: object, example: str) -> _Network:
+def _network(value: object, example: str, *, unwraps_nat64: bool = False) -> _Network:
     if type(value) is not str:
         raise refusal(value, f"an address or a network, like {example}")
     written, _, prefix = value.partition("/")
@@ -333,9 +334,11 @@ def _network(value: object, example: str) -> _Network:
         width = int(prefix) if "/" in value else start.max_prefixlen
         if "%" in written or (prefix and str(width) != prefix):
             raise ValueError
-        start, width = _unmapped(start, width)
+        start, width = _unmapped(start, width, unwraps_nat64=unwraps_nat64)
         kind = IPv4Network if start.version == 4 else IPv6Network
         found = kind((int(start), width), strict=False)
+    except InvalidInput:
+        raise
     except ValueError:
         raise InvalidInput(f"{show(value)} is no address; write it like {example}") from None
     if found.network_address != start:
@@ -343,10 +346,18 @@ def _network(value: object, example: str) -> _Network:
     return found
 
 
-def _unmapped(start: IPv4Address | IPv6Address, width: int) -> tuple[IPv4Address | IPv6Address, int]:
-    """An IPv4 address that came as IPv6 is what it was: ::ffff:1.2.3.4/64 would be everybody."""
-    if isinstance(start, IPv6Address) and start.ipv4_mapped is not None:
-        return start.ipv4_mapped, width - 96
+def _unmapped(
+    start: IPv4Address | IPv6Address, width: int, *, unwraps_nat64: bool
+) -> tuple[IPv4Address | IPv6Address, int]:
+    """The IPv4 network that an IPv6 network stands for. ::ffff:1.2.3.4/64 is refused: it would be everybody, and so
+    would all of NAT64."""
+    if isinstance(start, IPv6Address):
+        if start.ipv4_mapped is not None:
+            return start.ipv4_mapped, width - 96
+        if unwraps_nat64 and start.packed.startswith(NAT64) and width > 96:
+            return IPv4Address(start.packed[12:]), width - 96
+        if unwraps_nat64 and start.packed.startswith(NAT64) and width == 96:
+            raise InvalidInput(f"{start}/96 is every IPv4 address behind NAT64; name networks of IPv4 addresses")
     return start, width
 
 

@@ -27,7 +27,11 @@ logger = logging.getLogger("headgate")
 ADDRESS: Final = "ip"
 """The kind whose values are networks, found by any address in them."""
 MAPPED: Final = bytes(10) + b"\xff\xff"
-"""How an IPv6 address starts that is an IPv4 address in truth."""
+"""The prefix of an IPv4-mapped IPv6 address."""
+
+NAT64: Final = (b"\x00\x64\xff\x9b" + bytes(8), b"\x00\x64\xff\x9b\x00\x01" + bytes(6))
+"""The prefixes under which NAT64 embeds an IPv4 address: 64:ff9b::/96 (RFC 6052), and 64:ff9b:1::/96 for local use (RFC
+8215). All IPv4 clients behind such a translator would be in one /64."""
 LONGEST: Final = 64
 """Characters of an address or a network; what is longer is neither."""
 
@@ -189,7 +193,7 @@ def canonical(kind: str, value: str) -> str:
     except ValueError:
         raise InvalidInput(f"{value[:LONGEST]!r} is no network: write '203.0.113.9' or '203.0.113.0/24'") from None
     packed, free = network.network_address.packed, network.max_prefixlen - network.prefixlen
-    if packed.startswith(MAPPED) and free <= 32:
+    if (packed.startswith(MAPPED) and free <= 32) or (packed.startswith(NAT64) and free < 32):
         network = ip_network((packed[12:], 32 - free))
         free = network.max_prefixlen - network.prefixlen
     return str(network) if free else str(network.network_address)
