@@ -592,7 +592,7 @@ def test_functions_may_be_given_by_name(make_client: Callable[[], Ask]) -> None:
     [
         (None, "HEADGATE is None; give a dict: HEADGATE = {'policy': BASE_DIR / 'limits.yaml'}"),
         ({}, "HEADGATE: 'policy' is not set; give the path of a policy file"),
-        ({"policy": "x", "stroe": "y"}, "HEADGATE: 'stroe' is no setting; did you mean 'store'?"),
+        ({"policy": "x", "stroe": "y"}, "HEADGATE: 'stroe' is not a setting; did you mean 'store'?"),
         ({"policy": "nowhere.yaml"}, "HEADGATE: nowhere.yaml: cannot be read: No such file or directory"),
         ({"policy": read(PER_IP), "store": "mysql://"}, "HEADGATE: cannot open the store 'mysql://'"),
         ({"policy": read(PER_IP), "identities": {"user": "no.such"}}, "HEADGATE: No module named 'no'"),
@@ -658,7 +658,7 @@ def test_what_keeps_the_gate_from_opening_is_an_error_of_djangos_checks(tmp_path
     ("said", "message"),
     [
         (None, "HEADGATE is None; give a dict"),
-        ({"policy": read(PER_IP), "stroe": "y"}, "HEADGATE: 'stroe' is no setting; did you mean 'store'?"),
+        ({"policy": read(PER_IP), "stroe": "y"}, "HEADGATE: 'stroe' is not a setting; did you mean 'store'?"),
         ({"policy": read(PER_IP), "store": "mysql://"}, "HEADGATE: cannot open the store 'mysql://'"),
         ({"policy": read(PER_IP), "identities": {"user": "no.such"}}, "HEADGATE: No module named 'no'"),
         (

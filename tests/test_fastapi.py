@@ -146,9 +146,10 @@ def test_who_is_counted(by: Any, devices: list[str], expected: list[int]) -> Non
     assert statuses(answers) == expected
 
 
-def test_several_limits_are_charged_all_or_none() -> None:
+@pytest.mark.parametrize("texts", [("1/minute", "5/day"), ("1/minute; 5/day",)])
+def test_several_limits_are_charged_all_or_none(texts: tuple[str, ...]) -> None:
     app, limits = made()
-    app.get("/", dependencies=[Depends(limits.allow("1/minute", "5/day"))])(lambda: None)
+    app.get("/", dependencies=[Depends(limits.allow(*texts))])(lambda: None)
     *_, refused = ask(app, "/", "/", "/")
     assert refused.headers["ratelimit"] == '"1/minute by ip";r=0;t=60, "5/day by ip";r=4;t=69120'
     assert json.loads(refused.content)["violated-policies"] == ["1/minute by ip"]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from http.client import HTTPConnection
 from pathlib import Path
@@ -21,7 +21,7 @@ from flask.views import MethodView
 
 from headgate import Limit
 from headgate.adapters.flask import Headgate, exempt, limit
-from headgate.adapters.way import current_admission
+from headgate.adapters.way import Admission, current_admission
 from headgate.errors import InvalidConfiguration, InvalidInput, InvalidPolicy
 from headgate.policy.loading import read
 from headgate.policy.model import Policy
@@ -29,6 +29,8 @@ from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from servers import RedisServer
 
 PER_IP = "limits: [{name: per-ip, by: ip, bucket: 2/hour}]"
 
@@ -231,12 +233,12 @@ SETTINGS = re.findall(r"^\| `(HEADGATE_\w+)` \|", PAGE, re.MULTILINE)
         (
             {"HEADGATE_POLICY": "p.yaml", "HEADGATE_STROE": "x"},
             InvalidConfiguration,
-            "HEADGATE_STROE is no setting; did you mean HEADGATE_STORE?",
+            "HEADGATE_STROE is not a setting; did you mean HEADGATE_STORE?",
         ),
         (
             {"HEADGATE_POLICY": "p.yaml", "HEADGATE_": "x"},
             InvalidConfiguration,
-            f"HEADGATE_ is no setting; there are {', '.join(SETTINGS)}",
+            f"HEADGATE_ is not a setting; there are {', '.join(SETTINGS)}",
         ),
         (
             {"HEADGATE_POLICY": read(PER_IP), "HEADGATE_BUDGET": 0},
@@ -423,6 +425,51 @@ def test_all_limits_of_a_view_are_charged_or_none(is_stacked: bool) -> None:
     second = "5/day by global" if is_stacked else "5/day by ip"
     assert refused.headers["ratelimit"].split(", ")[1].startswith(f'"{second}";r=4;')
     assert refused.get_json()["violated-policies"] == ["1/minute by ip"]
+
+
+def test_decisions_name_the_view_and_its_identities() -> None:
+    seen: list[Admission] = []
+    app = shop(on_decision=lambda arrival, admission: seen.append(admission))
+
+    @app.get("/reports/<id>")
+    @limit("2/minute", by=from_device)
+    @limit("9/minute", by="user")
+    def report(id: str) -> str:
+        return id
+
+    statuses(app, "/reports/1")
+    resolution = seen[-1].resolution
+    assert resolution is not None
+    names = {each.rule.name: each.rule.by for each in resolution.met}
+    assert resolution.route.endpoint == "report"
+    assert names == {"2/minute by from_device": ("endpoint", "from_device"), "9/minute by user": ("endpoint", "user")}
+
+
+def test_a_function_never_passes_for_an_identity_of_the_policy() -> None:
+    def ip(request: Any) -> str:
+        return "somebody"
+
+    seen: list[Admission] = []
+    app = shop(on_decision=lambda arrival, admission: seen.append(admission))
+    app.get("/")(limit("2/minute", by=ip)(lambda: "here"))
+    statuses(app, "/")
+    resolution = seen[-1].resolution
+    assert resolution is not None
+    assert (resolution.met[0].rule.by, resolution.who["ip"]) == (("endpoint", "ip_"), "127.0.0.1")
+
+
+def test_views_and_policy_are_charged_all_or_none_in_redis(redis7: RedisServer, unique: str) -> None:
+    policy = read(f"limits: [{{name: {unique}, by: ip, bucket: 3/hour}}]")
+    app = shop(policy, store=redis7.url, namespace=unique, clock=None, budget=5)
+
+    @app.get("/")
+    @limit("1/hour; 5/day", name=unique + "-view")
+    def index() -> str:
+        return "here"
+
+    app.get("/other")(lambda: "there")
+    with closing(app.extensions["headgate"].gate):
+        assert statuses(app, "/", "/", "/", "/", "/other", "/other", "/other") == [200, 429, 429, 429, 200, 200, 429]
 
 
 def test_a_refusal_by_a_view_gives_back_what_the_policy_has_charged() -> None:

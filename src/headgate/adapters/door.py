@@ -302,18 +302,26 @@ class Door(Ways):
         """The rules of all views that requests have reached so far."""
         return [rules for _, rules in self.view_rules.values()]
 
-    def rules_for(self, rules: Sequence[Rule], functions: Mapping[str, IdentityFunction]) -> Rules:
+    def rules_for(self, rules: Sequence[Rule], functions: Mapping[str, IdentityFunction], view: str) -> Rules:
         """Rules of limits that the app declares on a view, under the settings of the policy in force.
 
         `functions` supply identities that only these rules count by.
         """
-        policy = self.rules.snapshot.policy
-        own = Policy(rules=tuple(rules), identity=policy.identity, answers=policy.answers, on_failure=policy.on_failure)
+        policy, known = self.rules.snapshot.policy, self.rules.snapshot
+        own = Policy(
+            rules=tuple(rules),
+            identity=policy.identity,
+            answers=policy.answers,
+            on_failure=policy.on_failure,
+            name=policy.name,
+        )
         api_keys = ApiKeys(self._secret(own))
+        snapshot = Snapshot(own, api_keys.fingerprint, trusts_keys="api_key" in self._functions, view=view)
+        snapshot.vouched_keys = known.vouched_keys
         return Rules(
-            Snapshot(own, api_keys.fingerprint),
+            snapshot,
             Answers(policy.answers, body=self._refusal_body, expected_wait_us=self._expected_wait_us),
-            Identities(policy.identity, api_keys, {**self._functions, **functions}, self.rules.snapshot.api_keys),
+            Identities(policy.identity, api_keys, {**self._functions, **functions}, known.api_keys, known.vouched_keys),
         )
 
     def _expected_wait_us(self, limit: Limit, places: int) -> int:

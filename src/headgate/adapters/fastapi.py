@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the
 from headgate.adapters.asgi import BODIES, TRY_AGAIN_LATER, AsgiArrival, live, refuse, serve, signed_in_user
 from headgate.adapters.door import check_options
 from headgate.adapters.gate import AsyncGate
-from headgate.adapters.view_limits import REPORTED_ONCE, LimitDeclaration, bind
+from headgate.adapters.view_limits import REPORTED_ONCE, LimitDeclaration, bind, bound
 from headgate.adapters.way import FREE, NOT_SERVED, Admission, current_admission, enter_context, leave_context
 from headgate.errors import InvalidConfiguration
 from headgate.policy.model import AnswerSettings, IdentitySettings, Policy
@@ -95,13 +95,14 @@ class FastAPILimits:
         declaration = LimitDeclaration(
             limits, by=by, name=name, cost=cost, count_when=count_when, on_failure=on_failure
         )
-        made = bind(self.gate, (declaration,))
+        bind(self.gate, (declaration,), "a route")  # reports mistakes here
 
         async def allowed(connection: HTTPConnection) -> Admission:
             admissions: Granted | None = connection.scope.get(ADMISSIONS)
             if admissions is None:
                 raise InvalidConfiguration("the app does not know its limits: call limits.install(app) once")
-            admission = await self.gate.admit(_FastapiArrival(connection), made)
+            arrival = _FastapiArrival(connection)
+            admission = await self.gate.admit(arrival, bound(self.gate, (declaration,), arrival.view))
             if admission.refusal is not None:
                 for gate, earlier in admissions:
                     await gate.finish(earlier, NOT_SERVED)

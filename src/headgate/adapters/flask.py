@@ -109,7 +109,7 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
         return super().__call__(view)
 
     def guarded(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
-        name = getattr(view, "__qualname__", "view")
+        name = getattr(view, "__qualname__", "view").rpartition("<locals>.")[2]
 
         def guard(*args: Any, **kwargs: Any) -> Any:
             refused = _refused(declarations, name)
@@ -132,7 +132,8 @@ def _refused(declarations: tuple[LimitDeclaration, ...], name: str) -> Response 
         admissions = environ[ADMISSIONS] = ViewAdmissions(gate, current_admission())
         after_this_request(partial(_report, admissions))
     app: Any = current_app
-    arrival = ViewArrival(FlaskArrival(app, environ), f"{request.endpoint} {name}", request)
+    view = name if request.endpoint in (None, name) else f"{request.endpoint} {name}"
+    arrival = ViewArrival(FlaskArrival(app, environ), view, request)
     refusal = gate.admit_to_view(arrival, declarations, admissions).refusal
     if refusal is None:
         return None

@@ -81,7 +81,7 @@ class Gate(Door):
         self, arrival: Any, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
     ) -> Admission:
         """The admission of a request by the limits of its view, beside those that it has; a refusal settles these."""
-        admission = self.admit(arrival, bound(self, declarations))
+        admission = self.admit(arrival, bound(self, declarations, arrival.view))
         if admission.refusal is None:
             admissions.grant(admission)
         else:
@@ -190,7 +190,7 @@ class AsyncGate(Door):
         self, arrival: Any, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
     ) -> Admission:
         """The admission of a request by the limits of its view, beside those that it has; a refusal settles these."""
-        admission = await self.admit(arrival, bound(self, declarations))
+        admission = await self.admit(arrival, bound(self, declarations, arrival.view))
         if admission.refusal is None:
             admissions.grant(admission)
         else:

@@ -20,7 +20,7 @@ from headgate.errors import InvalidConfiguration, InvalidCost
 from headgate.limits import Limit
 from headgate.policy import words
 from headgate.policy.model import Rule
-from headgate.policy.snapshot import STRICTNESS, VIEW
+from headgate.policy.snapshot import STRICTNESS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,6 +40,7 @@ __all__ = [
     "exempt",
     "has_exempt_views",
     "is_exempt",
+    "view_name",
 ]
 
 By: TypeAlias = str | Callable[[Any], Any]
@@ -56,7 +57,7 @@ REPORTED_ONCE: Final = (b"x-ratelimit-", b"ratelimit")
 DECLARED: Final = "__headgate_limits__"
 EXEMPT: Final = "__headgate_exempt__"
 
-MAX_BOUND: Final = 1024
+MAX_BOUND: Final = 4096
 """Bound declarations that a gate keeps. A module declares a few; only limits that are made anew for every request
 could be more, and those are bound anew each time."""
 
@@ -91,10 +92,8 @@ class LimitDeclaration:
             )
         self.caller = None if isinstance(by, str) else by
         word = by if isinstance(by, str) else _name_of(by)
-        self.caller_kind = f"by={word}"
-        kinds = (
-            tuple(VIEW if kind == "endpoint" else kind for kind in words.by(by)) if isinstance(by, str) else (CALLER,)
-        )
+        self.caller_kind = word
+        kinds = words.by(by) if isinstance(by, str) else (CALLER,)
         only = frozenset(words.method(each) for each in ([methods] if isinstance(methods, str) else methods))
         prefix = f"{'|'.join(sorted(only))} " if only else ""
         test = None if count_when is None else words.status_test(count_when)
@@ -106,7 +105,10 @@ class LimitDeclaration:
             counted = kinds
             if not isinstance(limit, Limit):
                 if name is None:
-                    own, counted = f"{prefix}{limit} by {word}", (VIEW, *kinds)
+                    own, counted = (
+                        f"{prefix}{limit} by {word}",
+                        ("endpoint", *[kind for kind in kinds if kind != "endpoint"]),
+                    )
                 else:
                     own = name if len(given) == 1 else f"{name} {limit}"
                 limit = Limit.parse(limit, name=own)
@@ -121,36 +123,36 @@ class LimitDeclaration:
         self.rules = tuple(rules)
 
 
-def bind(gate: Door, declarations: Iterable[LimitDeclaration]) -> Rules:
+def bind(gate: Door, declarations: Iterable[LimitDeclaration], view: str) -> Rules:
     """The limits of one view as rules of a gate; InvalidConfiguration, if they need an identity that it lacks."""
     rules: list[Rule] = []
-    functions: dict[str, Callable[[Any], Any]] = {VIEW: _view_of}
+    functions: dict[str, Callable[[Any], Any]] = {}
     known = gate.identity_kinds
     for each in declarations:
         caller = each.caller_kind
-        while caller in functions:
-            caller += "'"
+        while each.caller is not None and (caller in functions or caller in (*known, *words.IDENTITIES, "tier")):
+            caller += "_"  # so that it is never mistaken for an identity of the policy
         if each.caller is not None:
             functions[caller] = _calling(each.caller)
         for rule in each.rules:
             for kind in rule.by:
-                if kind not in (VIEW, CALLER) and kind not in known:
+                if kind != CALLER and kind not in known:
                     raise InvalidConfiguration(
                         f"nobody says who the {kind!r} of a request is: give identities={{{kind!r}: function}}, "
                         f"or {suggest(kind, known)}"
                     )
             rules.append(replace(rule, by=tuple(caller if kind == CALLER else kind for kind in rule.by)))
     _check_names(rules)
-    return gate.rules_for(rules, functions)
+    return gate.rules_for(rules, functions, view)
 
 
-def bound(gate: Door, declarations: tuple[LimitDeclaration, ...]) -> Rules:
+def bound(gate: Door, declarations: tuple[LimitDeclaration, ...], view: str) -> Rules:
     """The same, kept for as long as the gate's policy stays."""
-    kept = gate.view_rules.get(declarations)
+    kept = gate.view_rules.get((declarations, view))
     if kept is None or kept[0] is not gate.rules:
         if len(gate.view_rules) >= MAX_BOUND:
             gate.view_rules.clear()
-        kept = gate.view_rules[declarations] = gate.rules, bind(gate, declarations)
+        kept = gate.view_rules[declarations, view] = gate.rules, bind(gate, declarations, view)
     return kept[1]
 
 
@@ -300,11 +302,6 @@ def _check_names(rules: list[Rule]) -> None:
 def _name_of(function: Any) -> str:
     name = getattr(function, "__name__", "")
     return name if name.isidentifier() and name.isascii() and len(name) <= 50 else "caller"
-
-
-def _view_of(arrival: Any) -> str:
-    name: str = arrival.view
-    return name
 
 
 def _calling(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

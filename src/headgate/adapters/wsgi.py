@@ -216,14 +216,14 @@ def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -
     >>> check_settings({"policy": "limits.yaml", "stroe": "memory://"}, lambda name: f"HEADGATE_{name.upper()}")
     Traceback (most recent call last):
         ...
-    headgate.errors.InvalidConfiguration: HEADGATE_STROE is no setting; did you mean HEADGATE_STORE?
+    headgate.errors.InvalidConfiguration: HEADGATE_STROE is not a setting; did you mean HEADGATE_STORE?
     """
     known = OPTIONS
     for name in settings:
         if name not in known:
             near = get_close_matches(str(name), known, 1)
             remedy = f"did you mean {spelled(near[0])}?" if near else f"there are {', '.join(map(spelled, known))}"
-            raise InvalidConfiguration(f"{spelled(name)} is no setting; {remedy}")
+            raise InvalidConfiguration(f"{spelled(name)} is not a setting; {remedy}")
     if settings.get("policy") is None and settings.get("control") is None:
         raise InvalidConfiguration(
             f"{spelled('policy')} is not set; give the path of a policy file, a config store as {spelled('control')}, "

@@ -31,7 +31,6 @@ __all__ = [
     "CLIENT_KINDS",
     "OTHER_API_KEYS",
     "UNMATCHED",
-    "VIEW",
     "CompiledRule",
     "Met",
     "Resolution",
@@ -62,9 +61,6 @@ GUARD_KINDS: Final = frozenset({*ADDRESSES, "endpoint"})
 
 UNMATCHED: Final = "unmatched"
 """The endpoint of all paths that no template fits: they share their counters."""
-
-VIEW: Final = "headgate:view"
-"""The identity of limits that are declared on a view, and count each view by itself: the view's name."""
 
 STRICTNESS: Final = ("closed", "local", "open")
 ALWAYS: Final = Validity()
@@ -131,7 +127,7 @@ class RoutePlan:
     def __init__(self, snapshot: Snapshot, templates: tuple[Template, ...], method: str) -> None:
         policy = self.policy = snapshot.policy
         route = snapshot.route_rule(templates, method)
-        self.endpoint = templates[0].text if templates else UNMATCHED
+        self.endpoint = snapshot.view or (templates[0].text if templates else UNMATCHED)
         self.route_class = route.route_class if route else None
         self.cost = route.cost if route else 1
         self.is_exempt = self.cost == 0
@@ -178,8 +174,11 @@ class Snapshot:
         hash_identity: Callable[[str, str], str] | None = None,
         *,
         trusts_keys: bool = False,
+        view: str | None = None,
     ) -> None:
+        """`view` names the view that declares these limits itself; it is the endpoint of all requests then."""
         self.policy = policy
+        self.view = view
         self._fingerprints = {written: fingerprint(written) for written in policy.api_keys}
         settings = policy.identity
         self.unknown_key_factor = None if trusts_keys or settings.known_keys_only else settings.unknown_key_factor
@@ -400,13 +399,16 @@ class CompiledRule:
     """A rule on one route."""
 
     __slots__ = (
-        "_lookups", "_missing", "_said", "cost", "has_overrides", "kinds", "limit", "rule", "simple_kind", "tiers",
+        "_lookups", "_missing", "_said", "_view", "cost", "has_overrides", "kinds", "limit", "rule", "simple_kind",
+        "tiers",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
         self.rule = rule
         self._lookups = snapshot.lookups_of(rule, route.route_class)
         self._missing = rule.missing or ("skip" if route.has_address_rule else "ip")
+        self._view = (snapshot.view,) if snapshot.view is not None and "endpoint" in rule.by else ()
+        """Keeps the counts of views apart also for requests that lack an identity."""
         self._said = {"endpoint": route.endpoint}
         """Identities that are the route's, and not the request's."""
         self.cost = route.cost if rule.cost is None else rule.cost
@@ -435,7 +437,7 @@ class CompiledRule:
             else:
                 # Nobody gets free by leaving an identity out. An empty part comes first, which no identity is: this
                 # counter is never somebody else's.
-                return limit.by("", "ip", who["ip"], *([who[VIEW]] if VIEW in self.rule.by else ()))
+                return limit.by("", "ip", who["ip"], *self._view)
         return limit.by(*parts)
 
     def met(self, key: Key, resolution: Resolution) -> Met:
