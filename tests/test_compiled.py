@@ -285,6 +285,129 @@ def test_only_its_own_algorithms_have_meters(meter: Any) -> None:
         meter.Meter(LIMIT, [])
 
 
+HOSTILE = {
+    "a meter of a limit whose numbers are 0": """
+from headgate.stores import _meter
+
+class Zeros:
+    def __init__(self, algorithm):
+        self.algorithm = algorithm
+        self.quota = self.period_us = self.tokens = self.ticks = self.full = 0
+
+for algorithm in _meter.METERED:
+    for name in ("quota", "period_us", "tokens", "ticks", "full"):
+        limit = Zeros(algorithm)
+        vars(limit).update(quota=1, period_us=1, tokens=1, ticks=1, full=1)
+        setattr(limit, name, 0)
+        try:
+            _meter.Meter(limit, {})
+        except OverflowError as error:
+            assert "is not a whole number from 1" in str(error)
+        else:
+            raise AssertionError("it was taken")
+""",
+    "a cost that changes the requests while they are compared": """
+from datetime import timedelta
+from headgate import Limit
+from headgate.stores.calls import Check
+from headgate.stores.redis._wire import pack_keys
+
+limit = Limit(5, timedelta(hours=1))
+short, long = limit.by("a"), limit.by("b" * 40_000)
+
+class Cost(int):
+    def __eq__(self, other):
+        checks[:] = [Check((long,), 1)] * len(checks)
+        return True
+    __hash__ = int.__hash__
+
+for costs in ([1, Cost(1), 1], [Cost(1), Cost(1), 1], [(1,), (Cost(1),), (1,)]):
+    checks = [Check((short,), cost) for cost in costs]
+    packed = pack_keys(checks, (limit,), ("headgate:x:",))
+    assert packed is None, "it is left to Python"
+""",
+    "a decision without fields": """
+from headgate.decisions import Decision
+
+def change(middleware, admission):
+    if admission is not None:
+        admission.decision = tuple.__new__(Decision, fields)
+
+for fields in ((), (True,), (True, (), (), None), (True, 7, 7, 7, 7, 7, 7, 7), (None,) * 30):
+    for _ in range(3):
+        ask(change)
+""",
+    "a slot of another class": """
+class Wide:
+    __slots__ = tuple(f"slot_{number}" for number in range(200)) + ("headers",)
+
+class Narrow:
+    headers = Wide.__dict__["headers"]
+
+class Number(complex):
+    headers = complex.real
+
+def change(middleware, admission):
+    if admission is not None:
+        admission._description = description
+
+for description in (Narrow(), Number(1, 2)):
+    assert isinstance(ask(change), (AttributeError, TypeError))
+""",
+    "a root that is not a text": """
+class Undecided:
+    def __bool__(self):
+        raise ZeroDivisionError
+
+def change(middleware, admission):
+    middleware._root = root
+
+for root in ([], 0, None):
+    assert ask(change) is None
+for root in (7, b"/x", Undecided()):
+    assert isinstance(ask(change), (ZeroDivisionError, TypeError, AttributeError))
+""",
+}
+"""Programs whose objects are not what their types promise."""
+
+ASKING = """
+import asyncio
+from headgate.adapters import current_admission
+from headgate.adapters.asgi import HeadgateMiddleware
+from headgate.policy import read
+
+SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": [], "client": ("203.0.113.9", 1), "query_string": b""}
+
+def ask(change):
+    async def app(scope, receive, send):
+        change(middleware, current_admission())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def send(message):
+        pass
+
+    async def main():
+        try:
+            await middleware(dict(SCOPE), receive, send)
+        except Exception as error:
+            return error
+
+    middleware = HeadgateMiddleware(app, read("limits: [{by: global, bucket: 5/minute}]"), secret="s" * 40)
+    change(middleware, None)
+    return asyncio.run(main())
+"""
+"""Answers a request, in which `change` changes the middleware and then the admission; what was raised."""
+
+
+@pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_objects_do_not_crash_the_interpreter(program: str) -> None:
+    """Each in a process of its own, which a crash would end."""
+    assert printed(ASKING + program + "\nprint('alive')") == "alive"
+
+
 def test_threads_lose_nothing() -> None:
     store = MemoryStore(FakeClock(NOW))
     keys = tuple(Limit(10**6, MINUTE, name=name, algorithm=name).by("ada") for name in METERED)

@@ -24,6 +24,13 @@ decision_class(void)
     return (PyTypeObject *)taken_from("headgate.decisions", "Decision");
 }
 
+/* Whether it is a decision with all of its fields: `tuple.__new__` makes others, too. */
+static inline bool
+is_decision(PyObject *object, PyTypeObject *type)
+{
+    return Py_IS_TYPE(object, type) && PyTuple_GET_SIZE(object) == DECISION_FIELDS;
+}
+
 /* One that the store itself has made; NULL, with an exception, if there is no memory for it. */
 static inline PyObject *
 made_decision(PyTypeObject *type, bool is_allowed, PyObject *keys, PyObject *verdicts, PyObject *id, PyObject *now_us,

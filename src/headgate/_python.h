@@ -191,6 +191,11 @@ find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
     PyObject *descriptor = PyObject_GetAttrString((PyObject *)type, name);
     bool is_slot = descriptor != NULL && Py_IS_TYPE(descriptor, &PyMemberDescr_Type);
     if (is_slot) {
+        /* One of another class, or of another type than an object, says nothing about what is at its offset here. */
+        int kind = ((PyMemberDescrObject *)descriptor)->d_member->type;
+        is_slot = PyType_IsSubtype(type, PyDescr_TYPE(descriptor)) && (kind == T_OBJECT_EX || kind == T_OBJECT);
+    }
+    if (is_slot) {
         *offset = ((PyMemberDescrObject *)descriptor)->d_member->offset;
     }
     else if (descriptor != NULL) {

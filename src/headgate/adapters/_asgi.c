@@ -87,11 +87,11 @@ find_path(const Names *known, Request *self, PyObject *scope, PyObject *given_ro
     if (path == NULL) {
         return false;
     }
-    int has_root = given_root != NULL && PyUnicode_GET_LENGTH(given_root) > 0;
-    if (has_root) {
+    int has_root = given_root == NULL ? 0 : PyObject_IsTrue(given_root);
+    if (has_root > 0) {
         root = Py_NewRef(given_root);
     }
-    else if (looked_up(scope, known->root_path, &root)) {
+    else if (has_root == 0 && looked_up(scope, known->root_path, &root)) {
         has_root = PyObject_IsTrue(root);
     }
     bool is_found = has_root >= 0 && !PyErr_Occurred();
@@ -457,7 +457,7 @@ all_fields(Names *known, PyObject *own, PyObject *admission)
         decision = slot(admission, known->decision_at);
     }
     if (known->fields != NULL && description != NULL && description != Py_None && decision != NULL &&
-        Py_IS_TYPE(decision, known->decision_type)) {
+        is_decision(decision, known->decision_type)) {
         method = kept_in(&known->headers_in_description, description, "headers");
     }
     if (method != NULL && PyCFunction_CheckExact(method) &&

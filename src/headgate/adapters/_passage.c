@@ -384,7 +384,7 @@ begin_passage(Names *known, Passage *self)
 static int
 is_news(Names *known, PyObject *front, PyObject *decision)
 {
-    if (!Py_IS_TYPE(decision, known->decision_type) || PyTuple_GET_ITEM(decision, SAID_ALLOWED) != Py_True) {
+    if (!is_decision(decision, known->decision_type) || PyTuple_GET_ITEM(decision, SAID_ALLOWED) != Py_True) {
         return 1;
     }
     int is = PyObject_IsTrue(PyTuple_GET_ITEM(decision, SAID_AGAIN_US));

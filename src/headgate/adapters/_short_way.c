@@ -321,7 +321,7 @@ static PyObject *
 told(const Names *known, const ShortWay *self, PyObject *plan, PyObject *resolution, PyObject *decision,
      PyObject *description, PyObject *now_us)
 {
-    if (Py_IS_TYPE(decision, known->decision_type) && PyTuple_GET_ITEM(decision, SAID_ALLOWED) == Py_True &&
+    if (is_decision(decision, known->decision_type) && PyTuple_GET_ITEM(decision, SAID_ALLOWED) == Py_True &&
         PyTuple_GET_ITEM(decision, SAID_DEGRADED) == Py_None) {
         return admitted(known, plan, resolution, decision, description, now_us);
     }

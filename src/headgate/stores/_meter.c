@@ -71,9 +71,10 @@ read_number(PyObject *limit, const char *name, whole *read)
     if (number == NULL) {
         return false;
     }
-    bool is_read = read_whole(number, read);
+    /* The formulas divide by these; no `Limit` has one below 1. */
+    bool is_read = read_whole(number, read) && *read > 0;
     if (!is_read) {
-        PyErr_Format(PyExc_OverflowError, "%s %R is no whole number of 128 bits", name, number);
+        PyErr_Format(PyExc_OverflowError, "%s %R is not a whole number from 1 to 128 bits", name, number);
     }
     Py_DECREF(number);
     return is_read;

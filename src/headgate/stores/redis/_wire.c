@@ -37,7 +37,8 @@ is_same_cost(PyObject *one, PyObject *other)
     }
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(one); index++) {
         PyObject *its = PyTuple_GET_ITEM(one, index), *others = PyTuple_GET_ITEM(other, index);
-        if (!PyLong_CheckExact(its) || !PyLong_CheckExact(others) || PyObject_RichCompareBool(its, others, Py_EQ) != 1) {
+        if (!PyLong_CheckExact(its) || !PyLong_CheckExact(others) ||
+            PyObject_RichCompareBool(its, others, Py_EQ) != 1) {
             return false;
         }
     }
