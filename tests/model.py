@@ -376,12 +376,39 @@ ALGORITHMS: dict[str, type[State]] = {
 }
 
 
+@dataclass
+class Record:
+    """What an id has done to one key: the check that was admitted under it, or, without an outcome, only a refund."""
+
+    at: int
+    ends: int
+    cost: int
+    outcome: Outcome | None
+    is_refunded: bool = False
+
+
 class Model:
     """A limiter over those states: all or nothing, judged on the state before the request, at one instant."""
 
     def __init__(self) -> None:
         self.states: dict[tuple[str, str, str], State] = {}
-        self.refunded: set[tuple[tuple[str, str, str], str]] = set()
+        self.records: dict[tuple[tuple[str, str, str], str], Record] = {}
+
+    def check_once(self, subjects: Sequence[Subject], now: int, cost: int, id: str) -> Decision:
+        """A check whose id the caller chose: keys on which it was admitted before are not charged again, and answer as
+        then; the others decide, all or nothing. Leases are taken, or renewed, each time."""
+        if cost == 0:
+            return self.check(subjects, now, 0, id)
+        known = {subject: self._record(subject, now, id) for subject in subjects}
+        others = [subject for subject in subjects if known[subject] is None]
+        decided = self.check(others, now, cost, id) if others else None
+        allowed = decided is None or decided.allowed
+        answers = dict(zip(others, decided.outcomes if decided else (), strict=True))
+        ends = now + min(max(60 * 10**6, *[subject.plan.period_us for subject in subjects]), 86_400 * 10**6)
+        for subject in others:
+            if allowed and subject.plan.algorithm != "concurrency":
+                self.records[_key(subject), id] = Record(now, ends, cost, answers[subject])
+        return _combine(subjects, tuple(answers.get(subject) or known[subject].outcome for subject in subjects))
 
     def check(self, subjects: Sequence[Subject], now: int, cost: int = 1, id: str | None = None) -> Decision:
         states = [self.state(subject, now) for subject in subjects]
@@ -406,15 +433,27 @@ class Model:
         charged_at: int | None = None,
     ) -> bool:
         key = _key(subject)
-        if (key, id) in self.refunded:
-            return False
-        if id is not None:
-            self.refunded.add((key, id))
+        record = None if id is None else self.records.get((key, id))
+        if record is not None and now < record.ends:
+            if record.is_refunded:
+                return False
+            amount = min(amount, record.cost)
+            charged_at = record.at if charged_at is None else charged_at
         state = self.state(subject, now)
-        given_back = state.refund(now, amount, charged_at)
+        given_back = amount > 0 and state.refund(now, amount, charged_at)
         if key in self.states:
             self.states[key] = state
+        if given_back and record is not None and now < record.ends:
+            record.is_refunded = True
+        elif given_back and id is not None:
+            ends = now + max(3_600 * 10**6, subject.plan.period_us)
+            self.records[key, id] = Record(now, ends, 0, outcome=None, is_refunded=True)
         return given_back
+
+    def _record(self, subject: Subject, now: int, id: str) -> Record | None:
+        """What is recorded of the check with that id on that key, if it was admitted and is still valid."""
+        record = self.records.get((_key(subject), id))
+        return record if record is not None and record.outcome is not None and now < record.ends else None
 
     def reset(self, *subjects: Subject) -> None:
         for subject in subjects:

@@ -475,6 +475,203 @@ def test_a_hold_is_renewed_for_as_long_as_the_block_runs(open_gate: Callable[...
     assert gate.peek(room).remaining == 1
 
 
+# Ids
+
+
+@pytest.mark.parametrize("algorithm", REFUNDABLE)
+def test_a_repeated_id_is_answered_as_the_first_time_and_charged_once(
+    gate: Gate, clock: FakeClock, unique: str, algorithm: str
+) -> None:
+    key = limit_of(algorithm, 10, unique).by("ada")
+    first = gate.check(key, cost=3, id="req-1")
+    assert (first.allowed, first.remaining, first.id, first.cost) == (True, 7, "req-1", 3)
+    clock.advance(1)
+    gate.check(key, cost=2)
+    clock.advance(1)
+    before = state(gate, key)
+    assert [gate.check(key, cost=cost, id="req-1") for cost in (3, 1, 11)] == [first] * 3
+    assert state(gate, key) == before
+    assert gate.check(key, cost=1, id="req-2") != first
+
+
+@pytest.mark.parametrize("algorithm", REFUNDABLE)
+def test_a_denied_id_is_decided_anew(gate: Gate, clock: FakeClock, unique: str, algorithm: str) -> None:
+    key = limit_of(algorithm, 2, unique).by("ada")
+    gate.check(key, cost=2)
+    denied = gate.check(key, id="req-1")
+    assert not denied
+    clock.set_us(START_US + denied.retry_after_us)
+    assert [gate.check(key, id="req-1").allowed for _ in range(2)] == [True, True]
+    assert not gate.check(key, cost=2, id="req-2")
+
+
+@pytest.mark.parametrize("algorithm", REFUNDABLE)
+@pytest.mark.parametrize(("period", "valid"), [(1, 60), (120, 120), (30 * 86_400, 86_400)])
+def test_an_id_is_valid_for_the_period_but_a_minute_to_a_day(
+    gate: Gate, clock: FakeClock, unique: str, algorithm: str, period: int, valid: int
+) -> None:
+    key = limit_of(algorithm, 10**6, unique, timedelta(seconds=period)).by("ada")
+    first = gate.check(key, cost=10, id="req-1")
+    clock.set_us(START_US + valid * SECOND - 1)
+    assert gate.check(key, cost=10, id="req-1") == first
+    clock.set_us(START_US + valid * SECOND)
+    again = gate.check(key, cost=10, id="req-1")
+    assert again.at_us == START_US + valid * SECOND
+
+
+def test_the_longest_period_counts_for_all_keys_of_a_check(gate: Gate, clock: FakeClock, unique: str) -> None:
+    quick = limit_of("fixed_window", 5, unique, timedelta(seconds=1)).by("ada")
+    slow = limit_of("token_bucket", 5, unique, timedelta(seconds=600)).by("ada")
+    first = gate.check(quick, slow, id="req-1")
+    clock.advance(599)
+    assert gate.check(quick, slow, id="req-1") == first
+    assert gate.peek(quick).remaining == 5
+
+
+def test_an_id_on_other_keys_is_another_one(gate: Gate, unique: str) -> None:
+    limit, other = limit_of("token_bucket", 5, unique), limit_of("gcra", 5, unique)
+    for key in (limit.by("ada"), limit.by("bob"), other.by("ada")):
+        assert gate.check(key, cost=2, id="req-1").remaining == 3
+        assert gate.peek(key).remaining == 3
+
+
+def test_an_id_on_several_limits_charges_each_once_and_in_any_order(gate: Gate, unique: str) -> None:
+    keys = [limit.by("ada") for limit in one_of_each(unique) if limit.algorithm != "concurrency"]
+    costs = tuple(range(len(keys)))  # one of them nothing
+    first = gate.check(*keys, cost=costs, id="req-1")
+    assert (first.allowed, first.cost) == (True, costs)
+    assert gate.check(*keys, cost=costs, id="req-1") == first
+    turned = gate.check(*keys[::-1], cost=1, id="req-1")
+    assert (turned.verdicts, turned.cost) == (first.verdicts[::-1], costs[::-1])
+    assert [gate.peek(key).remaining for key in keys] == [5 - cost for cost in costs]
+
+
+def test_limits_that_an_id_has_not_charged_yet_decide_all_or_nothing(gate: Gate, unique: str) -> None:
+    known, other, full = (limit_of("token_bucket", 5, f"{unique}-{name}").by("ada") for name in "abc")
+    gate.check(full, cost=5)
+    first = gate.check(known, cost=2, id="req-1")
+    denied = gate.check(known, other, full, cost=2, id="req-1")
+    assert (denied.allowed, denied.denied_by) == (False, (full.limit.name,))
+    assert [outcome.remaining for outcome in denied.outcomes] == [3, 5, 0]
+    assert [gate.peek(key).remaining for key in (known, other, full)] == [3, 5, 0]
+    gate.reset(full)
+    allowed = gate.check(known, other, full, cost=1, id="req-1")
+    assert (allowed.allowed, allowed.cost, allowed.consumed(known)) == (True, (2, 1, 1), 2)
+    assert gate.check(known, cost=2, id="req-1") == first
+    assert [gate.peek(key).remaining for key in (known, other, full)] == [3, 4, 4]
+
+
+def test_a_denied_id_leaves_nothing_behind_on_the_limits_that_would_have_passed(gate: Gate, unique: str) -> None:
+    """On a cluster they are on other shards, charged, and given back with their record."""
+    limits = [limit.by("ada") for limit in one_of_each(unique) if limit.algorithm != "concurrency"]
+    full = limit_of("token_bucket", 1, f"{unique}-full").by("ada")
+    gate.check(full)
+    for _ in range(2):
+        assert not gate.check(*limits, full, cost=1, id="req-1")
+        assert [state(gate, key) for key in limits] == [((5, 0, 0, 0),)] * len(limits)
+    for key in limits:
+        assert not gate.refund(key, 1, id="req-1")
+    gate.reset(full)
+    assert [gate.check(*limits, full, cost=1, id="req-1").allowed for _ in range(2)] == [True] * 2
+    assert [gate.peek(key).remaining for key in limits] == [4] * len(limits)
+
+
+def test_an_id_names_the_lease_and_charges_the_other_limits_once(gate: Gate, clock: FakeClock, unique: str) -> None:
+    rate, seats = limit_of("token_bucket", 5, unique).by("ada"), limit_of("concurrency", 1, unique).by("ada")
+    assert gate.check(rate, seats, id="req-1")
+    clock.advance(1_800)
+    assert gate.check(rate, seats, id="req-1").remaining == 0
+    assert (gate.peek(rate).remaining, gate.peek(seats).reset_after) == (5, 3_600)
+    gate.reset(rate)
+    assert not gate.check(rate, seats, id="req-2")
+    assert gate.leave(seats, id="req-1")
+    assert gate.check(rate, seats, id="req-2")
+    denied = gate.check(rate, seats, id="req-1")  # the lease was given up, and another has the place
+    assert (denied.allowed, denied.denied_by) == (False, (seats.limit.name,))
+    assert gate.peek(rate).remaining == 4
+
+
+def test_a_hold_with_an_id_charges_once_and_one_without_each_time(gate: Gate, unique: str) -> None:
+    rate, seats = limit_of("fixed_window", 9, unique).by("ada"), limit_of("concurrency", 1, unique).by("ada")
+    for id, remaining in (("job", 8), ("job", 8), (None, 7), (None, 6)):
+        with gate.hold(rate, seats, id=id) as decision:
+            assert decision
+        assert (gate.peek(rate).remaining, gate.peek(seats).remaining) == (remaining, 1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_peek_with_an_id_is_a_peek(gate: Gate, unique: str, algorithm: str) -> None:
+    key = limit_of(algorithm, 5, unique).by("ada")
+    assert gate.check(key, cost=0, id="req-1").remaining == 5
+    gate.check(key, cost=2, id="req-1")
+    gate.check(key, cost=1, id="req-2")
+    assert gate.check(key, cost=0, id="req-1").remaining == 2
+
+
+@pytest.mark.parametrize("algorithm", REFUNDABLE)
+def test_a_refund_by_the_id_of_a_check_gives_back_at_most_what_that_consumed(
+    gate: Gate, unique: str, algorithm: str
+) -> None:
+    key = limit_of(algorithm, 10, unique).by("ada")
+    assert not gate.refund(key, 3, id="req-1")  # it comes too early, and can be repeated
+    gate.check(key, cost=4)
+    first = gate.check(key, cost=3, id="req-1")
+    assert [gate.refund(key, 10**6, id="req-1") for _ in range(2)] == [True, False]
+    assert gate.peek(key).remaining == 6
+    assert gate.check(key, cost=3, id="req-1") == first
+    assert gate.peek(key).remaining == 6
+    gate.check(key, cost=2, id="req-2")
+    assert [gate.refund(key, 1, id="req-2") for _ in range(2)] == [True, False]
+    assert gate.peek(key).remaining == 5
+
+
+def test_a_refund_by_id_goes_to_the_window_that_was_charged(gate: Gate, clock: FakeClock, unique: str) -> None:
+    key = limit_of("fixed_window", 5, unique, timedelta(seconds=30)).by("ada")
+    gate.check(key, cost=2, id="req-1")
+    clock.advance(30)
+    gate.check(key, cost=2)
+    assert not gate.refund(key, 2, id="req-1")
+    assert gate.peek(key).remaining == 3
+
+
+def test_acquire_with_an_id_takes_its_place_in_a_queue_once(gate: Gate, clock: FakeClock, unique: str) -> None:
+    limit = Limit(1, timedelta(seconds=10), burst=9, algorithm="leaky_bucket", name=unique)
+    key = limit.by("ada")
+    gate.check(key, cost=2)
+    first = gate.acquire(key, cost=5, id="req-1", timeout=60)
+    assert (first.allowed, first.delay, clock.now_us()) == (True, 20, START_US + 20 * SECOND)
+    assert gate.acquire(key, cost=5, id="req-1", timeout=60) == first
+    assert gate.peek(key).remaining == 6  # of the seven that were in the queue, four have left in 40 seconds
+
+
+def test_an_acquire_that_would_wait_too_long_leaves_no_record(gate: Gate, clock: FakeClock, unique: str) -> None:
+    queue = Limit(1, timedelta(seconds=10), burst=9, algorithm="leaky_bucket", name=unique).by("ada")
+    rate = limit_of("fixed_window", 5, unique).by("ada")
+    gate.check(queue, cost=2)
+    for _ in range(2):
+        assert not gate.acquire(queue, rate, id="req-1", timeout=5)
+        assert (gate.peek(queue).remaining, gate.peek(rate).remaining) == (7, 5)
+    clock.advance(20)
+    assert gate.acquire(queue, rate, id="req-1", timeout=5)
+    assert (gate.peek(queue).remaining, gate.peek(rate).remaining) == (8, 4)
+
+
+def test_an_acquire_never_gives_back_what_another_with_the_same_id_relies_on(gate: Gate, unique: str) -> None:
+    queue = Limit(1, timedelta(seconds=10), burst=9, algorithm="leaky_bucket", name=unique).by("ada")
+    gate.check(queue, cost=2)
+    assert gate.check(queue, id="req-1").delay == 20
+    assert not gate.acquire(queue, id="req-1", timeout=5)
+    assert gate.peek(queue).remaining == 6
+    assert gate.check(queue, id="req-1").delay == 20
+
+
+def test_ids_that_look_alike_are_different(gate: Gate, unique: str) -> None:
+    key = limit_of("token_bucket", 100, unique).by("ada")
+    ids = ["a", "A", "a ", "%61", "{a}", "}", "é", "e\N{COMBINING ACUTE ACCENT}", "x" * 127, "x" * 128, "1", "😀" * 128]
+    for number, id in enumerate(ids):
+        assert [gate.check(key, id=id).remaining for _ in range(2)] == [99 - number] * 2
+
+
 # refund and reset
 
 
@@ -530,14 +727,13 @@ def test_a_refund_is_made_once_for_its_id_and_key(gate: Gate, unique: str, algor
 
 
 @pytest.mark.parametrize("algorithm", REFUNDABLE)
-def test_a_refund_that_found_nothing_is_over_too(gate: Gate, unique: str, algorithm: str) -> None:
-    """Sent again by somebody who had no answer, it must not give back what others have spent since."""
+def test_a_refund_that_found_nothing_does_not_use_up_its_id(gate: Gate, unique: str, algorithm: str) -> None:
     key = limit_of(algorithm, 5, unique).by("ada")
     assert not gate.refund(key, 2, id="1")
     gate.check(key, cost=3)
-    assert not gate.refund(key, 2, id="1")
-    assert gate.peek(key).remaining == 2
-    assert gate.refund(key, 2, id="2")
+    assert not gate.refund(key, 0, id="1")
+    assert [gate.refund(key, 2, id="1") for _ in range(2)] == [True, False]
+    assert gate.peek(key).remaining == 4
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -371,9 +371,9 @@ REFUSED_CALLS: list[tuple[Callable[[Any], Any], type[InvalidInput], str]] = [
     *[
         (lambda it, call=call, bad=bad: call(it, bad), InvalidKey, f"{what} id {bad!r}: {AN_ID}")
         for what, call in (
-            ("lease", lambda it, bad: it.enter(seat, id=bad)),
-            ("lease", lambda it, bad: it.check(ada, seat, id=bad)),
-            ("lease", lambda it, bad: it.check(ada, id=bad)),
+            ("check", lambda it, bad: it.enter(seat, id=bad)),
+            ("check", lambda it, bad: it.check(ada, seat, id=bad)),
+            ("check", lambda it, bad: it.check(ada, id=bad)),
             ("lease", lambda it, bad: it.renew(seat, id=bad)),
             ("lease", lambda it, bad: it.leave(seat, id=bad)),
             ("refund", lambda it, bad: it.refund(ada, 1, id=bad)),

@@ -129,7 +129,7 @@ def test_refunds_are_remembered_within_bounds(open_limiter: Callable[[int], Limi
     limiter.check(key, cost=1_000)
     assert all(limiter.refund(key, 1, id=f"{number}") for number in range(900))
     assert not limiter.refund(key, 1, id="899")
-    assert len(limiter._store._refunded) <= 100
+    assert len(limiter._store._ids) <= 100
 
 
 def test_closing_forgets_everything(open_limiter: Callable[[int], Limiter]) -> None:

@@ -122,7 +122,7 @@ steps = st.sampled_from(list(STEPS)) | st.integers(-20, 20)
 costs = st.sampled_from(list(COSTS))
 amounts = st.sampled_from([1, 2, 5, 1_000, 2**60])
 masks = st.integers(1, 7)
-lease_ids = st.sampled_from(["a", "b"])
+ids = st.sampled_from(["a", "b"])
 
 
 class LimiterBesideModel(RuleBasedStateMachine):
@@ -144,15 +144,15 @@ class LimiterBesideModel(RuleBasedStateMachine):
         self.now = self.decided_at = start
         self.clock.set_us(start)
 
-    @rule(step=steps, cost=costs, mask=masks, id=st.none() | lease_ids)
+    @rule(step=steps, cost=costs, mask=masks, id=st.none() | ids)
     def check(self, step: str | int, cost: str, mask: int, id: str | None) -> None:
         self.move(step)
         subjects, units = self.subjects(mask), COSTS[cost](self)
-        leased = any(subject.plan.algorithm == "concurrency" for subject in subjects)
-        given_id = {"id": id} if leased else {}
-        decision = self.limiter.check(*map(key, subjects), cost=units, **given_id)
-        lease_id = id or decision.id or next(self.fresh_ids)
-        self.compare(decision, self.model.check(subjects, self.now, units, lease_id))
+        decision = self.limiter.check(*map(key, subjects), cost=units, id=id)
+        if id is not None:
+            self.compare(decision, self.model.check_once(subjects, self.now, units, id))
+            return
+        self.compare(decision, self.model.check(subjects, self.now, units, decision.id or next(self.fresh_ids)))
         if decision.allowed and units > 0:
             self.charges.update((subject.plan.name, self.dated(subject, decision)) for subject in subjects)
 
@@ -161,19 +161,17 @@ class LimiterBesideModel(RuleBasedStateMachine):
         self.check(step="stay", cost="all that remains", mask=7, id=None)
 
     @precondition(lambda self: set(self.algorithms) - {"concurrency"})
-    @rule(step=steps, mask=masks, amount=amounts, id=st.none() | st.sampled_from("xyz"), of_last=st.booleans())
+    @rule(step=steps, mask=masks, amount=amounts, id=st.none() | ids | st.sampled_from("xyz"), of_last=st.booleans())
     def refund(self, step: str | int, mask: int, amount: int, id: str | None, of_last: bool) -> None:
         self.move(step)
-        # How long an id is remembered is the store's affair; that it is, within the second, is a promise.
-        refund_id = id and f"{id}-{self.now // SECOND}"
         for subject in self.subjects(mask):
             if subject.plan.algorithm == "concurrency":
                 continue
             of = self.charges.get(subject.plan.name) if of_last else None
-            given_back = self.limiter.refund(key(subject), amount, id=refund_id, of=of)
+            given_back = self.limiter.refund(key(subject), amount, id=id, of=of)
             charged_at = of.at_us if of else None
             most = amount if of is None else min(amount, of.consumed(key(subject)) or 0)
-            assert given_back == self.model.refund(subject, self.now, most, refund_id, charged_at)
+            assert given_back == self.model.refund(subject, self.now, most, id, charged_at)
 
     @rule(step=steps, mask=masks)
     def reset(self, step: str | int, mask: int) -> None:
@@ -189,14 +187,14 @@ class LimiterBesideModel(RuleBasedStateMachine):
             self.plans[place] = data.draw(exact_plans(subject.plan.algorithm, subject.plan.name))
 
     @precondition(lambda self: "concurrency" in self.algorithms)
-    @rule(step=steps, id=lease_ids)
+    @rule(step=steps, id=ids)
     def renew(self, step: str | int, id: str) -> None:
         self.move(step)
         for subject in self.leased():
             assert self.limiter.renew(key(subject), id=id) == self.model.renew(subject, self.now, id)
 
     @precondition(lambda self: "concurrency" in self.algorithms)
-    @rule(step=steps, id=lease_ids)
+    @rule(step=steps, id=ids)
     def leave(self, step: str | int, id: str) -> None:
         self.move(step)
         for subject in self.leased():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from headgate.errors import StoreError
-from headgate.stores.calls import Check, Leave, Refund, Renew
+from headgate.stores.calls import Check, IdempotentCheck, Leave, Refund, Renew, Withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -62,7 +62,7 @@ def acquire(call: Check, fallback: Fallback, timeout: float | None, elapsed: Cal
         if decision.allowed:
             if decision.delay_us and left is not None and decision.delay > left:
                 yield from _give_back(call, decision, fallback, held)
-                standing: Decision = yield call._replace(cost=0)
+                standing: Decision = yield Check(call.keys, 0, call.id)
                 return standing._replace(allowed=False, verdicts=_as_denied(standing, decision))
             if decision.delay_us:
                 yield Pause(decision.delay)
@@ -101,10 +101,11 @@ def _held_already(call: Check, fallback: Fallback) -> Flow:
 
 
 def _give_back(call: Check, decision: Decision, fallback: Fallback, held: dict[Key, bool]) -> Flow:
-    """Its turn in the queue would come too late: it does not take the place of another."""
+    """Its turn in the queue would come too late: it does not take the place of another. An id is decided anew then."""
+    kind = Withdraw if isinstance(call, IdempotentCheck) else Refund
     for key, cost in zip(call.keys, call.costs, strict=True):
         if key.limit.algorithm != "concurrency":
-            yield from ask(Refund(key, cost, at_us=decision.at_us or None), fallback)
+            yield from ask(kind(key, cost, call.id if kind is Withdraw else None, decision.at_us or None), fallback)
         elif not held.get(key):
             yield from ask(Leave(key, decision.id or ""), fallback)
 

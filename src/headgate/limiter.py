@@ -296,7 +296,7 @@ class AsyncLimiter(LimiterBase):
         """Enter, renew while the block runs, leave. The block also runs when it is denied: look at the decision."""
         call = checked(keys, cost, id)
         with left_if_cancelled(call, self.leave):
-            decision = await self.enter(*call.keys, cost=call.cost, id=call.id)
+            decision = await self._answer(call)
         leased = [key for key in decision.keys if key.limit.algorithm == "concurrency"]
         if not decision.allowed or not leased or decision.id is None:
             yield decision

@@ -14,13 +14,14 @@ from headgate._forks import renew_in_children
 from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.health import Health, Shard
+from headgate.shield.admitted_ids import AdmittedIds
 from headgate.shield.blocks import Blocks
 from headgate.shield.denials import KNOCKS, Denials
 from headgate.shield.heat import SAMPLED_EVERY
 from headgate.shield.ledger import Ledger
 from headgate.shield.outage import Outage
 from headgate.shield.purses import Purses
-from headgate.stores.calls import Refund, Reset
+from headgate.stores.calls import IdempotentCheck, Refund, Reset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -50,19 +51,9 @@ class Front:
     """All that one limiter knows beside its store."""
 
     __slots__ = (
-        *("__weakref__", "_clock", "_prepays", "_refusal", "_remembers", "blocks", "breaker", "checks", "denials"),
-        *(
-            "ensure",
-            "fleet",
-            "is_alert",
-            "ledger",
-            "listener",
-            "now_ns",
-            "outage",
-            "purses",
-            "script_errors",
-            "unspent",
-        ),
+        *("__weakref__", "_clock", "_prepays", "_refusal", "_remembers", "admitted_ids", "blocks", "breaker", "checks"),
+        *("denials", "ensure", "fleet", "is_alert", "ledger", "listener", "now_ns", "outage", "purses"),
+        *("script_errors", "unspent"),
     )
 
     def __init__(self, herald: Herald, *, clock: Clock | None, fleet: Fleet) -> None:
@@ -91,6 +82,7 @@ class Front:
         """That of the only server, where there is one."""
         self._refusal: tuple[str | None, str] = (None, "")
         """What it was opened by, and what those are told who would ask."""
+        self.admitted_ids = AdmittedIds(lambda: self.now_ns() // 1000)
         self._clock = clock
         self._remembers = self._prepays = False
         renew_in_children(self)
@@ -124,13 +116,18 @@ class Front:
         self.ensure()
         if self._prepays:
             self.purses.sample(call)
-        self.is_alert = bool(self.denials or self.purses or self.outage.failures)
+        self.is_alert = bool(self.denials or self.purses or self.outage.failures or self.admitted_ids)
 
     def at_once(self, call: Check, fallback: Fallback | None = None) -> Decision | Way | None:
         """The answer to a check, if it is known here; or the way to one, for a key that is prepaid, or that was denied
         until now; or None. The fallback's, where nobody asks the store now."""
         if not self.checks & LOOKS:
             self.look(call)
+        if type(call) is IdempotentCheck:  # whose answer is recorded in the store, or, if it was admitted here, here
+            first = self.admitted_ids.get(call) if self.admitted_ids else None
+            if first is not None or not self.outage.failures:
+                return first
+            return self._refused(call, fallback)
         # First what is paid for: a denial may be remembered from while it was on its way.
         ready = self.purses.provide(call) if self._prepays and self.purses else None
         if ready is None:
@@ -142,15 +139,23 @@ class Front:
 
     def answered(self, call: Check, decision: Decision, asked_ns: int) -> None:
         """The store has answered, and denied, or said when it will; or something else is to be looked at."""
+        if type(call) is not IdempotentCheck:
+            self._learn(call, decision, asked_ns // 1000)
+        elif decision.allowed and self.denials:
+            # It has charged now, or some time ago, and then its numbers are of that time.
+            for limit, _, identity in call.keys:
+                self.denials.forget(limit.space, identity)
+        if self.outage.failures:
+            self.outage.note_answer()
+
+    def _learn(self, call: Check, decision: Decision, asked_us: int) -> None:
         if self._remembers:
-            self.denials.note(call, decision, asked_ns // 1000)
+            self.denials.note(call, decision, asked_us)
             if self.denials and not self.is_alert:
                 self.is_alert = True
                 self.ensure()
         if self._prepays and not decision.allowed and self.purses:
-            self.purses.deny(call, decision, asked_ns // 1000)
-        if self.outage.failures:
-            self.outage.note_answer()
+            self.purses.deny(call, decision, asked_us)
 
     def _way(self, call: Check, inquiry: Inquiry, *, rounds: int = MOST_ROUNDS) -> Way | None:
         """How the answer to a request is found whose denial is just over."""
@@ -210,10 +215,16 @@ class Front:
         return self.without_store(call, error, fallback)
 
     def without_store(self, call: Check, error: StoreError, fallback: Fallback) -> Decision:
-        """What was agreed on for then. What it admits is charged later: unless it may have been already, or never can
-        be, as a script's error is no outage."""
+        """The fallback's decision. What it admits is charged later, unless it may have been already or a script failed,
+        which is not an outage. An id is admitted, and charged, once."""
         decision = fallback.decide(call, error)
-        if decision.allowed and not isinstance(error, ScriptError):
+        if not decision[0]:
+            return decision
+        if type(call) is IdempotentCheck:
+            first = self.admitted_ids.record(call, decision)
+            if first is not None:
+                return first
+        if not isinstance(error, ScriptError):
             if error.may_have_happened:
                 self.ledger.note_uncertain(call)
             else:
@@ -230,10 +241,7 @@ class Front:
             reason, told = self._refusal = breaker.reason, str(breaker.refusal())
         error = StoreUnavailable(told)
         self.outage.note_failure(error)
-        decision = fallback.decide(call, error)
-        if decision[0]:
-            self.ledger.note(call)
-        return decision
+        return self.without_store(call, error, fallback)
 
     def keep(self, call: Check | Refund, error: StoreError) -> None:
         """The cost of a request could not be settled: it is when the store is back, if that is certain to be once."""

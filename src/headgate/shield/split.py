@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from headgate.stores.calls import Check, Refund, Reset
+from headgate.stores.calls import Check, IdempotentCheck, Refund, Reset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,13 @@ def is_split(call: Check) -> bool:
 
 def spread(call: Check, pick: Callable[[int], int]) -> Check:
     """The check as the store gets it: each split limit's key is replaced by that of one part. `pick` takes the number
-    of parts and gives the index of one; a node may always give the same."""
-    return call._replace(keys=tuple([_picked(key, pick) for key in call.keys])) if is_split(call) else call
+    of parts and gives the index of one; a node may always give the same. An id is always met by the same part."""
+    if not is_split(call):
+        return call
+    if isinstance(call, IdempotentCheck):
+        part = _part_of_id(call.id or "")
+        return call._replace(keys=tuple([key.part(part) for key in call.keys]))
+    return call._replace(keys=tuple([_picked(key, pick) for key in call.keys]))
 
 
 def gathered(call: Check, decision: Decision) -> Decision:
@@ -60,12 +65,16 @@ def spread_refund(refund: Refund, pick: Callable[[int], int]) -> Refund:
     dropped there, so that no more comes back than was taken."""
     if refund.id is None:
         return refund._replace(key=_picked(refund.key, pick))
-    return refund._replace(key=refund.key.part(crc32(refund.id.encode("utf-8", "surrogatepass"))))
+    return refund._replace(key=refund.key.part(_part_of_id(refund.id)))
 
 
 def spread_reset(reset: Reset) -> Reset:
     """The reset, of all parts."""
     return Reset(tuple([key.part(index) for key in reset.keys for index in range(key.limit.split)]))
+
+
+def _part_of_id(id: str) -> int:
+    return crc32(id.encode("utf-8", "surrogatepass"))
 
 
 def _picked(key: Key, pick: Callable[[int], int]) -> Key:

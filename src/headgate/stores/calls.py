@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from uuid import uuid4
 
 from headgate.decisions import Decision
@@ -10,23 +10,32 @@ from headgate.errors import InvalidCost, InvalidInput, InvalidKey
 from headgate.keys import Key
 from headgate.limits import Limit
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = [
     "Call",
     "Check",
     "Cost",
+    "IdempotentCheck",
     "Leave",
     "Refund",
     "Renew",
     "Reset",
+    "Withdraw",
     "checked",
     "checked_id",
     "checked_keys",
     "checked_lease",
     "checked_refund",
+    "id_validity_us",
+    "joined_costs",
     "refund_memory_us",
 ]
 
 REFUND_MEMORY_US: Final = 3600 * 1_000_000
+MIN_ID_VALIDITY_US: Final = 60 * 1_000_000
+MAX_ID_VALIDITY_US: Final = 86_400 * 1_000_000
 
 
 Cost: TypeAlias = "int | tuple[int, ...]"
@@ -48,6 +57,15 @@ class Check(NamedTuple):
         return self.cost if type(self.cost) is tuple else (self.cost,) * len(self.keys)  # type: ignore[return-value]
 
 
+class IdempotentCheck(Check):
+    """A check under the caller's own id: each key that is not a concurrency limit's is charged at most once for it.
+
+    An id that was generated for a lease is never repeated, and makes an ordinary `Check`.
+    """
+
+    __slots__ = ()
+
+
 class Refund(NamedTuple):
     """Give back an amount; answered by whether anything was given back."""
 
@@ -55,6 +73,12 @@ class Refund(NamedTuple):
     amount: int
     id: str | None = None
     at_us: int | None = None
+
+
+class Withdraw(Refund):
+    """Take an admitted `IdempotentCheck` back on one key, with its record, unless another caller relies on it."""
+
+    __slots__ = ()
 
 
 class Reset(NamedTuple):
@@ -87,7 +111,7 @@ def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
     elif cost < 0:
         raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
     if id is not None:
-        checked_id("lease", id)
+        checked_id("check", id)
     elif len(keys) == 1:
         # The common cases by themselves: this runs on every request.
         if type(keys[0]) is Key and keys[0][0].algorithm != "concurrency":
@@ -97,9 +121,11 @@ def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
         if len(spaces) == len(keys) > 0:
             return _new_check(Check, (keys, cost, id))
     made = checked_keys(keys)
-    if id is None and "concurrency" in [key.limit.algorithm for key in made]:
-        id = uuid4().hex
-    return _new_check(Check, (made, cost, id))
+    leased = [key.limit.algorithm == "concurrency" for key in made]
+    if id is None:
+        return _new_check(Check, (made, cost, uuid4().hex if any(leased) else None))
+    # A cost of 0 throughout is a peek, which has no effect to repeat.
+    return _new_check(IdempotentCheck if cost and not all(leased) else Check, (made, cost, id))
 
 
 def _checked_costs(costs: object, keys: tuple[Key | Limit, ...]) -> Cost:
@@ -111,7 +137,12 @@ def _checked_costs(costs: object, keys: tuple[Key | Limit, ...]) -> Cost:
             raise InvalidCost(f"cost {cost!r} among {costs!r} is not a whole number >= 0")
     if len(costs) != len(keys):
         raise InvalidCost(f"{len(costs)} costs {costs!r} for {len(keys)} keys: give one for all, or one for each")
-    return costs[0] if len(set(costs)) == 1 else costs
+    return joined_costs(costs)
+
+
+def joined_costs(costs: Sequence[int]) -> Cost:
+    """Costs on each key as a check carries them: one number if they are all the same."""
+    return costs[0] if len({*costs}) == 1 else tuple(costs)
 
 
 def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision | None) -> Refund:
@@ -148,7 +179,7 @@ def checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
 
 
 def checked_id(what: str, id: str) -> str:
-    """The id of a lease or a refund."""
+    """The id of a check, a lease or a refund."""
     if not isinstance(id, str) or not 1 <= len(id) <= 128 or not id.isprintable():
         raise InvalidKey(f"{what} id {id!r}: use a text of 1 to 128 printable characters")
     return id
@@ -169,6 +200,12 @@ def _key_of(key: object) -> Key:
     if isinstance(key, Limit):
         return key.by()
     raise InvalidKey(f"{key!r} is not a key: make one with limit.by(...)")
+
+
+def id_validity_us(keys: tuple[Key, ...]) -> int:
+    """How long the id of a check on these keys is valid: the longest of their periods, but a minute to a day."""
+    longest_us = max([key.limit.period_us for key in keys])
+    return min(max(longest_us, MIN_ID_VALIDITY_US), MAX_ID_VALIDITY_US)
 
 
 def refund_memory_us(key: Key) -> int:

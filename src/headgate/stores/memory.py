@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._compiled import compiled
@@ -32,7 +31,20 @@ from headgate.clock import in_ns
 from headgate.decisions import Decision
 from headgate.keys import Key
 from headgate.stores._space import SECOND_BITS, Debt, Space
-from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, checked, refund_memory_us
+from headgate.stores.calls import (
+    Check,
+    IdempotentCheck,
+    Leave,
+    Refund,
+    Renew,
+    Reset,
+    Withdraw,
+    checked,
+    id_validity_us,
+    joined_costs,
+    refund_memory_us,
+)
+from headgate.stores.idempotency import ExpiringTable, IdRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,8 +87,8 @@ class MemoryStore:
     """Counters in a dict. `max_keys` bounds them; see `stats`."""
 
     __slots__ = (
-        *("__weakref__", "_busy", "_evicted", "_forgiven", "_keys", "_lock", "_locks_always", "_max_keys", "_now_us"),
-        *("_refunded", "_shared", "_short", "_spaces", "_time_ns", "_turn"),
+        *("__weakref__", "_busy", "_evicted", "_forgiven", "_ids", "_keys", "_lock", "_locks_always", "_max_keys"),
+        *("_now_us", "_shared", "_short", "_spaces", "_time_ns", "_turn"),
     )
 
     def __init__(self, clock: Clock, *, max_keys: int = 1_000_000) -> None:
@@ -86,7 +98,8 @@ class MemoryStore:
         self._spaces: dict[str, Space] = {}
         self._short: dict[str, Space] = {}
         """Those that the short path may use."""
-        self._refunded: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+        self._ids: ExpiringTable[IdRecord] = ExpiringTable(max_keys)
+        """The records of checks and refunds with an id, by limit space, identity and id."""
         self._lock = threading.RLock()
         self._locks_always = not getattr(sys, "_is_gil_enabled", lambda: True)()
         self._busy = self._locks_always
@@ -159,7 +172,7 @@ class MemoryStore:
         with self._alone():
             self._spaces.clear()
             self._short.clear()
-            self._refunded.clear()
+            self._ids.clear()
             self._keys = 0
 
     def _alone(self) -> _Alone:
@@ -172,6 +185,8 @@ class MemoryStore:
             answer: Decision | None = _charge(self._spaces, keys, cost, id, self._time_ns() // 1000, self._busy)
             if answer is not None:
                 return answer
+        if type(call) is IdempotentCheck:
+            return self._decide_once(call)
         lock = self._lock
         lock.acquire()  # by hand: a `with` costs a thousand instructions more
         was_busy, self._busy = self._busy, True
@@ -230,6 +245,51 @@ class MemoryStore:
             self._deny(keys, cost, verdicts, now_us)
         return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us, 0, cost))
 
+    def _decide_once(self, call: IdempotentCheck) -> Decision:
+        """The answer to a check with an id: on keys that have its record, the recorded one, without a charge."""
+        keys, _, id = call
+        with self._alone():
+            while True:
+                now_us = self._time_ns() // 1000
+                records = [self._record(key, id, now_us) for key in keys]
+                if all(records):
+                    at_us = max([record.at_us for record in records if record])
+                    decision = Decision(True, keys, (), id, None, at_us)
+                    break
+                due = tuple([0 if record else cost for record, cost in zip(records, call.costs, strict=True)])
+                decided = self._decided(keys, due, id)
+                if decided is not None:  # else again: a finalizer came between
+                    decision = decided
+                    break
+            verdicts = [*decision.verdicts] or [(0, 0, 0, 0)] * len(keys)
+            costs = [*call.costs]
+            for index, (key, record) in enumerate(zip(keys, records, strict=True)):
+                if record is not None:
+                    verdicts[index], costs[index] = record.verdict, record.cost
+                    record.holders += decision.allowed
+                elif decision.allowed and key.limit.algorithm != "concurrency":
+                    new = IdRecord(decision.at_us, costs[index], verdicts[index])
+                    self._keep_record(key, id, new, now_us + id_validity_us(keys), now_us)
+        cost = joined_costs(costs) if decision.allowed else call.cost
+        return decision._replace(verdicts=tuple(verdicts), cost=cost)
+
+    def _record(self, key: Key, id: str | None, now_us: int) -> IdRecord | None:
+        """What is recorded of the check with that id on that key."""
+        record = self._ids.get((key.limit.space, key.identity, id), now_us)
+        return record if record is not None and record.holders else None
+
+    def _keep_record(self, key: Key, id: str | None, record: IdRecord, until_us: int, now_us: int) -> None:
+        evicted = self._ids.evicted
+        self._ids.put((key.limit.space, key.identity, id), record, until_us, now_us)
+        evictions = self._ids.evicted
+        if evictions > evicted and evictions & (evictions - 1) == 0:  # at 1, 2, 4, 8 ...
+            logger.warning(
+                "memory store is full at %d ids: %d were forgotten early, so a repeated check may be charged again; "
+                "raise max_keys",
+                self._max_keys,
+                evictions,
+            )
+
     def _deny(self, keys: tuple[Key, ...], cost: Cost, verdicts: list[Verdict], now_us: int) -> None:
         """Charge nothing: a limit under which the denied request would have passed reports what a peek reports.
 
@@ -250,32 +310,48 @@ class MemoryStore:
             space.states[identity] = after
 
     def _refund(self, call: Refund) -> bool:
+        key, amount, id, at_us = call
         now_us = self._now_us()
-        if call.id is not None and not self._first_refund(call.key, call.id, now_us):
+        record = None if id is None else self._ids.get((key.limit.space, key.identity, id), now_us)
+        if isinstance(call, Withdraw):
+            if record is None or not self._is_last_holder(call, record):
+                return False
+            amount = record.left
+        elif record is not None:
+            if not record.holders or record.left < record.cost:  # the one refund of this id has been made
+                return False
+            amount = min(amount, record.left)
+            at_us = record.at_us if at_us is None else at_us
+        if not self._give_back(key, amount, at_us, now_us):
             return False
+        if record is not None:
+            record.left -= amount
+        elif id is not None:
+            self._keep_record(key, id, IdRecord(now_us, holders=0), now_us + refund_memory_us(key), now_us)
+        return True
+
+    def _is_last_holder(self, call: Refund, record: IdRecord) -> bool:
+        """Let go of a record; True if no other caller relies on it, and then it is dropped."""
+        if record.holders == 1:
+            self._ids.drop((call.key.limit.space, call.key.identity, call.id))
+            return True
+        record.holders = max(0, record.holders - 1)
+        return False
+
+    def _give_back(self, key: Key, amount: int, at_us: int | None, now_us: int) -> bool:
         while True:
             turn = self._turn
-            space, found = self._find(call.key, now_us)
-            state = space.decide(found, now_us, 0, call.key.limit)[0]  # re-dated, if the clock was set back
-            after = space.refund(state, now_us, call.amount, call.key.limit, call.at_us)
+            space, found = self._find(key, now_us)
+            state = space.decide(found, now_us, 0, key.limit)[0]  # re-dated, if the clock was set back
+            after = space.refund(state, now_us, amount, key.limit, at_us)
             if turn == self._turn:
                 break
         if state is not found:
-            self._replace(space, call.key.identity, found, state)
+            self._replace(space, key.identity, found, state)
         if after is None or after == state:
             return False
         self._turn += 1
-        space.states[call.key.identity] = after
-        return True
-
-    def _first_refund(self, key: Key, id: str, now_us: int) -> bool:
-        refunded = self._refunded
-        while refunded and (next(iter(refunded.values())) <= now_us or len(refunded) >= self._max_keys):
-            refunded.popitem(last=False)
-        name = (key.limit.space, key.identity, id)
-        if refunded.get(name, 0) > now_us:
-            return False
-        refunded[name] = now_us + refund_memory_us(key)
+        space.states[key.identity] = after
         return True
 
     def _change_lease(self, call: Renew | Leave) -> bool:

@@ -14,7 +14,7 @@ from hiredis import ReplyError
 
 from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
-from headgate.stores.calls import Check, Reset
+from headgate.stores.calls import Check, IdempotentCheck, Reset, id_validity_us, joined_costs
 from headgate.stores.redis.breaker import Shut
 from headgate.stores.redis.replies import UnexpectedReply
 from headgate.stores.redis.topology import Cluster
@@ -157,7 +157,10 @@ def _converse_with_shards(
         if isinstance(call, Check):
             pieces = _split(call, wire)
             for name, piece in pieces.items():
-                by_key.setdefault(name, []).append(piece)
+                if isinstance(piece, IdempotentCheck):
+                    commands.append(wire.encode_idempotent(piece, id_validity_us(call.keys)))
+                else:
+                    by_key.setdefault(name, []).append(piece)
             parts.append(list(pieces.values()))
         elif isinstance(call, Reset):
             pieces_of_reset = [Reset((key,)) for key in call.keys]
@@ -179,7 +182,13 @@ def _split(check: Check, wire: Wire) -> dict[str, Check]:
     """A check for each key: only commands of one key are answered at any moment while slots are moved."""
     if len(check.keys) == 1:
         return {wire.name(check.keys[0]): check}
-    return {wire.name(key): Check((key,), cost, check.id) for key, cost in zip(check.keys, check.costs, strict=True)}
+    is_idempotent = isinstance(check, IdempotentCheck)
+    return {
+        wire.name(key): (IdempotentCheck if is_idempotent and key.limit.algorithm != "concurrency" else Check)(
+            (key,), cost, check.id
+        )
+        for key, cost in zip(check.keys, check.costs, strict=True)
+    }
 
 
 def _give_back(
@@ -191,7 +200,9 @@ def _give_back(
         told = [answers[id(piece)] for piece in pieces]
         if isinstance(call, Check) and not all(isinstance(one, Decision) and one.allowed for one in told):
             for piece, decision in zip(pieces, told, strict=True):
-                if piece.cost and isinstance(decision, Decision) and decision.allowed:
+                # Also where an id costs nothing: it has a record.
+                is_charged = piece.cost or isinstance(piece, IdempotentCheck)
+                if is_charged and isinstance(decision, Decision) and decision.allowed:
                     (key,) = piece.keys
                     undo = Undo(piece, key, _charged_us(decision))
                     undos.append(((id(call), key.limit.space, key.identity), wire.encode_other(undo)))
@@ -236,7 +247,7 @@ def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) 
         None,
         max(decision.at_us for decision in told),
         max(decision.again_us for decision in told) if can_wait else 0,
-        call.cost,
+        joined_costs([decision.cost for decision in told]) if allowed else call.cost,  # with an id, those recorded
     )
 
 

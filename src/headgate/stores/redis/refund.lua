@@ -1,26 +1,51 @@
--- Gives an amount back, at most once for an id.
--- KEYS: the key; with an id, also the key that remembers it (in the same slot).
+-- Gives an amount back, at most once for an id: at most what the check with that id consumed, where there was one.
+-- KEYS: the key; with an id, also the key of its record (in the same slot).
 -- ARGV: the limit (see parse_limit), now (us; empty for the server's clock), amount, the instant it was charged (us; empty
---   if unknown), how long to remember the id (ms), lease id, "undo" where a shard takes back its own, the channel for news
---   (empty for none), the counter's name in them.
+--   if unknown), how long to remember the id of a refund that no check had (us), lease id, "undo" where a check is taken
+--   back, with its record if there is one, the channel for news (empty for none), the counter's name in them.
 -- Reply: 1 if anything was given back, else 0, -1 if the key holds a foreign value; then remaining, retry, reset, delay,
 --   as they are after it.
 
 local limit, now, amount, at, id = parse_limit(1), current(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[9]
+local is_undo = ARGV[10] == 'undo'
 
 local remaining, retry, reset, delay, adopted = JUDGE(KEYS[1], now, 0, limit, id)
-if not remaining then
+local record = KEYS[2] and read_record(KEYS[2], now)
+if not remaining or record == false then
   return { -1, 0, 0, 0, 0 }
 end
-if KEYS[2] and not call('SET', KEYS[2], '1', 'PX', ARGV[8], 'NX') then
-  return { 0, remaining, retry, reset, delay }
+if KEYS[2] and is_undo then
+  -- Each caller that got the recorded answer is a holder: the last one that takes it back gives back the charge.
+  if not record or record.holders ~= 1 then
+    if record and record.holders > 1 then
+      record.holders = record.holders - 1
+      write_record(KEYS[2], record)
+    end
+    return { 0, remaining, retry, reset, delay }
+  end
+  amount = record.left
+  call('DEL', KEYS[2])
+elseif record then
+  if record.holders == 0 or record.left < record.cost then -- the one refund of this id has been made
+    return { 0, remaining, retry, reset, delay }
+  end
+  amount, at = math.min(amount, record.left), at or record.at
 end
 if adopted then
   write(KEYS[1], adopted, reset)
 end
-local state = amount > 0 and REFUND(KEYS[1], now, amount, limit, at, id, ARGV[10] == 'undo')
+local state = amount > 0 and REFUND(KEYS[1], now, amount, limit, at, id, is_undo)
 if not state then
   return { 0, remaining, retry, reset, delay }
+end
+if record and not is_undo then
+  record.left = record.left - amount
+  write_record(KEYS[2], record)
+elseif KEYS[2] and not is_undo then
+  local validity = tonumber(ARGV[8])
+  local refunded = { at = now, cost = 0, left = 0, holders = 0, remaining = 0, reset = 0, delay = 0 }
+  refunded.until_us = now + validity
+  write_record(KEYS[2], refunded, validity)
 end
 if (remaining == 0 or remaining * 10 < limit.capacity) and ARGV[11] ~= '' then
   -- Denials that are remembered elsewhere hold no longer: none is of more than a tenth of a limit (see denials.py). Who

@@ -18,7 +18,7 @@ from headgate._compiled import compiled
 from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreUnavailable
 from headgate.limits import EXACT
-from headgate.stores.calls import Check, Leave, Renew, Reset
+from headgate.stores.calls import Check, IdempotentCheck, Leave, Renew, Reset, joined_costs
 from headgate.stores.redis.wire import Undo
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def accept(command: Command, reply: Any) -> None:
 def decode(calls: Sequence[Any], reply: Any) -> list[Any]:
     """The answers to the calls of one command, in their order; an exception among them is that call's alone."""
     call = calls[0]
+    if isinstance(call, IdempotentCheck):
+        return [_decode_idempotent(call, reply)]
     if isinstance(call, Check):
         return [decode_alone(call, reply)] if len(calls) == 1 else _decode_checks(calls, reply)
     if isinstance(call, Reset):
@@ -96,6 +98,19 @@ def decode_one(check: Check, reply: Any) -> Decision | ScriptError:
     keys, cost, lease = check
     verdicts = ((remaining, retry_us, reset_us, delay_us),)
     return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us, cost))
+
+
+def _decode_idempotent(check: IdempotentCheck, reply: Any) -> Decision | ScriptError:
+    """The answer to a check with an id, whose costs are those that were charged."""
+    if type(reply) is not list or len(reply) != 5:
+        raise unexpected(reply)
+    *told, costs = reply
+    decision: Decision | ScriptError = plain_answers([check], told)[0]
+    if isinstance(decision, ScriptError) or not decision.allowed:
+        return decision
+    if type(costs) is not list or len(costs) != len(check.keys) or not all([_is_whole(cost) for cost in costs]):  # noqa: C419
+        raise unexpected(reply)
+    return decision._replace(cost=joined_costs(costs))
 
 
 def _decode_checks(checks: Sequence[Check], reply: Any) -> list[Any]:

@@ -25,14 +25,14 @@ class Script(NamedTuple):
 
 @lru_cache(maxsize=256)
 def script(main: str, algorithms: tuple[str, ...], margin_ms: int) -> Script:
-    """The script of that name ("one", "check", "refund" or "lease") for those algorithms; for none of them, one whose
-    keys are no counters.
+    """The script of that name ("one", "check", "idempotent", "refund" or "lease") for those algorithms; for none, one
+    whose keys are no counters.
 
-    Keys outlive their debt by the margin. "check" finds the algorithms by name; the others are for one.
+    Keys outlive their debt by the margin. "check" and "idempotent" find the algorithms by name; the others are for one.
     """
     parts = dict.fromkeys(part for name in algorithms for part in (*_NEEDS.get(name, ()), name))
     names = [f"local JUDGE = {name}" for name in algorithms[:1]]
-    if main == "check":
+    if main in ("check", "idempotent"):
         names = [f"local JUDGES = {{ {', '.join(f'{name} = {name}' for name in algorithms)} }}"]
     elif main == "refund":
         names.append(f"local REFUND = {algorithms[0]}_refund")
@@ -40,14 +40,21 @@ def script(main: str, algorithms: tuple[str, ...], margin_ms: int) -> Script:
         [
             f"-- headgate: {main} for {', '.join(algorithms) or 'all'}",
             _lua("headgate.algorithms", "_exact"),
-            *(_lua("headgate.algorithms", part, whole=main not in ("one", "check")) for part in parts),
+            *(_lua("headgate.algorithms", part, whole=main in ("refund", "lease")) for part in parts),
             *names,
             f"local MARGIN = {margin_ms}",
             _lua("headgate.stores.redis", "_script"),
+            *([_lua("headgate.stores.redis", "_records")] if main in ("idempotent", "refund") else []),
+            *(_function("decide_batch", "check") if main == "idempotent" else []),
             _lua("headgate.stores.redis", main),
         ]
     ).encode()
     return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
+
+
+def _function(name: str, main: str) -> list[str]:
+    """A script as a function of the KEYS and ARGV that it reads."""
+    return [f"local function {name}(KEYS, ARGV)", _lua("headgate.stores.redis", main), "end"]
 
 
 @lru_cache(maxsize=64)

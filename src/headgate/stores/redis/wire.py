@@ -6,6 +6,7 @@ What every request of a batch needs is here as Python; `_wire.c` is the same, co
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 from itertools import chain
 from operator import add
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -15,7 +16,17 @@ from hiredis import pack_command
 from headgate._compiled import compiled
 from headgate.algorithms import ALGORITHMS
 from headgate.limits import EXACT, Limit
-from headgate.stores.calls import Check, Leave, Refund, Renew, Reset, refund_memory_us
+from headgate.stores.calls import (
+    Check,
+    IdempotentCheck,
+    Leave,
+    Refund,
+    Renew,
+    Reset,
+    Withdraw,
+    id_validity_us,
+    refund_memory_us,
+)
 from headgate.stores.redis.scripts import Script, script
 
 if TYPE_CHECKING:
@@ -133,6 +144,14 @@ class Wire:
         name = f"{self._prefix}{key.limit.space}:{key.identity}"
         return name if name.isascii() and "{" not in name and "}" not in name else _safe(name)
 
+    def record_name(self, key: Key, id: str) -> str:
+        """The stored key of an id's record, on the same shard: the counter's whole stored key is its hash tag.
+
+        The id is hashed, so that the length does not depend on it and no caller's text is stored.
+        """
+        digest = blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return f"{{{self.name(key)}}}:id:{digest}"
+
     def own_name(self, name: str) -> str:
         """The stored key, or the channel, of something that is no counter: no limit's name starts with a bare "%"."""
         return _safe(f"{self._prefix}%{name}")
@@ -151,10 +170,12 @@ class Wire:
         checks: list[Any] = [*calls]
         if {*map(type, calls)} == {Check}:
             return [self.encode_checks(checks)]
-        checks = [call for call in calls if isinstance(call, Check)]
+        others: list[Any] = []
+        checks = []
+        for call in calls:
+            (checks if isinstance(call, Check) and type(call) is not IdempotentCheck else others).append(call)
         commands = [self.encode_checks(checks)] if checks else []
-        commands += [self.encode_other(call) for call in calls if not isinstance(call, Check)]
-        return commands
+        return commands + [self.encode_other(call) for call in others]
 
     def pack_alone(self, call: Call) -> bytes | None:
         """A check that goes by itself, packed and ready; None for a call that needs more than that.
@@ -217,6 +238,17 @@ class Wire:
         its = Keys(number, keys, self.name(checks[0].keys[0]))
         return Command(script("check", algorithms, self._margin), its, args, checks)
 
+    def encode_idempotent(self, check: IdempotentCheck, validity_us: int) -> Command:
+        """A check with an id, by itself; its records are valid for so long."""
+        keys, _, id = check
+        names = [self.name(key) for key in keys]
+        records = [self.record_name(key, id or "") for key in keys if key.limit.algorithm != "concurrency"]
+        shapes = _Shapes()
+        shapes.add(check, [key.limit for key in keys])
+        args = [self.now(), "", len(shapes.indices), *shapes.limits, *shapes.groups, validity_us]
+        its = script("idempotent", tuple(sorted(shapes.algorithms)), self._margin)
+        return Command(its, Keys.of(*names, *records), args, [check])
+
     def _encode_shapes(self, checks: Sequence[Check], shapes: _Shapes) -> list[str]:
         """The keys of requests that are not all alike."""
         prefix = self._prefix
@@ -247,7 +279,9 @@ class Wire:
         """What the stored keys of these limits begin with."""
         return tuple([f"{self._prefix}{limit.space}:" for limit in limits])
 
-    def encode_other(self, call: Refund | Renew | Leave | Reset | Undo) -> Command:
+    def encode_other(self, call: IdempotentCheck | Refund | Renew | Leave | Reset | Undo) -> Command:
+        if isinstance(call, IdempotentCheck):
+            return self.encode_idempotent(call, id_validity_us(call.keys))
         if isinstance(call, Reset):
             names, subjects = map(self.name, call.keys), map(_subject, call.keys)
             return Command(self.own_script("reset"), Keys.of(*names), [self.news, *subjects], [call])
@@ -262,15 +296,17 @@ class Wire:
         news = ("", "") if limit.algorithm == "concurrency" else (self.news, _subject(call.key))
         if isinstance(call, Undo):
             args = [*head, call.check.cost, call.at_us, 0, call.check.id or "", "undo", *news]
+            if isinstance(call.check, IdempotentCheck):
+                keys = Keys.of(name, self.record_name(call.key, call.check.id or ""))
             return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
         if call.id is not None:
-            # In braces, the whole stored key is the hash tag: what remembers the refund lives on the same shard.
-            keys = Keys.of(name, f"{{{name}}}:refund:{call.id}")
+            keys = Keys.of(name, self.record_name(call.key, call.id))
         # As far as whole numbers are exact, which is more than any key can owe.
         unit = limit.ticks if ALGORITHMS[limit.algorithm].SHAPES_BURST else 2
         amount = min(call.amount, (EXACT - 1) // unit)
         charged_us = "" if call.at_us is None else call.at_us
-        args = [*head, amount, charged_us, refund_memory_us(call.key) // 1000, "", "", *news]
+        undo = "undo" if isinstance(call, Withdraw) else ""
+        args = [*head, amount, charged_us, refund_memory_us(call.key), "", undo, *news]
         return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
 
 
