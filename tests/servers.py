@@ -193,7 +193,7 @@ class RedisServer:
         if self.unix:
             arguments += ["--unixsocket", f"{self._socket}"]
         if self.tls:
-            _make_certificates(self.directory)
+            make_certificates(self.directory)
             arguments += ["--tls-port", f"{self.port}", "--tls-auth-clients", "no"]
             arguments += ["--tls-ca-cert-file", f"{self.directory}/ca.pem"]
             arguments += ["--tls-cert-file", f"{self.directory}/server.pem"]
@@ -475,7 +475,7 @@ def _program(name: str, *, remedy: str) -> str:
     return path
 
 
-def _make_certificates(directory: Path) -> None:
+def make_certificates(directory: Path) -> None:
     """Writes ca.pem, and server.pem with server.key, which that authority signed for the loopback address."""
     if (directory / "server.pem").exists():
         return

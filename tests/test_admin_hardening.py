@@ -7,8 +7,9 @@ import json
 import logging
 import shutil
 import socket
+import ssl
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,14 @@ from headgate.control.desk.secrecy import words_like_keys
 from headgate.control.step_tables import STEPS
 from headgate.control.steps import Watcher
 from headgate.control.webhooks import Webhook
-from headgate.errors import HeadgateError, InvalidInput, StoreUnavailable
+from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput, StoreUnavailable
 from headgate.policy import read
 from headgate.telemetry.boards import MemoryBoard
 from headgate.telemetry.gathered import Node
 from headgate.telemetry.pulse import Pulse
 from headgate.testing import FakeClock
 from postgres import postgres  # noqa: F401 - a fixture
+from servers import make_certificates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -175,6 +177,21 @@ def test_who_has_signed_in_has_limits_of_their_own() -> None:
     assert asked("zone=UTC") is None
 
 
+def received(made: socket.socket) -> bytes:
+    """One whole response, in however many pieces it comes."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        piece = made.recv(65536)
+        if not piece:
+            return found
+        found += piece
+    head, _, body = found.partition(b"\r\n\r\n")
+    length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    while len(body) < length:
+        body += made.recv(65536)
+    return head
+
+
 def test_whoever_connects_and_asks_nothing_is_sent_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "ASKS_WITHIN", 0.3)
     with AdminServer(place.desk, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
@@ -188,11 +205,11 @@ def test_whoever_connects_and_asks_nothing_is_sent_away(place: Place, monkeypatc
         whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         silent, begun = opened(), opened(b"GET /health HTTP/1.1\r\nHost: 127.0")
         second = opened(whole)
-        assert second.recv(65536).startswith(b"HTTP/1.1 200")
+        assert received(second).startswith(b"HTTP/1.1 200")
         second.sendall(whole[:20])
         assert [each.recv(65536) for each in (silent, begun, second)] == [b"", b"", b""]
         answered = opened(whole)
-        assert answered.recv(65536).startswith(b"HTTP/1.1 200")
+        assert received(answered).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("most", [None, 20], ids=["by address", "in all"])
@@ -213,15 +230,47 @@ def test_idle_connections_take_no_place_from_others(
 
         head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
         signed_in = opened(b"GET /api/v1/tiers HTTP/1.1\r\n" + head)
-        assert signed_in.recv(65536).startswith(b"HTTP/1.1 200")
+        assert received(signed_in).startswith(b"HTTP/1.1 200")
         slow = b"POST /api/v1/find HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n"
         idle = [opened([b"", b"GET /", slow][number % 3]) for number in range(60)]
         for _ in range(3):
-            answer = opened(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n").recv(65536)
+            answer = received(opened(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"))
             assert answer.startswith(b"HTTP/1.1 200"), answer
         assert idle[0].recv(1) == b"", "the oldest was closed"
         signed_in.sendall(b"GET /api/v1/tiers HTTP/1.1\r\n" + head)
-        assert signed_in.recv(65536).startswith(b"HTTP/1.1 200"), "a caller with a valid token keeps its connection"
+        assert received(signed_in).startswith(b"HTTP/1.1 200"), "a caller with a valid token keeps its connection"
+
+
+def test_connections_without_a_tls_handshake_take_no_place_from_others(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "MAX_CONNECTIONS_PER_ADDRESS", 20)
+    make_certificates(tmp_path)
+    files = {"cert": tmp_path / "server.pem", "key": tmp_path / "server.key"}
+    trusted = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    with AdminServer(place.desk, place.tokens, port=0, **files) as server, ExitStack() as stack:
+        assert server.url == f"https://127.0.0.1:{server.port}"
+        with httpx.Client(base_url=server.url, verify=trusted) as http:
+            assert http.get("/health").json() == {"state": "ready"}
+            token = place.tokens.make("vera", "viewer", by="the test").text
+            headers = {"Authorization": f"Bearer {token}"}
+            assert http.get("/api/v1/tiers", headers=headers).status_code == 200
+            idle = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10)) for _ in range(60)
+            ]
+            assert httpx.get(f"{server.url}/health", verify=trusted).status_code == 200
+            assert idle[0].recv(1) == b"", "the oldest was closed"
+            idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            with suppress(ConnectionResetError):
+                assert not idle[-1].recv(65536).startswith(b"HTTP/"), "nothing is answered in clear"
+            assert http.get("/api/v1/tiers", headers=headers).status_code == 200
+
+
+def test_a_certificate_that_cannot_be_read_is_told_before_anything_starts(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("no certificate")
+    for cert in ("cert.pem", "missing.pem"):
+        with pytest.raises(InvalidConfiguration, match=f"cannot read the certificate .*{cert}"):
+            AdminServer(place.desk, place.tokens, port=0, cert=tmp_path / cert, key=tmp_path / "cert.pem")
 
 
 def test_a_proxy_has_as_many_connections_as_all_addresses_together(
@@ -235,7 +284,7 @@ def test_a_proxy_has_as_many_connections_as_all_addresses_together(
         made = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10)) for _ in range(9)]
         for each in made:
             each.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            assert each.recv(65536).startswith(b"HTTP/1.1 200")
+            assert received(each).startswith(b"HTTP/1.1 200")
 
 
 def test_who_holds_a_token_signs_in_however_often_others_of_the_address_fail(place: Place) -> None:

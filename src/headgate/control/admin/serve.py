@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import ssl
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from headgate.control.admin.app import create_app
 from headgate.control.admin.guards import LOOPBACK, VERIFIED, access_policy
@@ -40,6 +42,7 @@ STOPS_WITHIN: Final = 5.0
 """Seconds; then requests that are at work are left alone."""
 ASKS_WITHIN: Final = 10.0
 """Seconds for the head of a request to arrive."""
+HANDSHAKE_TIMEOUT_S: Final = 10.0
 MAX_CONNECTIONS: Final = 500
 MAX_CONNECTIONS_PER_ADDRESS: Final = 100
 """Beyond these, a new connection takes the place of one that waits for nothing."""
@@ -78,7 +81,8 @@ class AdminServer:
                 f"on {host} tokens would travel in clear; give --cert and --key, or say --behind-tls if a proxy that "
                 "speaks TLS stands before this server, or listen on 127.0.0.1"
             )
-        self._is_tls = cert is not None
+        context = None if cert is None or key is None else _tls(cert, key)
+        self._is_tls = context is not None
         self._host = host
         self._tokens = tokens
         self._watchers = watchers
@@ -94,6 +98,7 @@ class AdminServer:
 
         class Connection(_Connection):
             open_connections = registry
+            tls = context
 
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -102,10 +107,9 @@ class AdminServer:
                 access_log=False,  # paths and queries say whom people look at; the audit says what they do
                 proxy_headers=False,  # whose address it is is said by `proxies`
                 server_header=False,
-                ssl_certfile=cert,
-                ssl_keyfile=key,
                 timeout_graceful_shutdown=int(STOPS_WITHIN),
                 timeout_keep_alive=20,
+                loop="asyncio",  # in uvloop, a transport cannot be paused before its first byte, as TLS needs it
                 http=Connection,
                 h11_max_incomplete_event_size=64 * 1024,
                 ws="none",
@@ -178,20 +182,53 @@ class _Connection(H11Protocol):
     """A connection of a browser or a program. It is closed if it sends no request for a while."""
 
     open_connections: _Connections
+    tls: ssl.SSLContext | None = None
     _ends: asyncio.TimerHandle | None = None
+    _handshake: asyncio.Task[Any] | None = None
+    _has_begun = False
+    _early = b""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.logger = errors_only
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as there
-        super().connection_made(transport)
-        if self.open_connections.add(self):
-            self._wait()
-        else:
+        self.transport, self.client = transport, get_remote_addr(transport)
+        if not self.open_connections.add(self):
             transport.abort()
+        elif self.tls is None:
+            self._begin(transport)
+        else:
+            # Started here, and not by the event loop's server: a connection must count before its handshake is done.
+            transport.pause_reading()
+            started = self.loop.start_tls(
+                transport, self, self.tls, server_side=True, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+            )
+            self._handshake = self.loop.create_task(started)
+            self._handshake.add_done_callback(self._encrypted)
+
+    def _encrypted(self, handshake: asyncio.Task[asyncio.Transport | None]) -> None:
+        self._handshake = None
+        has_failed = handshake.cancelled() or handshake.exception() is not None
+        if has_failed or self.transport.is_closing() or (encrypted := handshake.result()) is None:
+            self.open_connections.discard(self)
+            self.transport.abort()
+        else:
+            self._begin(encrypted)
+
+    def _begin(self, transport: Any) -> None:
+        """Expect requests."""
+        super().connection_made(transport)
+        self._has_begun = True
+        early, self._early = self._early, b""
+        if early:
+            super().data_received(early)
+        self._wait()
 
     def data_received(self, data: bytes) -> None:
+        if not self._has_begun:  # the first request came with the end of the handshake, which nobody has heard of yet
+            self._early += data
+            return
         super().data_received(data)
         self._wait()
 
@@ -278,6 +315,17 @@ class _Connections:
             return False
         mapped = getattr(address, "ipv4_mapped", None)
         return any((mapped or address) in network for network in self._proxies)
+
+
+def _tls(cert: str | PathLike[str], key: str | PathLike[str]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:  # ssl.SSLError is one, too
+        raise InvalidConfiguration(
+            f"cannot read the certificate {cert} with the key {key}: {error.strerror or error}"
+        ) from None
+    return context
 
 
 def _bound(host: str, port: int) -> socket.socket:
