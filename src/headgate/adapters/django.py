@@ -232,7 +232,7 @@ def _view_arrival(request: HttpRequest, name: str) -> ViewArrival:
 
 
 def _is_exempt(request: HttpRequest) -> bool:
-    """Whether the view that a request is going to is exempt from the policy."""
+    """Return True if the view that a request is going to is exempt from the policy."""
     if not has_exempt_views():
         return False
     try:

@@ -167,7 +167,7 @@ def _finish(gate: Any, admissions: list[Admission], status: int) -> None:
 
 
 def _is_exempt(app: Flask, environ: dict[str, Any]) -> bool:
-    """Whether the view that a request is going to is exempt from the policy."""
+    """Return True if the view that a request is going to is exempt from the policy."""
     if not has_exempt_views():
         return False
     try:

@@ -277,12 +277,12 @@ def exempt(view: View) -> View:
 
 
 def has_exempt_views() -> bool:
-    """Whether any view of the process is exempt: only then is it worth finding a request's view before its policy."""
+    """Return True if any view of the process is exempt; else no adapter needs to find the view before the policy."""
     return bool(_exempt_views)
 
 
 def is_exempt(view: Any) -> bool:
-    """Whether a view, or the class that it was made of, is exempt. Subclasses of such a class are not."""
+    """Return True for an exempt view, and for one made from an exempt class. Subclasses of the class are not exempt."""
     return any(EXEMPT in getattr(each, "__dict__", ()) for each in (view, getattr(view, "view_class", None)))
 
 

@@ -163,7 +163,7 @@ class Admission:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its final cost is known, so that nothing can be committed any more."""
+        """True once the final cost is known: nothing can be committed any more."""
         return self._committed is SETTLED
 
     def close(self) -> None:
