@@ -1002,6 +1002,8 @@ def test_names_stand_in_the_place_of_hashes(world: World) -> None:
     assert world.desk.with_names(f"removed block of api_key {hashed}") == (
         f"removed block of api_key Acme ({hashed[:13]}…)"
     )
+    with pytest.raises(NeedsConfirmation, match="Acme has 1000/minute on search now"):
+        world.desk.add_override(SUE, Who("api_key", KEY), "90000/minute", limit="search", reason="r")
 
 
 def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> None:

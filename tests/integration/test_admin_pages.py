@@ -613,6 +613,7 @@ def test_a_part_of_a_name_is_found_and_several_are_listed(town: Town, visit: Cal
     page.get_by_label("Find a client").fill("nobody at all")
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text("No client matches “nobody at all”")
+    expect(page.get_by_label("Find a client")).to_have_value("nobody at all")
     page.get_by_label("Find a client").fill("sk_live_cccc567890abcdef")
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text("No client matches API key sk_live_…cdef")

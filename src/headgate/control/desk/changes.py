@@ -366,10 +366,10 @@ class Changes(Reads):
             ]
 
         now = numbers_in(holding, now_us)
-        yield from dangers.of_numbers(now, override.limit, whose=str(who))
+        yield from dangers.of_numbers(now, override.limit, whose=self._finder.name_of(who))
         if (earlier := self._an_hour_ago(known.identities)) is not None:
             then = numbers_in(earlier, now_us - MEMORY_US)
-            yield from dangers.of_gradual_numbers(then, now, override.limit, whose=str(who))
+            yield from dangers.of_gradual_numbers(then, now, override.limit, whose=self._finder.name_of(who))
 
     def _of_policy(self, before: Policy, after: Policy, *, document: bool = True) -> Iterator[Danger]:
         """Against the policy of now and that of an hour ago: small steps add up."""

@@ -79,6 +79,7 @@ def find(visit: Visit) -> Response:
         here="/clients",
         found=found,
         others=others,
+        searched="" if is_key else typed,
         typed=others[0].title if is_key else f"“{typed}”",
     )
 
