@@ -436,3 +436,19 @@ def test_exempt_handlers_are_left_out_of_the_policy() -> None:
 def test_a_handler_without_a_gate_says_so() -> None:
     with pytest.raises(InvalidConfiguration, match=r"call setup\(app, policy\), with Policy\(\)"):
         asyncio.run(limit("5/minute")(hello)(make_mocked_request("GET", "/")))
+
+
+def test_paths_of_sub_applications_without_their_prefix_are_warned_of_at_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def nothing(client: TestClient[Any, Any]) -> None:
+        pass
+
+    app = application(sub=application(web.get("/items/{id}", hello), deep=application(web.get("/x", hello))))
+    setup(app, read('limits: [{path: ["/items/{id}", "/deep/x", "/sub/deep/x"], by: ip, bucket: 1/hour}]'))
+    run(app, nothing)
+    warned = [record.getMessage() for record in caplog.records if "which matches nothing" in record.getMessage()]
+    assert [text.partition(" have the path ")[2] for text in warned] == [
+        "/sub/items/{id}; write that",
+        "/sub/deep/x; write that",
+    ]

@@ -320,6 +320,19 @@ def test_what_is_not_a_regular_file_is_refused_at_once(run: Callable[..., Any], 
     assert "not a regular file; write the policy to one" in ended.stderr
 
 
+def test_explain_notes_a_limit_that_matches_only_the_end_of_a_path(
+    call: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "mounted.yaml"
+    file.write_text('limits: [{name: items, path: "/items/{id}", by: ip, bucket: 5/hour}, {by: ip, bucket: 9/hour}]')
+    [note] = json.loads(call("explain", str(file), "GET", "/sub/items/7", "--json")[1])["notes"]
+    assert note == (
+        "items is for /items/{id}, which matches only the end of this path: if an app is mounted at /sub, and the gate "
+        "is in front of it, write /sub/items/{id}"
+    )
+    assert json.loads(call("explain", str(file), "GET", "/items/7", "--json")[1])["notes"] == []
+
+
 def test_explain_shows_the_net_for_unknown_keys(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     for factor, named in ((10, ""), (3, "identity: {api_key: {unknown_factor: 3}}")):

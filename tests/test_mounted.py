@@ -1,4 +1,4 @@
-"""A mounted app has two names for each path. A limit on either of them meets the request, however it came."""
+"""Mounted apps: both names of a path where all of the app is mounted, and whole paths where apps are mounted in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import PlainTextResponse
 from flask import Flask
 from hypothesis import given
@@ -16,9 +16,10 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from werkzeug.test import Client
 
-from asgi_client import PEER
+from asgi_client import PEER, ask, live, statuses
 from headgate.adapters import asgi, wsgi
 from headgate.adapters.asgi import AsgiArrival
+from headgate.adapters.mounts import asgi_routes, unreachable_paths
 from headgate.policy.loading import read
 from headgate.policy.routes import Matcher, Template
 from headgate.testing import FakeClock
@@ -134,3 +135,67 @@ def test_both_names_together_fit_what_either_fits_the_most_specific_first(path: 
     everything = sorted(range(len(TEMPLATES)), key=matcher._ranks.__getitem__)
     assert matcher.match(path, below) == tuple(index for index in everything if index in either)
     assert matcher.match(path, below) is matcher.match(below, path)
+
+
+# ------------------------------------------------------------------ apps inside the app behind the gate
+
+ITEMS = "limits: [{name: items, path: %s, by: ip, bucket: 1/hour}]"
+
+
+def items(*, as_router: bool = False) -> Any:
+    inner = APIRouter() if as_router else FastAPI()
+    inner.get("/items/{item_id}")(lambda item_id: item_id)
+    return inner
+
+
+def shop(*, has_own_items: bool = False) -> FastAPI:
+    app = FastAPI()
+    app.mount("/sub", items())
+    if has_own_items:
+        app.include_router(items(as_router=True))
+    return app
+
+
+@pytest.mark.parametrize("mount", [in_front, within])
+def test_a_gate_in_front_matches_whole_paths(mount: Callable[..., Any]) -> None:
+    for path, passed in (("/items/{id}", [200, 200]), ("/sub/items/{id}", [200, 429])):
+        app = mount(shop(), ITEMS % f'"{path}"')
+        assert statuses(ask(app, "/sub/items/1", "/sub/items/1")) == passed
+
+
+@pytest.mark.parametrize("mount", [in_front, within])
+@pytest.mark.parametrize(
+    ("path", "has_own_items", "warned"),
+    [
+        ("/items/{id}", False, ["/sub/items/{id}"]),
+        ("/items/*", False, ["/sub/items/*"]),
+        ("/items/{id}", True, []),
+        ("/sub/items/{id}", False, []),
+        ("/sub/*", False, []),
+        ("/nowhere", False, []),
+        ("*", False, []),
+    ],
+)
+def test_paths_that_match_only_below_a_mount_are_warned_of_at_the_start(
+    mount: Callable[..., Any], path: str, has_own_items: bool, warned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    asyncio.run(live(mount(shop(has_own_items=has_own_items), ITEMS % f'"{path}"')))
+    found = [record.getMessage() for record in caplog.records if "which matches nothing" in record.getMessage()]
+    assert found == [
+        f"the policy names the path {path}, which matches nothing: the app serves it below a mount, where requests "
+        f"have the path {meant}; write that"
+        for meant in warned
+    ]
+
+
+def test_apps_that_are_mounted_in_mounted_apps_are_looked_at_too() -> None:
+    outer = Starlette(routes=[Mount("/a", Starlette(routes=[Mount("/b", items())])), Mount("", items())])
+    policy = read('limits: [{path: ["/b/items/{id}", "/docs", "/items/{id}"], by: ip, bucket: 1/hour}]')
+    assert unreachable_paths(policy, asgi_routes(outer)) == [("/b/items/{id}", "/a/b/items/{id}")]
+
+
+def test_an_app_with_routes_of_an_unknown_kind_is_warned_of_nothing() -> None:
+    app = shop()
+    app.routes.append(object())  # type: ignore[arg-type]
+    assert asgi_routes(app) == []
+    assert asgi_routes(lambda scope, receive, send: None) == []

@@ -10,6 +10,7 @@ from aiohttp import web
 from headgate.adapters.asgi import whatever_happens
 from headgate.adapters.door import check_options
 from headgate.adapters.gate import AsyncGate
+from headgate.adapters.mounts import AppRoute
 from headgate.adapters.view_limits import (
     ViewAdmissions,
     ViewArrival,
@@ -23,6 +24,7 @@ from headgate.adapters.way import FREE, Admission, enter_context
 from headgate.errors import InvalidConfiguration
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from os import PathLike
 
     from aiohttp.typedefs import Handler
@@ -106,10 +108,25 @@ def setup(
     async def close(app: web.Application) -> None:
         await door.close()
 
+    async def warn(app: web.Application) -> None:
+        door.warn_of_mounts(list(_routes(app, ())))
+
+    app.on_startup.append(warn)
     app.middlewares.append(pass_the_gate)
     app.on_response_prepare.append(_add_headers)
     app.on_cleanup.append(close)
     return gate
+
+
+def _routes(app: web.Application, mounts: tuple[str, ...]) -> Iterator[AppRoute]:
+    """The routes of an application and of its sub-applications, whose paths have the prefix already."""
+    for resource in app.router.resources():
+        inner = getattr(resource, "_app", None)
+        if isinstance(inner, web.Application):
+            prefix = resource.canonical
+            yield from _routes(inner, (*mounts, prefix) if prefix.startswith("/") else mounts)
+        else:
+            yield AppRoute(resource.canonical, mounts)
 
 
 class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one

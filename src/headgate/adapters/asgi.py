@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 from headgate._compiled import compiled
 from headgate.adapters.door import check_options
 from headgate.adapters.gate import AsyncGate
-from headgate.adapters.mounts import placed, root_of
+from headgate.adapters.mounts import asgi_routes, placed, root_of
 from headgate.adapters.way import FREE, Ways, enter_context, leave_context
 from headgate.errors import InvalidInput
 
@@ -311,6 +311,7 @@ async def live(app: App, scope: Scope, receive: Receive, send: Send, gate: Async
     """Run the app's lifespan, and close the gate at its end; also of an app that has none."""
     is_heard = False
     gate.warm()
+    gate.warn_of_mounts(asgi_routes(app))
 
     async def watched_receive() -> Message:
         nonlocal is_heard

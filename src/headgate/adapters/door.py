@@ -17,6 +17,7 @@ from headgate._compiled import compiled
 from headgate._pace import release
 from headgate.adapters.answers import Answers, status_page
 from headgate.adapters.identities import Identities
+from headgate.adapters.mounts import unreachable_paths
 from headgate.adapters.way import Rules, Ways, admitted
 from headgate.clock import SystemClock, in_ns
 from headgate.errors import InvalidConfiguration
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from headgate.adapters.answers import Description, RefusalBody
     from headgate.adapters.identities import IdentityFunction, Told
+    from headgate.adapters.mounts import AppRoute
     from headgate.adapters.way import Admission, Arrival
     from headgate.clock import Clock
     from headgate.decisions import Decision
@@ -326,6 +328,16 @@ class Door(Ways):
 
     def _expected_wait_us(self, limit: Limit, places: int) -> int:
         return self._limiter._hold_times.expected_wait_us(limit, places)  # type: ignore[no-any-return] # noqa: SLF001
+
+    def warn_of_mounts(self, routes: Sequence[AppRoute]) -> None:
+        """Log the paths of the policy that no request can have, given the app's routes: those of mounted apps."""
+        for path, meant in unreachable_paths(self.rules.snapshot.policy, routes):
+            logger.warning(
+                "the policy names the path %s, which matches nothing: the app serves it below a mount, where requests "
+                "have the path %s; write that",
+                path,
+                meant,
+            )
 
     def health(self) -> Health:
         """Whether requests are decided by the store, and what is known of its servers."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headgate.cli.request import Request
     from headgate.limits import Limit
     from headgate.policy.model import Block, Identity, Policy, Rule, Validity
-    from headgate.policy.snapshot import Met, Resolution
+    from headgate.policy.snapshot import Met, Resolution, RoutePlan
 
 __all__ = ["Explanation", "LeftOut", "MetLimit", "explain"]
 
@@ -98,8 +98,28 @@ def explain(policy: Policy, request: Request) -> Explanation:
         blocked=None if block is None else f"{_shown(block.identity, request)}{_terms(block)}",
         limits=tuple([_limit(each, resolution, request) for each in met]),
         left_out=left_out,
-        notes=tuple(notes),
+        notes=(*notes, *_mounts(policy, plan, request.path)),
     )
+
+
+def _mounts(policy: Policy, plan: RoutePlan, path: str) -> Iterator[str]:
+    """Limits whose paths match only the end of this one, as those of a mounted app do: a gate matches whole paths."""
+    met = {each.rule.name for each in (*plan.rules, *plan.shadows)}
+    words = [word for word in path.split("/") if word]
+    for rule in policy.rules:
+        named = [each for each in rule.templates if each.segments]
+        if rule.name in met or not named:
+            continue
+        matcher = Matcher(named)
+        for start in range(1, len(words)):
+            found = matcher.match("/" + "/".join(words[start:]))
+            if found:
+                mount, text = "/" + "/".join(words[:start]), named[found[0]].text
+                yield (
+                    f"{rule.name} is for {text}, which matches only the end of this path: if an app is mounted at "
+                    f"{mount}, and the gate is in front of it, write {mount}{text}"
+                )
+                break
 
 
 def _senders(request: Request) -> Iterator[str]:
