@@ -416,6 +416,30 @@ def test_lua_adopts_no_plan_of_what_a_denied_request_only_looks_at(lua: InRedis,
     assert len(lua.written) == written
 
 
+@each_algorithm
+def test_a_state_is_redated_from_the_same_microsecond_on_everywhere(client: Redis, algorithm: str) -> None:
+    """One period and a microsecond in the future; for gcra, whose instant is a period later, two periods."""
+    for limit in plans_of(algorithm):
+        period_us = limit.capacity * limit.period_us // limit.quota
+        for used in {1, limit.capacity}:
+            for back_us in {
+                period_us - 1,
+                period_us,
+                period_us + 1,
+                2 * period_us,
+                2 * period_us + 1,
+                2 * period_us + 2,
+            }:
+                python, lua, theory = InMemory(), InRedis(client), InTheory()
+                for store in (python, lua, theory):
+                    store.run(check(limit, used, "a"), NOW)
+                for cost, at_us in ((limit.capacity, NOW - back_us), (0, NOW - back_us + 1), (1, NOW - back_us + 1)):
+                    request = check(limit, cost, "b")
+                    told = python.run(request, at_us)
+                    assert lua.run(request, at_us)._replace(again_us=0) == told
+                    assert theory.run(request, at_us).verdicts == told.verdicts
+
+
 # ------------------------------------------------------------------ stories
 
 
@@ -427,6 +451,8 @@ LOG = limit_of("sliding_log", 5, SECOND)
 LOG_REFUND = Refund(LOG.by("ada"), 1, at_us=NOW)
 LEASES = limit_of("concurrency", 8, SECOND)
 SLOW, SLOW_AND_SMALL = (limit_of("gcra", 3, 7, burst) for burst in (4, 3))
+SEVENTHS, HALVES = limit_of("gcra", 7, 3, 3), limit_of("gcra", 2, 3, 3)
+THIRDS = limit_of("token_bucket", 1, 3, 5)
 LARGE, SMALL = (limit_of("token_bucket", 1, 2, burst) for burst in (9, 5))
 
 STORIES: dict[str, tuple[list[tuple[int, Call]], tuple[int, int, int, int]]] = {
@@ -454,9 +480,21 @@ STORIES: dict[str, tuple[list[tuple[int, Call]], tuple[int, int, int, int]]] = {
         [(0, check(LARGE, 9)), (1, check(SMALL, 1))],
         (0, 2, 10, 0),
     ),
+    "what is used is rounded up where the new plan counts in larger parts of a token": (
+        [(0, check(THIRDS, 1)), (1, check(SMALL, 0))],
+        (4, 0, 2, 0),
+    ),
     "a full bucket stays full": (
         [(0, check(SMALL, 5)), (10, check(LARGE, 9))],
         (0, 0, 18, 0),
+    ),
+    "an instant a seventh of a microsecond beyond two periods is redated": (
+        [(0, check(SEVENTHS, 3)), (1, check(SEVENTHS, 1)), (-1, check(SEVENTHS, 1))],
+        (0, 1, 2, 0),
+    ),
+    "an instant exactly two periods ahead is not redated": (
+        [(0, check(HALVES, 2)), (-6, check(HALVES, 1))],
+        (0, 6, 9, 0),
     ),
     "leases that end together are freed together": (
         [*((0, check(LEASES, 1, id)) for id in "abcdefgh"), (1, check(LEASES, 5, "i"))],
@@ -485,7 +523,9 @@ def drained(algorithm: str, store: Store, now_us: int = NOW, name: str = "x") ->
 
 
 @each_algorithm
-def test_lua_writes_nothing_for_a_peek_or_a_denial(lua: InRedis, algorithm: str) -> None:
+def test_lua_writes_nothing_for_a_peek_or_a_denial_where_nothing_has_to_be_migrated(
+    lua: InRedis, algorithm: str
+) -> None:
     key, other = drained(algorithm, lua), limit_of(algorithm, 5, SECOND, name="other").by("ada")
     changed = limit_of(algorithm, 3, SECOND).by("ada")
     before = lua.client.dump(lua.wire.name(key))

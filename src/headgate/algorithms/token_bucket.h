@@ -5,8 +5,7 @@
 static bool
 token_bucket_is_ahead(const whole *state, whole now_us, const Numbers *limit)
 {
-    whole ahead_us = (*state >> LEVEL_BITS) - now_us;
-    return ahead_us > 0 && ahead_us * limit->tokens > limit->full;
+    return ((*state >> LEVEL_BITS) - now_us) * limit->tokens > limit->full;
 }
 
 static Verdict
