@@ -132,6 +132,24 @@ def test_refunds_are_remembered_within_bounds(open_limiter: Callable[[int], Limi
     assert len(limiter._store._ids) <= 100
 
 
+def test_ids_are_recorded_within_bounds_and_expire(
+    open_limiter: Callable[[int], Limiter], clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    limiter, limit = open_limiter(100), Limit(1_000, HOUR)
+    for number in range(300):
+        limiter.check(limit.by("ada"), id=f"{number}")
+    assert len(limiter._store._ids) == 100
+    assert limiter.stats.keys == 1
+    assert "full at 100 ids" in caplog.text
+    assert limiter.check(limit.by("ada"), id="299").remaining == 700
+    for _ in range(1_000):  # what is taken back again and again leaves nothing behind, either
+        limiter.acquire(Limit(1, HOUR, burst=9, algorithm="leaky_bucket").by("ada"), id="a", timeout=0)
+    assert len(limiter._store._ids._due) < 1_000
+    clock.advance(3_600)
+    limiter.check(limit.by("bob"), id="300")
+    assert len(limiter._store._ids) == 1
+
+
 def test_closing_forgets_everything(open_limiter: Callable[[int], Limiter]) -> None:
     limiter, key = open_limiter(100), Limit(1, HOUR).by("ada")
     limiter.check(key)

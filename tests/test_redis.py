@@ -355,6 +355,9 @@ WRITING: dict[str, Callable[[Limiter, Key], Any]] = {
     "a refund": lambda limiter, key: limiter.refund(key, 1),
     "a refund of everything": lambda limiter, key: limiter.refund(key, 5),
     "a refund by id": lambda limiter, key: limiter.refund(key, 1, id="r"),
+    "a check with an id": lambda limiter, key: limiter.check(key, id="r"),
+    "a repeated id": lambda limiter, key: [limiter.check(key, id="r") for _ in range(3)],
+    "a refund of an id": lambda limiter, key: limiter.check(key, id="r") and limiter.refund(key, 1, id="r"),
 }
 
 
@@ -369,6 +372,50 @@ def test_a_key_lives_until_its_debt_is_paid_and_hardly_longer(
     owed = reset_ms(limiter, key)
     assert owed <= client.pttl(stored(key)) <= owed + 3_000
     assert all(client.pttl(name) > 0 for name in client.scan_iter(f"*{unique}*", count=1000))
+
+
+def test_the_record_of_an_id_is_short_and_lives_as_long_as_the_id_is_valid(
+    limiter: Limiter, client: redis.Redis, unique: str
+) -> None:
+    keys = [
+        limit_of("token_bucket", 5, f"{unique}-{seconds}", timedelta(seconds=seconds)).by("ada") for seconds in (1, 90)
+    ]
+    id = "secret-" + "\N{GRINNING FACE}" * 121
+    limiter.check(*keys, id=id)
+    limiter.check(*keys, id=id)
+    records = list(client.scan_iter(f"*{unique}*:id:*", count=1000))
+    assert len(records) == 2
+    for record in records:
+        name = record if isinstance(record, str) else record.decode()
+        assert len(name) < 150
+        assert "secret" not in name
+        assert 80_000 < client.pttl(record) <= 91_000
+    assert not limiter.check(*keys, cost=5, id="denied")
+    assert len(list(client.scan_iter(f"*{unique}*:id:*", count=1000))) == 2
+
+
+@pytest.mark.parametrize(
+    "value", ["", "1", "1 2 3 4 5 6 7", "9e99 1 1 1 1 1 1 1", "-1 1 1 1 1 1 1 1", "\0", "x" * 10_000]
+)
+def test_a_foreign_value_in_a_record_is_an_error_and_charges_nothing(
+    limiter: Limiter, client: redis.Redis, unique: str, value: str
+) -> None:
+    key, other = limit_of("fixed_window", 5, unique).by("ada"), limit_of("gcra", 5, unique).by("ada")
+    limiter.check(key, id="req-1")
+    (record,) = client.scan_iter(f"*{unique}*:id:*", count=1000)
+    client.set(record, value)
+    for call in (
+        lambda: limiter.check(key, id="req-1"),
+        lambda: limiter.check(other, key, id="req-1"),
+        lambda: limiter.refund(key, 1, id="req-1"),
+    ):
+        with pytest.raises(ScriptError, match="is not headgate's"):
+            call()
+    client.delete(record)
+    client.lpush(record, "a list")
+    with pytest.raises(ScriptError):
+        limiter.check(key, id="req-1")
+    assert (limiter.peek(key).remaining, limiter.peek(other).remaining) == (4, 5)
 
 
 @pytest.mark.parametrize("algorithm", REFUNDABLE)

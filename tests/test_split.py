@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from headgate import InvalidLimit, Limit
 from headgate.shield.split import gathered, is_split, spread, spread_refund, spread_reset
-from headgate.stores.calls import Check, Refund, Reset
+from headgate.stores.calls import Check, IdempotentCheck, Refund, Reset
 from headgate.stores.memory import MemoryStore
 from headgate.testing import FakeClock
 
@@ -165,3 +166,13 @@ def test_a_reset_forgets_all_parts() -> None:
     limit, whole = Limit(24, MINUTE, name="busy", split=3), Limit(10, MINUTE, name="whole")
     key = limit.by("ada")
     assert spread_reset(Reset((key, whole.by("ada")))) == Reset((*map(key.part, range(3)), whole.by("ada")))
+
+
+def test_an_id_always_meets_the_same_part_and_so_does_its_refund() -> None:
+    key = Limit(100, timedelta(minutes=1), name="all", split=4).by("ada")
+    picks = itertools.cycle(range(4))
+    check = IdempotentCheck((key,), 1, "req-1")
+    parts = {spread(check, lambda _: next(picks)).keys[0] for _ in range(8)}
+    assert parts == {spread_refund(Refund(key, 1, "req-1"), lambda _: next(picks)).key}
+    assert type(spread(check, lambda _: 0)) is IdempotentCheck
+    assert len({spread(IdempotentCheck((key,), 1, f"{number}"), lambda _: 0).keys for number in range(64)}) == 4
