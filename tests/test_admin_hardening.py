@@ -866,7 +866,7 @@ def test_a_key_in_a_search_form_goes_no_further_than_its_body(place: Place, path
     assert ("state=active" in there) == (path in ("/overrides", "/blocks"))
     found = ask(app, "GET", there, headers=headers)
     assert found.status_code == 200
-    assert "the hash of what may be an API key" in found.text
+    assert "what you searched for may be an API key" in found.text
     again = ask(app, "GET", f"{path}?search={KEY}&after=", headers=headers)
     assert (again.status_code, again.headers["location"]) == (303, f"{path}?search={quote_plus(hashed)}")
     assert ask(app, "POST", "/search", data={**form, "csrf": "other"}, headers=headers).status_code == 403

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Builder"]
 
+KIND_NAMES: Final = {"ip": "IP", "api_key": "API key"}
 CLIENT_KINDS: Final = frozenset(["api_key", "tenant", "user", "ip"])
 """What `by: client` may count somebody by."""
 
@@ -212,8 +213,10 @@ class Builder:
                 self._problems.add(entry.at("limit"), told)
             return None
         if not _counts(draft, identity.kind):
-            per = f"per-{'+'.join(draft.by)}" if draft.by else "global"
-            told = f'"{name}" is a {per} limit, so it can\'t be overridden for a {identity.kind}'
+            per = "per-" + "+".join(KIND_NAMES.get(kind, kind) for kind in draft.by) if draft.by else "global"
+            kind = KIND_NAMES.get(identity.kind, identity.kind)
+            article = "an" if kind[0] in "AIaeio" else "a"
+            told = f'"{name}" is a {per} limit, so it can\'t be overridden for {article} {kind}'
             self._problems.add(entry.at(identity.kind), told)
             return None
         if route_class is not None and draft not in self._meeting(route_class):
