@@ -66,7 +66,7 @@ class Limiter(LimiterBase):
 
     def check(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
         """Charge all keys or none, at one instant: `cost` on each, or a cost for each key, in their order. A denial is
-        a value, not an exception."""
+        a value, not an exception. With an `id`, a repeated check is answered as the first time, and charged once."""
         if self._memory is not None:
             return self._memory.check(*keys, cost=cost, id=id)
         return self._decide(checked(keys, cost, id), self._failure)
@@ -85,8 +85,8 @@ class Limiter(LimiterBase):
         return decision
 
     def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
-        """Give back what was not used; True if anything was. `of` is the decision that charged it: at most what that
-        consumed is given back. With an `id`, at most once."""
+        """Give back what was not used; True if anything was. `of` is the decision that charged it, `id` the id of the
+        check: at most what that consumed is given back. With an `id`, at most once."""
         done: bool = self._drive(flow.ask(checked_refund(key, amount, id, of), self._failure))
         return done
 
@@ -241,7 +241,7 @@ class AsyncLimiter(LimiterBase):
 
     async def check(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
         """Charge all keys or none, at one instant: `cost` on each, or a cost for each key, in their order. A denial is
-        a value, not an exception."""
+        a value, not an exception. With an `id`, a repeated check is answered as the first time, and charged once."""
         if self._memory is not None:
             return self._memory.check(*keys, cost=cost, id=id)
         return await self._decide(checked(keys, cost, id), self._failure)
@@ -266,8 +266,8 @@ class AsyncLimiter(LimiterBase):
         return decision
 
     async def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
-        """Give back what was not used; True if anything was. `of` is the decision that charged it: at most what that
-        consumed is given back. With an `id`, at most once."""
+        """Give back what was not used; True if anything was. `of` is the decision that charged it, `id` the id of the
+        check: at most what that consumed is given back. With an `id`, at most once."""
         done: bool = await self._drive(flow.ask(checked_refund(key, amount, id, of), self._failure))
         return done
 
