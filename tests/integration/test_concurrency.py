@@ -80,7 +80,7 @@ def test_a_thousand_requests_from_sixteen_threads(store_url: str, unique: str, a
 def test_a_thousand_requests_from_as_many_tasks(store_url: str, unique: str, algorithm: str) -> None:
     async def main() -> None:
         key = key_of(unique, algorithm=algorithm)
-        async with AsyncLimiter(store_url) as limiter:
+        async with AsyncLimiter(store_url, budget=20) as limiter:
             decisions = await ask_from_tasks(limiter, key, requests=1_000)
             assert passed(decisions) == 100
             assert sorted(decision.remaining for decision in decisions if decision) == list(range(100))
@@ -155,8 +155,8 @@ def test_the_first_answer_in_a_child_is_the_stores(remote_url: str, unique: str)
     key = key_of(unique)
     with Limiter(remote_url, on_failure="closed", budget=0.005) as limiter:
         wait_until(lambda: limiter.check(key, cost=0).degraded is None, "a connection")
-        told = in_children(8, lambda _: limiter.check(key).degraded is None)
-    assert told == [True] * 8
+        told = [in_children(1, lambda _: limiter.check(key).degraded is None) for _ in range(4)]
+    assert told == [[True]] * 4
 
 
 @forking
@@ -175,7 +175,7 @@ def test_the_first_answer_in_a_child_with_an_event_loop_is_the_stores(remote_url
         return decision.degraded is None
 
     asyncio.run(become_exact())
-    assert in_children(8, lambda _: asyncio.run(ask())) == [True] * 8
+    assert [in_children(1, lambda _: asyncio.run(ask())) for _ in range(4)] == [[True]] * 4
 
 
 @forking

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FIRST_CONNECTION_S", "SharedStore"]
 
-FIRST_CONNECTION_S: Final = 0.25
+FIRST_CONNECTION_S: Final = 0.5
 """Seconds that the first calls in a forked process may wait for a connection, beyond their budget."""
 
 

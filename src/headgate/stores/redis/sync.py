@@ -83,7 +83,7 @@ class RedisStore(SharedStore):
         self._openings: dict[Node | None, Opening] = {}
         self._calls = self._round_trips = 0
         self._patient_until: float | None = 0.0
-        """Until when connections may take longer than the budget; None if that begins with the next one."""
+        """Until when a forked process may exceed the budget; None if that begins with its first connection."""
 
     @property
     def stats(self) -> dict[str, int]:
@@ -332,9 +332,8 @@ class RedisStore(SharedStore):
                 has_failed = True
                 self._drop(turn, line)
                 self._fail(node, its, error)
-        # Whoever could not be reached has used the time of the others, too; a new process has used it to connect.
-        now = time.monotonic()
-        end = max(end, now + (self.budget if self._is_patient(now) else min(LEAST_TIME_S, self.budget)))
+        # Whoever could not be reached has used the time of the others, too; a forked process needs it to connect.
+        end = max(end, self._patient_until or 0.0, time.monotonic() + min(LEAST_TIME_S, self.budget))
         for node, line, its in sent:
             try:
                 line.hurry(end)
@@ -374,10 +373,6 @@ class RedisStore(SharedStore):
             if line.is_usable():
                 return line
             line.close()  # it was closed again before anybody needed it
-
-    def _is_patient(self, now: float) -> bool:
-        """Whether this is a forked process that has just begun to connect."""
-        return self._patient_until is not None and now < self._patient_until
 
     def _connect(self, node: Node | None, end: float) -> Any:
         """A connection that no other thread has."""
