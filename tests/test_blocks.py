@@ -252,3 +252,26 @@ def test_a_gate_refuses_a_client_that_is_blocked_by_its_hash(live: bool, secret:
         if live:
             assert gate.unblock("ip", hashed)
             assert gate.admit(Request(peer="192.0.2.77")).allowed
+
+
+@pytest.mark.parametrize("how", ["reload", "refresh"])
+def test_a_read_does_not_undo_a_change_that_was_made_here_meanwhile(how: str) -> None:
+    """The store is read on a message; an unblock may be stored and applied between that read and its application."""
+    blocks, stored = Blocks(), [("user", "ada", None, "spam")]
+    reads = 0
+
+    def read(*_: Any) -> list[Any]:
+        nonlocal reads
+        reads += 1
+        found = [*stored] if how == "reload" else [stored[0] if stored else None]
+        if reads == 1:
+            stored.clear()
+            blocks.drop("user", "ada")
+        return found
+
+    if how == "reload":
+        blocks.reload(read)
+    else:
+        blocks.refresh([("user", "ada")], read)
+    assert list(blocks) == []
+    assert reads == 2

@@ -458,7 +458,7 @@ class Heard:
     def _refresh(self, changed: list[tuple[str, str]] | None) -> None:
         self.reads.append(changed)
         if changed is None:
-            self.blocks.replace(self.companion.blocks())
+            self.blocks.reload(self.companion.blocks)
         else:
             self.blocks.refresh(changed, self.companion.find_blocks)
             self.heard_at.update({value: time.perf_counter() for _, value in changed})

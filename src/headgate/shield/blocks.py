@@ -60,12 +60,15 @@ class Blocks:
     'unpaid'
     """
 
-    __slots__ = ("__weakref__", "_mutex", "_tables", "are_there", "kinds")
+    __slots__ = ("__weakref__", "_mutex", "_own_changes", "_tables", "are_there", "kinds")
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()
         """For those who change something. Who only looks does not wait."""
         self._tables = _Tables()
+        self._own_changes = 0
+        """Calls of `set` and `drop`. A reader of the store compares it before and after: what it has read may be older
+        than a change that was made here meanwhile."""
         # Asked on every request, hence no properties.
         self.are_there = False
         """Whether anybody is blocked."""
@@ -85,6 +88,7 @@ class Blocks:
             logger.warning("a block was left out: %s", error)
             return
         with self._mutex:
+            self._own_changes += 1
             self._tables.put(block)
             self._look_over()
 
@@ -95,6 +99,7 @@ class Blocks:
         except InvalidInput:
             return False
         with self._mutex:
+            self._own_changes += 1
             was_there = self._tables.remove(kind, value)
             self._look_over()
         return was_there
@@ -105,8 +110,20 @@ class Blocks:
         for block in blocks:
             fresh.set(*block)
         with self._mutex:
+            self._own_changes += 1
             self._tables = fresh._tables
             self._look_over()
+
+    def reload(self, read_all: Callable[[], Iterable[tuple[str, str, int | None, str | None]]]) -> None:
+        """Read all blocks again with `read_all`, and block nobody else."""
+        is_done = False
+        while not is_done:
+            seen = self._own_changes
+            blocks = list(read_all())
+            with self._mutex:
+                is_done = self._own_changes == seen
+                if is_done:
+                    self.replace(blocks)
 
     def refresh(
         self,
@@ -121,13 +138,17 @@ class Blocks:
                 spellings[kind, canonical(kind, value)] = None
                 spellings[kind, value] = None
         identities = list(spellings)
-        stored = find(identities) if identities else ()
-        with self._mutex:
-            for (kind, value), block in zip(identities, stored, strict=True):
-                if block is not None:
-                    self.set(*block)
-                elif value == canonical(kind, value):
-                    self.drop(kind, value)
+        is_done = not identities
+        while not is_done:
+            seen = self._own_changes
+            stored = find(identities)
+            with self._mutex:
+                is_done = self._own_changes == seen
+                for (kind, value), block in zip(identities, stored, strict=True) if is_done else ():
+                    if block is not None:
+                        self.set(*block)
+                    elif value == canonical(kind, value):
+                        self.drop(kind, value)
 
     def sweep(self, now_us: int) -> None:
         """Forget the blocks that have ended: `find` passes over them, but they take up room."""

@@ -19,13 +19,13 @@ from headgate._forks import renew_in_children
 from headgate._interrupts import BackgroundThread, InterruptSafeEvent
 from headgate.errors import StoreError, StoreTimeout
 from headgate.health import Health, Shard
-from headgate.shield.blocks import Blocks, LiveBlock
 from headgate.shield.ledger import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.events import Herald
+    from headgate.shield.blocks import Blocks
     from headgate.shield.front import Front
 
 __all__ = ["Keeper"]
@@ -384,7 +384,7 @@ def _refresh(blocks: Blocks, changed: list[tuple[str, str]] | None, companion: A
     """Read the blocks of these identities from the store, or all of them for None."""
     with closing(companion):
         if changed is None:
-            blocks.replace([LiveBlock(*block) for block in companion.blocks()])
+            blocks.reload(companion.blocks)
         else:
             blocks.refresh(changed, companion.find_blocks)
 
