@@ -629,7 +629,7 @@ def test_help_has_examples_that_could_be_typed(call: Callable[..., tuple[int, st
     assert examples
     for words in examples:
         typed = words[words.index("headgate") + 1 :]
-        end = next((place for place, word in enumerate(typed) if word in ("<", ">")), len(typed))
+        end = next((place for place, word in enumerate(typed) if word in ("<", ">", "|")), len(typed))
         cli._parser().parse_args(typed[:end])  # ends the test, if it cannot be
 
 

@@ -124,10 +124,10 @@ def test_a_migrated_state_lives_as_long_as_it_owes_even_if_it_was_denied(
     busy: Busy, algorithm: str, size: int, change: str
 ) -> None:
     """Neither shorter, so that no debt is forgotten, nor for the hours that the clock was set back by."""
-    limit, now_us = limit_of(algorithm, quota=6), busy.now_us
-    busy.run_together(crowd(limit, size, cost=6))
+    limit, now_us = limit_of(algorithm, quota=6), busy.now_us + 9 * HOUR
+    busy.run_together(crowd(limit, size, cost=6), now_us)
     if change == "a clock set back":
-        now_us -= 5 * HOUR
+        now_us -= 5 * HOUR  # still ahead of the server's own clock, by which keys end
     else:
         limit = limit_of(algorithm, 6, 3 * HOUR if change == "a longer period" else HOUR // 2)
     checks = crowd(limit, size, cost=limit.quota)

@@ -131,8 +131,8 @@ def test_layered_limits_are_all_or_nothing() -> None:
     assert [model.peek([layer], 0).remaining for layer in layers] == [7, 2, 0]
 
 
-@pytest.mark.parametrize(("capacity", "left"), [(20, 20), (200, 40)])
-def test_a_bucket_keeps_its_level_through_a_plan_change(capacity: int, left: int) -> None:
+@pytest.mark.parametrize(("capacity", "left"), [(20, 0), (80, 20), (200, 140)])
+def test_a_bucket_keeps_its_usage_through_a_plan_change(capacity: int, left: int) -> None:
     model = Model()
     answer(model, plan("token_bucket", 1, MINUTE, 100), 0, 60)
     assert answer(model, plan("token_bucket", 1, MINUTE, capacity), 0, 0) == (True, left, 0)

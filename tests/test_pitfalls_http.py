@@ -291,7 +291,7 @@ def test_no_cost_that_the_app_says_brings_quota_back(make: Make) -> None:
 
 
 def test_a_changed_plan_keeps_what_was_used(make: Make, tmp_path: Path) -> None:
-    """Row 30: of 100 there are 40 left. A plan of 20 leaves 20 of them, and a plan of 200 no more than that."""
+    """Row 30: of 100, 60 are used. A plan of 80 leaves 20, and a plan of 200 as many more as it has more."""
     path = tmp_path / "policy.json"
 
     def plan(quota: int) -> None:
@@ -301,7 +301,7 @@ def test_a_changed_plan_keeps_what_was_used(make: Make, tmp_path: Path) -> None:
     site = make(path, reload_every=None)
     site.statuses(*[item()] * 59)
     assert left(site.ask("/items/1")) == [40]
-    for quota, expected in ((20, 19), (200, 18)):
+    for quota, expected in ((80, 19), (200, 138)):
         plan(quota)
         assert site.gate._watch.look()
         assert left(site.ask("/items/1")) == [expected]

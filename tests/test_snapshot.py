@@ -113,7 +113,8 @@ class Model:
 
     def nets(self, met: list[tuple[Rule, Any]], tier: str | None, endpoint: str) -> list[Any]:
         """By address, ten times each limit that counts the request by its API key, which nobody knows."""
-        named = {each.identity.value for each in (*self.policy.clients, *self.policy.overrides)}
+        entries = (*self.policy.clients, *self.policy.overrides)
+        named = {each.identity.value for each in entries if each.identity.kind == "api_key"}
         if self.who.get("api_key") in (None, *map(fingerprint, named)):
             return []
         return [

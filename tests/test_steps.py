@@ -528,7 +528,7 @@ def test_from_a_request_to_the_webhook_and_the_overview(
             page = " ".join(re.sub("<[^>]*>", " ", web.get("/").text).split())
             program = web.get("/api/v1/overview", headers={"Authorization": f"Bearer {made.text}"}).json()
         kinds = "1 agent, 1 address, 1 path" if alike else r"\d+ agents, \d+ addresses, \d+ paths"
-        assert re.search(rf"tenant acme .*1,000 in a minute, usually 1 at most; looks like {verdict} \({kinds}\)", page)
+        assert re.search(rf"\bacme .*1,000 in a minute, usually 1 at most; looks like {verdict} \({kinds}\)", page)
         assert [each["verdict"] for each in program["steps"]] == [verdict]
 
 

@@ -149,6 +149,7 @@ def test_threads_are_started_in_spite_of_interrupts() -> None:
     wait_until(lambda: len(ran) >= began, "all threads to run")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # finalizers are interrupted, too
 def test_interrupted_checks_of_a_hot_key_charge_no_more_than_was_requested(server: RedisServer, unique: str) -> None:
     limit = Limit(10_000_000, timedelta(days=30), name=unique, algorithm="fixed_window")
     key = limit.by("everybody")

@@ -365,7 +365,9 @@ def change_things(town: Town) -> None:
         assert town.page("/find", client=key) == 303
         assert town.api("GET", "client", kind="api_key", value=HASHED(key)) == 200
         assert town.api("GET", "client/why", kind="api_key", value=HASHED(key), at="today") == 200
-    assert town.page("/blocks", client=BEARER, reason=REASON) == 303
+    assert town.page("/blocks", client=BEARER, reason=REASON) == 200, "the preview"
+    target = f"api_key={HASHED(BEARER)}"
+    assert town.page("/blocks", client=target, target=target, reason=REASON) == 303
     assert town.page("/client/unblock", kind="api_key", value=HASHED(BEARER), reason=REASON) == 303
     for _ in range(2):  # two minutes of ten times the usual
         for _ in range(80):
@@ -466,8 +468,9 @@ def look_at_everything(town: Town) -> None:
     for path in READS:
         for name, value in numbers.items():
             path = path.replace(name, value)
-        query = {"/client": f"?kind=api_key&value={HASH}&at=today", "/policy/diff": "?one=1&other=2"}.get(path, "")
-        assert town.page(path + query) == 200, path
+        client = f"?kind=api_key&value={HASH}"
+        queries = {"/client": f"{client}&at=today", "/blocks/new": client, "/policy/diff": "?one=1&other=2"}
+        assert town.page(path + queries.get(path, "")) == 200, path
     for path in ("overview", "steps", "decisions", "clients", "overrides", "blocks", "tiers", "routes", "policy",
                  "versions", "versions/2/diff", "audit", "tokens"):  # fmt: skip
         assert town.api("GET", path) == 200, path
