@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
 from headgate import AsyncLimiter, Limit, Limiter
+from headgate.adapters.gate import AsyncGate, Gate
+from headgate.policy import read
 from servers import RedisServer
 
 if TYPE_CHECKING:
@@ -60,3 +62,30 @@ def test_neither_waits_for_ever(server: RedisServer) -> None:
             assert limiter.check(KEY).degraded
     finally:
         server.resume()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_first_request_of_a_gate_is_decided_by_a_busy_store(server: RedisServer, is_async: bool) -> None:
+    policy = read("limits: [{by: ip, bucket: 1/hour, on_failure: open}]")
+
+    async def ask() -> list[bool]:
+        gate = AsyncGate(policy, server.url, budget=BUDGET)
+        try:
+            return [(await gate.admit(FakeRequest())).allowed for _ in range(3)]
+        finally:
+            await gate.close()
+
+    with busy(server):
+        if is_async:
+            answers = asyncio.run(ask())
+        else:
+            with closing(Gate(policy, server.url, budget=BUDGET)) as gate:
+                answers = [gate.admit(FakeRequest()).allowed for _ in range(3)]
+    assert answers == [True, False, False]
+
+
+class FakeRequest:
+    method, path, below, native, peer = "GET", "/", None, None, "192.0.2.1"
+
+    def header(self, name: str) -> list[str]:
+        return []

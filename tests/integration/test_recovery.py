@@ -290,7 +290,7 @@ def test_threads_end_when_the_limiter_is_closed_or_forgotten(server: RedisServer
     for one in (limiter, forgotten):
         one._guard_routes()
         one.check(key_of(unique))
-    assert len(ours()) >= 4
+    wait_until(lambda: len(ours()) >= 4, "two threads of each")
     limiter.close()
     del forgotten, one
     gc.collect()

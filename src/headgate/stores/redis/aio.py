@@ -70,13 +70,12 @@ class AsyncRedisStore(SharedStore):
         self._desk: _Desk | None = None
         """That of the loop that called last."""
         self._desks: dict[asyncio.AbstractEventLoop, _Desk] = {}
-        self._patience = 0.0
+        self._patience = FIRST_CONNECTION_S
         """Seconds that the next loop may take to connect, beyond the budget."""
         renew_in_children(self)
 
     def renew_after_fork(self) -> None:
-        """A child has loops of its own, and finds out by itself how the servers are. What its first calls need to
-        connect is not held against the store: its parent had a connection when it began to serve."""
+        """A child has loops of its own, and finds out by itself how the servers are."""
         self._desk, self._desks = None, {}
         self._patience = FIRST_CONNECTION_S
         self.breakers.reset()

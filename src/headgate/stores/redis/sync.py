@@ -82,8 +82,10 @@ class RedisStore(SharedStore):
         anybody else, and never is if the leader is interrupted."""
         self._openings: dict[Node | None, Opening] = {}
         self._calls = self._round_trips = 0
-        self._patient_until: float | None = 0.0
-        """Until when a forked process may exceed the budget; None if that begins with its first connection."""
+        self._patient_until: float | None = None
+        """Until when calls may exceed the budget to connect; None if that begins with the next connection. It ends with
+        the first one, except in a forked process, which starts together with many others."""
+        self._is_forked = False
 
     @property
     def stats(self) -> dict[str, int]:
@@ -151,10 +153,9 @@ class RedisStore(SharedStore):
             opening.abandon()
 
     def renew_after_fork(self) -> None:
-        """A child must not talk on its parent's connections, and no thread waits in it. What its first calls need to
-        connect is not held against the store: its parent had a connection when it began to serve."""
+        """A child must not talk on its parent's connections, and no thread waits in it."""
         self._begin()
-        self._patient_until = None
+        self._is_forked = True
         self.breakers.reset()
 
     def _lane_of(self, call: Call) -> _Lane:
@@ -315,7 +316,7 @@ class RedisStore(SharedStore):
             command.reply = None
             by_node.setdefault(command.node, []).append(command)
         sent: list[tuple[Node | None, Line, list[Command]]] = []
-        has_failed = False
+        has_failed, connects_first = False, self._patient_until != 0.0
         for node, its in by_node.items():
             try:
                 line = self._line(node, end)
@@ -332,8 +333,9 @@ class RedisStore(SharedStore):
                 has_failed = True
                 self._drop(turn, line)
                 self._fail(node, its, error)
-        # Whoever could not be reached has used the time of the others, too; a forked process needs it to connect.
-        end = max(end, self._patient_until or 0.0, time.monotonic() + min(LEAST_TIME_S, self.budget))
+        # A server that could not be reached has used the time of the others, too; the first connection needs longer.
+        least = self.budget if connects_first else min(LEAST_TIME_S, self.budget)
+        end = max(end, self._patient_until or 0.0, time.monotonic() + least)
         for node, line, its in sent:
             try:
                 line.hurry(end)
@@ -371,6 +373,8 @@ class RedisStore(SharedStore):
         while True:
             line = Line(self._connect(node, end), self.budget, watched=True)
             if line.is_usable():
+                if not self._is_forked:
+                    self._patient_until = 0.0
                 return line
             line.close()  # it was closed again before anybody needed it
 
