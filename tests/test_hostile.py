@@ -481,7 +481,7 @@ def test_a_blocked_key_stays_blocked_beside_another(make: Make, first: tuple[str
 def test_the_net_for_unknown_keys_is_named_in_headers_refusals_and_decisions(make: Make) -> None:
     admissions: list[Any] = []
     site = make('{"limits": {"default": "5/day"}}', on_decision=lambda _, admission: admissions.append(admission))
-    *_, last, refused = site.ask_all(requests_with_new_keys(51))
+    *_, last, refused = [site.ask(**each) for each in requests_with_new_keys(51)]
     told = '"default";q=5;w=86400, "default (unknown keys)";q=50;w=86400'
     assert (last.fields["ratelimit-policy"], last.fields["x-ratelimit-remaining"]) == (told, "0")
     assert json.loads(refused.body)["violated-policies"] == ["default (unknown keys)"]
