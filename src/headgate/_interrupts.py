@@ -84,12 +84,12 @@ class BackgroundThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
+        """True if the caller runs in this thread."""
         return self._ident == threading.get_ident()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return not self._ended.is_set()
 
     def _launch(self) -> None:

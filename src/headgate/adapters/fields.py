@@ -29,7 +29,7 @@ class Pace(NamedTuple):
     window: int
     """In seconds; 0 for a limit that is not a rate."""
     ends_at_once: bool
-    """Whether all of the quota is back at the end of a window, as with fixed_window."""
+    """True if all of the quota is back at the end of a window, as with fixed_window."""
 
 
 class PlainFields:

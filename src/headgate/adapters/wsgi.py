@@ -44,7 +44,7 @@ WSGIREF: Final = "WSGIServer/"
 """The start of SERVER_SOFTWARE of the standard library's server, and of those that are made of it."""
 
 _complained: list[bool] = []
-"""Whether the log was told that X-Forwarded-For is ignored."""
+"""True if the log was told that X-Forwarded-For is ignored."""
 
 
 class WsgiArrival:
@@ -188,7 +188,7 @@ def header_lines(environ: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _filters_underscores(environ: Mapping[str, Any]) -> bool:
-    """Whether the server drops header names with underscores, as far as it can be told by its name."""
+    """True if the server drops header names with underscores, as far as it can be told by its name."""
     if not str(environ.get("SERVER_SOFTWARE", "")).startswith(WSGIREF):
         return True
     if not _complained:

@@ -180,7 +180,7 @@ def unused_tier(tier: str | None, drafts: list[Draft], path: Path, warnings: Pro
 
 
 def _is_guard(draft: Draft, default_tier: str | None) -> bool:
-    """Whether a limit counts every request, by the address or for everybody together."""
+    """True if a limit counts every request, by the address or for everybody together."""
     return (
         {*ADDRESSES, "endpoint"}.issuperset(draft.by)
         and not draft.get("shadow")
@@ -191,6 +191,6 @@ def _is_guard(draft: Draft, default_tier: str | None) -> bool:
 
 
 def _guards(guard: Draft, draft: Draft) -> bool:
-    """Whether the guard applies to all methods that the limit does. One on concurrency bounds no rate."""
+    """True if the guard applies to all methods that the limit does. One on concurrency bounds no rate."""
     has_methods = not guard.methods or (bool(draft.methods) and draft.methods <= guard.methods)
     return has_methods and (not guard.is_concurrency or draft.is_concurrency)

@@ -501,7 +501,7 @@ class UnknownKeyNet(CompiledRule):
 
 
 def guards(guard: Rule, rule: Rule) -> bool:
-    """Whether a limit bounds what a client can send under ever new API keys, in place of the net of `rule`.
+    """True if a limit bounds what a client can send under ever new API keys, in place of the net of `rule`.
 
     It counts every request, by the address or for everybody together. One on concurrency bounds no rate.
     """

@@ -289,12 +289,12 @@ def _places(found: LimitDenials) -> str:
 
 
 def _is_uniform(found: LimitDenials) -> bool:
-    """Whether all of the requests have cost the same."""
+    """True if all of the requests have cost the same."""
     return found.cost == found.count * found.denial.cost
 
 
 def _uses_tokens(found: LimitDenials) -> bool:
-    """Whether requests cost more or less than one, so that the limit cannot be told in requests."""
+    """True if requests cost more or less than one, so that the limit cannot be told in requests."""
     return not (_is_uniform(found) and found.denial.cost == 1)
 
 

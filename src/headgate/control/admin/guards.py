@@ -154,7 +154,7 @@ class Credentials:
         self._changes = -1
 
     async def has(self, digest: bytes) -> bool:
-        """Whether this is the digest of a valid token or session."""
+        """True if this is the digest of a valid token or session."""
         is_known = digest in self._digests
         if self._is_due(is_known):
             self._read_at, self._changes = time.monotonic(), self._tokens.changes

@@ -239,18 +239,18 @@ class _Connection(H11Protocol):
 
     @property
     def is_verified(self) -> bool:
-        """Whether its last request carried a valid token or session."""
+        """True if its last request carried a valid token or session."""
         scope: Any = self.scope
         return scope is not None and bool(scope.get(VERIFIED))
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether it has still to send a request, or the rest of one."""
+        """True if it has still to send a request, or the rest of one."""
         return self.is_idle or self.cycle.more_body
 
     def _wait(self, *, is_over: bool = False) -> None:

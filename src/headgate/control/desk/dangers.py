@@ -196,7 +196,7 @@ def _compared(before: Limit, after: Limit) -> tuple[str | None, Fraction]:
 
 
 def _moves(code: str, before: Limit, after: Limit) -> bool:
-    """Whether a step leads further in a direction: up for "ten-times", down for "tenth"."""
+    """True if a step leads further in a direction: up for "ten-times", down for "tenth"."""
     old, new = (
         (Fraction(each.quota, each.period_us), each.capacity)
         for each in ((before, after) if code == "ten-times" else (after, before))

@@ -243,7 +243,7 @@ class Finder:
         return label or (None if who.kind == "api_key" else self.pseudonym(who))
 
     def is_seen(self, who: Who) -> bool | None:
-        """Whether the configuration, the decision log or a node knows this client. None where that can't be told: for
+        """True if the configuration, the decision log or a node knows this client. None where that can't be told: for
         addresses, of which most are never heard of before, and without a log."""
         if who.kind in ("ip", "subnet") or is_hash(who.value):
             return None
@@ -506,7 +506,7 @@ def is_network(who: Who) -> bool:
 
 
 def is_wide_network(who: Who) -> bool:
-    """Whether that may be more than one customer: more than an IPv4 address, or than a /64 of IPv6, of which providers
+    """True if that may be more than one customer: more than an IPv4 address, or than a /64 of IPv6, of which providers
     give each customer at least one."""
     network = network_of(who)
     if network is None or not is_network(who):

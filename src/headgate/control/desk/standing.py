@@ -57,7 +57,7 @@ class Faced:
     own: bool
     """Whether it counts this client, and nobody else."""
     can_override: bool
-    """Whether the client can have a limit of its own here."""
+    """True if the client can have a limit of its own here."""
     routes: dict[str, None] = field(default_factory=dict)
 
 

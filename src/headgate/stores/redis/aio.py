@@ -285,10 +285,10 @@ class _Lane:
         self._flushing = False
         self.on_the_way = 0
         self.waits = self._alone = True
-        """Whether the answers to the last batch were waited for, and whether it was of one call: then nobody is likely
+        """True if the answers to the last batch were waited for, and it was of one call: then nobody is likely
         to join the next one, either."""
         self.has_failed = False
-        """Whether the last batch did."""
+        """True if the last batch did."""
         self._vigil = Vigil()
 
     def ask(self, call: Call) -> asyncio.Future[Any]:

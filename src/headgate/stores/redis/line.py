@@ -65,7 +65,7 @@ class Opening:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether somebody uses the connection."""
+        """True if somebody uses the connection."""
         return not self._unclaimed
 
     def claim(self) -> bool:
@@ -140,7 +140,7 @@ class Line:
             self._hurried = True
 
     def is_usable(self) -> bool:
-        """Whether nothing has come in unasked: the end of file of a server that went away, or a stray reply, which
+        """True if nothing has come in unasked: the end of file of a server that went away, or a stray reply, which
         would be taken for the answer to the next command."""
         try:
             if self._socket.fileno() < 0 or self._poll(0):
@@ -150,7 +150,7 @@ class Line:
             return False
 
     def has_stray_bytes(self) -> bool:
-        """Whether the server has sent anything that nobody asked for, and not only closed the connection."""
+        """True if the server has sent anything that nobody asked for, and not only closed the connection."""
         try:
             if self._has_pending is not None:
                 return bool(self._has_pending())

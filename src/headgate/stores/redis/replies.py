@@ -151,7 +151,7 @@ def plain_answers(checks: Sequence[Check], reply: Any) -> list[Any]:
 
 
 def _is_batch_reply(reply: Any, number_of_keys: int, number_of_checks: int) -> bool:
-    """Whether a reply has the shape of check.lua's for so many keys and checks, and only numbers that it could have."""
+    """True if a reply has the shape of check.lua's for so many keys and checks, and only numbers that it could have."""
     if type(reply) is not list or len(reply) != 4 or not _is_whole(reply[0]):
         return False
     _, told, unusual, agains = reply
@@ -172,7 +172,7 @@ def _is_batch_reply(reply: Any, number_of_keys: int, number_of_checks: int) -> b
 
 
 def _is_whole(number: Any, least: int = 0) -> bool:
-    """Whether it is an integer that a script could have replied."""
+    """True if it is an integer that a script could have replied."""
     return type(number) is int and least <= number < EXACT
 
 

@@ -75,7 +75,7 @@ class ReplyReader:
         return reply
 
     def has_leftover(self) -> bool:
-        """Whether bytes have arrived beyond the last reply."""
+        """True if bytes have arrived beyond the last reply."""
         return bool(self._reader.has_data())
 
     def _check_headers(self, data: bytes | bytearray, size: int, sign: bytes) -> None:

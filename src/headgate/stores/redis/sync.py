@@ -207,7 +207,7 @@ class RedisStore(SharedStore):
         return turn.answer
 
     def _may_lead(self, lane: _Lane, turn: _Turn) -> bool:
-        """Whether the turn is the leader, or has become so because there is none that will come back."""
+        """True if the turn is the leader, or has become so because there is none that will come back."""
         leading = lane.leader.setdefault(LEADER, turn)
         if leading is turn:
             return True
@@ -444,11 +444,11 @@ class _Turn:
     """A call that waits for its answer, or for its turn to carry the others'."""
 
     is_over = False
-    """Whether the thread has left without an answer. It is the last thing that is known of it."""
+    """True if the thread has left without an answer. It is the last thing that is known of it."""
     is_answered = False
     answer: Any = None
     has_sent = False
-    """Whether anything may have been sent to a server."""
+    """True if anything may have been sent to a server."""
     lines: Sequence[Line] = ()
     """The connections that it uses."""
     batch: _Batch
@@ -500,7 +500,7 @@ class _Lane:
         self.next = _Batch()
         """Those who wait for it."""
         self.has_failed = False
-        """Whether the last round trip did."""
+        """True if the last round trip did."""
 
     def join(self, turn: _Turn) -> None:
         """Wait with the others."""

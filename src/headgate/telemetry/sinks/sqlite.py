@@ -155,7 +155,7 @@ class SqliteSink:
         return int((pages - free) * size)
 
     def _is_stale(self) -> bool:
-        """Whether the file was deleted or replaced since it was opened: what is written to it then is lost."""
+        """True if the file was deleted or replaced since it was opened: what is written to it then is lost."""
         return file_id(self._path) != self._file
 
     def _connected(self) -> sqlite3.Connection:

@@ -143,7 +143,7 @@ def _degraded(view: Overview) -> list[Words]:
             Words(
                 "No node is reporting, so this page shows no traffic.",
                 "Requests may be served and denied all the same. Connect each app with one option, "
-                'control="URL of the config store", and give it and `headgate admin` the same store.',
+                'control="URL of the config store", and give it the same store as the admin server.',
             )
         )
     degraded = [node for node in view.nodes if node.state == "degraded"]
