@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import marshal
 import os
 import subprocess
 import sys
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -26,29 +18,17 @@ from hypothesis import strategies as st
 
 import headgate
 from growth import assert_nothing_grows
-from headgate import Decision, InvalidLimit, Key, Limit
-from headgate.adapters import asgi, fields, wsgi
-from headgate.adapters.answers import Refusal
-from headgate.adapters.asgi import (
-    ANSWERS,
-    BODIES,
-    AsgiArrival,
-    PlainArrival,
-    PlainTellingSend,
-    TellingSend,
-    send_last,
-)
-from headgate.adapters.way import FREE, Admission, admitted, current_admission
+from headgate import InvalidLimit, Key, Limit
+from headgate.adapters import fields, wsgi
 from headgate.algorithms import NEVER
-from headgate.policy.snapshot import Resolution
 from headgate.stores.calls import Check, Refund, Reset
 from headgate.stores.memory import MemoryStore
 from headgate.stores.redis import replies, wire
-from headgate.telemetry import packing
-from headgate.telemetry.packing import _Place
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headgate.algorithms import Verdict
 
 ROOT = Path(__file__).parents[1]
@@ -56,8 +36,7 @@ NOW = 1_763_251_200_000_000
 MINUTE = timedelta(minutes=1)
 
 COMPILED = {
-    *("headgate.adapters._asgi", "headgate.adapters._fields", "headgate.stores._meter", "headgate.stores.redis._wire"),
-    *("headgate.adapters._passage", "headgate.adapters._short_way", "headgate.telemetry._packing"),
+    *("headgate.adapters._fields", "headgate.stores._meter", "headgate.stores.redis._wire"),
 }
 METERED = ("token_bucket", "gcra", "leaky_bucket", "fixed_window", "sliding_window")
 
@@ -86,8 +65,6 @@ def test_all_are_listed_here() -> None:
 
 def test_they_are_what_runs(meter: Any) -> None:
     assert fields.Fields.__module__ == "headgate.adapters._fields"
-    assert {AsgiArrival.__module__, TellingSend.__module__} == {"headgate.adapters._asgi"}
-    assert packing.keep.__module__ == "headgate.telemetry._packing"
     assert {wire.pack_keys.__module__, replies.answers.__module__} == {"headgate.stores.redis._wire"}  # type: ignore[attr-defined]
     store = MemoryStore(FakeClock())
     store.check(Limit(3, MINUTE).by("ada"))
@@ -103,12 +80,11 @@ def test_each_formula_in_c_stands_beside_its_namesake(meter: Any) -> None:
 @pytest.mark.parametrize("switch", ["1", "yes"])
 def test_plain_python_can_be_asked_for(switch: str) -> None:
     program = (
-        "from headgate.adapters import asgi, fields; from headgate.stores import _space;"
-        "from headgate.stores.redis.wire import pack_keys; from headgate.telemetry import packing;"
-        "print([each.__module__ for each in"
-        "       (asgi.AsgiArrival, asgi.TellingSend, fields.Fields, packing.keep, pack_keys)], _space._meter is None)"
+        "from headgate.adapters import fields; from headgate.stores import _space;"
+        "from headgate.stores.redis.wire import pack_keys;"
+        "print([each.__module__ for each in (fields.Fields, pack_keys)], _space._meter is None)"
     )
-    rooms = ["adapters.{}asgi"] * 2 + ["adapters.{}fields", "telemetry.{}packing", "stores.redis.{}wire"]
+    rooms = ["adapters.{}fields", "stores.redis.{}wire"]
     modules = [f"headgate.{room.format('')}" for room in rooms]
     assert printed(program, HEADGATE_PLAIN=switch) == f"{modules} True"
     modules = [f"headgate.{room.format('_')}" for room in rooms]
@@ -326,86 +302,14 @@ for costs in ([1, Cost(1), 1], [Cost(1), Cost(1), 1], [(1,), (Cost(1),), (1,)]):
     packed = pack_keys(checks, (limit,), ("headgate:x:",))
     assert packed is None, "it is left to Python"
 """,
-    "a decision without fields": """
-from headgate.decisions import Decision
-
-def change(middleware, admission):
-    if admission is not None:
-        admission.decision = tuple.__new__(Decision, fields)
-
-for fields in ((), (True,), (True, (), (), None), (True, 7, 7, 7, 7, 7, 7, 7), (None,) * 30):
-    for _ in range(3):
-        ask(change)
-""",
-    "a slot of another class": """
-class Wide:
-    __slots__ = tuple(f"slot_{number}" for number in range(200)) + ("headers",)
-
-class Narrow:
-    headers = Wide.__dict__["headers"]
-
-class Number(complex):
-    headers = complex.real
-
-def change(middleware, admission):
-    if admission is not None:
-        admission._description = description
-
-for description in (Narrow(), Number(1, 2)):
-    assert isinstance(ask(change), (AttributeError, TypeError))
-""",
-    "a root that is not a text": """
-class Undecided:
-    def __bool__(self):
-        raise ZeroDivisionError
-
-def change(middleware, admission):
-    middleware._root = root
-
-for root in ([], 0, None):
-    assert ask(change) is None
-for root in (7, b"/x", Undecided()):
-    assert isinstance(ask(change), (ZeroDivisionError, TypeError, AttributeError))
-""",
 }
 """Programs whose objects are not what their types promise."""
-
-ASKING = """
-import asyncio
-from headgate.adapters import current_admission
-from headgate.adapters.asgi import HeadgateMiddleware
-from headgate.policy import read
-
-SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": [], "client": ("203.0.113.9", 1), "query_string": b""}
-
-def ask(change):
-    async def app(scope, receive, send):
-        change(middleware, current_admission())
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def receive():
-        return {"type": "http.request"}
-
-    async def send(message):
-        pass
-
-    async def main():
-        try:
-            await middleware(dict(SCOPE), receive, send)
-        except Exception as error:
-            return error
-
-    middleware = HeadgateMiddleware(app, read("limits: [{by: global, bucket: 5/minute}]"), secret="s" * 40)
-    change(middleware, None)
-    return asyncio.run(main())
-"""
-"""Answers a request, in which `change` changes the middleware and then the admission; what was raised."""
 
 
 @pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_objects_do_not_crash_the_interpreter(program: str) -> None:
     """Each in a process of its own, which a crash would end."""
-    assert printed(ASKING + program + "\nprint('alive')") == "alive"
+    assert printed(program + "\nprint('alive')") == "alive"
 
 
 def test_threads_lose_nothing() -> None:
@@ -528,474 +432,6 @@ def test_header_fields_as_text_are_those_of_python(those: list[tuple[bytes, byte
 def test_what_is_no_list_of_header_fields_has_no_text(headers: Any) -> None:
     with pytest.raises(TypeError):
         wsgi.native_headers(headers)
-
-
-# ------------------------------------------------------------------- ASGI
-
-
-@pytest.mark.parametrize("sent", [asgi.SENT, asgi._Sent()], ids=["compiled", "plain"])
-def test_what_is_sent_already_is_awaited_like_a_coroutine(sent: Any) -> None:
-    async def wait_in_every_way() -> None:
-        for _ in range(2):
-            await sent
-        await asyncio.create_task(sent)
-        await asyncio.wait_for(sent, 1)
-        await asyncio.gather(asyncio.ensure_future(sent))
-
-    assert type(asgi.SENT).__module__ == "headgate.adapters._asgi"
-    assert asyncio.iscoroutine(sent)
-    asyncio.run(wait_in_every_way())
-    assert list(sent.__await__()) == []
-    with pytest.raises(StopIteration):
-        sent.send(None)
-    with pytest.raises(KeyError, match="gone"):
-        sent.throw(KeyError("gone"))
-    with pytest.raises(KeyError):
-        sent.throw(KeyError)
-    with pytest.raises(KeyError, match="gone"):
-        sent.throw(KeyError, KeyError("gone"), None)
-    with pytest.raises(TypeError):
-        sent.throw()
-    assert sent.close() is None
-
-
-names = st.sampled_from([b"x-api-key", b"x-api-key2", b"x-api", b"", b"host"])
-paths = st.sampled_from(["/", "/api", "/api/v1", "/apiary", "", "http://a/api/v1", "*", "http://[", "/%20\u20ac"])
-roots = st.sampled_from(["", "/", "/api", "/api/", "elsewhere"])
-
-
-class Reading(Mapping[str, Any]):
-    """What reads like a dict and is none, as Starlette's connections do."""
-
-    def __init__(self, scope: dict[str, Any]) -> None:
-        self._scope = scope
-
-    def __getitem__(self, name: str) -> Any:
-        return self._scope[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._scope)
-
-    def __len__(self) -> int:
-        return len(self._scope)
-
-
-@given(
-    paths,
-    roots,
-    st.fixed_dictionaries(
-        {"headers": st.lists(st.tuples(names, st.binary(max_size=9)))},
-        optional={
-            "method": st.sampled_from(["GET", "QUERY"]),
-            "root_path": roots,
-            "client": st.sampled_from([None, ("192.0.2.1", 80), ["::1", 1], ()]),
-        },
-    ),
-    names,
-    st.sampled_from([dict, Reading]),
-)
-def test_an_arrival_in_c_is_one_in_python(
-    path: str, root: str, more: dict[str, Any], name: bytes, kind: Callable[[Any], Any]
-) -> None:
-    scope = kind({"path": path, **more})
-    in_c, in_python = AsgiArrival(scope, root), PlainArrival(scope, root)
-    for each in ("native", "method", "path", "below", "peer"):
-        assert getattr(in_c, each) == getattr(in_python, each)
-    assert in_c.header(name.decode()) == in_python.header(name.decode())
-    # As ASGI has it, any iterable of pairs will do.
-    pairs = kind({"path": path, "headers": [list(pair) for pair in more["headers"]]})
-    assert AsgiArrival(pairs).header(name.decode()) == in_python.header(name.decode())
-
-
-@pytest.mark.parametrize("headers", [None, [None], [(b"host",)], [("host", "x")], [(b"host", b"x", b"y")]], ids=repr)
-def test_what_are_no_headers_is_refused(headers: Any) -> None:
-    with pytest.raises(TypeError):
-        AsgiArrival({"path": "/", "headers": headers}).header("host")
-
-
-def test_an_arrival_that_cannot_be_is_refused_alike() -> None:
-    for arrival in (AsgiArrival, PlainArrival):
-        with pytest.raises(KeyError):
-            arrival({})
-        with pytest.raises(KeyError):
-            arrival({"path": "/"}).header("host")
-        with pytest.raises(TypeError):
-            arrival()  # type: ignore[call-arg]
-    for scope in (Raising("path"), Raising("method"), Raising("root_path"), Raising("client")):
-        for arrival in (AsgiArrival, PlainArrival):
-            with pytest.raises(ZeroDivisionError):
-                arrival(scope)
-
-
-class Raising(dict[str, Any]):
-    """A scope of which something cannot be had."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(path="/")
-        self._name = name
-
-    def __getitem__(self, name: str) -> Any:
-        return 1 / 0 if name == self._name else super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return 1 / 0 if name == self._name else super().get(name, default)
-
-
-def test_an_arrival_can_be_built_upon_changed_and_collected() -> None:
-    class Mine(AsgiArrival):
-        pass
-
-    scope: dict[str, Any] = {"path": "/", "headers": []}
-    scope["arrival"] = arrival = Mine(scope)
-    arrival.path = "/elsewhere"
-    arrival.__init__({"path": "/again", "headers": []})  # type: ignore[misc]
-    assert arrival.path == "/again"
-    gone = weakref.ref(arrival)
-    del arrival, scope
-    gc.collect()
-    assert gone() is None
-
-
-class Granted:
-    """What of an admission is told."""
-
-    def __init__(self, headers: list[Any]) -> None:
-        self.headers = headers
-
-
-messages = st.fixed_dictionaries(
-    {
-        "type": st.sampled_from([*sorted(ANSWERS | BODIES), "websocket.close", "http.response.starting"]),
-        "status": st.just(200),
-    },
-    optional={"headers": st.lists(st.tuples(names, names)) | st.just(()), "more_body": st.sampled_from([0, 1, None])},
-)
-
-
-@given(messages, st.lists(st.tuples(names, names)), st.sampled_from([dict, Reading]))
-def test_what_is_sent_in_c_is_what_is_sent_in_python(
-    message: dict[str, Any], fields: list[Any], kind: Callable[[Any], Any]
-) -> None:
-    async def send(message: Any) -> None:
-        sent.append((dict(message), list(message), current_admission()))
-
-    async def told_by(sender: type[TellingSend]) -> None:
-        telling = sender(send, admission)
-        await telling(given)
-        sent.append(current_admission())
-        telling.leave()
-        sent.append(current_admission())
-
-    admission: Any = Granted(fields)
-    given, before = kind(message), dict(message)
-    sent: list[Any] = []
-    for sender in (TellingSend, PlainTellingSend):
-        asyncio.run(told_by(sender))
-    in_c, in_python = sent[:3], sent[3:]
-    assert in_c == in_python
-    is_last = message["type"] in BODIES and not message.get("more_body")
-    assert [in_c[0][2], *in_c[1:]] == [FREE if is_last else admission, admission, FREE]
-    assert message == before, "the app's own message stays as it is"
-
-
-@pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
-def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all(sender: type[TellingSend]) -> None:
-    current: list[Any] = []
-    last = {"type": "http.response.body"}
-
-    async def send(message: Any) -> None:
-        current.append(current_admission())
-        if message is not last:
-            raise OSError("the client is gone")
-
-    async def serve() -> None:
-        admission: Any = Granted([])
-        telling = sender(send, admission)
-        for _ in range(2):
-            await asyncio.create_task(send_last(telling, send, last))
-            await telling(last)
-            assert current_admission() is admission
-        with pytest.raises(OSError, match="gone"):
-            await telling({"type": "http.response.body", "body": b"..."})
-        assert current_admission() is admission
-        telling.leave()
-        telling.leave()
-        assert current_admission() is FREE
-
-    asyncio.run(serve())
-    assert current == [FREE] * 5
-
-
-@pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
-def test_a_server_may_have_to_wait_for_its_client(sender: type[TellingSend]) -> None:
-    """And be cancelled then, or told of an error: it is the server's to hear, and what runs after it is as ever."""
-    current: list[Any] = []
-    last = {"type": "http.response.body"}
-
-    async def send(message: Any) -> None:
-        for _ in range(2):
-            current.append(current_admission())
-            try:
-                await flowing
-            except asyncio.CancelledError:
-                current.append("cancelled")
-                raise
-
-    async def serve() -> None:
-        nonlocal flowing
-        admission: Any = Granted([])
-        telling = sender(send, admission)
-        for error in (None, OSError("gone")):
-            flowing = loop.create_future()
-            loop.call_soon(*([flowing.set_result, None] if error is None else [flowing.set_exception, error]))
-            with suppress(OSError):
-                await telling(last)
-            assert current_admission() is admission
-        flowing = loop.create_future()
-        task = asyncio.current_task()
-        assert task is not None
-        loop.call_soon(task.cancel)
-        with pytest.raises(asyncio.CancelledError):
-            await telling(last)
-        assert current_admission() is admission
-        flowing = loop.create_future()
-        begun: Any = telling(last)
-        begun.send(None)
-        begun.close()
-        assert current_admission() is admission
-        telling.leave()
-
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        flowing: asyncio.Future[None]
-        runner.run(serve())
-    assert current == [FREE, FREE, FREE, FREE, "cancelled", FREE]
-
-
-@pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
-def test_a_server_may_send_by_whatever_can_be_awaited(sender: type[TellingSend]) -> None:
-    last = {"type": "http.response.body"}
-
-    def send(message: Any) -> asyncio.Future[None]:
-        current.append(current_admission())
-        return asyncio.ensure_future(asyncio.sleep(0))
-
-    current: list[Any] = []
-
-    async def serve() -> None:
-        admission: Any = Granted([])
-        telling = sender(send, admission)
-        await telling(last)
-        assert current_admission() is admission
-        telling.leave()
-
-    asyncio.run(serve())
-    assert current == [FREE]
-
-
-@pytest.mark.parametrize("sender", [TellingSend, PlainTellingSend])
-def test_what_is_sent_can_be_awaited_or_made_a_task_of_and_ended(sender: type[TellingSend]) -> None:
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def serve() -> None:
-        admission: Any = Granted([])
-        telling: Any = sender(send, admission)
-        last = {"type": "http.response.body"}
-        await telling(last)
-        await asyncio.create_task(telling(last))
-        await asyncio.gather(telling(last), telling(last))
-        telling(last).close()
-        for error in ((ValueError("x"),), (ValueError, ValueError("x"), None)):
-            with pytest.raises(ValueError, match="x"):
-                telling(last).throw(*error)
-        telling.leave()
-
-    asyncio.run(serve())
-    assert len(sent) == 7
-
-
-def test_what_goes_wrong_in_sending_is_the_callers_to_hear() -> None:
-    def send(message: Any) -> Any:
-        return 1 / 0
-
-    start = {"type": "http.response.start"}
-    for sender in (TellingSend, PlainTellingSend):
-        admission: Any = Granted([])
-        told = sender(send, admission)
-        more, failing = {"type": "http.response.body", "more_body": True}, Raising("more_body")
-        failing["type"] = "http.response.body"
-        for message, error in ((start, ZeroDivisionError), (more, ZeroDivisionError), ({}, KeyError)):
-            with pytest.raises(error):
-                told(message)
-        with pytest.raises(ZeroDivisionError):
-            told(failing)
-        with pytest.raises(TypeError):
-            told(start, start)  # type: ignore[call-arg]
-        with pytest.raises(TypeError):
-            told({**start, "headers": 5})
-        with pytest.raises(AttributeError):
-            sender(send, None)(start)  # type: ignore[arg-type]
-        for wrong in ((send,), (send, admission, 5)):
-            with pytest.raises(TypeError):
-                sender(*wrong)
-    with pytest.raises(TypeError):
-        object.__new__(TellingSend)
-
-
-def test_asgi_gives_back_all_that_it_has_borrowed() -> None:
-    scope = {"path": "/", "headers": [(b"host", b"x")], "client": ("::1", 1)}
-
-    def once() -> None:
-        AsgiArrival(scope).header("host")
-        AsgiArrival(scope, "/api").__init__(scope, "/api")  # type: ignore[misc]
-        AsgiArrival(Reading(scope)).header("host")
-        admission: Any = Granted([(b"a", b"b")])
-        tell = TellingSend(lambda message: message, admission)  # type: ignore[arg-type,return-value]
-        tell({"type": "http.response.start"})
-        tell({"type": "http.response.start", "headers": [(b"c", b"d")]})
-        tell({"type": "http.response.body"}).close()  # type: ignore[attr-defined] # a coroutine
-        tell.leave()
-        with suppress(KeyError):
-            AsgiArrival({})
-        with suppress(TypeError):
-            AsgiArrival(scope, 5)  # type: ignore[arg-type]
-        with suppress(TypeError):
-            TellingSend(5)  # type: ignore[call-arg]
-        with suppress(TypeError):
-            tell({"type": "http.response.start", "headers": 5})
-
-    assert_nothing_grows(once)
-
-
-# -------------------------------------------------------- rejections, packed
-
-
-class Came(NamedTuple):
-    method: Any = "GET"
-
-
-class Text(str):
-    """A kind of text of the app's own."""
-
-
-LIMITS = Limit(1, MINUTE, name="a"), Limit(1, MINUTE, name="b")
-RULES = ("the rules",)
-
-
-class Route:
-    """One that nothing is known of but that it is there."""
-
-    settles = False
-
-
-ROUTE, ELSEWHERE = Route(), Route()
-OTHERS = Decision(False, tuple(limit.by("ada") for limit in LIMITS), ((0, 5, 5, 0), (0, 2**60, 7, 0)))
-PLACES = {
-    ROUTE: _Place(RULES, None, b"packed"),  # type: ignore[arg-type]
-    (ROUTE, "pro"): _Place(RULES, LIMITS, b"of a tier"),  # type: ignore[arg-type]
-}
-
-
-def kept_by(keep: Any, arrival: Any, admission: Any, *, most: int = 9) -> tuple[bool | None, list[Any]]:
-    queue: deque[bytes] = deque()
-    answer = keep(PLACES, queue, most, arrival, admission)
-    return answer, [marshal.loads(each) for each in queue]
-
-
-def rejection(
-    who: Any = MappingProxyType({"ip": "192.0.2.1"}), decision: Any = OTHERS, *, refused: bool = True, **changes: Any
-) -> Admission:
-    keys = tuple(limit.by("ada") for limit in LIMITS)
-    met = Resolution(ROUTE, keys, 1, RULES, dict(who), None, NOW, None)._replace(**changes)  # type: ignore[arg-type]
-    return admitted(met, decision, Refusal(429, [], b"") if refused else None, None, NOW)
-
-
-whole = st.integers(-(2**63), 2**63) | st.integers(-(2**31) - 2, 2**31 + 2) | st.integers(0, 99) | st.just(-(2**63))
-
-
-@given(
-    st.dictionaries(st.text(max_size=9), st.text(max_size=40), max_size=5),
-    st.lists(st.tuples(whole, whole, whole, whole), max_size=5).map(tuple),
-    whole,
-    st.text(max_size=5),
-)
-@example({"user": "\ud800"}, (), NOW, "GET")
-@example({"user": "x" * 2048}, (), NOW, "GET")
-@example({}, ((-(2**63), 2**63, -(2**63) - 1, 2**100),), NOW, "GET")
-def test_what_c_packs_is_what_python_packs(
-    who: dict[str, str], told: tuple[Verdict, ...], came_us: int, method: str
-) -> None:
-    admission = rejection(who, OTHERS._replace(verdicts=told))
-    admission.came_us = came_us
-    in_c, in_python = (kept_by(keep, Came(method), admission) for keep in (packing.keep, packing.plain_keep))
-    assert in_python == (True, [(came_us, method, b"packed", who, told)])
-    numbers = [came_us, *(number for verdict in told for number in verdict)]
-    is_long = sum(len(text.encode("utf-8", "surrogatepass")) for text in who) + sum(map(len, who.values())) * 4 > 1500
-    if is_long or "\ud800" in who.values() or not all(-(2**63) < number < 2**63 for number in numbers):
-        assert in_c in (in_python, (None, []))
-    else:
-        assert in_c == in_python
-
-
-@pytest.mark.parametrize(
-    "admission",
-    [
-        rejection(refused=False),
-        rejection(decision=None),
-        rejection(decision=OTHERS._replace(degraded="the store is away")),
-        rejection(route=ELSEWHERE),
-        rejection(rules=list(RULES)),
-        rejection(tier="free"),
-        rejection(tier="pro", keys=tuple(limit.by("ada") for limit in LIMITS[::-1])),
-        rejection(tier="pro", keys=(LIMITS[0].by("ada"),)),
-        FREE,
-    ],
-)
-def test_what_is_not_common_is_left_by_both(admission: Admission) -> None:
-    for keep in (packing.keep, packing.plain_keep):
-        assert kept_by(keep, Came(), admission) == (None, [])
-
-
-def test_both_know_tiers_and_a_queue_that_is_full() -> None:
-    for keep in (packing.keep, packing.plain_keep):
-        (is_kept, (record,)) = kept_by(keep, Came(), rejection(tier="pro"))
-        assert (is_kept, record[2]) == (True, b"of a tier")
-        assert kept_by(keep, Came(), rejection(), most=0) == (False, [])
-
-
-@pytest.mark.parametrize(
-    ("who", "method"), [({"user": Text("ada")}, "GET"), ({Text("user"): "ada"}, "GET"), ({}, Text("GET")), ({}, None)]
-)
-def test_a_kind_of_text_that_is_none_of_pythons_is_left_by_c(who: dict[str, str], method: Any) -> None:
-    assert kept_by(packing.keep, Came(method), rejection(who)) == (None, [])
-
-
-def test_c_says_what_it_cannot_take() -> None:
-    with pytest.raises(TypeError, match="places"):
-        packing.keep([], deque(), 1, Came(), rejection())  # type: ignore[arg-type]
-    with pytest.raises(AttributeError):
-        packing.keep(PLACES, deque(), 1, None, rejection())
-    with pytest.raises(AttributeError):
-        packing.keep(PLACES, deque(), 1, Came(), None)
-    with pytest.raises(TypeError):
-        packing.keep(PLACES, None, 1, Came(), rejection())  # type: ignore[arg-type]
-
-
-def test_to_keep_gives_back_all_that_it_has_borrowed() -> None:
-    common, uncommon = rejection(), rejection(route=ELSEWHERE)
-
-    def once() -> None:
-        queue: deque[bytes] = deque()
-        packing.keep(PLACES, queue, 1, Came(), common)
-        packing.keep(PLACES, queue, 1, Came(), common)
-        packing.keep(PLACES, queue, 1, Came(), uncommon)
-        with suppress(AttributeError):
-            packing.keep(PLACES, queue, 1, None, common)
-
-    assert_nothing_grows(once)
 
 
 def test_the_sources_in_c_keep_to_the_form_of_the_house() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import InvalidConfiguration
-from headgate.adapters.way import Admission, admitted
+from headgate.adapters.way import Admission
 from headgate.policy import read
 from headgate.policy.credentials import ApiKeys
 from headgate.telemetry import DecisionLog, Record, packing, writer
@@ -442,7 +442,7 @@ def known_as(admission: Admission, who: dict[str, str]) -> Admission:
     """The same, of somebody else."""
     assert admission.resolution is not None
     met = admission.resolution._replace(who=who)
-    return admitted(met, admission.decision, admission.refusal, None, admission.came_us)
+    return Admission(met, admission.decision, admission.refusal, None, admission.came_us)
 
 
 def test_a_decision_that_cannot_be_made_into_a_record_costs_no_other(

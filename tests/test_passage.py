@@ -1,27 +1,18 @@
-"""How a request passes the ASGI middleware: the same in C as in Python, whatever becomes of the store, the app or the
-task."""
+"""How a request passes the ASGI middleware, whatever becomes of the store, the app or the task."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
-import sys
 from contextlib import suppress
-from datetime import timedelta
-from importlib import import_module
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from asgi_client import fields, scope, talk
-from growth import assert_nothing_grows
-from headgate.adapters.asgi import AsgiArrival, HeadgateMiddleware, PlainEntrance
-from headgate.adapters.way import FREE, current_admission
-from headgate.errors import StoreUnavailable
+from headgate.adapters.asgi import HeadgateMiddleware, TellingSend, send_last
+from headgate.adapters.way import FREE, Admission, current_admission
 from headgate.policy.loading import read
-from headgate.testing import FakeClock
 from servers import RedisServer
 
 if TYPE_CHECKING:
@@ -38,7 +29,6 @@ limits:
   - {{name: watched, path: /new, by: ip, bucket: 1/hour, shadow: true}}
   - {{name: everybody, path: /split, by: global, bucket: 1000/hour, split: 2}}
 """
-Passage = import_module("headgate.adapters._passage").Passage
 START = {"type": "http.response.start", "status": 200, "headers": []}
 END = {"type": "http.response.body", "body": b"hello"}
 
@@ -63,19 +53,6 @@ class App:
             return await send({"type": "websocket.accept"})
         await send({**START, "status": 401} if scope["path"] == "/login" else START)
         return await send(END)
-
-
-class Plain(HeadgateMiddleware):
-    __call__ = PlainEntrance.__call__
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How requests pass, in all tests that ask for it."""
-    if request.param == "plain":
-        monkeypatch.setattr(sys.modules[__name__], "HeadgateMiddleware", Plain)
-    which: str = request.param
-    return which
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -108,7 +85,7 @@ async def again(app: Any, path: str = "/", times: int = 3) -> list[int]:
 # -- Everything as ever ----------------------------------------------------------------------------------------------
 
 
-def test_who_may_pass_is_served_and_who_may_not_is_refused(way: str, store: str, unique: str) -> None:
+def test_who_may_pass_is_served_and_who_may_not_is_refused(store: str, unique: str) -> None:
     app = App()
 
     async def run() -> None:
@@ -123,7 +100,7 @@ def test_who_may_pass_is_served_and_who_may_not_is_refused(way: str, store: str,
     assert [admission.decision.remaining for admission in app.admissions[:6]] == [4, 3, 2, 1, 0, 4]
 
 
-def test_what_takes_more_than_a_check_is_done_too(way: str, store: str, unique: str) -> None:
+def test_what_takes_more_than_a_check_is_done_too(store: str, unique: str) -> None:
     app = App()
 
     async def run() -> None:
@@ -145,7 +122,7 @@ def test_what_takes_more_than_a_check_is_done_too(way: str, store: str, unique: 
     assert [shadow[0].decision.allowed for shadow in shadows] == [True, False, False]
 
 
-def test_the_fields_are_those_of_the_admission(way: str, store: str, unique: str) -> None:
+def test_the_fields_are_those_of_the_admission(store: str, unique: str) -> None:
     async def run() -> None:
         gate = gated(App(), store, unique)
         for remaining in ("4", "3", "2"):
@@ -157,30 +134,7 @@ def test_the_fields_are_those_of_the_admission(way: str, store: str, unique: str
     asyncio.run(run())
 
 
-def test_only_who_is_new_or_special_takes_the_long_way(store: str, unique: str) -> None:
-    """Else the tests here would compare that with itself."""
-    taken: list[str] = []
-
-    async def run() -> None:
-        gate = gated(App(), store, unique, quota=100)
-        admit = gate.gate.admit
-
-        def watched(arrival: Any) -> Any:
-            taken.append(arrival.path)
-            return admit(arrival)
-
-        gate.gate.admit = watched
-        await ask(gate)
-        gate.gate._front.is_alert = False  # as it is after the first checks
-        for path in ("/", "/", "/jobs", "/jobs", "/new", "/new", "/split", "/split", "/", "/"):
-            await ask(gate, path)
-        await gate.gate.close()
-
-    asyncio.run(run())
-    assert [path for path in taken if path in ("/", "/jobs", "/new")] == ["/", "/jobs", "/jobs", "/new", "/new"]
-
-
-def test_somebody_may_listen_to_every_decision(way: str, store: str, unique: str) -> None:
+def test_somebody_may_listen_to_every_decision(store: str, unique: str) -> None:
     heard: list[Any] = []
 
     async def run() -> None:
@@ -194,7 +148,7 @@ def test_somebody_may_listen_to_every_decision(way: str, store: str, unique: str
     assert heard == [True] * 5 + [False]
 
 
-def test_a_denial_is_remembered_as_ever(way: str, redis7: RedisServer, unique: str) -> None:
+def test_a_denial_is_remembered_as_ever(redis7: RedisServer, unique: str) -> None:
     async def run() -> None:
         gate = gated(App(), redis7.url, unique)
         assert await again(gate, times=40) == [200] * 5 + [429] * 35
@@ -208,7 +162,7 @@ def test_a_denial_is_remembered_as_ever(way: str, redis7: RedisServer, unique: s
 # -- In the task of whoever waits ------------------------------------------------------------------------------------
 
 
-def test_an_admission_is_current_while_its_request_is_served(way: str, store: str, unique: str) -> None:
+def test_an_admission_is_current_while_its_request_is_served(store: str, unique: str) -> None:
     async def broken(receive: Any, send: Any) -> None:
         raise KeyError("of the app")
 
@@ -226,7 +180,7 @@ def test_an_admission_is_current_while_its_request_is_served(way: str, store: st
     asyncio.run(run())
 
 
-def test_nothing_happens_before_it_is_awaited(way: str, store: str, unique: str) -> None:
+def test_nothing_happens_before_it_is_awaited(store: str, unique: str) -> None:
     async def run() -> None:
         gate = gated(App(), store, unique)
         sent: list[Any] = []
@@ -248,7 +202,7 @@ def test_nothing_happens_before_it_is_awaited(way: str, store: str, unique: str)
     asyncio.run(run())
 
 
-def test_the_app_may_be_cancelled_or_left(way: str, store: str, unique: str) -> None:
+def test_the_app_may_be_cancelled_or_left(store: str, unique: str) -> None:
     seen: list[str] = []
     is_there = asyncio.Event()
 
@@ -292,7 +246,7 @@ def test_the_app_may_be_cancelled_or_left(way: str, store: str, unique: str) -> 
     assert seen == ["cancelled"] * 4
 
 
-def test_who_goes_while_the_store_is_asked_is_served_no_more(way: str, own_redis: RedisServer, unique: str) -> None:
+def test_who_goes_while_the_store_is_asked_is_served_no_more(own_redis: RedisServer, unique: str) -> None:
     app = App()
 
     async def run() -> None:
@@ -327,7 +281,7 @@ class _Cancelled:
 
 @pytest.mark.parametrize(("on_failure", "status"), [("open", 200), ("closed", 503), ("local", 200)])
 def test_each_route_has_its_own_answer_when_the_store_fails(
-    way: str, own_redis: RedisServer, unique: str, on_failure: str, status: int
+    own_redis: RedisServer, unique: str, on_failure: str, status: int
 ) -> None:
     app = App()
 
@@ -347,288 +301,133 @@ def test_each_route_has_its_own_answer_when_the_store_fails(
     asyncio.run(run())
 
 
-def test_what_a_bug_of_ours_raises_is_not_taken_for_an_outage(redis7: RedisServer, unique: str) -> None:
-    async def run() -> None:
-        gate = gated(App(), redis7.url, unique)
-        await again(gate)
-
-        def ask_nobody(_: Any) -> Any:
-            future = asyncio.get_running_loop().create_future()
-            future.set_exception(ZeroDivisionError("of ours"))
-            return future
-
-        gate.gate._asking = *gate.gate._asking[:3], ask_nobody
-        with pytest.raises(ZeroDivisionError, match="of ours"):
-            await ask(gate)
-        assert gate.gate.health().state == "ready"
-        for wrong, error in ((lambda _: 5, TypeError), (lambda _: 1 / 0, ZeroDivisionError)):
-            gate.gate._asking = *gate.gate._asking[:3], wrong
-            with pytest.raises(error):
-                await ask(gate)
-        assert current_admission() is FREE
-        await gate.gate.close()
-
-    asyncio.run(run())
-
-
-# -- What servers and event loops do with it --------------------------------------------------------------------------
-
-
-def test_servers_see_that_it_is_asynchronous(way: str) -> None:
-    """Else some take it for an app of WSGI, or of an ASGI that is long gone."""
-    app = gated(App(), "memory://", "x")
-    assert inspect.iscoroutinefunction(app.__call__)
-    assert asyncio.iscoroutinefunction(app.__call__)
-
-    async def run() -> None:
-        passage = app(scope=scope("/"), receive=None, send=None)
-        assert asyncio.iscoroutine(passage)
-        assert type(passage) is (CoroutineType if way == "plain" else Passage)
-        passage.close()
-        assert (await talk(app.__call__, scope("/")))[0]["status"] == 200
-
-    asyncio.run(run())
-
-
-def test_an_app_may_answer_with_whatever_can_be_awaited(way: str) -> None:
-    class Done:
-        def __await__(self) -> Iterator[None]:
-            return iter(())
-
-    class Odd:
-        def __await__(self) -> Any:
-            return 5
-
-    async def later() -> None:
-        await asyncio.sleep(0)
-
-    def answers(made: Callable[[], Any]) -> Any:
-        return gated(lambda *_: made(), "memory://", "x", clock=FakeClock())
-
-    async def run() -> None:
-        for made in (Done, later, lambda: asyncio.ensure_future(later())):
-            for _ in range(2):
-                await answers(made)(scope("/"), None, None)
-        for made, told in ((Odd, "__await__.. returned non-iterator of type 'int'"), (object, "object can't be used")):
-            app = answers(made)
-            for _ in range(2):
-                with pytest.raises(TypeError, match=told):
-                    await app(scope("/"), None, None)
-                assert current_admission() is FREE
-
-    asyncio.run(run())
-
-
-def test_it_is_one_for_debuggers_too(way: str, store: str, unique: str) -> None:
-    """Which have coroutines go on by other means."""
-
-    async def run() -> None:
-        gate = gated(App(), store, unique)
-        sys.settrace(lambda *_: None)
-        try:
-            assert await again(gate, times=6) == [200] * 5 + [429]
-        finally:
-            sys.settrace(None)
-        await gate.gate.close()
-
-    asyncio.run(run())
-
-
-def waiting(seen: list[Any]) -> Any:
-    """A passage whose app waits, and its first step."""
-
-    class Step:
-        def __await__(self) -> Any:
-            try:
-                seen.append((yield "a step"))
-                seen.append((yield "another"))
-            except ValueError as error:
-                seen.append(error)
-                yield "a last one"
-            finally:
-                seen.append(current_admission() is FREE)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await Step()
-
-    middleware = gated(app, "memory://", "x", clock=FakeClock())
-    return middleware(scope("/"), None, None)
-
-
-def test_it_can_be_driven_by_hand(way: str) -> None:
-    seen: list[Any] = []
-    passage = waiting(seen)
-    assert (passage.send(None), passage.send(5)) == ("a step", "another")
-    with pytest.raises(StopIteration) as stop:
-        passage.send(6)
-    assert stop.value.value is None
-    assert seen == [5, 6, False]
-    assert current_admission() is FREE
-    with pytest.raises(RuntimeError, match="cannot reuse already awaited"):
-        passage.send(None)
-
-
 OLD_FORM = "ignore:the .type, exc, tb. signature of throw:DeprecationWarning"
 """From Python 3.12 on, coroutines warn of the form in which it still throws itself."""
 
 
-@pytest.mark.filterwarnings(OLD_FORM)
-@pytest.mark.parametrize("thrown", [(ValueError("x"),), (ValueError,), (ValueError, ValueError("x"), None)])
-def test_what_is_thrown_is_the_apps_to_catch(way: str, thrown: tuple[Any, ...]) -> None:
-    seen: list[Any] = []
-    passage = waiting(seen)
-    passage.send(None)
-    assert passage.throw(*thrown) == "a last one"
-    with pytest.raises(KeyError):
-        passage.throw(KeyError("y"))
-    assert isinstance(seen[0], ValueError)
-    assert seen[1:] == [False]
-    assert current_admission() is FREE
+def test_servers_see_that_the_middleware_is_asynchronous() -> None:
+    """uvicorn takes an app whose `__call__` is not a coroutine function for one of ASGI 2."""
+    assert inspect.iscoroutinefunction(gated(App(), "memory://", "x").__call__)
 
 
-@pytest.mark.filterwarnings(OLD_FORM)
-def test_what_is_thrown_before_it_begins_ends_it(way: str) -> None:
-    for thrown in ((ValueError("x"),), (ValueError, "x"), (ValueError, ValueError("x"), None)):
-        passage = waiting(seen := [])
-        with pytest.raises(ValueError, match="x"):
-            passage.throw(*thrown)
-        assert seen == []
-        with pytest.raises(RuntimeError):
-            passage.send(None)
-    for wrong in ((), (1, 2, 3, 4), ("no exception",)):
-        passage = waiting([])
-        with pytest.raises(TypeError):
-            passage.throw(*wrong)
-        passage.close()
+# -- The last message of an answer -----------------------------------------------------------------------------------
 
 
-def test_it_can_be_closed_at_any_time(way: str) -> None:
-    waiting([]).close()
-    passage = waiting(seen := [])
-    passage.send(None)
-    passage.close()
-    passage.close()
-    assert seen == [False]
-    assert current_admission() is FREE
+def granted() -> Any:
+    """An admission without headers."""
+    return Admission(None, None, None, None, 0)
 
 
-def test_it_does_not_go_on_while_it_goes_on(way: str) -> None:
-    told: list[str] = []
+def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all() -> None:
+    current: list[Any] = []
+    last = {"type": "http.response.body"}
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        for step in (passage.close, lambda: passage.send(None), lambda: passage.throw(KeyError("x"))):
-            with pytest.raises(ValueError, match="already executing") as refused:
-                step()
-            told.append(str(refused.value))
+    async def send(message: Any) -> None:
+        current.append(current_admission())
+        if message is not last:
+            raise OSError("the client is gone")
 
-    middleware = gated(app, "memory://", "x", clock=FakeClock())
-    for _ in range(2):
-        passage = middleware(scope("/"), None, None)
-        with pytest.raises(StopIteration):
-            passage.send(None)
-    assert len(told) == 6
-
-
-def test_what_waits_without_being_able_to_hear_of_it_is_ended(way: str) -> None:
-    class Deaf:
-        def __await__(self) -> Any:
-            return iter(["a step"])
-
-    middleware = gated(lambda *_: Deaf(), "memory://", "x", clock=FakeClock())
-    for _ in range(2):
-        passage = middleware(scope("/"), None, None)
-        assert passage.send(None) == "a step"
-        with pytest.raises(ValueError, match="x"):
-            passage.throw(ValueError("x"))
+    async def serve() -> None:
+        admission: Any = granted()
+        telling = TellingSend(send, admission)
+        for _ in range(2):
+            await asyncio.create_task(send_last(telling, send, last))
+            await telling(last)
+            assert current_admission() is admission
+        with pytest.raises(OSError, match="gone"):
+            await telling({"type": "http.response.body", "body": b"..."})
+        assert current_admission() is admission
+        telling.leave()
+        telling.leave()
         assert current_admission() is FREE
-    passage = middleware(scope("/"), None, None)
-    passage.send(None)
-    passage.close()
-    assert current_admission() is FREE
+
+    asyncio.run(serve())
+    assert current == [FREE] * 5
 
 
-def test_what_goes_wrong_at_the_beginning_is_the_callers_to_hear(way: str) -> None:
-    async def run() -> None:
-        app = gated(App(), "memory://", "x", clock=FakeClock())
-        for wrong in ({}, {"type": "http"}, {**scope("/"), "client": 5}):
-            with pytest.raises((KeyError, TypeError)):
-                await app(wrong, None, None)
-        del app.gate
-        with pytest.raises(AttributeError, match="gate"):
-            await app(scope("/"), None, None)
+def test_a_server_may_have_to_wait_for_its_client() -> None:
+    """And be cancelled then, or told of an error: it is the server's to hear, and what runs after it is as ever."""
+    current: list[Any] = []
+    last = {"type": "http.response.body"}
 
-    asyncio.run(run())
-    for args in ((), (1, 2), (1, 2, 3, 4)):
-        with pytest.raises(TypeError):
-            gated(App(), "memory://", "x")(*args)
-    for maker in (Passage, object.__new__):
-        with pytest.raises(TypeError):
-            maker(Passage)
+    async def send(message: Any) -> None:
+        for _ in range(2):
+            current.append(current_admission())
+            try:
+                await flowing
+            except asyncio.CancelledError:
+                current.append("cancelled")
+                raise
+
+    async def serve() -> None:
+        nonlocal flowing
+        admission: Any = granted()
+        telling = TellingSend(send, admission)
+        for error in (None, OSError("gone")):
+            flowing = loop.create_future()
+            loop.call_soon(*([flowing.set_result, None] if error is None else [flowing.set_exception, error]))
+            with suppress(OSError):
+                await telling(last)
+            assert current_admission() is admission
+        flowing = loop.create_future()
+        task = asyncio.current_task()
+        assert task is not None
+        loop.call_soon(task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await telling(last)
+        assert current_admission() is admission
+        flowing = loop.create_future()
+        begun: Any = telling(last)
+        begun.send(None)
+        begun.close()
+        assert current_admission() is admission
+        telling.leave()
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        flowing: asyncio.Future[None]
+        runner.run(serve())
+    assert current == [FREE, FREE, FREE, FREE, "cancelled", FREE]
 
 
-def test_a_passage_that_nobody_ends_is_forgotten() -> None:
-    """With all that refers to itself there: the frames of an app, and what waits for them."""
+def test_a_server_may_send_by_whatever_can_be_awaited() -> None:
+    last = {"type": "http.response.body"}
 
-    def are_there() -> int:
-        gc.collect()
-        return sum(type(thing) is Passage for thing in gc.get_objects())
+    def send(message: Any) -> asyncio.Future[None]:
+        current.append(current_admission())
+        return asyncio.ensure_future(asyncio.sleep(0))
 
-    seen: list[Any] = []
-    before = are_there()  # others' errors may keep one
-    for _ in range(600):  # more than are kept to be used again
-        passage = waiting(seen)
-        passage.send(None)
-        seen.append(passage)
-    seen.clear()
-    del passage
-    assert are_there() <= before
+    current: list[Any] = []
+
+    async def serve() -> None:
+        admission: Any = granted()
+        telling = TellingSend(send, admission)
+        await telling(last)
+        assert current_admission() is admission
+        telling.leave()
+
+    asyncio.run(serve())
+    assert current == [FREE]
 
 
-def test_it_gives_back_all_that_it_has_borrowed() -> None:
-    async def broken(receive: Any, send: Any) -> None:
-        raise KeyError
+def test_what_is_sent_can_be_awaited_or_made_a_task_of_and_ended() -> None:
+    sent: list[Any] = []
 
-    async def slow(receive: Any, send: Any) -> None:
-        await asyncio.sleep(0)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-    clock = FakeClock()
-    memory = gated(App(broken=broken, slow=slow), "memory://", "x", quota=10_000_000, clock=clock)
-    asking = gated(App(broken=broken), "memory://", "x", quota=10_000_000, clock=clock)
-    runner = asyncio.Runner()
-    told = runner.run(asking.gate.admit(AsgiArrival(scope("/"), ""))).decision
+    async def serve() -> None:
+        admission: Any = granted()
+        telling: Any = TellingSend(send, admission)
+        last = {"type": "http.response.body"}
+        await telling(last)
+        await asyncio.create_task(telling(last))
+        await asyncio.gather(telling(last), telling(last))
+        telling(last).close()
+        for error in ((ValueError("x"),), (ValueError, ValueError("x"), None)):
+            with pytest.raises(ValueError, match="x"):
+                telling(last).throw(*error)
+        telling.leave()
 
-    def at_once(check: Any) -> Any:
-        future = runner.get_loop().create_future()
-        future.set_result(told)
-        return future
-
-    def failing(check: Any) -> Any:
-        future = runner.get_loop().create_future()
-        future.set_exception(asyncio.CancelledError())
-        return future
-
-    def refusing(check: Any) -> Any:
-        raise StoreUnavailable("not now")
-
-    way, asking.gate.short_way = asking.gate.short_way, None
-
-    async def rounds() -> None:
-        for app in (memory, asking):
-            for path in ("/", "/health", "/broken"):
-                for ask_by in (at_once, refusing, failing):
-                    app.gate._asking = way, asking.gate._front, asking.gate._front.now_ns, ask_by
-                    with suppress(KeyError, asyncio.CancelledError):
-                        await talk(app, scope(path))
-                    app.app.admissions.clear()
-        passage = memory(scope("/slow"), None, None)
-        passage.send(None)
-        with suppress(KeyError):
-            passage.throw(KeyError)
-
-    def once() -> None:
-        # Not by `run`, which looks after signals: Python keeps a text of what it asks for them, now and then.
-        runner.get_loop().run_until_complete(rounds())
-        clock.advance(timedelta(hours=1))
-
-    with runner:
-        assert_nothing_grows(once, rounds=300)
+    asyncio.run(serve())
+    assert len(sent) == 7

@@ -1,5 +1,5 @@
 /* The header fields of an answer in C. Mirrors fields.py, which says all, and `native_headers` in wsgi.py. */
-#include "_calls.h"
+#include "../_decision.h"
 
 static const whole SECOND_US = 1000000;
 static const whole LARGEST = 999999999999999;
@@ -14,7 +14,6 @@ typedef struct {
     PyObject *remaining;
     PyObject *reset;
     PyObject *ratelimit;
-    FieldsCalls calls;
 } Names;
 
 /* Of one limit. */
@@ -402,8 +401,7 @@ begin(PyObject *module)
     if (known->fields_type == NULL || known->remaining == NULL || known->reset == NULL || known->ratelimit == NULL) {
         return -1;
     }
-    known->calls = (FieldsCalls){known, (PyCFunction)(void (*)(void))fields_headers, headers_behind};
-    return PyModule_AddType(module, known->fields_type) < 0 ? -1 : add_calls(module, &known->calls, FIELDS_CALLS);
+    return PyModule_AddType(module, known->fields_type);
 }
 
 static int

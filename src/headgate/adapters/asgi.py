@@ -1,7 +1,4 @@
-"""ASGI: Starlette, FastAPI, Litestar, Quart, every other app. Streams, background tasks and lifespan are untouched.
-
-What every request needs is here as Python; `_asgi.c` is the same, compiled.
-"""
+"""ASGI: Starlette, FastAPI, Litestar, Quart, every other app. Streams, background tasks and lifespan are untouched."""
 
 from __future__ import annotations
 
@@ -12,11 +9,10 @@ from inspect import currentframe
 from types import CoroutineType, coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
-from headgate._compiled import compiled
 from headgate.adapters.door import check_options
 from headgate.adapters.gate import AsyncGate
 from headgate.adapters.mounts import asgi_routes, placed, root_of
-from headgate.adapters.way import FREE, Ways, enter_context, leave_context
+from headgate.adapters.way import FREE, enter_context, leave_context
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -50,7 +46,7 @@ TRY_AGAIN_LATER: Final = 1013
 """The close code of a websocket whose server cannot say 429."""
 
 
-class PlainArrival:
+class AsgiArrival:
     """A request, or the handshake of a websocket. `native` is its scope."""
 
     __slots__ = ("below", "method", "native", "path", "peer")
@@ -70,7 +66,7 @@ class PlainArrival:
         return [value.decode("latin-1") for key, value in self.native["headers"] if key == wanted]
 
 
-class PlainTellingSend:
+class TellingSend:
     """Sends what the app sends, with the fields of its admission, which is current until `leave`.
 
     But not while the last of an answer goes out: servers begin to wait for the connection's next request then, with a
@@ -160,30 +156,10 @@ def go_on(telling: TellingSend, sending: CoroutineType[Any, Any, None], waited_f
         telling.enter()
 
 
-class PlainEntrance:
-    """An app whose requests are served by its coroutine; compiled, they pass in C, step by step as that would have
-    them."""
-
-    _serve: App
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        return self._serve(scope, receive, send)
+SENT: Final = _Sent()
 
 
-if TYPE_CHECKING:
-    AsgiArrival = PlainArrival
-    TellingSend = PlainTellingSend
-    Entrance = PlainEntrance
-    SENT: Final = _Sent()
-else:
-    _compiled = compiled("headgate.adapters._asgi")
-    AsgiArrival = getattr(_compiled, "AsgiArrival", PlainArrival)
-    TellingSend = getattr(_compiled, "TellingSend", PlainTellingSend)
-    SENT = getattr(_compiled, "SENT", None) or _Sent()
-    Entrance = getattr(compiled("headgate.adapters._passage"), "Entrance", PlainEntrance)
-
-
-class HeadgateMiddleware(Entrance):
+class HeadgateMiddleware:
     """Puts a policy in front of an ASGI app. Make it the outermost middleware that may refuse.
 
     `policy` is a file, or a `Policy`; `store` and all other options are those of `AsyncGate`. Users who have signed in
@@ -212,10 +188,8 @@ class HeadgateMiddleware(Entrance):
                 raise
             gate = _Unmade(error)
         self.gate = gate
-        # Servers look here, and not at the class, whether an app is asynchronous.
-        self.__call__ = self._serve  # type: ignore[method-assign]
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ARRIVALS:
             if scope["type"] != "lifespan":
                 return await self.app(scope, receive, send)
@@ -223,9 +197,7 @@ class HeadgateMiddleware(Entrance):
                 return await self.gate.decline(receive, send)
             return await live(self.app, scope, receive, send, self.gate)
         arrival, gate = AsgiArrival(scope, self._root), self.gate
-        admission = None if gate.short_way is None else gate.short_way(arrival)
-        if admission is None:
-            admission = await gate.admit(arrival)
+        admission = await gate.admit(arrival)
         return await self._let_in(admission, scope, receive, send)
 
     async def _let_in(self, admission: Admission, scope: Scope, receive: Receive, send: Send) -> None:
@@ -246,7 +218,6 @@ class _Unmade(AsyncGate):
     """Stands where no gate could be made: the server is told why as it starts, and who comes nevertheless is, too."""
 
     def __init__(self, error: InvalidInput) -> None:
-        Ways.__init__(self)
         self._error = error
 
     async def decline(self, receive: Receive, send: Send) -> None:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Never, TypedDict
 from uuid import uuid4
 from weakref import WeakSet
 
-from headgate._compiled import compiled
 from headgate._pace import release
 from headgate.adapters.answers import Answers, status_page
 from headgate.adapters.identities import Identities
 from headgate.adapters.mounts import unreachable_paths
-from headgate.adapters.way import Rules, Ways, admitted
+from headgate.adapters.way import Admission, Rules
 from headgate.clock import SystemClock, in_ns
 from headgate.errors import InvalidConfiguration
 from headgate.failure import FailurePolicy
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from headgate.adapters.answers import Description, RefusalBody
     from headgate.adapters.identities import IdentityFunction, Told
     from headgate.adapters.mounts import AppRoute
-    from headgate.adapters.way import Admission, Arrival
+    from headgate.adapters.way import Arrival
     from headgate.clock import Clock
     from headgate.decisions import Decision
     from headgate.errors import StoreError
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["OPTIONS", "SECRET_VARIABLE", "Door", "GateOptions", "check_options"]
 
 logger = logging.getLogger("headgate")
-
-_ShortWay: Any = getattr(compiled("headgate.adapters._short_way"), "ShortWay", None)
 
 BUILT_IN: Final = ("ip", "subnet", "api_key", "client", "endpoint")
 """The identities that a gate finds out by itself."""
@@ -111,7 +108,7 @@ def check_options(owner: str, options: Iterable[str], known: Sequence[str] = (*O
             raise InvalidConfiguration(f"{owner} has no option {name!r}; {remedy}")
 
 
-class Door(Ways):
+class Door:
     """What both gates are made of."""
 
     _limiter_type: type[Any]
@@ -144,15 +141,16 @@ class Door(Ways):
         check_options(type(self).__name__, unknown)
         if policy is None and control is None:
             raise TypeError("give a policy (a file's path, or a Policy), or control= (the URL of a config store)")
-        super().__init__()
         self._functions = _checked_functions(identities)
         self._refusal_body = _checked_function("refusal_body", refusal_body)
-        self._on_decision: Callable[[Arrival, Admission], None] | None = _checked_function("on_decision", on_decision)
+        self.on_decision: Callable[[Arrival, Admission], None] | None = _checked_function("on_decision", on_decision)
+        """Called with every decision as it is made; requests to exempt routes have none."""
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._given_budget = budget
         reload_every = _checked_interval(reload_every)
         self._health_path = _checked_path(health_path)
-        self._is_on = True
+        self.is_on = True
+        """Set to False to admit every request without counting it."""
         options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
         self.use(self._limiter_type._for_gate(store, clock=clock, **options), clock)  # noqa: SLF001
         self._random_secret = secrets.token_bytes(32)
@@ -193,26 +191,6 @@ class Door(Ways):
             tell(self)
 
     @property
-    def is_on(self) -> bool:
-        """Whether requests are counted at all."""
-        return self._is_on
-
-    @is_on.setter
-    def is_on(self, is_on: bool) -> None:
-        self._is_on = is_on
-        self._find_short_way()
-
-    @property
-    def on_decision(self) -> Callable[[Arrival, Admission], None] | None:
-        """Told of every decision as it is made; those on routes that are exempt are none."""
-        return self._on_decision
-
-    @on_decision.setter
-    def on_decision(self, function: Callable[[Arrival, Admission], None] | None) -> None:
-        self._on_decision = function
-        self._find_short_way()
-
-    @property
     def policy_version(self) -> str | None:
         """A hash of the policy file's content in force; None for a policy that is no file."""
         return None if self._watch is None else self._watch.version
@@ -238,7 +216,6 @@ class Door(Ways):
         self._blocks = self._front.blocks
         fleet = limiter._guard_routes()  # noqa: SLF001
         self._fallbacks = {mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in STRICTNESS}
-        self._find_short_way()
         return before
 
     def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
@@ -350,7 +327,7 @@ class Door(Ways):
         error = self.policy_error and getattr(self._watch.error, "discreet", INVALID_POLICY)
         health = {**self.health().as_dict(), "policy_version": self.policy_version, "policy_error": error}
         page = status_page(health, ready=health["state"] == "ready")
-        return admitted(None, None, page, None, 0)
+        return Admission(None, None, page, None, 0)
 
     def _stored(self, kind: str, value: str) -> str:
         """Whom a block is about, as it is stored: of API keys only their hashes."""
@@ -371,27 +348,10 @@ class Door(Ways):
         )
         before = getattr(self, "rules", None)
         self.rules = rules
-        self._find_short_way()
         if before is not None:
             parts = before.snapshot.parts()
             del before
             release(parts)
-
-    def _find_short_way(self) -> None:
-        """To be called whenever something changes that it goes by."""
-        rules, memory = getattr(self, "rules", None), self._memory
-        sources = None if rules is None else rules.identities.sources
-        self.short_way = self._way = self._asking = None
-        if _ShortWay is None or rules is None or sources is None or not self._is_on or self._health_path is not None:
-            return
-        plans, spaces = rules.snapshot._known, {} if memory is None else memory._spaces  # noqa: SLF001 - for C
-        way = _ShortWay(rules, plans, *sources, self._blocks, memory, spaces, self._time_ns)
-        if memory is None or self._on_decision is not None:
-            self._way = way
-        else:
-            self.short_way = way
-        if memory is None and self._on_decision is None and self._limiter_type is not Limiter:
-            self._asking = way, self._front, self._front.now_ns, self._limiter._store.run  # noqa: SLF001 - as in `use`
 
     def _secret(self, policy: Policy) -> bytes:
         """What API keys are hashed with: the same on all machines that count together."""

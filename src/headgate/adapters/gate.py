@@ -33,26 +33,19 @@ class Gate(Door):
 
     def admit(self, arrival: Arrival, rules: Rules | None = None) -> Admission:
         """The admission of a request, or its refusal: by the policy, or by the rules of a view that it is going to."""
-        if rules is None and self.short_way is not None and (admitted := self.short_way(arrival)) is not None:
-            return admitted
-        if not self._is_on:
+        if not self.is_on:
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
-        way: Any = self._way if rules is None else None
         rules = rules or self.rules
-        known = None if way is None else way.recognize(arrival)
-        if known is not None:
-            route, met, check, described, now_us = known
-        else:
-            route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
-            if route.is_exempt:
-                return FREE
-            kinds = self._kinds(route)
-            told = rules.identities.told(arrival, kinds)
-            if told and NOT_YET_TOLD in told:
-                raise _asynchronous_function(told)
-            met, check, described, now_us = self._meet(rules, route, arrival, kinds, told)
+        route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
+        if route.is_exempt:
+            return FREE
+        kinds = self._kinds(route)
+        told = rules.identities.told(arrival, kinds)
+        if told and NOT_YET_TOLD in told:
+            raise _asynchronous_function(told)
+        met, check, described, now_us = self._meet(rules, route, arrival, kinds, told)
         if check is None or met.block is not None:
             admission = rules.unasked(met, now_us)
         elif route.leases:
@@ -62,14 +55,11 @@ class Gate(Door):
                 decision = self._memory.decide(check)
             else:
                 decision = self._decide(check, self._fallbacks[route.on_failure])
-            if known is not None:
-                admission = way.conclude(known, decision)
-            else:
-                admission = rules.conclude(met, decision, described, now_us)
+            admission = rules.conclude(met, decision, described, now_us)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
-        return admission if self._on_decision is None else self._told(arrival, admission)
+        return admission if self.on_decision is None else self._told(arrival, admission)
 
     def finish(self, admission: Admission, status: int) -> None:
         """The answer is out: leave what was held, settle what was reserved."""
@@ -141,25 +131,20 @@ class AsyncGate(Door):
 
     async def admit(self, arrival: Arrival, rules: Rules | None = None) -> Admission:
         """The admission of a request, or its refusal: by the policy, or by the rules of a view that it is going to."""
-        if not self._is_on:
+        if not self.is_on:
             return FREE
         if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
             return self._say_how_it_is()
-        way: Any = self._way if rules is None else None
-        known = None if way is None else way.recognize(arrival)
         rules = rules or self.rules
-        if known is not None:
-            route, met, check, described, now_us = known
-        else:
-            route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
-            if route.is_exempt:
-                return FREE
-            kinds = self._kinds(route)
-            told = rules.identities.told(arrival, kinds)
-            if told and NOT_YET_TOLD in told:
-                for kind in told.pop(NOT_YET_TOLD):
-                    told[kind] = await rules.identities.awaited(kind, told[kind])
-            met, check, described, now_us = self._meet(rules, route, arrival, kinds, told)
+        route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
+        if route.is_exempt:
+            return FREE
+        kinds = self._kinds(route)
+        told = rules.identities.told(arrival, kinds)
+        if told and NOT_YET_TOLD in told:
+            for kind in told.pop(NOT_YET_TOLD):
+                told[kind] = await rules.identities.awaited(kind, told[kind])
+        met, check, described, now_us = self._meet(rules, route, arrival, kinds, told)
         if check is None or met.block is not None:
             admission = rules.unasked(met, now_us)
         elif route.leases:
@@ -169,16 +154,13 @@ class AsyncGate(Door):
                 decision = self._memory.decide(check)
             else:
                 decision = await self._decide(check, self._fallbacks[route.on_failure])
-            if known is not None:
-                admission = way.conclude(known, decision)
-            else:
-                admission = rules.conclude(met, decision, described, now_us)
+            admission = rules.conclude(met, decision, described, now_us)
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [
                     Shadow(one, await self._answer(Check((one.key,), one.cost))) for one in met.shadows
                 ]
-        return admission if self._on_decision is None else self._told(arrival, admission)
+        return admission if self.on_decision is None else self._told(arrival, admission)
 
     async def finish(self, admission: Admission, status: int) -> None:
         """The answer is out: leave what was held, settle what was reserved."""

@@ -15,14 +15,13 @@ from headgate.errors import InvalidCost, InvalidInput, ScriptError, StoreError
 from headgate.stores.calls import Check, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
     from headgate.adapters.answers import Answers, Description, Header, Refusal
     from headgate.adapters.identities import Identities, Sent, Told
     from headgate.decisions import Decision
     from headgate.policy.model import Block
     from headgate.policy.snapshot import Met, Resolution, RoutePlan, Snapshot
-    from headgate.shield.front import Front
 
 __all__ = [
     "FREE",
@@ -33,8 +32,6 @@ __all__ = [
     "Rules",
     "Settling",
     "Shadow",
-    "Ways",
-    "admitted",
     "current_admission",
     "enter_context",
     "leave_context",
@@ -100,7 +97,6 @@ Meeting: TypeAlias = "tuple[Resolution, Check | None, Description]"
 class Admission:
     """How a request was let in, or not. The app finds its own with `current_admission()`."""
 
-    # Made by `admitted` alone, and in C: a constructor in Python would be a function more on every request.
     __slots__ = (
         *("_committed", "_description", "came_us", "decision", "held", "is_over", "refusal", "resolution", "shadows"),
     )
@@ -118,8 +114,25 @@ class Admission:
     """What limits that are only watched would have said."""
     held: Any
     """The block that holds its leases."""
-    _description: Description | None
-    _committed: dict[str, int] | None
+
+    def __init__(
+        self,
+        resolution: Resolution | None,
+        decision: Decision | None,
+        refusal: Refusal | None,
+        description: Description | None,
+        came_us: int,
+    ) -> None:
+        self.came_us = came_us
+        self.resolution = resolution
+        self.decision = decision
+        self.refusal = refusal
+        self.is_over = resolution is None or not resolution.route.settles
+        self.shadows = ()
+        self.held = None
+        self._committed: dict[str, int] | None = None
+        self._description = description
+        """The header template of its limits; None where the client gets no headers."""
 
     @property
     def allowed(self) -> bool:
@@ -180,27 +193,7 @@ class Admission:
         return met.cost if self._committed is None else self._committed.get(name, met.cost)
 
 
-def admitted(
-    resolution: Resolution | None,
-    decision: Decision | None,
-    refusal: Refusal | None,
-    description: Description | None,
-    came_us: int,
-) -> Admission:
-    """The admission of a request; `description` is how its client is told, if it is."""
-    admission = Admission()
-    admission.came_us = came_us
-    admission.resolution = resolution
-    admission.decision = decision
-    admission.refusal = refusal
-    admission.is_over = resolution is None or not resolution.route.settles
-    admission.shadows = ()
-    admission.held = admission._committed = None  # noqa: SLF001 - its own
-    admission._description = description  # noqa: SLF001
-    return admission
-
-
-FREE: Final = admitted(None, None, None, None, 0)
+FREE: Final = Admission(None, None, None, None, 0)
 """For requests that meet no limit at all."""
 
 _current: ContextVar[Admission] = ContextVar("headgate_admission", default=FREE)
@@ -218,26 +211,6 @@ def leave_context(token: Token[Admission]) -> None:
 def current_admission() -> Admission:
     """How the request that is being served was let in: its decision, and where to `commit` its real cost."""
     return _current.get()
-
-
-class Ways:
-    """The ways in C through a gate, which every request asks for: hence in slots."""
-
-    __slots__ = ("_asking", "_way", "short_way")
-
-    short_way: Callable[[Arrival], Admission | None] | None
-    """How a request is let in that is like one before, whose counts are in this process, in C; or None, for all that
-    takes more. None itself where there is no such way."""
-
-    _way: Any
-    """Where there is none: the same in C but for what the store is asked. `recognize` says what such a request meets,
-    and `conclude` how it is let in."""
-
-    _asking: tuple[Any, Front, Callable[[], int], Callable[[Check], Awaitable[Decision]]] | None
-    """For `_passage.c`: that way, and who asks an asynchronous store, by which clock and how."""
-
-    def __init__(self) -> None:
-        self.short_way = self._way = self._asking = None
 
 
 class Known(dict[Any, Meeting]):
@@ -300,16 +273,16 @@ class Rules:
         """How a request is let in that is blocked, or meets no limit: the store need not be asked."""
         block = resolution.block
         refusal = None if block is None else self._answers.blocked(_time_left(block, now_us))
-        return admitted(resolution, None, refusal, None, now_us)
+        return Admission(resolution, None, refusal, None, now_us)
 
     def conclude(self, resolution: Resolution, decision: Decision, description: Description, now_us: int) -> Admission:
         """How the request is let in, or its refusal."""
         if decision.degraded is not None and resolution.route.on_failure != "local":
             # Nothing is known of the limits: the client is told no numbers.
             refusal = None if decision.allowed else self._answers.unavailable(decision)
-            return admitted(resolution, decision, refusal, None, now_us)
+            return Admission(resolution, decision, refusal, None, now_us)
         refusal = None if decision.allowed else self._answers.denied(decision, description)
-        return admitted(resolution, decision, refusal, description, now_us)
+        return Admission(resolution, decision, refusal, description, now_us)
 
     def headers_of(self, admissions: Iterable[Admission]) -> list[Header]:
         """The header fields of several admissions of one request, as if they were one."""

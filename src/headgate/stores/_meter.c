@@ -3,7 +3,7 @@
  * Whatever is unusual is left to memory.py, by answering None before anything has changed. Nobody can come between
  * the reading of a state and the writing of the next: the interpreter's lock is held, and nothing that is called here
  * runs Python code, as the collector, which could, is told to wait. */
-#include "_meter.h"
+#include "../_decision.h"
 
 #include "../algorithms/token_bucket.h"
 #include "../algorithms/gcra.h"
@@ -39,7 +39,6 @@ typedef struct {
     PyTypeObject *decision_type;
     Place space_in_limit;
     Place meter_in_space;
-    MeterCalls calls;
 } Names;
 
 typedef struct {
@@ -351,8 +350,7 @@ begin(PyObject *module)
         return -1;
     }
     Py_DECREF(names);
-    known->calls = (MeterCalls){known, charge_all};
-    return add_calls(module, &known->calls, METER_CALLS);
+    return 0;
 }
 
 static int

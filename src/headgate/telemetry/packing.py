@@ -1,6 +1,6 @@
 """What is kept of a decision until there is time to make a record of it: one string of bytes, which any process can
-read, and which the garbage collector never looks at. This is what a rejection costs its request: what most of them are
-is packed by `_packing.c`, where that is compiled."""
+read, and which the garbage collector never looks at. This is what a rejection costs its request: the common ones
+are packed by `keep`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from itertools import count
 from marshal import dumps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from headgate._compiled import compiled
-
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from headgate.adapters.way import Admission, Arrival
     from headgate.limits import Limit
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from headgate.policy.snapshot import CompiledRule, Resolution, RoutePlan
     from headgate.telemetry.clients import Clients
 
-__all__ = ["EDITIONS", "FORMAT", "Labels", "Packer", "keep", "packed_loss", "plain_keep"]
+__all__ = ["EDITIONS", "FORMAT", "Labels", "Packer", "keep", "packed_loss"]
 
 FORMAT: Final = 2
 """Of marshal: the newest that spends no time on finding what stands there twice."""
@@ -45,7 +43,7 @@ class _Place(NamedTuple):
     packed: bytes
 
 
-def plain_keep(
+def keep(
     places: dict[Any, _Place], queue: deque[Any], most: int, arrival: Arrival, admission: Admission, /
 ) -> bool | None:
     """Put what most rejections are into the queue: those by limits that are everybody's, and by the store's own answer;
@@ -68,11 +66,6 @@ def plain_keep(
         return False
     queue.append(packed)
     return True
-
-
-keep: Callable[[dict[Any, _Place], deque[Any], int, Any, Any], bool | None] = getattr(
-    compiled("headgate.telemetry._packing"), "keep", plain_keep
-)
 
 
 class Packer:
