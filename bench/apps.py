@@ -42,7 +42,7 @@ class AppContender:
 
 
 def _policy(setting: Setting, *, limits: int) -> Any:
-    from headgate.policy.loading import read
+    from headgate.policy.loader import read
 
     text = POLICY + TWO_MORE * (limits > 1)
     return read(text.format(quota=setting.quota, many=10 * setting.quota, seconds=setting.seconds))

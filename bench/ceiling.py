@@ -16,10 +16,10 @@ def headgate_batch_command(limit: Any, checks: int) -> tuple[str, list[str]]:
 
     redis-benchmark replaces `__rand_int__` with a number of its own in every place and every run.
     """
-    from headgate.stores.calls import checked
-    from headgate.stores.redis.wire import Wire
+    from headgate.stores.operations import checked
+    from headgate.stores.redis.encoding import CommandEncoder
 
-    wire = Wire("headgate", None)
+    wire = CommandEncoder("headgate", None)
     # The command of different clients: one that meets the same key again and again says so, and is run another way.
     command = wire.encode_checks([checked((limit.by(f"user-{number}"),), 1, None) for number in range(checks)])
     assert command.script is not None

@@ -61,7 +61,7 @@ def measure(
     """Seconds from each change to its effect on each worker, by the kind of change."""
     from headgate.control.admin import AdminServer, Tokens
     from headgate.control.config import ConfigStore
-    from headgate.control.desk import Desk
+    from headgate.control.service import AdminService
     from headgate.limiter import Limiter
 
     secret = secrets.token_hex(16)
@@ -70,7 +70,7 @@ def measure(
     counters = Limiter(redis_url)
     tokens = Tokens(config_url)
     token = tokens.make("bench", "admin", by="bench").text
-    server = AdminServer(Desk(config, counters=counters, secret=secret), tokens, port=free_port())
+    server = AdminServer(AdminService(config, counters=counters, secret=secret), tokens, port=free_port())
     server.start()
     send = _Admin(server.url, token)
     fleet = _Fleet(config_url, redis_url, secret)
@@ -143,14 +143,14 @@ class _Fleet:
 
 
 def _work(pipe: Any, config_url: str, redis_url: str, secret: str) -> None:
-    from headgate.adapters.asgi import AsgiArrival
-    from headgate.adapters.gate import Gate
-    from headgate.control.feed import ConfigFeed
+    from headgate.adapters.asgi import AsgiRequest
+    from headgate.control.config.watcher import ConfigSource
+    from headgate.gate.gate import Gate
 
     def tenant_of(arrival: Any) -> str:
         return str(arrival.header("x-tenant")[0])
 
-    gate = Gate(ConfigFeed(config_url), redis_url, identities={"tenant": tenant_of}, secret=secret)
+    gate = Gate(ConfigSource(config_url), redis_url, identities={"tenant": tenant_of}, secret=secret)
     gate.warm()
     time.sleep(1.0)  # it has heard of all that was before
     pipe.send(None)
@@ -162,7 +162,7 @@ def _work(pipe: Any, config_url: str, redis_url: str, secret: str) -> None:
         }  # fmt: skip
         knocks = 0
         while True:
-            admission = gate.admit(AsgiArrival(scope))
+            admission = gate.admit(AsgiRequest(scope))
             seen = time.monotonic()
             blocked = admission.resolution.block is not None
             quota = (

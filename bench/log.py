@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy
 
 from bench.progress import Progress
-from headgate.adapters.gate import AsyncGate, Gate
+from headgate.gate.gate import AsyncGate, Gate
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
-from headgate.telemetry.carriers import Carried, Here
+from headgate.telemetry.decision_log.delivery import DeliveryResult, InProcessDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from headgate.adapters.way import Admission
-    from headgate.telemetry.carriers import Batch
+    from headgate.gate.admission import Admission
+    from headgate.telemetry.decision_log.delivery import EventBatch
 
 SECRET: Final = "thirty-two bytes, kept elsewhere"
 POLICY: Final = """
@@ -192,12 +192,12 @@ def _in_process(turn: Turn) -> Told:
     return told
 
 
-class Nobody(Here):
+class Nobody(InProcessDelivery):
     """Takes what a scribe would be handed, and forgets it: so is seen what the app's own process pays."""
 
-    def carry(self, batch: Batch) -> Carried:
+    def carry(self, batch: EventBatch) -> DeliveryResult:
         marshal.dumps(list(batch.raws), 2)
-        return Carried(len(batch.raws))
+        return DeliveryResult(len(batch.raws))
 
 
 def _opened(options: dict[str, Any]) -> DecisionLog:

@@ -80,7 +80,7 @@ def _asked(question: str) -> dict[str, Any]:
 
 
 def _sizes() -> dict[str, float]:
-    from headgate.policy.loading import read
+    from headgate.policy.loader import read
     from headgate.policy.snapshot import Snapshot
 
     small, large = (json.dumps(policy(size)) for size in (SMALL, LARGE))
@@ -127,7 +127,7 @@ def _resolve_us(snapshot: Any, requests: list[Request]) -> float:
 def _yaml() -> dict[str, float]:
     import yaml
 
-    from headgate.policy.loading import read
+    from headgate.policy.loader import read
 
     text = yaml.dump(policy(LARGE), Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper))
     began = process_time()

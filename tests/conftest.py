@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from headgate.adapters.way import FREE, enter_context
+from headgate.gate.admission import UNLIMITED, enter_context
 from servers import RedisCluster, RedisServer, SentinelSet
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def outside_of_any_request() -> None:
     """Threads that serve one request after the other keep the last one's admission until the next comes."""
-    enter_context(FREE)
+    enter_context(UNLIMITED)
 
 
 REMOTE = ("redis7", "valkey9", "cluster", "sentinel")

@@ -11,8 +11,8 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headgate.shield.heat import SAMPLED_EVERY
-from headgate.shield.purses import Purses
+from headgate.local.hot_keys import SAMPLED_EVERY
+from headgate.local.prepaid import PrepaidTokens
 from headgate.stores.memory import MemoryStore
 from headgate.testing import FakeClock
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
     from headgate import Decision, Key, Limit
-    from headgate.stores.calls import Check, Refund
+    from headgate.stores.operations import Check, Refund
 
 START_US = 1_763_251_200 * 1_000_000
 
@@ -51,7 +51,7 @@ class Fleet:
         self.clock = FakeClock(START_US)
         self.store = MemoryStore(self.clock)
         self.nodes = [
-            Purses(lease_us=lease_us, nodes=lambda: told or nodes, now_us=self._watch(offset_us))
+            PrepaidTokens(lease_us=lease_us, nodes=lambda: told or nodes, now_us=self._watch(offset_us))
             for offset_us in range(7, 7 + 1_000_003 * nodes, 1_000_003)
         ]
         for node in self.nodes:

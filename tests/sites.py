@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from asgi_client import PEER, scope, talk
 from headgate.adapters import asgi, wsgi
-from headgate.policy.loading import read
+from headgate.policy.loader import read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

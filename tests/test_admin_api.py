@@ -27,17 +27,17 @@ from asgi_client import scope, talk
 from headgate import Limiter
 from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app
-from headgate.control.admin.api.callers import Parts, WriteAnswer
-from headgate.control.admin.guards import LARGE, SMALL, Bodies
+from headgate.control.admin.api.dependencies import Parts, WriteAnswer
+from headgate.control.admin.idempotency import IdempotencyStore
+from headgate.control.admin.middleware import LARGE, SMALL, BodyLimit
 from headgate.control.admin.problems import TITLES, of_error
-from headgate.control.admin.replays import Replays
 from headgate.control.admin.sessions import FormRefused, Sessions
 from headgate.control.admin.tables import SESSIONS
 from headgate.control.config import ConfigStore, ConfigUnavailable
-from headgate.control.config.database import reading
-from headgate.control.desk.desk import Desk
-from headgate.control.desk.errors import NotFound
-from headgate.control.desk.views import ROLES, Change
+from headgate.control.config.engine import reading
+from headgate.control.service.errors import NotFound
+from headgate.control.service.models import ROLES, Change
+from headgate.control.service.service import AdminService
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 from headgate.testing import FakeClock
 from postgres import config_url, postgres  # noqa: F401 - fixtures
@@ -73,7 +73,7 @@ class Admin:
             self.store.put_policy(POLICY, author="ada", reason="first policy")
             self.texts = {role: self.tokens.make(role, role, by="the test").text for role in ROLES}
         self.counters = Limiter(clock=self.clock)
-        self.desk = Desk(
+        self.desk = AdminService(
             self.store,
             counters=self.counters,
             log=f"sqlite:///{directory}/decisions.db",
@@ -81,7 +81,7 @@ class Admin:
             clock=self.clock,
         )
         self.app = shared_app()
-        self.app.state.parts = Parts(self.desk, self.tokens, Replays(self.tokens))
+        self.app.state.parts = Parts(self.desk, self.tokens, IdempotencyStore(self.tokens))
         self.app.state.credentials.__init__(self.tokens)
         self.pace = 1.0
         """Seconds between requests, by the clock of the server's own limits."""
@@ -600,7 +600,7 @@ def test_of_many_that_come_at_once_one_is_done(anywhere: Admin) -> None:
 
 
 def test_while_a_write_is_at_work_its_key_is_taken_and_later_nobody_knows(admin: Admin) -> None:
-    replays = Replays(admin.tokens)
+    replays = IdempotencyStore(admin.tokens)
 
     def dies() -> Any:
         with pytest.raises(HeadgateError) as second:
@@ -754,7 +754,7 @@ def test_a_store_that_is_away_is_told_without_where_it_is(
 ) -> None:
     with closing(Tokens(f"sqlite:///{tmp_path}/other.db", clock=admin.clock)) as tokens:
         text = tokens.make("ada", "admin", by="ada").text
-        admin.app.state.parts = admin.app.state.parts._replace(tokens=tokens, replays=Replays(tokens))
+        admin.app.state.parts = admin.app.state.parts._replace(tokens=tokens, replays=IdempotencyStore(tokens))
         for file in tmp_path.glob("config.db*"):
             file.write_bytes(b"no database at all, but long enough to be looked at as one" * 100)
         refused = admin.ask("GET", "overrides", role=text)
@@ -797,7 +797,7 @@ def test_a_body_that_says_it_is_too_large_is_not_even_read() -> None:
         raise AssertionError("nobody shall see it")
 
     told = scope("/api/v1/find", method="POST", headers=[(b"content-length", b"%d" % (SMALL + 1))])
-    start, _ = asyncio.run(talk(Bodies(app), told))
+    start, _ = asyncio.run(talk(BodyLimit(app), told))
     assert start["status"] == 413
 
 
@@ -821,7 +821,7 @@ def test_a_body_that_never_ends_is_waited_for_only_so_long() -> None:
         async def send(message: Any) -> None:
             heard.append(message)
 
-        await Bodies(app, deadline=0.05)(scope("/api/v1/find", method="POST"), receive, send)
+        await BodyLimit(app, deadline=0.05)(scope("/api/v1/find", method="POST"), receive, send)
         return heard
 
     start, body = asyncio.run(run())
@@ -833,7 +833,7 @@ def test_a_client_that_goes_before_its_body_is_whole_is_not_heard() -> None:
         raise AssertionError("nobody shall see it")
 
     told = {"type": "http.request", "body": b"{", "more_body": True}
-    assert asyncio.run(talk(Bodies(app), scope("/api/v1/find", method="POST"), told)) == []
+    assert asyncio.run(talk(BodyLimit(app), scope("/api/v1/find", method="POST"), told)) == []
 
 
 @pytest.mark.parametrize("path", ["/health", "/openapi.json", "/nothing", "policy", "policy?version=x"])
@@ -1047,7 +1047,7 @@ def test_whoever_has_the_config_store_makes_a_token(
         assert (token.name, token.role) == ("ada", "support")
         assert token.expires_us - token.made_us == 30 * 86_400_000_000
         assert told.out.strip() not in told.err
-        (entry,) = Desk(store).audit().items
+        (entry,) = AdminService(store).audit().items
         assert entry.author.endswith("at the command line")
     assert main(["admin", "--config", "sqlite:///mine.db", "token", "ada", "--role", "support"]) == 2
     assert "revoke it first" in capsys.readouterr().err

@@ -22,25 +22,25 @@ from starlette.responses import Response
 
 from asgi_client import scope, talk
 from headgate import Limiter
-from headgate.adapters.gate import Gate
 from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app, serve
-from headgate.control.admin.guards import Shell, who_asks
+from headgate.control.admin.middleware import HostAndSecurityHeaders, who_asks
 from headgate.control.admin.sessions import Sessions
+from headgate.control.anomalies.detector import AnomalyDetector
+from headgate.control.anomalies.tables import STEPS
+from headgate.control.anomalies.webhook import Webhook
 from headgate.control.config import ConfigStore, ConfigUnavailable
-from headgate.control.config.database import reading, writing
+from headgate.control.config.engine import reading, writing
 from headgate.control.config.tables import AUDIT
-from headgate.control.desk import Actor, Desk, Who, reads
-from headgate.control.desk.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
-from headgate.control.desk.secrecy import words_like_keys
-from headgate.control.step_tables import STEPS
-from headgate.control.steps import Watcher
-from headgate.control.webhooks import Webhook
+from headgate.control.service import Actor, AdminService, ClientRef, queries
+from headgate.control.service.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
+from headgate.control.service.redaction import words_like_keys
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput, StoreUnavailable
+from headgate.gate.gate import Gate
 from headgate.policy import read
-from headgate.telemetry.boards import MemoryBoard
-from headgate.telemetry.gathered import Node
-from headgate.telemetry.pulse import Pulse
+from headgate.telemetry.fleet.model import NodeStatus
+from headgate.telemetry.fleet.reporter import StatusReporter
+from headgate.telemetry.fleet.status_store import MemoryStatusStore
 from headgate.testing import FakeClock
 from postgres import postgres  # noqa: F401 - a fixture
 from servers import make_certificates
@@ -60,9 +60,9 @@ limits:
 SECRET = "the same sixteen bytes or more"
 KEY = "zzKnownKey7Qm2vN8xLpR4"
 START_US = 1_794_800_000_000_000
-ACME = Who("tenant", "acme")
+ACME = ClientRef("tenant", "acme")
 SUE, OTTO, ADA = Actor("sue", "support"), Actor("otto", "operator"), Actor("ada", "admin")
-EVERYBODY = Who("ip", "0.0.0.0/0")
+EVERYBODY = ClientRef("ip", "0.0.0.0/0")
 
 
 class Place:
@@ -74,10 +74,10 @@ class Place:
         self.config = ConfigStore(url, secret=SECRET, clock=self.clock)
         self.tokens = Tokens(url, clock=self.clock)
         self.counters = Limiter(clock=self.clock)
-        self.desk = Desk(self.config, counters=self.counters, secret=SECRET, clock=self.clock)
+        self.desk = AdminService(self.config, counters=self.counters, secret=SECRET, clock=self.clock)
         if self.config.version == 0:
             self.desk.put_policy(OTTO, POLICY, reason="begin")
-            self.desk.add_override(SUE, Who("api_key", KEY), "150/minute", limit="search", reason="known")
+            self.desk.add_override(SUE, ClientRef("api_key", KEY), "150/minute", limit="search", reason="known")
 
     def app(self) -> Any:
         return create_app(self.desk, self.tokens, clock=self.clock)
@@ -160,7 +160,7 @@ def test_no_cookies_but_its_own_reach_the_server(sent: list[str], seen: str | No
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    asyncio.run(talk(Shell(app), scope(headers=[(b"cookie", each.encode()) for each in sent])))
+    asyncio.run(talk(HostAndSecurityHeaders(app), scope(headers=[(b"cookie", each.encode()) for each in sent])))
     assert found == ([] if seen is None else [seen])
 
 
@@ -429,7 +429,7 @@ def test_only_what_a_change_touches_is_compared_with_an_hour_ago(place: Place) -
 # ------------------------------------------------------------------ roles
 
 
-NETWORKS: dict[str, Callable[[Desk, Actor, Who], Any]] = {
+NETWORKS: dict[str, Callable[[AdminService, Actor, ClientRef], Any]] = {
     "override": lambda desk, by, who: desk.add_override(by, who, "90/minute", limit="search", reason="r"),
     "assign": lambda desk, by, who: desk.assign(by, who, "pro", reason="r"),
 }
@@ -439,14 +439,14 @@ NETWORKS: dict[str, Callable[[Desk, Actor, Who], Any]] = {
 def test_support_does_nothing_to_networks(place: Place, name: str) -> None:
     for kind, value in (("ip", "0.0.0.0/0"), ("ip", "::/0"), ("ip", "::ffff:0:0/97"), ("subnet", "192.0.2.0/24")):
         with pytest.raises(NotAllowed, match="networks"):
-            NETWORKS[name](place.desk, SUE, Who(kind, value))
+            NETWORKS[name](place.desk, SUE, ClientRef(kind, value))
     assert NETWORKS[name](place.desk, OTTO, EVERYBODY).version
-    assert NETWORKS[name](place.desk, SUE, Who("ip", "192.0.2.1")).version
+    assert NETWORKS[name](place.desk, SUE, ClientRef("ip", "192.0.2.1")).version
 
 
 def test_support_blocks_the_ipv6_network_of_a_customer_and_nothing_wider(place: Place) -> None:
     desk = place.desk
-    customer = Who("ip", "2001:db8:1:2::/64")
+    customer = ClientRef("ip", "2001:db8:1:2::/64")
     assert desk.block(SUE, customer, reason="scraping").version
     assert [each.who for each in desk.blocks().items] == [customer]
     assert [each.value for each in place.counters.blocked()] == [customer.value]
@@ -454,13 +454,13 @@ def test_support_blocks_the_ipv6_network_of_a_customer_and_nothing_wider(place: 
     for value in ("2001:db8:1::/63", "2001:db8::/32", "192.0.2.0/31", "::ffff:192.0.2.0/120", "64:ff9b::c000:200/120"):
         for change in (desk.block, desk.unblock):
             with pytest.raises(NotAllowed, match="networks"):
-                change(SUE, Who("ip", value), reason="r")
+                change(SUE, ClientRef("ip", value), reason="r")
 
 
 def test_who_blocks_one_ipv6_address_is_told_of_the_others_of_the_customer(place: Place) -> None:
-    blocked = place.desk.block(SUE, Who("ip", "2001:db8:1:2::77"), reason="scraping")
+    blocked = place.desk.block(SUE, ClientRef("ip", "2001:db8:1:2::77"), reason="scraping")
     assert [note for note in blocked.notes if note.endswith("block 2001:db8:1:2::/64")]
-    assert place.desk.block(SUE, Who("ip", "192.0.2.77"), reason="scraping").notes == ()
+    assert place.desk.block(SUE, ClientRef("ip", "192.0.2.77"), reason="scraping").notes == ()
 
 
 def test_support_does_not_undo_what_was_done_to_networks(place: Place) -> None:
@@ -491,9 +491,9 @@ def doubts(change: Callable[[], Any]) -> list[str]:
 
 def test_a_block_that_comes_back_with_a_version_is_looked_at_twice(place: Place) -> None:
     desk = place.desk
-    desk.block(OTTO, Who("ip", "10.0.0.0/9"), reason="r", confirm=["wildcard-block"])
+    desk.block(OTTO, ClientRef("ip", "10.0.0.0/9"), reason="r", confirm=["wildcard-block"])
     then = desk.version
-    desk.unblock(OTTO, Who("ip", "10.0.0.0/9"), reason="r")
+    desk.unblock(OTTO, ClientRef("ip", "10.0.0.0/9"), reason="r")
     assert doubts(lambda: desk.rollback(OTTO, then, reason="r")) == ["wildcard-block"]
     assert desk.rollback(OTTO, then, reason="r", confirm=["wildcard-block"]).version
 
@@ -652,9 +652,9 @@ def test_a_name_that_is_given_twice_is_refused(place: Place, body: str, name: st
 def test_a_kind_that_nobody_is_of_is_not_repeated(place: Place) -> None:
     for value in ("hmac:" + "a" * 32, "acme"):
         for change in (
-            lambda value=value: place.desk.reset(SUE, Who(KEY, value), reason="r"),
-            lambda value=value: place.desk.client(Who(KEY, value)),
-            lambda value=value: place.desk.block(SUE, Who(KEY, value), reason="r"),
+            lambda value=value: place.desk.reset(SUE, ClientRef(KEY, value), reason="r"),
+            lambda value=value: place.desk.client(ClientRef(KEY, value)),
+            lambda value=value: place.desk.block(SUE, ClientRef(KEY, value), reason="r"),
         ):
             with pytest.raises(InvalidInput) as error:
                 change()
@@ -732,7 +732,7 @@ def test_what_cannot_be_noted_is_not_done(place: Place, monkeypatch: pytest.Monk
     def away(*_: Any, **__: Any) -> None:
         raise ConfigUnavailable("away")
 
-    monkeypatch.setattr("headgate.control.desk.desk.auditing.note", away)
+    monkeypatch.setattr("headgate.control.service.service.auditing.note", away)
     done: list[Any] = []
     monkeypatch.setattr(place.counters, "reset", lambda *keys: done.append(keys))
     monkeypatch.setattr(place.counters, "unblock", lambda *who: done.append(who))
@@ -748,7 +748,7 @@ def test_what_cannot_be_noted_is_not_done(place: Place, monkeypatch: pytest.Monk
 
 def test_what_was_not_done_is_not_noted(place: Place) -> None:
     nowhere: Any = Away()
-    desk = Desk(place.config, counters=nowhere, secret=SECRET, clock=place.clock)
+    desk = AdminService(place.config, counters=nowhere, secret=SECRET, clock=place.clock)
     changes: list[Callable[[], Any]] = [
         lambda: desk.reset(SUE, ACME, reason="r"),
         lambda: desk.unblock(SUE, ACME, reason="r"),
@@ -763,7 +763,7 @@ def test_what_was_not_done_is_not_noted(place: Place) -> None:
 
 
 def test_hostile_words_on_the_board_stop_nobody(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    board = MemoryBoard()
+    board = MemoryStatusStore()
     minute = START_US // 60_000_000 - 1
     good = {"v": 1, "minute": minute, "at_us": START_US, "clients": [["tenant", "hmac:a", "acme", 10]]}
     words: list[Any] = [
@@ -776,7 +776,7 @@ def test_hostile_words_on_the_board_stop_nobody(place: Place, caplog: pytest.Log
     for number, each in enumerate([*words, good]):
         board.put(f"minutes/n{number}:{minute}", json.dumps(each).encode(), keep=600)
     place.clock.advance(80)
-    watcher = Watcher(board, place.config, clock=place.clock)
+    watcher = AnomalyDetector(board, place.config, clock=place.clock)
     with caplog.at_level(logging.WARNING, logger="headgate"):
         assert watcher.look() == []
     sums = watcher._sums(place.clock.now_us())
@@ -823,7 +823,7 @@ def signed_in(place: Place, role: Any = "viewer") -> dict[str, Any]:
 
 def test_what_is_searched_for_gets_into_an_address_only_if_it_is_no_key(place: Place) -> None:
     hashed = place.desk.find(KEY).value
-    place.desk.assign(SUE, Who("tenant", "customer-4711-in-the-north"), None, label="North Ltd.", reason="named")
+    place.desk.assign(SUE, ClientRef("tenant", "customer-4711-in-the-north"), None, label="North Ltd.", reason="named")
     searchable = place.desk.searchable
     for name in ("", "acme", "contract 4711", "North Ltd.", "customer-4711-in-the-north", "203.0.113.0/24", hashed):
         assert searchable(name) == name
@@ -842,7 +842,7 @@ def test_without_a_secret_what_may_be_a_key_is_refused_and_not_repeated(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADGATE_SECRET", raising=False)
-    desk = Desk(place.config, clock=place.clock)
+    desk = AdminService(place.config, clock=place.clock)
     with pytest.raises(InvalidInput, match="must not stand in an address") as refused:
         desk.searchable(UNKNOWN)
     assert UNKNOWN not in str(refused.value)
@@ -942,9 +942,11 @@ def test_the_command_line_puts_no_key_into_a_url(
 def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     place.tokens.make("op", "operator", by="the test")
     with Limiter("redis://127.0.0.1:1/0", budget=0.05) as away:
-        desk = Desk(place.config, counters=away, board=Unreadable(), log="clickhouse://127.0.0.1:2/d", secret=SECRET)
-        blocked = desk.block(SUE, Who("tenant", "globex"), reason="r")
-        ended = desk.unblock(SUE, Who("tenant", "globex"), reason="r")
+        desk = AdminService(
+            place.config, counters=away, board=Unreadable(), log="clickhouse://127.0.0.1:2/d", secret=SECRET
+        )
+        blocked = desk.block(SUE, ClientRef("tenant", "globex"), reason="r")
+        ended = desk.unblock(SUE, ClientRef("tenant", "globex"), reason="r")
         view = desk.client(ACME)
         overview = desk.overview(SUE)
         said = json.dumps([blocked.notes, ended.notes, view.troubles, view.as_dict(), overview.as_dict()])
@@ -968,7 +970,7 @@ def test_who_is_signed_in_while_the_config_store_is_away_is_told_and_may_try_aga
     place: Place, tmp_path: Path
 ) -> None:
     lost = ConfigStore(f"sqlite:///{tmp_path}/lost.db", secret=SECRET)
-    app = create_app(Desk(lost, secret=SECRET), place.tokens, clock=place.clock)
+    app = create_app(AdminService(lost, secret=SECRET), place.tokens, clock=place.clock)
     (tmp_path / "lost.db").write_bytes(b"no database any more")
     page = ask(app, "GET", "/blocks?state=active", headers={"cookie": signed_in(place)["cookie"]})
     assert (page.status_code, page.headers["Retry-After"]) == (503, "5")
@@ -979,7 +981,7 @@ def test_who_is_signed_in_while_the_config_store_is_away_is_told_and_may_try_aga
     assert "lost.db" not in page.text
 
 
-class Unreadable(MemoryBoard):
+class Unreadable(MemoryStatusStore):
     """A board on a server that is away."""
 
     def read(self, prefix: str) -> Any:
@@ -987,12 +989,12 @@ class Unreadable(MemoryBoard):
 
 
 def test_the_overview_says_where_stores_are_to_operators_alone(place: Place) -> None:
-    board = MemoryBoard()
+    board = MemoryStatusStore()
     gate = Gate(read("limits: [{by: ip, bucket: 10/minute}]"), "redis://127.0.0.1:1/0", budget=0.05)
-    with closing(gate), closing(Pulse(gate, board, secret=SECRET, node="web-1", every=None)) as pulse:
+    with closing(gate), closing(StatusReporter(gate, board, secret=SECRET, node="web-1", every=None)) as pulse:
         gate.admit(Arrival())
         pulse.beat()
-        desk = Desk(place.config, board=board, secret=SECRET)
+        desk = AdminService(place.config, board=board, secret=SECRET)
         (shown,), (known,), (unsaid,) = (desk.overview(each).nodes for each in (SUE, OTTO, None))
     assert (shown.name, shown.state) == (known.name, known.state)
     assert shown.shards == (("server 1", known.shards[0][1]),)
@@ -1009,17 +1011,17 @@ class Arrival:
 
 
 def test_of_a_node_people_see_that_its_store_is_away_and_not_where() -> None:
-    node = Node(
+    node = NodeStatus(
         name="web-1", region="", at_us=0, state="degraded", reason="connecting to 10.9.8.7:6379: refused",
         degraded_for_s=1.0, shards=(("10.9.8.7:6379", False),), policy_version="1",
         policy_error='config store postgresql://db.internal/x: connection to server at "db.internal" failed',
         config_age_s=9.0, allowed=0, denied=0, blocked=0, unavailable=0, degraded=0, p50_us=None, p99_us=None,
         waiting=0, lost=0, log_error="HTTPConnectionPool(host='10.9.8.7', port=8123)",
     )  # fmt: skip
-    shown = reads._without_places(node)
+    shown = queries._without_places(node)
     assert not [text for text in ("10.9.8.7", "internal") if text in repr(shown)]
     assert (shown.config_age_s, shown.shards, shown.state) == (9.0, (("server 1", False),), "degraded")
     plain = replace(
         node, reason="Redis did not answer within 5 ms", policy_error="limits[0]: no bucket", log_error=None
     )
-    assert reads._without_places(plain) == replace(plain, shards=(("server 1", False),))
+    assert queries._without_places(plain) == replace(plain, shards=(("server 1", False),))

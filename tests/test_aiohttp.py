@@ -13,10 +13,10 @@ from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from headgate import Limit
 from headgate.adapters.aiohttp import ADMISSION, exempt, limit, setup
-from headgate.adapters.gate import AsyncGate
-from headgate.adapters.way import FREE, Arrival, current_admission
 from headgate.errors import InvalidConfiguration
-from headgate.policy.loading import read
+from headgate.gate.admission import UNLIMITED, RequestInfo, current_admission
+from headgate.gate.gate import AsyncGate
+from headgate.policy.loader import read
 from headgate.policy.model import Policy, Rule
 from headgate.testing import FakeClock
 
@@ -233,7 +233,7 @@ def test_the_app_says_what_a_request_has_cost() -> None:
 
 def test_a_route_that_is_exempt_is_untouched() -> None:
     async def look(request: web.Request) -> web.Response:
-        return web.json_response([ADMISSION in request, current_admission() is FREE])
+        return web.json_response([ADMISSION in request, current_admission() is UNLIMITED])
 
     app = application(web.get("/health", look))
     setup(app, read("routes: [{path: /health, cost: 0}]\nlimits: [{by: ip, bucket: 1/minute}]"), clock=FakeClock())
@@ -255,7 +255,7 @@ def test_users_are_who_middlewares_further_out_say() -> None:
         request[who] = request.headers["X-User"]
         return await handler(request)  # type: ignore[no-any-return]
 
-    async def user(arrival: Arrival) -> str:
+    async def user(arrival: RequestInfo) -> str:
         return str(arrival.native[who])
 
     app = application(web.get("/", hello))

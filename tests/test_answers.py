@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import AsyncLimiter, Decision, InvalidConfiguration, Limit, Limiter
-from headgate.adapters.answers import Answers, Refusal, RefusalFacts
 from headgate.algorithms import ALGORITHMS, NEVER
 from headgate.failure import local_limit
+from headgate.gate.responses import Rejection, RejectionInfo, ResponseBuilder
 from headgate.leases import HoldTimes
 from headgate.policy.model import AnswerSettings
 from headgate.testing import FakeClock
@@ -25,8 +25,8 @@ from headgate.testing import FakeClock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headgate.adapters.answers import RefusalBody
     from headgate.algorithms import Verdict
+    from headgate.gate.responses import RejectionBody
 
 SECOND = 1_000_000
 DAY = 86_400 * SECOND
@@ -51,7 +51,7 @@ def fields(
     costs: Sequence[int] | None = None,
 ) -> dict[str, str]:
     limits, verdicts = zip(*judged, strict=True) if judged else ((), ())
-    description = Answers(settings or AnswerSettings()).describe(limits, [unit] * len(limits), costs)
+    description = ResponseBuilder(settings or AnswerSettings()).describe(limits, [unit] * len(limits), costs)
     return as_text(description.headers(verdicts, now_us))
 
 
@@ -70,13 +70,13 @@ def denial(*judged: tuple[Limit, Verdict], at_us: int = NOW, degraded: str | Non
     return Decision(False, keys, tuple(verdict for _, verdict in judged), degraded=degraded, at_us=at_us)
 
 
-def refuse(decision: Decision, settings: AnswerSettings | None = None, body: RefusalBody | None = None) -> Refusal:
-    answers = Answers(settings or AnswerSettings(), body=body)
+def refuse(decision: Decision, settings: AnswerSettings | None = None, body: RejectionBody | None = None) -> Rejection:
+    answers = ResponseBuilder(settings or AnswerSettings(), body=body)
     limits = [key.limit for key in decision.keys]
     return answers.denied(decision, answers.describe(limits, ["requests"] * len(limits)))
 
 
-def body_of(refusal: Refusal) -> dict[str, Any]:
+def body_of(refusal: Rejection) -> dict[str, Any]:
     headers = as_text(refusal.headers)
     assert headers["content-type"] == "application/problem+json"
     body: dict[str, Any] = json.loads(refusal.body)
@@ -361,7 +361,7 @@ def test_what_cannot_stand_in_a_header_never_gets_there(text: str) -> None:
 
 @pytest.mark.parametrize("verdicts", [[(1, 0, 0, 0)], [(1, 0, 0, 0)] * 3])
 def test_verdicts_of_other_limits_are_an_error(verdicts: list[Verdict]) -> None:
-    description = Answers(AnswerSettings()).describe([PER_IP, SEARCH], ["requests"] * 2)
+    description = ResponseBuilder(AnswerSettings()).describe([PER_IP, SEARCH], ["requests"] * 2)
     with pytest.raises((IndexError, TypeError)):
         description.headers(verdicts, NOW)
 
@@ -386,7 +386,7 @@ def test_verdicts_of_other_limits_are_an_error(verdicts: list[Verdict]) -> None:
 def test_retry_after_is_whole_seconds_and_never_early(
     wait_us: int, jitter: float, chance: float, expected: int
 ) -> None:
-    answers = Answers(AnswerSettings(jitter=timedelta(seconds=jitter)), chance=lambda: chance)
+    answers = ResponseBuilder(AnswerSettings(jitter=timedelta(seconds=jitter)), chance=lambda: chance)
     decision = denial((PER_IP, (0, wait_us, wait_us, 0)))
     description = answers.describe([PER_IP], ["requests"])
     for refusal in (
@@ -413,7 +413,7 @@ def test_a_denial_by_a_concurrency_limit_reports_the_expected_wait(
         asked.append((limit.name, places))
         return expected_us
 
-    answers = Answers(AnswerSettings(), expected_wait_us=expected_wait_us)
+    answers = ResponseBuilder(AnswerSettings(), expected_wait_us=expected_wait_us)
     decision = denial((streams, (2, bound_us, 60 * SECOND, 0)))._replace(cost=5)
     refusal = answers.denied(decision, answers.describe([streams], ["requests"]))
     headers = as_text(refusal.headers)
@@ -426,7 +426,7 @@ def test_a_denial_by_a_concurrency_limit_reports_the_expected_wait(
 
 def test_limits_that_are_no_concurrency_limits_keep_their_exact_wait() -> None:
     streams = Limit(5, timedelta(minutes=1), algorithm="concurrency", name="streams")
-    answers = Answers(AnswerSettings(), expected_wait_us=lambda limit, places: SECOND)
+    answers = ResponseBuilder(AnswerSettings(), expected_wait_us=lambda limit, places: SECOND)
     decision = denial((PER_IP, (0, 42 * SECOND, 42 * SECOND, 0)), (streams, (0, 60 * SECOND, 60 * SECOND, 0)))
     refusal = answers.denied(decision, answers.describe([PER_IP, streams], ["requests"] * 2))
     assert as_text(refusal.headers)["retry-after"] == "42"
@@ -470,7 +470,7 @@ def test_both_limiters_observe_how_long_leases_are_held() -> None:
 
 def test_jitter_that_would_be_too_early_is_refused() -> None:
     with pytest.raises(InvalidConfiguration, match=r"jitter -1 day, 23:59:59 .* use 0 or more"):
-        Answers(AnswerSettings(jitter=timedelta(seconds=-1)))
+        ResponseBuilder(AnswerSettings(jitter=timedelta(seconds=-1)))
 
 
 def test_a_denial_names_what_was_violated_and_when_to_come_back() -> None:
@@ -539,31 +539,33 @@ def test_the_message_is_for_people(judged: list[tuple[Limit, int]], message: str
     ("refusal", "status", "title", "error", "message", "retry"),
     [
         pytest.param(
-            Answers(AnswerSettings()).unavailable(),
+            ResponseBuilder(AnswerSettings()).unavailable(),
             *(503, "Temporary Reduced Capacity", "limiter_unavailable"),
             *("This request cannot be checked right now. Try again in 1 second.", 1),
             id="store away",
         ),
         pytest.param(
-            Answers(AnswerSettings()).unavailable(denial((PER_IP, (0, 5 * SECOND, 5 * SECOND, 0)), degraded="closed")),
+            ResponseBuilder(AnswerSettings()).unavailable(
+                denial((PER_IP, (0, 5 * SECOND, 5 * SECOND, 0)), degraded="closed")
+            ),
             *(503, "Temporary Reduced Capacity", "limiter_unavailable"),
             *("This request cannot be checked right now. Try again in 5 seconds.", 5),
             id="store away for a while",
         ),
         pytest.param(
-            Answers(AnswerSettings()).blocked(),
+            ResponseBuilder(AnswerSettings()).blocked(),
             *(403, "Forbidden", "blocked", "Access is blocked.", None),
             id="blocked",
         ),
         pytest.param(
-            Answers(AnswerSettings()).blocked(2 * 3_600 * SECOND),
+            ResponseBuilder(AnswerSettings()).blocked(2 * 3_600 * SECOND),
             *(403, "Forbidden", "blocked", "Access is blocked. Try again in 2 hours.", 7_200),
             id="blocked for a while",
         ),
     ],
 )
 def test_other_refusals_tell_nothing_of_limits(
-    refusal: Refusal, status: int, title: str, error: str, message: str, retry: int | None
+    refusal: Rejection, status: int, title: str, error: str, message: str, retry: int | None
 ) -> None:
     assert body_of(refusal) == {
         "type": f"{TYPES}temporary-reduced-capacity" if status == 503 else "about:blank",
@@ -585,7 +587,7 @@ def test_other_refusals_tell_nothing_of_limits(
 
 def test_no_refusal_tells_who_was_counted_or_what_failed() -> None:
     decision = denial((SEARCH, (0, SECOND, SECOND, 0)), degraded="closed: cannot reach Redis: redis-7.internal:6379")
-    for refusal in (refuse(decision), Answers(AnswerSettings()).unavailable(decision)):
+    for refusal in (refuse(decision), ResponseBuilder(AnswerSettings()).unavailable(decision)):
         told = repr(refusal).lower()
         assert not [word for word in ("secret", "203.0.113.9", "redis", "internal", "closed", "6379") if word in told]
 
@@ -614,13 +616,13 @@ def test_a_hook_replaces_the_body_and_nothing_else(
 
 
 def test_a_hook_is_told_the_facts() -> None:
-    seen: list[RefusalFacts] = []
+    seen: list[RejectionInfo] = []
 
-    def body(facts: RefusalFacts) -> tuple[str, None]:
+    def body(facts: RejectionInfo) -> tuple[str, None]:
         seen.append(facts)
         return facts.message, None
 
-    answers = Answers(AnswerSettings(), body=body)
+    answers = ResponseBuilder(AnswerSettings(), body=body)
     decision = denial((PER_IP, (0, SECOND, SECOND, 0)), (SEARCH, (1, 0, SECOND, 0)))
     refusals = [
         answers.denied(decision, answers.describe([PER_IP, SEARCH], ["requests"] * 2)),
@@ -630,14 +632,14 @@ def test_a_hook_is_told_the_facts() -> None:
     reached = 'The limit "per-ip" has been reached. Try again in 1 second.'
     unchecked = "This request cannot be checked right now. Try again in 1 second."
     assert seen == [
-        RefusalFacts(429, "rate_limit_exceeded", reached, 1, ("per-ip",), decision),
-        RefusalFacts(503, "limiter_unavailable", unchecked, 1, (), decision),
-        RefusalFacts(403, "blocked", "Access is blocked.", None),
+        RejectionInfo(429, "rate_limit_exceeded", reached, 1, ("per-ip",), decision),
+        RejectionInfo(503, "limiter_unavailable", unchecked, 1, (), decision),
+        RejectionInfo(403, "blocked", "Access is blocked.", None),
     ]
     assert [refusal.body.decode() for refusal in refusals] == [facts.message for facts in seen]
 
 
-def broken(facts: RefusalFacts) -> Any:
+def broken(facts: RejectionInfo) -> Any:
     raise RuntimeError("no template")
 
 
@@ -654,10 +656,10 @@ def broken(facts: RefusalFacts) -> Any:
     ],
 )
 def test_a_hook_that_fails_is_logged_once_and_the_usual_body_goes_out(
-    body: Callable[[RefusalFacts], Any], caplog: pytest.LogCaptureFixture
+    body: Callable[[RejectionInfo], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     decision = denial((PER_IP, (0, SECOND, SECOND, 0)))
-    answers = Answers(AnswerSettings(), body=body)
+    answers = ResponseBuilder(AnswerSettings(), body=body)
     description = answers.describe([PER_IP], ["requests"])
     with caplog.at_level(logging.ERROR, "headgate"):
         assert [answers.denied(decision, description) for _ in range(3)] == [refuse(decision)] * 3
@@ -703,7 +705,7 @@ def judgements(draw: st.DrawFn) -> tuple[Limit, Verdict]:
 def test_any_decision_makes_fields_that_can_be_read_and_are_true(
     judged: list[tuple[Limit, Verdict]], now_us: int, jitter_us: int, unit: str
 ) -> None:
-    answers = Answers(AnswerSettings(jitter=timedelta(microseconds=jitter_us)))
+    answers = ResponseBuilder(AnswerSettings(jitter=timedelta(microseconds=jitter_us)))
     limits, decision = [limit for limit, _ in judged], denial(*judged, at_us=now_us)
     refusal = answers.denied(decision, answers.describe(limits, [unit] * len(limits)))
     told, body = as_text(refusal.headers), body_of(refusal)

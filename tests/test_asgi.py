@@ -25,14 +25,14 @@ from starlette.routing import Mount, Route, WebSocketRoute
 
 from asgi_client import ask, client, fields, knock, live, scope, statuses, talk
 from headgate.adapters.aiohttp import setup as setup_aiohttp
-from headgate.adapters.asgi import AsgiArrival, HeadgateMiddleware
+from headgate.adapters.asgi import AsgiRequest, HeadgateMiddleware
 from headgate.adapters.fastapi import FastAPILimits
-from headgate.adapters.gate import AsyncGate
 from headgate.adapters.grpc import AsyncHeadgateInterceptor, HeadgateInterceptor
-from headgate.adapters.way import FREE, Arrival, current_admission
 from headgate.adapters.wsgi import HeadgateMiddleware as WsgiMiddleware
 from headgate.errors import InvalidConfiguration, InvalidPolicy
-from headgate.policy.loading import read
+from headgate.gate.admission import UNLIMITED, RequestInfo, current_admission
+from headgate.gate.gate import AsyncGate
+from headgate.policy.loader import read
 from headgate.policy.model import Policy
 from headgate.testing import FakeClock
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from headgate.adapters.way import Admission
+    from headgate.gate.admission import Admission
     from servers import RedisServer
 
 LIMIT_FIELDS = {"x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset", "ratelimit-policy", "ratelimit"}
@@ -504,7 +504,7 @@ def test_what_was_held_is_left_even_if_the_server_loses_patience() -> None:
             await task
         leaving.set()
         await asyncio.wait_for(left.wait(), 5)
-        assert (await gate.admit(AsgiArrival(scope()))).allowed
+        assert (await gate.admit(AsgiRequest(scope()))).allowed
 
     asyncio.run(run())
 
@@ -555,7 +555,7 @@ def test_a_message_that_an_app_sends_again_and_again_stays_its_own() -> None:
 def test_the_app_finds_its_own_admission_and_no_other() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         found = current_admission()
-        body = b"free" if found is FREE else b"%d" % found.decision.remaining  # type: ignore[union-attr]
+        body = b"free" if found is UNLIMITED else b"%d" % found.decision.remaining  # type: ignore[union-attr]
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": body})
 
@@ -588,12 +588,12 @@ def test_what_is_said_of_the_cost_after_the_answer_is_told_to_come_too_late(capl
 # ----------------------------------------------------------------------------------------------------------- who it is
 
 
-async def tenant(arrival: Arrival) -> str | None:
+async def tenant(arrival: RequestInfo) -> str | None:
     await asyncio.sleep(0)
     return next(iter(arrival.header("x-tenant")), None)
 
 
-async def broken_tenant(arrival: Arrival) -> str:
+async def broken_tenant(arrival: RequestInfo) -> str:
     raise RuntimeError("no such table")
 
 
@@ -707,7 +707,7 @@ def test_random_keys_fill_no_memory() -> None:
     async def run() -> None:
         for _ in range(20_000):
             key = b"%x" % random.getrandbits(64)
-            await gate.gate.admit(AsgiArrival(scope(headers=[(b"x-api-key", key)])))
+            await gate.gate.admit(AsgiRequest(scope(headers=[(b"x-api-key", key)])))
 
     asyncio.run(run())
     assert gate.gate._limiter.stats.keys <= 1000

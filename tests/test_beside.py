@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headgate import InvalidConfiguration
-from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.gate import AsyncGate, Gate
-from headgate.policy.loading import read
+from headgate.adapters.asgi import AsgiRequest
+from headgate.gate.gate import AsyncGate, Gate
+from headgate.policy.loader import read
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 POLICY = read("limits: [{name: requests, by: ip, bucket: 3/minute}]")
 
 
-def arrival() -> AsgiArrival:
-    return AsgiArrival({"type": "http", "path": "/", "headers": [], "client": ("203.0.113.9", 1)})
+def arrival() -> AsgiRequest:
+    return AsgiRequest({"type": "http", "path": "/", "headers": [], "client": ("203.0.113.9", 1)})
 
 
 def status(gate: AsyncGate | Gate) -> int:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import InvalidInput
-from headgate.adapters.gate import Gate
+from headgate.gate.gate import Gate
+from headgate.local.block_list import BlockList, LiveBlock, canonical
 from headgate.policy import read
-from headgate.policy.credentials import IdentityHashes
-from headgate.shield.blocks import Blocks, LiveBlock, canonical
+from headgate.policy.api_keys import IdentityHashes
 from traffic import Request
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 NOW_US = 1_763_251_200_000_000
 
 
-def made(*blocks: tuple[str, str] | tuple[str, str, int | None]) -> Blocks:
-    known = Blocks()
+def made(*blocks: tuple[str, str] | tuple[str, str, int | None]) -> BlockList:
+    known = BlockList()
     for kind, value, *until_us in blocks:
         known.set(kind, value, until_us[0] if until_us else None, f"why {value}")
     return known
@@ -97,7 +97,7 @@ networks = st.builds(
 
 @given(st.lists(st.tuples(st.sampled_from(["set", "set", "drop"]), networks), max_size=30), addresses())
 def test_the_smallest_network_that_holds_is_found(steps: list[tuple[str, str]], address: Any) -> None:
-    blocks, model = Blocks(), set()
+    blocks, model = BlockList(), set()
     for verb, network in steps:
         if verb == "set":
             blocks.set("ip", network, None, None)
@@ -154,7 +154,7 @@ def test_a_later_word_stands_in_place_of_an_earlier_one() -> None:
 
 
 def test_nobody_is_blocked_until_somebody_is_and_after_all_are_let_go() -> None:
-    blocks = Blocks()
+    blocks = BlockList()
     assert not blocks
     for kind, value in (("user", "ada"), ("ip", "2001:db8::1")):
         blocks.set(kind, value, None, None)
@@ -176,7 +176,7 @@ def test_all_are_replaced_at_once() -> None:
 
 @pytest.mark.parametrize("network", ["nonsense", "", "10.0.0.0/33", "203.0.113", "1" * 100, "10.0.0.1:80"])
 def test_a_network_that_is_none_blocks_nobody_and_is_told(network: str, caplog: pytest.LogCaptureFixture) -> None:
-    blocks = Blocks()
+    blocks = BlockList()
     with caplog.at_level(logging.WARNING, "headgate"):
         blocks.replace([("user", "ada", None, None), ("ip", network, None, None), ("user", "bob", None, None)])
     assert [block.value for block in blocks] == ["ada", "bob"]
@@ -257,7 +257,7 @@ def test_a_gate_refuses_a_client_that_is_blocked_by_its_hash(live: bool, secret:
 @pytest.mark.parametrize("how", ["reload", "refresh"])
 def test_a_read_does_not_undo_a_change_that_was_made_here_meanwhile(how: str) -> None:
     """The store is read on a message; an unblock may be stored and applied between that read and its application."""
-    blocks, stored = Blocks(), [("user", "ada", None, "spam")]
+    blocks, stored = BlockList(), [("user", "ada", None, "spam")]
     reads = 0
 
     def read(*_: Any) -> list[Any]:

@@ -6,9 +6,17 @@ import pytest
 from hiredis import ReplyError
 
 from headgate import StoreTimeout, StoreUnavailable
-from headgate.stores.redis.breaker import FEWEST, IN_A_ROW, SPACING, WINDOW, Breaker, Breakers, Shut
-from headgate.stores.redis.conversation import Lost, Unsent, public, refusal
-from headgate.stores.redis.wire import Node
+from headgate.stores.redis.batch_protocol import ConnectionLost, NotSent, public, refusal
+from headgate.stores.redis.breaker import (
+    FEWEST,
+    IN_A_ROW,
+    SPACING,
+    WINDOW,
+    CircuitBreaker,
+    CircuitBreakers,
+    CircuitOpen,
+)
+from headgate.stores.redis.encoding import Node
 
 GONE = StoreUnavailable("nobody is there")
 
@@ -21,7 +29,7 @@ class Stopwatch:
         return self.seconds
 
 
-class Watched(Breaker):
+class Watched(CircuitBreaker):
     """A breaker on a clock that stands still, which counts how often it opened."""
 
     def __init__(self) -> None:
@@ -103,7 +111,7 @@ def test_whoever_is_turned_away_is_told_why_and_was_not_charged(breaker: Watched
 
 
 def test_each_server_has_its_own_and_sentinels_have_none() -> None:
-    breakers, opened = Breakers(), []
+    breakers, opened = CircuitBreakers(), []
     breakers.opened = opened.append
     one, other, sentinel = Node("a", 1), Node("b", 2), Node("c", 3, "sentinel")
     clock = Stopwatch()
@@ -123,9 +131,9 @@ def test_each_server_has_its_own_and_sentinels_have_none() -> None:
 @pytest.mark.parametrize(
     ("error", "may_have_happened"),
     [
-        (Unsent("not sent"), False),
-        (Lost("lost on the way"), True),
-        (Shut("not asked"), False),
+        (NotSent("not sent"), False),
+        (ConnectionLost("lost on the way"), True),
+        (CircuitOpen("not asked"), False),
         (StoreTimeout("late"), True),
         (StoreUnavailable("refused"), False),
     ],

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 import headgate
 from headgate import cli
-from headgate.cli.reasons import explain
+from headgate.cli.explanation import explain
 from headgate.cli.request import Request
 from headgate.cli.table import GAP, NARROWEST, table
 from headgate.errors import InvalidPolicy
-from headgate.policy.credentials import ApiKeys
-from headgate.policy.loading import read
+from headgate.policy.api_keys import ApiKeyHasher
+from headgate.policy.loader import read
 from headgate.policy.model import net_name
 from headgate.policy.schema import json_schema
 from headgate.policy.snapshot import Snapshot
@@ -49,7 +49,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 SECRET = "thirty-two bytes, kept elsewhere"
 KEY = "sk_live_4f9a"
-HASH = ApiKeys(SECRET.encode()).fingerprint(KEY)
+HASH = ApiKeyHasher(SECRET.encode()).fingerprint(KEY)
 
 SHOP = f"""\
 tier: free
@@ -522,7 +522,7 @@ def test_no_limit_is_told(call: Callable[..., tuple[int, str, str]], folder: Pat
 
 @given(policy=policies(), asked=requests())
 def test_every_limit_of_a_route_is_explained_once(policy: Policy, asked: Any) -> None:
-    api_keys = ApiKeys(SECRET.encode())
+    api_keys = ApiKeyHasher(SECRET.encode())
     who = {kind: value for kind, value in asked.who.items() if value}
     found = explain(policy, Request(asked.method, asked.path, who, asked.at, api_keys, True))
     snapshot = Snapshot(policy, api_keys.fingerprint)

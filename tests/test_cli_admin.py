@@ -23,23 +23,23 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from headgate import InvalidInput, Limiter, cli
-from headgate.adapters.gate import Gate
-from headgate.cli import api, asking
+from headgate.cli import admin_client, context
 from headgate.cli import tail as tails
-from headgate.cli.api import AdminApi, AdminError, Unconfirmed, is_loopback
+from headgate.cli.admin_client import AdminClient, AdminError, Unconfirmed, is_loopback
 from headgate.cli.completion import SCRIPTS, places
-from headgate.cli.screen import Screen
+from headgate.cli.terminal import Terminal
 from headgate.control.admin import AdminServer, Tokens
 from headgate.control.config import ConfigStore
-from headgate.control.desk.desk import Desk
-from headgate.control.feed import ConfigFeed
-from headgate.policy.credentials import ApiKeys
+from headgate.control.config.watcher import ConfigSource
+from headgate.control.service.service import AdminService
+from headgate.gate.gate import Gate
+from headgate.policy.api_keys import ApiKeyHasher
 from headgate.telemetry import DecisionLog
-from headgate.telemetry.boards import MemoryBoard
-from headgate.telemetry.moments import coming, microseconds
-from headgate.telemetry.pulse import Pulse
-from headgate.telemetry.records import Record, id_prefix, lost_record
-from headgate.telemetry.sinks import open_reader, open_sink
+from headgate.telemetry.decision_log.record import DecisionRecord, id_prefix, lost_record
+from headgate.telemetry.decision_log.sinks import open_reader, open_sink
+from headgate.telemetry.fleet.reporter import StatusReporter
+from headgate.telemetry.fleet.status_store import MemoryStatusStore
+from headgate.telemetry.human_time import coming, microseconds
 from servers import RedisServer, wait_until
 from test_cli import ESCAPE, PLAIN, AtATerminal
 from traffic import SECRET, Request
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 PAGE = (Path(__file__).parents[1] / "docs" / "cli.md").read_text("utf-8")
 KEY = "sk_live_4f9a1c77"
-HASH = ApiKeys(SECRET.encode()).fingerprint(KEY)
+HASH = ApiKeyHasher(SECRET.encode()).fingerprint(KEY)
 POLICY = """\
 tier: free
 routes:
@@ -69,7 +69,7 @@ class Fleet(NamedTuple):
     store: ConfigStore
     gate: Gate
     log: DecisionLog
-    pulse: Pulse
+    pulse: StatusReporter
     tokens: dict[str, str]
     """By role."""
     log_file: Path
@@ -97,17 +97,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis7: RedisServer) -> Iter
             closing(DecisionLog(log_url, secret=SECRET, sample=1.0, node="api-1", writer="thread"))
         )
         counting = {"store": redis7.url, "namespace": "cli-admin"}
-        gate = Gate(ConfigFeed(config), secret=SECRET, on_decision=log, identities=identities, budget=1.0, **counting)
+        gate = Gate(ConfigSource(config), secret=SECRET, on_decision=log, identities=identities, budget=1.0, **counting)
         stack.enter_context(closing(gate))
-        board = MemoryBoard()
-        pulse = stack.enter_context(closing(Pulse(gate, board, secret=SECRET, node="api-1", every=None)))
+        board = MemoryStatusStore()
+        pulse = stack.enter_context(closing(StatusReporter(gate, board, secret=SECRET, node="api-1", every=None)))
         tokens = stack.enter_context(closing(Tokens(config)))
         made = {
             role: tokens.make(f"{role}-bob", role, by="test").text
             for role in ("viewer", "support", "operator", "admin")
         }
         counters = stack.enter_context(closing(Limiter(redis7.url, namespace="cli-admin", budget=1.0)))
-        desk = Desk(store, counters=counters, log=log_url, board=board, secret=SECRET)
+        desk = AdminService(store, counters=counters, log=log_url, board=board, secret=SECRET)
         server = stack.enter_context(AdminServer(desk, tokens, port=0, pages=False))
         yield Fleet(server.url, store, gate, log, pulse, made, tmp_path / "decisions.db")
 
@@ -410,7 +410,7 @@ class Log:
         return {"items": [{"id": each.id, "at_us": each.at_us} for each in found]}
 
 
-def _record(at_us: int, by: str) -> Record:
+def _record(at_us: int, by: str) -> DecisionRecord:
     return lost_record(f"{id_prefix(at_us)}{by}", 1, since_us=at_us, until_us=at_us, node=by, region="")
 
 
@@ -458,7 +458,9 @@ def test_who_says_no_more_than_is_known(call: Callable[..., tuple[int, str, str]
 
 
 def test_a_time_on_the_other_side_of_a_change_of_clocks_says_its_zone() -> None:
-    desk = asking.Desk(AdminApi("http://127.0.0.1:1", "hg_x"), Screen(io.StringIO()), Screen(io.StringIO()), BERLIN)
+    desk = context.CommandContext(
+        AdminClient("http://127.0.0.1:1", "hg_x"), Terminal(io.StringIO()), Terminal(io.StringIO()), BERLIN
+    )
     shown = {desk.time(microseconds(datetime(2096, month, 1, tzinfo=BERLIN))) for month in (1, 7)}
     is_winter = desk.zone_name == "UTC+01:00"
     assert shown == {
@@ -468,7 +470,7 @@ def test_a_time_on_the_other_side_of_a_change_of_clocks_says_its_zone() -> None:
 
 
 def test_a_rare_outcome_is_found_among_all_that_has_come_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headgate.telemetry.sinks.sqlite.MOST_LOOKED_AT", 100)
+    monkeypatch.setattr("headgate.telemetry.decision_log.sinks.sqlite.MOST_LOOKED_AT", 100)
     now_us = time.time_ns() // 1000 - 1_000_000
     log = Log(tmp_path)
     blocked = _record(now_us, "b")._replace(outcome="blocked")
@@ -669,7 +671,7 @@ def test_the_first_document_of_a_store_is_based_on_nothing(
     config = f"sqlite:///{tmp_path}/config.db"
     with closing(ConfigStore(config, secret=SECRET)) as store, closing(Tokens(config)) as tokens:
         token = tokens.make("ada", "operator", by="test").text
-        with AdminServer(Desk(store, secret=SECRET), tokens, port=0, pages=False) as server:
+        with AdminServer(AdminService(store, secret=SECRET), tokens, port=0, pages=False) as server:
             monkeypatch.setenv("HEADGATE_ADMIN", server.url)
             monkeypatch.setenv("HEADGATE_TOKEN", token)
             assert cli.main(["policy", "put", "policy.yaml", "--reason", "first"]) == 0, capsys.readouterr()
@@ -768,7 +770,7 @@ def test_a_command_costs_only_itself(tmp_path: Path) -> None:
     for module in (
         "urllib.request",
         "headgate.cli.top",
-        "headgate.cli.api",
+        "headgate.cli.admin_client",
         "headgate.telemetry",
         "sqlalchemy",
         "fastapi",
@@ -986,40 +988,40 @@ def answer(status: str, body: Any = None, *fields: str) -> bytes:
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long was waited, without waiting."""
     taken: list[float] = []
-    monkeypatch.setattr(api.time, "sleep", taken.append)
+    monkeypatch.setattr(admin_client.time, "sleep", taken.append)
     return taken
 
 
 def test_a_write_whose_connection_breaks_is_asked_again_under_the_same_key(naps: list[float]) -> None:
     with Scripted(b"", answer("200 OK", {"version": 2}, 'ETag: "2"')) as server:
-        reply = AdminApi(server.url, "hg_x").ask("POST", "blocks", body={"reason": "x"}, based_on=1)
+        reply = AdminClient(server.url, "hg_x").ask("POST", "blocks", body={"reason": "x"}, based_on=1)
     keys = [re.search(rb"(?i)idempotency-key: (\S+)", each) for each in server.asked]
     assert reply == ({"version": 2}, 2)
     assert [key[1] for key in keys if key] == [keys[0][1]] * 2 if keys[0] else False
     assert all(b'If-Match: "1"' in each and b"Bearer hg_x" in each for each in server.asked)
-    assert naps == [api.AGAIN]
+    assert naps == [admin_client.AGAIN]
 
 
 def test_a_write_that_is_still_at_work_is_waited_for(naps: list[float]) -> None:
     at_work = {"type": "in-progress", "title": "The same request is at work", "status": 409, "detail": "Wait."}
     with Scripted(answer("409 Conflict", at_work), answer("200 OK", {"version": 2})) as server:
-        assert AdminApi(server.url, "hg_x").ask("POST", "blocks", body={}).body == {"version": 2}
+        assert AdminClient(server.url, "hg_x").ask("POST", "blocks", body={}).body == {"version": 2}
 
 
 def test_other_writes_have_other_keys(naps: list[float]) -> None:
     with Scripted(*[answer("200 OK", {})] * 2) as server:
         for _ in range(2):
-            AdminApi(server.url, "hg_x").ask("POST", "blocks", body={})
+            AdminClient(server.url, "hg_x").ask("POST", "blocks", body={})
     assert len({re.search(rb"(?i)idempotency-key: (\S+)", each)[1] for each in server.asked}) == 2  # type: ignore[index]
 
 
 def test_retry_after_is_waited_for_once(naps: list[float]) -> None:
     busy = answer("429 Too Many Requests", {"detail": "slow"}, "Retry-After: 7")
     with Scripted(busy, answer("200 OK", {"items": []})) as server:
-        assert AdminApi(server.url, "hg_x").get("audit") == {"items": []}
+        assert AdminClient(server.url, "hg_x").get("audit") == {"items": []}
     assert naps == [7.0]
     with Scripted(busy, busy) as server, pytest.raises(AdminError, match="asked too often; try again later") as refused:
-        AdminApi(server.url, "hg_x").get("audit")
+        AdminClient(server.url, "hg_x").get("audit")
     assert (refused.value.code, naps) == (2, [7.0, 7.0])
 
 
@@ -1028,21 +1030,21 @@ def test_a_long_retry_after_is_not_waited_for(naps: list[float]) -> None:
         Scripted(answer("429 Too Many Requests", None, "Retry-After: 3600")) as server,
         pytest.raises(AdminError, match="asked too often"),
     ):
-        AdminApi(server.url, "hg_x").get("audit")
+        AdminClient(server.url, "hg_x").get("audit")
     assert naps == []
 
 
 def test_a_token_follows_no_redirect(naps: list[float]) -> None:
     with Scripted() as elsewhere, Scripted(answer("302 Found", None, f"Location: {elsewhere.url}/api")) as server:
         with pytest.raises(AdminError, match="answers 302, and not as an admin server does"):
-            AdminApi(server.url, "hg_x").get("audit")
+            AdminClient(server.url, "hg_x").get("audit")
         assert elsewhere.asked == []
 
 
 def test_a_stranger_is_no_admin_server(naps: list[float]) -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>"
     with Scripted(page) as server, pytest.raises(AdminError, match="does not answer as an admin server does"):
-        AdminApi(server.url, "hg_x").get("audit")
+        AdminClient(server.url, "hg_x").get("audit")
 
 
 @pytest.mark.parametrize(
@@ -1071,7 +1073,7 @@ def test_a_stranger_is_no_admin_server(naps: list[float]) -> None:
 def test_a_refusal_is_told_with_what_helps(naps: list[float], problem: dict[str, Any], code: int, told: str) -> None:
     status = f"{problem['status']} No"
     with Scripted(answer(status, {"title": "No", **problem})) as server, pytest.raises(AdminError) as refused:
-        AdminApi(server.url, "hg_x").get("audit")
+        AdminClient(server.url, "hg_x").get("audit")
     assert (refused.value.code, refused.value.status) == (code, problem["status"])
     assert str(refused.value).endswith(told) or told in str(refused.value)
     assert naps == []
@@ -1081,7 +1083,7 @@ def test_dangers_are_told_with_how_to_confirm_them(naps: list[float]) -> None:
     dangers = [{"code": "ten-times", "text": "100 times as much."}, {"code": "policy", "text": "A limit is gone."}]
     problem = {"type": "confirmation-needed", "title": "Sure?", "status": 409, "detail": "", "dangers": dangers}
     with Scripted(answer("409 Conflict", problem)) as server, pytest.raises(Unconfirmed) as refused:
-        AdminApi(server.url, "hg_x").ask("PUT", "policy", body={})
+        AdminClient(server.url, "hg_x").ask("PUT", "policy", body={})
     assert refused.value.code == 3
     assert "ten-times: 100 times as much.\n  policy: A limit is gone." in str(refused.value)
     assert str(refused.value).endswith("--confirm ten-times --confirm policy")
@@ -1092,7 +1094,7 @@ def test_dangers_are_told_with_how_to_confirm_them(naps: list[float]) -> None:
 )
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(InvalidInput, match="the admin server's URL"):
-        AdminApi(url, "hg_x")
+        AdminClient(url, "hg_x")
 
 
 @pytest.mark.parametrize(
@@ -1112,5 +1114,5 @@ def test_what_stays_on_this_machine_is_known(url: str, stays: bool) -> None:
 def test_a_proxy_is_not_asked_for_what_is_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     with Scripted() as proxy, Scripted(answer("200 OK", {})) as server:
         monkeypatch.setenv("http_proxy", proxy.url)
-        assert AdminApi(server.url, "hg_x").get("audit") == {}
+        assert AdminClient(server.url, "hg_x").get("audit") == {}
         assert proxy.asked == []

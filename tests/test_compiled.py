@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 import headgate
 from growth import assert_nothing_grows
 from headgate import InvalidLimit, Key, Limit
-from headgate.adapters import fields, wsgi
+from headgate.adapters import wsgi
 from headgate.algorithms import NEVER
-from headgate.stores.calls import Check, Refund, Reset
+from headgate.gate import headers
 from headgate.stores.memory import MemoryStore
-from headgate.stores.redis import replies, wire
+from headgate.stores.operations import Check, Refund, Reset
+from headgate.stores.redis import decoding, encoding
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def test_all_are_listed_here() -> None:
 
 
 def test_they_are_what_runs(meter: Any) -> None:
-    assert fields.Fields.__module__ == "headgate.adapters._fields"
-    assert {wire.pack_keys.__module__, replies.answers.__module__} == {"headgate.stores.redis._wire"}  # type: ignore[attr-defined]
+    assert headers.RateLimitHeaders.__module__ == "headgate.adapters._fields"
+    assert {encoding.pack_keys.__module__, decoding.answers.__module__} == {"headgate.stores.redis._wire"}  # type: ignore[attr-defined]
     store = MemoryStore(FakeClock())
     store.check(Limit(3, MINUTE).by("ada"))
     assert [type(space.meter) for space in store._spaces.values()] == [meter.Meter]
@@ -80,14 +81,13 @@ def test_each_formula_in_c_stands_beside_its_namesake(meter: Any) -> None:
 @pytest.mark.parametrize("switch", ["1", "yes"])
 def test_plain_python_can_be_asked_for(switch: str) -> None:
     program = (
-        "from headgate.adapters import fields; from headgate.stores import _space;"
-        "from headgate.stores.redis.wire import pack_keys;"
-        "print([each.__module__ for each in (fields.Fields, pack_keys)], _space._meter is None)"
+        "from headgate.gate import headers; from headgate.stores import _counter_table;"
+        "from headgate.stores.redis.encoding import pack_keys;"
+        "print([each.__module__ for each in (headers.RateLimitHeaders, pack_keys)], _counter_table._meter is None)"
     )
-    rooms = ["adapters.{}fields", "stores.redis.{}wire"]
-    modules = [f"headgate.{room.format('')}" for room in rooms]
+    modules = ["headgate.gate.headers", "headgate.stores.redis.encoding"]
     assert printed(program, HEADGATE_PLAIN=switch) == f"{modules} True"
-    modules = [f"headgate.{room.format('_')}" for room in rooms]
+    modules = ["headgate.adapters._fields", "headgate.stores.redis._wire"]
     assert printed(program, HEADGATE_PLAIN="0") == f"{modules} False"
 
 
@@ -285,7 +285,7 @@ for algorithm in _meter.METERED:
     "a cost that changes the requests while they are compared": """
 from datetime import timedelta
 from headgate import Limit
-from headgate.stores.calls import Check
+from headgate.stores.operations import Check
 from headgate.stores.redis._wire import pack_keys
 
 limit = Limit(5, timedelta(hours=1))
@@ -340,7 +340,7 @@ def test_threads_lose_nothing() -> None:
 
 def test_nothing_is_kept_of_what_has_passed() -> None:
     store = MemoryStore(FakeClock(NOW))
-    tell = fields.Fields(
+    tell = headers.RateLimitHeaders(
         (b'"a"',), ((b"x-ratelimit-limit", b"3"),), (0,), (1,), (PACE,), (b"ratelimit-policy", b"p"), True, True
     )
     keys = tuple(Limit(10**9, MINUTE, name=name, algorithm=name).by("ada") for name in METERED)
@@ -358,12 +358,12 @@ def test_nothing_is_kept_of_what_has_passed() -> None:
 
 # ----------------------------------------------------------- header fields
 
-PACE = fields.Pace(3, 60, ends_at_once=False)
+PACE = headers.Pace(3, 60, ends_at_once=False)
 
 
-def one_limit() -> fields.PlainFields:
+def one_limit() -> headers.PlainRateLimitHeaders:
     quota, policy = (b"x-ratelimit-limit", b"3"), (b"ratelimit-policy", b"p")
-    return fields.Fields((b'"a"',), (quota,), (0,), (1,), (PACE,), policy, True, True)
+    return headers.RateLimitHeaders((b'"a"',), (quota,), (0,), (1,), (PACE,), policy, True, True)
 
 
 numbers = st.integers(0, 5) | st.integers(0, 2**53) | st.sampled_from([999_999, 1_000_000, 1_000_001, 10**15])
@@ -371,7 +371,7 @@ verdicts = st.tuples(numbers, st.just(0) | st.just(NEVER) | numbers, numbers, st
 
 
 paces = st.builds(
-    fields.Pace, st.integers(1, 5) | st.just(fields.LARGEST), st.integers(0, 9) | st.just(10**9), st.booleans()
+    headers.Pace, st.integers(1, 5) | st.just(headers.LARGEST), st.integers(0, 9) | st.just(10**9), st.booleans()
 )
 
 
@@ -384,21 +384,21 @@ paces = st.builds(
 @example([((2**70, 2**71, 2**72, 0), "a", 0, 1, PACE)], 2**80, True, True)
 @example([((1, 0, 0, 0), "a" * 2000, 0, 1, PACE), ((0, 0, 5, 0), "b", 3, 0, PACE)], NOW, True, True)
 def test_fields_in_c_are_those_in_python(
-    those: list[tuple[Verdict, str, int, int, fields.Pace]], now_us: int, x_ratelimit: bool, ratelimit: bool
+    those: list[tuple[Verdict, str, int, int, headers.Pace]], now_us: int, x_ratelimit: bool, ratelimit: bool
 ) -> None:
     names = tuple(name.encode() for _, name, *_ in those)
     quotas = tuple((b"x-ratelimit-limit", b"%d" % number) for number in range(len(those)))
     filling, costs, paces = (tuple(each[index] for each in those) for index in (2, 3, 4))
     given: Any = names, quotas, filling, costs, paces, (b"ratelimit-policy", b"p"), x_ratelimit, ratelimit
     said = [verdict for verdict, *_ in those]
-    in_c, in_python = fields.Fields(*given), fields.PlainFields(*given)
+    in_c, in_python = headers.RateLimitHeaders(*given), headers.PlainRateLimitHeaders(*given)
     for told in (said, tuple(said)):
         assert in_c.headers(told, now_us) == in_python.headers(told, now_us)
 
 
 @pytest.mark.parametrize("verdict", [(1, 2, 3), (1, 0, "0", 0), "1000", None, (2**200, 0, 0, 0)], ids=repr)
 def test_what_is_no_verdict_is_refused(verdict: Any) -> None:
-    tell = fields.Fields(
+    tell = headers.RateLimitHeaders(
         (b'"a"',), ((b"x-ratelimit-limit", b"3"),), (0,), (1,), (PACE,), (b"ratelimit-policy", b"p"), True, True
     )
     with pytest.raises(TypeError, match="no verdict"):
@@ -409,11 +409,11 @@ def test_what_is_no_verdict_is_refused(verdict: Any) -> None:
 
 def test_fields_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="lengths"):
-        fields.Fields((b"a", b"b"), ((b"x", b"1"),), (0, 0), (1, 1), (PACE, PACE), (b"p", b"p"), True, True)
+        headers.RateLimitHeaders((b"a", b"b"), ((b"x", b"1"),), (0, 0), (1, 1), (PACE, PACE), (b"p", b"p"), True, True)
     with pytest.raises(TypeError, match="bytes"):
-        fields.Fields(("a",), ((b"x", b"1"),), (0,), (1,), (PACE,), (b"p", b"p"), True, True)  # type: ignore[arg-type]
+        headers.RateLimitHeaders(("a",), ((b"x", b"1"),), (0,), (1,), (PACE,), (b"p", b"p"), True, True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="paces"):
-        fields.Fields((b"a",), ((b"x", b"1"),), (0,), (1,), ((0, 1, True),), (b"p", b"p"), True, True)  # type: ignore[arg-type]
+        headers.RateLimitHeaders((b"a",), ((b"x", b"1"),), (0,), (1,), ((0, 1, True),), (b"p", b"p"), True, True)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=9) | st.just(b"\xc3\xa9")), max_size=6))

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from growth import assert_nothing_grows
 from headgate import Decision, Key, Limit
-from headgate.stores.calls import Check
-from headgate.stores.redis.replies import answers, plain_answers
-from headgate.stores.redis.wire import Wire, pack_keys, plain_pack_keys
+from headgate.stores.operations import Check
+from headgate.stores.redis.decoding import answers, plain_answers
+from headgate.stores.redis.encoding import CommandEncoder, pack_keys, plain_pack_keys
 
 MINUTE = timedelta(minutes=1)
 NOW = 1_763_251_200_000_000
 LIMITS = tuple(Limit(5, MINUTE, name=name) for name in ("ip", "key", "all"))
-WIRE = Wire("headgate", None)
+WIRE = CommandEncoder("headgate", None)
 
 who = st.text("ab", max_size=3) | st.sampled_from(["x" * 1000, "a/b", "%7B", "\x7f", "\r\n"])
 

@@ -18,6 +18,7 @@ from sqlalchemy import event, insert
 
 from headgate import InvalidConfiguration, InvalidInput, InvalidPolicy
 from headgate.control.admin.tables import METADATA as ACCESS
+from headgate.control.anomalies.tables import METADATA as STEPS
 from headgate.control.config import (
     Assignment,
     ConfigStore,
@@ -28,17 +29,16 @@ from headgate.control.config import (
     Remove,
     TierNumbers,
     queries,
-    read_seed_tables,
+    read_tables,
 )
-from headgate.control.config.copy import Copy
-from headgate.control.config.database import opened, reading, writing
-from headgate.control.config.merging import Assembly
+from headgate.control.config.compose import PolicyAssembly
+from headgate.control.config.disk_cache import DiskCache
+from headgate.control.config.engine import opened, reading, writing
 from headgate.control.config.migrations import VERSION_TABLE, migrate, newest
-from headgate.control.config.reading import Stamp, changes, contents
+from headgate.control.config.reading import VersionStamp, changes, contents
 from headgate.control.config.tables import METADATA, TABLES
-from headgate.control.feed import ConfigFeed
-from headgate.control.step_tables import METADATA as STEPS
-from headgate.policy.credentials import ApiKeys
+from headgate.control.config.watcher import ConfigSource
+from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.model import Policy, Validity
 from headgate.policy.snapshot import Snapshot
 from headgate.testing import FakeClock
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 SECRET = b"a secret of thirty-two bytes ..."
 KEY = "sk_live_4eC39HqLyjWDarjtT1zdp7dc"
-HASH = ApiKeys(SECRET).fingerprint(KEY)
+HASH = ApiKeyHasher(SECRET).fingerprint(KEY)
 BY = {"author": "ada@example.com", "reason": "contract 4711"}
 UNTIL = datetime(2096, 5, 28, 2, 1, tzinfo=UTC)
 
@@ -472,7 +472,7 @@ def test_api_keys_are_stored_as_keyed_hashes(store: ConfigStore, store_url: str,
     everything += [str(row) for row in dump(store_url)]
     everything += [file.read_bytes().decode("latin-1") for file in tmp_path.iterdir() if file.is_file()]
     assert not [each for each in everything if KEY in each]
-    snapshot = Snapshot(store.policy(), ApiKeys(SECRET).fingerprint)
+    snapshot = Snapshot(store.policy(), ApiKeyHasher(SECRET).fingerprint)
     met = snapshot.resolve(snapshot.route("GET", "/api/search"), {"api_key": HASH, "ip": "1.2.3.4"}, 0)
     assert met.block is not None
 
@@ -523,8 +523,8 @@ def test_changed_rows_alone_give_the_same_policy_as_all_rows(store: ConfigStore)
     for number in range(6):
         store.override(("tenant", f"t{number}"), "5/hour", limit="search", **BY)
     with reading(store._engine) as connection:
-        first = contents(connection, Stamp(store.version, 1_000_000))
-    assembly = Assembly(first.frame, first.rows)
+        first = contents(connection, VersionStamp(store.version, 1_000_000))
+    assembly = PolicyAssembly(first.frame, first.rows)
     store.override(("tenant", "t2"), "6/hour", limit="search", id=3, **BY)
     store.remove_override(5, **BY)
     store.override(("tenant", "new"), "7/hour", limit="search", **BY)
@@ -533,7 +533,7 @@ def test_changed_rows_alone_give_the_same_policy_as_all_rows(store: ConfigStore)
     store.unassign(("tenant", "acme"), **BY)
     store.assign(("tenant", "initech"), None, label="Initech", **BY)
     with reading(store._engine) as connection:
-        found = changes(connection, first.stamp, Stamp(store.version, 1_000_000))
+        found = changes(connection, first.stamp, VersionStamp(store.version, 1_000_000))
     assert found is not None
     assert not found.touch_frame
     assert {section: len(rows) for section, rows in found.rows.items() if rows} == {
@@ -586,7 +586,7 @@ def run(url: str, statements: str) -> None:
 
 
 def test_the_three_tables_are_read_as_they_stand(seeds: str, caplog: pytest.LogCaptureFixture) -> None:
-    found = read_seed_tables(seeds, fingerprint=ApiKeys(SECRET).fingerprint)
+    found = read_tables(seeds, fingerprint=ApiKeyHasher(SECRET).fingerprint)
     assert [(row.path, row.route_class, row.cost) for row in found.routes] == [
         ("/api/v1/search", "search", 50), ("/api/v1/transfer", "write", 1), ("/health", "free", 0), ("*", "default", 1),
     ]  # fmt: skip
@@ -773,9 +773,9 @@ def test_a_nodes_copy_stays_where_it_was_named(
     here.mkdir()
     elsewhere.mkdir()
     with reading(untouched._engine) as connection:
-        found = contents(connection, Stamp(untouched.version, 1_000_000))
+        found = contents(connection, VersionStamp(untouched.version, 1_000_000))
     monkeypatch.chdir(here)
-    copy = Copy("copy.db")
+    copy = DiskCache("copy.db")
     monkeypatch.chdir(elsewhere)
     assert copy.keep(found)
     assert "copy.db" in [file.name for file in here.iterdir()]
@@ -785,13 +785,13 @@ def test_a_nodes_copy_stays_where_it_was_named(
 def test_an_app_that_starts_before_its_config_store_is_told_what_to_do(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/config.db"
     with pytest.raises(ConfigUnavailable) as missing:
-        ConfigFeed(url).follow(lambda policy: policy, every=None)
+        ConfigSource(url).follow(lambda policy: policy, every=None)
     assert str(missing.value) == (
         f"config store {url}: there is no such file; start `headgate admin --config {url}` first, which creates it, or "
         "give the app a policy file and control=, which creates it with that policy"
     )
     with closing(ConfigStore(url, secret=SECRET)), pytest.raises(InvalidConfiguration) as empty:
-        ConfigFeed(url).follow(lambda policy: policy, every=None)
+        ConfigSource(url).follow(lambda policy: policy, every=None)
     assert str(empty.value) == (
         f"{url} has no policy yet: save one with `headgate policy put FILE`, or give the app a policy file and "
         "control=, which saves it as the first version"

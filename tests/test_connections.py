@@ -311,7 +311,7 @@ def test_a_client_of_the_other_kind_is_refused() -> None:
 
 def test_the_options_that_are_passed_on_are_options_that_redis_py_has() -> None:
     """A name that redis-py gives up would be a TypeError at the first connection of whoever uses it."""
-    from headgate.stores.redis.places import _HANDSHAKE
+    from headgate.stores.redis.connection_factory import _HANDSHAKE
 
     taken: set[str] = set()
     for kind in (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection):

@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from headgate.adapters import aiohttp as aiohttp_adapter
 from headgate.adapters import asgi, fastapi, grpc, wsgi
 from headgate.adapters.flask import Headgate
-from headgate.adapters.gate import Gate
 from headgate.control.config import ConfigStore, decision_log_beside
 from headgate.control.plane import ControlPlane
 from headgate.errors import InvalidConfiguration, InvalidPolicy
-from headgate.policy.loading import read
-from headgate.telemetry.beats import Beats
-from headgate.telemetry.boards import open_board
-from headgate.telemetry.decision_log import DecisionLog
-from headgate.telemetry.sinks import open_reader
+from headgate.gate.gate import Gate
+from headgate.policy.loader import read
+from headgate.telemetry.decision_log.log import DecisionLog
+from headgate.telemetry.decision_log.sinks import open_reader
+from headgate.telemetry.fleet.aggregator import FleetAggregator
+from headgate.telemetry.fleet.status_store import open_status_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,11 +84,11 @@ def denied_in_log(url: str) -> int:
 def test_one_option_connects_policy_log_status_and_metrics(
     url: str, config: ConfigStore, registry: CollectorRegistry
 ) -> None:
-    board = open_board("memory://")
+    board = open_status_store("memory://")
     with closing(Gate(control=ControlPlane(url, node="plane-test"), secret=SECRET)) as gate:
         assert answers(gate, 3) == [True, True, False]
         gate.control.status.beat()
-        (node,) = [each for each in Beats(board).gather().nodes if each.name.startswith("plane-test:")]
+        (node,) = [each for each in FleetAggregator(board).gather().nodes if each.name.startswith("plane-test:")]
         assert (node.state, node.policy_version) == ("ready", "1")
         assert b"rate_limiter_decisions_total" in generate_latest(registry)
         config.put_policy(ONE_AN_HOUR, author="ada", reason="less")
@@ -103,8 +103,8 @@ def test_the_status_goes_to_the_store_that_the_gate_counts_in(
 ) -> None:
     with closing(Gate(None, redis7.url, control=url, secret=SECRET, namespace=unique)) as gate:
         gate.control.status.beat()
-        with closing(open_board(redis7.url, namespace=unique)) as board:
-            assert len(Beats(board).gather().nodes) == 1
+        with closing(open_status_store(redis7.url, namespace=unique)) as board:
+            assert len(FleetAggregator(board).gather().nodes) == 1
 
 
 def test_a_policy_file_becomes_the_first_version(url: str, tmp_path: Path) -> None:

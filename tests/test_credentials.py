@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.adapters.identities import Identities
 from headgate.errors import InvalidConfiguration, InvalidInput
-from headgate.policy.credentials import ApiKeys
+from headgate.gate.identity import IdentityExtractor
+from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.model import IdentitySettings
 
 SECRET = bytes(range(32))
 KEY = "sk_live_4f9a"
-KEYS = ApiKeys(SECRET)
+KEYS = ApiKeyHasher(SECRET)
 
 
 class Arrival(NamedTuple):
@@ -39,7 +39,7 @@ class Arrival(NamedTuple):
 def read(api_key: str | None, authorization: str | None, settings: IdentitySettings | None = None) -> str | None:
     """The key of such a request, as it is counted by."""
     arrival = Arrival({"x-api-key": api_key, "authorization": authorization})
-    who, _ = Identities(settings or IdentitySettings(), KEYS).read(arrival, frozenset({"api_key"}))
+    who, _ = IdentityExtractor(settings or IdentitySettings(), KEYS).read(arrival, frozenset({"api_key"}))
     return who.get("api_key")
 
 
@@ -104,7 +104,7 @@ def test_no_header_raises_and_every_identity_has_one_form(api_key: str, authoriz
 
 def test_another_secret_gives_another_hash() -> None:
     others = [SECRET[:16], SECRET * 2, SECRET * 3, SECRET * 4]
-    assert len({ApiKeys(secret).hashed(KEY) for secret in (SECRET, *others)}) == 5
+    assert len({ApiKeyHasher(secret).hashed(KEY) for secret in (SECRET, *others)}) == 5
 
 
 def test_a_policy_may_name_a_key_or_its_hash() -> None:
@@ -156,14 +156,14 @@ GUESSED = "the secret for API keys has 15 bytes and can be guessed; give at leas
 )
 def test_a_weak_secret_is_refused_without_being_shown(secret: Any, message: str) -> None:
     with pytest.raises(InvalidConfiguration) as refused:
-        ApiKeys(secret)
+        ApiKeyHasher(secret)
     assert str(refused.value) == message
 
 
 def test_neither_secret_nor_key_is_kept_where_it_could_be_shown() -> None:
-    keys = ApiKeys(b"a secret of some length")
+    keys = ApiKeyHasher(b"a secret of some length")
     assert keys.from_header(KEY) == keys.from_bearer(f"Bearer {KEY}") is not None
-    shown = repr(keys) + str([getattr(keys, name) for name in ApiKeys.__slots__])
+    shown = repr(keys) + str([getattr(keys, name) for name in ApiKeyHasher.__slots__])
     assert "a secret" not in shown
     assert KEY not in shown
     assert not hasattr(keys, "__dict__")

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import InvalidConfiguration
-from headgate.adapters.way import Admission
+from headgate.gate.admission import Admission
 from headgate.policy import read
-from headgate.policy.credentials import ApiKeys
-from headgate.telemetry import DecisionLog, Record, packing, writer
-from headgate.telemetry.records import Denial
+from headgate.policy.api_keys import ApiKeyHasher
+from headgate.telemetry import DecisionLog, DecisionRecord
+from headgate.telemetry.decision_log import codec, queue
+from headgate.telemetry.decision_log.record import LimitDenial
 from traffic import SECRET, START_US, Kept, Request, Traffic
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEY = "sk_live_4f9a"
-HASH = ApiKeys(SECRET.encode()).fingerprint(KEY)
+HASH = ApiKeyHasher(SECRET.encode()).fingerprint(KEY)
 
 POLICY = """
 name: shop
@@ -79,7 +80,7 @@ def test_a_rejection_is_kept_with_all_that_is_to_know_of_it(open_log: Callable[.
     traffic.send(path="/search", method="POST")
     assert log.flush()
     (record,) = sink.records
-    assert record == Record(
+    assert record == DecisionRecord(
         id=record.id,
         at_us=START_US + 250_000,
         node="n1",
@@ -128,7 +129,7 @@ def test_all_limits_that_denied_are_kept_the_longest_wait_first(
     first, last = sink.records
     assert (first.limit, first.cost, first.remaining, first.retry_us, first.also) == ("per-ip", 2, 1, 1_000_000, ())
     assert (last.limit, last.remaining, last.retry_us, last.route) == ("orders", 0, 30_000_000, "/orders/{id}")
-    assert last.also == (Denial("per-ip", "ip", 60, 60_000_000, 3, "token_bucket", "", 2, 1, 1_000_000),)
+    assert last.also == (LimitDenial("per-ip", "ip", 60, 60_000_000, 3, "token_bucket", "", 2, 1, 1_000_000),)
     assert [denial.limit for denial in last.denials] == ["orders", "per-ip"]
 
 
@@ -355,8 +356,8 @@ def test_attempts_become_rarer(open_log: Callable[..., DecisionLog], sink: Kept)
         log.flush(0.01)
         pauses.append(log._writer._pause)
     assert sorted(pauses) == pauses
-    assert pauses[0] >= writer.FIRST_PAUSE
-    assert pauses[-1] == writer.LONGEST_PAUSE
+    assert pauses[0] >= queue.FIRST_PAUSE
+    assert pauses[-1] == queue.LONGEST_PAUSE
 
 
 def test_beyond_the_bound_records_are_lost_counted_and_told(
@@ -410,7 +411,7 @@ def test_a_sink_that_hangs_holds_up_nobody(open_log: Callable[..., DecisionLog])
             super().__init__()
             self.is_asked, self.may_go_on = threading.Event(), threading.Event()
 
-        def write(self, batch: Sequence[Record]) -> None:
+        def write(self, batch: Sequence[DecisionRecord]) -> None:
             self.is_asked.set()
             assert self.may_go_on.wait(20)
             super().write(batch)
@@ -530,7 +531,7 @@ def test_many_threads_lose_nothing(open_log: Callable[..., DecisionLog], sink: K
 def test_the_thread_ends_when_there_is_nothing_to_do(
     open_log: Callable[..., DecisionLog], sink: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "IDLE", 0)
+    monkeypatch.setattr(queue, "IDLE", 0)
     log = open_log()
     traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
     for count in (1, 2, 3):
@@ -569,7 +570,7 @@ def test_closing_says_what_a_sink_that_hangs_may_lose(sink: Kept, caplog: pytest
     is_asked, may_go_on = threading.Event(), threading.Event()
 
     class Hanging(Kept):
-        def write(self, batch: Sequence[Record]) -> None:
+        def write(self, batch: Sequence[DecisionRecord]) -> None:
             is_asked.set()
             assert may_go_on.wait(20)
 
@@ -585,7 +586,7 @@ def test_closing_says_what_a_sink_that_hangs_may_lose(sink: Kept, caplog: pytest
 def test_what_is_known_of_policies_is_forgotten_when_they_are_gone(
     open_log: Callable[..., DecisionLog], sink: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "STALE", 0)
+    monkeypatch.setattr(codec, "STALE", 0)
     log = open_log(sample=1)
     traffic = Traffic(POLICY, log)
     for name in ("one", "two", "three"):
@@ -688,8 +689,8 @@ def test_a_record_survives_json_and_rows(open_log: Callable[..., DecisionLog], s
     assert log.flush()
     assert any(each.also for each in sink.records)
     for record in sink.records:
-        assert Record.from_dict(json.loads(record.as_json())) == record
-        assert Record.from_row(record.as_row()) == record
+        assert DecisionRecord.from_dict(json.loads(record.as_json())) == record
+        assert DecisionRecord.from_row(record.as_row()) == record
 
 
 @pytest.mark.parametrize("retry_us", [0, 59_999_999, None])
@@ -697,7 +698,9 @@ def test_denials_in_rows_are_json(open_log: Callable[..., DecisionLog], sink: Ke
     log = open_log(sample=1)
     Traffic(POLICY, log).send()
     assert log.flush()
-    denials = [Denial(name, "ip", 60, 1, 3, "gcra", "tier", 2, 1, retry_us) for name in ("per-ip", 'a "1\\"', "ünd")]
+    denials = [
+        LimitDenial(name, "ip", 60, 1, 3, "gcra", "tier", 2, 1, retry_us) for name in ("per-ip", 'a "1\\"', "ünd")
+    ]
     record = sink.records[0]._replace(also=tuple(denials))
     assert record.as_row()[-1] == json.dumps(denials, separators=(",", ":"))
-    assert Record.from_row(record.as_row()) == record
+    assert DecisionRecord.from_row(record.as_row()) == record

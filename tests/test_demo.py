@@ -19,7 +19,7 @@ import pytest
 
 from headgate import Limit
 from headgate.algorithms import ALGORITHMS, concurrency
-from headgate.demo import ARRIVALS, COLUMN_US, COLUMNS, EXAMPLE, PURPOSES, QUOTA, START_US, WORK_COLUMNS, Mark, play
+from headgate.demo import ARRIVALS, COLUMN_US, COLUMNS, EXAMPLE, PURPOSES, QUOTA, START_US, WORK_COLUMNS, Tick, play
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,14 +84,14 @@ def test_totals_are_what_the_algorithms_decide() -> None:
 def test_every_mark_is_a_decision() -> None:
     for name in ALGORITHMS:
         row = play(name)
-        asked = [column for column, mark in enumerate(row.answers) if mark is not Mark.NOTHING]
+        asked = [column for column, mark in enumerate(row.answers) if mark is not Tick.NOTHING]
         assert tuple(asked) == ARRIVALS
         assert row.passed() == decided(name)[0]
 
 
 def test_whoever_waits_in_the_queue_is_seen_to_leave() -> None:
     row = play("leaky_bucket")
-    assert row.effect.count(Mark.PASSED) == row.passed()
+    assert row.effect.count(Tick.PASSED) == row.passed()
 
 
 def test_every_algorithm_appears_with_its_purpose() -> None:

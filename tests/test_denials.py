@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from again import with_again
 from headgate import Decision, Key, Limit
 from headgate.algorithms import NEVER
-from headgate.shield.denials import MOST_FORGOTTEN, TRUST_US, Denials
-from headgate.shield.inquiry import Inquiry
-from headgate.stores.calls import Check, Leave, Refund, Reset
+from headgate.local.denial_cache import MOST_FORGOTTEN, TRUST_US, DenialCache
+from headgate.local.single_flight import SingleFlight
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, Leave, Refund, Reset
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Desk:
     ) -> None:
         self.clock = FakeClock(now_us)
         self.store = MemoryStore(self.clock)
-        self.denials = Denials(self.clock, most=most, knocks=knocks)
+        self.denials = DenialCache(self.clock, most=most, knocks=knocks)
         self.tells_again = tells_again
         self.asked = 0
 
@@ -111,14 +111,14 @@ def test_a_denial_is_remembered_until_the_very_moment_at_which_it_ends(desk: Des
 
 @pytest.mark.parametrize(("age_us", "is_remembered"), [(0, True), (TRUST_US - SECOND, True), (TRUST_US, False)])
 def test_by_the_real_clock_a_denial_is_trusted_for_five_seconds(age_us: int, is_remembered: bool) -> None:
-    denials, call = Denials(), Check((TEN.by("ada"),), 3)
+    denials, call = DenialCache(), Check((TEN.by("ada"),), 3)
     denied = Decision(False, call.keys, ((0, 60 * SECOND, 99 * SECOND, 0),))
     denials.note(call, denied, denials.now_us() - age_us)
     assert isinstance(denials.recall(call), Decision) == is_remembered
 
 
 def test_by_the_real_clock_a_denial_does_not_outlast_its_wait() -> None:
-    denials, call = Denials(), Check((TEN.by("ada"),), 3)
+    denials, call = DenialCache(), Check((TEN.by("ada"),), 3)
     for wait_us, is_remembered in ((2 * SECOND, True), (SECOND, False), (SECOND - 1, False)):
         denials.note(call, Decision(False, call.keys, ((0, wait_us, wait_us, 0),)), denials.now_us() - SECOND)
         assert isinstance(denials.recall(call), Decision) == is_remembered
@@ -181,7 +181,7 @@ def test_leases_are_never_remembered(desk: Desk) -> None:
 
 
 def test_an_answer_that_is_not_the_stores_own_is_never_remembered() -> None:
-    denials, call = Denials(FakeClock()), Check((TEN.by("ada"),), 1)
+    denials, call = DenialCache(FakeClock()), Check((TEN.by("ada"),), 1)
     denials.note(call, Decision(False, call.keys, ((0, 9, 9, 0),), degraded="closed: gone"), 0)
     assert denials.recall(call) is None
     denials.note(call, Decision(False, call.keys, ((0, 9, 9, 0),)), 0)
@@ -496,14 +496,14 @@ def test_a_memory_of_no_size_remembers_nothing() -> None:
 def test_a_forked_child_begins_with_nothing_and_waits_for_nobody(desk: Desk) -> None:
     desk.check(TEN.by("ada"), cost=11)
     desk.denials._lock.acquire()  # by a thread that is not in the child
-    desk.denials.renew_after_fork()
+    desk.denials.reset_after_fork()
     assert not desk.answers_from_memory(TEN.by("ada"), cost=11)
     desk.check(TEN.by("ada"), cost=11)
     assert desk.answers_from_memory(TEN.by("ada"), cost=11)
 
 
 def test_threads_share_one_memory() -> None:
-    denials = Denials(most=20)
+    denials = DenialCache(most=20)
     limits = [limit_of("gcra", 1, SECOND, name) for name in "abc"]
 
     def use(seed: int) -> None:
@@ -516,7 +516,7 @@ def test_threads_share_one_memory() -> None:
                 denials.note(call, Decision(wait_us == 0, keys, ((0, wait_us, 9, 0),) * len(keys)), asked_us)
             elif found.allowed or found.keys is not keys:
                 failures.append(found)
-            if isinstance(found, Inquiry) and found.take():
+            if isinstance(found, SingleFlight) and found.take():
                 denials.end(call, found)
             if draw.random() < 0.1:
                 denials.forget(keys[0].limit.space, keys[0].identity)

@@ -20,28 +20,28 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from headgate import HeadgateError, InvalidInput, InvalidPolicy, Limiter
-from headgate.adapters.gate import Gate
 from headgate.control.config import Assignment, ConfigStore, ConfigUnavailable, Conflict, Put
-from headgate.control.config.database import writing
+from headgate.control.config.engine import writing
 from headgate.control.config.tables import METADATA
+from headgate.control.config.watcher import ConfigSource
 from headgate.control.config.writing import Moved
-from headgate.control.desk import (
+from headgate.control.service import (
     ROLES,
     Actor,
-    Desk,
+    AdminService,
+    ClientRef,
     NeedsConfirmation,
     NotAllowed,
     NotFound,
-    Who,
 )
-from headgate.control.desk.candidates import mask, short_label
-from headgate.control.desk.standing import faced
-from headgate.control.feed import ConfigFeed
+from headgate.control.service.candidates import mask, short_label
+from headgate.control.service.usage import faced
+from headgate.gate.gate import Gate
 from headgate.telemetry import DecisionLog
-from headgate.telemetry.boards import MemoryBoard
-from headgate.telemetry.clients import Clients
-from headgate.telemetry.pulse import Pulse
-from headgate.telemetry.sinks import open_reader
+from headgate.telemetry.decision_log.sinks import open_reader
+from headgate.telemetry.fleet.reporter import StatusReporter
+from headgate.telemetry.fleet.status_store import MemoryStatusStore
+from headgate.telemetry.pseudonyms import Pseudonymizer
 from headgate.testing import FakeClock
 from postgres import postgres  # noqa: F401 - a fixture
 from traffic import SECRET, START_US, Request
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from headgate.control.desk.views import Standing
+    from headgate.control.service.models import LimitUsage
     from servers import RedisServer
 
 POLICY = """
@@ -77,8 +77,8 @@ blocked:
 """
 
 KEY = "sk_live_7Qm2vN8xLpR4"
-CLIENTS = Clients(SECRET)
-ACME, GLOBEX = Who("tenant", "acme"), Who("tenant", "globex")
+CLIENTS = Pseudonymizer(SECRET)
+ACME, GLOBEX = ClientRef("tenant", "acme"), ClientRef("tenant", "globex")
 SUE, OTTO, VERA = Actor("sue", "support"), Actor("otto", "operator"), Actor("vera", "viewer")
 
 
@@ -94,7 +94,7 @@ class World:
         identities = {"user": lambda arrival: arrival.user, "tenant": lambda arrival: arrival.tenant}
         options: Any = {"clock": self.clock, "namespace": namespace}
         self.gate = Gate(
-            ConfigFeed(url),
+            ConfigSource(url),
             store,
             secret=SECRET,
             on_decision=self.log,
@@ -102,14 +102,14 @@ class World:
             reload_every=None,
             **options,
         )
-        self.board = MemoryBoard()
-        self.pulse = Pulse(self.gate, self.board, secret=SECRET, node="web-1", every=None)
+        self.board = MemoryStatusStore()
+        self.pulse = StatusReporter(self.gate, self.board, secret=SECRET, node="web-1", every=None)
         self.counters = self.gate.beside() if store == "memory://" else Limiter(store, **options)
         self.desk = self.made()
 
-    def made(self, **other: Any) -> Desk:
+    def made(self, **other: Any) -> AdminService:
         given = {"counters": self.counters, "log": self.log_url, "board": self.board, "secret": SECRET}
-        return Desk(self.config, clock=self.clock, **{**given, **other})
+        return AdminService(self.config, clock=self.clock, **{**given, **other})
 
     def send(self, times: int = 1, **request: Any) -> list[bool]:
         return [self.gate.admit(Request(**request)).allowed for _ in range(times)]
@@ -169,7 +169,7 @@ def here(tmp_path: Path, begun: dict[str, str]) -> Iterator[World]:
 
 
 @pytest.fixture
-def office(tmp_path: Path, begun: dict[str, str]) -> Iterator[Desk]:
+def office(tmp_path: Path, begun: dict[str, str]) -> Iterator[AdminService]:
     """A desk alone, on SQLite: for what no gate is needed for."""
     if "policy" not in begun:
         begun["policy"] = f"{begun['directory']}/policy.db"
@@ -181,16 +181,16 @@ def office(tmp_path: Path, begun: dict[str, str]) -> Iterator[Desk]:
 
 
 @pytest.fixture
-def furnished(tmp_path: Path, begun: dict[str, str]) -> Iterator[Desk]:
+def furnished(tmp_path: Path, begun: dict[str, str]) -> Iterator[AdminService]:
     """A desk alone, with something of everything that can be removed."""
     if "furnished" not in begun:
         begun["furnished"] = f"{begun['directory']}/furnished.db"
         with a_desk(begun["furnished"]) as desk:
             desk.put_policy(OTTO, POLICY, reason="set up")
             desk.add_override(SUE, GLOBEX, "95/minute", limit="search", reason="set up")
-            desk.block(SUE, Who("tenant", "kept-out"), reason="set up")
-            desk.block(OTTO, Who("ip", "198.51.100.0/28"), reason="set up")
-            desk.assign(SUE, Who("tenant", "put-in"), "pro", reason="set up")
+            desk.block(SUE, ClientRef("tenant", "kept-out"), reason="set up")
+            desk.block(OTTO, ClientRef("ip", "198.51.100.0/28"), reason="set up")
+            desk.assign(SUE, ClientRef("tenant", "put-in"), "pro", reason="set up")
             desk.set_tier(OTTO, "free", "search", "90/minute", reason="set up")
             desk.set_route(OTTO, "/exports", 4, reason="set up")
     shutil.copy(begun["furnished"], tmp_path / "config.db")
@@ -199,14 +199,14 @@ def furnished(tmp_path: Path, begun: dict[str, str]) -> Iterator[Desk]:
 
 
 @contextmanager
-def a_desk(file: str) -> Iterator[Desk]:
+def a_desk(file: str) -> Iterator[AdminService]:
     clock = FakeClock(START_US)
     config = ConfigStore(f"sqlite:///{file}", secret=SECRET, clock=clock)
     with closing(config), Limiter(clock=clock) as counters:
-        yield Desk(config, counters=counters, secret=SECRET, clock=clock)
+        yield AdminService(config, counters=counters, secret=SECRET, clock=clock)
 
 
-def standing(desk: Desk, who: Who, limit: str) -> Standing:
+def standing(desk: AdminService, who: ClientRef, limit: str) -> LimitUsage:
     (found,) = [each for each in desk.client(who).limits if each.limit == limit]
     return found
 
@@ -249,11 +249,11 @@ def test_a_client_is_shown_with_its_limits_and_where_they_come_from(world: World
     assert (desk.client(ACME).label, desk.find("acme inc")) == ("Acme Inc", ACME), "it is still called so"
     desk.unassign(SUE, ACME, reason="nor its name")
     assert desk.client(ACME).label is None
-    initech = Who("tenant", "initech")
+    initech = ClientRef("tenant", "initech")
     desk.assign(SUE, initech, "free", label="Initech", reason="a trial")
     desk.unassign(SUE, initech, reason="over")
     assert desk.client(initech).tier == "pro", "as the document says"
-    assert desk.client(Who("tenant", "initech")).tier_from == "policy"
+    assert desk.client(ClientRef("tenant", "initech")).tier_from == "policy"
 
 
 def test_what_is_shown_as_used_is_what_the_gate_has_counted(here: World) -> None:
@@ -266,12 +266,12 @@ def test_what_is_shown_as_used_is_what_the_gate_has_counted(here: World) -> None
     assert (pages.used, pages.algorithm, pages.reset_s) == (3, "fixed_window", 60.0)
     assert standing(here.desk, ACME, "seats").unknown == "counted per user"
     assert standing(here.desk, ACME, "everybody").used == 23
-    assert standing(here.desk, Who("ip", "203.0.113.9"), "strangers").used == 23
+    assert standing(here.desk, ClientRef("ip", "203.0.113.9"), "strangers").used == 23
 
 
 @pytest.mark.parametrize("limit", ["strangers", "watched", "pages"])
 def test_the_wait_that_is_shown_is_exact(here: World, limit: str) -> None:
-    who = Who("ip", "203.0.113.9") if limit == "strangers" else ACME
+    who = ClientRef("ip", "203.0.113.9") if limit == "strangers" else ACME
     known, holding = here.desk._holding(who)
     _, met = faced(holding, known.values, kind=who.kind, now_us=here.clock.now_us())
     (key,) = [each.key for each in met if each.rule.name == limit]
@@ -315,7 +315,7 @@ def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, wh
     ((kind, value),) = who.items()
     shown = {
         (each.limit, each.bucket, route)
-        for each in here.desk.client(Who(kind, value)).limits
+        for each in here.desk.client(ClientRef(kind, value)).limits
         if each.own
         for route in each.routes
     }
@@ -341,13 +341,13 @@ def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, wh
 
 
 def test_a_network_is_shown_with_what_holds_for_its_addresses(here: World) -> None:
-    view = here.desk.client(Who("ip", "198.51.100.0/24"))
+    view = here.desk.client(ClientRef("ip", "198.51.100.0/24"))
     assert (view.label, view.can_count) == ("The office", False)
     assert view.troubles == (
         "A network has no counters of its own. To see what is used, search for one of its addresses.",
     )
     assert view.log_keys == ("label:the office",)
-    assert here.desk.client(Who("ip", "198.51.100.77")).label == "The office"
+    assert here.desk.client(ClientRef("ip", "198.51.100.77")).label == "The office"
 
 
 def test_counters_that_cannot_be_asked_are_a_trouble(here: World) -> None:
@@ -361,7 +361,7 @@ def test_counters_that_cannot_be_asked_are_a_trouble(here: World) -> None:
 
 
 def test_without_a_policy_there_is_nothing_to_show_and_that_is_said(tmp_path: Path) -> None:
-    desk = Desk(ConfigStore(f"sqlite:///{tmp_path}/empty.db", secret=SECRET), secret=SECRET)
+    desk = AdminService(ConfigStore(f"sqlite:///{tmp_path}/empty.db", secret=SECRET), secret=SECRET)
     assert desk.client(ACME).troubles[0] == "there is no policy yet"
     assert (desk.policy().text, desk.tiers(), desk.routes(), desk.overrides().items) == ("", [], [], ())
     with pytest.raises(InvalidPolicy, match="there is no policy yet"):
@@ -386,7 +386,7 @@ def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -
         return holding
 
     here.desk._grounds.holding = watched  # type: ignore[method-assign]
-    assert standing(here.desk, Who("tenant", "t5000"), "search").from_ == "override"
+    assert standing(here.desk, ClientRef("tenant", "t5000"), "search").from_ == "override"
     assert looked == [1]
     page = here.desk.overrides(after="50000", most=3)
     assert ([each.id for each in page.items], page.next) == ([49999, 49998, 49997], "49997")
@@ -434,8 +434,8 @@ def found_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("found")
     with closing(World(f"sqlite:///{folder}/config.db", folder)) as world:
         world.desk.assign(SUE, ACME, "pro", label="Acme Inc", reason="test")
-        world.desk.assign(SUE, Who("tenant", "globex"), "pro", label="Globex Corp", reason="test")
-        world.desk.block(SUE, Who("api_key", KEY), reason="test")
+        world.desk.assign(SUE, ClientRef("tenant", "globex"), "pro", label="Globex Corp", reason="test")
+        world.desk.block(SUE, ClientRef("api_key", KEY), reason="test")
         world.hear()
         world.send(path="/search", user="seen-in-the-log", peer="192.0.2.1")
         world.send(path="/search", tenant="logged", peer="192.0.2.2")
@@ -471,13 +471,13 @@ def test_without_a_secret_keys_cannot_be_looked_for(here: World, monkeypatch: py
     with pytest.raises(NotFound, match="there is no secret"):
         desk.find(KEY)
     with pytest.raises(InvalidInput, match="there is no secret"):
-        desk.client(Who("api_key", KEY))
+        desk.client(ClientRef("api_key", KEY))
 
 
 def test_of_somebody_who_is_only_a_hash_the_log_is_shown_and_no_limit_is_changed(here: World) -> None:
     here.send(60, path="/search", user="ada", peer="192.0.2.9")
     assert here.log.flush()
-    nobody = Who("user", CLIENTS.written("user", "ada"))
+    nobody = ClientRef("user", CLIENTS.written("user", "ada"))
     view = here.desk.client(nobody)
     assert (view.who, view.can_count, view.limits) == (nobody, False, ())
     assert view.troubles == (
@@ -516,7 +516,9 @@ def test_timeline_decisions_and_why_agree_with_what_happened(here: World) -> Non
     denied = sum(not each for some in said for each in some)
     assert here.desk.why(ACME, at="2026-11-15 15:00", zone=UTC).denied == denied
     assert (
-        here.desk.timeline(Who("tenant", "evil"), since_us=since, until_us=START_US + 10**8, slots=1).slots[0].blocked
+        here.desk.timeline(ClientRef("tenant", "evil"), since_us=since, until_us=START_US + 10**8, slots=1)
+        .slots[0]
+        .blocked
         == 2
     )
     newest = here.desk.decisions(most=5)
@@ -548,7 +550,7 @@ def test_a_log_that_is_not_there_yet_is_a_trouble_and_no_error(here: World, tmp_
 
 IN_CLICKHOUSE = """
 import os, pickle, sys
-from headgate.telemetry.sinks import open_sink
+from headgate.telemetry.decision_log.sinks import open_sink
 answers, sink = os.fdopen(os.dup(1), "wb"), open_sink("chdb:///")
 os.dup2(2, 1)
 records, questions = pickle.load(sys.stdin.buffer)
@@ -609,20 +611,20 @@ def test_times_that_are_none_are_refused(found_in: World, question: dict[str, in
 # ------------------------------------------------------------------ roles
 
 
-CHANGES: dict[str, tuple[str, Callable[[Desk, Actor], Any]]] = {
+CHANGES: dict[str, tuple[str, Callable[[AdminService, Actor], Any]]] = {
     "add override": ("support", lambda desk, by: desk.add_override(by, ACME, "99/minute", limit="search", reason="r")),
     "change override": (
         "support",
         lambda desk, by: desk.change_override(by, 1, "98/minute", limit="search", reason="r"),
     ),
     "remove override": ("support", lambda desk, by: desk.remove_override(by, 1, reason="r")),
-    "block": ("support", lambda desk, by: desk.block(by, Who("ip", "192.0.2.77"), reason="r")),
-    "unblock": ("support", lambda desk, by: desk.unblock(by, Who("tenant", "kept-out"), reason="r")),
+    "block": ("support", lambda desk, by: desk.block(by, ClientRef("ip", "192.0.2.77"), reason="r")),
+    "unblock": ("support", lambda desk, by: desk.unblock(by, ClientRef("tenant", "kept-out"), reason="r")),
     "reset": ("support", lambda desk, by: desk.reset(by, ACME, reason="r")),
     "assign": ("support", lambda desk, by: desk.assign(by, ACME, "pro", reason="r")),
-    "unassign": ("support", lambda desk, by: desk.unassign(by, Who("tenant", "put-in"), reason="r")),
-    "block network": ("operator", lambda desk, by: desk.block(by, Who("ip", "192.0.2.0/24"), reason="r")),
-    "unblock network": ("operator", lambda desk, by: desk.unblock(by, Who("ip", "198.51.100.0/28"), reason="r")),
+    "unassign": ("support", lambda desk, by: desk.unassign(by, ClientRef("tenant", "put-in"), reason="r")),
+    "block network": ("operator", lambda desk, by: desk.block(by, ClientRef("ip", "192.0.2.0/24"), reason="r")),
+    "unblock network": ("operator", lambda desk, by: desk.unblock(by, ClientRef("ip", "198.51.100.0/28"), reason="r")),
     "set tier": ("operator", lambda desk, by: desk.set_tier(by, "pro", "strangers", "7000/minute", reason="r")),
     "remove tier": ("operator", lambda desk, by: desk.remove_tier(by, "free", reason="r")),
     "set route": ("operator", lambda desk, by: desk.set_route(by, "/reports", 5, reason="r")),
@@ -633,7 +635,7 @@ CHANGES: dict[str, tuple[str, Callable[[Desk, Actor], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_made_by_those_who_may(furnished: Desk, name: str) -> None:
+def test_a_change_is_made_by_those_who_may(furnished: AdminService, name: str) -> None:
     desk = furnished
     needed, change = CHANGES[name]
     desk._clock.advance(1)  # type: ignore[attr-defined]
@@ -655,7 +657,7 @@ def test_a_change_is_made_by_those_who_may(furnished: Desk, name: str) -> None:
 Asked = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-def override(bucket: str, who: Who = ACME, **more: Any) -> Asked:
+def override(bucket: str, who: ClientRef = ACME, **more: Any) -> Asked:
     return "add_override", (who, bucket), {"limit": "search", **more}
 
 
@@ -664,7 +666,7 @@ def tier(limit: str, bucket: str) -> Asked:
 
 
 def block(kind: str, value: str) -> Asked:
-    return "block", (Who(kind, value),), {}
+    return "block", (ClientRef(kind, value),), {}
 
 
 def route(cost: int) -> Asked:
@@ -693,7 +695,7 @@ DANGERS: dict[str, tuple[Asked, list[str]]] = {
     "another window": (override("100/second"), ["ten-times"]),
     "at once": (override("100/minute, burst 1001"), ["ten-times"]),
     "on a class": (override("5000/minute", route_class="search"), ["ten-times"]),
-    "of what its tier has": (override("5000/minute", Who("tenant", "initech")), []),
+    "of what its tier has": (override("5000/minute", ClientRef("tenant", "initech")), []),
     "a tier": (tier("search", "20000/minute"), ["ten-times"]),
     "a tier with less": (tier("search", "20/minute"), ["tenth"]),
     "a tier's first numbers": (tier("strangers", "9/minute"), ["tenth"]),
@@ -733,7 +735,7 @@ DANGERS: dict[str, tuple[Asked, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", DANGERS)
-def test_what_is_probably_a_mistake_wants_a_second_look(office: Desk, name: str) -> None:
+def test_what_is_probably_a_mistake_wants_a_second_look(office: AdminService, name: str) -> None:
     (method, arguments, given), dangers = DANGERS[name]
     before = office.version
 
@@ -751,7 +753,7 @@ def test_what_is_probably_a_mistake_wants_a_second_look(office: Desk, name: str)
     assert change(*dangers).version.number == before + 1
 
 
-def test_a_danger_says_what_is_and_what_would_be(office: Desk) -> None:
+def test_a_danger_says_what_is_and_what_would_be(office: AdminService) -> None:
     with pytest.raises(NeedsConfirmation) as error:
         office.add_override(SUE, ACME, "2500/minute", limit="search", reason="r")
     assert error.value.dangers == (
@@ -759,7 +761,7 @@ def test_a_danger_says_what_is_and_what_would_be(office: Desk) -> None:
     )
 
 
-def test_what_an_override_is_compared_with_is_what_holds_now(office: Desk) -> None:
+def test_what_an_override_is_compared_with_is_what_holds_now(office: AdminService) -> None:
     desk = office
     desk.add_override(SUE, ACME, "900/minute", limit="search", reason="r")
     desk.change_override(SUE, 1, "8000/minute", limit="search", reason="r", confirm=["ten-times"])
@@ -768,7 +770,7 @@ def test_what_an_override_is_compared_with_is_what_holds_now(office: Desk) -> No
     assert codes(error) == ["tenth"]
 
 
-def test_who_gives_an_override_twice_is_told_which_one_to_change(office: Desk) -> None:
+def test_who_gives_an_override_twice_is_told_which_one_to_change(office: AdminService) -> None:
     office.add_override(SUE, ACME, "900/minute", limit="search", reason="r")
     with pytest.raises(InvalidInput, match="override 1 is for the same client, limit and time: change it, or remove"):
         office.add_override(SUE, ACME, "800/minute", limit="search", reason="r")
@@ -780,7 +782,7 @@ def test_who_gives_an_override_twice_is_told_which_one_to_change(office: Desk) -
 
 
 @pytest.mark.parametrize("bucket", ["0/minute", "0 per day"])
-def test_a_limit_of_nothing_is_a_block_and_refused(office: Desk, bucket: str) -> None:
+def test_a_limit_of_nothing_is_a_block_and_refused(office: AdminService, bucket: str) -> None:
     for change in (
         lambda: office.add_override(SUE, ACME, bucket, limit="search", reason="r", confirm=["tenth"]),
         lambda: office.set_tier(OTTO, "pro", "search", bucket, reason="r", confirm=["tenth"]),
@@ -790,9 +792,9 @@ def test_a_limit_of_nothing_is_a_block_and_refused(office: Desk, bucket: str) ->
 
 
 @pytest.mark.parametrize("who", [("ip", "*"), ("tenant", "*"), ("ip", "0.0.0.0/0"), ("ip", "::/0")])
-def test_nobody_can_block_everybody(office: Desk, who: tuple[str, str]) -> None:
+def test_nobody_can_block_everybody(office: AdminService, who: tuple[str, str]) -> None:
     with pytest.raises(InvalidInput):
-        office.block(OTTO, Who(*who), reason="r", confirm=["wildcard-block"])
+        office.block(OTTO, ClientRef(*who), reason="r", confirm=["wildcard-block"])
     assert office.blocks(search=who[1]).items == ()
 
 
@@ -869,7 +871,7 @@ def test_a_masked_key_gives_at_most_half_of_it_away(key: str) -> None:
 
 
 def test_a_client_of_which_only_a_hash_is_known_is_blocked_by_it(world: World) -> None:
-    address = Who("ip", CLIENTS.key("ip", "192.0.2.77"))
+    address = ClientRef("ip", CLIENTS.key("ip", "192.0.2.77"))
     assert world.send(peer="192.0.2.77", path="/login", method="POST") == [True]
     world.desk.block(SUE, address, reason="tries passwords")
     assert world.send(peer="192.0.2.77") == [False]  # as soon as the live block is heard of
@@ -877,17 +879,17 @@ def test_a_client_of_which_only_a_hash_is_known_is_blocked_by_it(world: World) -
     world.hear()
     world.counters.unblock(*address)
     assert world.send(peer="192.0.2.77") == [False]  # by the policy alone
-    for who in (address, Who("ip", "192.0.2.77")):
+    for who in (address, ClientRef("ip", "192.0.2.77")):
         view = world.desk.client(who).block
         assert view is not None
         assert (view.reason, view.who) == ("tries passwords", address)
-    world.desk.unblock(SUE, Who("ip", "192.0.2.77"), reason="a mistake")  # by the address, whose hash it is
+    world.desk.unblock(SUE, ClientRef("ip", "192.0.2.77"), reason="a mistake")  # by the address, whose hash it is
     world.hear()
     assert world.send(peer="192.0.2.77") == [True]
 
 
 def test_a_hash_is_blocked_by_its_name_where_that_is_known(world: World) -> None:
-    hashed = Who("tenant", CLIENTS.key("tenant", "initech"))
+    hashed = ClientRef("tenant", CLIENTS.key("tenant", "initech"))
     assert "tenant initech" in world.desk.block(SUE, hashed, reason="unpaid").what
 
 
@@ -898,8 +900,8 @@ def test_a_client_goes_by_the_same_name_on_the_overview_and_on_its_own_page(worl
     (top,) = world.desk.overview().top_denied
     shown = short_label(top.kind, top.key, top.label)
     assert re.fullmatch(r"192\.0\.2\.\* \([0-9a-f]{8}\)", shown)
-    assert world.desk.client(Who(top.kind, top.key)).label == shown
-    world.desk.block(SUE, Who(top.kind, top.key), reason="tries passwords")
+    assert world.desk.client(ClientRef(top.kind, top.key)).label == shown
+    world.desk.block(SUE, ClientRef(top.kind, top.key), reason="tries passwords")
     assert [each.label for each in world.desk.blocks().items if each.source == "config"] == [shown]
 
 
@@ -953,7 +955,9 @@ def test_live_blocks_follow_a_rollback_and_others_are_kept(world: World) -> None
 )
 def test_a_part_of_a_name_finds_every_client_that_contains_it(world: World, typed: str, found: list[str]) -> None:
     for number in (1, 2):
-        world.desk.assign(SUE, Who("tenant", f"corner-{number}"), "pro", label=f"Corner Cafe {number}", reason="r")
+        world.desk.assign(
+            SUE, ClientRef("tenant", f"corner-{number}"), "pro", label=f"Corner Cafe {number}", reason="r"
+        )
     world.send(tenant="only-logged-tenant")
     assert world.log.flush()
     assert [each.who.value for each in world.desk.matches(typed)] == found
@@ -962,11 +966,11 @@ def test_a_part_of_a_name_finds_every_client_that_contains_it(world: World, type
 def test_a_client_that_was_never_seen_is_flagged(world: World) -> None:
     world.send(tenant="acme")
     assert world.log.flush()
-    assert (world.desk.client(ACME).is_seen, world.desk.client(Who("tenant", "acmee")).is_seen) == (True, False)
-    assert world.desk.client(Who("ip", "192.0.2.200")).is_seen is None  # most addresses were never heard of
+    assert (world.desk.client(ACME).is_seen, world.desk.client(ClientRef("tenant", "acmee")).is_seen) == (True, False)
+    assert world.desk.client(ClientRef("ip", "192.0.2.200")).is_seen is None  # most addresses were never heard of
     add = {"limit": "search", "reason": "r"}
     assert world.desk.add_override(SUE, ACME, "200/minute", **add).notes == ()
-    typo = world.desk.add_override(SUE, Who("tenant", "acmee"), "200/minute", **add)
+    typo = world.desk.add_override(SUE, ClientRef("tenant", "acmee"), "200/minute", **add)
     assert typo.notes == ("No tenant of this name was ever seen. Check the spelling.",)
 
 
@@ -998,23 +1002,23 @@ def test_overrides_of_the_policy_document_are_listed_with_the_others(world: Worl
 
 def test_names_stand_in_the_place_of_hashes(world: World) -> None:
     hashed = CLIENTS.written("api_key", KEY)
-    world.desk.assign(SUE, Who("api_key", KEY), "pro", label="Acme", reason="r")
+    world.desk.assign(SUE, ClientRef("api_key", KEY), "pro", label="Acme", reason="r")
     assert world.desk.with_names(f"removed block of api_key {hashed}") == (
         f"removed block of api_key Acme ({hashed[:13]}…)"
     )
     with pytest.raises(NeedsConfirmation, match="Acme has 1000/minute on search now"):
-        world.desk.add_override(SUE, Who("api_key", KEY), "90000/minute", limit="search", reason="r")
+        world.desk.add_override(SUE, ClientRef("api_key", KEY), "90000/minute", limit="search", reason="r")
 
 
 def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> None:
     desk = world.desk
-    done = desk.block(SUE, Who("api_key", KEY), valid_until=in_days(world, 1), reason="stolen")
+    done = desk.block(SUE, ClientRef("api_key", KEY), valid_until=in_days(world, 1), reason="stolen")
     assert (done.version and done.version.number, done.notes) == (2, ())
     assert world.send(api_key=KEY) == [False]
     assert world.send(api_key="another") == [True]
     (live,) = world.counters.blocked()
     assert (live.reason, live.until_us) == ("stolen", START_US + 86_400_000_000)
-    view = desk.client(Who("api_key", KEY)).block
+    view = desk.client(ClientRef("api_key", KEY)).block
     assert view is not None
     assert (view.source, view.id, view.author, view.reason, view.state) == ("config", 1, "sue", "stolen", "active")
     world.counters.unblock(*view.who)
@@ -1024,7 +1028,7 @@ def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> Non
     assert desk.unblock(SUE, 1, reason="found").version
     world.hear()
     assert world.send(api_key=KEY) == [True]
-    assert desk.client(Who("api_key", KEY)).block is None
+    assert desk.client(ClientRef("api_key", KEY)).block is None
     with pytest.raises(NotFound):
         desk.unblock(SUE, 1, reason="again")
 
@@ -1037,7 +1041,7 @@ def test_somebody_whom_only_nodes_were_told_of_is_seen_and_let_in(here: World) -
         (("ip", "192.0.2.0/28"), "live", None),
         (("tenant", "acme"), "live", None),
     ]
-    view = here.desk.client(Who("ip", "192.0.2.3")).block
+    view = here.desk.client(ClientRef("ip", "192.0.2.3")).block
     assert view is not None
     assert (view.who.value, view.source, view.reason) == ("192.0.2.0/28", "live", "by hand")
     here.clock.advance(1)
@@ -1045,7 +1049,7 @@ def test_somebody_whom_only_nodes_were_told_of_is_seen_and_let_in(here: World) -
     assert (done.version, done.what) == (None, "unblocked tenant acme")
     assert here.desk.audit(most=1).items[0].what == "unblocked tenant acme"
     with pytest.raises(NotFound, match="it stands in the policy document"):
-        here.desk.unblock(SUE, Who("tenant", "evil"), reason="r")
+        here.desk.unblock(SUE, ClientRef("tenant", "evil"), reason="r")
     with pytest.raises(NotFound, match="nobody blocks it"):
         here.desk.unblock(SUE, ACME, reason="r")
 
@@ -1056,10 +1060,10 @@ def test_a_block_that_nodes_cannot_be_told_of_is_made_and_noted(here: World) -> 
     )
     with Limiter("redis://127.0.0.1:1/0", budget=0.05) as away:
         desk = here.made(counters=away)
-        done = desk.block(SUE, Who("tenant", "globex"), reason="r")
+        done = desk.block(SUE, ClientRef("tenant", "globex"), reason="r")
         assert done.version
         assert "within a second" in done.notes[0]
-        ended = desk.unblock(SUE, Who("tenant", "globex"), reason="r")
+        ended = desk.unblock(SUE, ClientRef("tenant", "globex"), reason="r")
         assert ended.version
         assert "may keep it out until they are" in ended.notes[0]
 
@@ -1071,7 +1075,7 @@ def test_a_reset_forgets_what_this_client_has_used_and_nobody_else(here: World) 
     done = here.desk.reset(SUE, ACME, reason="our mistake")
     assert done.what == "reset tenant acme: search, pages, watched"
     assert done.notes == ("not reset, as they do not count this client alone: login, strangers, everybody, seats",)
-    assert [standing(here.desk, Who("tenant", each), "search").used for each in ("acme", "globex")] == [0, 100]
+    assert [standing(here.desk, ClientRef("tenant", each), "search").used for each in ("acme", "globex")] == [0, 100]
     assert standing(here.desk, ACME, "everybody").used == 199
     assert here.desk.audit(most=1).items[0].about == "tenant acme: search, pages, watched"
     with pytest.raises(NotFound, match="this client meets no such limit; it meets search"):
@@ -1128,7 +1132,7 @@ class Overtaken(ConfigStore):
 def test_what_was_judged_is_what_is_written_over_two_admin_servers(world: World) -> None:
     store = Overtaken(world.url, secret=SECRET, clock=world.clock)
     store.others = []
-    mine, theirs = Desk(store, secret=SECRET, clock=world.clock), world.made()
+    mine, theirs = AdminService(store, secret=SECRET, clock=world.clock), world.made()
 
     def lower(number: int) -> Callable[[], Any]:
         return lambda: theirs.set_tier(OTTO, "pro", "search", f"{number}/minute", reason="r")
@@ -1179,7 +1183,7 @@ def test_what_is_not_there_cannot_be_changed(found_in: World) -> None:
         lambda: desk.change_override(SUE, 99, "10/minute", reason="r"),
         lambda: desk.remove_override(SUE, 99, reason="r"),
         lambda: desk.unblock(SUE, 99, reason="r"),
-        lambda: desk.unassign(SUE, Who("tenant", "nobody"), reason="r"),
+        lambda: desk.unassign(SUE, ClientRef("tenant", "nobody"), reason="r"),
         lambda: desk.remove_tier(OTTO, "pro", "strangers", reason="r"),
         lambda: desk.remove_route(OTTO, "/nowhere", reason="r"),
         lambda: desk.rollback(OTTO, 99, reason="r"),
@@ -1202,8 +1206,8 @@ def test_what_is_not_there_cannot_be_changed(found_in: World) -> None:
     assert desk.version == before
 
 
-def test_what_a_table_says_of_a_client_holds_before_the_document(office: Desk) -> None:
-    initech = Who("tenant", "initech")
+def test_what_a_table_says_of_a_client_holds_before_the_document(office: AdminService) -> None:
+    initech = ClientRef("tenant", "initech")
     office.assign(SUE, initech, "free", reason="has not paid")
     view = office.client(initech)
     assert (view.tier, view.tier_from, view.label) == ("free", "assigned", "Initech")
@@ -1211,7 +1215,7 @@ def test_what_a_table_says_of_a_client_holds_before_the_document(office: Desk) -
     assert [(each.name, each.clients) for each in office.tiers()] == [("pro", 0), ("free", 1)]
 
 
-def test_a_name_stays_with_a_client_that_changes_its_tier(office: Desk) -> None:
+def test_a_name_stays_with_a_client_that_changes_its_tier(office: AdminService) -> None:
     office.assign(SUE, ACME, "pro", label="Acme Inc", reason="r")
     office.assign(SUE, ACME, "free", reason="r")
     assert (office.client(ACME).label, office.client(ACME).tier) == ("Acme Inc", "free")
@@ -1284,8 +1288,10 @@ def test_overrides_are_searched_and_paged(world: World) -> None:
     desk = world.desk
     desk.assign(SUE, ACME, "pro", label="Acme_Inc 100%", reason="r")
     desk.add_override(SUE, ACME, "200/minute", limit="search", valid_until=in_days(world, 1), reason="Contract 5%")
-    desk.add_override(SUE, Who("tenant", "ac"), "200/minute", limit="seats", valid_from=in_days(world, 2), reason="r")
-    desk.add_override(OTTO, Who("api_key", KEY), "200/minute", limit="search", reason="contract 50")
+    desk.add_override(
+        SUE, ClientRef("tenant", "ac"), "200/minute", limit="seats", valid_from=in_days(world, 2), reason="r"
+    )
+    desk.add_override(OTTO, ClientRef("api_key", KEY), "200/minute", limit="search", reason="contract 50")
     world.clock.advance(3600 * 30)
 
     def ids(**question: Any) -> list[int]:
@@ -1301,7 +1307,7 @@ def test_overrides_are_searched_and_paged(world: World) -> None:
     assert (ids(search="acme_inc"), ids(search="100%"), ids(search="otto"), ids(search="seats")) == ([1], [1], [3], [2])
     assert (ids(search=KEY), ids(search=CLIENTS.written("api_key", KEY))) == ([3], [3])
     assert (ids(state="active"), ids(state="future"), ids(state="expired")) == ([3], [2], [1])
-    assert (ids(who=ACME), ids(who=Who("api_key", KEY)), ids(who=Who("tenant", "x"))) == ([1], [3], [])
+    assert (ids(who=ACME), ids(who=ClientRef("api_key", KEY)), ids(who=ClientRef("tenant", "x"))) == ([1], [3], [])
     pages, after = [], None
     while True:
         page = desk.overrides(most=1, after=after)
@@ -1327,7 +1333,7 @@ def test_overrides_are_searched_and_paged(world: World) -> None:
 def test_blocks_of_all_sources_are_one_list(world: World) -> None:
     desk = world.desk
     for tenant in ("one", "two", "three"):
-        desk.block(SUE, Who("tenant", tenant), valid_until=in_days(world, 1), reason=f"about {tenant}")
+        desk.block(SUE, ClientRef("tenant", tenant), valid_until=in_days(world, 1), reason=f"about {tenant}")
     world.counters.block("user", "live-one")
     world.counters.block("user", "live-two", reason="told")
     expected = [
@@ -1357,9 +1363,9 @@ def test_clients_of_document_and_tables_are_one_list(world: World) -> None:
     desk = world.desk
     desk.assign(SUE, ACME, "pro", label="Acme Inc", reason="r")
     desk.add_override(SUE, ACME, "200/minute", limit="search", reason="r")
-    desk.add_override(SUE, Who("tenant", "initech"), "2000/minute", limit="search", reason="r")
-    desk.add_override(SUE, Who("api_key", KEY), "200/minute", limit="search", reason="r")
-    desk.block(SUE, Who("user", "mallory"), reason="r")
+    desk.add_override(SUE, ClientRef("tenant", "initech"), "2000/minute", limit="search", reason="r")
+    desk.add_override(SUE, ClientRef("api_key", KEY), "200/minute", limit="search", reason="r")
+    desk.block(SUE, ClientRef("user", "mallory"), reason="r")
     everybody = {
         ("ip", "198.51.100.0/24"): ("The office", None, 0, False),
         ("tenant", "evil"): (None, None, 0, True),
@@ -1415,7 +1421,7 @@ def test_the_audit_is_all_that_was_done_in_the_order_of_time(world: World) -> No
     for number in range(3):
         world.clock.advance(1)
         desk.note(VERA, "signed in", f"from 192.0.2.{number}")
-        desk.block(SUE, Who("tenant", f"t{number}"), reason=f"reason {number}")  # in the same microsecond
+        desk.block(SUE, ClientRef("tenant", f"t{number}"), reason=f"reason {number}")  # in the same microsecond
     desk.rollback(OTTO, 2, reason="back")
     told = [(each.action, each.about, each.author, each.version) for each in desk.audit().items]
     assert told == [
@@ -1453,16 +1459,16 @@ def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.Log
     desk, told = here.desk, []
     here.send(path="/search", api_key=KEY)
     assert here.log.flush()
-    who = Who("api_key", KEY)
+    who = ClientRef("api_key", KEY)
     questions: list[Callable[[], Any]] = [
         lambda: desk.find(KEY), lambda: desk.client(who), lambda: desk.why(who), lambda: desk.decisions(who=who),
         lambda: desk.overrides(search=KEY), lambda: desk.clients(search=KEY), lambda: desk.blocks(search=KEY),
         lambda: desk.overrides(who=who), lambda: desk.audit(search=KEY, author=KEY), lambda: desk.overrides(after=KEY),
         lambda: desk.blocks(after=f"live:{KEY}"), lambda: desk.decisions(outcome=KEY),
-        lambda: desk.decisions(after=KEY), lambda: desk.client(Who(KEY, "x")),
-        lambda: desk.client(Who("ip", KEY)), lambda: desk.client(Who("subnet", KEY)),
+        lambda: desk.decisions(after=KEY), lambda: desk.client(ClientRef(KEY, "x")),
+        lambda: desk.client(ClientRef("ip", KEY)), lambda: desk.client(ClientRef("subnet", KEY)),
         lambda: desk.add_override(SUE, who, "200/minute", limit="search", reason="r"),
-        lambda: desk.add_override(SUE, Who("tenant", KEY), "200/minute", limit="search", reason="r"),
+        lambda: desk.add_override(SUE, ClientRef("tenant", KEY), "200/minute", limit="search", reason="r"),
         lambda: desk.add_override(SUE, ACME, KEY, limit="search", reason="r"),
         lambda: desk.add_override(SUE, ACME, "200/minute", limit=KEY, reason="r"),
         lambda: desk.add_override(SUE, ACME, "200/minute", route_class=KEY, reason="r"),
@@ -1470,7 +1476,8 @@ def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.Log
         lambda: desk.assign(SUE, who, "pro", reason="r"), lambda: desk.assign(SUE, ACME, KEY, reason="r"),
         lambda: desk.assign(SUE, ACME, "pro", label=f"has {KEY}.", reason="r"),
         lambda: desk.block(SUE, who, reason=f"stolen ({KEY})"), lambda: desk.block(SUE, who, reason="r"),
-        lambda: desk.block(SUE, Who("user", KEY), reason="r"), lambda: desk.block(SUE, Who("ip", KEY), reason="r"),
+        lambda: desk.block(SUE, ClientRef("user", KEY), reason="r"),
+        lambda: desk.block(SUE, ClientRef("ip", KEY), reason="r"),
         lambda: desk.reset(SUE, who, reason="r"), lambda: desk.reset(SUE, ACME, limits=[KEY], reason="r"),
         lambda: desk.set_tier(OTTO, KEY, "search", "200/minute", reason="r"),
         lambda: desk.set_tier(OTTO, "pro", KEY, "2000/minute", reason="r"),
@@ -1499,20 +1506,20 @@ def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.Log
         assert KEY.encode() not in file.read_bytes(), file.name
 
 
-def test_a_key_that_only_the_configuration_knows_is_no_reason_nor_a_name(office: Desk) -> None:
-    office.block(SUE, Who("api_key", KEY), reason="r")
+def test_a_key_that_only_the_configuration_knows_is_no_reason_nor_a_name(office: AdminService) -> None:
+    office.block(SUE, ClientRef("api_key", KEY), reason="r")
     for change in (
         lambda: office.assign(SUE, ACME, "pro", reason=f"see '{KEY}'"),
         lambda: office.assign(SUE, ACME, "pro", label=KEY, reason="r"),
-        lambda: office.block(SUE, Who("tenant", KEY), reason="r"),
+        lambda: office.block(SUE, ClientRef("tenant", KEY), reason="r"),
     ):
         with pytest.raises(InvalidInput, match="there is an API key among the words"):
             change()
 
 
-def test_the_key_that_a_change_is_about_is_not_kept_beside_it(office: Desk) -> None:
+def test_the_key_that_a_change_is_about_is_not_kept_beside_it(office: AdminService) -> None:
     """Also one that nobody has heard of before."""
-    fresh, who = "fresh-and-plain-0042", Who("api_key", "fresh-and-plain-0042")
+    fresh, who = "fresh-and-plain-0042", ClientRef("api_key", "fresh-and-plain-0042")
     for change in (
         lambda: office.add_override(SUE, who, "50/minute", limit="search", reason=f"for {fresh}"),
         lambda: office.assign(SUE, who, "pro", label=f"customer/{fresh}", reason="r"),
@@ -1523,13 +1530,13 @@ def test_the_key_that_a_change_is_about_is_not_kept_beside_it(office: Desk) -> N
     assert office.block(SUE, who, reason="leaked").version is not None
 
 
-def test_a_text_that_may_be_a_key_is_not_shown_though_nobody_knows_it(office: Desk) -> None:
+def test_a_text_that_may_be_a_key_is_not_shown_though_nobody_knows_it(office: AdminService) -> None:
     unknown = "sk_live_nobody_knows_this"
     for change in (
         lambda: office.add_override(SUE, ACME, unknown, limit="search", reason="r"),
         lambda: office.add_override(SUE, ACME, "10/minute", limit=unknown, reason="r"),
         lambda: office.set_tier(OTTO, "pro", unknown, "10/minute", reason="r"),
-        lambda: office.block(SUE, Who("ip", unknown), reason="r"),
+        lambda: office.block(SUE, ClientRef("ip", unknown), reason="r"),
     ):
         with pytest.raises(InvalidInput) as error:
             change()
@@ -1585,7 +1592,7 @@ def test_many_threads_share_a_desk(here: World) -> None:
 
     def work(number: int) -> None:
         try:
-            who = Who("tenant", f"t{number}")
+            who = ClientRef("tenant", f"t{number}")
             for round in range(2):
                 here.desk.add_override(SUE, who, f"{200 + round}/minute", limit="search", reason="r", confirm=())
                 here.desk.client(who)

@@ -1,7 +1,7 @@
 """The same calls on two stores, answer by answer: Python beside the reference model, Lua beside Python.
 
 Seeded, so that every run is the same run, and short: these are the tests that `make mutate` asks of each mutant. A
-call is one of the values of `headgate.stores.calls`; a store is anything that carries one out at an instant.
+call is one of the values of `headgate.stores.operations`; a store is anything that carries one out at an instant.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from redis.exceptions import ResponseError
 from again import with_again
 from headgate import Decision, InvalidLimit, Key, Limit, ScriptError
 from headgate.algorithms import NEVER
-from headgate.stores.calls import Call, Check, Leave, Refund, Renew, Reset
 from headgate.stores.memory import MemoryStore
-from headgate.stores.redis.replies import decode
-from headgate.stores.redis.wire import CALLER_MARGIN_MS, MOST_PACKED, SERVER_MARGIN_MS, Command, Undo, Wire
+from headgate.stores.operations import Call, Check, Leave, Refund, Renew, Reset
+from headgate.stores.redis.decoding import decode
+from headgate.stores.redis.encoding import (
+    CALLER_MARGIN_MS,
+    MOST_PACKED,
+    SERVER_MARGIN_MS,
+    Command,
+    CommandEncoder,
+    Undo,
+)
 from headgate.testing import FakeClock
 from model import Model, Plan, Subject
 
@@ -168,7 +175,7 @@ class InRedis:
     def __init__(self, client: Redis, *, server_clock: bool = False) -> None:
         self.client = client
         self.clock = FakeClock()
-        self.wire = Wire(f"differential-{next(serial)}", None if server_clock else self.clock)
+        self.wire = CommandEncoder(f"differential-{next(serial)}", None if server_clock else self.clock)
         self.reply: Any = None
         self.issued: list[list[str]] = []
         self.pretended_ms: str | None = None
@@ -603,7 +610,7 @@ FOREIGN = {
 @pytest.mark.parametrize("who", ["ada", "{ada}", "ä|%", "\ud800", "a" * 1000, ""])
 def test_what_goes_alone_is_packed_as_it_is_among_others(who: str, cost: Any) -> None:
     limits = [limit_of(algorithm, 5, 1, name=algorithm) for algorithm in ("token_bucket", "gcra", "fixed_window")]
-    wire = Wire("headgate", None)
+    wire = CommandEncoder("headgate", None)
     for met in (limits, limits[::-1], limits[:1] if isinstance(cost, int) else limits):
         check = Check(tuple([limit.by(who) for limit in met]), cost)
         for _ in range(2):  # also when it is kept
@@ -636,7 +643,7 @@ def told_of(command: Command) -> list[tuple[str | None, list[tuple[str, int]]]]:
 
 
 def test_a_batch_says_of_each_request_what_it_meets() -> None:
-    draw, wire = Random(5), Wire("headgate", None)
+    draw, wire = Random(5), CommandEncoder("headgate", None)
     a, b, _ = SHAPED
     # Of other lengths, and yet the same limits one after the other.
     batches = [[Check((a.by("x"), b.by("x")), 1), Check((a.by("x"),), 1), Check((b.by("x"), a.by("x"), b.by("y")), 1)]]
@@ -660,13 +667,13 @@ def test_a_batch_says_of_each_request_what_it_meets() -> None:
 
 def test_what_takes_a_lease_or_brings_the_time_goes_the_long_way() -> None:
     check = Check((limit_of("gcra", 5, 1, name="posts").by("ada"),), 1)
-    assert Wire("headgate", None).pack_alone(check._replace(id="a")) is None
-    assert Wire("headgate", FakeClock()).pack_alone(check) is None
-    assert Wire("headgate", None).pack_alone(Reset(check.keys)) is None
+    assert CommandEncoder("headgate", None).pack_alone(check._replace(id="a")) is None
+    assert CommandEncoder("headgate", FakeClock()).pack_alone(check) is None
+    assert CommandEncoder("headgate", None).pack_alone(Reset(check.keys)) is None
 
 
 def test_what_is_kept_of_packed_checks_is_bounded() -> None:
-    wire, key = Wire("headgate", None), limit_of("gcra", 5, 1, name="posts").by("ada")
+    wire, key = CommandEncoder("headgate", None), limit_of("gcra", 5, 1, name="posts").by("ada")
     for cost in range(3 * MOST_PACKED):
         wire.pack_alone(Check((key,), cost))
         assert len(wire._packed) <= MOST_PACKED
@@ -674,7 +681,7 @@ def test_what_is_kept_of_packed_checks_is_bounded() -> None:
 
 def test_lua_says_and_is_told_only_what_is_unusual_of_a_request_that_comes_alone(lua: InRedis) -> None:
     key = limit_of("leaky_bucket", 2, 2, name="queue").by("ada")
-    assert len(Wire("headgate", None).encode_one(Check((key,), 1)).args) == 4
+    assert len(CommandEncoder("headgate", None).encode_one(Check((key,), 1)).args) == 4
     lua.run(Check((key,), 1), NOW)
     assert lua.reply == [NOW, 1, 1]
     lua.run(Check((key,), 1), NOW)

@@ -38,11 +38,11 @@ from django.utils.functional import SimpleLazyObject
 from django.views import View
 
 from headgate import Limit
-from headgate.adapters.django import DjangoArrival, HeadgateMiddleware, _gates, exempt, limit
-from headgate.adapters.door import OPTIONS
-from headgate.adapters.gate import AsyncGate, Gate
-from headgate.adapters.way import current_admission
-from headgate.policy.loading import read
+from headgate.adapters.django import DjangoRequest, HeadgateMiddleware, _gates, exempt, limit
+from headgate.gate.admission import current_admission
+from headgate.gate.base import OPTIONS
+from headgate.gate.gate import AsyncGate, Gate
+from headgate.policy.loader import read
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from django.http import HttpRequest
 
-    from headgate.adapters.answers import RefusalFacts
+    from headgate.gate.responses import RejectionInfo
 
 PAGE = (Path(__file__).parents[1] / "docs" / "django.md").read_text("utf-8")
 GATE = "headgate.adapters.django.HeadgateMiddleware"
@@ -530,7 +530,7 @@ lazy = with_user(lambda: SimpleLazyObject(lambda: SimpleNamespace(is_authenticat
 anonymous = with_user(lambda: SimpleNamespace(is_authenticated=False, pk=None))
 
 
-def tell_who(arrival: DjangoArrival) -> str | None:
+def tell_who(arrival: DjangoRequest) -> str | None:
     return next(iter(arrival.header("x-tenant")), None)
 
 
@@ -577,7 +577,7 @@ def test_a_mounted_project_is_counted_by_either_name_of_a_path(
 # -------------------------------------------------------------------- settings
 
 
-def say_no(facts: RefusalFacts) -> tuple[str, None]:
+def say_no(facts: RejectionInfo) -> tuple[str, None]:
     return f"no: {facts.status}", None
 
 

@@ -19,7 +19,7 @@ import pytest
 from flask import Flask
 
 import headgate
-from headgate import _grammar
+from headgate import _limit_syntax
 from headgate.adapters.flask import Headgate
 from headgate.algorithms import ALGORITHMS
 from headgate.cli import main
@@ -218,7 +218,7 @@ def test_every_field_of_an_answer_is_documented(kind: type) -> None:
 
 
 def test_every_word_for_a_unit_is_documented() -> None:
-    for word in _grammar._UNITS:
+    for word in _limit_syntax._UNITS:
         assert f"`{word}`" in page("limits")
 
 
@@ -237,17 +237,6 @@ def test_every_example_in_a_docstring_runs(name: str) -> None:
     with redirect_stdout(told):
         failed, _ = doctest.testmod(importlib.import_module(name))
     assert not failed, told.getvalue()
-
-
-@pytest.mark.parametrize(
-    "file",
-    sorted([each for kind in ("py", "lua", "c", "h") for each in SOURCE.rglob(f"*.{kind}")]),
-    ids=lambda file: file.name,
-)
-def test_every_file_is_on_the_map(file: Path) -> None:
-    if file.stem in ALGORITHMS or file == SOURCE / "__init__.py":
-        return  # the map has one line for all algorithms
-    assert f"| `{file.relative_to(SOURCE)}` |" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 
 
 def test_every_make_command_exists() -> None:

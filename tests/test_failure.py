@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from headgate import InvalidConfiguration, InvalidLimit, Limit, StoreUnavailable
 from headgate.algorithms import ALGORITHMS
-from headgate.failure import FailureMode, FailurePolicy, Fleet, _nearest_below, local_limit
+from headgate.failure import FailureMode, FailurePolicy, FleetShare, _nearest_below, local_limit
 from headgate.limits import HORIZON_US
-from headgate.stores.calls import Check, Leave, Refund, Renew
+from headgate.stores.operations import Check, Leave, Refund, Renew
 from headgate.testing import FakeClock
 
 AWAY = StoreUnavailable("nobody is there")
@@ -26,7 +26,7 @@ BUCKETS = sorted(name for name, algorithm in ALGORITHMS.items() if algorithm.SHA
 WINDOWS = sorted({*ALGORITHMS} - {*BUCKETS} - {"concurrency"})
 
 
-def local(clock: FakeClock, fleet: Fleet | None = None) -> FailurePolicy:
+def local(clock: FakeClock, fleet: FleetShare | None = None) -> FailurePolicy:
     return FailurePolicy("local", clock, fleet)
 
 
@@ -120,7 +120,7 @@ def test_the_nearest_below_is_the_largest_that_there_is(number: Fraction, most: 
 
 @pytest.mark.parametrize("limit", ["1000/second", "1000/second, gcra", "1000/second, fixed_window"])
 def test_fifty_nodes_allow_a_fifth_together_and_not_a_fifth_each(limit: str) -> None:
-    clock, fleet = FakeClock(start_us=10**9), Fleet(nodes=50)
+    clock, fleet = FakeClock(start_us=10**9), FleetShare(nodes=50)
     nodes = [local(clock, fleet) for _ in range(50)]
     check = Check((Limit.parse(limit).by("ada"),), 1)
     passed = []
@@ -131,7 +131,7 @@ def test_fifty_nodes_allow_a_fifth_together_and_not_a_fifth_each(limit: str) -> 
 
 
 def test_what_a_node_allowed_stays_counted_when_the_number_of_nodes_changes() -> None:
-    clock, fleet = FakeClock(start_us=10**9), Fleet()
+    clock, fleet = FakeClock(start_us=10**9), FleetShare()
     node, key = local(clock, fleet), Limit(20, MINUTE).by("ada")
     assert [node.decide(Check((key,), 1), AWAY).remaining for _ in range(2)] == [3, 2]
     fleet.nodes = 2
@@ -142,7 +142,7 @@ def test_what_a_node_allowed_stays_counted_when_the_number_of_nodes_changes() ->
 
 
 def test_all_failure_policies_of_a_limiter_see_the_same_fleet() -> None:
-    clock, fleet = FakeClock(), Fleet(share=Fraction(1, 2), nodes=5)
+    clock, fleet = FakeClock(), FleetShare(share=Fraction(1, 2), nodes=5)
     key = Limit(100, MINUTE).by("ada")
     one, other = local(clock, fleet), local(clock, fleet)
     assert [node.decide(Check((key,), 0), AWAY).remaining for node in (one, other)] == [10, 10]
@@ -154,22 +154,28 @@ def test_all_failure_policies_of_a_limiter_see_the_same_fleet() -> None:
 
 
 def test_who_is_alive_to_ask_is_a_node() -> None:
-    fleet = Fleet(nodes=3)
+    fleet = FleetShare(nodes=3)
     fleet.nodes = 0
     assert (fleet.nodes, fleet.part_of(Limit(10, MINUTE)).quota) == (1, 2)
 
 
 def test_shares_are_taken_as_they_are_written() -> None:
-    assert [Fleet(share=share).share for share in (0.2, 0.07, 1, 1.0, FIFTH)] == [FIFTH, Fraction(7, 100), 1, 1, FIFTH]
+    assert [FleetShare(share=share).share for share in (0.2, 0.07, 1, 1.0, FIFTH)] == [
+        FIFTH,
+        Fraction(7, 100),
+        1,
+        1,
+        FIFTH,
+    ]
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, 100, nan, inf, True, "20%", None])
 def test_what_is_no_share_is_refused(share: Any) -> None:
     with pytest.raises(InvalidConfiguration) as refused:
-        Fleet(share=share)
+        FleetShare(share=share)
     told = f"share={share!r} is no share of a limit: give a number above 0, up to 1, like 0.2"
     assert str(refused.value) == told
-    fleet = Fleet()
+    fleet = FleetShare()
     with pytest.raises(InvalidConfiguration):
         fleet.share = share
     assert fleet.share == FIFTH
@@ -178,12 +184,12 @@ def test_what_is_no_share_is_refused(share: Any) -> None:
 @pytest.mark.parametrize("nodes", [0, -1, 1.5, True, "4", None])
 def test_what_is_no_number_of_nodes_is_refused(nodes: Any) -> None:
     with pytest.raises(InvalidConfiguration, match="cannot be: give how many there are"):
-        Fleet(nodes=nodes)
+        FleetShare(nodes=nodes)
 
 
 def test_however_many_limits_there_are_few_are_kept_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headgate.failure.MOST_LIMITS", 10)
-    fleet = Fleet()
+    fleet = FleetShare()
     parts = [fleet.part_of(Limit(quota, MINUTE)).quota for quota in range(5, 105, 5)]
     assert parts == list(range(1, 21))
     assert len(fleet._parts[1]) <= 10

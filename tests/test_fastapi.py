@@ -16,8 +16,8 @@ from asgi_client import ask, client, fields, knock, live, statuses
 from headgate import Limit
 from headgate.adapters.asgi import HeadgateMiddleware
 from headgate.adapters.fastapi import FastAPILimits, admission
-from headgate.adapters.way import Admission, current_admission
 from headgate.errors import InvalidConfiguration, InvalidCost, InvalidInput, InvalidLimit
+from headgate.gate.admission import Admission, current_admission
 from headgate.policy.model import AnswerSettings, IdentitySettings, Policy, Rule
 from headgate.testing import FakeClock
 

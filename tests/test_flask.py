@@ -21,9 +21,9 @@ from flask.views import MethodView
 
 from headgate import Limit
 from headgate.adapters.flask import Headgate, exempt, limit
-from headgate.adapters.way import Admission, current_admission
 from headgate.errors import InvalidConfiguration, InvalidInput, InvalidPolicy
-from headgate.policy.loading import read
+from headgate.gate.admission import Admission, current_admission
+from headgate.policy.loader import read
 from headgate.policy.model import Policy
 from headgate.testing import FakeClock
 

@@ -15,11 +15,11 @@ from google.rpc.error_details_pb2 import ErrorInfo, QuotaFailure, RetryInfo
 from grpc_status import rpc_status
 
 from headgate import Limit
-from headgate.adapters.gate import AsyncGate
-from headgate.adapters.grpc import AsyncHeadgateInterceptor, GrpcArrival, HeadgateInterceptor, _address
-from headgate.adapters.way import FREE, current_admission
+from headgate.adapters.grpc import AsyncHeadgateInterceptor, GrpcRequest, HeadgateInterceptor, _address
 from headgate.errors import InvalidConfiguration
-from headgate.policy.loading import read
+from headgate.gate.admission import UNLIMITED, current_admission
+from headgate.gate.gate import AsyncGate
+from headgate.policy.loader import read
 from headgate.policy.model import Policy, Rule
 from headgate.testing import FakeClock
 
@@ -99,7 +99,7 @@ async def stream_stream_async(requests: AsyncIterator[bytes], context: Any) -> N
 
 
 def plain(request: bytes, context: Any) -> bytes:
-    return b"free" if current_admission() is FREE else b"counted"
+    return b"free" if current_admission() is UNLIMITED else b"counted"
 
 
 def handlers(suffix: str) -> grpc.GenericRpcHandler:
@@ -251,7 +251,7 @@ def test_a_policy_names_methods_as_paths_and_reads_metadata(serving: Any) -> Non
         """
     )
 
-    def tenant(arrival: GrpcArrival) -> str | None:
+    def tenant(arrival: GrpcRequest) -> str | None:
         return next(iter(arrival.header("x-tenant")), None)
 
     with serving(rules, clock=FakeClock(), identities={"tenant": tenant}) as ask:

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import Decision, Limit, StoreError, StoreTimeout
-from headgate.events import Herald
-from headgate.failure import Fleet
-from headgate.shield.blocks import Blocks
-from headgate.shield.front import Front
-from headgate.shield.ledger import BATCH, Debt, Ledger, settle
-from headgate.stores.calls import Check, Refund
-from headgate.stores.redis import wire as wire_module
-from headgate.stores.redis.companion import read_block
-from headgate.stores.redis.conversation import Unsent, converse
-from headgate.stores.redis.line import Opening
-from headgate.stores.redis.replies import accept
+from headgate.events import EventEmitter
+from headgate.failure import FleetShare
+from headgate.local.block_list import BlockList
+from headgate.local.ledger import BATCH, Debt, OutageLedger, settle
+from headgate.local.tier import LocalTier
+from headgate.stores.operations import Check, Refund
+from headgate.stores.redis import encoding as wire_module
+from headgate.stores.redis.background_client import read_block
+from headgate.stores.redis.batch_protocol import NotSent, run_batch
+from headgate.stores.redis.decoding import accept
+from headgate.stores.redis.encoding import NO_KEYS, Command, CommandEncoder, Keys, Node
+from headgate.stores.redis.sync_connection import PendingConnection
 from headgate.stores.redis.topology import Cluster
-from headgate.stores.redis.wire import NO_KEYS, Command, Keys, Node, Wire
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ def told_by_two_shards(here: Any, there: Any, undone: Any = None) -> Any:
     cluster = Cluster([HERE])
     cluster._learn(SLOTS, HERE)
     by_node: dict[Node, Any] = {}
-    wire = Wire("test", None)
+    wire = CommandEncoder("test", None)
     for number in range(100):
         key = Limit(5, HOUR, name=f"limit-{number}").by("ada")
         command = Command(None, Keys.of(wire.name(key)), ())
         cluster.locate(command)
         by_node.setdefault(command.node, key)  # type: ignore[arg-type] # it was located
-    conversation = converse([Check((by_node[HERE], by_node[THERE]), 1)], wire, cluster)
+    conversation = run_batch([Check((by_node[HERE], by_node[THERE]), 1)], wire, cluster)
     replies = {HERE: here, THERE: there}
     try:
         commands = next(conversation)
@@ -87,13 +87,13 @@ def told_by_two_shards(here: Any, there: Any, undone: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("here", "there", "undone", "may_have_happened"),
     [
-        (Unsent("a"), Unsent("b"), None, False),
-        (Unsent("a"), StoreTimeout("b"), None, True),
-        (StoreTimeout("a"), Unsent("b"), None, True),
-        (Unsent("a"), ALLOWED, GIVEN_BACK, False),
-        (Unsent("a"), ALLOWED, StoreTimeout("c"), True),
-        (Unsent("a"), ALLOWED, Unsent("c"), True),
-        (Unsent("a"), DENIED, None, False),
+        (NotSent("a"), NotSent("b"), None, False),
+        (NotSent("a"), StoreTimeout("b"), None, True),
+        (StoreTimeout("a"), NotSent("b"), None, True),
+        (NotSent("a"), ALLOWED, GIVEN_BACK, False),
+        (NotSent("a"), ALLOWED, StoreTimeout("c"), True),
+        (NotSent("a"), ALLOWED, NotSent("c"), True),
+        (NotSent("a"), DENIED, None, False),
     ],
 )
 def test_what_one_shard_may_have_charged_is_not_charged_again(
@@ -107,7 +107,7 @@ def test_what_one_shard_may_have_charged_is_not_charged_again(
 
 def test_what_is_settled_is_not_more_than_there_is_time_for() -> None:
     """To look at all debts of a long outage took longer than the time to settle them: none ever were."""
-    ledger = Ledger(FakeClock(10**15))
+    ledger = OutageLedger(FakeClock(10**15))
     for number in range(10 * BATCH):
         ledger.note(Check((Limit(5, HOUR).by(number),), 2))
     seconds = count()
@@ -132,8 +132,8 @@ def test_connecting_has_an_end_whatever_it_raises() -> None:
     def make() -> Any:
         raise KeyError("the provider of credentials is away")
 
-    with pytest.raises(Unsent, match="the provider of credentials"):
-        Opening(make).wait(10)
+    with pytest.raises(NotSent, match="the provider of credentials"):
+        PendingConnection(make).wait(10)
 
 
 def test_no_thread_to_be_had_is_a_failure_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_no_thread_to_be_had_is_a_failure_to_connect(monkeypatch: pytest.MonkeyP
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(Unsent, match="can't start new thread"):
-        Opening(lambda: None).wait(10)
+    with pytest.raises(NotSent, match="can't start new thread"):
+        PendingConnection(lambda: None).wait(10)
 
 
 def test_numbers_are_made_texts_before_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_numbers_are_made_texts_before_they_are_packed(monkeypatch: pytest.Monke
 
     real: Callable[..., bytes] = wire_module.pack_command
     monkeypatch.setattr(wire_module, "pack_command", pack)
-    wire = Wire("test", None)
+    wire = CommandEncoder("test", None)
     key, other = Limit(5, HOUR, name="a").by("ada"), Limit(5, HOUR, name="b").by("ada")
     for command in wire.encode([Check((key, other), 2), Check((key,), 3), Refund(key, 1, "id", 5)]):
         command.pack()
@@ -175,17 +175,17 @@ def test_a_text_that_nobody_can_read_is_no_block() -> None:
 
 
 @pytest.fixture
-def front() -> Front:
-    return Front(Herald(), clock=None, fleet=Fleet())
+def front() -> LocalTier:
+    return LocalTier(EventEmitter(), clock=None, fleet=FleetShare())
 
 
 def test_a_child_can_block_though_its_parent_was_about_to() -> None:
-    blocks = Blocks()
+    blocks = BlockList()
     with blocks._mutex:
         assert in_a_child(lambda: blocks.set("tenant", "acme", None, None)) == 0
 
 
-def test_a_child_gives_nothing_back_that_its_parent_has_prepaid(front: Front) -> None:
+def test_a_child_gives_nothing_back_that_its_parent_has_prepaid(front: LocalTier) -> None:
     front.unspent = [Refund(Limit(5, HOUR).by("ada"), 3)]
 
     def look() -> None:
@@ -195,7 +195,7 @@ def test_a_child_gives_nothing_back_that_its_parent_has_prepaid(front: Front) ->
     assert len(front.unspent) == 1
 
 
-def test_a_child_looks_for_what_there_is_to_do_at_its_first_check(front: Front) -> None:
+def test_a_child_looks_for_what_there_is_to_do_at_its_first_check(front: LocalTier) -> None:
     looks: list[int] = []
     front.ensure = lambda: looks.append(1)
     front.checks, front.is_alert = 4, False

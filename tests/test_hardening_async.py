@@ -9,17 +9,17 @@ import pytest
 
 from fleets import START_US
 from headgate import Decision, Limit, StoreTimeout
-from headgate.events import Herald
-from headgate.failure import Fleet
-from headgate.shield.front import Front
-from headgate.shield.outage import CALM
-from headgate.shield.purses import Purses
-from headgate.stores.calls import Check, Refund
+from headgate.events import EventEmitter
+from headgate.failure import FleetShare
+from headgate.local.outage import CALM
+from headgate.local.prepaid import PrepaidTokens
+from headgate.local.tier import LocalTier
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, Refund
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
-    from headgate.shield.purses import Ordering
+    from headgate.local.prepaid import Ordering
 
 LEASE_US = 100_000
 LIMIT = Limit(1_000, timedelta(days=1), name="hot", algorithm="fixed_window")
@@ -33,7 +33,7 @@ class Node:
     def __init__(self) -> None:
         self.clock = FakeClock(START_US)
         self.store = MemoryStore(self.clock)
-        self.purses = Purses(lease_us=LEASE_US, now_us=self.clock.now_us)
+        self.purses = PrepaidTokens(lease_us=LEASE_US, now_us=self.clock.now_us)
         self.purses.announce([LIMIT])
 
     def order(self) -> tuple[Ordering, Check]:
@@ -75,7 +75,7 @@ def test_a_denial_beside_an_order_is_known_to_those_who_come_after() -> None:
 
 def test_a_limiter_tells_its_purses_of_denials() -> None:
     """Tasks come in crowds, and find an order on its way: else all of them go to the store, turn after turn."""
-    front = Front(Herald(None), clock=None, fleet=Fleet())
+    front = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
     front.configure(remember=0, lease_us=LEASE_US)
     front.purses.announce([LIMIT])
     front.checks += 2
@@ -157,7 +157,7 @@ def test_answers_that_always_take_a_lease_end_it() -> None:
 
 
 def test_an_order_that_is_answered_ends_an_outage() -> None:
-    front = Front(Herald(None), clock=None, fleet=Fleet())
+    front = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
     front.configure(remember=0, lease_us=LEASE_US)
     front.purses.announce([LIMIT])
     now = 0.0

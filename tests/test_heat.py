@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.shield.heat import SAMPLED_EVERY, WINDOW_US, Heat
+from headgate.local.hot_keys import SAMPLED_EVERY, WINDOW_US, HotKeyDetector
 
 SECOND = 1_000_000
 START_US = 77 * SECOND
 HOT = ("busy:token_bucket.1", "ada")
 
 
-def feed(heat: Heat, per_second: int, start_us: int, length_us: int) -> list[int]:
+def feed(heat: HotKeyDetector, per_second: int, start_us: int, length_us: int) -> list[int]:
     """Checks at even intervals, of which one in sixteen is noted; when each became hot, in microseconds since then."""
     since_us = [number * SECOND // per_second for number in range(0, per_second * length_us // SECOND, SAMPLED_EVERY)]
     return [each_us for each_us in since_us if heat.note(HOT, start_us + each_us)]
@@ -29,27 +29,27 @@ def feed(heat: Heat, per_second: int, start_us: int, length_us: int) -> list[int
     ],
 )
 def test_hot_is_a_thousand_a_second_in_three_windows_in_a_row(per_second: int, length_us: int, is_hot: bool) -> None:
-    assert bool(feed(Heat(), per_second, START_US, length_us)) is is_hot
+    assert bool(feed(HotKeyDetector(), per_second, START_US, length_us)) is is_hot
 
 
 def test_a_counter_becomes_hot_once_as_soon_as_three_windows_are_over() -> None:
-    (hot_us,) = feed(Heat(), 20_000, START_US, SECOND)
+    (hot_us,) = feed(HotKeyDetector(), 20_000, START_US, SECOND)
     assert 3 * WINDOW_US <= hot_us < 3 * WINDOW_US + SECOND * SAMPLED_EVERY // 20_000
 
 
 def test_a_window_that_began_in_the_middle_counts_by_what_was_in_it() -> None:
-    (hot_us,) = feed(Heat(), 20_000, START_US + WINDOW_US // 2, SECOND)
+    (hot_us,) = feed(HotKeyDetector(), 20_000, START_US + WINDOW_US // 2, SECOND)
     assert hot_us >= 2 * WINDOW_US + WINDOW_US // 2
 
 
 def test_bursts_with_quiet_in_between_are_never_hot() -> None:
-    heat = Heat()
+    heat = HotKeyDetector()
     for burst in range(20):
         assert feed(heat, 50_000, START_US + burst * 400_000, 2 * WINDOW_US) == []
 
 
 def test_what_is_half_as_busy_stays_hot_and_less_is_cold_after_a_second() -> None:
-    heat = Heat()
+    heat = HotKeyDetector()
     assert feed(heat, 10_000, START_US, SECOND)
     assert feed(heat, 640, START_US + SECOND, 3 * SECOND) == []
     assert heat.take_cold(START_US + 4 * SECOND) == []
@@ -61,14 +61,14 @@ def test_what_is_half_as_busy_stays_hot_and_less_is_cold_after_a_second() -> Non
 
 
 def test_a_counter_that_nobody_asks_for_is_cold_after_a_second() -> None:
-    heat = Heat()
+    heat = HotKeyDetector()
     heat.add(HOT, START_US)
     assert heat.take_cold(START_US + 9 * WINDOW_US) == []
     assert heat.take_cold(START_US + 10 * WINDOW_US) == [HOT]
 
 
 def test_a_flood_of_keys_costs_no_memory_and_hides_nothing_that_is_hot() -> None:
-    heat = Heat()
+    heat = HotKeyDetector()
     hot_us = []
     samples = 62_500 // 2  # half a second of a million keys a second
     for number in range(samples):

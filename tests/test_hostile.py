@@ -26,10 +26,10 @@ from django.views.decorators.http import require_http_methods
 from asgi_client import PEER, scope, talk
 from headgate import Limit
 from headgate.adapters.asgi import HeadgateMiddleware
-from headgate.adapters.way import current_admission
 from headgate.errors import HeadgateError, InvalidConfiguration
-from headgate.policy.credentials import ApiKeys
-from headgate.policy.loading import load, read
+from headgate.gate.admission import current_admission
+from headgate.policy.api_keys import ApiKeyHasher
+from headgate.policy.loader import load, read
 from headgate.policy.model import Policy, Rule
 from headgate.testing import FakeClock
 from servers import wait_until
@@ -406,7 +406,7 @@ def test_keys_that_are_made_up_have_no_counters_where_only_known_ones_count(make
         policy(
             {"name": "keys", "by": "api_key", "bucket": "3/hour", "missing": "ip"},
             identity={"api_key": {"known_only": True}},
-            clients=[{"api_key": "sk_real"}, {"api_key": ApiKeys(b"x" * 16).fingerprint("sk_other")}],
+            clients=[{"api_key": "sk_real"}, {"api_key": ApiKeyHasher(b"x" * 16).fingerprint("sk_other")}],
             blocked=[{"api_key": "sk_stolen"}],
         ),
         secret=b"x" * 16,
@@ -454,7 +454,9 @@ def test_a_new_key_with_each_request_passes_at_most_ten_times_the_limit(
 
 def test_known_keys_are_not_affected_by_unknown_ones_from_the_same_address(make: Make) -> None:
     known = {"clients": [{"api_key": "sk_acme"}], "limits": {"default": "5/day"}}
-    known["overrides"] = [{"api_key": ApiKeys(SECRET).fingerprint("sk_big"), "limit": "default", "bucket": "99/day"}]
+    known["overrides"] = [
+        {"api_key": ApiKeyHasher(SECRET).fingerprint("sk_big"), "limit": "default", "bucket": "99/day"}
+    ]
     site = make(json.dumps(known), secret=SECRET)
     assert site.statuses(*requests_with_new_keys(60)) == [200] * 50 + [429] * 10
     acme, big = {"headers": [("x-api-key", "sk_acme")]}, {"headers": [("authorization", "bearer sk_big")]}

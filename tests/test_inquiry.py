@@ -12,17 +12,17 @@ import pytest
 from again import with_again
 from headgate import Decision, Key, Limit
 from headgate.errors import ScriptError, StoreError, StoreTimeout, StoreUnavailable
-from headgate.events import Herald
-from headgate.failure import Fleet
-from headgate.shield.denials import KNOCKS
-from headgate.shield.front import Front
-from headgate.shield.inquiry import LONGEST, Inquiry
-from headgate.stores.calls import Check, Refund
+from headgate.events import EventEmitter
+from headgate.failure import FleetShare
+from headgate.local.denial_cache import MIN_DENIALS
+from headgate.local.single_flight import LONGEST, SingleFlight
+from headgate.local.tier import LocalTier
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, Refund
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
-    from headgate.shield.front import Way
+    from headgate.local.tier import Way
 
 SECOND = 1_000_000
 ONE = Limit(1, timedelta(seconds=1), name="one")
@@ -50,7 +50,7 @@ class Request:
     @property
     def waits(self) -> bool:
         """Whether it waits for another; else it has its answer, or asks the store."""
-        return isinstance(self.step, Inquiry)
+        return isinstance(self.step, SingleFlight)
 
     def reach_store(self) -> Decision:
         """What the store says, at this instant; the answer is still on its way back."""
@@ -74,7 +74,7 @@ class Request:
 
     def _take(self, step: Any) -> None:
         self.step = step
-        if isinstance(step, Inquiry):
+        if isinstance(step, SingleFlight):
             step.gate()
 
     def finish(self) -> Decision:
@@ -93,7 +93,7 @@ class Site:
     def __init__(self) -> None:
         self.clock = FakeClock(100 * SECOND)
         self.store = MemoryStore(self.clock)
-        self.front = Front(Herald(), clock=self.clock, fleet=Fleet())
+        self.front = LocalTier(EventEmitter(), clock=self.clock, fleet=FleetShare())
         self.front.configure(remember=100, lease_us=0)
         self.asked = 0
 
@@ -104,7 +104,7 @@ class Site:
         """So much at once, until it is denied so often that it is remembered, and the denial is over."""
         while self.begin(key, cost).finish().again_us == 0:
             pass
-        for _ in range(KNOCKS):
+        for _ in range(MIN_DENIALS):
             self.begin(key, cost).finish()
         self.clock.set_us(self.clock.now_us() + SECOND)
         self.asked = 0
@@ -310,7 +310,7 @@ def test_whoever_vanishes_is_waited_for_no_longer_than_a_second(site: Site) -> N
 
 
 def test_a_thread_waits_until_it_is_over_and_not_at_all_after_that() -> None:
-    inquiry = Inquiry()
+    inquiry = SingleFlight()
     gates = [inquiry.gate() for _ in range(3)]
     assert not any(gate.acquire(blocking=False) for gate in gates)
     inquiry.end()
@@ -319,7 +319,7 @@ def test_a_thread_waits_until_it_is_over_and_not_at_all_after_that() -> None:
 
 
 def test_tasks_of_several_loops_wait_for_the_same() -> None:
-    inquiry, told = Inquiry(), []
+    inquiry, told = SingleFlight(), []
     waiting = threading.Barrier(4)
 
     async def wait() -> None:
@@ -339,7 +339,7 @@ def test_tasks_of_several_loops_wait_for_the_same() -> None:
 
 
 def test_a_task_waits_no_longer_than_it_wants_and_leaves_no_timer() -> None:
-    async def wait(inquiry: Inquiry, seconds: float) -> None:
+    async def wait(inquiry: SingleFlight, seconds: float) -> None:
         future = inquiry.future(seconds)
         if seconds > 1:
             inquiry.end()
@@ -347,24 +347,24 @@ def test_a_task_waits_no_longer_than_it_wants_and_leaves_no_timer() -> None:
         await asyncio.sleep(0)
         assert not [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
 
-    asyncio.run(wait(Inquiry(), 0.001))
-    asyncio.run(wait(Inquiry(), 60))
-    over = Inquiry()
+    asyncio.run(wait(SingleFlight(), 0.001))
+    asyncio.run(wait(SingleFlight(), 60))
+    over = SingleFlight()
     over.end()
     asyncio.run(wait(over, 60))
 
 
 def test_of_several_who_ask_the_last_ends_it_or_the_first_who_is_denied() -> None:
-    several = Inquiry(3)
+    several = SingleFlight(3)
     assert [several.take() for _ in range(4)] == [True, True, True, False]
     assert [several.leave(is_denied=False) for _ in range(3)] == [False, False, True]
-    several = Inquiry(3)
+    several = SingleFlight(3)
     assert [several.take(), several.take()] == [True, True]
     assert several.leave(is_denied=True)
 
 
 def test_a_loop_that_is_closed_does_not_keep_the_others_waiting() -> None:
-    inquiry = Inquiry()
+    inquiry = SingleFlight()
 
     async def leave() -> None:
         inquiry.future(60)

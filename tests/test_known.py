@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.adapters.answers import Answers
-from headgate.adapters.identities import Identities
-from headgate.adapters.way import MOST_KNOWN, PATIENCE, Known, Rules
-from headgate.policy.credentials import ApiKeys
-from headgate.policy.loading import read
+from headgate.gate.admission import MOST_KNOWN, PATIENCE, ActivePolicy, ClientCache
+from headgate.gate.identity import IdentityExtractor
+from headgate.gate.responses import ResponseBuilder
+from headgate.policy.api_keys import ApiKeyHasher
+from headgate.policy.loader import read
 from headgate.policy.model import IdentitySettings
 from headgate.policy.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from headgate.policy.snapshot import Who
-    from headgate.stores.calls import Check
+    from headgate.stores.operations import Check
 
-KEYS = ApiKeys(bytes(range(32)))
+KEYS = ApiKeyHasher(bytes(range(32)))
 ALL = frozenset({"ip", "subnet", "api_key", "user"})
 KIND_SETS = [ALL, frozenset({"ip"}), frozenset({"api_key"}), frozenset({"subnet", "user"})]
 
@@ -69,19 +69,19 @@ def told_user(arrival: Arrival) -> Any:
     return arrival.native
 
 
-def made(settings: IdentitySettings, functions: Any = None) -> Rules:
+def made(settings: IdentitySettings, functions: Any = None) -> ActivePolicy:
     """Rules that count everybody by everything."""
     policy = read("limits: [{name: all, by: [ip, subnet, api_key, user], bucket: 1/s}]")
-    return Rules(Snapshot(policy), Answers(policy.answers), Identities(settings, KEYS, functions))
+    return ActivePolicy(Snapshot(policy), ResponseBuilder(policy.answers), IdentityExtractor(settings, KEYS, functions))
 
 
-def who(rules: Rules, arrival: Arrival, kinds: frozenset[str] = ALL) -> Who:
+def who(rules: ActivePolicy, arrival: Arrival, kinds: frozenset[str] = ALL) -> Who:
     """As whom the request is counted."""
     route = rules.snapshot.route("GET", "/")
     return rules.meet(route, arrival, kinds, rules.identities.told(arrival, kinds), 0)[0].who
 
 
-def known(rules: Rules) -> dict[Any, Any]:
+def known(rules: ActivePolicy) -> dict[Any, Any]:
     return rules._period[2]
 
 
@@ -149,18 +149,18 @@ blocked: [{{user: eve, valid_until: "{START + timedelta(hours=2):%Y-%m-%dT%H:%M:
 
 
 @pytest.fixture
-def rules() -> Rules:
+def rules() -> ActivePolicy:
     policy = read(LIMITS)
-    return Rules(Snapshot(policy), Answers(policy.answers), Identities(policy.identity, KEYS))
+    return ActivePolicy(Snapshot(policy), ResponseBuilder(policy.answers), IdentityExtractor(policy.identity, KEYS))
 
 
-def check(rules: Rules, user: str, now_us: int) -> Check | None:
+def check(rules: ActivePolicy, user: str, now_us: int) -> Check | None:
     route = rules.snapshot.route("GET", "/posts")
     return rules.meet(route, Arrival({}), route.kinds, {"user": user}, now_us)[1]
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_override_begins_and_ends_at_its_very_moment(rules: Rules, order: int) -> None:
+def test_an_override_begins_and_ends_at_its_very_moment(rules: ActivePolicy, order: int) -> None:
     instants = [(-1, 10), (0, 20), (1, 20), (HOUR_US - 1, 20), (HOUR_US, 10), (HOUR_US + 1, 10)]
     for after_us, quota in instants[::order]:
         for _ in range(2):
@@ -170,14 +170,14 @@ def test_an_override_begins_and_ends_at_its_very_moment(rules: Rules, order: int
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_block_ends_at_its_very_moment(rules: Rules, order: int) -> None:
+def test_a_block_ends_at_its_very_moment(rules: ActivePolicy, order: int) -> None:
     for after_us, is_blocked in [(-2, True), (-1, True), (0, False), (1, False)][::order]:
         assert (check(rules, "eve", START_US + 2 * HOUR_US + after_us) is None) is is_blocked
 
 
 def test_routes_and_kinds_are_told_apart() -> None:
     policy = read("limits: [{path: /a, by: user, bucket: 1/s}, {path: /b, by: tenant, bucket: 1/s, missing: skip}]")
-    rules = Rules(Snapshot(policy), Answers(policy.answers), Identities(policy.identity, KEYS))
+    rules = ActivePolicy(Snapshot(policy), ResponseBuilder(policy.answers), IdentityExtractor(policy.identity, KEYS))
     for path, kind, met in [("/a", "user", 1), ("/b", "user", 0), ("/b", "tenant", 1), ("/a", "tenant", 1)] * 2:
         route = rules.snapshot.route("GET", path)
         found, _, _ = rules.meet(route, Arrival({}), route.kinds, {kind: "acme"}, START_US)
@@ -186,7 +186,7 @@ def test_routes_and_kinds_are_told_apart() -> None:
 
 
 def test_after_many_strangers_the_busy_are_known_again() -> None:
-    busy: Any = Known()
+    busy: Any = ClientCache()
     for number in range(MOST_KNOWN):
         assert busy.has_room()
         busy[number] = "busy"
@@ -197,7 +197,7 @@ def test_after_many_strangers_the_busy_are_known_again() -> None:
     assert not busy
 
 
-def test_what_they_meet_is_bounded_in_number_and_size(rules: Rules) -> None:
+def test_what_they_meet_is_bounded_in_number_and_size(rules: ActivePolicy) -> None:
     check(rules, "u" * 1000, START_US)
     assert not known(rules)
     for number in range(5000):
@@ -205,7 +205,7 @@ def test_what_they_meet_is_bounded_in_number_and_size(rules: Rules) -> None:
     assert len(known(rules)) == MOST_KNOWN
 
 
-def test_nothing_of_a_period_that_is_over_is_kept(rules: Rules) -> None:
+def test_nothing_of_a_period_that_is_over_is_kept(rules: ActivePolicy) -> None:
     check(rules, "ada", START_US)
     check(rules, "ada", START_US + HOUR_US)
     assert len(known(rules)) == 1

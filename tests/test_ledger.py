@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from headgate import Key, Limit, StoreTimeout, StoreUnavailable
 from headgate.algorithms import ALGORITHMS
-from headgate.shield.ledger import BATCH, MOST_TRIES, Debt, Ledger, Settled, settle
-from headgate.stores.calls import Check, Refund
+from headgate.local.ledger import BATCH, MOST_TRIES, Debt, OutageLedger, Settled, settle
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, Refund
 from headgate.testing import FakeClock
 from model import Model, Plan, Subject
 
@@ -35,7 +35,7 @@ def limit_of(algorithm: str, quota: int = 10, *, name: str = "x") -> Limit:
     return Limit(quota, MINUTE, algorithm=algorithm, name=name)
 
 
-def owed(ledger: Ledger) -> dict[str, int]:
+def owed(ledger: OutageLedger) -> dict[str, int]:
     """What everybody owes, and owes still."""
     taken = ledger.take()
     ledger.put_back(taken)
@@ -69,7 +69,7 @@ class Store:
         return key.limit.capacity - self.memory.decide(Check((key,), 0)).remaining
 
 
-def settled(ledger: Ledger, store: Store, *, most_seconds: float = 60) -> Settled:
+def settled(ledger: OutageLedger, store: Store, *, most_seconds: float = 60) -> Settled:
     return settle(ledger, store.run_all, most_seconds=most_seconds, now=lambda: 0.0)
 
 
@@ -78,7 +78,7 @@ def settled(ledger: Ledger, store: Store, *, most_seconds: float = 60) -> Settle
 
 @every_algorithm
 def test_what_was_admitted_is_owed_by_each_counter(algorithm: str) -> None:
-    ledger, limit = Ledger(FakeClock(NOW)), limit_of(algorithm)
+    ledger, limit = OutageLedger(FakeClock(NOW)), limit_of(algorithm)
     for _ in range(3):
         ledger.note(Check((limit.by("ada"), limit_of(algorithm, 100, name="y").by("ada")), (2, 5)))
     ledger.note(Check((limit.by("bob"),), 1))
@@ -88,7 +88,7 @@ def test_what_was_admitted_is_owed_by_each_counter(algorithm: str) -> None:
 
 @every_algorithm
 def test_nobody_owes_more_than_the_limit_holds(algorithm: str) -> None:
-    ledger, key = Ledger(FakeClock(NOW)), limit_of(algorithm).by("ada")
+    ledger, key = OutageLedger(FakeClock(NOW)), limit_of(algorithm).by("ada")
     for cost in (4, 4, 4, 40):
         ledger.note(Check((key,), cost))
     assert (owed(ledger), ledger.debt, ledger.take_forgiven()) == ({"x ada": 10}, Debt(1, 10), 42)
@@ -111,7 +111,7 @@ def test_debts_decay_as_the_limit_does(algorithm: str, after: list[int]) -> None
     seen = []
     for wait_us in (0, 1 * SECOND, 6 * SECOND, 7 * SECOND, 30 * SECOND, 60 * SECOND - 1, 60 * SECOND, 90 * SECOND):
         clock = FakeClock(NOW)
-        ledger = Ledger(clock)
+        ledger = OutageLedger(clock)
         ledger.note(Check((limit_of(algorithm).by("ada"),), 10))
         clock.set_us(NOW + wait_us)
         seen.append(sum(tokens for _, tokens in ledger.take()))
@@ -119,14 +119,14 @@ def test_debts_decay_as_the_limit_does(algorithm: str, after: list[int]) -> None
 
 
 def test_who_is_inside_and_who_only_looks_owe_nothing() -> None:
-    ledger = Ledger(FakeClock(NOW))
+    ledger = OutageLedger(FakeClock(NOW))
     room, rate = limit_of("concurrency").by("ada"), limit_of("gcra").by("ada")
     ledger.note(Check((room, rate), (1, 0), "a"))
     assert (ledger.debt, ledger.take()) == (Debt(0, 0), [])
 
 
 def test_what_is_taken_is_owed_no_more_unless_it_is_put_back() -> None:
-    ledger, key = Ledger(FakeClock(NOW)), limit_of("gcra").by("ada")
+    ledger, key = OutageLedger(FakeClock(NOW)), limit_of("gcra").by("ada")
     ledger.note(Check((key,), 4))
     assert ledger.take() == [(key, 4)]
     assert (ledger.take(), ledger.debt) == ([], Debt(0, 0))
@@ -138,7 +138,7 @@ def test_what_is_taken_is_owed_no_more_unless_it_is_put_back() -> None:
 @every_algorithm
 def test_vain_attempts_to_settle_do_not_make_a_debt_last_longer(algorithm: str) -> None:
     clock = FakeClock(NOW)
-    ledger, key = Ledger(clock), limit_of(algorithm, 7).by("ada")
+    ledger, key = OutageLedger(clock), limit_of(algorithm, 7).by("ada")
     ledger.note(Check((key,), 7))
     for _ in range(120):
         ledger.put_back(ledger.take())
@@ -148,7 +148,7 @@ def test_vain_attempts_to_settle_do_not_make_a_debt_last_longer(algorithm: str) 
 
 def test_what_is_put_back_beside_new_debts_is_owed_with_them() -> None:
     clock = FakeClock(NOW)
-    ledger, limit = Ledger(clock, most=2), limit_of("gcra")
+    ledger, limit = OutageLedger(clock, most=2), limit_of("gcra")
     for name in ("ada", "bob"):
         ledger.note(Check((limit.by(name),), 4))
     taken = ledger.take()
@@ -161,7 +161,7 @@ def test_what_is_put_back_beside_new_debts_is_owed_with_them() -> None:
 
 @every_algorithm
 def test_a_debt_goes_over_to_changed_numbers(algorithm: str) -> None:
-    ledger, wide, narrow = Ledger(FakeClock(NOW)), limit_of(algorithm, 20), limit_of(algorithm, 5)
+    ledger, wide, narrow = OutageLedger(FakeClock(NOW)), limit_of(algorithm, 20), limit_of(algorithm, 5)
     ledger.note(Check((wide.by("ada"),), 2))
     ledger.note(Check((narrow.by("ada"),), 1))
     ((key, tokens),) = ledger.take()
@@ -171,7 +171,7 @@ def test_a_debt_goes_over_to_changed_numbers(algorithm: str) -> None:
 
 def test_the_number_of_counters_is_bounded_and_those_nearest_to_new_go_first() -> None:
     clock = FakeClock(NOW)
-    ledger, limit = Ledger(clock, most=20), limit_of("gcra")
+    ledger, limit = OutageLedger(clock, most=20), limit_of("gcra")
     for number in range(20):
         ledger.note(Check((limit.by(number),), 2 if number == 3 else 5))
     ledger.note(Check((limit.by("new"),), 1))
@@ -186,7 +186,7 @@ def test_the_number_of_counters_is_bounded_and_those_nearest_to_new_go_first() -
 
 def test_a_flood_of_counters_leaves_what_is_counted_consistent() -> None:
     clock = FakeClock(NOW)
-    ledger, limit = Ledger(clock, most=50), limit_of("token_bucket")
+    ledger, limit = OutageLedger(clock, most=50), limit_of("token_bucket")
     for number in range(2_000):
         ledger.note(Check((limit.by(number % 300),), 1 + number % 4))
         clock.advance(0.01)
@@ -195,7 +195,7 @@ def test_a_flood_of_counters_leaves_what_is_counted_consistent() -> None:
 
 
 def test_threads_lose_nothing() -> None:
-    ledger, keys = Ledger(FakeClock(NOW)), [limit_of("gcra", 100_000).by(name) for name in "abc"]
+    ledger, keys = OutageLedger(FakeClock(NOW)), [limit_of("gcra", 100_000).by(name) for name in "abc"]
     taken: list[tuple[Key, int]] = []
     done = threading.Event()
 
@@ -219,7 +219,7 @@ def test_threads_lose_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads, as servers that fork do
 def test_a_child_does_not_settle_what_its_parent_owes() -> None:
-    ledger = Ledger(FakeClock(NOW))
+    ledger = OutageLedger(FakeClock(NOW))
     ledger.note(Check((limit_of("gcra").by("ada"),), 3))
     with ledger._lock:
         child = os.fork()
@@ -257,7 +257,7 @@ def test_what_is_owed_is_what_the_model_lacks(
 ) -> None:
     """Whether or not it was attempted in vain to settle in between."""
     clock, model = FakeClock(NOW), Model()
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     forgiven = 0
     for identity, cost, step_us in done:
         ledger.note(Check((key_of(plan, identity),), cost))
@@ -296,7 +296,7 @@ def test_every_token_is_charged_once_or_accounted_for(
 ) -> None:
     """Time stands still: what was admitted is charged, forgiven, uncertain or still owed, and nothing of it twice."""
     clock, limit = FakeClock(NOW), limit_of(algorithm)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     for who, cost in spent_before:
         store.memory.decide(Check((limit.by(who),), cost))
     before = {who: store.used(limit.by(who)) for who in range(10)}
@@ -332,7 +332,7 @@ def test_a_fleet_repays_the_refill_of_an_outage_once(algorithm: str, nodes: int,
     """Ten per second, a burst of 20, six seconds: 80 would have passed, however many nodes let them in."""
     limit = Limit(10, timedelta(seconds=1), burst=20, algorithm=algorithm, name="fleet")
     clock = FakeClock(NOW)
-    ledgers, store = [Ledger(clock, nodes=lambda: nodes) for _ in range(nodes)], Store(clock)
+    ledgers, store = [OutageLedger(clock, nodes=lambda: nodes) for _ in range(nodes)], Store(clock)
     for number in range(admitted):
         clock.set_us(NOW + number * 6 * SECOND // admitted)
         ledgers[number % nodes].note(Check((limit.by("ada"),), 1))
@@ -353,7 +353,7 @@ def test_nodes_with_equal_shares_of_the_traffic_owe_together_what_one_node_would
 ) -> None:
     limit = Limit(7, timedelta(seconds=1), burst=10_000, algorithm=algorithm, name="fleet")
     clock = FakeClock(NOW)
-    alone, fleet = Ledger(clock), [Ledger(clock, nodes=lambda: nodes) for _ in range(nodes)]
+    alone, fleet = OutageLedger(clock), [OutageLedger(clock, nodes=lambda: nodes) for _ in range(nodes)]
     for cost, wait_us in rounds:
         alone.note(Check((limit.by("ada"),), cost * nodes))
         for ledger in fleet:
@@ -366,7 +366,7 @@ def test_nodes_with_equal_shares_of_the_traffic_owe_together_what_one_node_would
 @pytest.mark.parametrize("algorithm", sorted({*RATES} - {*REFILLED}))
 def test_windows_and_logs_add_up_over_nodes_as_they_are(algorithm: str) -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock, nodes=lambda: 5), Store(clock)
+    ledger, store = OutageLedger(clock, nodes=lambda: 5), Store(clock)
     ledger.note(Check((limit_of(algorithm).by("ada"),), 4))
     clock.set_us(NOW + 1)
     settled(ledger, store)
@@ -375,7 +375,7 @@ def test_windows_and_logs_add_up_over_nodes_as_they_are(algorithm: str) -> None:
 
 def test_requests_that_may_have_been_charged_are_reported_as_uncertain() -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     keys = limit_of("gcra").by("ada"), limit_of("concurrency").by("ada")
     assert ledger.is_empty
     ledger.note_uncertain(Check(keys, (3, 1), "lease"))
@@ -390,7 +390,7 @@ def test_requests_that_may_have_been_charged_are_reported_as_uncertain() -> None
 
 def test_what_the_store_has_not_left_is_forgiven() -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     ada, bob, eve = (limit_of("gcra").by(name) for name in ("ada", "bob", "eve"))
     store.memory.decide(Check((ada,), 7))
     store.memory.decide(Check((eve,), 10))
@@ -408,7 +408,7 @@ def test_what_the_store_has_not_left_is_forgiven() -> None:
 
 def test_charges_travel_in_batches() -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     for number in range(2 * BATCH + 5):
         ledger.note(Check((limit_of("gcra").by(number),), 1))
     assert settled(ledger, store).charged == 2 * BATCH + 5
@@ -417,7 +417,7 @@ def test_charges_travel_in_batches() -> None:
 
 def test_what_may_have_been_charged_is_not_sent_again_and_what_was_not_sent_is() -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     ada, bob, eve = keys = [limit_of("gcra").by(name) for name in ("ada", "bob", "eve")]
     for key, cost in zip(keys, (2, 3, 4), strict=True):
         ledger.note(Check((key,), cost))
@@ -431,7 +431,7 @@ def test_what_may_have_been_charged_is_not_sent_again_and_what_was_not_sent_is()
 @pytest.mark.parametrize("mishap", ["unsent", "lost on the way"])
 def test_a_store_that_answers_nothing_is_left_alone(mishap: str) -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     for number in range(3 * BATCH):
         ledger.note(Check((limit_of("gcra").by(number),), 1))
     store.mishaps = dict.fromkeys(range(BATCH), mishap)
@@ -442,7 +442,7 @@ def test_a_store_that_answers_nothing_is_left_alone(mishap: str) -> None:
 
 def test_it_takes_no_longer_than_it_may() -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     for number in range(3 * BATCH):
         ledger.note(Check((limit_of("gcra").by(number),), 1))
     ticks = count()
@@ -452,7 +452,7 @@ def test_it_takes_no_longer_than_it_may() -> None:
 
 def test_live_requests_that_take_what_is_left_meanwhile_do_not_forgive_the_rest() -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     key = limit_of("gcra", 100).by("ada")
     store.memory.decide(Check((key,), 50))
     ledger.note(Check((key,), 80))
@@ -464,7 +464,7 @@ def test_live_requests_that_take_what_is_left_meanwhile_do_not_forgive_the_rest(
 
 def test_a_counter_that_is_emptied_each_time_is_tried_again_another_day() -> None:
     clock = FakeClock(NOW)
-    ledger, store = Ledger(clock), Store(clock)
+    ledger, store = OutageLedger(clock), Store(clock)
     key = limit_of("gcra", 100).by("ada")
     ledger.note(Check((key,), 100))
     store.meanwhile = lambda: store.memory.decide(Check((key,), 1))
@@ -474,7 +474,7 @@ def test_a_counter_that_is_emptied_each_time_is_tried_again_another_day() -> Non
 
 
 def test_what_was_not_sent_yet_stays_owed_whatever_goes_wrong() -> None:
-    ledger = Ledger(FakeClock(NOW))
+    ledger = OutageLedger(FakeClock(NOW))
     for number in range(BATCH + 7):
         ledger.note(Check((limit_of("gcra").by(number),), 1))
 
@@ -487,7 +487,7 @@ def test_what_was_not_sent_yet_stays_owed_whatever_goes_wrong() -> None:
 
 
 def test_without_debts_nobody_is_asked() -> None:
-    ledger, store = Ledger(FakeClock(NOW)), Store(FakeClock(NOW))
+    ledger, store = OutageLedger(FakeClock(NOW)), Store(FakeClock(NOW))
     assert (settled(ledger, store), store.batches) == (Settled(0, 0, 0, 0, 0), [])
 
 
@@ -522,7 +522,7 @@ def charged(algorithm: str, amount: int, *, quota: int = 10) -> tuple[FakeClock,
 )
 def test_what_could_not_be_given_back_is_when_the_store_is_back(algorithm: str, after: int, returned: int) -> None:
     clock, store, key, at_us = charged(algorithm, 6)
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     ledger.note_refund(Refund(key, 6, None, at_us))
     assert ledger.debt == Debt(1, 0)
     clock.advance(after)
@@ -535,7 +535,7 @@ def test_what_could_not_be_given_back_is_when_the_store_is_back(algorithm: str, 
 
 def test_refunds_of_one_counter_are_one_and_lose_a_part_of_a_token_once() -> None:
     clock, store, key, at_us = charged("token_bucket", 6)
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     for later in (3, 0, 2):
         ledger.note_refund(Refund(key, 1, None, at_us + later))
     assert settled(ledger, store).returned == 2
@@ -544,7 +544,7 @@ def test_refunds_of_one_counter_are_one_and_lose_a_part_of_a_token_once() -> Non
 
 def test_refunds_to_different_windows_stay_apart() -> None:
     clock, store, key, at_us = charged("fixed_window", 6)
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     clock.advance(60)
     store.memory.decide(Check((key,), 5))
     for amount, when_us in ((6, at_us), (1, at_us + 60 * SECOND), (2, at_us + 61 * SECOND)):
@@ -557,7 +557,7 @@ def test_refunds_to_different_windows_stay_apart() -> None:
 @pytest.mark.parametrize("algorithm", ["fixed_window", "token_bucket"])
 def test_a_refund_whose_fate_is_unknown_is_sent_again_and_happens_once(algorithm: str, mishap: str) -> None:
     clock, store, key, at_us = charged(algorithm, 9)
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     ledger.note_refund(Refund(key, 6, None, at_us))
     store.mishaps = {0: mishap}
     assert settled(ledger, store).returned == 0
@@ -571,7 +571,7 @@ def test_a_refund_whose_fate_is_unknown_is_sent_again_and_happens_once(algorithm
 
 def test_a_refund_shrinks_while_it_waits_to_be_sent_again() -> None:
     clock, store, key, at_us = charged("token_bucket", 10)
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     ledger.note_refund(Refund(key, 6, None, at_us))
     store.mishaps = {0: "unsent"}
     settled(ledger, store)
@@ -584,7 +584,7 @@ def test_a_refund_shrinks_while_it_waits_to_be_sent_again() -> None:
 def test_a_refund_is_given_up_before_the_store_forgets_its_id() -> None:
     clock = FakeClock(NOW)
     store, key = Store(clock), Limit(10, timedelta(minutes=50), algorithm="sliding_log", name="x").by("ada")
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     ledger.note_refund(Refund(key, 1, None, NOW))
     clock.advance(3600 - 0.1)
     assert settled(ledger, store).returned == 0
@@ -593,7 +593,7 @@ def test_a_refund_is_given_up_before_the_store_forgets_its_id() -> None:
 
 def test_refunds_come_before_charges_so_that_less_is_forgiven() -> None:
     clock, store, key, at_us = charged("fixed_window", 10)
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     ledger.note(Check((key,), 4))
     ledger.note_refund(Refund(key, 4, None, at_us))
     assert settled(ledger, store) == Settled(1, 4, 0, 0, 0, 4)
@@ -602,7 +602,7 @@ def test_refunds_come_before_charges_so_that_less_is_forgiven() -> None:
 
 def test_a_store_that_answers_no_refund_is_asked_for_nothing_else() -> None:
     clock, store, key, at_us = charged("fixed_window", 5)
-    ledger = Ledger(clock)
+    ledger = OutageLedger(clock)
     ledger.note(Check((key,), 4))
     ledger.note_refund(Refund(key, 4, None, at_us))
     store.mishaps = {0: "unsent"}
@@ -613,7 +613,7 @@ def test_a_store_that_answers_no_refund_is_asked_for_nothing_else() -> None:
 
 def test_the_number_of_refunds_is_bounded() -> None:
     clock = FakeClock(NOW)
-    ledger, limit = Ledger(clock, most=3), limit_of("fixed_window")
+    ledger, limit = OutageLedger(clock, most=3), limit_of("fixed_window")
     for number in range(5):
         ledger.note_refund(Refund(limit.by(f"{number}"), 1, None, NOW))
     store = Store(clock)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate.errors import StoreTimeout
-from headgate.stores.redis import line as lines
-from headgate.stores.redis.conversation import Lost
-from headgate.stores.redis.line import Line
-from headgate.stores.redis.vigil import IN_VAIN, REST, WATCH
+from headgate.stores.redis import sync_connection as lines
+from headgate.stores.redis.batch_protocol import ConnectionLost
+from headgate.stores.redis.busy_poll import IN_VAIN, REST, WATCH
+from headgate.stores.redis.sync_connection import SyncConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Ends:
     def __init__(self, kind: type[socket.socket] = socket.socket, **options: Any) -> None:
         ours, self.server = socket.socketpair()
         self._sock = kind(fileno=ours.detach())
-        self.line = Line(self, BUDGET, **options)
+        self.line = SyncConnection(self, BUDGET, **options)
         self.looks = 0
 
     def put(self) -> None:
@@ -93,7 +93,7 @@ def test_to_watch_takes_no_longer_than_the_deadline(ends: Ends, monkeypatch: pyt
 def test_a_server_that_goes_while_it_is_watched_is_lost(ends: Ends) -> None:
     ends.put()
     ends.server.close()
-    with pytest.raises(Lost, match="closed the connection"):
+    with pytest.raises(ConnectionLost, match="closed the connection"):
         ends.line.receive(time.monotonic() + BUDGET)
 
 

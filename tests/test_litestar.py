@@ -8,7 +8,7 @@ from litestar import Litestar, get
 
 from asgi_client import ask, statuses
 from headgate.adapters.asgi import HeadgateMiddleware
-from headgate.policy.loading import read
+from headgate.policy.loader import read
 from headgate.testing import FakeClock
 
 

@@ -11,8 +11,8 @@ import pytest
 from redis import Redis
 
 from headgate import Limit
-from headgate.stores.calls import Check, Refund, Reset
-from headgate.stores.redis.wire import SERVER_MARGIN_MS
+from headgate.stores.operations import Check, Refund, Reset
+from headgate.stores.redis.encoding import SERVER_MARGIN_MS
 from servers import AclUser, RedisServer
 from test_differential import InMemory, InRedis, more_us
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headgate.keys import Key
-    from headgate.stores.calls import Call
+    from headgate.stores.operations import Call
 
 SECOND = 1_000_000
 HOUR = 3600 * SECOND

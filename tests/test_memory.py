@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import Key, Limit, Limiter
-from headgate.stores.calls import Refund
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Refund
 from headgate.testing import FakeClock
 from servers import wait_until
 

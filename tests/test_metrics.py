@@ -24,13 +24,14 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from headgate import InvalidConfiguration
-from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.gate import AsyncGate, Gate
+from headgate.adapters.asgi import AsgiRequest
+from headgate.gate.gate import AsyncGate, Gate
 from headgate.policy import read
-from headgate.telemetry import crowds, metrics, otel, prometheus
-from headgate.telemetry.crowds import Crowd, Distinct
-from headgate.telemetry.families import FAMILIES, Distribution
-from headgate.telemetry.metrics import Metrics
+from headgate.telemetry import otel, prometheus
+from headgate.telemetry.metrics import counters, limit_stats
+from headgate.telemetry.metrics.counters import Metrics
+from headgate.telemetry.metrics.families import FAMILIES, Histogram
+from headgate.telemetry.metrics.limit_stats import DistinctCounter, LimitStats
 from headgate.testing import FakeClock
 from servers import RedisServer
 
@@ -53,9 +54,9 @@ blocked:
 """
 
 
-def arrival(path: str = "/", *, client: str = "203.0.113.9", **headers: str) -> AsgiArrival:
+def arrival(path: str = "/", *, client: str = "203.0.113.9", **headers: str) -> AsgiRequest:
     lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return AsgiArrival({"type": "http", "method": "GET", "path": path, "client": (client, 1), "headers": lines})
+    return AsgiRequest({"type": "http", "method": "GET", "path": path, "client": (client, 1), "headers": lines})
 
 
 def numbers(metrics: Metrics) -> dict[Any, Any]:
@@ -63,7 +64,7 @@ def numbers(metrics: Metrics) -> dict[Any, Any]:
     return {
         (reading.family.name.removeprefix("rate_limiter_"), *reading.labels) if reading.labels
         else reading.family.name.removeprefix("rate_limiter_"): reading.value
-        for reading in metrics.read()
+        for reading in counters.read()
     }  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def test_latency_is_what_passed_since_the_client_was_known() -> None:
     counted.watch(gate)
     gate.admit(arrival())
     latency = numbers(counted)["check_latency_seconds"]
-    assert isinstance(latency, Distribution)
+    assert isinstance(latency, Histogram)
     assert (latency.total, latency.counts[latency.bounds.index(0.005)], sum(latency.counts)) == (0.004, 1, 1)
 
 
@@ -208,8 +209,8 @@ def test_whoever_was_told_before_is_still_told_and_may_fail(caplog: pytest.LogCa
 
 
 def test_there_are_never_more_than_so_many_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "MOST_SERIES", 3)
-    monkeypatch.setattr(metrics, "MOST_CROWDS", 2)
+    monkeypatch.setattr(counters, "MOST_SERIES", 3)
+    monkeypatch.setattr(counters, "MOST_CROWDS", 2)
     limits = ", ".join(f"{{name: n{number}, by: ip, path: /{number}, bucket: 9/minute}}" for number in range(6))
     gate, counted = watched(f"limits: [{limits}]")
     for number in range(6):
@@ -274,7 +275,7 @@ def test_a_key_is_at_zero_after_five_minutes_without_anything_and_no_longer_when
 
 
 def test_a_key_that_is_not_heard_of_is_not_believed_to_be_at_zero_longer_than_it_must_be() -> None:
-    crowd = Crowd("ip")
+    crowd = LimitStats("ip")
     crowd.note("patient", 0.0, 1_000_000_000, 0)  # it has to wait for 1000 s, and does
     crowd.note("gone", 0.0, 1_000_000, 0)
     assert [crowd.at_zero(now_us) for now_us in (300_000_000, 300_000_001)] == [0, 1]
@@ -286,15 +287,15 @@ def test_a_key_that_is_not_heard_of_is_not_believed_to_be_at_zero_longer_than_it
 
 
 def test_a_key_that_has_too_little_for_what_it_asks_is_at_zero_too() -> None:
-    crowd = Crowd("ip")
+    crowd = LimitStats("ip")
     for seconds in (0, 59, 118, 177, 236, 295):
         crowd.note("greedy", 0.3, 50_000_000, seconds * 1_000_000)
     assert [crowd.at_zero(now_us) for now_us in (300_000_000, 301_000_000, 356_000_000)] == [0, 1, 0]
 
 
 def test_keys_at_zero_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowds, "MOST_AT_ZERO", 10)
-    crowd = Crowd("ip")
+    monkeypatch.setattr(limit_stats, "MOST_AT_ZERO", 10)
+    crowd = LimitStats("ip")
     for number in range(50):
         crowd.note(f"{number}", 0.0, 1_000_000_000, 0)
     assert crowd.at_zero(400_000_000) == 10
@@ -302,18 +303,18 @@ def test_keys_at_zero_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("many", [0, 1, 1000, 1024])
 def test_few_keys_are_counted_exactly(many: int) -> None:
-    seen = Distinct()
+    seen = DistinctCounter()
     for number in [*range(many)] * 2:
         seen.add(f"client {number}")
     assert seen.estimate == many
 
 
 def test_many_keys_are_estimated_in_little_room() -> None:
-    seen = Distinct()
+    seen = DistinctCounter()
     for number in range(100_000):
         seen.add(f"client {number}")
     assert 80_000 < seen.estimate < 120_000  # five times the usual error, as hashes differ from run to run
-    assert len(seen.marks) <= crowds.MOST_MARKS
+    assert len(seen.marks) <= limit_stats.MOST_MARKS
 
 
 def test_keys_are_those_of_the_last_five_minutes() -> None:
@@ -406,7 +407,7 @@ def test_a_refused_policy_is_told_with_how_long(tmp_path: Path, monkeypatch: pyt
     gate, counted = Gate(file, reload_every=None), Metrics()
     counted.watch(gate)
     now = [50.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(counters.time, "monotonic", lambda: now[0])
     assert numbers(counted)["config_refresh_lag_seconds"] == 0
     version = gate.policy_version
     file.write_text("limits: [{by: ip}]")
@@ -463,7 +464,7 @@ def test_a_child_does_not_tell_again_what_its_parent_counted() -> None:
     for _ in range(2):
         gate.admit(arrival())
     numbers(counted)
-    counted.renew_after_fork()
+    counted.reset_after_fork()
     told = numbers(counted)
     assert not [key for key in told if key[0] in ("decisions", "allowed", "blocked", "rejections", "keys")]
     assert (told["degraded_mode", "fail_open"], sum(told["check_latency_seconds"].counts)) == (0, 0)
@@ -481,7 +482,7 @@ def test_a_child_does_not_tell_again_what_its_parent_saw_of_the_store(redis7: Re
         told = numbers(counted)
         assert (told["fallback_mode"], told["fallback_seconds"], told["redis_errors"]) == (1, 2, 3)
         assert told["store_events", "state-lost"] == 1
-        counted.renew_after_fork()
+        counted.reset_after_fork()
         told = numbers(counted)
         assert (told["fallback_mode"], told["fallback_seconds"], told["redis_errors"]) == (0, 0, 0)
         assert {told[key] for key in told if key[0] == "store_events"} == {0}
@@ -558,7 +559,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.gate import Gate
+from headgate.gate.gate import Gate
 from headgate.telemetry import prometheus
 
 file = Path(sys.argv[2])

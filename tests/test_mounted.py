@@ -18,9 +18,9 @@ from werkzeug.test import Client
 
 from asgi_client import PEER, ask, live, statuses
 from headgate.adapters import asgi, wsgi
-from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.mounts import asgi_routes, unreachable_paths
-from headgate.policy.loading import read
+from headgate.adapters.asgi import AsgiRequest
+from headgate.gate.mounts import asgi_routes, unreachable_paths
+from headgate.policy.loader import read
 from headgate.policy.routes import Matcher, Template
 from headgate.testing import FakeClock
 
@@ -120,7 +120,7 @@ def test_wsgi_servers_split_the_path(policy: str) -> None:
     ],
 )
 def test_the_names_of_a_path(path: str, root: str, whole: str, below: str | None) -> None:
-    arrival = AsgiArrival({"type": "http", "path": path, "root_path": root, "headers": []})
+    arrival = AsgiRequest({"type": "http", "path": path, "root_path": root, "headers": []})
     assert (arrival.path, arrival.below) == (whole, below)
 
 

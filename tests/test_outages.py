@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import AsyncLimiter, Limit, Limiter, StoreUnavailable
-from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.gate import AsyncGate, Gate
-from headgate.events import Event, Herald
+from headgate.adapters.asgi import AsgiRequest
+from headgate.events import Event, EventEmitter
+from headgate.gate.gate import AsyncGate, Gate
+from headgate.local.outage import OutageTracker
 from headgate.policy.model import Policy, Rule
-from headgate.shield.outage import Outage
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def messages(log: pytest.LogCaptureFixture) -> list[str]:
 def test_an_outage_is_told_of_at_once_then_now_and_then_and_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock(1_000_000)
     events: list[Event] = []
-    outage = Outage(Herald(events.append), lambda: clock.now_us() / 1_000_000)
+    outage = OutageTracker(EventEmitter(events.append), lambda: clock.now_us() / 1_000_000)
     assert outage.lasts is None
     outage.note_failure(AWAY)
     assert messages(caplog) == ["Redis is unavailable; requests are handled by on_failure (1 so far): nobody is there"]
@@ -59,8 +59,8 @@ def test_an_outage_is_told_of_at_once_then_now_and_then_and_at_its_end(caplog: p
     assert len(messages(caplog)) == 1
 
 
-def arrival() -> AsgiArrival:
-    return AsgiArrival({"type": "http", "method": "GET", "path": "/", "client": ("203.0.113.9", 1), "headers": []})
+def arrival() -> AsgiRequest:
+    return AsgiRequest({"type": "http", "method": "GET", "path": "/", "client": ("203.0.113.9", 1), "headers": []})
 
 
 def test_a_gate_tells_of_a_store_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,7 +76,7 @@ def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
     async def served() -> None:
         gate = AsyncGate(POLICY, redis7.url, namespace=unique, budget=1.0, on_event=events.append)
         front = gate._limiter._front
-        front.outage = Outage(Herald(events.append), lambda: clock.now_us() / 1_000_000)
+        front.outage = OutageTracker(EventEmitter(events.append), lambda: clock.now_us() / 1_000_000)
         front.outage.note_failure(AWAY)
         clock.advance(2)
         assert (await gate.admit(arrival())).allowed
@@ -90,7 +90,7 @@ def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
 
 
 def test_who_is_told_of_events_and_fails_is_told_of_itself(caplog: pytest.LogCaptureFixture) -> None:
-    Herald(lambda event: 1 / 0).tell("store-lost", "it is gone")
+    EventEmitter(lambda event: 1 / 0).tell("store-lost", "it is gone")
     assert messages(caplog) == ["it is gone", "on_event failed on store-lost; nothing else depends on it"]
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from asgi_client import fields, scope, talk
-from headgate.adapters.asgi import HeadgateMiddleware, TellingSend, send_last
-from headgate.adapters.way import FREE, Admission, current_admission
-from headgate.policy.loading import read
+from headgate.adapters.asgi import HeaderSend, HeadgateMiddleware, send_last
+from headgate.gate.admission import UNLIMITED, Admission, current_admission
+from headgate.policy.loader import read
 from servers import RedisServer
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def test_who_may_pass_is_served_and_who_may_not_is_refused(store: str, unique: s
         await gate.gate.close()
 
     asyncio.run(run())
-    assert [admission is FREE for admission in app.admissions] == [False] * 6 + [True] * 3
+    assert [admission is UNLIMITED for admission in app.admissions] == [False] * 6 + [True] * 3
     assert [admission.decision.remaining for admission in app.admissions[:6]] == [4, 3, 2, 1, 0, 4]
 
 
@@ -170,11 +170,11 @@ def test_an_admission_is_current_while_its_request_is_served(store: str, unique:
         gate = gated(App(broken=broken), store, unique, quota=100)
         for _ in range(3):
             await ask(gate)
-            assert current_admission() is FREE
+            assert current_admission() is UNLIMITED
             with pytest.raises(KeyError, match="of the app"):
                 await ask(gate, "/broken")
-            assert current_admission() is FREE
-        assert all(admission is not FREE for admission in gate.app.admissions)
+            assert current_admission() is UNLIMITED
+        assert all(admission is not UNLIMITED for admission in gate.app.admissions)
         await gate.gate.close()
 
     asyncio.run(run())
@@ -195,7 +195,7 @@ def test_nothing_happens_before_it_is_awaited(store: str, unique: str) -> None:
         assert await again(gate) == [200] * 3, "it was not counted"
         await asyncio.create_task(gate(scope("/health"), None, send))
         await asyncio.wait_for(gate(scope("/health"), None, send), 5)
-        assert current_admission() is FREE
+        assert current_admission() is UNLIMITED
         assert len(sent) == 4
         await gate.gate.close()
 
@@ -329,7 +329,7 @@ def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all() -
 
     async def serve() -> None:
         admission: Any = granted()
-        telling = TellingSend(send, admission)
+        telling = HeaderSend(send, admission)
         for _ in range(2):
             await asyncio.create_task(send_last(telling, send, last))
             await telling(last)
@@ -339,10 +339,10 @@ def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all() -
         assert current_admission() is admission
         telling.leave()
         telling.leave()
-        assert current_admission() is FREE
+        assert current_admission() is UNLIMITED
 
     asyncio.run(serve())
-    assert current == [FREE] * 5
+    assert current == [UNLIMITED] * 5
 
 
 def test_a_server_may_have_to_wait_for_its_client() -> None:
@@ -362,7 +362,7 @@ def test_a_server_may_have_to_wait_for_its_client() -> None:
     async def serve() -> None:
         nonlocal flowing
         admission: Any = granted()
-        telling = TellingSend(send, admission)
+        telling = HeaderSend(send, admission)
         for error in (None, OSError("gone")):
             flowing = loop.create_future()
             loop.call_soon(*([flowing.set_result, None] if error is None else [flowing.set_exception, error]))
@@ -387,7 +387,7 @@ def test_a_server_may_have_to_wait_for_its_client() -> None:
         loop = runner.get_loop()
         flowing: asyncio.Future[None]
         runner.run(serve())
-    assert current == [FREE, FREE, FREE, FREE, "cancelled", FREE]
+    assert current == [UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, "cancelled", UNLIMITED]
 
 
 def test_a_server_may_send_by_whatever_can_be_awaited() -> None:
@@ -401,13 +401,13 @@ def test_a_server_may_send_by_whatever_can_be_awaited() -> None:
 
     async def serve() -> None:
         admission: Any = granted()
-        telling = TellingSend(send, admission)
+        telling = HeaderSend(send, admission)
         await telling(last)
         assert current_admission() is admission
         telling.leave()
 
     asyncio.run(serve())
-    assert current == [FREE]
+    assert current == [UNLIMITED]
 
 
 def test_what_is_sent_can_be_awaited_or_made_a_task_of_and_ended() -> None:
@@ -418,7 +418,7 @@ def test_what_is_sent_can_be_awaited_or_made_a_task_of_and_ended() -> None:
 
     async def serve() -> None:
         admission: Any = granted()
-        telling: Any = TellingSend(send, admission)
+        telling: Any = HeaderSend(send, admission)
         last = {"type": "http.response.body"}
         await telling(last)
         await asyncio.create_task(telling(last))

@@ -21,9 +21,9 @@ from werkzeug.middleware.dispatcher import DispatcherMiddleware
 from asgi_client import PEER, knock, scope, talk
 from headgate import Limit
 from headgate.adapters.asgi import HeadgateMiddleware
-from headgate.adapters.way import current_admission
 from headgate.errors import InvalidCost
-from headgate.policy.loading import read
+from headgate.gate.admission import current_admission
+from headgate.policy.loader import read
 from headgate.policy.model import Identity, Override
 from headgate.testing import FakeClock
 from servers import RedisServer, wait_until

@@ -23,8 +23,8 @@ from jsonschema import Draft202012Validator
 from headgate import Limit
 from headgate.errors import InvalidPolicy
 from headgate.policy.formats import FORMATS, SUFFIXES
-from headgate.policy.formats.document import Spot
-from headgate.policy.loading import load, read
+from headgate.policy.formats.document import SourcePosition
+from headgate.policy.loader import load, read
 from headgate.policy.model import AnswerSettings, Identity, IdentitySettings, Policy, StoreSettings
 from headgate.policy.schema import json_schema
 from headgate.policy.source import LARGEST, TOO_LARGE
@@ -525,7 +525,7 @@ def test_every_value_has_its_place(file: Path) -> None:
     """Where a place is said to be, there stands the key, or the value in the format's own words."""
     text = text_of(file)
     document = FORMATS[SUFFIXES[file.suffix]](text)
-    spots = {Spot(path, at_key) for path in paths(document.value)[1:] for at_key in (True, False)}
+    spots = {SourcePosition(path, at_key) for path in paths(document.value)[1:] for at_key in (True, False)}
     places = document.places(spots)
     lines = text.splitlines()
     for spot in spots:

@@ -15,19 +15,29 @@ import pytest
 import redis.asyncio
 
 from headgate import InvalidConfiguration, StoreError
-from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.gate import Gate
+from headgate.adapters.asgi import AsgiRequest
 from headgate.clock import in_ns
+from headgate.gate.gate import Gate
+from headgate.local import prepaid
 from headgate.policy import read
-from headgate.shield import purses
-from headgate.telemetry import DecisionLog, seconds
-from headgate.telemetry.beats import SECONDS, Beats, Placing, Shift
-from headgate.telemetry.boards import MemoryBoard, open_board
-from headgate.telemetry.clients import Clients
-from headgate.telemetry.minutes import MOST_COUNTED, MOST_TOLD, Minutes, Traits, read_minute
-from headgate.telemetry.pulse import Pulse
-from headgate.telemetry.redis_board import RedisBoard
-from headgate.telemetry.seconds import Second, Visits, bucket_of, quantile
+from headgate.telemetry import DecisionLog
+from headgate.telemetry.fleet import rollups
+from headgate.telemetry.fleet.aggregator import SECONDS, ClockAligner, ClockShift, FleetAggregator
+from headgate.telemetry.fleet.redis_status_store import RedisStatusStore
+from headgate.telemetry.fleet.reporter import StatusReporter
+from headgate.telemetry.fleet.rollups import (
+    MOST_COUNTED,
+    MOST_TOLD,
+    ClientRequests,
+    MinuteRollup,
+    Second,
+    TrafficSketch,
+    bucket_of,
+    quantile,
+    read_minute,
+)
+from headgate.telemetry.fleet.status_store import MemoryStatusStore, open_status_store
+from headgate.telemetry.pseudonyms import Pseudonymizer
 from headgate.testing import FakeClock
 from servers import RedisServer, wait_until
 
@@ -35,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from headgate.telemetry.boards import Board
+    from headgate.telemetry.fleet.status_store import StatusStore
 
 SECRET = b"a secret of thirty-two bytes ..."
 RAW_KEY = "sk_live_do_not_tell"
@@ -53,9 +63,9 @@ clients: [{tenant: acme, label: Acme Inc.}]
 """
 
 
-def arrival(path: str = "/", *, client: str = "203.0.113.9", **headers: str) -> AsgiArrival:
+def arrival(path: str = "/", *, client: str = "203.0.113.9", **headers: str) -> AsgiRequest:
     lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return AsgiArrival({"type": "http", "method": "GET", "path": path, "client": (client, 1), "headers": lines})
+    return AsgiRequest({"type": "http", "method": "GET", "path": path, "client": (client, 1), "headers": lines})
 
 
 class Site:
@@ -63,13 +73,13 @@ class Site:
 
     def __init__(self, policy: str = POLICY, store: str = "memory://", **options: Any) -> None:
         self.clock = FakeClock(NOON_US)
-        self.board = MemoryBoard(monotonic=lambda: self.clock.now_us() / 1_000_000)
-        self.beats = Beats(self.board, clock=self.clock)
+        self.board = MemoryStatusStore(monotonic=lambda: self.clock.now_us() / 1_000_000)
+        self.beats = FleetAggregator(self.board, clock=self.clock)
         self.gate, self.pulse = self.node(policy, store, **options)
 
     def node(
         self, policy: str = POLICY, store: str = "memory://", *, skew: float = 0.0, name: str = "web", **options: Any
-    ) -> tuple[Gate, Pulse]:
+    ) -> tuple[Gate, StatusReporter]:
         """Another one, whose clock is off by so many seconds."""
         clock = _Skewed(self.clock, round(skew * 1_000_000))
         gate = Gate(
@@ -79,9 +89,9 @@ class Site:
             secret=SECRET,
             identities={"tenant": lambda a: (a.header("x-tenant") or [None])[0]},
         )
-        return gate, Pulse(gate, self.board, secret=SECRET, node=name, every=None, **options)
+        return gate, StatusReporter(gate, self.board, secret=SECRET, node=name, every=None, **options)
 
-    def pass_seconds(self, number: int = 1, *others: Pulse) -> None:
+    def pass_seconds(self, number: int = 1, *others: StatusReporter) -> None:
         for _ in range(number):
             self.clock.advance(1)
             for pulse in (self.pulse, *others):
@@ -136,9 +146,9 @@ def test_who_begins_to_look_sees_the_five_minutes_before() -> None:
         site.gate.admit(arrival())
         site.pass_seconds()
     site.pass_seconds(2)
-    assert sum(Beats(site.board, clock=site.clock).gather().series.allowed) == 200
+    assert sum(FleetAggregator(site.board, clock=site.clock).gather().series.allowed) == 200
     # Also who looked once, and then not for long.
-    late = Beats(site.board, clock=site.clock)
+    late = FleetAggregator(site.board, clock=site.clock)
     late.gather()
     for _ in range(60):
         site.gate.admit(arrival())
@@ -183,12 +193,12 @@ def test_a_node_that_is_closed_is_gone_at_once() -> None:
 def test_a_node_says_how_it_is(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("limits: [{by: ip, bucket: 1/day}]", "utf-8")
-    board, log = MemoryBoard(), DecisionLog("logging://", secret=SECRET)
+    board, log = MemoryStatusStore(), DecisionLog("logging://", secret=SECRET)
     gate = Gate(file, NOWHERE, secret=SECRET, on_decision=log, reload_every=None)
-    pulse = Pulse(gate, board, node="web-1", region="eu", every=None)
+    pulse = StatusReporter(gate, board, node="web-1", region="eu", every=None)
     gate.admit(arrival())
     pulse.beat()
-    (node,) = Beats(board).gather().nodes
+    (node,) = FleetAggregator(board).gather().nodes
     assert (node.name, node.region, node.state) == (f"web-1:{os.getpid()}", "eu", "degraded")
     assert node.shards in ((), (("127.0.0.1:1", False),), (("127.0.0.1:1", True),))
     assert node.degraded_for_s is not None
@@ -201,16 +211,16 @@ def test_a_node_says_how_it_is(tmp_path: Path) -> None:
 
 
 def test_degraded_decisions_are_counted_and_say_nothing_of_limits() -> None:
-    board = MemoryBoard()
+    board = MemoryStatusStore()
     clock = FakeClock(NOON_US)
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]\non_failure: closed"), NOWHERE, secret=SECRET)
-    pulse = Pulse(gate, board, every=None)
+    pulse = StatusReporter(gate, board, every=None)
     gate._time_ns = in_ns(clock)
     for _ in range(3):
         gate.admit(arrival())
     clock.advance(3)
     pulse.beat()
-    told = Beats(board, clock=clock).gather()
+    told = FleetAggregator(board, clock=clock).gather()
     assert (told.totals.unavailable, told.totals.degraded, told.near) == (3, 3, ())
     pulse.close()
     gate.close()
@@ -224,7 +234,7 @@ def test_the_most_denied_of_the_last_minute_come_first() -> None:
     site.pass_seconds(2)
     told = site.beats.gather().top_denied
     assert [(each.denied, each.allowed) for each in told] == [(2, 10), (1, 10)]
-    key = Clients(SECRET).key("ip", "203.0.113.3")
+    key = Pseudonymizer(SECRET).key("ip", "203.0.113.3")
     assert (told[0].key, told[0].label) == (key, f"ip 203.0.113.* ({key[5:13]})")
     assert len({each.label for each in told}) == 2, "addresses of one network are told apart"
     site.pass_seconds(61)
@@ -283,11 +293,11 @@ def test_near_is_whom_the_limit_counts_and_not_whoever_asked_last(by: str, kind:
     )
     users = {"user": lambda a: a.header("x-user")[0], "session": lambda _: None}
     gate = Gate(policy, clock=site.clock, secret=SECRET, identities=users)
-    pulse = Pulse(gate, site.board, every=None)
+    pulse = StatusReporter(gate, site.board, every=None)
     gate.admit(arrival("/items", client="203.0.113.9", x_user="ada"))
     site.pass_seconds(2, pulse)
     (near,) = site.beats.gather().near
-    key = Clients(SECRET).key(kind, value)
+    key = Pseudonymizer(SECRET).key(kind, value)
     assert (near.limit, near.kind, near.key, near.label) == ("few", kind, key, label.format(hash=key[:13]))
     pulse.close()
     gate.close()
@@ -328,16 +338,16 @@ def test_a_limit_for_all_is_near_for_everybody() -> None:
 def test_hot_keys_are_named_by_limit_and_client(
     by: str, kind: str, label: str, redis7: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(purses.Heat, "note", lambda *_: True)
+    monkeypatch.setattr(prepaid.Heat, "note", lambda *_: True)
     policy = read(f"limits: [{{name: {unique}, by: {by}, bucket: 100000/second}}]")
     tenant = {"tenant": lambda a: a.header("x-tenant")[0]}
     gate = Gate(policy, redis7.url, secret=SECRET, identities=tenant, budget=1.0)
-    board = MemoryBoard()
-    pulse = Pulse(gate, board, every=None)
+    board = MemoryStatusStore()
+    pulse = StatusReporter(gate, board, every=None)
     for _ in range(40):
         gate.admit(arrival(x_tenant="acme"))
     pulse.beat()
-    (hot,) = Beats(board).gather().hot
+    (hot,) = FleetAggregator(board).gather().hot
     assert (hot.limit, hot.kind, hot.label) == (unique, kind, label.format(hot.key[5:13]))
     assert hot.rate > 100
     pulse.close()
@@ -345,7 +355,7 @@ def test_hot_keys_are_named_by_limit_and_client(
 
 
 def test_nobodys_name_is_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seconds, "LOOKED_AT", 1.0)
+    monkeypatch.setattr(rollups, "LOOKED_AT", 1.0)
     names = {"tenant": "tenant-nobody-knows", "user": "user-nobody-knows"}
     policy = read(
         "limits: [{by: api_key, bucket: 1/day}, {by: user, bucket: 1/day}, {by: tenant, bucket: 1/day}]\n"
@@ -355,7 +365,7 @@ def test_nobodys_name_is_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
         site = Site()
         identities = {kind: lambda _, kind=kind: names[kind] for kind in kinds}
         gate = Gate(policy, clock=site.clock, secret=SECRET, identities=identities)
-        pulse = Pulse(gate, site.board, show=(), every=None)
+        pulse = StatusReporter(gate, site.board, show=(), every=None)
         for _ in range(30):
             gate.admit(arrival("/secret-path", client="198.51.100.77", x_api_key=RAW_KEY, user_agent="secret-agent"))
         site.pass_seconds(70, pulse)
@@ -367,8 +377,8 @@ def test_nobodys_name_is_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_documents_stay_small_whatever_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seconds, "MOST_CLIENTS", 400)
-    monkeypatch.setattr(seconds, "MOST_NEAR", 50)
+    monkeypatch.setattr(rollups, "MOST_CLIENTS", 400)
+    monkeypatch.setattr(rollups, "MOST_NEAR", 50)
     site = Site("limits: [{by: ip, bucket: 1/day}]")
     for number in range(1000):
         for _ in range(2):
@@ -425,12 +435,12 @@ def test_a_clock_that_is_set_loses_little_and_doubles_nothing(step: int) -> None
 
 
 def test_one_word_that_was_held_up_moves_nothing_and_three_in_a_row_do() -> None:
-    placing = Placing(1_000_000)
+    placing = ClockAligner(1_000_000)
     shifts = [placing.shift("a", 0, put_us) for put_us in (0, 100_000, 5_000_000, 100_000)]
-    assert shifts == [Shift(0), Shift(0), Shift(0, is_in_doubt=True), Shift(0)]
+    assert shifts == [ClockShift(0), ClockShift(0), ClockShift(0, is_in_doubt=True), ClockShift(0)]
     late = [placing.shift("a", 0, 5_000_000) for _ in range(4)]
-    assert late == [*[Shift(0, is_in_doubt=True)] * 2, Shift(5, is_moved=True), Shift(5)]
-    assert placing.shift("a", 0, 0) == Shift(0, is_moved=True)  # nothing comes before it was sent
+    assert late == [*[ClockShift(0, is_in_doubt=True)] * 2, ClockShift(5, is_moved=True), ClockShift(5)]
+    assert placing.shift("a", 0, 0) == ClockShift(0, is_moved=True)  # nothing comes before it was sent
     placing.keep(["b"])
     assert placing._shifts == {}
 
@@ -447,7 +457,7 @@ def test_latencies_are_told_within_a_quarter() -> None:
         assert told is not None
         assert abs(told - took_us) <= took_us / 4
     assert quantile({}, 0.5) is None
-    assert bucket_of(10**12) == seconds.BUCKETS - 1
+    assert bucket_of(10**12) == rollups.BUCKETS - 1
 
 
 def test_quantiles_are_those_of_all_requests() -> None:
@@ -463,15 +473,15 @@ def test_quantiles_are_those_of_all_requests() -> None:
 
 
 def test_a_pulse_beats_by_itself_and_ends_with_its_gate() -> None:
-    board, before = MemoryBoard(), {*threading.enumerate()}
+    board, before = MemoryStatusStore(), {*threading.enumerate()}
 
     def beating() -> list[threading.Thread]:
         return [thread for thread in {*threading.enumerate()} - before if thread.name == "headgate-pulse"]
 
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"))
-    there = weakref.ref(Pulse(gate, board, every=0.02))  # nobody keeps it but the gate
+    there = weakref.ref(StatusReporter(gate, board, every=0.02))  # nobody keeps it but the gate
     gate.admit(arrival())
-    wait_until(lambda: Beats(board).gather().nodes, "a beat")
+    wait_until(lambda: FleetAggregator(board).gather().nodes, "a beat")
     assert there() is not None
     assert beating()
     del gate
@@ -481,9 +491,9 @@ def test_a_pulse_beats_by_itself_and_ends_with_its_gate() -> None:
 
 
 def test_a_pulse_ends_with_the_store_of_a_gate_that_is_closed(redis7: RedisServer) -> None:
-    board = MemoryBoard()
+    board = MemoryStatusStore()
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), redis7.url)
-    pulse = Pulse(gate, board, secret=SECRET, every=0.02)
+    pulse = StatusReporter(gate, board, secret=SECRET, every=0.02)
     wait_until(lambda: board.read("beats/"), "a beat")
     gate.close()
     wait_until(lambda: not board.read("beats/"), "the node to leave")
@@ -493,7 +503,7 @@ def test_a_pulse_ends_with_the_store_of_a_gate_that_is_closed(redis7: RedisServe
 def test_what_is_told_to_a_gate_goes_on_after_the_one_before() -> None:
     heard: list[Any] = []
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), on_decision=lambda *told: heard.append(told))
-    pulse = Pulse(gate, MemoryBoard(), every=None)
+    pulse = StatusReporter(gate, MemoryStatusStore(), every=None)
     gate.admit(arrival())
     assert len(heard) == 1
     assert pulse._seconds.has_decided
@@ -551,7 +561,7 @@ def test_a_board_that_is_away_is_told_once_and_costs_no_request_anything(caplog:
 
 
 class _Broken:
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: StatusStore) -> None:
         self._board = board
         self.is_away = False
 
@@ -575,7 +585,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_there() -> None:
     told = site.beats.gather()
     assert (told.totals.allowed, len(told.nodes), len(told.troubles)) == (1, 1, 5)
     assert "is no word of a node" in told.troubles[0]
-    told = Beats(_Broken(site.board), clock=site.clock).gather()
+    told = FleetAggregator(_Broken(site.board), clock=site.clock).gather()
     assert (told.nodes, sum(told.series.allowed)) == ((), 0)
     assert told.troubles == ("the board cannot be read: it is away",)
 
@@ -583,21 +593,21 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_there() -> None:
 def test_a_pulse_without_a_secret_of_its_own_takes_the_gates() -> None:
     site = Site()
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), clock=site.clock, secret=SECRET)
-    pulse = Pulse(gate, site.board, every=None)
+    pulse = StatusReporter(gate, site.board, every=None)
     gate.admit(arrival())
     site.pass_seconds(1, pulse)
-    assert site.beats.gather().near[0].key == Clients(SECRET).key("ip", "203.0.113.9")
+    assert site.beats.gather().near[0].key == Pseudonymizer(SECRET).key("ip", "203.0.113.9")
     nobodys = Gate(read("limits: [{by: ip, bucket: 1/day}]"), clock=site.clock)
-    Pulse(nobodys, site.board, every=None).beat()
+    StatusReporter(nobodys, site.board, every=None).beat()
     with pytest.raises(InvalidConfiguration, match="every 7"):
-        Pulse(nobodys, site.board, every=7)
+        StatusReporter(nobodys, site.board, every=7)
 
 
 # ------------------------------------------------------------------ minutes
 
 
 def test_a_minute_tells_of_its_clients_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seconds, "LOOKED_AT", 1.0)
+    monkeypatch.setattr(rollups, "LOOKED_AT", 1.0)
     site = Site()
     for number in range(60):
         for _ in range(number % 3):
@@ -607,7 +617,7 @@ def test_a_minute_tells_of_its_clients_once_it_is_over(monkeypatch: pytest.Monke
     assert name.endswith(f":{NOON_US // 60_000_000}")
     said, (client,) = read_minute(posted.document)
     assert said["minute"] == NOON_US // 60_000_000
-    assert (client.kind, client.key, client.requests) == ("ip", Clients(SECRET).key("ip", "203.0.113.7"), 60)
+    assert (client.kind, client.key, client.requests) == ("ip", Pseudonymizer(SECRET).key("ip", "203.0.113.7"), 60)
     assert client.traits is not None
     assert (client.traits.looked_at, client.traits.estimates[:2]) == (60, (2, 1))
     assert client.traits.estimates[2] == pytest.approx(40, abs=6)
@@ -616,7 +626,7 @@ def test_a_minute_tells_of_its_clients_once_it_is_over(monkeypatch: pytest.Monke
 
 
 def test_those_who_come_once_drive_out_nobody_who_comes_often() -> None:
-    minutes = Minutes()
+    minutes = MinuteRollup()
     for number in range(60):
         second = Second(number)
         for client in range(500):
@@ -626,22 +636,22 @@ def test_those_who_come_once_drive_out_nobody_who_comes_often() -> None:
         assert len(minutes._clients) <= MOST_COUNTED
     assert minutes.total == 60 * 502
     assert not minutes.add(Second(60))
-    names = Clients(SECRET)
+    names = Pseudonymizer(SECRET)
     document = minutes.document(lambda who: names.named((*who, *who.values())), at_us=0)
     told = read_minute(document)[1]
     assert len(told) == MOST_TOLD
     assert (told[0].key, told[0].requests) == (names.key("ip", "regular"), 120)
 
 
-def visits(who: dict[str, str], allowed: int) -> Visits:
-    made = Visits(who)
+def visits(who: dict[str, str], allowed: int) -> ClientRequests:
+    made = ClientRequests(who)
     made.allowed = allowed
     return made
 
 
 @pytest.mark.parametrize("number", [1, 2, 5, 30, 100, 250])
 def test_how_many_different_there_were_is_estimated_well(number: int) -> None:
-    traits = [Traits.of([(f"agent {n}", "x", f"/{n}") for n in range(k, number, 2)]) for k in (0, 1)]
+    traits = [TrafficSketch.of([(f"agent {n}", "x", f"/{n}") for n in range(k, number, 2)]) for k in (0, 1)]
     traits[0].add(traits[1])
     agents, addresses, paths = traits[0].estimates
     assert addresses == 1
@@ -660,13 +670,13 @@ def test_what_is_no_minute_is_refused(junk: bytes) -> None:
 
 
 @pytest.fixture(params=["memory", "redis7", "valkey9", "cluster", "sentinel"])
-def board(request: pytest.FixtureRequest, unique: str) -> Board:
+def board(request: pytest.FixtureRequest, unique: str) -> StatusStore:
     if request.param == "memory":
-        return MemoryBoard()
-    return open_board(request.getfixturevalue(request.param).url, namespace=unique)
+        return MemoryStatusStore()
+    return open_status_store(request.getfixturevalue(request.param).url, namespace=unique)
 
 
-def test_documents_are_replaced_read_by_room_and_forgotten(board: Board) -> None:
+def test_documents_are_replaced_read_by_room_and_forgotten(board: StatusStore) -> None:
     every_byte = bytes(range(256))
     board.put("beats/a", b"one", keep=60)
     board.put("beats/a", every_byte, keep=60)
@@ -691,8 +701,8 @@ def test_documents_are_replaced_read_by_room_and_forgotten(board: Board) -> None
 def test_what_is_over_is_taken_away_by_others_and_the_room_goes_with_the_last(
     redis7: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headgate.telemetry.redis_board.SWEEP_MS", 1)
-    board, key = RedisBoard(redis7.url, namespace=unique), f"{unique}:%board:beats"
+    monkeypatch.setattr("headgate.telemetry.fleet.redis_status_store.SWEEP_MS", 1)
+    board, key = RedisStatusStore(redis7.url, namespace=unique), f"{unique}:%board:beats"
     with redis7.client() as client:
         board.put("beats/short", b"x", keep=0.001)
         board.put("beats/long", b"x", keep=60)
@@ -706,12 +716,12 @@ def test_what_is_over_is_taken_away_by_others_and_the_room_goes_with_the_last(
 
 def test_two_processes_see_one_another_on_a_board_in_redis(redis7: RedisServer, unique: str) -> None:
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"), redis7.url, namespace=unique)
-    writing, reading = open_board(redis7.url, namespace=unique), open_board(redis7.url, namespace=unique)
-    pulse = Pulse(gate, writing, secret=SECRET, every=None)
+    writing, reading = open_status_store(redis7.url, namespace=unique), open_status_store(redis7.url, namespace=unique)
+    pulse = StatusReporter(gate, writing, secret=SECRET, every=None)
     gate.admit(arrival(client="203.0.113.9"))
     gate.admit(arrival(client="203.0.113.9"))
     pulse.beat()
-    told = Beats(reading).gather()
+    told = FleetAggregator(reading).gather()
     assert [near.left for near in told.near] == [0]
     pulse.close()
     assert reading.read("beats/") == {}
@@ -720,25 +730,25 @@ def test_two_processes_see_one_another_on_a_board_in_redis(redis7: RedisServer, 
 
 
 def test_a_board_is_opened_by_whatever_opens_a_store(redis7: RedisServer, unique: str) -> None:
-    assert open_board("memory://") is open_board("memory:") is open_board()
-    mine = MemoryBoard()
-    assert open_board(mine) is mine
+    assert open_status_store("memory://") is open_status_store("memory:") is open_status_store()
+    mine = MemoryStatusStore()
+    assert open_status_store(mine) is mine
     with redis7.client() as client:
-        board = open_board(client, namespace=unique)
+        board = open_status_store(client, namespace=unique)
         board.put("beats/a", b"x", keep=60)
-        other = open_board(redis.asyncio.Redis.from_url(redis7.url), namespace=unique)
+        other = open_status_store(redis.asyncio.Redis.from_url(redis7.url), namespace=unique)
         assert list(other.read("beats/")) == ["beats/a"]
         board.close()
         other.close()
     for strange in ("http://x", "beats", "memory://there"):
         with pytest.raises(InvalidConfiguration, match="there is no board"):
-            open_board(strange)
+            open_status_store(strange)
     with pytest.raises(InvalidConfiguration, match="neither a URL"):
-        open_board(7)
+        open_status_store(7)
 
 
 def test_a_board_in_redis_that_is_away_raises_what_stores_raise() -> None:
-    board = open_board(NOWHERE)
+    board = open_status_store(NOWHERE)
     with pytest.raises(StoreError):
         board.put("beats/a", b"", keep=1)
     with pytest.raises(StoreError):
@@ -747,8 +757,8 @@ def test_a_board_in_redis_that_is_away_raises_what_stores_raise() -> None:
 
 
 def test_a_board_in_memory_has_room_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headgate.telemetry.boards.MOST_DOCUMENTS", 3)
-    board = MemoryBoard()
+    monkeypatch.setattr("headgate.telemetry.fleet.status_store.MOST_DOCUMENTS", 3)
+    board = MemoryStatusStore()
     for number in range(9):
         board.put(f"beats/{number}", b"", keep=60)
     assert list(board.read("beats/")) == ["beats/6", "beats/7", "beats/8"]

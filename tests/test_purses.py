@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from fleets import START_US, Arrival, Fleet, Spent, steady
 from headgate import Decision, Limit, StoreTimeout
 from headgate.clock import SystemClock
-from headgate.shield.purse import can_lease
-from headgate.shield.purses import Purses
-from headgate.stores.calls import Check, Refund
+from headgate.local.prepaid import PrepaidTokens, can_lease
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, Refund
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Node:
     def __init__(self, *limits: Limit, lease_us: int = LEASE_US) -> None:
         self.clock = FakeClock(START_US)
         self.store = MemoryStore(self.clock)
-        self.purses = Purses(lease_us=lease_us, now_us=self.clock.now_us)
+        self.purses = PrepaidTokens(lease_us=lease_us, now_us=self.clock.now_us)
         self.purses.announce(limits)
         self.calls = 0
 
@@ -275,7 +274,7 @@ def test_one_node_admits_exactly_what_an_exact_limiter_would(algorithm: str, ste
 def test_threads_that_share_purses_admit_exactly_the_limit() -> None:
     limit = limit_of(2_000, 86_400, "fixed_window")
     store = MemoryStore(SystemClock())
-    purses = Purses(lease_us=60 * SECOND)
+    purses = PrepaidTokens(lease_us=60 * SECOND)
     purses.announce([limit])
     call = Check((limit.by("ada"),), 1)
     admitted = []
@@ -704,7 +703,7 @@ def test_a_forked_child_holds_nothing_of_its_parent() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
     node.check(limit.by("ada"))
-    node.purses.renew_after_fork()
+    node.purses.reset_after_fork()
     assert (node.held(), node.purses.clear()) == (0, [])
 
 
@@ -724,7 +723,7 @@ def test_requests_that_meet_a_cold_key_too_are_not_held_up_by_keys_that_are_hot(
     """Such a request goes to the store with all its keys: as long as there are no others, nobody looks into purses."""
     everybody, own = limit_of(10_000, 1, name="everybody"), limit_of(100, 1, name="own")
     clock = FakeClock(START_US)
-    purses = Purses(now_us=clock.now_us)
+    purses = PrepaidTokens(now_us=clock.now_us)
 
     def come(seconds: float, *, mixed: bool) -> list[bool]:
         said = []

@@ -17,8 +17,8 @@ import redis
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter, ScriptError, StoreUnavailable
 from headgate.algorithms import ALGORITHMS as ALGORITHM_MODULES
-from headgate.stores.redis import aio
-from headgate.stores.redis.sync import _Turn
+from headgate.stores.redis import async_store
+from headgate.stores.redis.sync_store import _Waiter
 from headgate.testing import FakeClock
 from servers import wait_until
 
@@ -197,10 +197,10 @@ def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_
 ) -> None:
     """As a signal's handler may, just before the thread goes to sleep: whoever leads would let it lead next, and wake
     only the call that it is not waiting for."""
-    key, wait = Limit(50, HOUR, name=unique).by("ada"), _Turn.wait
+    key, wait = Limit(50, HOUR, name=unique).by("ada"), _Waiter.wait
     refused: list[str] = []
 
-    def wait_after_another(turn: _Turn, seconds: float) -> bool:
+    def wait_after_another(turn: _Waiter, seconds: float) -> bool:
         if not refused:
             with pytest.raises(StoreUnavailable) as refusal:
                 limiter.check(key)
@@ -208,7 +208,7 @@ def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_
         return wait(turn, seconds)
 
     limiter.check(key)
-    monkeypatch.setattr(_Turn, "wait", wait_after_another)
+    monkeypatch.setattr(_Waiter, "wait", wait_after_another)
     client.execute_command("CLIENT", "PAUSE", 300, "WRITE")
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(limiter.check, key)
@@ -729,12 +729,12 @@ def test_a_batch_is_split_only_by_a_process_that_waits_for_it(
                 assert all(await asyncio.gather(*tasks))
                 return limiter.stats["round_trips"] - before
 
-            monkeypatch.setattr(aio, "PROMPT", 60.0)
+            monkeypatch.setattr(async_store, "PROMPT", 60.0)
             await trips()
             assert await trips() == 2
-            monkeypatch.setattr(aio, "PROMPT", 0.00004)
+            monkeypatch.setattr(async_store, "PROMPT", 0.00004)
             await trips(working=0.05)
-            monkeypatch.setattr(aio, "PROMPT", 60.0)
+            monkeypatch.setattr(async_store, "PROMPT", 60.0)
             assert [await trips(), await trips()] == [1, 2]
 
     asyncio.run(main())

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from headgate import Decision, Limit
 from headgate.errors import ScriptError, StoreUnavailable
-from headgate.stores.calls import Check, Leave, Refund, Renew, Reset
-from headgate.stores.redis.replies import UnexpectedReply, accept, decode
+from headgate.stores.operations import Check, Leave, Refund, Renew, Reset
+from headgate.stores.redis.decoding import UnexpectedReply, accept, decode
+from headgate.stores.redis.encoding import NO_KEYS, Command, Node, Undo
 from headgate.stores.redis.reply_reader import INCOMPLETE, MAX_REPLY_BYTES, ReplyReader
 from headgate.stores.redis.topology import Cluster, Sentinel
-from headgate.stores.redis.wire import NO_KEYS, Command, Node, Undo
 
 LIMIT = Limit(5, timedelta(hours=1), name="per-user")
 KEY = LIMIT.by("ada")

@@ -55,27 +55,29 @@ LAYERS = (
     {"control"},
     {"telemetry"},
     {"adapters"},
+    {"gate"},
     {"policy"},
     {"__init__"},
     {"limiter"},
-    {"base"},
-    {"shield"},
+    {"_limiter_base"},
+    {"local"},
     {"failure", "flow", "leases"},
     {"stores"},
-    {"_grammar", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits"},
-    {"_compiled", "_forks", "_interrupts", "_pace", "_sqlite", "algorithms", "errors"},
+    {"_limit_syntax", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits"},
+    {"_fork", "_speedups", "_interrupts", "_pace", "_sqlite", "algorithms", "errors"},
 )
 """From the top down. What stands beside each other may know each other, but nobody looks up."""
 
 MAY_AWAIT = {
     "limiter.py",
     "leases.py",
-    "stores/redis/aio.py",
-    "stores/redis/aio_line.py",
-    *(f"adapters/{name}.py" for name in ("aiohttp", "asgi", "django", "fastapi", "functions", "gate", "grpc")),
-    "adapters/identities.py",
-    "adapters/door.py",
-    "control/admin/guards.py",
+    "stores/redis/async_store.py",
+    "stores/redis/async_connection.py",
+    *(f"adapters/{name}.py" for name in ("aiohttp", "asgi", "django", "fastapi", "functions", "grpc")),
+    "gate/identity.py",
+    "gate/base.py",
+    "gate/gate.py",
+    "control/admin/middleware.py",
 }
 
 DEPENDENCIES = {
@@ -98,8 +100,8 @@ DEPENDENCIES = {
     "grpc_status": "adapters.grpc",
     "google": "adapters.grpc",
     "alembic": "control.config.migrations",
-    "clickhouse_connect": "telemetry.sinks.clickhouse",
-    "confluent_kafka": "telemetry.sinks.kafka",
+    "clickhouse_connect": "telemetry.decision_log.sinks.clickhouse",
+    "confluent_kafka": "telemetry.decision_log.sinks.kafka",
     "opentelemetry": "telemetry.otel",
     "prometheus_client": "telemetry.prometheus",
     "pytest": "pytest_plugin",
@@ -197,7 +199,7 @@ def test_algorithms_are_pure(name: str) -> None:
 
 
 def test_the_flow_knows_no_store() -> None:
-    assert {imported for imported in imports_of_ours("flow") if imported.startswith("stores")} == {"stores.calls"}
+    assert {imported for imported in imports_of_ours("flow") if imported.startswith("stores")} == {"stores.operations"}
 
 
 def test_only_the_command_line_shows_the_demonstration() -> None:
@@ -268,7 +270,7 @@ def test_lua_makes_text_of_numbers_only_by_format(file: Path) -> None:
 
 
 def test_a_script_holds_only_the_algorithms_that_it_is_asked_for() -> None:
-    text = script("check", ("fixed_window", "gcra"), 1000).text.decode()
+    text = script("check_batch", ("fixed_window", "gcra"), 1000).text.decode()
     held = {name for name in ALGORITHMS if f"Mirrors {name}.py" in text}
     assert held == {"fixed_window", "gcra"}
 

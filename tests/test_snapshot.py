@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import Limit
-from headgate.adapters.answers import Answers
-from headgate.adapters.identities import Identities
-from headgate.adapters.way import Rules
-from headgate.policy.credentials import ApiKeys
-from headgate.policy.loading import read
+from headgate.gate.admission import ActivePolicy
+from headgate.gate.identity import IdentityExtractor
+from headgate.gate.responses import ResponseBuilder
+from headgate.policy.api_keys import ApiKeyHasher
+from headgate.policy.loader import read
 from headgate.policy.model import Block, Client, Identity, Override, Policy, RouteRule, Rule, Validity
 from headgate.policy.routes import Template
-from headgate.policy.snapshot import Met, Snapshot
+from headgate.policy.snapshot import AppliedLimit, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -325,7 +325,7 @@ def requests(draw: st.DrawFn) -> Request:
     return Request(draw(st.sampled_from(METHODS)), draw(st.sampled_from(PATHS)), who, moment)
 
 
-def plain(met: Iterable[Met]) -> list[Any]:
+def plain(met: Iterable[AppliedLimit]) -> list[Any]:
     return [(each.rule.name, each.key.limit, each.key.parts, each.cost, each.origin, each.lacks) for each in met]
 
 
@@ -353,7 +353,9 @@ class Sender(NamedTuple):
 def test_who_comes_again_meets_what_the_docs_say(policy: Policy, asked: list[Request]) -> None:
     """Before and after overrides and blocks begin and end, and in whatever order."""
     snapshot = Snapshot(policy, fingerprint)
-    known = Rules(snapshot, Answers(policy.answers), Identities(policy.identity, ApiKeys(b"x" * 16)))
+    known = ActivePolicy(
+        snapshot, ResponseBuilder(policy.answers), IdentityExtractor(policy.identity, ApiKeyHasher(b"x" * 16))
+    )
     for request in asked * 3:
         arrival = Sender(request.who["address"])
         told = {kind: value for kind, value in request.who.items() if kind not in ("address", "ip")}

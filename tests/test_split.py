@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import InvalidLimit, Limit
-from headgate.shield.split import gathered, is_split, spread, spread_refund, spread_reset
-from headgate.stores.calls import Check, IdempotentCheck, Refund, Reset
+from headgate.local.sharded_limits import gathered, is_split, spread, spread_refund, spread_reset
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, IdempotentCheck, Refund, Reset
 from headgate.testing import FakeClock
 
 MINUTE = timedelta(minutes=1)

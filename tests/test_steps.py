@@ -18,22 +18,22 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import select, update
 
 from headgate import InvalidConfiguration, StoreError
-from headgate.adapters.gate import Gate
-from headgate.control import usual, webhooks
 from headgate.control.admin import Tokens
 from headgate.control.admin.app import create_app
+from headgate.control.anomalies import baseline, webhook
+from headgate.control.anomalies.baseline import DAY, Baseline, TrafficHistory, histories, most_of, percentile, step_of
+from headgate.control.anomalies.detector import Anomaly, AnomalyDetector, AnomalyLog, Sum, judged
+from headgate.control.anomalies.tables import METADATA, MINUTES, STEPS, WATCH
+from headgate.control.anomalies.webhook import Webhook, sign, verify
 from headgate.control.config import ConfigStore
-from headgate.control.config.database import reading, writing
-from headgate.control.desk import Desk
-from headgate.control.step_tables import METADATA, MINUTES, STEPS, WATCH
-from headgate.control.steps import StepChange, StepLog, Sum, Watcher, judged
-from headgate.control.usual import DAY, History, Usual, histories, most_of, percentile, step_of
-from headgate.control.webhooks import Webhook, sign, verify
+from headgate.control.config.engine import reading, writing
+from headgate.control.service import AdminService
+from headgate.gate.gate import Gate
 from headgate.policy import read
-from headgate.telemetry.boards import MemoryBoard
-from headgate.telemetry.clients import Clients
-from headgate.telemetry.minutes import Traits
-from headgate.telemetry.pulse import Pulse
+from headgate.telemetry.fleet.reporter import StatusReporter
+from headgate.telemetry.fleet.rollups import TrafficSketch
+from headgate.telemetry.fleet.status_store import MemoryStatusStore
+from headgate.telemetry.pseudonyms import Pseudonymizer
 from headgate.testing import FakeClock
 from postgres import config_url, postgres  # noqa: F401 - fixtures
 from servers import wait_until
@@ -57,10 +57,10 @@ class Fleet:
 
     def __init__(self, url: str) -> None:
         self.clock = FakeClock(START * MINUTE_US)
-        self.board = MemoryBoard(monotonic=lambda: self.clock.now_us() / 1_000_000)
+        self.board = MemoryStatusStore(monotonic=lambda: self.clock.now_us() / 1_000_000)
         self.store = ConfigStore(url, clock=self.clock)
-        self.watcher = Watcher(self.board, self.store, clock=self.clock)
-        self.log = StepLog(self.store, clock=self.clock)
+        self.watcher = AnomalyDetector(self.board, self.store, clock=self.clock)
+        self.log = AnomalyLog(self.store, clock=self.clock)
 
     @property
     def minute(self) -> int:
@@ -69,7 +69,7 @@ class Fleet:
     def learn(self, counts: Mapping[int, int], *, minutes: int, client: tuple[str, str] = CLIENT) -> None:
         """Let so many minutes have passed, of which some had requests: how many of each number."""
         numbers = [number for number, times in counts.items() for _ in range(times)]
-        learnt = Usual()
+        learnt = Baseline()
         with writing(self.store.engine) as connection:
             for index in range(minutes):
                 minute = self.minute + index
@@ -92,11 +92,11 @@ class Fleet:
         ]
         at_us = (self.minute + 1) * MINUTE_US
         said = {"v": 1, "minute": self.minute, "at_us": at_us, "clients": rows}
-        later = MemoryBoard(monotonic=lambda: at_us / 1_000_000)
+        later = MemoryStatusStore(monotonic=lambda: at_us / 1_000_000)
         later._documents = self.board._documents
         later.put(f"minutes/{node}:{self.minute}", json.dumps(said).encode(), keep=300)
 
-    def next_minute(self, count: int | None = None, *, look: Any = (8, 1, 1, 1)) -> list[StepChange]:
+    def next_minute(self, count: int | None = None, *, look: Any = (8, 1, 1, 1)) -> list[Anomaly]:
         """A minute with so many requests of the client passes; what is found when it is over."""
         self.tell({} if count is None else {CLIENT: count}, look=look)
         self.clock.set_us((self.minute + 1) * MINUTE_US + 20_000_000)
@@ -165,7 +165,7 @@ def test_ten_times_the_usual_for_two_minutes_is_a_step_change(any_fleet: Fleet) 
 def test_both_minutes_must_have_ten_times_the_95th_percentile(
     counts: dict[int, int], first: int, second: int, is_one: bool
 ) -> None:
-    history = History({step_of(number): times for number, times in counts.items()}, 7 * DAY)
+    history = TrafficHistory({step_of(number): times for number, times in counts.items()}, 7 * DAY)
     assert (judged(CLIENT, history, Sum("acme", second), Sum("acme", first), START) is not None) is is_one
 
 
@@ -229,8 +229,8 @@ def test_what_several_nodes_tell_is_summed_and_looks_are_joined(fleet: Fleet) ->
     ],
 )
 def test_people_are_told_from_bots(kind: str, agents: int, addresses: int, paths: int, verdict: str) -> None:
-    now, history = Sum("x", 100), History({step_of(1): 50}, 2 * DAY)
-    now.traits = Traits(50, *[(1 << number) - 1 for number in (agents, addresses, paths)])
+    now, history = Sum("x", 100), TrafficHistory({step_of(1): 50}, 2 * DAY)
+    now.traits = TrafficSketch(50, *[(1 << number) - 1 for number in (agents, addresses, paths)])
     step = judged((kind, "hmac:x"), history, now, Sum("x", 100), START)
     assert step is not None
     assert step.verdict == verdict
@@ -261,8 +261,8 @@ def test_a_node_with_a_wrong_clock_is_counted_in_the_right_minute(fleet: Fleet) 
 
 def test_of_several_watchers_one_tells(any_fleet: Fleet) -> None:
     any_fleet.learn({1: 50}, minutes=2 * DAY)
-    others = [Watcher(any_fleet.board, any_fleet.store, clock=any_fleet.clock) for _ in range(3)]
-    found: list[StepChange] = []
+    others = [AnomalyDetector(any_fleet.board, any_fleet.store, clock=any_fleet.clock) for _ in range(3)]
+    found: list[Anomaly] = []
     for _ in range(3):
         any_fleet.tell({CLIENT: 300})
         any_fleet.clock.set_us((any_fleet.minute + 1) * MINUTE_US + 20_000_000)
@@ -289,7 +289,7 @@ def test_what_was_learnt_is_written_and_found_after_a_restart(fleet: Fleet) -> N
     with reading(fleet.store.engine) as connection:
         assert [row.counts for row in connection.execute(select(MINUTES))] == ["3:10"]
     fleet.watcher.stop()
-    fleet.watcher = Watcher(fleet.board, fleet.store, clock=fleet.clock)
+    fleet.watcher = AnomalyDetector(fleet.board, fleet.store, clock=fleet.clock)
     assert fleet.watcher.look() == []  # nothing is counted twice
     fleet.next_minute(40)
     fleet.watcher.stop()
@@ -333,11 +333,11 @@ def _away(*_: Any) -> Any:
 
 
 def test_history_is_bounded_in_days_and_clients(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usual, "MOST_CLIENTS", 5)
+    monkeypatch.setattr(baseline, "MOST_CLIENTS", 5)
     for _ in range(12):
         fleet.learn({1: 3}, minutes=DAY)
     with writing(fleet.store.engine) as connection:
-        learnt = Usual()
+        learnt = Baseline()
         learnt.add(fleet.minute - 1, {("ip", f"hmac:{number}"): 1 for number in range(9)})
         learnt.write(connection)
         days = connection.execute(select(MINUTES.c.day).order_by(MINUTES.c.day)).scalars().all()
@@ -347,7 +347,7 @@ def test_history_is_bounded_in_days_and_clients(fleet: Fleet, monkeypatch: pytes
 
 
 def test_a_watcher_runs_by_itself_and_leaves_no_thread(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headgate.control.steps.LOOK_EVERY", 0.01)
+    monkeypatch.setattr("headgate.control.anomalies.detector.LOOK_EVERY", 0.01)
     fleet.learn({1: 50}, minutes=2 * DAY)
     fleet.watcher.start().start()
     for _ in range(2):
@@ -360,7 +360,7 @@ def test_a_watcher_runs_by_itself_and_leaves_no_thread(fleet: Fleet, monkeypatch
 
 
 def test_a_step_log_is_opened_by_a_url_too(tmp_path: Path) -> None:
-    assert StepLog(f"sqlite:///{tmp_path}/new.db").recent() == []
+    assert AnomalyLog(f"sqlite:///{tmp_path}/new.db").recent() == []
 
 
 # ------------------------------------------------------------------ what is usual
@@ -446,7 +446,7 @@ def receiver() -> Iterator[Receiver]:
     made.server.server_close()
 
 
-def raised(fleet: Fleet) -> StepChange:
+def raised(fleet: Fleet) -> Anomaly:
     """A step change that waits for its webhook."""
     fleet.learn({1: 50}, minutes=2 * DAY)
     fleet.next_minute(300)
@@ -492,9 +492,9 @@ def test_from_a_request_to_the_webhook_and_the_overview(
     policy = read("limits: [{name: requests, by: tenant, bucket: 50/minute}]")
     who: dict[str, Any] = {"tenant": lambda _: "acme"}
     gate = Gate(policy, identities=who, clock=fleet.clock, secret=SECRET)
-    pulse = Pulse(gate, fleet.board, node="web-1", every=None)
+    pulse = StatusReporter(gate, fleet.board, node="web-1", every=None)
     webhook = Webhook(receiver.url, SECRET)
-    found: list[StepChange] = []
+    found: list[Anomaly] = []
 
     def minute(requests: int) -> None:
         for number in range(requests):
@@ -508,7 +508,7 @@ def test_from_a_request_to_the_webhook_and_the_overview(
         found.extend(fleet.watcher.look())
 
     with closing(gate), closing(pulse):
-        fleet.learn({1: 2 * DAY}, minutes=2 * DAY, client=("tenant", Clients(SECRET).written("tenant", "acme")))
+        fleet.learn({1: 2 * DAY}, minutes=2 * DAY, client=("tenant", Pseudonymizer(SECRET).written("tenant", "acme")))
         minute(1)
         assert not found
         minute(900)
@@ -520,7 +520,7 @@ def test_from_a_request_to_the_webhook_and_the_overview(
         said = json.loads(receiver.calls[0].body)
         assert said["step"] == step.as_dict()
         assert said["step"]["verdict"] == verdict
-        desk = Desk(fleet.store, board=fleet.board, steps=fleet.log, secret=SECRET, clock=fleet.clock)
+        desk = AdminService(fleet.store, board=fleet.board, steps=fleet.log, secret=SECRET, clock=fleet.clock)
         tokens = Tokens(str(fleet.store.engine.url), clock=fleet.clock)
         made, app = tokens.make("ada", "viewer", by="the test"), create_app(desk, tokens, clock=fleet.clock)
         with closing(tokens), TestClient(app, base_url="http://127.0.0.1") as web:
@@ -569,7 +569,7 @@ def test_what_is_not_taken_is_sent_again_later(
 
 
 def test_pauses_grow_up_to_an_hour_and_are_spread() -> None:
-    pauses = [[webhooks.pause(attempts) for _ in range(50)] for attempts in range(40)]
+    pauses = [[webhook.pause(attempts) for _ in range(50)] for attempts in range(40)]
     for attempts, each in enumerate(pauses):
         longest = min(2.0 * 2**attempts, 3600.0)
         assert longest / 2 <= min(each) < max(each) <= longest
@@ -592,7 +592,7 @@ def test_after_a_day_or_when_the_receiver_is_gone_it_is_given_up(fleet: Fleet, r
 def test_of_too_many_that_wait_the_oldest_are_given_up(
     fleet: Fleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "MOST_WAITING", 3)
+    monkeypatch.setattr(webhook, "MOST_WAITING", 3)
     step = raised(fleet)
     (row,) = fleet.rows()
     with writing(fleet.store.engine) as connection:
@@ -624,9 +624,9 @@ def test_two_senders_never_send_the_same_at_the_same_time(any_fleet: Fleet, rece
 def test_what_waits_is_sent_after_a_restart_by_a_watcher(
     fleet: Fleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(webhook, "LOOK_EVERY", 0.01)
     raised(fleet)
-    watcher = Watcher(fleet.board, fleet.store, webhook=Webhook(receiver.url, SECRET), clock=fleet.clock)
+    watcher = AnomalyDetector(fleet.board, fleet.store, webhook=Webhook(receiver.url, SECRET), clock=fleet.clock)
     watcher.start()
     wait_until(lambda: receiver.calls, "a call")
     wait_until(lambda: fleet.rows()[0].delivered_us is not None, "the delivery to be noted")

@@ -15,11 +15,11 @@ import pytest
 
 from headgate import AsyncLimiter, Limit, Limiter
 from headgate.adapters.functions import limited
-from headgate.adapters.gate import Gate
-from headgate.adapters.way import FREE, Admission
 from headgate.clock import SystemClock
 from headgate.errors import InvalidInput, RequestDenied, StoreUnavailable
-from headgate.policy.loading import read
+from headgate.gate.admission import UNLIMITED, Admission
+from headgate.gate.gate import Gate
+from headgate.policy.loader import read
 from headgate.testing import DAY_US, FakeClock, IsolatedLimits, isolated_limits, limits_off
 
 if TYPE_CHECKING:
@@ -166,15 +166,15 @@ def test_gates_that_are_off_count_nothing(gate: Gate) -> None:
         for each in (gate, late):
             assert ask(each, "GET", "/", times=10) == [True] * 10
             assert ask(each, "GET", "/", peer="203.0.113.66") == [True], "nobody is blocked, either"
-            assert each.admit(Request("GET", "/")) is FREE
+            assert each.admit(Request("GET", "/")) is UNLIMITED
     for each in (gate, late):
         assert ask(each, "GET", "/", times=4) == [True, True, True, False]
 
 
 def test_costs_can_be_committed_where_nothing_is_counted() -> None:
-    FREE.commit(5)
-    FREE.commit(5, "tokens")
-    assert FREE.is_over
+    UNLIMITED.commit(5)
+    UNLIMITED.commit(5, "tokens")
+    assert UNLIMITED.is_over
 
 
 def test_a_gate_that_was_off_before_stays_off(gate: Gate) -> None:
@@ -561,7 +561,7 @@ def test_limits_can_be_off_unless_a_test_asks_for_them(pytester: pytest.Pytester
     pytester.makeconftest(advice[1])
     pytester.makepyfile(
         """
-        from headgate.adapters.gate import Gate
+        from headgate.gate.gate import Gate
         from headgate.policy.model import Policy
 
         gate = Gate(Policy())

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import AsyncLimiter, Limit
-from headgate.stores.redis import aio
-from headgate.stores.redis.vigil import IN_VAIN, REST, Vigil
+from headgate.stores.redis import async_store
+from headgate.stores.redis.busy_poll import IN_VAIN, REST, BusyPoll
 
 if TYPE_CHECKING:
     from headgate import Key
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_after_a_few_answers_in_vain_many_are_slept_for() -> None:
-    vigil = Vigil()
+    vigil = BusyPoll()
     for _ in range(2):
         for _ in range(IN_VAIN):
             assert vigil.is_due()
@@ -27,7 +27,7 @@ def test_after_a_few_answers_in_vain_many_are_slept_for() -> None:
 
 
 def test_an_answer_that_comes_begins_the_count_anew() -> None:
-    vigil = Vigil()
+    vigil = BusyPoll()
     for in_vain in (True, False) * IN_VAIN:
         assert vigil.is_due()
         vigil.ended(in_vain=in_vain)
@@ -67,9 +67,9 @@ def test_a_loop_that_watches_does_not_sleep(
 
     async def main() -> tuple[list[float | None], list[float | None]]:
         async with AsyncLimiter(redis7.url) as limiter:
-            monkeypatch.setattr(aio, "WATCH", 60.0)
+            monkeypatch.setattr(async_store, "WATCH", 60.0)
             watched = await naps_of_a_check(limiter, *keys)
-            monkeypatch.setattr(Vigil, "is_due", lambda _: False)
+            monkeypatch.setattr(BusyPoll, "is_due", lambda _: False)
             return watched, await naps_of_a_check(limiter, *keys)
 
     with asyncio.Runner(loop_factory=Sleeper) as runner:
@@ -91,7 +91,7 @@ def test_others_run_while_a_loop_watches(redis7: RedisServer, unique: str, monke
     async def main() -> None:
         async with AsyncLimiter(redis7.url) as limiter:
             await limiter.check(key)
-            monkeypatch.setattr(aio, "WATCH", 60.0)
+            monkeypatch.setattr(async_store, "WATCH", 60.0)
             with redis7.client() as client:
                 client.client_pause(50)
             ticking = asyncio.create_task(tick())

@@ -12,8 +12,8 @@ import pytest
 
 from headgate.errors import InvalidPolicy
 from headgate.policy.changes import summarize_changes
-from headgate.policy.loading import read
-from headgate.policy.watching import Watch
+from headgate.policy.file_watcher import PolicyWatcher
+from headgate.policy.loader import read
 from servers import wait_until
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def watch(file: Path) -> Iterator[Watch[int]]:
-    watch = Watch(file, quota_of, every=None)
+def watch(file: Path) -> Iterator[PolicyWatcher[int]]:
+    watch = PolicyWatcher(file, quota_of, every=None)
     yield watch
     watch.close()
 
@@ -53,22 +53,24 @@ def watch(file: Path) -> Iterator[Watch[int]]:
 def test_the_first_version_has_to_be_good(file: Path) -> None:
     file.write_text("limits: [{by: ip}]\n")
     with pytest.raises(InvalidPolicy, match=r"policy\.yaml:1:"):
-        Watch(file, quota_of, every=None)
+        PolicyWatcher(file, quota_of, every=None)
 
 
 def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidPolicy, match=r"nowhere\.yaml: cannot be read: No such file"):
-        Watch(tmp_path / "nowhere.yaml", quota_of, every=None)
+        PolicyWatcher(tmp_path / "nowhere.yaml", quota_of, every=None)
 
 
-def test_what_has_not_changed_is_not_made_again(file: Path, watch: Watch[int]) -> None:
+def test_what_has_not_changed_is_not_made_again(file: Path, watch: PolicyWatcher[int]) -> None:
     before = watch.version
     os.utime(file, (1, 1))
     assert not watch.look()
     assert (watch.current, watch.version) == (10, before)
 
 
-def test_a_good_version_is_in_force_at_once(file: Path, watch: Watch[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_good_version_is_in_force_at_once(
+    file: Path, watch: PolicyWatcher[int], caplog: pytest.LogCaptureFixture
+) -> None:
     before = watch.version
     caplog.set_level(logging.INFO, "headgate")
     file.write_text(policy_of(20))
@@ -112,7 +114,7 @@ def test_a_new_version_is_summarized_by_what_changed(before: str, after: str, su
     ],
 )
 def test_a_bad_version_keeps_the_last_good_one_and_is_told_once(
-    file: Path, watch: Watch[int], caplog: pytest.LogCaptureFixture, content: bytes, told: str
+    file: Path, watch: PolicyWatcher[int], caplog: pytest.LogCaptureFixture, content: bytes, told: str
 ) -> None:
     good = watch.version
     file.write_bytes(content)
@@ -128,7 +130,7 @@ def test_a_bad_version_keeps_the_last_good_one_and_is_told_once(
 
 
 def test_a_bad_version_that_is_taken_back_is_forgotten(
-    file: Path, watch: Watch[int], caplog: pytest.LogCaptureFixture
+    file: Path, watch: PolicyWatcher[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "headgate")
     file.write_text("limits: what?\n")
@@ -140,7 +142,7 @@ def test_a_bad_version_that_is_taken_back_is_forgotten(
 
 
 def test_a_file_that_goes_missing_keeps_the_last_good_one(
-    file: Path, watch: Watch[int], caplog: pytest.LogCaptureFixture
+    file: Path, watch: PolicyWatcher[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     file.unlink()
     for _ in range(3):
@@ -159,7 +161,7 @@ def test_a_link_that_is_moved_to_another_file_is_noticed(tmp_path: Path) -> None
         (tmp_path / f"{quota}.yaml").write_text(policy_of(quota))
     link = tmp_path / "policy.yaml"
     link.symlink_to(tmp_path / "1.yaml")
-    watch = Watch(link, quota_of, every=None)
+    watch = PolicyWatcher(link, quota_of, every=None)
     (tmp_path / "next").symlink_to(tmp_path / "2.yaml")
     (tmp_path / "next").replace(link)
     assert watch.look()
@@ -174,14 +176,14 @@ def test_what_cannot_be_made_ready_is_refused_too(file: Path) -> None:
             raise InvalidPolicy(["too much for this gate"])
         return quota_of(policy)
 
-    watch = Watch(file, made, every=None)
+    watch = PolicyWatcher(file, made, every=None)
     file.write_text(policy_of(11))
     assert not watch.look()
     assert (watch.current, str(watch.error)) == (10, "too much for this gate")
 
 
 def test_the_file_is_looked_at_by_itself_until_the_watch_is_closed(file: Path) -> None:
-    watch = Watch(file, quota_of, every=0.01)
+    watch = PolicyWatcher(file, quota_of, every=0.01)
     file.write_text(policy_of(20))
     wait_until(lambda: watch.current == 20, "the new version is in force")
     watch.close()
@@ -189,7 +191,7 @@ def test_the_file_is_looked_at_by_itself_until_the_watch_is_closed(file: Path) -
 
 
 def test_a_watch_that_nobody_needs_any_more_ends_by_itself(file: Path) -> None:
-    watch = Watch(file, quota_of, every=0.01)
+    watch = PolicyWatcher(file, quota_of, every=0.01)
     assert is_watched(file)
     del watch
     gc.collect()
@@ -197,7 +199,7 @@ def test_a_watch_that_nobody_needs_any_more_ends_by_itself(file: Path) -> None:
 
 
 def test_a_forked_child_watches_by_itself(file: Path) -> None:
-    watch = Watch(file, quota_of, every=0.01)
+    watch = PolicyWatcher(file, quota_of, every=0.01)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

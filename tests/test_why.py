@@ -19,30 +19,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import InvalidInput
-from headgate.cli.screen import Screen
+from headgate.cli.terminal import Terminal
 from headgate.cli.why import add_arguments, run
 from headgate.policy import read
-from headgate.policy.credentials import ApiKeys
+from headgate.policy.api_keys import ApiKeyHasher
 from headgate.telemetry import DecisionLog
-from headgate.telemetry.clients import Clients
-from headgate.telemetry.letters import details, mail
-from headgate.telemetry.moments import coming, microseconds, shown, shown_span, span
-from headgate.telemetry.sinks import open_reader, open_sink
-from headgate.telemetry.why import Asked, why
+from headgate.telemetry.decision_log.sinks import open_reader, open_sink
+from headgate.telemetry.human_time import coming, microseconds, shown, shown_span, span
+from headgate.telemetry.pseudonyms import Pseudonymizer
+from headgate.telemetry.why.render import details, mail
+from headgate.telemetry.why.report import ClientQuery, why
 from traffic import SECRET, START_US, Kept, Request, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from headgate.telemetry import Record
-    from headgate.telemetry.why import Answer
+    from headgate.telemetry import DecisionRecord
+    from headgate.telemetry.why.report import RejectionReport
 
 KEY = "sk_live_4f9a"
-HASH = ApiKeys(SECRET.encode()).fingerprint(KEY)
+HASH = ApiKeyHasher(SECRET.encode()).fingerprint(KEY)
 NOW = datetime(2026, 11, 16, 10, 30, tzinfo=UTC)
 """On a Monday."""
-CLIENTS = Clients(SECRET)
+CLIENTS = Pseudonymizer(SECRET)
 
 POLICY = """
 name: shop
@@ -64,7 +64,7 @@ blocked:
 class Shelf(Kept):
     """A sink and a reader in one."""
 
-    def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[Record]:
+    def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[DecisionRecord]:
         found = [each for each in self.records if {*keys} & {*each.clients} and since_us <= each.at_us < until_us]
         return sorted(found, key=lambda each: each.id)[:most]
 
@@ -100,7 +100,7 @@ def asked(folder: Path) -> Callable[..., str]:
         add_arguments(parser)
         parser.add_argument("--secret-file")
         out = io.StringIO()
-        assert run(parser.parse_args(words), Screen(out), Screen(out)) == code
+        assert run(parser.parse_args(words), Terminal(out), Terminal(out)) == code
         return out.getvalue()
 
     return ask
@@ -286,7 +286,7 @@ def test_mistakes_in_the_policy_are_told(asked: Callable[..., str], folder: Path
 # ------------------------------------------------------------------ what the answer says
 
 
-def answer_to(policy: str, send: Callable[[Traffic], Any], client: str, **options: Any) -> Answer:
+def answer_to(policy: str, send: Callable[[Traffic], Any], client: str, **options: Any) -> RejectionReport:
     shelf = Shelf()
     with DecisionLog(shelf, secret=SECRET, every=0.005, **{"node": "n1", "sample": 0, **options}) as log:
         traffic = Traffic(policy, log)
@@ -294,15 +294,15 @@ def answer_to(policy: str, send: Callable[[Traffic], Any], client: str, **option
             send(traffic)
             assert log.flush()
     when = span("2026-11-15", now=NOW, zone=UTC)
-    return why(shelf, Asked.read(client, CLIENTS, read(policy)), when, policy=read(policy))
+    return why(shelf, ClientQuery.read(client, CLIENTS, read(policy)), when, policy=read(policy))
 
 
-def sent(answer: Answer) -> str:
+def sent(answer: RejectionReport) -> str:
     """The mail to the customer."""
     return "\n".join(mail(answer, zone=UTC))
 
 
-def known(answer: Answer) -> str:
+def known(answer: RejectionReport) -> str:
     """What only colleagues read."""
     return "\n".join(details(answer, zone=UTC))
 
@@ -354,7 +354,7 @@ def test_a_request_that_can_never_pass_is_told_so() -> None:
         Traffic(policy, log).send(path="/pay", times=3)
         assert log.flush()
     record.records = [each._replace(retry_us=None, reason="over-capacity", cost=11) for each in record.records]
-    answer = why(record, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
+    answer = why(record, ClientQuery.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
     told = "the request needed 11 tokens and none were left; the limit never allows so many at once, so it could not"
     assert told in sent(answer)
     assert "split requests that need more than the limit allows into smaller ones" in sent(answer)
@@ -370,7 +370,7 @@ def test_what_was_decided_without_the_store_is_told(mode: str) -> None:
         with closing(traffic.gate):
             traffic.send(times=3)
         assert log.flush()
-    answer = why(shelf, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
+    answer = why(shelf, ClientQuery.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
     assert answer.degraded == answer.rejected > 0
     assert f"decided without the store: {mode}: " in known(answer)
     is_closed = mode == "closed"
@@ -406,19 +406,19 @@ def test_losses_are_told() -> None:
         traffic.send(times=30)
         shelf.refuses = None
         assert log.flush()
-    answer = why(shelf, Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
+    answer = why(shelf, ClientQuery.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC))
     assert answer.lost == log.stats.lost == 31 - answer.rejected > 0
     assert f"{answer.lost} decisions of all clients in that time could not be logged." in known(answer)
     assert "Some records of that time are missing, so there may have been more rejected requests." in sent(answer)
     for day in ("2026-11-14", "2026-11-16"):
-        assert why(shelf, Asked.read("203.0.113.9", CLIENTS), span(day, now=NOW, zone=UTC)).lost == 0
+        assert why(shelf, ClientQuery.read("203.0.113.9", CLIENTS), span(day, now=NOW, zone=UTC)).lost == 0
 
 
 def test_more_than_can_be_looked_at_is_told() -> None:
     shelf = Shelf()
     with DecisionLog(shelf, secret=SECRET, sample=0, every=0.005) as log:
         Traffic("limits: [{by: ip, bucket: 1/hour}]", log).send(times=30)
-    asked, when = Asked.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC)
+    asked, when = ClientQuery.read("203.0.113.9", CLIENTS), span("2026-11-15", now=NOW, zone=UTC)
     assert (why(shelf, asked, when, most=28).is_cut, why(shelf, asked, when, most=28).rejected) == (True, 28)
     assert not why(shelf, asked, when, most=29).is_cut
     assert "ask for a shorter time" in known(why(shelf, asked, when, most=28))

@@ -18,10 +18,10 @@ import pytest
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 from werkzeug.test import Client, create_environ
 
-from headgate.adapters.gate import Gate
-from headgate.adapters.way import FREE, current_admission
-from headgate.adapters.wsgi import HeadgateMiddleware, WsgiArrival
-from headgate.policy.loading import read
+from headgate.adapters.wsgi import HeadgateMiddleware, WsgiRequest
+from headgate.gate.admission import UNLIMITED, current_admission
+from headgate.gate.gate import Gate
+from headgate.policy.loader import read
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -159,17 +159,17 @@ def test_a_middleware_needs_a_policy_or_a_gate() -> None:
     ],
 )
 def test_a_path_is_read_as_frameworks_route_by_it(script: str, info: str, path: str) -> None:
-    assert WsgiArrival({"REQUEST_METHOD": "GET", "SCRIPT_NAME": script, "PATH_INFO": info}).path == path
+    assert WsgiRequest({"REQUEST_METHOD": "GET", "SCRIPT_NAME": script, "PATH_INFO": info}).path == path
 
 
 def test_servers_may_leave_out_what_is_empty() -> None:
-    arrival = WsgiArrival({"REQUEST_METHOD": "GET"})
+    arrival = WsgiRequest({"REQUEST_METHOD": "GET"})
     assert (arrival.path, arrival.peer, arrival.header("x-api-key")) == ("/", None, [])
 
 
 def test_headers_are_found_by_their_names() -> None:
     names = {"HTTP_X_API_KEY": "k", "HTTP_USER_AGENT": "a (b, like c)", "CONTENT_TYPE": "text/html", "HTTP_EMPTY": ""}
-    arrival = WsgiArrival({"REQUEST_METHOD": "GET", **names})
+    arrival = WsgiRequest({"REQUEST_METHOD": "GET", **names})
     assert [arrival.header(name) for name in ("x-api-key", "user-agent", "content-type", "empty", "cookie")] == [
         ["k"],
         ["a (b, like c)"],
@@ -384,7 +384,7 @@ def test_an_exempt_request_does_not_see_the_admission_of_the_one_before() -> Non
     seen: list[bool] = []
 
     def looking(environ: Environ, start_response: Any) -> Iterable[bytes]:
-        seen.append(current_admission() is FREE)
+        seen.append(current_admission() is UNLIMITED)
         return app(environ, start_response)
 
     asked = client("{routes: [{path: /health, cost: 0}], limits: [{by: ip, bucket: 9/hour}]}", looking)

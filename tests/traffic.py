@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headgate.adapters.gate import Gate
+from headgate.gate.gate import Gate
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
 from headgate.testing import FakeClock
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headgate.adapters import Admission
-    from headgate.telemetry import Record
+    from headgate.telemetry import DecisionRecord
 
 START_US = 1_794_754_800 * 1_000_000
 """2026-11-15 15:00:00 UTC."""
@@ -57,13 +57,13 @@ class Kept:
     """A sink that keeps records in a list, and refuses when it is told to."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[DecisionRecord] = []
         self.batches: list[int] = []
         self.refuses: Exception | None = None
         self.attempts = 0
         self.is_closed = False
 
-    def write(self, batch: Sequence[Record]) -> None:
+    def write(self, batch: Sequence[DecisionRecord]) -> None:
         self.attempts += 1
         if self.refuses is not None:
             raise self.refuses
@@ -85,7 +85,7 @@ blocked: [{user: mallory, reason: "it's scraping"}]
 """
 
 
-def records_of_all_kinds() -> list[Record]:
+def records_of_all_kinds() -> list[DecisionRecord]:
     """Allowed, denied by one limit and by two, only watched, and blocked; with signs that want to be escaped."""
     kept = Kept()
     with DecisionLog(kept, secret=SECRET, sample=1, node="n1", every=0.005) as log:

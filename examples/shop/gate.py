@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from examples.shop.live import show
-from headgate.adapters.gate import AsyncGate
+from headgate.gate.gate import AsyncGate
 
 if TYPE_CHECKING:
-    from headgate.adapters import Arrival
-    from headgate.telemetry.decision_log import DecisionLog
+    from headgate.adapters import RequestInfo
+    from headgate.telemetry.decision_log.log import DecisionLog
 
 __all__ = ["gate", "log"]
 
 
-def login_name(arrival: Arrival) -> str | None:
+def login_name(arrival: RequestInfo) -> str | None:
     """Whose password is tried: what limits `by: user` count. Called before the app, so it reads the request itself."""
     scheme, _, credentials = ",".join(arrival.header("authorization")).partition(" ")
     if scheme.lower() == "basic":
@@ -30,22 +30,22 @@ def login_name(arrival: Arrival) -> str | None:
 def _opened(store: str, config: str | None) -> AsyncGate:
     policy: Any = Path(__file__).with_name("policy.yaml")
     if config is not None:
-        from headgate.control.feed import ConfigFeed
+        from headgate.control.config.watcher import ConfigSource
 
-        policy = ConfigFeed(config)
+        policy = ConfigSource(config)
     return AsyncGate(policy, store, identities={"user": login_name}, on_decision=show)
 
 
 def _watched(gate: AsyncGate, store: str, url: str) -> DecisionLog:
     """For who asks afterwards, and for who looks on now."""
-    from headgate.telemetry.boards import open_board
-    from headgate.telemetry.decision_log import DecisionLog
-    from headgate.telemetry.metrics import tell_also
-    from headgate.telemetry.pulse import Pulse
+    from headgate.telemetry.decision_log.log import DecisionLog
+    from headgate.telemetry.fleet.reporter import StatusReporter
+    from headgate.telemetry.fleet.status_store import open_status_store
+    from headgate.telemetry.metrics.counters import tell_also
 
     log = DecisionLog(f"{url}?days=2&size_mb=100", node="shop", sample=0.5)
     tell_also(gate, log)
-    Pulse(gate, open_board(store), node="shop", log=log)
+    StatusReporter(gate, open_status_store(store), node="shop", log=log)
     return log
 
 

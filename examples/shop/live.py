@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headgate.adapters import Admission, Arrival
+    from headgate.adapters import Admission, RequestInfo
     from headgate.policy.snapshot import Resolution
 
 __all__ = ["BOLD", "DIM", "GREEN", "MARK", "RED", "YELLOW", "line", "paint", "show"]
@@ -23,7 +23,7 @@ WIDEST = 120
 """Columns that a whole line takes; a narrower terminal gets one without the time, the tier and the cost."""
 
 
-def show(arrival: Arrival, admission: Admission) -> None:
+def show(arrival: RequestInfo, admission: Admission) -> None:
     """Print a decision: what `on_decision=` calls. The crowd would drown all others."""
     if arrival.header(MARK):
         return
@@ -32,7 +32,7 @@ def show(arrival: Arrival, admission: Admission) -> None:
     sys.stdout.flush()
 
 
-def line(arrival: Arrival, admission: Admission, now: datetime) -> str:
+def line(arrival: RequestInfo, admission: Admission, now: datetime) -> str:
     """When, what was decided, on what, whose it was, what it cost, and what is left."""
     answer, style = _answer(admission)
     answer = paint(f"{answer:<22}", style)

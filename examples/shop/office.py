@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from examples.shop import crowd
 from headgate.control.admin.serve import AdminServer
 from headgate.control.admin.tokens import Tokens
+from headgate.control.anomalies.detector import AnomalyDetector, AnomalyLog
 from headgate.control.config import Assignment, ConfigStore, Put
-from headgate.control.desk.desk import Desk
-from headgate.control.steps import StepLog, Watcher
+from headgate.control.service.service import AdminService
 from headgate.errors import InvalidInput
-from headgate.telemetry.boards import open_board
+from headgate.telemetry.fleet.status_store import open_status_store
 
 if TYPE_CHECKING:
     from examples.shop.home import Home
@@ -37,9 +37,9 @@ class Office:
 
     def open(self, counters: Limiter, *, store: str, host: str, port: int) -> str:
         """Serve the admin pages; where they are."""
-        board = open_board(store)
-        desk = Desk(self.config, counters=counters, log=self._log, board=board, steps=StepLog(self.config))
-        watcher = Watcher(board, self.config)
+        board = open_status_store(store)
+        desk = AdminService(self.config, counters=counters, log=self._log, board=board, steps=AnomalyLog(self.config))
+        watcher = AnomalyDetector(board, self.config)
         self._server = AdminServer(desk, self._tokens, host=host, port=port, watchers=[watcher]).start()
         self._closing[:0] = [counters, board]
         return self._server.url

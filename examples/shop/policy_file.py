@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from examples.shop.live import DIM, RED, paint
 from headgate.errors import HeadgateError, InvalidInput
-from headgate.policy.loading import decoded, file_content, read
+from headgate.policy.loader import decoded, file_content, read
 
 if TYPE_CHECKING:
     from pathlib import Path

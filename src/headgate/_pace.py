@@ -14,7 +14,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate._forks import renew_in_children
+from headgate._fork import reinit_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ class _Pace:
         self._workers = 0
         self._interval = INTERVAL
         self._collects = True
-        renew_in_children(self)
+        reinit_after_fork(self)
 
     def enter(self) -> None:
         with self._lock:
@@ -51,7 +51,7 @@ class _Pace:
             if self._workers == 0:
                 self._restore()
 
-    def renew_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Those who worked are with the parent."""
         self._lock = threading.Lock()
         if self._workers:

@@ -66,7 +66,7 @@ DIM: Final = "2"
 CODE: Final = "36"
 
 
-class Mark(Enum):
+class Tick(Enum):
     """What stands in one column of a row: a glyph, the same in ASCII, and its colour."""
 
     NOTHING = (" ", " ", "")
@@ -86,14 +86,14 @@ class Row:
     """What one algorithm made of the requests."""
 
     algorithm: str
-    answers: Sequence[Mark]
-    effect: Sequence[Mark]
+    answers: Sequence[Tick]
+    effect: Sequence[Tick]
     """When those who waited leave, or how many are inside; empty where an answer is all there is."""
     peak: int
     """The most that got through in any one second: what the backend has to bear."""
 
     def passed(self, upto: int = COLUMNS) -> int:
-        return sum(mark in (Mark.PASSED, Mark.WAITS) for mark in self.answers[:upto])
+        return sum(mark in (Tick.PASSED, Tick.WAITS) for mark in self.answers[:upto])
 
 
 def play(algorithm: str) -> Row:
@@ -101,7 +101,7 @@ def play(algorithm: str) -> Row:
     clock = FakeClock()
     limiter = Limiter(clock=clock)
     key = Limit(QUOTA, timedelta(seconds=1), algorithm=algorithm, name=algorithm).by("tenant-7")
-    answers, leaving, crowd = ([Mark.NOTHING] * COLUMNS for _ in range(3))
+    answers, leaving, crowd = ([Tick.NOTHING] * COLUMNS for _ in range(3))
     through: list[int] = []
     inside: dict[int, str] = {}
     for column in range(COLUMNS):
@@ -110,22 +110,22 @@ def play(algorithm: str) -> Row:
             limiter.leave(key, id=inside[column])
         if column in ARRIVALS:
             decision = limiter.check(key)
-            answers[column] = Mark.DENIED
+            answers[column] = Tick.DENIED
             if decision.allowed:
                 leaves = column + decision.delay_us // COLUMN_US
                 through.append(leaves)
-                answers[column] = Mark.WAITS if leaves > column else Mark.PASSED
-                leaving[leaves] = Mark.PASSED
+                answers[column] = Tick.WAITS if leaves > column else Tick.PASSED
+                leaving[leaves] = Tick.PASSED
                 if decision.id is not None:
                     inside[column + WORK_COLUMNS] = decision.id
         if algorithm == "concurrency" and (held := QUOTA - limiter.peek(key).remaining):
-            crowd[column] = Mark[f"INSIDE_{held}"]
+            crowd[column] = Tick[f"INSIDE_{held}"]
     effect = {"leaky_bucket": leaving, "concurrency": crowd}.get(algorithm, [])
     second = range(1_000_000 // COLUMN_US)
     return Row(algorithm, answers, effect, max(sum(one - start in second for one in through) for start in through))
 
 
-class Screen:
+class DemoScreen:
     """Text as the terminal can take it: in colour or not, in UTF-8 or ASCII, at once or column by column."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Screen:
     def paint(self, text: str, style: str) -> str:
         return f"\x1b[{style}m{text}\x1b[0m" if self.coloured and text.strip() else text
 
-    def draw(self, mark: Mark) -> str:
+    def draw(self, mark: Tick) -> str:
         glyph, plain, style = mark.value
         return self.paint(glyph if self.unicode else plain, style)
 
@@ -151,16 +151,16 @@ class Screen:
         print("\n".join(frame(COLUMNS)))
 
 
-def chart(screen: Screen, rows: list[Row], upto: int) -> list[str]:
+def chart(screen: DemoScreen, rows: list[Row], upto: int) -> list[str]:
     """The requests, and below them what each algorithm answered, as far as time has come."""
 
     def line(title: str, cells: str, numbers: str = "", *, style: str = BOLD) -> str:
         return f"  {screen.paint(f'{title:<14}', style)}  {cells}  {numbers}".rstrip()
 
-    def cells(marks: Sequence[Mark]) -> str:
-        return "".join(screen.draw(mark if column < upto else Mark.NOTHING) for column, mark in enumerate(marks))
+    def cells(marks: Sequence[Tick]) -> str:
+        return "".join(screen.draw(mark if column < upto else Tick.NOTHING) for column, mark in enumerate(marks))
 
-    arrived = [Mark.ARRIVED if column in ARRIVALS else Mark.NOTHING for column in range(COLUMNS)]
+    arrived = [Tick.ARRIVED if column in ARRIVALS else Tick.NOTHING for column in range(COLUMNS)]
     lines = [
         line("", screen.paint(_axis(screen), DIM), screen.paint("passed peak", DIM)),
         line("requests", cells(arrived)),
@@ -175,7 +175,7 @@ def chart(screen: Screen, rows: list[Row], upto: int) -> list[str]:
     return lines
 
 
-def _axis(screen: Screen) -> str:
+def _axis(screen: DemoScreen) -> str:
     """A rule with the whole seconds on it."""
     axis = list(("─" if screen.unicode else "-") * COLUMNS)
     for column in range(COLUMNS):
@@ -186,9 +186,9 @@ def _axis(screen: Screen) -> str:
     return "".join(axis)
 
 
-def explain(screen: Screen, rows: list[Row]) -> Iterator[str]:
+def explain(screen: DemoScreen, rows: list[Row]) -> Iterator[str]:
     """What the marks mean, what each algorithm is for, the code, and what it says."""
-    meanings = {Mark.PASSED: "passed", Mark.WAITS: "passed, but waits its turn", Mark.DENIED: "denied"}
+    meanings = {Tick.PASSED: "passed", Tick.WAITS: "passed, but waits its turn", Tick.DENIED: "denied"}
     yield f"{'':18}" + "   ".join(f"{screen.draw(mark)} {meaning}" for mark, meaning in meanings.items())
     yield f"{'':18}peak: the most that got through in any one second"
     yield ""
@@ -200,7 +200,7 @@ def explain(screen: Screen, rows: list[Row]) -> Iterator[str]:
     yield ""
     yield "  They have just printed, as the sixth request was one too many:"
     yield ""
-    yield from ("    " + screen.paint(line, Mark.DENIED.value[2]) for line in wrap(_run_example(), 75))
+    yield from ("    " + screen.paint(line, Tick.DENIED.value[2]) for line in wrap(_run_example(), 75))
     yield ""
     yield "  Next:"
     yield from (f"    {screen.paint(f'{what:<18}', BOLD)}  {why}" for what, why in NEXT.items())
@@ -214,7 +214,7 @@ def _run_example() -> str:
 
 def main() -> None:
     """Show it all."""
-    screen = Screen()
+    screen = DemoScreen()
     rows = [play(algorithm) for algorithm in PURPOSES]
     name = screen.paint("headgate", BOLD)
     print(f"\n  {name}: the same {len(ARRIVALS)} requests, a limit of {QUOTA} per second, seven algorithms\n")

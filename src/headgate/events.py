@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Event", "EventKind", "Herald"]
+__all__ = ["Event", "EventEmitter", "EventKind"]
 
 logger = logging.getLogger("headgate")
 
@@ -42,7 +42,7 @@ class Event(NamedTuple):
     """For machines: the numbers that stand in the text."""
 
 
-class Herald:
+class EventEmitter:
     """Tells the log, and one listener. A listener that fails is told to the log, and nobody else notices."""
 
     def __init__(self, listener: Callable[[Event], Any] | None = None) -> None:

@@ -12,16 +12,16 @@ from headgate.decisions import Decision
 from headgate.errors import InvalidConfiguration
 from headgate.keys import Key
 from headgate.limits import EXACT, HORIZON_US, Limit
-from headgate.stores.calls import Check, Refund
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, Refund
 
 if TYPE_CHECKING:
     from headgate.algorithms import Verdict
     from headgate.clock import Clock
     from headgate.errors import StoreError
-    from headgate.stores.calls import Leave, Renew
+    from headgate.stores.operations import Leave, Renew
 
-__all__ = ["FailureMode", "FailurePolicy", "Fleet", "local_limit"]
+__all__ = ["FailureMode", "FailurePolicy", "FleetShare", "local_limit"]
 
 FailureMode: TypeAlias = Literal["raise", "open", "closed", "local"]
 
@@ -36,13 +36,13 @@ _CLOSED: Final = (0, CLOSED_RETRY_US, CLOSED_RETRY_US, 0)
 _new_tuple = tuple.__new__
 
 
-class Fleet:
+class FleetShare:
     """How much of each limit a node allows by itself while the store is away: `share` of it, over all live `nodes`.
 
     One is shared by all failure policies of a limiter. Heartbeats set `nodes`; when the store is gone there are none,
     and the last number stays.
 
-    >>> fleet = Fleet(share=0.2)
+    >>> fleet = FleetShare(share=0.2)
     >>> fleet.nodes = 50
     >>> str(fleet.part_of(Limit(1000, timedelta(seconds=1))))
     '4 per second, token_bucket'
@@ -93,11 +93,11 @@ class Fleet:
 class FailurePolicy:
     """The agreed answer for when the store fails."""
 
-    def __init__(self, mode: FailureMode, clock: Clock, fleet: Fleet | None = None) -> None:
+    def __init__(self, mode: FailureMode, clock: Clock, fleet: FleetShare | None = None) -> None:
         if mode not in get_args(FailureMode):
             raise InvalidConfiguration(f"on_failure={mode!r} is unknown; use 'raise', 'open', 'closed' or 'local'")
         self.mode: FailureMode = mode
-        self._fleet = Fleet() if fleet is None else fleet
+        self._fleet = FleetShare() if fleet is None else fleet
         self._local = MemoryStore(clock, max_keys=100_000)
 
     def decide(self, call: Check, error: StoreError) -> Decision:

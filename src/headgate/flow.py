@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from headgate.errors import StoreError
-from headgate.stores.calls import Check, IdempotentCheck, Leave, Refund, Renew, Withdraw
+from headgate.stores.operations import Check, IdempotentCheck, Leave, Refund, Renew, Withdraw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from headgate._forks import renew_in_children
+from headgate._fork import reinit_after_fork
 from headgate.errors import StoreError
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from headgate.keys import Key
     from headgate.limits import Limit
-    from headgate.stores.calls import Check
+    from headgate.stores.operations import Check
 
-__all__ = ["HoldTimes", "Renewals", "leaving", "left_if_cancelled", "renew_forever"]
+__all__ = ["HoldTimes", "LeaseRenewer", "leaving", "left_if_cancelled", "renew_forever"]
 
 logger = logging.getLogger("headgate")
 
@@ -57,9 +57,9 @@ class HoldTimes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._means: OrderedDict[str, float] = OrderedDict()
-        renew_in_children(self)
+        reinit_after_fork(self)
 
-    def renew_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """A thread that held the lock does not exist in a child."""
         self._lock = threading.Lock()
 
@@ -83,7 +83,7 @@ class HoldTimes:
         return max(self.MIN_WAIT_US, round(mean * 1_000_000 * min(places, limit.quota) / limit.quota))
 
 
-class Renewals:
+class LeaseRenewer:
     """Renews the leases of all holds of one limiter from one thread, which lives only while there are any."""
 
     def __init__(self) -> None:
@@ -92,9 +92,9 @@ class Renewals:
         self._held: set[int] = set()
         self._numbers = count()
         self._thread: threading.Thread | None = None
-        renew_in_children(self)
+        reinit_after_fork(self)
 
-    def renew_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """The parent keeps its own leases alive; a child has none yet, and no thread."""
         self._changed = threading.Condition()
         self._due, self._held, self._thread = [], set(), None

@@ -12,15 +12,15 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from headgate import flow
-from headgate.base import FIRST_CONNECTION, LimiterBase, checked_timeout
+from headgate._limiter_base import FIRST_CONNECTION, LimiterBase, checked_timeout
 from headgate.decisions import Decision
 from headgate.errors import StoreError
-from headgate.leases import Renewals, leaving, left_if_cancelled, renew_forever
-from headgate.shield.front import LOOKS
-from headgate.shield.inquiry import Inquiry
-from headgate.shield.orders import Order
-from headgate.shield.split import gathered, spread, spread_change
-from headgate.stores.calls import Check, Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
+from headgate.leases import LeaseRenewer, leaving, left_if_cancelled, renew_forever
+from headgate.local.prepaid import RefillCheck
+from headgate.local.sharded_limits import gathered, spread, spread_change
+from headgate.local.single_flight import SingleFlight
+from headgate.local.tier import LOOKS
+from headgate.stores.operations import Check, Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from headgate.keys import Key
     from headgate.limits import Limit
-    from headgate.shield.blocks import LiveBlock
-    from headgate.stores.calls import Call
+    from headgate.local.block_list import LiveBlock
+    from headgate.stores.operations import Call
 
 __all__ = ["AsyncLimiter", "Limiter"]
 
@@ -155,7 +155,7 @@ class Limiter(LimiterBase):
         self.close()
 
     def _make_ready(self) -> None:
-        self._renewals = Renewals()
+        self._renewals = LeaseRenewer()
         if self._memory is not None and type(self).check is Limiter.check:
             # Its answers need neither waiting nor failure modes: a call in between would cost a tenth of the check.
             self.check = self._memory.check  # type: ignore[method-assign]
@@ -208,11 +208,13 @@ class Limiter(LimiterBase):
                     sleep(step.seconds)
                     step = steps.send(None)
                     continue
-                if type(step) is Order and get_ident() == threading.main_thread().ident:
+                if type(step) is RefillCheck and get_ident() == threading.main_thread().ident:
                     order = _Order(steps, step, run)
                     return order.carry_out()
                 try:
-                    answer = step.gate().acquire(timeout=2 * self._store.budget) if type(step) is Inquiry else run(step)
+                    answer = (
+                        step.gate().acquire(timeout=2 * self._store.budget) if type(step) is SingleFlight else run(step)
+                    )
                 except StoreError as error:
                     step = steps.throw(error)
                 else:
@@ -394,9 +396,9 @@ class AsyncLimiter(LimiterBase):
                     continue
                 try:
                     answer: Any = None
-                    if type(step) is Inquiry:
+                    if type(step) is SingleFlight:
                         await step.future(2 * self._store.budget)
-                    elif type(step) is Order:
+                    elif type(step) is RefillCheck:
                         order = asyncio.ensure_future(run(step))
                         answer = await asyncio.shield(order)
                     else:
@@ -429,7 +431,7 @@ class _Order:
     the check that waits here instead, while the order itself goes on.
     """
 
-    def __init__(self, steps: flow.Flow, first: Order, run: Callable[[Any], Any]) -> None:
+    def __init__(self, steps: flow.Flow, first: RefillCheck, run: Callable[[Any], Any]) -> None:
         self._steps = steps
         self._first = first
         self._run = run

@@ -8,7 +8,7 @@ from functools import partial
 from math import gcd, isfinite
 from typing import Any, Final
 
-from headgate import _grammar
+from headgate import _limit_syntax
 from headgate.algorithms import ALGORITHMS
 from headgate.errors import InvalidLimit
 from headgate.keys import LONGEST_IDENTITY, Key, escape, identify
@@ -74,7 +74,7 @@ class Limit:
         if self.burst is not None:
             _whole("burst", self.burst)
         if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
-            hint = _grammar.suggest(str(self.algorithm), list(ALGORITHMS))
+            hint = _limit_syntax.suggest(str(self.algorithm), list(ALGORITHMS))
             raise InvalidLimit(f"unknown algorithm {self.algorithm!r}; {hint}")
         algorithm = ALGORITHMS[self.algorithm]
         if not algorithm.SHAPES_BURST and self.burst not in (None, self.quota):
@@ -106,7 +106,7 @@ class Limit:
         >>> Limit.parse("5 per 30 seconds, sliding_window").algorithm
         'sliding_window'
         """
-        phrase = _grammar.parse(text)
+        phrase = _limit_syntax.parse(text)
         if algorithm is not None and phrase.algorithm not in (None, algorithm):
             raise InvalidLimit(f"{text!r} names {phrase.algorithm!r}, the caller {algorithm!r}; keep one")
         return cls(
@@ -126,7 +126,7 @@ class Limit:
         >>> [(limit.name, limit.quota) for limit in Limit.parse_many("5/minute; 100/hour", name="login")]
         [('login 5/minute', 5), ('login 100/hour', 100)]
         """
-        texts = _grammar.split(text)
+        texts = _limit_syntax.split(text)
         names = [name] if len(texts) == 1 else [f"{name} {each}" for each in texts]
         return tuple(cls.parse(each, name=own, algorithm=algorithm) for each, own in zip(texts, names, strict=True))
 
@@ -153,7 +153,7 @@ class Limit:
 
     def __str__(self) -> str:
         """The limit in words; but for concurrency, they are those that `parse` reads."""
-        length = _grammar.spell(self.period)
+        length = _limit_syntax.spell(self.period)
         if self.algorithm == "concurrency":
             return f"{self.quota} at once, leases of {length if length[0].isdigit() else f'1 {length}'}"
         burst = f", burst {self.burst}" if self.burst != self.quota else ""

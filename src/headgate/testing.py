@@ -8,20 +8,20 @@ from datetime import timedelta
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate.base import LimiterBase
+from headgate._limiter_base import LimiterBase
 from headgate.errors import InvalidInput
 from headgate.limiter import AsyncLimiter, Limiter
-from headgate.stores.calls import Check, checked
 from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from headgate.adapters.way import Admission, Arrival
     from headgate.decisions import Decision
-    from headgate.stores.calls import Cost
+    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.stores.operations import Cost
 
-__all__ = ["FakeClock", "IsolatedLimits", "Passage", "isolated_limits", "limits_off"]
+__all__ = ["FakeClock", "IsolatedLimits", "RecordedRequest", "isolated_limits", "limits_off"]
 
 DAY_US: Final = 86_400_000_000
 
@@ -62,7 +62,7 @@ def _everywhere(
     change_gate: Callable[[Any], Callable[[], None]], change_limiter: Callable[[Any], Callable[[], None]]
 ) -> Iterator[None]:
     """Change all gates and limiters, those to come included; each change returns the function that undoes it."""
-    from headgate.adapters.gate import Gate  # not at the top: a clock alone needs no adapters
+    from headgate.gate.gate import Gate  # not at the top: a clock alone needs no adapters
 
     with ExitStack() as undoing:
         for change, existing, created in (
@@ -108,7 +108,7 @@ class _UnlimitedStore(MemoryStore):
         return super().decide(Check(call.keys, 0))
 
 
-class Passage(NamedTuple):
+class RecordedRequest(NamedTuple):
     """A request that came to a gate, and what became of it. As text it says why."""
 
     method: str
@@ -146,7 +146,7 @@ class IsolatedLimits:
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
-        self.decisions: list[Passage] = []
+        self.decisions: list[RecordedRequest] = []
         """Every request that the gates decided on, the newest last. Routes that cost nothing are not among them."""
         self._gates: list[Any] = []
         self._limiters: list[Any] = []
@@ -212,8 +212,8 @@ class IsolatedLimits:
         """Isolate and watch one more gate; returns the function that ends it."""
         before, told_before = self._use_fresh_counts(gate), gate.on_decision
 
-        def record(arrival: Arrival, admission: Admission) -> None:
-            self.decisions.append(Passage(arrival.method, arrival.path, admission))
+        def record(arrival: RequestInfo, admission: Admission) -> None:
+            self.decisions.append(RecordedRequest(arrival.method, arrival.path, admission))
             if told_before is not None:
                 told_before(arrival, admission)
 
@@ -241,7 +241,7 @@ class IsolatedLimits:
             fresh._lose_store()  # noqa: SLF001
         return fresh
 
-    def _last(self, on: str | None) -> Passage:
+    def _last(self, on: str | None) -> RecordedRequest:
         __tracebackhide__ = True
         method, _, path = (on or "").rpartition(" ")
         for passage in reversed(self.decisions):

@@ -19,22 +19,22 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 from starlette.responses import Response
 
 from headgate import Limiter
-from headgate.adapters.gate import Gate
 from headgate.adapters.wsgi import HeadgateMiddleware
 from headgate.control.admin.app import create_app
-from headgate.control.admin.pages import charts, words
+from headgate.control.admin.pages import charts, filters
+from headgate.control.admin.pages.base import STATIC, local_path
 from headgate.control.admin.pages.charts import Band
-from headgate.control.admin.pages.frame import STATIC, local_path
 from headgate.control.admin.serve import AdminServer
 from headgate.control.admin.sessions import Sessions
 from headgate.control.admin.tokens import Tokens
 from headgate.control.config import ConfigStore, OverrideRow, Put
-from headgate.control.desk import Actor, Who
-from headgate.control.desk.desk import Desk
-from headgate.control.feed import ConfigFeed
-from headgate.telemetry.boards import MemoryBoard
-from headgate.telemetry.decision_log import DecisionLog
-from headgate.telemetry.pulse import Pulse
+from headgate.control.config.watcher import ConfigSource
+from headgate.control.service import Actor, ClientRef
+from headgate.control.service.service import AdminService
+from headgate.gate.gate import Gate
+from headgate.telemetry.decision_log.log import DecisionLog
+from headgate.telemetry.fleet.reporter import StatusReporter
+from headgate.telemetry.fleet.status_store import MemoryStatusStore
 from servers import RedisServer, wait_until
 from traffic import Request
 
@@ -78,10 +78,10 @@ class Town:
         self.config.put_policy(POLICY, author="ada", reason="begin")
         log = f"sqlite:///{place}/decisions.db"
         self.log = DecisionLog(log, secret=SECRET, sample=1.0, every=0.1)
-        board = MemoryBoard()
+        board = MemoryStatusStore()
         self.app = HeadgateMiddleware(
             _welcome,
-            ConfigFeed(url),
+            ConfigSource(url),
             redis.url,
             secret=SECRET,
             identities={"tenant": lambda arrival: next(iter(arrival.header("x-tenant")), None)},
@@ -89,9 +89,9 @@ class Town:
             namespace="town",
             budget=0.5,  # other tests may keep this machine busy
         )
-        self.pulse = Pulse(self.app.gate, board, node="web-1", region="here", log=self.log)
+        self.pulse = StatusReporter(self.app.gate, board, node="web-1", region="here", log=self.log)
         self.counters = Limiter(redis.url, namespace="town")
-        self.desk = Desk(self.config, counters=self.counters, log=log, board=board, secret=SECRET)
+        self.desk = AdminService(self.config, counters=self.counters, log=log, board=board, secret=SECRET)
         self.tokens = Tokens(url)
         self.server = AdminServer(self.desk, self.tokens, port=0).start()
         self._keys = {role: self.tokens.make(f"{role} eve", role, by="tests").text for role in ROLES}  # type: ignore[arg-type] # of these
@@ -441,7 +441,7 @@ def test_what_is_dangerous_is_asked_for_twice(town: Town, visit: Callable[..., P
 
 
 def test_what_somebody_else_has_changed_is_shown_and_input_is_kept(town: Town, visit: Callable[..., Page]) -> None:
-    who = Who("tenant", "contested")
+    who = ClientRef("tenant", "contested")
     town.desk.add_override(ADA, who, "20/minute", limit="requests", reason="first")
     id = town.desk.overrides(who=who).items[0].id
     page = visit(f"/overrides/{id}")
@@ -486,7 +486,7 @@ def test_a_policy_is_checked_saved_compared_and_rolled_back(town: Town, visit: C
     page.get_by_role("link", name=f"Version {before + 1}").click()
     expect(page.locator("tr.minus")).to_contain_text("100/minute")
     expect(page.locator("tr.plus")).to_contain_text("200/minute")
-    who = Who("tenant", "bystander")
+    who = ClientRef("tenant", "bystander")
     town.desk.add_override(ADA, who, "20/minute", limit="requests", reason="meanwhile")
     page.goto(f"{town.server.url}/policy/versions/{before}")
     page.get_by_label("Reason").fill("too much")
@@ -537,7 +537,7 @@ def test_the_most_denied_client_is_blocked_from_the_overview_in_two_clicks(
         return [town.ask(address="192.0.2.77") for _ in range(200)][-1] == 429
 
     wait_until(flood, "the limit to be met")
-    feed = ConfigFeed(f"sqlite:///{town.place}/config.db")
+    feed = ConfigSource(f"sqlite:///{town.place}/config.db")
     with closing(Gate(feed, town.redis.url, namespace="town", secret=SECRET, budget=0.5)) as other:
         page = visit("/", role="support")
         denied = page.locator("section", has=page.get_by_role("heading", name="Most denied"))
@@ -576,7 +576,7 @@ def test_a_rollback_names_what_others_have_changed_and_lifts_their_blocks(
     bob = Actor("bob", "operator")
     end = datetime(2099, 11, 20, 17, 0, tzinfo=UTC)
     town.desk.add_override(bob, hashed, "150/minute", limit="keys", valid_until=end, reason="launch")
-    town.desk.block(bob, Who("tenant", "rolled-back"), reason="unpaid")
+    town.desk.block(bob, ClientRef("tenant", "rolled-back"), reason="unpaid")
     wait_until(lambda: town.ask("rolled-back") == 403, "the gate to hear of it")
     page = visit(f"/policy/versions/{before}")
     page.get_by_label("Reason").fill("bob was wrong")
@@ -600,7 +600,7 @@ def test_a_rollback_names_what_others_have_changed_and_lifts_their_blocks(
 
 def test_a_part_of_a_name_is_found_and_several_are_listed(town: Town, visit: Callable[..., Page]) -> None:
     for number in (1, 2):
-        town.desk.assign(ADA, Who("tenant", f"cafe-{number}"), "pro", label=f"Corner Cafe {number}", reason="r")
+        town.desk.assign(ADA, ClientRef("tenant", f"cafe-{number}"), "pro", label=f"Corner Cafe {number}", reason="r")
     page = visit("/", role="viewer")
     page.get_by_label("Find a client").fill("corner")
     page.keyboard.press("Enter")
@@ -713,17 +713,17 @@ def test_a_token_is_shown_once_and_ends_with_its_sessions(town: Town, visit: Cal
 
 def test_the_audit_tells_who_did_what(town: Town, visit: Callable[..., Page]) -> None:
     town.desk.add_override(
-        Actor("carol", "support"), Who("tenant", "audited"), "9/minute", limit="requests", reason="for the record"
+        Actor("carol", "support"), ClientRef("tenant", "audited"), "9/minute", limit="requests", reason="for the record"
     )
     hashed = f"hmac:{'0' * 32}"
-    town.desk.block(Actor("carol", "support"), Who("api_key", hashed), reason="leaked")
+    town.desk.block(Actor("carol", "support"), ClientRef("api_key", hashed), reason="leaked")
     page = visit("/audit?author=carol")
     rows = page.locator("tbody tr")
     expect(rows).to_have_count(2)
     expect(rows.last).to_contain_text("override of tenant audited")
     expect(rows.last).to_contain_text("for the record")
     expect(rows.first.locator("td").nth(2)).to_have_text("added block of api_key hmac:000000000…")
-    assert rows.first.get_by_role("link", name="hmac:").get_attribute("href") == words.client_url("api_key", hashed)
+    assert rows.first.get_by_role("link", name="hmac:").get_attribute("href") == filters.client_url("api_key", hashed)
 
 
 def test_long_lists_are_paged_searched_and_filtered(town: Town, visit: Callable[..., Page]) -> None:
@@ -803,7 +803,7 @@ def test_a_task_by_keyboard_alone(town: Town, visit: Callable[..., Page]) -> Non
     page.keyboard.type("by keyboard")
     page.keyboard.press("Enter")
     expect(page.get_by_text("This client is blocked.")).to_be_visible()
-    assert town.desk.client(Who("tenant", "typist")).block is not None
+    assert town.desk.client(ClientRef("tenant", "typist")).block is not None
 
 
 def test_a_task_without_any_script(town: Town, visit: Callable[..., Page]) -> None:
@@ -892,7 +892,7 @@ def test_pages_say_what_is_missing_where_nothing_stands_behind_them(visit: Calla
     url = f"sqlite:///{tmp_path}/config.db"
     with closing(ConfigStore(url, secret=SECRET)) as config, closing(Tokens(url)) as tokens:
         token = tokens.make("eve", "admin", by="tests").token
-        with AdminServer(Desk(config, secret=SECRET), tokens, port=0) as server:
+        with AdminServer(AdminService(config, secret=SECRET), tokens, port=0) as server:
             page = visit("/login", role=None)
             page.goto(server.link(token))
             expect(page.get_by_text("No node is reporting, so this page shows no traffic.")).to_be_visible()
@@ -905,7 +905,7 @@ def test_pages_say_what_is_missing_where_nothing_stands_behind_them(visit: Calla
 
 
 def test_a_page_says_no_more_than_is_known(town: Town, visit: Callable[..., Page]) -> None:
-    page = visit(words.client_url("tenant", f"hmac:{'7' * 32}"))
+    page = visit(filters.client_url("tenant", f"hmac:{'7' * 32}"))
     expect(page.get_by_text("Its limits are not known.")).to_be_visible()
     expect(page.get_by_text("Whatever it sends passes")).to_have_count(0)
 
@@ -1074,13 +1074,13 @@ def test_what_a_chart_is_called_is_escaped() -> None:
 def test_times_are_told_from_now(ahead_s: int, said: str) -> None:
     now = datetime(2026, 11, 16, 9, tzinfo=UTC)
     now_us = round(now.timestamp() * 1e6)
-    assert words.relative(now_us + ahead_s * 1_000_000, now_us) == said
-    told = words.moment(now_us + ahead_s * 1_000_000, now_us=now_us, zone=BERLIN)
+    assert filters.relative(now_us + ahead_s * 1_000_000, now_us) == said
+    told = filters.moment(now_us + ahead_s * 1_000_000, now_us=now_us, zone=BERLIN)
     assert f'datetime="{now + timedelta(seconds=ahead_s):%Y-%m-%dT%H:%M:%SZ}"' in told
     assert "CET (UTC+01:00)" in told
 
 
 def test_a_zone_that_is_none_is_utc() -> None:
     for name in (None, "", "Nowhere/Land", "../../etc/passwd", "x" * 500):
-        assert words.zone_named(name) is UTC
-    assert words.zone_named(ZONE) == BERLIN
+        assert filters.zone_named(name) is UTC
+    assert filters.zone_named(ZONE) == BERLIN

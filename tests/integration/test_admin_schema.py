@@ -15,8 +15,8 @@ from schemathesis.checks import positive_data_acceptance  # no schema can say wh
 from headgate import Limiter
 from headgate.control.admin import Tokens, create_app
 from headgate.control.config import ConfigStore
-from headgate.control.desk.desk import Desk
-from headgate.control.desk.views import ROLES
+from headgate.control.service.models import ROLES
+from headgate.control.service.service import AdminService
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     store.block(("ip", "203.0.113.9"), **signed)
     tokens = Tokens(url)
     with Limiter() as counters:
-        desk = Desk(store, counters=counters, log=f"sqlite:///{directory}/decisions.db", secret=SECRET)
+        desk = AdminService(store, counters=counters, log=f"sqlite:///{directory}/decisions.db", secret=SECRET)
         yield create_app(desk, tokens, pages=False, clock=Hurrying())
     tokens.close()
     store.close()

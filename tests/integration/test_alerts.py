@@ -15,8 +15,8 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
-from headgate.adapters.asgi import AsgiArrival
-from headgate.adapters.gate import Gate
+from headgate.adapters.asgi import AsgiRequest
+from headgate.gate.gate import Gate
 from headgate.policy import read
 from headgate.telemetry.prometheus import register
 from servers import HOST, RedisServer, ServerError, _port_of, _reserve_port, _spawn, wait_until
@@ -107,8 +107,8 @@ def prometheus(target: int) -> Iterator[Prometheus]:
             process.wait(15)
 
 
-def arrival(client: str) -> AsgiArrival:
-    return AsgiArrival({"type": "http", "method": "GET", "path": "/search", "client": (client, 1), "headers": []})
+def arrival(client: str) -> AsgiRequest:
+    return AsgiRequest({"type": "http", "method": "GET", "path": "/search", "client": (client, 1), "headers": []})
 
 
 def expressions() -> list[str]:

@@ -12,9 +12,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from headgate.telemetry import DecisionLog, Record, open_sink
-from headgate.telemetry.clients import Clients
-from headgate.telemetry.sinks import open_reader
+from headgate.telemetry import DecisionLog, DecisionRecord, open_sink
+from headgate.telemetry.decision_log.sinks import open_reader
+from headgate.telemetry.pseudonyms import Pseudonymizer
 from servers import wait_until
 from traffic import SECRET, START_US, Traffic, records_of_all_kinds
 
@@ -42,7 +42,7 @@ def url(server: str, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def records() -> list[Record]:
+def records() -> list[DecisionRecord]:
     found = records_of_all_kinds()
     found[7] = found[7]._replace(retry_us=None)
     return sorted(found, key=lambda each: each.id)
@@ -58,16 +58,16 @@ def inserts(server: str) -> int:
         return int(answer.read())
 
 
-def found(url: str, keys: set[str]) -> list[Record]:
+def found(url: str, keys: set[str]) -> list[DecisionRecord]:
     with closing(open_reader(url)) as reader:
         return reader.find([*keys], since_us=0, until_us=START_US * 2, most=100_000)
 
 
-def everybody(records: list[Record]) -> set[str]:
+def everybody(records: list[DecisionRecord]) -> set[str]:
     return {key for each in records for key in each.clients}
 
 
-def test_records_come_back_over_http_as_they_went(url: str, records: list[Record]) -> None:
+def test_records_come_back_over_http_as_they_went(url: str, records: list[DecisionRecord]) -> None:
     with closing(open_sink(url)) as sink:
         sink.write(records[:25])
         sink.write(records[25:])
@@ -88,7 +88,7 @@ def test_records_come_back_over_http_as_they_went(url: str, records: list[Record
     ],
 )
 def test_what_is_not_certain_comes_again_and_is_there_once(
-    server: str, url: str, records: list[Record], fault: str, message: str
+    server: str, url: str, records: list[DecisionRecord], fault: str, message: str
 ) -> None:
     before = inserts(server)
     with closing(open_sink(url)) as sink:
@@ -102,7 +102,7 @@ def test_what_is_not_certain_comes_again_and_is_there_once(
     assert found(url, everybody(records)) == records
 
 
-def test_what_the_client_itself_sends_again_is_there_once(server: str, url: str, records: list[Record]) -> None:
+def test_what_the_client_itself_sends_again_is_there_once(server: str, url: str, records: list[DecisionRecord]) -> None:
     before = inserts(server)
     with closing(open_sink(url)) as sink:
         order(server, "drop")
@@ -122,16 +122,16 @@ def test_a_log_gets_all_of_it_there_in_spite_of_faults(server: str, url: str, wr
             traffic.send(times=300)
             assert log.flush(30)
         assert log.stats[:4] == (901, 0, 0, 2)  # of the connection that broke, the client took care itself
-    assert len(found(url, {Clients(SECRET).key("ip", "203.0.113.9")})) == 901
+    assert len(found(url, {Pseudonymizer(SECRET).key("ip", "203.0.113.9")})) == 901
 
 
-def test_a_wrong_password_is_told_as_such_and_not_shown(server: str, records: list[Record]) -> None:
+def test_a_wrong_password_is_told_as_such_and_not_shown(server: str, records: list[DecisionRecord]) -> None:
     with closing(open_sink(f"clickhouse://{USER}:another-password@{server}/default")) as sink:
         with pytest.raises(Exception, match="Authentication failed") as failure:
             sink.write(records)
         assert "another-password" not in str(failure.value)
 
 
-def test_a_table_that_is_missing_is_told_as_such(url: str, records: list[Record]) -> None:
+def test_a_table_that_is_missing_is_told_as_such(url: str, records: list[DecisionRecord]) -> None:
     with closing(open_sink(f"{url}&create=no")) as sink, pytest.raises(Exception, match=r"(?i)unknown.table|not exist"):
         sink.write(records)

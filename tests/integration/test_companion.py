@@ -13,14 +13,14 @@ from faults import LONG, paused, timed
 from redis.crc import key_slot
 
 from headgate import Decision, InvalidInput, Limit, ScriptError, StoreError, StoreTimeout, StoreUnavailable
-from headgate.shield.blocks import Blocks
-from headgate.stores.calls import Check, Refund, Reset
-from headgate.stores.redis import news
-from headgate.stores.redis.companion import Companion, StoredBlock
-from headgate.stores.redis.news import Listener
-from headgate.stores.redis.places import find_place
+from headgate.local.block_list import BlockList
+from headgate.stores.operations import Check, Refund, Reset
+from headgate.stores.redis import pubsub
+from headgate.stores.redis.background_client import BackgroundClient, StoredBlock
+from headgate.stores.redis.connection_factory import connection_factory
+from headgate.stores.redis.encoding import CommandEncoder, Node
+from headgate.stores.redis.pubsub import Subscriber
 from headgate.stores.redis.topology import Cluster, Sentinel
-from headgate.stores.redis.wire import Node, Wire
 from headgate.testing import FakeClock
 from servers import HOST, AclUser, RedisCluster, RedisServer, SentinelSet, wait_until
 
@@ -34,11 +34,11 @@ DAY_MS = 86_400_000
 
 
 @pytest.fixture
-def open_companion(unique: str) -> Iterator[Callable[..., Companion]]:
+def open_companion(unique: str) -> Iterator[Callable[..., BackgroundClient]]:
     with ExitStack() as stack:
 
-        def opened(url: str, namespace: str = unique, clock: FakeClock | None = None) -> Companion:
-            companion = Companion(find_place(url, asynchronous=False), Wire(namespace, clock))
+        def opened(url: str, namespace: str = unique, clock: FakeClock | None = None) -> BackgroundClient:
+            companion = BackgroundClient(connection_factory(url, asynchronous=False), CommandEncoder(namespace, clock))
             stack.callback(companion.close)
             return companion
 
@@ -46,7 +46,7 @@ def open_companion(unique: str) -> Iterator[Callable[..., Companion]]:
 
 
 @pytest.fixture
-def companion(open_companion: Callable[..., Companion], remote_url: str) -> Companion:
+def companion(open_companion: Callable[..., BackgroundClient], remote_url: str) -> BackgroundClient:
     return open_companion(remote_url)
 
 
@@ -67,7 +67,7 @@ def client_of(url: str) -> Iterator[Any]:
 
 
 def primary_port(url: str) -> int:
-    companion = Companion(find_place(url, asynchronous=False), Wire("nobody", None))
+    companion = BackgroundClient(connection_factory(url, asynchronous=False), CommandEncoder("nobody", None))
     (node,) = companion.shards()
     companion.close()
     assert node is not None
@@ -93,7 +93,7 @@ def refused(call: Callable[[], Any]) -> StoreError:
 # Calls
 
 
-def test_calls_are_answered_in_their_order(companion: Companion, unique: str) -> None:
+def test_calls_are_answered_in_their_order(companion: BackgroundClient, unique: str) -> None:
     keys = [limit_of(unique).by(number) for number in range(300)]
     assert companion.run_all([]) == []
     answers = companion.run_all([Check((key,), 1 + number % 5) for number, key in enumerate(keys)])
@@ -104,7 +104,7 @@ def test_calls_are_answered_in_their_order(companion: Companion, unique: str) ->
     assert mixed[2] is None
 
 
-def test_a_call_that_fails_leaves_the_others_alone(companion: Companion, remote_url: str, unique: str) -> None:
+def test_a_call_that_fails_leaves_the_others_alone(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     keys = [limit_of(unique).by(name) for name in ("ada", "bob", "eve")]
     with client_of(remote_url) as client:
         client.set(f"{unique}:{unique}:token_bucket.1:bob", "not a bucket", px=60_000)
@@ -112,7 +112,7 @@ def test_a_call_that_fails_leaves_the_others_alone(companion: Companion, remote_
     assert [type(answer) for answer in answers] == [Decision, ScriptError, Decision]
 
 
-def test_calls_to_nobody_are_answered_by_errors(open_companion: Callable[..., Companion], unique: str) -> None:
+def test_calls_to_nobody_are_answered_by_errors(open_companion: Callable[..., BackgroundClient], unique: str) -> None:
     companion = open_companion(f"redis://{HOST}:1/0")
     answers = companion.run_all([Check((limit_of(unique).by("ada"),), 1), Refund(limit_of(unique).by("bob"), 1)])
     assert [type(answer) for answer in answers] == [StoreUnavailable] * 2
@@ -121,7 +121,7 @@ def test_calls_to_nobody_are_answered_by_errors(open_companion: Callable[..., Co
 
 
 def test_a_server_that_stalls_is_waited_for_but_not_for_ever(
-    open_companion: Callable[..., Companion], server: RedisServer, unique: str
+    open_companion: Callable[..., BackgroundClient], server: RedisServer, unique: str
 ) -> None:
     companion = open_companion(server.url)
     assert companion.beat("m", SECOND) == 1
@@ -140,7 +140,7 @@ def test_a_server_that_stalls_is_waited_for_but_not_for_ever(
 
 
 def test_the_primaries_are_named(
-    open_companion: Callable[..., Companion], redis7: RedisServer, cluster: RedisCluster, sentinel: SentinelSet
+    open_companion: Callable[..., BackgroundClient], redis7: RedisServer, cluster: RedisCluster, sentinel: SentinelSet
 ) -> None:
     assert open_companion(redis7.url).shards() == [None]
     assert set(open_companion(cluster.url).shards()) == {Node(HOST, node.port) for node in cluster.nodes[:3]}
@@ -162,7 +162,7 @@ def test_suspects_are_asked_last(topology: Callable[[list[Node]], Any]) -> None:
 
 
 def test_what_was_known_stays_in_use_until_more_is(
-    open_companion: Callable[..., Companion], cluster: RedisCluster, unique: str
+    open_companion: Callable[..., BackgroundClient], cluster: RedisCluster, unique: str
 ) -> None:
     companion = open_companion(cluster.url)
     known = companion.shards()
@@ -172,7 +172,7 @@ def test_what_was_known_stays_in_use_until_more_is(
     assert companion.beat("m", SECOND) == 1
 
 
-def test_no_server_of_a_cluster_can_tell_its_slots(open_companion: Callable[..., Companion]) -> None:
+def test_no_server_of_a_cluster_can_tell_its_slots(open_companion: Callable[..., BackgroundClient]) -> None:
     companion = open_companion(f"redis+cluster://{HOST}:1")
     assert "no server of the cluster" in str(refused(companion.shards))
     assert "no primary" in str(refused(lambda: companion.mark(Node(HOST, 1), "fresh")))
@@ -181,7 +181,7 @@ def test_no_server_of_a_cluster_can_tell_its_slots(open_companion: Callable[...,
 # Marks
 
 
-def test_a_server_keeps_its_first_mark(companion: Companion, remote_url: str, unique: str) -> None:
+def test_a_server_keeps_its_first_mark(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     shards = companion.shards()
     assert [companion.mark(node, f"first {number}") for number, node in enumerate(shards)] == [
         f"first {number}" for number in range(len(shards))
@@ -200,7 +200,7 @@ def test_a_server_keeps_its_first_mark(companion: Companion, remote_url: str, un
 
 
 def test_all_processes_see_the_same_marks(
-    open_companion: Callable[..., Companion], remote_url: str, unique: str
+    open_companion: Callable[..., BackgroundClient], remote_url: str, unique: str
 ) -> None:
     one, other = open_companion(remote_url), open_companion(remote_url)
     marks = {node: one.mark(node, f"of {node}") for node in one.shards()}
@@ -209,7 +209,7 @@ def test_all_processes_see_the_same_marks(
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
 def test_a_restart_that_lost_everything_is_seen_and_a_flush_of_scripts_is_none(
-    open_companion: Callable[..., Companion], kind: Any
+    open_companion: Callable[..., BackgroundClient], kind: Any
 ) -> None:
     with RedisServer(kind) as server:
         companion = open_companion(server.url)
@@ -234,7 +234,7 @@ def test_a_restart_that_lost_everything_is_seen_and_a_flush_of_scripts_is_none(
     ids=["full", "replica", "alone"],
 )
 def test_a_server_that_would_serve_no_check_gives_no_mark(
-    open_companion: Callable[..., Companion], server: RedisServer, hurt: Callable[[Any], Any], told: str
+    open_companion: Callable[..., BackgroundClient], server: RedisServer, hurt: Callable[[Any], Any], told: str
 ) -> None:
     companion = open_companion(server.url)
     assert companion.mark(None, "first") == "first"
@@ -245,7 +245,7 @@ def test_a_server_that_would_serve_no_check_gives_no_mark(
     assert told in str(error)
 
 
-def test_marks_and_members_outlive_a_failover_under_sentinels(open_companion: Callable[..., Companion]) -> None:
+def test_marks_and_members_outlive_a_failover_under_sentinels(open_companion: Callable[..., BackgroundClient]) -> None:
     with SentinelSet() as sentinels:
         companion = open_companion(sentinels.urls)
         heard = Heard(sentinels.urls, companion._wire)
@@ -268,7 +268,7 @@ def test_marks_and_members_outlive_a_failover_under_sentinels(open_companion: Ca
 
 
 def test_marks_outlive_a_failover_in_a_cluster_and_news_the_death_of_a_server(
-    open_companion: Callable[..., Companion],
+    open_companion: Callable[..., BackgroundClient],
 ) -> None:
     with RedisCluster() as cluster:
         companion = open_companion(cluster.url)
@@ -298,7 +298,9 @@ def test_marks_outlive_a_failover_in_a_cluster_and_news_the_death_of_a_server(
 # The fleet
 
 
-def test_who_is_silent_for_too_long_is_counted_no_more(companion: Companion, remote_url: str, unique: str) -> None:
+def test_who_is_silent_for_too_long_is_counted_no_more(
+    companion: BackgroundClient, remote_url: str, unique: str
+) -> None:
     members = [f"member-{number}" for number in range(5)]
     assert [companion.beat(member, 600 * SECOND) for member in members[:3]] == [1, 2, 3]
     assert [companion.beat(member, SECOND // 2) for member in members[3:]] == [4, 5]
@@ -312,7 +314,7 @@ def test_who_is_silent_for_too_long_is_counted_no_more(companion: Companion, rem
         assert client.zcard(f"{unique}:%fleet") == 3
 
 
-def test_a_fleet_without_members_leaves_no_key(companion: Companion, remote_url: str, unique: str) -> None:
+def test_a_fleet_without_members_leaves_no_key(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     with client_of(remote_url) as client:
         companion.beat("ada", 60 * SECOND)
         companion.beat("bob", SECOND)
@@ -326,7 +328,7 @@ def test_a_fleet_without_members_leaves_no_key(companion: Companion, remote_url:
 # Blocks
 
 
-def test_a_block_is_kept_replaced_and_ended(companion: Companion) -> None:
+def test_a_block_is_kept_replaced_and_ended(companion: BackgroundClient) -> None:
     assert companion.blocks() == []
     companion.block("ip", "203.0.113.0/24", until_us=2**52, reason='"spam": {until_us:1}')
     companion.block("tenant", "acme")
@@ -344,13 +346,13 @@ def test_a_block_is_kept_replaced_and_ended(companion: Companion) -> None:
 
 
 @pytest.mark.parametrize("until_us", [-1, 2**53])
-def test_an_instant_beyond_exactness_is_refused(companion: Companion, until_us: int) -> None:
+def test_an_instant_beyond_exactness_is_refused(companion: BackgroundClient, until_us: int) -> None:
     with pytest.raises(InvalidInput):
         companion.block("user", "ada", until_us=until_us)
     assert companion.blocks() == []
 
 
-def test_blocks_that_have_ended_are_forgotten(companion: Companion, remote_url: str, unique: str) -> None:
+def test_blocks_that_have_ended_are_forgotten(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     with client_of(remote_url) as client:
         start_us = now_us(client)
         companion.block("user", "over", until_us=0)
@@ -368,7 +370,7 @@ def test_blocks_that_have_ended_are_forgotten(companion: Companion, remote_url: 
         assert not client.exists(f"{unique}:%blocks")
 
 
-def test_many_blocks_are_read_in_parts(companion: Companion, remote_url: str, unique: str) -> None:
+def test_many_blocks_are_read_in_parts(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     for number in range(3_000):
         companion.block("user", f"{number}", until_us=2**52 if number % 3 else 0)
     assert sorted(int(block.value) for block in companion.blocks()) == [n for n in range(3_000) if n % 3]
@@ -394,7 +396,7 @@ ENDS: list[tuple[list[tuple[str, str, float | None]], float | None]] = [
 
 @pytest.mark.parametrize(("steps", "seconds"), ENDS)
 def test_the_blocks_live_until_the_last_one_ends_or_would_have(
-    companion: Companion, remote_url: str, unique: str, steps: list[Any], seconds: float | None
+    companion: BackgroundClient, remote_url: str, unique: str, steps: list[Any], seconds: float | None
 ) -> None:
     with client_of(remote_url) as client:
         for verb, value, after in steps:
@@ -412,7 +414,9 @@ def test_the_blocks_live_until_the_last_one_ends_or_would_have(
         assert seconds * 1000 - 2_000 < left <= seconds * 1000 + 1_000
 
 
-def test_an_injected_clock_rules_the_blocks_too(open_companion: Callable[..., Companion], redis7: RedisServer) -> None:
+def test_an_injected_clock_rules_the_blocks_too(
+    open_companion: Callable[..., BackgroundClient], redis7: RedisServer
+) -> None:
     clock = FakeClock(5 * SECOND)
     companion = open_companion(redis7.url, clock=clock)
     companion.block("user", "ada", until_us=6 * SECOND)
@@ -421,7 +425,7 @@ def test_an_injected_clock_rules_the_blocks_too(open_companion: Callable[..., Co
     assert companion.blocks() == []
 
 
-def test_what_somebody_else_wrote_is_left_out(companion: Companion, remote_url: str, unique: str) -> None:
+def test_what_somebody_else_wrote_is_left_out(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     companion.block("user", "ada")
     with client_of(remote_url) as client:
         for number, text in enumerate(("", "{", "[]", "null", '{"kind":1,"value":"x"}', '{"kind":"x"}')):
@@ -436,17 +440,17 @@ def test_what_somebody_else_wrote_is_left_out(companion: Companion, remote_url: 
 class Heard:
     """A listener, and what it has heard."""
 
-    def __init__(self, url: str, wire: Wire) -> None:
-        self.blocks = Blocks()
+    def __init__(self, url: str, wire: CommandEncoder) -> None:
+        self.blocks = BlockList()
         self.forgotten: list[tuple[str, str]] = []
         self.heard_at: dict[str, float] = {}
         self.reads: list[list[tuple[str, str]] | None] = []
         """The identities of blocks that were read again, None for all of them."""
         self.connected = 0
         self.lost: list[StoreError] = []
-        place = find_place(url, asynchronous=False)
-        self.companion = Companion(place, wire)
-        self.listener = Listener(
+        place = connection_factory(url, asynchronous=False)
+        self.companion = BackgroundClient(place, wire)
+        self.listener = Subscriber(
             place,
             wire,
             on_blocks_changed=self._refresh,
@@ -490,7 +494,7 @@ class Heard:
         return {block.value for block in self.blocks}
 
 
-def test_others_hear_of_blocks_at_once(companion: Companion, remote_url: str) -> None:
+def test_others_hear_of_blocks_at_once(companion: BackgroundClient, remote_url: str) -> None:
     companion.block("user", "before")
     heard = Heard(remote_url, companion._wire)
     with heard.listening():
@@ -511,7 +515,7 @@ def test_others_hear_of_blocks_at_once(companion: Companion, remote_url: str) ->
 
 
 def test_news_arrive_in_milliseconds(
-    companion: Companion, remote_url: str, record_property: Callable[[str, object], None]
+    companion: BackgroundClient, remote_url: str, record_property: Callable[[str, object], None]
 ) -> None:
     heard = Heard(remote_url, companion._wire)
     delays = []
@@ -533,7 +537,7 @@ REFUNDED = ("fixed_window", "gcra", "leaky_bucket", "sliding_log", "sliding_wind
 
 @pytest.mark.parametrize("algorithm", REFUNDED)
 def test_a_refund_to_a_key_that_had_nothing_left_is_heard_of(
-    companion: Companion, remote_url: str, algorithm: str, unique: str
+    companion: BackgroundClient, remote_url: str, algorithm: str, unique: str
 ) -> None:
     key = limit_of(unique, algorithm=algorithm).by("a:b {c}", "\ud800 ☂")
     heard = Heard(remote_url, companion._wire)
@@ -551,7 +555,7 @@ def test_a_refund_to_a_key_that_had_nothing_left_is_heard_of(
     assert heard.forgotten == [(key.limit.space, key.identity)] * 2
 
 
-def test_a_reset_is_heard_of_for_each_key(companion: Companion, remote_url: str, unique: str) -> None:
+def test_a_reset_is_heard_of_for_each_key(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     keys = tuple(limit_of(unique).by(number) for number in range(20))
     heard = Heard(remote_url, companion._wire)
     with heard.listening():
@@ -563,7 +567,7 @@ def test_a_reset_is_heard_of_for_each_key(companion: Companion, remote_url: str,
 
 
 def test_what_one_shard_gives_back_is_heard_of(
-    open_companion: Callable[..., Companion], cluster: RedisCluster, unique: str
+    open_companion: Callable[..., BackgroundClient], cluster: RedisCluster, unique: str
 ) -> None:
     companion = open_companion(cluster.url)
     taken, full = limit_of(f"{unique}-taken", 1).by("ada"), limit_of(f"{unique}-full", 1).by("ada")
@@ -576,7 +580,7 @@ def test_what_one_shard_gives_back_is_heard_of(
 
 
 def test_leases_that_are_given_back_are_no_news(
-    open_companion: Callable[..., Companion], cluster: RedisCluster, unique: str
+    open_companion: Callable[..., BackgroundClient], cluster: RedisCluster, unique: str
 ) -> None:
     companion = open_companion(cluster.url)
     lease, full = limit_of(f"{unique}-lease", 1, "concurrency").by("ada"), limit_of(f"{unique}-full", 1).by("ada")
@@ -590,7 +594,9 @@ def test_leases_that_are_given_back_are_no_news(
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
-def test_who_may_not_publish_may_do_all_else(open_companion: Callable[..., Companion], kind: Any, unique: str) -> None:
+def test_who_may_not_publish_may_do_all_else(
+    open_companion: Callable[..., BackgroundClient], kind: Any, unique: str
+) -> None:
     for rules in ("~* &* +@all -publish", "~* resetchannels +@all"):
         with RedisServer(kind, user=AclUser("gate", "secret", rules)) as server:
             companion = open_companion(server.url)
@@ -604,7 +610,7 @@ def test_who_may_not_publish_may_do_all_else(open_companion: Callable[..., Compa
             assert companion.unblock("user", "ada")
 
 
-def test_who_may_not_listen_is_told_once(open_companion: Callable[..., Companion]) -> None:
+def test_who_may_not_listen_is_told_once(open_companion: Callable[..., BackgroundClient]) -> None:
     with RedisServer(user=AclUser("gate", "secret", "~* +@all")) as server:
         heard = Heard(server.url, open_companion(server.url)._wire)
         with heard.listening(at_once=False):
@@ -617,8 +623,11 @@ def test_who_may_not_listen_is_told_once(open_companion: Callable[..., Companion
 
 def test_databases_do_not_hear_each_other(redis7: RedisServer, unique: str) -> None:
     url = redis7.url.removesuffix("/0")
-    wires = [Wire(unique, None, database=database) for database in (0, 3)]
-    companions = [Companion(find_place(f"{url}/{number}", asynchronous=False), wires[number // 3]) for number in (0, 3)]
+    wires = [CommandEncoder(unique, None, database=database) for database in (0, 3)]
+    companions = [
+        BackgroundClient(connection_factory(f"{url}/{number}", asynchronous=False), wires[number // 3])
+        for number in (0, 3)
+    ]
     heard = [Heard(f"{url}/0", wires[0]), Heard(f"{url}/3", wires[1])]
     with heard[0].listening(), heard[1].listening():
         for number, companion in enumerate(companions):
@@ -629,7 +638,7 @@ def test_databases_do_not_hear_each_other(redis7: RedisServer, unique: str) -> N
 
 
 def test_namespaces_do_not_hear_each_other(
-    open_companion: Callable[..., Companion], redis7: RedisServer, unique: str
+    open_companion: Callable[..., BackgroundClient], redis7: RedisServer, unique: str
 ) -> None:
     one, other = open_companion(redis7.url), open_companion(redis7.url, f"{unique}-other")
     heard = Heard(redis7.url, other._wire)
@@ -641,7 +650,7 @@ def test_namespaces_do_not_hear_each_other(
     assert [block.value for block in one.blocks()] == ["ada"]
 
 
-def test_news_come_over_tls(open_companion: Callable[..., Companion]) -> None:
+def test_news_come_over_tls(open_companion: Callable[..., BackgroundClient]) -> None:
     with RedisServer(tls=True, password="secret") as server:
         companion = open_companion(server.url)
         heard = Heard(server.url, companion._wire)
@@ -655,7 +664,7 @@ def test_news_come_over_tls(open_companion: Callable[..., Companion]) -> None:
 
 
 @pytest.fixture
-def forge(remote_url: str, companion: Companion) -> Iterator[Callable[[str | bytes], Any]]:
+def forge(remote_url: str, companion: BackgroundClient) -> Iterator[Callable[[str | bytes], Any]]:
     """Publish as a client of another database does, where the servers have several."""
     with client_of(remote_url) as client:
         if not isinstance(client, redis.RedisCluster):
@@ -677,7 +686,7 @@ FORGED = [
 
 @pytest.mark.parametrize("text", FORGED)
 def test_forged_messages_neither_block_nor_unblock(
-    companion: Companion, remote_url: str, forge: Callable[[str | bytes], Any], text: str
+    companion: BackgroundClient, remote_url: str, forge: Callable[[str | bytes], Any], text: str
 ) -> None:
     companion.block("ip", "203.0.113.0/24")
     heard = Heard(remote_url, companion._wire)
@@ -690,7 +699,7 @@ def test_forged_messages_neither_block_nor_unblock(
 
 
 def test_a_flood_of_forged_messages_costs_few_reads(
-    companion: Companion, remote_url: str, forge: Callable[[str | bytes], Any]
+    companion: BackgroundClient, remote_url: str, forge: Callable[[str | bytes], Any]
 ) -> None:
     companion.block("user", "before")
     heard = Heard(remote_url, companion._wire)
@@ -705,16 +714,16 @@ def test_a_flood_of_forged_messages_costs_few_reads(
         wait_until(lambda: "genuine" in heard.values(), "the genuine block", timeout=10)
         seconds = time.monotonic() - start
         assert heard.values() == {"before", "genuine"}
-        assert len([read for read in heard.reads if read is not None]) <= seconds / news.READ_INTERVAL_S + 1
-        assert heard.reads.count(None) <= seconds / news.READ_ALL_INTERVAL_S + 1
-        assert max(len(read or ()) for read in heard.reads) <= news.MAX_READ_AT_ONCE
-        assert len(heard.forgotten) <= seconds / news.FORGET_INTERVAL_S + 1
+        assert len([read for read in heard.reads if read is not None]) <= seconds / pubsub.READ_INTERVAL_S + 1
+        assert heard.reads.count(None) <= seconds / pubsub.READ_ALL_INTERVAL_S + 1
+        assert max(len(read or ()) for read in heard.reads) <= pubsub.MAX_READ_AT_ONCE
+        assert len(heard.forgotten) <= seconds / pubsub.FORGET_INTERVAL_S + 1
     assert not heard.lost
     assert heard.listener.ignored == 0
 
 
 def test_malformed_and_oversized_messages_are_ignored_and_counted(
-    companion: Companion, remote_url: str, forge: Callable[[str | bytes], Any], caplog: pytest.LogCaptureFixture
+    companion: BackgroundClient, remote_url: str, forge: Callable[[str | bytes], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     heard = Heard(remote_url, companion._wire)
     texts: list[str | bytes] = ["", "nonsense", "block {", b"block \xff", b"forget \xff:a:b", b"\xff", "forget a:b"]
@@ -731,7 +740,7 @@ def test_malformed_and_oversized_messages_are_ignored_and_counted(
 
 
 def test_what_nobody_understands_does_no_harm(
-    open_companion: Callable[..., Companion], redis7: RedisServer, caplog: pytest.LogCaptureFixture
+    open_companion: Callable[..., BackgroundClient], redis7: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     companion = open_companion(redis7.url)
     heard = Heard(redis7.url, companion._wire)
@@ -748,7 +757,7 @@ def test_what_nobody_understands_does_no_harm(
 
 
 def test_a_mistake_of_who_is_told_of_the_connection_is_not_the_end(
-    open_companion: Callable[..., Companion], server: RedisServer
+    open_companion: Callable[..., BackgroundClient], server: RedisServer
 ) -> None:
     companion = open_companion(server.url)
     heard = Heard(server.url, companion._wire)
@@ -762,7 +771,7 @@ def test_a_mistake_of_who_is_told_of_the_connection_is_not_the_end(
         wait_until(lambda: heard.blocks, "the block")
 
 
-def listeners(server: RedisServer, companion: Companion) -> int:
+def listeners(server: RedisServer, companion: BackgroundClient) -> int:
     with server.client() as client:
         ((_, number),) = client.pubsub_numsub(companion._wire.news)
         return int(number)
@@ -772,7 +781,7 @@ def listeners(server: RedisServer, companion: Companion) -> int:
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
-def test_a_listener_outlives_the_server(open_companion: Callable[..., Companion], kind: Any) -> None:
+def test_a_listener_outlives_the_server(open_companion: Callable[..., BackgroundClient], kind: Any) -> None:
     with RedisServer(kind) as server:
         companion = open_companion(server.url)
         heard = Heard(server.url, companion._wire)
@@ -790,7 +799,9 @@ def test_a_listener_outlives_the_server(open_companion: Callable[..., Companion]
         assert len(heard.lost) == 1
 
 
-def test_a_reload_that_fails_is_tried_again(open_companion: Callable[..., Companion], server: RedisServer) -> None:
+def test_a_reload_that_fails_is_tried_again(
+    open_companion: Callable[..., BackgroundClient], server: RedisServer
+) -> None:
     companion = open_companion(server.url)
     companion.block("user", "ada")
     heard = Heard(server.url, companion._wire)
@@ -807,7 +818,9 @@ def test_a_reload_that_fails_is_tried_again(open_companion: Callable[..., Compan
     assert [str(error) for error in heard.lost] == ["not now"]
 
 
-def test_a_connection_that_is_silent_is_lost(open_companion: Callable[..., Companion], server: RedisServer) -> None:
+def test_a_connection_that_is_silent_is_lost(
+    open_companion: Callable[..., BackgroundClient], server: RedisServer
+) -> None:
     companion = open_companion(server.url)
     heard = Heard(server.url, companion._wire)
     with heard.listening():
@@ -820,7 +833,7 @@ def test_a_connection_that_is_silent_is_lost(open_companion: Callable[..., Compa
 
 
 def test_a_server_that_was_lost_is_not_the_next_to_be_tried(
-    open_companion: Callable[..., Companion], cluster: RedisCluster, redis7: RedisServer
+    open_companion: Callable[..., BackgroundClient], cluster: RedisCluster, redis7: RedisServer
 ) -> None:
     listener = Heard(cluster.url, open_companion(cluster.url)._wire).listener
     listener._node = Node(HOST, cluster.nodes[1].port)
@@ -830,7 +843,7 @@ def test_a_server_that_was_lost_is_not_the_next_to_be_tried(
 
 
 def test_a_server_that_is_no_primary_any_more_is_left(
-    open_companion: Callable[..., Companion], cluster: RedisCluster
+    open_companion: Callable[..., BackgroundClient], cluster: RedisCluster
 ) -> None:
     heard = Heard(cluster.url, open_companion(cluster.url)._wire)
     with heard.listening():
@@ -842,7 +855,7 @@ def test_a_server_that_is_no_primary_any_more_is_left(
     assert "no primary" in str(heard.lost[0])
 
 
-def test_it_stops_while_nobody_answers(open_companion: Callable[..., Companion], server: RedisServer) -> None:
+def test_it_stops_while_nobody_answers(open_companion: Callable[..., BackgroundClient], server: RedisServer) -> None:
     heard = Heard(f"redis://{HOST}:1/0", open_companion(server.url)._wire)
     with heard.listening(at_once=False):
         wait_until(lambda: heard.lost, "the refusal")
@@ -856,7 +869,9 @@ def test_it_stops_while_nobody_answers(open_companion: Callable[..., Companion],
     server.resume()
 
 
-def test_it_may_be_stopped_before_it_starts(open_companion: Callable[..., Companion], redis7: RedisServer) -> None:
+def test_it_may_be_stopped_before_it_starts(
+    open_companion: Callable[..., BackgroundClient], redis7: RedisServer
+) -> None:
     heard = Heard(redis7.url, open_companion(redis7.url)._wire)
     heard.listener.stop()
     heard.listener.listen()
@@ -865,7 +880,7 @@ def test_it_may_be_stopped_before_it_starts(open_companion: Callable[..., Compan
 
 
 def test_a_forked_child_leaves_its_parents_connections_alone(
-    open_companion: Callable[..., Companion], redis7: RedisServer
+    open_companion: Callable[..., BackgroundClient], redis7: RedisServer
 ) -> None:
     companion = open_companion(redis7.url)
     heard = Heard(redis7.url, companion._wire)
@@ -873,7 +888,7 @@ def test_a_forked_child_leaves_its_parents_connections_alone(
         companion.beat("parent", 600 * SECOND)
         bell, lines = heard.listener._bell, companion._lines
         for inherited in (heard.listener, companion):  # as fork calls them
-            inherited.renew_after_fork()
+            inherited.reset_after_fork()
         heard.listener.stop()
         assert companion.beat("child", 600 * SECOND) == 2
         assert companion._lines is not lines

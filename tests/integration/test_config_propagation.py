@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate._pace import politely
-from headgate.adapters.gate import Gate
-from headgate.control import feed, news
-from headgate.control.config import ConfigStore, ConfigUnavailable, OverrideRow, Put
-from headgate.control.feed import ConfigFeed, Following
+from headgate.control.config import ConfigStore, ConfigUnavailable, OverrideRow, Put, notifications, watcher
+from headgate.control.config.watcher import ConfigSource, ConfigWatcher
 from headgate.errors import InvalidConfiguration, InvalidPolicy
+from headgate.gate.gate import Gate
 from headgate.policy import read
 from postgres import PostgresServer, config_url, postgres  # noqa: F401 - fixtures
 from servers import wait_until
@@ -64,8 +63,8 @@ def url_of(store: ConfigStore) -> str:
     return store._engine.url.render_as_string(hide_password=False).replace("+psycopg", "")
 
 
-def follow(store: ConfigStore, make: Any = overridden, **options: Any) -> Following[Any]:
-    return Following(url_of(store), make, **{"every": None, **options})
+def follow(store: ConfigStore, make: Any = overridden, **options: Any) -> ConfigWatcher[Any]:
+    return ConfigWatcher(url_of(store), make, **{"every": None, **options})
 
 
 def threads_of(store: ConfigStore) -> list[threading.Thread]:
@@ -92,8 +91,8 @@ def test_what_is_not_told_is_found_by_polling(
     postgres: PostgresServer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(news, "CHANNEL", "elsewhere")
-    monkeypatch.setattr(feed, "POLL", 0.3)
+    monkeypatch.setattr(notifications, "CHANNEL", "elsewhere")
+    monkeypatch.setattr(watcher, "POLL", 0.3)
     store = ConfigStore(postgres.fresh_url())
     store.put_policy(POLICY, **BY)
     following = follow(store, quota, every=1.0)
@@ -106,7 +105,7 @@ def test_what_is_not_told_is_found_by_polling(
 def test_a_node_that_waits_for_news_knows_that_there_are_none(
     store: ConfigStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(news, "ASK_EVERY", 0.1)
+    monkeypatch.setattr(notifications, "ASK_EVERY", 0.1)
     following = follow(store, every=1.0)
     looks: list[int] = []
     monkeypatch.setattr(following, "look", lambda: looks.append(following.seen_us))
@@ -127,8 +126,8 @@ def test_what_postgresql_could_not_tell_is_asked_for(
     postgres: PostgresServer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(news, "CHANNEL", "elsewhere")
-    monkeypatch.setattr(news, "ASK_EVERY", 0.1)
+    monkeypatch.setattr(notifications, "CHANNEL", "elsewhere")
+    monkeypatch.setattr(notifications, "ASK_EVERY", 0.1)
     store = ConfigStore(postgres.fresh_url())
     store.put_policy(POLICY, **BY)
     following = follow(store, quota, every=1.0)
@@ -172,7 +171,7 @@ def test_a_node_holds_what_the_store_would_compile(store: ConfigStore, is_whole:
 
 def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
     gate = Gate(read("limits: [{by: ip, bucket: 1/hour}]"), identities={"tenant": lambda _: "acme"})
-    following = ConfigFeed(url_of(files)).follow(gate._swap, every=None)
+    following = ConfigSource(url_of(files)).follow(gate._swap, every=None)
 
     def passes() -> bool:
         return gate.admit(Request()).allowed
@@ -327,7 +326,7 @@ def test_a_copy_that_was_deleted_is_written_again_though_nothing_has_changed(
 
 def started_from(copy: Path) -> Policy:
     """What a node has that starts with nothing but the copy."""
-    following: Following[Policy] = Following(
+    following: ConfigWatcher[Policy] = ConfigWatcher(
         f"sqlite:///{copy.parent}/nowhere.db", lambda policy: policy, cache=copy, every=None
     )
     return following.current
@@ -352,7 +351,7 @@ def test_a_copy_that_is_no_database_any_more_is_made_anew(
     copy = tmp_path / "copy.db"
     copy.write_bytes(b"what is this?" * 1000)
     with pytest.raises(ConfigUnavailable):
-        Following(f"sqlite:///{tmp_path}/nowhere.db", quota, cache=copy, every=None)
+        ConfigWatcher(f"sqlite:///{tmp_path}/nowhere.db", quota, cache=copy, every=None)
     assert "the copy on disk cannot be read" in caplog.text
     follow(files, cache=copy)
     assert started_from(copy) == files.policy()
@@ -419,7 +418,7 @@ def test_a_store_may_be_used_on_both_sides_of_a_fork(store: ConfigStore) -> None
 
 def test_a_feed_that_means_nothing_is_refused_where_it_is_written() -> None:
     with pytest.raises(InvalidConfiguration):
-        ConfigFeed("policy.yaml")
+        ConfigSource("policy.yaml")
 
 
 def test_work_is_polite_and_leaves_all_as_it_was() -> None:
@@ -451,13 +450,13 @@ def test_one_change_among_many_rows_reads_one_row(files: ConfigStore, monkeypatc
     following = follow(files)
     files.override(("tenant", "acme"), "6/hour", limit="search", **BY)
     made: list[int] = []
-    whole = feed.Assembly.changed
+    whole = watcher.Assembly.changed
 
     def counted(self: Any, changed: Any) -> Any:
         made.append(sum(len(each) for each in changed.values()))
         return whole(self, changed)
 
-    monkeypatch.setattr(feed.Assembly, "changed", counted)
+    monkeypatch.setattr(watcher.Assembly, "changed", counted)
     assert following.look()
     assert made == [1]
     assert len(following.current) == 3001

@@ -13,9 +13,9 @@ import pytest
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter
 from headgate.clock import SystemClock
-from headgate.shield.denials import Denials
+from headgate.local.denial_cache import DenialCache
 from headgate.stores import open_store
-from headgate.stores.calls import Check
+from headgate.stores.operations import Check
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Client:
             max_keys=1,
             asynchronous=False,
         )
-        self.denials = Denials(clock, most=10_000 if remembers else 0)
+        self.denials = DenialCache(clock, most=10_000 if remembers else 0)
         self.asked = 0
 
     def check(self, *keys: Key, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:

@@ -35,7 +35,7 @@ from examples.shop.policy_file import PolicyFile
 
 from headgate.control.admin.tokens import Tokens
 from headgate.control.config import ConfigStore
-from headgate.policy.loading import load
+from headgate.policy.loader import load
 from headgate.testing import isolated_limits
 from servers import HOST, wait_until
 from serving import ROOT, WebServer

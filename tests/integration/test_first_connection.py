@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headgate import AsyncLimiter, Limit, Limiter
-from headgate.adapters.gate import AsyncGate, Gate
+from headgate.gate.gate import AsyncGate, Gate
 from headgate.policy import read
 from servers import RedisServer
 

@@ -13,8 +13,8 @@ import uvloop
 from faults import Proxy, key_of, timed
 
 from headgate import AsyncLimiter, Decision, Limit, StoreUnavailable
-from headgate.shield.orders import Order
-from headgate.stores.calls import Check
+from headgate.local.prepaid import RefillCheck
+from headgate.stores.operations import Check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,7 +162,7 @@ def test_an_order_does_not_wait_for_all_that_came_before_it(server: RedisServer,
         async with AsyncLimiter(server.url) as limiter:
             answered: list[int] = []
             calls = [Check((limit.by(str(number)),), 1) for number in range(3_000)]
-            futures = [limiter._store.run(call) for call in (*calls, Order((limit.by("hot"),), 100))]
+            futures = [limiter._store.run(call) for call in (*calls, RefillCheck((limit.by("hot"),), 100))]
             for number, future in enumerate(futures):
                 future.add_done_callback(lambda _, number=number: answered.append(number))
             await asyncio.gather(*futures)

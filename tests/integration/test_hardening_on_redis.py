@@ -15,7 +15,7 @@ import redis
 from faults import key_of, paused, timed
 
 from headgate import Limiter
-from headgate.shield import keeper
+from headgate.local import maintenance
 from servers import HOST, RedisServer, wait_until
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def test_a_busy_interpreter_does_not_keep_the_breaker_open(server: RedisServer, 
 def test_a_node_that_gets_no_requests_becomes_ready_by_itself(
     server: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "BEAT", 0.4)
+    monkeypatch.setattr(maintenance, "BEAT", 0.4)
     with Limiter(server.url, on_failure="open", budget=BUDGET) as limiter:
         wait_until(lambda: is_exact(limiter, key_of(unique)), "a connection")
         with paused(server):
@@ -138,7 +138,7 @@ def test_the_fleet_is_not_believed_to_be_smaller_after_an_outage(
     server: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them were silent: the first that is heard again is not the only one."""
-    monkeypatch.setattr(keeper, "BEAT", 0.5)
+    monkeypatch.setattr(maintenance, "BEAT", 0.5)
     key = key_of(unique)
     with ExitStack() as stack:
         fleet = [stack.enter_context(Limiter(server.url, on_failure="local", budget=BUDGET)) for _ in range(3)]
@@ -149,7 +149,7 @@ def test_the_fleet_is_not_believed_to_be_smaller_after_an_outage(
         with paused(server):
             for limiter in fleet:
                 lose(limiter, key)
-            time.sleep(keeper.BEAT * (keeper.LIVES + 1))
+            time.sleep(maintenance.BEAT * (maintenance.LIVES + 1))
         seen = set()
         for _ in range(300):
             seen |= {limiter.health().nodes for limiter in fleet}

@@ -16,12 +16,12 @@ import pytest
 from sqlalchemy import make_url, text
 
 from headgate import Limiter
-from headgate.adapters.gate import Gate
 from headgate.control.admin import AdminServer, Tokens
-from headgate.control.config import ConfigStore, ConfigUnavailable, database
-from headgate.control.config.database import SILENCE, opened, reading, writing
-from headgate.control.desk import Desk
-from headgate.control.feed import ConfigFeed
+from headgate.control.config import ConfigStore, ConfigUnavailable, engine
+from headgate.control.config.engine import SILENCE, opened, reading, writing
+from headgate.control.config.watcher import ConfigSource
+from headgate.control.service import AdminService
+from headgate.gate.gate import Gate
 from postgres import PostgresServer
 from servers import wait_until
 
@@ -68,7 +68,7 @@ def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
     server: PostgresServer, store: ConfigStore
 ) -> None:
     counters = Limiter()
-    desk = Desk(store, counters=counters, secret="sixteen bytes or more")
+    desk = AdminService(store, counters=counters, secret="sixteen bytes or more")
     tokens = Tokens(url_of(store))
     made = tokens.make("ada", "admin", by="the test")
     block = {"who": {"kind": "tenant", "value": "acme"}, "reason": "test"}
@@ -126,7 +126,7 @@ def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
 def test_a_gate_goes_on_and_says_how_old_its_policy_is(
     server: PostgresServer, store: ConfigStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    feed: Any = ConfigFeed(url_of(store))
+    feed: Any = ConfigSource(url_of(store))
     gate = Gate(feed, identities={"tenant": lambda _: "acme"}, health_path="/headgate/health")
     following: Any = gate._watch
     wait_until(lambda: following.age < 1, "the gate to follow")
@@ -166,7 +166,7 @@ def test_what_was_begun_when_the_server_hung_is_undone(server: PostgresServer, s
     with pytest.raises(ConfigUnavailable, match="has said nothing"):
         lose()
     server.resume()
-    time.sleep(database.REST)
+    time.sleep(engine.REST)
     assert store.version == 1
     assert store.assign(("tenant", "acme"), None, **BY) is not None, "nobody holds the lock of writers"
 
@@ -197,7 +197,7 @@ def test_a_writer_waits_for_another_longer_than_for_a_silent_server(store: Confi
 
 
 def test_a_writer_that_waits_in_vain_is_told(store: ConfigStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "PATIENCE", 1.0)
+    monkeypatch.setattr(engine, "PATIENCE", 1.0)
     with (
         closing(ConfigStore(url_of(store))) as hasty,
         writing(store.engine),

@@ -38,17 +38,17 @@ from headgate import HeadgateError, Limit, Limiter, cli
 from headgate.adapters.wsgi import HeadgateMiddleware
 from headgate.control.admin import AdminServer, Tokens
 from headgate.control.admin.pages import READS
+from headgate.control.anomalies.detector import AnomalyDetector, AnomalyLog
+from headgate.control.anomalies.webhook import Webhook
 from headgate.control.config import ConfigStore
-from headgate.control.desk import Actor, Who
-from headgate.control.desk.desk import Desk
-from headgate.control.feed import ConfigFeed
-from headgate.control.steps import StepLog, Watcher
-from headgate.control.webhooks import Webhook
+from headgate.control.config.watcher import ConfigSource
+from headgate.control.service import Actor, ClientRef
+from headgate.control.service.service import AdminService
 from headgate.policy import read
-from headgate.policy.credentials import ApiKeys
+from headgate.policy.api_keys import ApiKeyHasher
 from headgate.telemetry import DecisionLog, otel, prometheus
-from headgate.telemetry.pulse import Pulse
-from headgate.telemetry.redis_board import RedisBoard
+from headgate.telemetry.fleet.redis_status_store import RedisStatusStore
+from headgate.telemetry.fleet.reporter import StatusReporter
 from headgate.testing import FakeClock
 from postgres import postgres  # noqa: F401 - a fixture
 from servers import RedisServer, wait_until
@@ -76,7 +76,7 @@ KEYS = (HEADER, BEARER, LISTED, NUMBERED, SHUT_OUT, STRANGER, SHAPED, ASKED_FOR)
 SENT = (HEADER, BEARER, LISTED, NUMBERED, SHUT_OUT)
 """Those that clients send: the log has their hashes."""
 
-HASHED = ApiKeys(SECRET.encode()).fingerprint
+HASHED = ApiKeyHasher(SECRET.encode()).fingerprint
 HASH = HASHED(HEADER)
 LABEL = "Control Works Ltd"
 LIMIT = "control-limit"
@@ -151,7 +151,7 @@ class Town:
         raw = POLICY.replace(HASHED(LISTED), LISTED)
         self.mistake(lambda: self.config.put_policy(raw, author="ada", reason=REASON))
         self.config.put_policy(raw, author="ada", reason=REASON, hash_keys=True)
-        self.board = stack.enter_context(closing(RedisBoard(redis.url, namespace="town")))
+        self.board = stack.enter_context(closing(RedisStatusStore(redis.url, namespace="town")))
         self.steps = Steps.__new__(Steps)
         self.steps.clock, self.steps.store = self.clock, self.config
         self.steps.learn({1: 1500}, minutes=1500, client=("api_key", HASH))
@@ -176,7 +176,7 @@ class Town:
             "refusal_body": self._body,
             "health_path": "/health",
         }
-        feed = ConfigFeed(config, cache=folder / "policy.copy")
+        feed = ConfigSource(config, cache=folder / "policy.copy")
         self.app = HeadgateMiddleware(_welcome, feed, redis.url, **options)
         self.lonely = HeadgateMiddleware(_welcome, self.config.policy(), "redis://127.0.0.1:1/0", **options)
         self.registry, self.meters, self.spans = CollectorRegistry(), InMemoryMetricReader(), InMemorySpanExporter()
@@ -190,14 +190,14 @@ class Town:
             prometheus.register(app.gate, self.registry, name=name)
             otel.instrument(app.gate, meters, name=name)
             otel.trace(app.gate, tracers)
-        self.pulse = stack.enter_context(closing(Pulse(self.app.gate, self.board, node="web-1", every=None)))
+        self.pulse = stack.enter_context(closing(StatusReporter(self.app.gate, self.board, node="web-1", every=None)))
         counters = stack.enter_context(closing(Limiter(redis.url, namespace="town", budget=1.0)))
         self.hook = stack.enter_context(receiver(lambda body: put("webhook", body)))
-        self.watcher = Watcher(
+        self.watcher = AnomalyDetector(
             self.board, self.config, webhook=Webhook(self.hook, "a secret of sixteen bytes"), clock=self.clock
         )
-        steps = StepLog(self.config, clock=self.clock)
-        self.desk = Desk(
+        steps = AnomalyLog(self.config, clock=self.clock)
+        self.desk = AdminService(
             self.config, counters=counters, log=self.log, board=self.board, secret=SECRET, steps=steps, clock=self.clock
         )
         self.tokens = stack.enter_context(closing(Tokens(config)))
@@ -351,7 +351,7 @@ def send_requests(town: Town) -> None:
 def change_things(town: Town) -> None:
     """What people mean to do, of whom they have the keys."""
     signed = {"reason": REASON}
-    town.desk.add_override(ADA, Who("tenant", ROOM), "70/minute", limit=LIMIT, reason=REASON)
+    town.desk.add_override(ADA, ClientRef("tenant", ROOM), "70/minute", limit=LIMIT, reason=REASON)
     numbers = {"bucket": "5/minute", "limit": "keys", **signed}
     assert town.api("POST", "overrides", {"who": {"kind": "api_key", "value": NUMBERED}, **numbers}) == 200
     assert town.api("POST", "blocks", {"who": {"kind": "api_key", "value": SHUT_OUT}, **signed}) == 200
@@ -507,10 +507,10 @@ def make_mistakes(town: Town) -> None:
     gate = town.app.gate
     town.mistake(lambda: gate.block("api_key", bad))
     town.mistake(lambda: town.config.block(("api_key", bad), author="ada", reason=REASON))
-    town.mistake(lambda: town.desk.add_override(ADA, Who("api_key", HEADER), HEADER, limit=LIMIT, reason=REASON))
+    town.mistake(lambda: town.desk.add_override(ADA, ClientRef("api_key", HEADER), HEADER, limit=LIMIT, reason=REASON))
     town.mistake(lambda: town.desk.find(ASKED_FOR))
-    town.mistake(lambda: town.desk.block(ADA, Who("api_key", bad), reason=REASON))
-    town.mistake(lambda: town.desk.block(ADA, Who("tenant", ROOM), reason=HEADER))
+    town.mistake(lambda: town.desk.block(ADA, ClientRef("api_key", bad), reason=REASON))
+    town.mistake(lambda: town.desk.block(ADA, ClientRef("tenant", ROOM), reason=HEADER))
     town.mistake(lambda: read(f"clients: [{{api_key: '{bad}'}}]"))
     town.mistake(lambda: read(f"limits: [{{name: control-limit, by: ip, bucket: 1/minute}}]\napi_key: {HEADER}"))
     alone = Limiter("redis://127.0.0.1:1/0", on_failure="raise")

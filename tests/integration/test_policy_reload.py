@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from headgate.adapters.gate import Gate
+from headgate.gate.gate import Gate
 
 if TYPE_CHECKING:
     from pathlib import Path

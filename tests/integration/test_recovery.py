@@ -12,8 +12,8 @@ import pytest
 from faults import SLACK, Gate, key_of, paused, reach, stored, timed
 
 from headgate import Decision, Limiter, StoreError, StoreUnavailable
-from headgate.shield.denials import KNOCKS
-from headgate.shield.keeper import Keeper
+from headgate.local.denial_cache import MIN_DENIALS
+from headgate.local.maintenance import MaintenanceThread
 from servers import SentinelSet, wait_until
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def test_a_refund_by_another_process_ends_what_is_remembered_here(server: RedisS
     key = key_of(unique, quota=1)
     with Limiter(server.url) as one, Limiter(server.url) as other, server.client() as client:
         one.check(key)
-        for _ in range(KNOCKS):
+        for _ in range(MIN_DENIALS):
             assert not other.check(key).allowed
         wait_until(lambda: client.pubsub_numsub("headgate:%news")[0][1] == 1, "the other to listen")
         wait_until(lambda: not other.check(key).allowed and other.stats["remembered"], "the denial to be remembered")
@@ -300,8 +300,8 @@ def test_threads_end_when_the_limiter_is_closed_or_forgotten(server: RedisServer
 def test_requests_of_an_outage_wake_nobody(unique: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper looks at the server when it is time to, and not once for each request that it did not get."""
     works = []
-    work = Keeper._work
-    monkeypatch.setattr(Keeper, "_work", lambda keeper: works.append(keeper) or work(keeper))
+    work = MaintenanceThread._work
+    monkeypatch.setattr(MaintenanceThread, "_work", lambda keeper: works.append(keeper) or work(keeper))
     with Limiter("redis://127.0.0.1:1", on_failure="open") as limiter:
         wait_until(lambda: limiter.check(key_of(unique)) and limiter._store.breakers.open_ones(), "the breaker to open")
         works.clear()

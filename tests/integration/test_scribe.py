@@ -15,8 +15,9 @@ import pytest
 
 from headgate import InvalidConfiguration
 from headgate.policy import read
-from headgate.telemetry import DecisionLog, Record, carriers
-from headgate.telemetry.sinks.sqlite import SqliteSink
+from headgate.telemetry import DecisionLog, DecisionRecord
+from headgate.telemetry.decision_log import delivery
+from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
 from servers import wait_until
 from traffic import SECRET, Kept, Request, Traffic
 
@@ -72,9 +73,9 @@ def open_log(file: Path) -> Iterator[Callable[..., DecisionLog]]:
         log.close(0.2)
 
 
-def stored(file: Path) -> list[Record]:
+def stored(file: Path) -> list[DecisionRecord]:
     with closing(sqlite3.connect(file)) as connection:
-        return [Record.from_row(row) for row in connection.execute("SELECT * FROM decisions ORDER BY id")]
+        return [DecisionRecord.from_row(row) for row in connection.execute("SELECT * FROM decisions ORDER BY id")]
 
 
 def is_running(pid: int) -> bool:
@@ -311,7 +312,7 @@ def test_there_is_a_scribe_only_while_there_is_much_to_write(
     file: Path, open_log: Callable[..., DecisionLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"GLANCE": 0.05, "CALM": 1.0, "BUSY": 2000}.items():
-        monkeypatch.setattr(carriers, name, value)
+        monkeypatch.setattr(delivery, name, value)
     log = open_log(writer="auto")
     traffic = Traffic(ONE_AN_HOUR, log)
     sent = 0
@@ -340,8 +341,8 @@ def test_there_is_a_scribe_only_while_there_is_much_to_write(
 def test_a_scribe_with_nothing_to_write_is_let_go(
     file: Path, open_log: Callable[..., DecisionLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(carriers, "GLANCE", 0.01)
-    monkeypatch.setattr(carriers, "CALM", 0.1)
+    monkeypatch.setattr(delivery, "GLANCE", 0.01)
+    monkeypatch.setattr(delivery, "CALM", 0.1)
     log = open_log()
     traffic = Traffic(ONE_AN_HOUR, log)
     traffic.send(times=2)

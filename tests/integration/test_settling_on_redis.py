@@ -13,13 +13,13 @@ import pytest
 from faults import LONG, Proxy, paused
 
 from headgate import Decision, Key, Limit, Limiter, StoreError
-from headgate.adapters.gate import AsyncGate, Gate
 from headgate.algorithms import ALGORITHMS
 from headgate.clock import SystemClock
-from headgate.failure import FailurePolicy, Fleet
-from headgate.policy.loading import read
-from headgate.shield.ledger import Debt, Ledger, Settled, settle
-from headgate.stores.calls import Check
+from headgate.failure import FailurePolicy, FleetShare
+from headgate.gate.gate import AsyncGate, Gate
+from headgate.local.ledger import Debt, OutageLedger, Settled, settle
+from headgate.policy.loader import read
+from headgate.stores.operations import Check
 from headgate.testing import FakeClock
 from servers import wait_until
 
@@ -46,10 +46,10 @@ class Passed(NamedTuple):
 class Node:
     """A node that goes on without the store, and settles with it afterwards."""
 
-    def __init__(self, url: str, mode: FailureMode = "open", fleet: Fleet | None = None) -> None:
+    def __init__(self, url: str, mode: FailureMode = "open", fleet: FleetShare | None = None) -> None:
         self._url = url
         self.limiter = Limiter(url, budget=0.2)
-        self.ledger = Ledger()
+        self.ledger = OutageLedger()
         self._policy = FailurePolicy(mode, SystemClock(), fleet)
 
     def send(self, key: Key, times: int, cost: int = 1) -> Passed:
@@ -84,7 +84,7 @@ def attempt(limiter: Limiter, call: Check) -> Decision | StoreError:
         return error
 
 
-def settled(ledger: Ledger, limiter: Limiter) -> Settled:
+def settled(ledger: OutageLedger, limiter: Limiter) -> Settled:
     return settle(
         ledger,
         lambda calls: [attempt(limiter, call) for call in calls],
@@ -123,7 +123,7 @@ def test_the_count_after_an_outage_is_what_passed_capped_by_the_limit(
 def test_what_was_counted_before_the_outage_and_by_others_since_counts_on(server: RedisServer, unique: str) -> None:
     limit = Limit(100, LONG, name=unique)
     key = limit.by("ada")
-    nodes = [Node(server.url, "local", Fleet(share=0.4, nodes=2)) for _ in range(2)]
+    nodes = [Node(server.url, "local", FleetShare(share=0.4, nodes=2)) for _ in range(2)]
     try:
         assert nodes[0].limiter.check(key, cost=50).allowed
         with paused(server):
@@ -190,7 +190,7 @@ def test_what_is_owed_is_charged_alike_on_every_store(remote_url: str, unique: s
     limit = Limit(60, timedelta(minutes=1), algorithm=algorithm, name=unique)
     ada, bob = limit.by("ada"), limit.by("bob")
     with Limiter(remote_url, clock=clock) as limiter:
-        ledger = Ledger(clock)
+        ledger = OutageLedger(clock)
         limiter.check(bob, cost=59)
         ledger.note(Check((ada, bob), (40, 50)))
         clock.advance(15.5)

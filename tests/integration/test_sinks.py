@@ -21,15 +21,15 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 
 from headgate import InvalidConfiguration
-from headgate.telemetry import DecisionLog, Record, open_sink
-from headgate.telemetry.clients import Clients
-from headgate.telemetry.moments import span
-from headgate.telemetry.records import lost_record
-from headgate.telemetry.sinks import kafka, open_reader, sqlite
-from headgate.telemetry.sinks.clickhouse import statements
-from headgate.telemetry.sinks.jsonl import JsonLinesSink
-from headgate.telemetry.sinks.sqlite import SqliteSink
-from headgate.telemetry.why import Asked, why
+from headgate.telemetry import DecisionLog, DecisionRecord, open_sink
+from headgate.telemetry.decision_log.record import lost_record
+from headgate.telemetry.decision_log.sinks import kafka, open_reader, sqlite
+from headgate.telemetry.decision_log.sinks.clickhouse import statements
+from headgate.telemetry.decision_log.sinks.jsonl import JsonLinesSink
+from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
+from headgate.telemetry.human_time import span
+from headgate.telemetry.pseudonyms import Pseudonymizer
+from headgate.telemetry.why.report import ClientQuery, why
 from test_why import NOW
 from traffic import SECRET, START_US, Request, Traffic, records_of_all_kinds
 
@@ -42,11 +42,11 @@ TESTS = os.path.dirname(os.path.dirname(__file__))
 
 
 @pytest.fixture(scope="module")
-def records() -> list[Record]:
+def records() -> list[DecisionRecord]:
     return records_of_all_kinds()
 
 
-def at(records: list[Record], moved_us: int, token: str = "f" * 10) -> list[Record]:
+def at(records: list[DecisionRecord], moved_us: int, token: str = "f" * 10) -> list[DecisionRecord]:
     """The same at another time."""
     return [
         each._replace(id=f"{each.at_us + moved_us:014x}{token}{each.id[24:]}", at_us=each.at_us + moved_us)
@@ -54,15 +54,15 @@ def at(records: list[Record], moved_us: int, token: str = "f" * 10) -> list[Reco
     ]
 
 
-def stored(path: Path) -> list[Record]:
+def stored(path: Path) -> list[DecisionRecord]:
     with closing(sqlite3.connect(path)) as connection:
-        return [Record.from_row(row) for row in connection.execute("SELECT * FROM decisions ORDER BY id")]
+        return [DecisionRecord.from_row(row) for row in connection.execute("SELECT * FROM decisions ORDER BY id")]
 
 
 # ------------------------------------------------------------------ SQLite
 
 
-def test_sqlite_keeps_each_record_once(tmp_path: Path, records: list[Record]) -> None:
+def test_sqlite_keeps_each_record_once(tmp_path: Path, records: list[DecisionRecord]) -> None:
     sink = open_sink(f"sqlite:///{tmp_path}/decisions.db")
     sink.write(records)
     sink.write(records[10:])
@@ -72,7 +72,7 @@ def test_sqlite_keeps_each_record_once(tmp_path: Path, records: list[Record]) ->
     assert stored(tmp_path / "decisions.db") == sorted(records, key=lambda each: each.id)
 
 
-def test_sqlite_forgets_what_is_too_old(tmp_path: Path, records: list[Record]) -> None:
+def test_sqlite_forgets_what_is_too_old(tmp_path: Path, records: list[DecisionRecord]) -> None:
     sink = SqliteSink(tmp_path / "decisions.db", days=2)
     sink.write(at(records, -3 * DAY_US))
     sink.write(at(records, -1 * DAY_US))
@@ -85,7 +85,7 @@ def test_sqlite_forgets_what_is_too_old(tmp_path: Path, records: list[Record]) -
     sink.close()
 
 
-def test_a_record_of_tomorrow_does_not_make_sqlite_forget(tmp_path: Path, records: list[Record]) -> None:
+def test_a_record_of_tomorrow_does_not_make_sqlite_forget(tmp_path: Path, records: list[DecisionRecord]) -> None:
     now_us = time.time_ns() // 1000
     sink = SqliteSink(tmp_path / "decisions.db", days=2)
     sink.write(at(records, now_us - START_US - DAY_US))
@@ -95,7 +95,9 @@ def test_a_record_of_tomorrow_does_not_make_sqlite_forget(tmp_path: Path, record
     sink.close()
 
 
-def test_sqlite_stays_within_its_size(tmp_path: Path, records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sqlite_stays_within_its_size(
+    tmp_path: Path, records: list[DecisionRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sqlite, "AT_ONCE_FORGOTTEN", 100)
     sink = SqliteSink(tmp_path / "decisions.db", days=400, size_mb=0.5)
     for day in range(40):
@@ -114,7 +116,7 @@ def mode(path: Path) -> int:
 
 @pytest.mark.parametrize("journals", [True, False])
 def test_a_deleted_sqlite_file_is_created_again_with_all_that_follows(
-    tmp_path: Path, records: list[Record], journals: bool
+    tmp_path: Path, records: list[DecisionRecord], journals: bool
 ) -> None:
     file = tmp_path / "decisions.db"
     sink = SqliteSink(file)
@@ -128,7 +130,9 @@ def test_a_deleted_sqlite_file_is_created_again_with_all_that_follows(
     assert stored(file) == sorted(later, key=lambda each: each.id)
 
 
-def test_a_sqlite_file_that_is_moved_away_is_complete_and_another_begins(tmp_path: Path, records: list[Record]) -> None:
+def test_a_sqlite_file_that_is_moved_away_is_complete_and_another_begins(
+    tmp_path: Path, records: list[DecisionRecord]
+) -> None:
     file = tmp_path / "decisions.db"
     sink = SqliteSink(file)
     sink.write(records)
@@ -139,7 +143,7 @@ def test_a_sqlite_file_that_is_moved_away_is_complete_and_another_begins(tmp_pat
 
 
 def test_writers_that_notice_a_deletion_one_after_another_share_the_new_file(
-    tmp_path: Path, records: list[Record]
+    tmp_path: Path, records: list[DecisionRecord]
 ) -> None:
     file = tmp_path / "decisions.db"
     first, second, third = SqliteSink(file), SqliteSink(file), SqliteSink(file)
@@ -159,7 +163,7 @@ def test_writers_that_notice_a_deletion_one_after_another_share_the_new_file(
 
 
 def test_a_batch_that_went_into_a_deleted_file_is_not_reported_as_written(
-    tmp_path: Path, records: list[Record], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, records: list[DecisionRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "decisions.db"
     sink = SqliteSink(file)
@@ -199,7 +203,9 @@ def test_no_record_is_lost_when_the_log_is_deleted_under_a_running_gate(tmp_path
     assert len(stored(file)) == 300
 
 
-def test_the_files_of_the_log_are_private_and_an_existing_mode_stays(tmp_path: Path, records: list[Record]) -> None:
+def test_the_files_of_the_log_are_private_and_an_existing_mode_stays(
+    tmp_path: Path, records: list[DecisionRecord]
+) -> None:
     sink = SqliteSink(tmp_path / "decisions.db")
     sink.write(records)
     assert {each.name: mode(each) for each in tmp_path.iterdir()} == {
@@ -212,7 +218,9 @@ def test_the_files_of_the_log_are_private_and_an_existing_mode_stays(tmp_path: P
     sink.close()
 
 
-def test_sinks_that_open_a_new_file_at_the_same_moment_all_get_it(tmp_path: Path, records: list[Record]) -> None:
+def test_sinks_that_open_a_new_file_at_the_same_moment_all_get_it(
+    tmp_path: Path, records: list[DecisionRecord]
+) -> None:
     for number in range(20):
         sinks = [SqliteSink(tmp_path / f"{number}.db") for _ in range(8)]
         begin = threading.Barrier(len(sinks))
@@ -234,7 +242,7 @@ def test_sinks_that_open_a_new_file_at_the_same_moment_all_get_it(tmp_path: Path
         assert not failed
 
 
-def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[Record]) -> None:
+def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[DecisionRecord]) -> None:
     sink = SqliteSink(tmp_path / "decisions.db")
     broken = records[5]._replace(node=None)  # type: ignore[arg-type] # what the table refuses
     with pytest.raises(sqlite3.Error):
@@ -244,7 +252,7 @@ def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[Re
     assert len(stored(tmp_path / "decisions.db")) == 3
 
 
-def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, records: list[Record]) -> None:
+def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, records: list[DecisionRecord]) -> None:
     with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
         connection.execute("PRAGMA user_version = 7")
     with pytest.raises(InvalidConfiguration, match="is the decision log of another headgate, or no such log"):
@@ -284,17 +292,17 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in folder.iterdir() for line in file.read_text("ascii").splitlines()]
 
 
-def test_lines_are_records(tmp_path: Path, records: list[Record]) -> None:
+def test_lines_are_records(tmp_path: Path, records: list[DecisionRecord]) -> None:
     sink = open_sink(f"jsonl:///{tmp_path}/decisions.jsonl")
     sink.write(records[:20])
     (tmp_path / "decisions.jsonl").rename(tmp_path / "moved")  # as logrotate does
     sink.write(records[20:])
     sink.close()
-    found = [Record.from_dict(line) for line in lines(tmp_path)]
+    found = [DecisionRecord.from_dict(line) for line in lines(tmp_path)]
     assert sorted(found) == sorted(records)
 
 
-def test_files_of_lines_are_rotated_by_size(tmp_path: Path, records: list[Record]) -> None:
+def test_files_of_lines_are_rotated_by_size(tmp_path: Path, records: list[DecisionRecord]) -> None:
     sink = JsonLinesSink(tmp_path / "d.jsonl", size_mb=0.05, files=2)
     for moved_us in range(12):
         sink.write(at(records, moved_us))
@@ -312,7 +320,7 @@ def test_several_processes_write_into_one_file_of_lines_while_it_is_rotated(tmp_
 
 
 def test_a_file_that_was_moved_away_while_it_was_waited_for_is_left_alone(
-    tmp_path: Path, records: list[Record]
+    tmp_path: Path, records: list[DecisionRecord]
 ) -> None:
     sink = JsonLinesSink(tmp_path / "d.jsonl")
     with open(tmp_path / "d.jsonl", "w") as other:
@@ -326,7 +334,9 @@ def test_a_file_that_was_moved_away_while_it_was_waited_for_is_left_alone(
     assert len(lines(tmp_path)) == len(records)
 
 
-def test_half_a_line_is_taken_back(tmp_path: Path, records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_line_is_taken_back(
+    tmp_path: Path, records: list[DecisionRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = JsonLinesSink(tmp_path / "d.jsonl")
     sink.write(records[:2])
     write, left = os.write, [100]
@@ -336,7 +346,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path, records: list[Record], monkey
             raise OSError(28, "No space left on device")
         return write(file, data[: left.pop()])
 
-    monkeypatch.setattr("headgate.telemetry.sinks.jsonl.os.write", full)
+    monkeypatch.setattr("headgate.telemetry.decision_log.sinks.jsonl.os.write", full)
     with pytest.raises(OSError, match="No space"):
         sink.write(records[2:])
     monkeypatch.undo()
@@ -344,12 +354,12 @@ def test_half_a_line_is_taken_back(tmp_path: Path, records: list[Record], monkey
     assert len(lines(tmp_path)) == len(records)
 
 
-def test_logging_says_it_in_words(records: list[Record], caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_says_it_in_words(records: list[DecisionRecord], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "shop.decisions")
     open_sink("logging://shop.decisions").write(records)
     open_sink("logging://shop.decisions?level=debug").write(records)
     assert [each.getMessage() for each in caplog.records] == [each.words for each in records]
-    assert Record.from_dict(caplog.records[0].decision) == records[0]  # type: ignore[attr-defined] # logging's extra
+    assert DecisionRecord.from_dict(caplog.records[0].decision) == records[0]  # type: ignore[attr-defined] # logging's extra
 
 
 # ------------------------------------------------------------------ Kafka
@@ -377,13 +387,13 @@ def consumed(brokers: str, topic: str, count: int) -> list[Any]:
     return found
 
 
-def test_kafka_gets_each_record_as_a_message_of_its_client(brokers: str, records: list[Record]) -> None:
+def test_kafka_gets_each_record_as_a_message_of_its_client(brokers: str, records: list[DecisionRecord]) -> None:
     sink = open_sink(f"kafka://{brokers}/decisions?linger.ms=1")
     sink.write(records[:30])
     sink.write(records[30:])
     sink.close()
     messages = consumed(brokers, "decisions", len(records))
-    found = [Record.from_dict(json.loads(message.value())) for message in messages]
+    found = [DecisionRecord.from_dict(json.loads(message.value())) for message in messages]
     assert sorted(found) == sorted(records)
     assert all(message.key().decode() == record.client for message, record in zip(messages, found, strict=True))
     partitions = {(message.key(), message.partition()) for message in messages}
@@ -391,7 +401,7 @@ def test_kafka_gets_each_record_as_a_message_of_its_client(brokers: str, records
 
 
 def test_kafka_without_brokers_is_a_failure_and_nothing_is_lost(
-    brokers: str, records: list[Record], monkeypatch: pytest.MonkeyPatch
+    brokers: str, records: list[DecisionRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka, "PATIENCE", 0.5)
     sink = kafka.KafkaSink("127.0.0.1:1", "later", settings={"message.timeout.ms": 300})
@@ -404,7 +414,7 @@ def test_kafka_without_brokers_is_a_failure_and_nothing_is_lost(
     assert len(consumed(brokers, "later", len(records))) == len(records)
 
 
-def test_a_record_that_kafka_refuses_is_a_failure(brokers: str, records: list[Record]) -> None:
+def test_a_record_that_kafka_refuses_is_a_failure(brokers: str, records: list[DecisionRecord]) -> None:
     sink = open_sink(f"kafka://{brokers}/small?message.max.bytes=2000")
     sink.write(records)
     with pytest.raises(ConnectionError, match=r"Kafka has not taken 1 of 60 records: .*size too large"):
@@ -469,7 +479,7 @@ def clickhouse() -> Iterator[Engine]:
         yield engine
 
 
-def test_clickhouse_keeps_each_record_once(clickhouse: Engine, records: list[Record]) -> None:
+def test_clickhouse_keeps_each_record_once(clickhouse: Engine, records: list[DecisionRecord]) -> None:
     clickhouse.write(records)
     clickhouse.write(records[10:])
     everybody = list({key for each in records for key in each.clients})
@@ -478,7 +488,7 @@ def test_clickhouse_keeps_each_record_once(clickhouse: Engine, records: list[Rec
     assert clickhouse.value("SELECT count() FROM decisions FINAL") == len(records)
 
 
-def test_counts_by_minute_do_not_double(clickhouse: Engine, records: list[Record]) -> None:
+def test_counts_by_minute_do_not_double(clickhouse: Engine, records: list[DecisionRecord]) -> None:
     clickhouse.write(records)
     clickhouse.write(records[5:40])
     for outcome in ("denied", "allowed", "blocked"):
@@ -488,25 +498,25 @@ def test_counts_by_minute_do_not_double(clickhouse: Engine, records: list[Record
 
 
 def test_why_gets_the_same_from_clickhouse_as_from_sqlite(
-    clickhouse: Engine, tmp_path: Path, records: list[Record]
+    clickhouse: Engine, tmp_path: Path, records: list[DecisionRecord]
 ) -> None:
     lost = lost_record(f"{START_US:014x}lost", 7, since_us=START_US, until_us=START_US + 5, node="n1", region="")
     sink = open_sink(f"sqlite:///{tmp_path}/decisions.db")
     for each in (sink, clickhouse):
         each.write([*records, lost])
     sink.close()
-    clients = Clients(SECRET)
+    clients = Pseudonymizer(SECRET)
     with closing(open_reader(f"sqlite:///{tmp_path}/decisions.db")) as reader:
         for client in ("acme", 'acme, "ltd" ünd söhne', "mallory", "203.0.113.9", "nobody"):
             for when in ("2026-11-15", "2026-11-14", "2026-11-16"):
-                question = Asked.read(client, clients), span(when, now=NOW, zone=UTC)
+                question = ClientQuery.read(client, clients), span(when, now=NOW, zone=UTC)
                 answer = why(reader, *question)
                 assert why(clickhouse, *question) == answer
                 assert answer.lost == (7 if when == "2026-11-15" else 0)
                 assert bool(answer.rejected) == (client != "nobody" and when == "2026-11-15")
 
 
-def test_clickhouse_takes_what_kafka_has(clickhouse: Engine, brokers: str, records: list[Record]) -> None:
+def test_clickhouse_takes_what_kafka_has(clickhouse: Engine, brokers: str, records: list[DecisionRecord]) -> None:
     """By the supplied statements, with another table in the place of the queue: this engine cannot reach brokers."""
     fed = at(records, DAY_US)
     sink = open_sink(f"kafka://{brokers}/feed")
@@ -531,7 +541,7 @@ def test_another_table_has_its_own_statements() -> None:
     assert "decisions" not in text
 
 
-def test_a_server_that_is_not_there_is_a_failure(records: list[Record]) -> None:
+def test_a_server_that_is_not_there_is_a_failure(records: list[DecisionRecord]) -> None:
     sink = open_sink("clickhouse://ada:hidden-password@127.0.0.1:1/shop?connect_timeout=1")
     with pytest.raises(Exception, match=r"127\.0\.0\.1") as failure:
         sink.write(records)
@@ -579,7 +589,7 @@ def test_what_is_not_installed_is_named_with_its_extra(
     url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"headgate.telemetry.sinks.{extra}", raising=False)
+    monkeypatch.delitem(sys.modules, f"headgate.telemetry.decision_log.sinks.{extra}", raising=False)
     with pytest.raises(
         InvalidConfiguration, match=rf"needs the package '{package}': pip install 'headgate\[{extra}\]'"
     ):

@@ -29,12 +29,12 @@ from headgate import Limiter
 from headgate.adapters.wsgi import HeadgateMiddleware
 from headgate.control.admin import AdminServer, Tokens
 from headgate.control.config import ConfigStore
-from headgate.control.desk import Actor, Who
-from headgate.control.desk.desk import Desk
-from headgate.control.feed import ConfigFeed
+from headgate.control.config.watcher import ConfigSource
+from headgate.control.service import Actor, ClientRef
+from headgate.control.service.service import AdminService
 from headgate.telemetry import DecisionLog
-from headgate.telemetry.letters import DETAILS_TITLE
-from headgate.telemetry.moments import microseconds
+from headgate.telemetry.human_time import microseconds
+from headgate.telemetry.why.render import DETAILS_TITLE
 from headgate.testing import FakeClock
 from servers import RedisServer
 from traffic import SECRET
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 KEY = "sk_live_of_acme_4f9a1c77"
 ADA = Actor("ada", "admin")
-ACME = Who("tenant", "acme")
+ACME = ClientRef("tenant", "acme")
 AT = "yesterday 15:00"
 NODE = "api-1"
 
@@ -117,7 +117,7 @@ class Api:
         self.clock = FakeClock(noon_us - 3600 * 1_000_000)
         self.app = HeadgateMiddleware(
             _welcome,
-            ConfigFeed(config),
+            ConfigSource(config),
             store,
             clock=self.clock,
             secret=SECRET,
@@ -192,7 +192,7 @@ class Yesterday:
         assert kept.flush(20)
         counters = gate.beside() if redis is None else Limiter(redis.url, namespace="yesterday", budget=1.0)
         stack.enter_context(closing(counters))
-        self.desk = Desk(store, counters=counters, log=log, secret=SECRET)
+        self.desk = AdminService(store, counters=counters, log=log, secret=SECRET)
         tokens = stack.enter_context(closing(Tokens(self.config)))
         self.token = tokens.make("eve", "viewer", by="tests").text
         self.server = stack.enter_context(AdminServer(self.desk, tokens, port=0))
@@ -360,7 +360,7 @@ def test_with_the_overrides_that_it_names_the_same_traffic_passes(yesterday: Yes
         for limit in limits:
             override = yaml.safe_load(limit["override"])
             (kind,) = {*override} - {"limit", "bucket"}
-            who = Who(kind, override[kind])
+            who = ClientRef(kind, override[kind])
             numbers = {"limit": override["limit"], "reason": "as the log says"}
             yesterday.desk.add_override(ADA, who, override["bucket"], **numbers)
         after = yesterday.opened(stack, None, "after").run(traffic)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from headgate.adapters.way import Admission, Arrival, current_admission
+from headgate.gate.admission import Admission, RequestInfo, current_admission
 
-__all__ = ["Admission", "Arrival", "current_admission"]
+__all__ = ["Admission", "RequestInfo", "current_admission"]

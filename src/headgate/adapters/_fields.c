@@ -384,7 +384,7 @@ static PyType_Slot FIELDS_SLOTS[] = {
 };
 
 static PyType_Spec FIELDS = {
-    .name = "headgate.adapters._fields.Fields",
+    .name = "headgate.adapters._fields.RateLimitHeaders",
     .basicsize = sizeof(Fields),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = FIELDS_SLOTS,

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from aiohttp import web
 
-from headgate.adapters.asgi import whatever_happens
-from headgate.adapters.door import check_options
-from headgate.adapters.gate import AsyncGate
-from headgate.adapters.mounts import AppRoute
-from headgate.adapters.view_limits import (
+from headgate.adapters.asgi import finish_shielded
+from headgate.errors import InvalidConfiguration
+from headgate.gate.admission import UNLIMITED, Admission, enter_context
+from headgate.gate.base import check_options
+from headgate.gate.gate import AsyncGate
+from headgate.gate.mounts import AppRoute
+from headgate.gate.view_limits import (
     ViewAdmissions,
     ViewArrival,
     ViewLimit,
@@ -20,8 +22,6 @@ from headgate.adapters.view_limits import (
     is_exempt,
     view_name,
 )
-from headgate.adapters.way import FREE, Admission, enter_context
-from headgate.errors import InvalidConfiguration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
-    from headgate.adapters.answers import Header, Refusal
-    from headgate.adapters.door import GateOptions
-    from headgate.adapters.view_limits import LimitDeclaration, View
+    from headgate.gate.base import GateOptions
+    from headgate.gate.responses import Header, Rejection
+    from headgate.gate.view_limits import LimitDeclaration, View
     from headgate.policy.model import Policy
 
-__all__ = ["ADMISSION", "AiohttpArrival", "exempt", "limit", "setup"]
+__all__ = ["ADMISSION", "AiohttpRequest", "exempt", "limit", "setup"]
 
 ADMISSION: Final[Any] = web.RequestKey("headgate", Admission) if hasattr(web, "RequestKey") else "headgate"
 """Where a request keeps how it was let in: `request[ADMISSION]`. Older versions of aiohttp know only texts as keys."""
@@ -46,7 +46,7 @@ ADMISSIONS: Final[Any] = (
 """The key under which a request keeps its `ViewAdmissions`."""
 
 
-class AiohttpArrival:
+class AiohttpRequest:
     """A request. `native` is aiohttp's own."""
 
     __slots__ = ("method", "native", "path", "peer")
@@ -85,10 +85,10 @@ def setup(
     @web.middleware
     async def pass_the_gate(request: web.Request, handler: Handler) -> web.StreamResponse:
         is_free = has_exempt_views() and is_exempt(request.match_info.handler)
-        admission = FREE if is_free else await door.admit(AiohttpArrival(request))
+        admission = UNLIMITED if is_free else await door.admit(AiohttpRequest(request))
         if admission.refusal is not None:
             return _response(admission.refusal.headers, admission.refusal)
-        if admission is not FREE:
+        if admission is not UNLIMITED:
             request[ADMISSION] = admission
         admissions = request[ADMISSIONS] = ViewAdmissions(door, admission)
         context = enter_context(admission)
@@ -102,7 +102,7 @@ def setup(
         finally:
             context.var.reset(context)
             for each in admissions.unfinished():
-                await whatever_happens(door.finish(each, status))
+                await finish_shielded(door.finish(each, status))
         return response
 
     async def close(app: web.Application) -> None:
@@ -163,7 +163,7 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
                     "headgate.policy if there are no others"
                 )
             handler = view_name(request.match_info.handler)
-            arrival = ViewArrival(AiohttpArrival(request), f"{handler} {name}", request)
+            arrival = ViewArrival(AiohttpRequest(request), f"{handler} {name}", request)
             refusal = (await admissions.gate.admit_to_view(arrival, declarations, admissions)).refusal
             if refusal is not None:
                 return _response(admissions.refusal_headers(refusal), refusal)
@@ -190,6 +190,6 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
             response.headers[name.decode()] = value.decode()
 
 
-def _response(fields: list[Header], refusal: Refusal) -> web.Response:
+def _response(fields: list[Header], refusal: Rejection) -> web.Response:
     headers = [(name.decode(), value.decode()) for name, value in fields if name != b"content-length"]
     return web.Response(status=refusal.status, headers=headers, body=refusal.body)

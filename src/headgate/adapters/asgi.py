@@ -9,20 +9,20 @@ from inspect import currentframe
 from types import CoroutineType, coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
-from headgate.adapters.door import check_options
-from headgate.adapters.gate import AsyncGate
-from headgate.adapters.mounts import asgi_routes, placed, root_of
-from headgate.adapters.way import FREE, enter_context, leave_context
 from headgate.errors import InvalidInput
+from headgate.gate.admission import UNLIMITED, enter_context, leave_context
+from headgate.gate.base import check_options
+from headgate.gate.gate import AsyncGate
+from headgate.gate.mounts import asgi_routes, find_root_path, split_mount
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, MutableMapping
     from os import PathLike
     from types import FrameType
 
-    from headgate.adapters.answers import Header, Refusal
-    from headgate.adapters.door import GateOptions
-    from headgate.adapters.way import Admission
+    from headgate.gate.admission import Admission
+    from headgate.gate.base import GateOptions
+    from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 
     Scope: TypeAlias = MutableMapping[str, Any]
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Send: TypeAlias = Callable[[Message], Awaitable[None]]
     App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-__all__ = ["AsgiArrival", "HeadgateMiddleware", "live", "refuse", "serve", "signed_in_user", "whatever_happens"]
+__all__ = ["AsgiRequest", "HeadgateMiddleware", "finish_shielded", "refuse", "run_lifespan", "serve", "signed_in_user"]
 
 _encoded = lru_cache(maxsize=64)(str.encode)
 
@@ -46,7 +46,7 @@ TRY_AGAIN_LATER: Final = 1013
 """The close code of a websocket whose server cannot say 429."""
 
 
-class AsgiArrival:
+class AsgiRequest:
     """A request, or the handshake of a websocket. `native` is its scope."""
 
     __slots__ = ("below", "method", "native", "path", "peer")
@@ -56,7 +56,7 @@ class AsgiArrival:
         self.method: str = scope.get("method", "GET")
         self.path: str
         self.below: str | None
-        self.path, self.below = placed(scope["path"], root or scope.get("root_path", ""))
+        self.path, self.below = split_mount(scope["path"], root or scope.get("root_path", ""))
         client = scope.get("client")
         self.peer: str | None = client[0] if client else None
 
@@ -66,7 +66,7 @@ class AsgiArrival:
         return [value.decode("latin-1") for key, value in self.native["headers"] if key == wanted]
 
 
-class TellingSend:
+class HeaderSend:
     """Sends what the app sends, with the fields of its admission, which is current until `leave`.
 
     But not while the last of an answer goes out: servers begin to wait for the connection's next request then, with a
@@ -111,7 +111,7 @@ class _Sent:
         """There is nothing to end."""
 
 
-def send_last(telling: TellingSend, send: Send, message: Message) -> Awaitable[None]:
+def send_last(telling: HeaderSend, send: Send, message: Message) -> Awaitable[None]:
     """Send what may be the last of an answer; what runs after it finds its admission again.
 
     At once, and not when it is awaited, which every app does: servers seldom have to wait here, and a coroutine around
@@ -131,7 +131,7 @@ def send_last(telling: TellingSend, send: Send, message: Message) -> Awaitable[N
     return go_on(telling, sending, waited_for)
 
 
-async def wait_for(telling: TellingSend, sending: Awaitable[None]) -> None:
+async def wait_for(telling: HeaderSend, sending: Awaitable[None]) -> None:
     """The same where a server does not send by a coroutine."""
     try:
         await sending
@@ -140,7 +140,7 @@ async def wait_for(telling: TellingSend, sending: Awaitable[None]) -> None:
 
 
 @coroutine
-def go_on(telling: TellingSend, sending: CoroutineType[Any, Any, None], waited_for: Any) -> Generator[Any, Any, None]:
+def go_on(telling: HeaderSend, sending: CoroutineType[Any, Any, None], waited_for: Any) -> Generator[Any, Any, None]:
     """The same where a server has to wait, as it does for clients that read slowly."""
     try:
         while True:
@@ -177,7 +177,7 @@ class HeadgateMiddleware:
         **options: Unpack[GateOptions],
     ) -> None:
         self.app = app
-        self._root = root_of(app)
+        self._root = find_root_path(app)
         try:
             check_options(type(self).__name__, options)
             if gate is None:
@@ -186,26 +186,26 @@ class HeadgateMiddleware:
         except InvalidInput as error:
             if not _is_made_by_a_call():
                 raise
-            gate = _Unmade(error)
+            gate = _FailedGate(error)
         self.gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ARRIVALS:
             if scope["type"] != "lifespan":
                 return await self.app(scope, receive, send)
-            if isinstance(self.gate, _Unmade):
+            if isinstance(self.gate, _FailedGate):
                 return await self.gate.decline(receive, send)
-            return await live(self.app, scope, receive, send, self.gate)
-        arrival, gate = AsgiArrival(scope, self._root), self.gate
+            return await run_lifespan(self.app, scope, receive, send, self.gate)
+        arrival, gate = AsgiRequest(scope, self._root), self.gate
         admission = await gate.admit(arrival)
         return await self._let_in(admission, scope, receive, send)
 
     async def _let_in(self, admission: Admission, scope: Scope, receive: Receive, send: Send) -> None:
         if admission.refusal is not None:
             return await refuse(admission.refusal, scope, receive, send)
-        if admission is FREE:
+        if admission is UNLIMITED:
             return await self.app(scope, receive, send)
-        telling = TellingSend(send, admission)
+        telling = HeaderSend(send, admission)
         try:
             if not admission.is_over:
                 return await serve(self.app, scope, receive, telling, partial(self.gate.finish, admission))
@@ -214,7 +214,7 @@ class HeadgateMiddleware:
             telling.leave()  # servers may serve the next request of a connection in the same task
 
 
-class _Unmade(AsyncGate):
+class _FailedGate(AsyncGate):
     """Stands where no gate could be made: the server is told why as it starts, and who comes nevertheless is, too."""
 
     def __init__(self, error: InvalidInput) -> None:
@@ -257,7 +257,7 @@ async def serve(
         nonlocal is_finished
         if not is_finished:
             is_finished = True
-            await whatever_happens(finish(status))
+            await finish_shielded(finish(status))
 
     async def watched_send(message: Message) -> None:
         nonlocal status
@@ -278,7 +278,7 @@ async def serve(
         await end()
 
 
-async def live(app: App, scope: Scope, receive: Receive, send: Send, gate: AsyncGate) -> None:
+async def run_lifespan(app: App, scope: Scope, receive: Receive, send: Send, gate: AsyncGate) -> None:
     """Run the app's lifespan, and close the gate at its end; also of an app that has none."""
     is_heard = False
     gate.warm()
@@ -318,7 +318,7 @@ def signed_in_user(arrival: Any) -> str | None:
     return None
 
 
-async def refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse(refusal: Rejection, scope: Scope, receive: Receive, send: Send) -> None:
     """Send a refusal: to a websocket without being able to say why, where the server has no way to."""
     kind = "http.response" if scope["type"] == "http" else "websocket.http.response"
     if kind == "websocket.http.response" and kind not in (scope.get("extensions") or ()):
@@ -332,7 +332,7 @@ async def refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -
 _unfinished: set[asyncio.Future[None]] = set()
 
 
-async def whatever_happens(work: Any) -> None:
+async def finish_shielded(work: Any) -> None:
     """Finish it, even if the client has gone and this task is cancelled: nothing that was held may stay held."""
     task = asyncio.ensure_future(work)
     _unfinished.add(task)

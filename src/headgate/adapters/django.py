@@ -20,8 +20,11 @@ from django.urls import Resolver404, resolve
 from django.utils.functional import LazyObject
 from django.utils.module_loading import import_string
 
-from headgate.adapters.gate import AsyncGate, Gate
-from headgate.adapters.view_limits import (
+from headgate.adapters.wsgi import check_settings, header_lines, native_headers
+from headgate.errors import InvalidPolicy
+from headgate.gate.admission import UNLIMITED, enter_context
+from headgate.gate.gate import AsyncGate, Gate
+from headgate.gate.view_limits import (
     ViewAdmissions,
     ViewArrival,
     ViewLimit,
@@ -30,9 +33,6 @@ from headgate.adapters.view_limits import (
     is_exempt,
     view_name,
 )
-from headgate.adapters.way import FREE, enter_context
-from headgate.adapters.wsgi import check_settings, header_lines, native_headers
-from headgate.errors import InvalidPolicy
 from headgate.limiter import Limiter
 from headgate.policy.model import Policy
 
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
     from django.http.response import HttpResponseBase
 
-    from headgate.adapters.answers import Header, Refusal
-    from headgate.adapters.view_limits import LimitDeclaration
-    from headgate.adapters.way import Admission
-    from headgate.failure import Fleet
+    from headgate.failure import FleetShare
+    from headgate.gate.admission import Admission
+    from headgate.gate.responses import Header, Rejection
+    from headgate.gate.view_limits import LimitDeclaration
 
 __all__ = [
-    "DjangoArrival",
+    "DjangoRequest",
     "HeadgateMiddleware",
     "asigned_in_user",
     "exempt",
@@ -65,7 +65,7 @@ FUNCTIONS: Final = ("on_decision", "on_event", "refusal_body")
 """The settings that may also be the name of a function."""
 
 
-class DjangoArrival:
+class DjangoRequest:
     """A request. `native` is Django's own."""
 
     __slots__ = ("below", "method", "native", "path", "peer")
@@ -103,7 +103,9 @@ class HeadgateMiddleware:
         return self._respond_async(request) if self._is_async else self._respond(request)
 
     def _respond(self, request: HttpRequest) -> HttpResponseBase:
-        admissions = self._entered(request, FREE if _is_exempt(request) else self.gate.admit(DjangoArrival(request)))
+        admissions = self._entered(
+            request, UNLIMITED if _is_exempt(request) else self.gate.admit(DjangoRequest(request))
+        )
         if admissions.policy.refusal is not None:
             return _refuse(admissions.policy.refusal.headers, admissions.policy.refusal, request)
         try:
@@ -115,7 +117,7 @@ class HeadgateMiddleware:
         return _leave(response, admissions, self.gate.finish)
 
     async def _respond_async(self, request: HttpRequest) -> HttpResponseBase:
-        admission = FREE if _is_exempt(request) else await self.gate.admit(DjangoArrival(request))
+        admission = UNLIMITED if _is_exempt(request) else await self.gate.admit(DjangoRequest(request))
         admissions = self._entered(request, admission)
         if admission.refusal is not None:
             return _refuse(admission.refusal.headers, admission.refusal, request)
@@ -177,7 +179,7 @@ def look_at_settings(**_: Any) -> list[checks.CheckMessage]:
     if not is_used and not hasattr(conf.settings, "HEADGATE"):
         return []
     try:
-        trial = _opened(_Trial, getattr(conf.settings, "HEADGATE", None))
+        trial = _opened(_TrialGate, getattr(conf.settings, "HEADGATE", None))
     except ImproperlyConfigured as error:
         hint = "`headgate check FILE` says the same of a policy file." if _is_about_policy(error) else None
         return [checks.Error(str(error), hint=hint, id="headgate.E001")]
@@ -191,12 +193,12 @@ def look_at_settings(**_: Any) -> list[checks.CheckMessage]:
     return told
 
 
-def signed_in_user(arrival: DjangoArrival) -> str | None:
+def signed_in_user(arrival: DjangoRequest) -> str | None:
     """The key of the user whom a middleware further out has found out. Without a session, no database is asked."""
     return _key(getattr(arrival.native, "user", None))
 
 
-async def asigned_in_user(arrival: DjangoArrival) -> str | None:
+async def asigned_in_user(arrival: DjangoRequest) -> str | None:
     """The same, without blocking the event loop."""
     request = arrival.native
     user = getattr(request, "user", None)
@@ -228,7 +230,7 @@ def _asked(args: tuple[Any, ...]) -> tuple[HttpRequest, ViewAdmissions]:
 def _view_arrival(request: HttpRequest, name: str) -> ViewArrival:
     match = request.resolver_match
     view = "" if match is None else view_name(match.func)
-    return ViewArrival(DjangoArrival(request), f"{view} {name}", request)
+    return ViewArrival(DjangoRequest(request), f"{view} {name}", request)
 
 
 def _is_exempt(request: HttpRequest) -> bool:
@@ -241,7 +243,7 @@ def _is_exempt(request: HttpRequest) -> bool:
         return False
 
 
-def _refuse(headers: list[Header], refusal: Refusal, request: HttpRequest) -> HttpResponse:
+def _refuse(headers: list[Header], refusal: Rejection, request: HttpRequest) -> HttpResponse:
     body = b"" if request.method == "HEAD" else refusal.body
     return HttpResponse(body, status=refusal.status, headers=dict(native_headers(headers)))
 
@@ -292,17 +294,17 @@ def _opened(kind: type[Opened], said: Any) -> Opened:
         raise ImproperlyConfigured(f"HEADGATE: {error}") from error
 
 
-class _Idle(Limiter):
+class _OfflineLimiter(Limiter):
     """A limiter that never asks its store."""
 
-    def _guard_routes(self) -> Fleet:
+    def _guard_routes(self) -> FleetShare:
         return self._front.fleet
 
 
-class _Trial(Gate):
+class _TrialGate(Gate):
     """A gate that is only made to see whether it can be: commands that look at settings need no store."""
 
-    _limiter_type = _Idle
+    _limiter_type = _OfflineLimiter
 
     def __init__(self, policy: Any = None, store: Any = "memory://", *, control: Any = None, **options: Any) -> None:
         # The config store may not exist yet, and is not for a check to create: then only the other settings count.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 from fastapi import HTTPException, Response
 from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the annotations of dependencies
 
-from headgate.adapters.asgi import BODIES, TRY_AGAIN_LATER, AsgiArrival, live, refuse, serve, signed_in_user
-from headgate.adapters.door import check_options
-from headgate.adapters.gate import AsyncGate
-from headgate.adapters.view_limits import REPORTED_ONCE, LimitDeclaration, bind, bound
-from headgate.adapters.way import FREE, NOT_SERVED, Admission, current_admission, enter_context, leave_context
+from headgate.adapters.asgi import BODIES, TRY_AGAIN_LATER, AsgiRequest, refuse, run_lifespan, serve, signed_in_user
 from headgate.errors import InvalidConfiguration
+from headgate.gate.admission import NOT_SERVED, UNLIMITED, Admission, current_admission, enter_context, leave_context
+from headgate.gate.base import check_options
+from headgate.gate.gate import AsyncGate
+from headgate.gate.view_limits import REPORTED_ONCE, LimitDeclaration, bind, bound
 from headgate.policy.model import AnswerSettings, IdentitySettings, Policy
 
 if TYPE_CHECKING:
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI, WebSocket
 
-    from headgate.adapters.answers import Header, Refusal
     from headgate.adapters.asgi import App, Message, Receive, Scope, Send
-    from headgate.adapters.door import GateOptions
-    from headgate.adapters.view_limits import By
+    from headgate.gate.base import GateOptions
+    from headgate.gate.responses import Header, Rejection
+    from headgate.gate.view_limits import By
     from headgate.limits import Limit
     from headgate.policy.model import RouteMode
 
     Granted: TypeAlias = list[tuple[AsyncGate, Admission]]
     """Each with the gate that has granted it: an app may have several."""
 
-__all__ = ["FastAPILimits", "Refused", "admission"]
+__all__ = ["FastAPILimits", "RateLimited", "admission"]
 
 ADMISSIONS: Final = "headgate.admissions"
 """Where a request's scope keeps those that its dependencies have got."""
@@ -42,10 +42,10 @@ MOUNT: Final = "headgate.mount"
 """Where it keeps the path that the app with its limits is mounted at."""
 
 
-class Refused(HTTPException):
+class RateLimited(HTTPException):
     """Raised by a dependency for a request that may not pass. `FastAPILimits.install` lets it become the refusal."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: Rejection) -> None:
         self.refusal = refusal
         self.fields = [field for field in refusal.headers if not field[0].startswith(REPORTED_ONCE)]
         headers = {name.decode(): value.decode() for name, value in self.fields if not name.startswith(b"content-")}
@@ -101,16 +101,16 @@ class FastAPILimits:
             admissions: Granted | None = connection.scope.get(ADMISSIONS)
             if admissions is None:
                 raise InvalidConfiguration("the app does not know its limits: call limits.install(app) once")
-            arrival = _FastapiArrival(connection)
+            arrival = _FastAPIRequest(connection)
             admission = await self.gate.admit(arrival, bound(self.gate, (declaration,), arrival.view))
             if admission.refusal is not None:
                 for gate, earlier in admissions:
                     await gate.finish(earlier, NOT_SERVED)
                 admissions[:] = [(self.gate, admission)]
-                raise Refused(admission.refusal)
-            if admission is not FREE:
+                raise RateLimited(admission.refusal)
+            if admission is not UNLIMITED:
                 admissions.append((self.gate, admission))
-                if current_admission() is FREE:
+                if current_admission() is UNLIMITED:
                     enter_context(admission)
             return admission
 
@@ -118,8 +118,8 @@ class FastAPILimits:
 
     def install(self, app: FastAPI) -> None:
         """Let the app send refusals and header fields, and close the store when it ends. Once, before it starts."""
-        app.add_exception_handler(Refused, _answer)  # type: ignore[arg-type]  # for both kinds of connection
-        app.add_middleware(_Layer, limits=self)
+        app.add_exception_handler(RateLimited, _answer)  # type: ignore[arg-type]  # for both kinds of connection
+        app.add_middleware(_LimitsMiddleware, limits=self)
 
     def headers(self, admissions: Granted, policy: Admission) -> list[Header]:
         """The fields for all admissions of a request, and for what a policy has granted before, as if they were one."""
@@ -130,7 +130,7 @@ class FastAPILimits:
         policy.hush()
         return headers
 
-    async def health_page(self, arrival: AsgiArrival) -> Refusal | None:
+    async def health_page(self, arrival: AsgiRequest) -> Rejection | None:
         """What is answered at `health_path`, where no dependency is asked; None at every other path."""
         is_there = self.health_path in (arrival.path, arrival.below)
         return (await self.gate.admit(arrival)).refusal if is_there else None
@@ -141,7 +141,7 @@ async def admission() -> Admission:
     return current_admission()
 
 
-class _FastapiArrival(AsgiArrival):
+class _FastAPIRequest(AsgiRequest):
     """A request or a websocket on its way to a route."""
 
     __slots__ = ()
@@ -168,7 +168,7 @@ class _FastapiArrival(AsgiArrival):
         return connection
 
 
-class _Layer:
+class _LimitsMiddleware:
     """The middleware around the app's routes that tells, settles and leaves what their dependencies were granted."""
 
     def __init__(self, app: App, limits: FastAPILimits) -> None:
@@ -177,11 +177,11 @@ class _Layer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            return await live(self._app, scope, receive, send, self._limits.gate)
+            return await run_lifespan(self._app, scope, receive, send, self._limits.gate)
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
         if self._limits.health_path is not None:
-            page = await self._limits.health_page(AsgiArrival(scope))
+            page = await self._limits.health_page(AsgiRequest(scope))
             if page is not None:
                 return await refuse(page, scope, receive, send)
         admissions: Granted = []
@@ -217,7 +217,7 @@ async def _finish(admissions: Granted, status: int) -> None:
 
 async def _answer(connection: HTTPConnection, error: Exception) -> Response | None:
     """The refusal, the same that the middleware would have sent."""
-    assert isinstance(error, Refused)
+    assert isinstance(error, RateLimited)
     refusal = error.refusal
     body = b"" if connection.scope.get("method") == "HEAD" else refusal.body
     response = Response(body, refusal.status)

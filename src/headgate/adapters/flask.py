@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 from flask import Blueprint, Response, after_this_request, current_app, request
 from werkzeug.exceptions import HTTPException
 
-from headgate.adapters.view_limits import (
+from headgate.adapters.wsgi import HeadgateMiddleware, WsgiRequest, check_settings, native_headers
+from headgate.errors import InvalidConfiguration
+from headgate.gate.admission import current_admission
+from headgate.gate.view_limits import (
     ViewAdmissions,
     ViewArrival,
     ViewLimit,
@@ -19,9 +22,6 @@ from headgate.adapters.view_limits import (
     has_exempt_views,
     is_exempt,
 )
-from headgate.adapters.way import current_admission
-from headgate.adapters.wsgi import HeadgateMiddleware, WsgiArrival, check_settings, native_headers
-from headgate.errors import InvalidConfiguration
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from flask import Flask, Request
     from flask.sessions import SessionMixin
 
-    from headgate.adapters.view_limits import LimitDeclaration, View
-    from headgate.adapters.way import Admission
+    from headgate.gate.admission import Admission
+    from headgate.gate.view_limits import LimitDeclaration, View
     from headgate.policy.model import Policy
 
-__all__ = ["FlaskArrival", "Headgate", "exempt", "limit"]
+__all__ = ["FlaskRequest", "Headgate", "exempt", "limit"]
 
 ADMISSIONS: Final = "headgate.admissions"
 """The key under which a request's environ keeps its `ViewAdmissions`."""
 
 
-class FlaskArrival(WsgiArrival):
+class FlaskRequest(WsgiRequest):
     """A request that Flask has not seen yet. `native` is its environ."""
 
     __slots__ = ("_app",)
@@ -86,7 +86,7 @@ class Headgate:
         options = self._options | app.config.get_namespace("HEADGATE_")
         check_settings(options, lambda name: f"HEADGATE_{name.upper()}")
         middleware = HeadgateMiddleware(
-            app.wsgi_app, arrival=partial(FlaskArrival, app), is_exempt=partial(_is_exempt, app), **options
+            app.wsgi_app, arrival=partial(FlaskRequest, app), is_exempt=partial(_is_exempt, app), **options
         )
         app.wsgi_app = middleware  # type: ignore[method-assign]  # Flask's own way to put a middleware around an app
         app.extensions["headgate"] = middleware
@@ -133,7 +133,7 @@ def _refused(declarations: tuple[LimitDeclaration, ...], name: str) -> Response 
         after_this_request(partial(_report, admissions))
     app: Any = current_app
     view = name if request.endpoint in (None, name) else f"{request.endpoint} {name}"
-    arrival = ViewArrival(FlaskArrival(app, environ), view, request)
+    arrival = ViewArrival(FlaskRequest(app, environ), view, request)
     refusal = gate.admit_to_view(arrival, declarations, admissions).refusal
     if refusal is None:
         return None

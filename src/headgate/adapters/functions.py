@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from headgate import _grammar
+from headgate import _limit_syntax
 from headgate.errors import InvalidConfiguration, InvalidCost, InvalidLimit, RequestDenied
 from headgate.limiter import AsyncLimiter, Limiter
 from headgate.limits import Limit
@@ -71,7 +71,7 @@ class limited:  # noqa: N801 - a decorator, and used as one
             raise InvalidConfiguration(f"wait {wait!r} is not a number of seconds >= 0; None does not wait at all")
         self._limits: list[str | Limit] = []
         for each in limits:  # a text may hold several
-            self._limits += [each] if isinstance(each, Limit) else _grammar.split(each)
+            self._limits += [each] if isinstance(each, Limit) else _limit_syntax.split(each)
         self._limiter: Any = limiter
         self._by = by
         self._cost = cost

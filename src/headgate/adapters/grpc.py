@@ -14,11 +14,11 @@ from urllib.parse import unquote
 
 import grpc
 
-from headgate.adapters.asgi import whatever_happens
-from headgate.adapters.door import check_options
-from headgate.adapters.gate import AsyncGate, Gate
-from headgate.adapters.way import enter_context
+from headgate.adapters.asgi import finish_shielded
 from headgate.errors import InvalidConfiguration
+from headgate.gate.admission import enter_context
+from headgate.gate.base import check_options
+from headgate.gate.gate import AsyncGate, Gate
 
 try:  # which grpcio alone does not bring along
     from google.protobuf.any_pb2 import Any as AnyMessage
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from headgate.adapters.answers import Header
-    from headgate.adapters.door import GateOptions
-    from headgate.adapters.way import Admission
+    from headgate.gate.admission import Admission
+    from headgate.gate.base import GateOptions
+    from headgate.gate.responses import Header
     from headgate.policy.model import Policy
 
     Behavior: TypeAlias = Callable[[Any, Any], Any]
     Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
     Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
-__all__ = ["AsyncHeadgateInterceptor", "GrpcArrival", "HeadgateInterceptor"]
+__all__ = ["AsyncHeadgateInterceptor", "GrpcRequest", "HeadgateInterceptor"]
 
 CODES: Final = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -69,7 +69,7 @@ _closing: set[asyncio.Task[None]] = set()
 """Interceptors that are being closed: event loops keep no reference to tasks."""
 
 
-class GrpcArrival:
+class GrpcRequest:
     """An RPC. `native` is its context."""
 
     __slots__ = ("_metadata", "method", "native", "path", "peer")
@@ -116,11 +116,11 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
             def answer(request: Any, context: Any) -> Any:
-                with self._admitted(GrpcArrival(handler_call_details, context)):
+                with self._admitted(GrpcRequest(handler_call_details, context)):
                     return behavior(request, context)
 
             def answers(request: Any, context: Any) -> Iterator[Any]:
-                with self._admitted(GrpcArrival(handler_call_details, context)):
+                with self._admitted(GrpcRequest(handler_call_details, context)):
                     yield from behavior(request, context)
 
             return answers if streams else answer
@@ -128,7 +128,7 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         return _rebuilt(continuation(handler_call_details) or _unknown(_not_found), guarded)
 
     @contextmanager
-    def _admitted(self, arrival: GrpcArrival) -> Iterator[None]:
+    def _admitted(self, arrival: GrpcRequest) -> Iterator[None]:
         context = arrival.native
         admission = self.gate.admit(arrival)
         if admission.refusal is not None:
@@ -188,12 +188,12 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
             async def answer(request: Any, context: Any) -> Any:
-                async with self._admitted(GrpcArrival(handler_call_details, context)) as told:
+                async with self._admitted(GrpcRequest(handler_call_details, context)) as told:
                     return await behavior(request, told)
 
             async def answers(request: Any, context: Any) -> AsyncIterator[Any]:
                 async with (
-                    self._admitted(GrpcArrival(handler_call_details, context)) as told,
+                    self._admitted(GrpcRequest(handler_call_details, context)) as told,
                     aclosing(behavior(request, told)) as messages,
                 ):
                     async for message in messages:
@@ -211,7 +211,7 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         return _rebuilt(await continuation(handler_call_details) or _unknown(_not_found_async), guarded)
 
     @asynccontextmanager
-    async def _admitted(self, arrival: GrpcArrival) -> AsyncIterator[Any]:
+    async def _admitted(self, arrival: GrpcRequest) -> AsyncIterator[Any]:
         context = arrival.native
         admission = await self.gate.admit(arrival)
         if admission.refusal is not None:
@@ -220,17 +220,17 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         enter_context(admission)  # each RPC has a task of its own
         failure: BaseException | None = None
         try:
-            yield _Context(context, admission)
+            yield _AdmittedContext(context, admission)
         except BaseException as error:
             failure = error
             raise
         finally:
             _tell(context, admission)
             if not admission.is_over:
-                await whatever_happens(self.gate.finish(admission, _status(context, failure)))
+                await finish_shielded(self.gate.finish(admission, _status(context, failure)))
 
 
-class _Context:
+class _AdmittedContext:
     """The context of an RPC on an asyncio server, for its handler: `abort` sends the end at once, so it tells here."""
 
     def __init__(self, context: Any, admission: Admission) -> None:

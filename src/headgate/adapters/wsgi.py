@@ -8,19 +8,19 @@ from functools import lru_cache, partial
 from http.client import responses
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
-from headgate._compiled import compiled
-from headgate.adapters.door import OPTIONS, check_options
-from headgate.adapters.gate import Gate
-from headgate.adapters.way import FREE, enter_context
+from headgate._speedups import speedup
 from headgate.errors import InvalidConfiguration
+from headgate.gate.admission import UNLIMITED, enter_context
+from headgate.gate.base import OPTIONS, check_options
+from headgate.gate.gate import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from os import PathLike
 
-    from headgate.adapters.answers import Header, Refusal
-    from headgate.adapters.door import GateOptions
-    from headgate.adapters.way import Admission, Arrival
+    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.gate.base import GateOptions
+    from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 
     Environ: TypeAlias = dict[str, Any]
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HeadgateMiddleware",
-    "WsgiArrival",
+    "WsgiRequest",
     "check_settings",
     "header_lines",
     "native_headers",
@@ -47,7 +47,7 @@ _complained: list[bool] = []
 """True if the log was told that X-Forwarded-For is ignored."""
 
 
-class WsgiArrival:
+class WsgiRequest:
     """A request. `native` is its environ."""
 
     __slots__ = ("below", "method", "native", "path", "peer")
@@ -80,7 +80,7 @@ class HeadgateMiddleware:
         store: Any = "memory://",
         *,
         gate: Gate | None = None,
-        arrival: Callable[[Environ], Arrival] = WsgiArrival,
+        arrival: Callable[[Environ], RequestInfo] = WsgiRequest,
         is_exempt: Callable[[Environ], bool] | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
@@ -95,18 +95,18 @@ class HeadgateMiddleware:
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         if self._is_exempt is not None and self._is_exempt(environ):
-            admission = FREE
+            admission = UNLIMITED
         else:
             admission = self.gate.admit(self._arrival(environ))
         # Also for requests that meet no limit: the thread may still have the admission of the one before.
         enter_context(admission)
         if admission.refusal is not None:
             return _refuse(admission.refusal, environ, start_response)
-        if admission is FREE:
+        if admission is UNLIMITED:
             return self.app(environ, start_response)
         if admission.is_over:
             return self.app(environ, partial(_start, start_response, admission))
-        answer = _Answer(self.gate, admission, start_response)
+        answer = _ResponseBody(self.gate, admission, start_response)
         try:
             answer.body = self.app(environ, answer.start)
         except BaseException:
@@ -129,7 +129,7 @@ def _start(
     return start_response(status, headers, exc_info)
 
 
-class _Answer:
+class _ResponseBody:
     """The app's answer where something is left to settle at its end, which is seen here."""
 
     __slots__ = ("_admission", "_gate", "_is_closed", "_start_response", "_status", "body")
@@ -206,7 +206,7 @@ def plain_native_headers(headers: list[Header], /) -> list[tuple[str, str]]:
 
 
 native_headers: Callable[[list[Header]], list[tuple[str, str]]] = getattr(
-    compiled("headgate.adapters._fields"), "native_headers", plain_native_headers
+    speedup("headgate.adapters._fields"), "native_headers", plain_native_headers
 )
 
 
@@ -231,7 +231,7 @@ def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -
         )
 
 
-def _refuse(refusal: Refusal, environ: Environ, start_response: StartResponse) -> list[bytes]:
+def _refuse(refusal: Rejection, environ: Environ, start_response: StartResponse) -> list[bytes]:
     start_response(f"{refusal.status} {responses[refusal.status]}", native_headers(refusal.headers))
     return [] if environ["REQUEST_METHOD"] == "HEAD" else [refusal.body]
 

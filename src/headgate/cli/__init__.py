@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import headgate
-from headgate.adapters.door import SECRET_VARIABLE
 from headgate.cli import check, explain
 from headgate.cli.options import Parser, add_json, add_secret, described
 from headgate.cli.request import given_secret
-from headgate.cli.screen import BAD, Screen
+from headgate.cli.terminal import BAD, Terminal
 from headgate.errors import HeadgateError, InvalidInput
-from headgate.policy.credentials import LONGEST_KEY, ApiKeys
+from headgate.gate.base import SECRET_VARIABLE
+from headgate.policy.api_keys import LONGEST_KEY, ApiKeyHasher
 from headgate.policy.schema import json_schema
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as ended:  # argparse has said all there is to say
         return int(ended.code or 0)
     try:
-        code: int = arguments.run(arguments, Screen(sys.stdout), Screen(sys.stderr))
+        code: int = arguments.run(arguments, Terminal(sys.stdout), Terminal(sys.stderr))
     except HeadgateError as error:
         return _complain(f"{error}", code=getattr(error, "code", check.UNREADABLE))
     return code
 
 
 def _complain(what: str, *, code: int = check.UNREADABLE) -> int:
-    screen = Screen(sys.stderr)
+    screen = Terminal(sys.stderr)
     screen.say(f"{screen.paint('headgate:', BAD)} {what}")
     return code
 
@@ -98,22 +98,22 @@ def _hushed(code: int) -> int:
 # ------------------------------------------------------------------ commands
 
 
-def _check(arguments: Namespace, out: Screen, err: Screen) -> int:
+def _check(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     return check.check(arguments.files, out, err, strict=arguments.strict, as_json=arguments.json)
 
 
-def _schema(arguments: Namespace, out: Screen, err: Screen) -> int:
+def _schema(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     out.say(json.dumps(json_schema(), indent=2))
     return 0
 
 
-def _hash_key(arguments: Namespace, out: Screen, err: Screen) -> int:
+def _hash_key(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     secret = given_secret(arguments.secret_file)
     if secret is None:
         raise InvalidInput(
             f"there is no secret to hash keys with: give --secret-file, or set {SECRET_VARIABLE}, to the app's own"
         )
-    api_keys = ApiKeys(secret)
+    api_keys = ApiKeyHasher(secret)
     out.say(api_keys.fingerprint(_read_key()))
     return 0
 
@@ -128,7 +128,7 @@ def _read_key() -> str:
     return sys.stdin.buffer.readline(2 * LONGEST_KEY).decode("ascii", "replace").rstrip("\r\n")
 
 
-def _demo(arguments: Namespace, out: Screen, err: Screen) -> int:
+def _demo(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     from headgate import demo
 
     demo.main()
@@ -151,7 +151,7 @@ def _parser(*, only: str | None = None) -> ArgumentParser:
 
     def command(
         name: str,
-        run: Callable[[Namespace, Screen, Screen], int],
+        run: Callable[[Namespace, Terminal, Terminal], int],
         about: str,
         examples: str,
         *adding: Callable[[ArgumentParser], None],

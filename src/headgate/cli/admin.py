@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.cli.request import given_secret
-from headgate.cli.screen import BOLD, ODD
+from headgate.cli.terminal import BOLD, ODD
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from headgate.cli.screen import Screen
+    from headgate.cli.terminal import Terminal
     from headgate.control.admin import Token
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
@@ -87,7 +87,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     _add_config(token, SUPPRESS)  # a default here would undo what stands before the word
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     """Serve until a signal comes, or make a token."""
     if arguments.command_of_admin == "token":
         return _make_token(arguments, out, err)
@@ -106,16 +106,16 @@ def _add_config(parser: ArgumentParser, default: str) -> None:
 # ------------------------------------------------------------------ tokens
 
 
-def _make_token(arguments: Namespace, out: Screen, err: Screen) -> int:
+def _make_token(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     """The token on the output, what there is to know of it beside: so that it can be put into a file as it is."""
     from headgate.control.admin import Tokens
     from headgate.control.config import ConfigStore
-    from headgate.control.desk.desk import Desk
-    from headgate.control.desk.views import Actor
+    from headgate.control.service.models import Actor
+    from headgate.control.service.service import AdminService
 
     by = f"{_user()} at the command line"
     tokens, store = Tokens(arguments.config), ConfigStore(arguments.config)
-    desk = Desk(store, secret=given_secret(arguments.secret_file))
+    desk = AdminService(store, secret=given_secret(arguments.secret_file))
     tokens.check_name = desk.refuse_keys
     try:
         token, text = tokens.make(arguments.token_name, arguments.role, by=by, days=arguments.days)
@@ -142,11 +142,11 @@ def _day(token: Token) -> str:
 # ------------------------------------------------------------------ the server
 
 
-def _serve(arguments: Namespace, err: Screen) -> int:
+def _serve(arguments: Namespace, err: Terminal) -> int:
     from headgate.control.admin import AdminServer, Tokens
+    from headgate.control.anomalies.detector import AnomalyLog
     from headgate.control.config import ConfigStore, decision_log_beside
-    from headgate.control.desk.desk import Desk
-    from headgate.control.steps import StepLog
+    from headgate.control.service.service import AdminService
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     secret = given_secret(arguments.secret_file)
@@ -157,7 +157,7 @@ def _serve(arguments: Namespace, err: Screen) -> int:
         stack.callback(tokens.close)
         fleet = _fleet(arguments, stack)
         log = arguments.log or decision_log_beside(arguments.config)
-        desk = Desk(store, log=log, secret=secret, steps=StepLog(store), **fleet)
+        desk = AdminService(store, log=log, secret=secret, steps=AnomalyLog(store), **fleet)
         server = AdminServer(
             desk,
             tokens,
@@ -188,11 +188,11 @@ def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
     if arguments.store is None:
         return {}
     from headgate import Limiter
-    from headgate.telemetry.boards import open_board
+    from headgate.telemetry.fleet.status_store import open_status_store
 
     counters = Limiter(arguments.store, namespace=arguments.namespace)
     stack.callback(counters.close)
-    board = open_board(arguments.store, namespace=arguments.namespace)
+    board = open_status_store(arguments.store, namespace=arguments.namespace)
     stack.callback(board.close)
     return {"counters": counters, "board": board}
 
@@ -205,13 +205,13 @@ def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[A
         if arguments.webhook is not None:
             raise InvalidInput("--webhook tells of what nodes do, which is known through --store: give that, too")
         return []
-    from headgate.control.steps import Watcher
-    from headgate.control.webhooks import Webhook
+    from headgate.control.anomalies.detector import AnomalyDetector
+    from headgate.control.anomalies.webhook import Webhook
 
     webhook = None
     if arguments.webhook is not None:
         webhook = Webhook(arguments.webhook, _content(arguments.webhook_secret_file))
-    return [Watcher(fleet["board"], store, webhook=webhook)]
+    return [AnomalyDetector(fleet["board"], store, webhook=webhook)]
 
 
 def _content(file: str) -> bytes:
@@ -221,7 +221,7 @@ def _content(file: str) -> bytes:
         raise InvalidInput(f"--webhook-secret-file {file}: cannot be read: {error.strerror}") from None
 
 
-def _welcome(server: Any, tokens: Any, err: Screen, directory: Path) -> None:
+def _welcome(server: Any, tokens: Any, err: Terminal, directory: Path) -> None:
     """Say where the server is, and hand over the token of the first start: to a terminal, or in a private file. Other
     outputs end up in logs, which more people can read."""
     made = tokens.first()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headgate.cli.asking import as_json, opened, paged, titled
+from headgate.cli.context import as_json, opened, paged, titled
 from headgate.cli.options import add_page, add_server
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from headgate.cli.screen import Screen
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_server(parser)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     asked = {"author": arguments.author, "search": arguments.search}
     found = paged(desk, "audit", arguments.most, cursor="before", **asked)

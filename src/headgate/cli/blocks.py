@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headgate.cli.api import path_of
-from headgate.cli.asking import (
-    Who,
+from headgate.cli.admin_client import path_of
+from headgate.cli.context import (
+    ClientArgument,
     ahead,
     as_json,
     asked_client,
@@ -20,14 +20,14 @@ from headgate.cli.asking import (
 )
 from headgate.cli.options import CLIENT, EXIT_CODES, Actions, add_change, add_page, add_server
 from headgate.cli.overrides import STATES, add_until
-from headgate.cli.screen import printable
+from headgate.cli.terminal import printable
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from headgate.cli.asking import Desk
-    from headgate.cli.screen import Screen
+    from headgate.cli.context import CommandContext
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -81,18 +81,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_change(removing)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     raise InvalidInput("say what to do: add, list or remove")
 
 
-def add(arguments: Namespace, out: Screen, err: Screen) -> int:
+def add(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     until = ahead(arguments.until, desk, at_its_end=True)
     who = _target(desk, arguments.client)
     return change(arguments, desk, "POST", "blocks", fields={"who": who.plain, "valid_until": until})
 
 
-def _target(desk: Desk, written: str) -> Who:
+def _target(desk: CommandContext, written: str) -> ClientArgument:
     """The client to block, which need not be known yet. Says what the block will match; a text that can mean several
     clients is asked about at a terminal, and refused elsewhere."""
     found = desk.api.ask("POST", "candidates", body={"client": asked_client(written)}).body["items"]
@@ -101,7 +101,7 @@ def _target(desk: Desk, written: str) -> Who:
         chosen = chosen_from(desk, found)
     elif len(found) > 1:  # an IPv6 address, and the network around it
         desk.err.say(f"note: to block {printable(found[1]['matches'])}, give {found[1]['who']['value']}")
-    who = Who(**chosen["who"], label=chosen["label"] or "")
+    who = ClientArgument(**chosen["who"], label=chosen["label"] or "")
     warn_of_key(desk, written, who)
     desk.err.say(printable(f"{chosen['title']}: blocks {chosen['matches']}"))
     if not chosen["is_known"] and who.kind not in ("ip", "subnet"):
@@ -109,7 +109,7 @@ def _target(desk: Desk, written: str) -> Who:
     return who
 
 
-def remove(arguments: Namespace, out: Screen, err: Screen) -> int:
+def remove(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     if arguments.client.isascii() and arguments.client.isdigit():
         return change(arguments, desk, "DELETE", path_of("blocks", arguments.client), fields={})
@@ -117,7 +117,7 @@ def remove(arguments: Namespace, out: Screen, err: Screen) -> int:
     return change(arguments, desk, "DELETE", "blocks", fields=who.plain)
 
 
-def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
+def list_all(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     found = paged(desk, "blocks", arguments.most, search=arguments.search, state=arguments.state)
     if arguments.json:
@@ -131,7 +131,7 @@ def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def _row(each: dict[str, Any], desk: Desk) -> list[str]:
+def _row(each: dict[str, Any], desk: CommandContext) -> list[str]:
     return [
         "-" if each.get("id") is None else f"{each['id']}",
         desk.client(each),

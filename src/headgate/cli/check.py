@@ -9,19 +9,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
-from headgate.cli.screen import BAD, BOLD, DIM, GOOD, ODD
+from headgate.cli.terminal import BAD, BOLD, DIM, GOOD, ODD
 from headgate.errors import InvalidInput, InvalidPolicy
-from headgate.policy.credentials import ApiKeys
-from headgate.policy.loading import UnreadablePolicy, decoded, file_content, load
+from headgate.policy.api_keys import ApiKeyHasher
+from headgate.policy.loader import UnreadablePolicy, decoded, file_content, load
 from headgate.policy.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headgate.cli.screen import Screen
+    from headgate.cli.terminal import Terminal
     from headgate.policy.model import Policy
 
-__all__ = ["MISTAKES", "UNREADABLE", "Problem", "Report", "check", "examine", "tell"]
+__all__ = ["MISTAKES", "UNREADABLE", "CheckProblem", "Report", "check", "examine", "tell"]
 
 MISTAKES: Final = 1
 UNREADABLE: Final = 2
@@ -43,7 +43,7 @@ _SECTIONS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CheckProblem:
     """One thing to say about a file, with its place in it, if it has one."""
 
     message: str
@@ -52,7 +52,7 @@ class Problem:
     is_warning: bool = False
 
     @classmethod
-    def read(cls, text: str, file: str, *, is_warning: bool = False) -> Problem:
+    def read(cls, text: str, file: str, *, is_warning: bool = False) -> CheckProblem:
         """The parts of `file:line:column: message`."""
         rest = text.removeprefix(file)
         placed = _PLACED.fullmatch(rest)
@@ -66,7 +66,7 @@ class Report:
     """All that there is to say about a file."""
 
     file: str
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[CheckProblem, ...] = ()
     policy: Policy | None = None
     """What the file says, if it is good."""
     was_read: bool = True
@@ -105,7 +105,7 @@ class Report:
         return {section: len(getattr(self.policy, name)) for section, name in _SECTIONS.items() if self.policy}
 
 
-def check(files: Sequence[str], out: Screen, err: Screen, *, strict: bool, as_json: bool) -> int:
+def check(files: Sequence[str], out: Terminal, err: Terminal, *, strict: bool, as_json: bool) -> int:
     """Report on each file; the highest exit code of all."""
     reports = [examine(file) for file in files]
     if as_json:
@@ -124,16 +124,16 @@ def examine(file: str) -> Report:
     try:
         policy = load(file)
         # What is good here has to be good in a gate, which hashes API keys and makes tables of it all.
-        Snapshot(policy, ApiKeys(secrets.token_bytes(32)).fingerprint)
+        Snapshot(policy, ApiKeyHasher(secrets.token_bytes(32)).fingerprint)
     except InvalidPolicy as error:
-        problems = tuple([Problem.read(text, file) for text in error.problems])
+        problems = tuple([CheckProblem.read(text, file) for text in error.problems])
         return Report(file, problems, was_read=not isinstance(error, UnreadablePolicy))
     except InvalidInput as error:
-        return Report(file, (Problem(f"{error}"),))
-    return Report(file, tuple([Problem.read(text, file, is_warning=True) for text in policy.warnings]), policy)
+        return Report(file, (CheckProblem(f"{error}"),))
+    return Report(file, tuple([CheckProblem.read(text, file, is_warning=True) for text in policy.warnings]), policy)
 
 
-def tell(report: Report, err: Screen) -> None:
+def tell(report: Report, err: Terminal) -> None:
     """Say what is wrong, one line for each; at a terminal with the place as it looks in the file."""
     lines: list[str] = []
     if err.is_terminal and report.problems:
@@ -146,7 +146,7 @@ def tell(report: Report, err: Screen) -> None:
         err.say(*_excerpt(lines, problem, err))
 
 
-def _excerpt(lines: list[str], problem: Problem, err: Screen) -> list[str]:
+def _excerpt(lines: list[str], problem: CheckProblem, err: Terminal) -> list[str]:
     """The line of the file that a problem is about, and a caret below the place."""
     if problem.line is None or problem.column is None or not 0 < problem.line <= len(lines) or err.width is None:
         return []
@@ -161,7 +161,7 @@ def _excerpt(lines: list[str], problem: Problem, err: Screen) -> list[str]:
     return [err.paint(margin, DIM) + shown.rstrip(), err.paint(caret, ODD if problem.is_warning else BAD)]
 
 
-def _verdict(report: Report, *, strict: bool, out: Screen) -> str | None:
+def _verdict(report: Report, *, strict: bool, out: Terminal) -> str | None:
     if report.policy is None:
         return None
     if report.code(strict=strict):

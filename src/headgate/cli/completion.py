@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-    from headgate.cli.screen import Screen
+    from headgate.cli.terminal import Terminal
 
-__all__ = ["ABOUT", "EXAMPLES", "SCRIPTS", "Place", "add_arguments", "places", "run"]
+__all__ = ["ABOUT", "EXAMPLES", "SCRIPTS", "CompletionPoint", "add_arguments", "places", "run"]
 
 ABOUT = "print a script by which a shell completes commands and options"
 EXAMPLES = """
@@ -34,7 +34,7 @@ class Option(NamedTuple):
     """The words that it takes, or FILE, or anything (""); None, if it takes nothing."""
 
 
-class Place(NamedTuple):
+class CompletionPoint(NamedTuple):
     """What may come next after some commands."""
 
     path: tuple[str, ...]
@@ -50,14 +50,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=tuple(SCRIPTS), help="which shell")
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     from headgate import cli
 
     out.write(SCRIPTS[arguments.shell]([*places(cli._parser())]))  # noqa: SLF001 - it is this package's own
     return 0
 
 
-def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Place]:
+def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[CompletionPoint]:
     """All that the parser knows, command by command."""
     commands: dict[str, str] = {}
     options: list[Option] = []
@@ -80,7 +80,7 @@ def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Place
             words += [str(word) for word in action.choices]
         else:
             takes_files |= action.metavar == FILE
-    yield Place(path, commands, tuple(options), tuple(words), takes_files)
+    yield CompletionPoint(path, commands, tuple(options), tuple(words), takes_files)
     for name, each in inner.items():
         yield from places(each, (*path, name))
 
@@ -97,7 +97,7 @@ def _brief(about: str) -> str:
 # ------------------------------------------------------------------ bash
 
 
-def _bash(found: list[Place]) -> str:
+def _bash(found: list[CompletionPoint]) -> str:
     return f"""\
 # Completes headgate in bash.
 _headgate() {{
@@ -133,13 +133,13 @@ complete -F _headgate headgate
 """
 
 
-def _bash_paths(found: list[Place]) -> Iterator[str]:
+def _bash_paths(found: list[CompletionPoint]) -> Iterator[str]:
     for place in found:
         if place.path:
             yield f"{quote(_spelled(place.path))}) path={quote(_spelled(place.path))} ;;"
 
 
-def _bash_values(found: list[Place]) -> Iterator[str]:
+def _bash_values(found: list[CompletionPoint]) -> Iterator[str]:
     for place in found:
         for option in place.options:
             if option.takes is not None:
@@ -147,7 +147,7 @@ def _bash_values(found: list[Place]) -> Iterator[str]:
                 yield f"{quote(f'{_spelled(place.path)} {option.name}')}) {given} ;;"
 
 
-def _bash_words(found: list[Place]) -> Iterator[str]:
+def _bash_words(found: list[CompletionPoint]) -> Iterator[str]:
     for place in found:
         files = " files=1" if place.takes_files else ""
         yield f"{quote(_spelled(place.path))}) words={quote(' '.join(_words(place)))}{files} ;;"
@@ -158,7 +158,7 @@ def _spelled(path: tuple[str, ...]) -> str:
     return "".join([f" {name}" for name in path])
 
 
-def _words(place: Place) -> list[str]:
+def _words(place: CompletionPoint) -> list[str]:
     return [*place.commands, *place.arguments, *(option.name for option in place.options)]
 
 
@@ -169,7 +169,7 @@ def _lines(lines: Iterator[str], blanks: int) -> str:
 # ------------------------------------------------------------------ zsh
 
 
-def _zsh(found: list[Place]) -> str:
+def _zsh(found: list[CompletionPoint]) -> str:
     return f"""\
 #compdef headgate
 # Completes headgate in zsh.
@@ -198,7 +198,7 @@ fi
 """
 
 
-def _zsh_values(found: list[Place]) -> Iterator[str]:
+def _zsh_values(found: list[CompletionPoint]) -> Iterator[str]:
     for place in found:
         for option in place.options:
             if option.takes is not None:
@@ -207,7 +207,7 @@ def _zsh_values(found: list[Place]) -> Iterator[str]:
                 yield f"{quote(f'{_spelled(place.path)} {option.name}')}) {given} ;;"
 
 
-def _zsh_words(found: list[Place]) -> Iterator[str]:
+def _zsh_words(found: list[CompletionPoint]) -> Iterator[str]:
     for place in found:
         told = [*place.commands.items(), *((word, "") for word in place.arguments)]
         told += [(option.name, option.about) for option in place.options]
@@ -219,7 +219,7 @@ def _zsh_words(found: list[Place]) -> Iterator[str]:
 # ------------------------------------------------------------------ fish
 
 
-def _fish(found: list[Place]) -> str:
+def _fish(found: list[CompletionPoint]) -> str:
     lines = [
         "# Completes headgate in fish.",
         "function __headgate_at",

@@ -6,10 +6,10 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.cli.check import examine, tell
-from headgate.cli.reasons import explain
+from headgate.cli.explanation import explain
 from headgate.cli.request import Request
-from headgate.cli.screen import BAD, BOLD, GOOD, ODD
 from headgate.cli.table import table
+from headgate.cli.terminal import BAD, BOLD, GOOD, ODD
 from headgate.errors import InvalidInput
 from headgate.policy.snapshot import UNMATCHED
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator
 
-    from headgate.cli.reasons import Explanation
-    from headgate.cli.screen import Screen
+    from headgate.cli.explanation import Explanation
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["plain", "run", "show"]
 
@@ -29,7 +29,7 @@ _MODES: Final = {
 }
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     """Answer the question; the exit code tells whether it could be asked."""
     report = examine(arguments.file)
     if report.policy is None:
@@ -42,7 +42,7 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def show(found: Explanation, out: Screen) -> Iterator[str]:
+def show(found: Explanation, out: Terminal) -> Iterator[str]:
     """The explanation for people, line by line."""
     facts = {
         "request": found.request,
@@ -102,7 +102,7 @@ def _rows(found: Explanation) -> list[list[str]]:
     ]
 
 
-def _titled(titles: list[str], rows: list[list[str]], out: Screen) -> Iterator[str]:
+def _titled(titles: list[str], rows: list[list[str]], out: Terminal) -> Iterator[str]:
     first, *lines = table([titles, *rows], width=out.width)
     yield out.paint(first, BOLD)
     yield from lines

@@ -6,13 +6,13 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from textwrap import dedent, indent
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.adapters.door import SECRET_VARIABLE
+from headgate.gate.base import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Sequence
 
-    from headgate.cli.screen import Screen
+    from headgate.cli.terminal import Terminal
 
 __all__ = [
     "CLIENT",
@@ -56,7 +56,7 @@ class Actions:
             parser.actions = self._parsers.choices.keys()  # type: ignore[assignment] # a view, which sees those to come
 
     def add(
-        self, name: str, run: Callable[[Namespace, Screen, Screen], int], about: str, examples: str
+        self, name: str, run: Callable[[Namespace, Terminal, Terminal], int], about: str, examples: str
     ) -> ArgumentParser:
         made: ArgumentParser = self._parsers.add_parser(name, **described(about, examples))
         made.set_defaults(run=run)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.api import path_of
-from headgate.cli.asking import Who, ahead, as_json, change, client_of, opened, paged, titled
+from headgate.cli.admin_client import path_of
+from headgate.cli.context import ClientArgument, ahead, as_json, change, client_of, opened, paged, titled
 from headgate.cli.options import CLIENT, EXIT_CODES, Actions, add_change, add_page, add_server
 from headgate.cli.who import override_cells
 from headgate.errors import InvalidInput
@@ -13,8 +13,8 @@ from headgate.errors import InvalidInput
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from headgate.cli.asking import Desk
-    from headgate.cli.screen import Screen
+    from headgate.cli.context import CommandContext
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "STATES", "add_arguments", "add_until", "run"]
 
@@ -96,11 +96,11 @@ def add_until(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     raise InvalidInput("say what to do: add, list, change or remove")
 
 
-def add(arguments: Namespace, out: Screen, err: Screen) -> int:
+def add(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     if arguments.limit is None and arguments.route_class is None:
         raise InvalidInput(
             "say of which limit: --limit LIMIT, one of those that `headgate who` shows, or --class CLASS"
@@ -121,7 +121,7 @@ def add(arguments: Namespace, out: Screen, err: Screen) -> int:
     return change(arguments, desk, "POST", "overrides", fields=fields, number=number)
 
 
-def change_one(arguments: Namespace, out: Screen, err: Screen) -> int:
+def change_one(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     until = ahead(arguments.until, desk, at_its_end=True)
     since = ahead(arguments.since, desk, at_its_end=False)
@@ -129,7 +129,7 @@ def change_one(arguments: Namespace, out: Screen, err: Screen) -> int:
     reply = desk.api.ask("GET", path)
     before = reply.body
     fields = {
-        "who": Who(**before["who"]).plain,
+        "who": ClientArgument(**before["who"]).plain,
         "bucket": arguments.bucket or before["bucket"],
         "limit": arguments.limit or before.get("limit"),
         "class": arguments.route_class or before.get("route_class"),
@@ -141,12 +141,12 @@ def change_one(arguments: Namespace, out: Screen, err: Screen) -> int:
     return change(arguments, desk, "PUT", path, fields=fields, based_on=based_on)
 
 
-def remove(arguments: Namespace, out: Screen, err: Screen) -> int:
+def remove(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     return change(arguments, desk, "DELETE", path_of("overrides", arguments.id), fields={})
 
 
-def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
+def list_all(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     who = None if arguments.client is None else client_of(desk, arguments.client)
     asked = {"search": arguments.search, "state": arguments.state}
@@ -164,5 +164,5 @@ def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def _row(each: dict[str, Any], desk: Desk) -> list[str]:
+def _row(each: dict[str, Any], desk: CommandContext) -> list[str]:
     return ["-" if each["id"] is None else f"{each['id']}", desk.client(each), *override_cells(each, desk)]

@@ -7,19 +7,19 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.api import REFUSED, AdminError, path_of
-from headgate.cli.asking import as_json, asked, change, opened, paged, titled
+from headgate.cli.admin_client import REFUSED, AdminError, path_of
+from headgate.cli.context import as_json, asked, change, opened, paged, titled
 from headgate.cli.options import EXIT_CODES, Actions, add_change, add_server
-from headgate.cli.screen import BAD, BOLD, DIM, GOOD, printable
+from headgate.cli.terminal import BAD, BOLD, DIM, GOOD, printable
 from headgate.errors import InvalidInput
-from headgate.policy.loading import decoded, file_content
+from headgate.policy.loader import decoded, file_content
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterable, Iterator
 
-    from headgate.cli.asking import Desk
-    from headgate.cli.screen import Screen
+    from headgate.cli.context import CommandContext
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -101,11 +101,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_change(returning)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     raise InvalidInput("say what to do: show, check, put, versions, diff or rollback")
 
 
-def show(arguments: Namespace, out: Screen, err: Screen) -> int:
+def show(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     found = desk.api.get("policy", version=arguments.version)
     if arguments.json:
@@ -124,7 +124,7 @@ def show(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def _rules(found: dict[str, Any], out: Screen) -> Iterator[str]:
+def _rules(found: dict[str, Any], out: Terminal) -> Iterator[str]:
     rows = []
     for each in found["rules"]:
         where = [*each["routes"], *(f"class {name}" for name in each["classes"])] or ["all requests"]
@@ -134,7 +134,7 @@ def _rules(found: dict[str, Any], out: Screen) -> Iterator[str]:
     yield from titled(["limit", "allows", "counted by", "where", "tiers"], rows, out)
 
 
-def check(arguments: Namespace, out: Screen, err: Screen) -> int:
+def check(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     text, name = _document(arguments.file)
     found = desk.api.ask("POST", "policy/check", body={"text": text, "file": name}).body
@@ -148,7 +148,7 @@ def check(arguments: Namespace, out: Screen, err: Screen) -> int:
     return REFUSED if problems else 0
 
 
-def put(arguments: Namespace, out: Screen, err: Screen) -> int:
+def put(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     text, name = _document(arguments.file)
     based_on = arguments.based_on
@@ -160,7 +160,7 @@ def put(arguments: Namespace, out: Screen, err: Screen) -> int:
     return change(arguments, desk, "PUT", "policy", fields={"text": text, "file": name}, based_on=based_on)
 
 
-def _looked_at(desk: Desk, text: str) -> int | None:
+def _looked_at(desk: CommandContext, text: str) -> int | None:
     """The version that is in force, once the change to it is confirmed; None, if it is not."""
     found = desk.api.get("policy")
     if not found["version"]:
@@ -176,7 +176,7 @@ def _looked_at(desk: Desk, text: str) -> int | None:
     return version if asked(desk, "Is that meant? Type yes: ") else None
 
 
-def versions(arguments: Namespace, out: Screen, err: Screen) -> int:
+def versions(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     found = paged(desk, "versions", arguments.most, cursor="before")
     if arguments.json:
@@ -195,7 +195,7 @@ def versions(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def diff(arguments: Namespace, out: Screen, err: Screen) -> int:
+def diff(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     one, other = (arguments.one - 1, arguments.one) if arguments.other is None else (arguments.one, arguments.other)
     found = desk.api.get(path_of("versions", other) + "/diff", against=one)
@@ -209,7 +209,7 @@ def diff(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def rollback(arguments: Namespace, out: Screen, err: Screen) -> int:
+def rollback(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     now = desk.api.ask("GET", "policy").version
     if not _previewed(arguments, desk, now):
@@ -219,7 +219,7 @@ def rollback(arguments: Namespace, out: Screen, err: Screen) -> int:
     return change(arguments, desk, "POST", path, fields={"sections": arguments.section}, based_on=now)
 
 
-def _previewed(arguments: Namespace, desk: Desk, now: int | None) -> bool:
+def _previewed(arguments: Namespace, desk: CommandContext, now: int | None) -> bool:
     """Show everything that a rollback changes, and ask whether to go on; --yes answers that before."""
     found = desk.api.get(path_of("versions", arguments.version) + "/diff", against=now)["items"]
     touched = [each for each in found if arguments.section is None or each["section"] in arguments.section]
@@ -238,7 +238,7 @@ def _previewed(arguments: Namespace, desk: Desk, now: int | None) -> bool:
     return asked(desk, "Roll back? Type yes: ")
 
 
-def _painted(lines: Iterable[str], screen: Screen) -> Iterator[str]:
+def _painted(lines: Iterable[str], screen: Terminal) -> Iterator[str]:
     styles = {"+": GOOD, "-": BAD, "@": DIM}
     for line in lines:
         style = styles.get(line[:1])

@@ -9,12 +9,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headgate._grammar import suggest
-from headgate.adapters.door import SECRET_VARIABLE
+from headgate._limit_syntax import suggest
 from headgate.errors import InvalidInput
-from headgate.policy import words
+from headgate.gate.base import SECRET_VARIABLE
+from headgate.policy import scalars
 from headgate.policy.addresses import UNKNOWN, Addresses, canonical
-from headgate.policy.credentials import ApiKeys
+from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.routes import decoded
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Request:
     who: Mapping[str, str]
     """Its identities by kind, as adapters read them: API keys as hashes."""
     at: datetime
-    api_keys: ApiKeys
+    api_keys: ApiKeyHasher
     secret_is_known: bool
     """Whether API keys have the same hashes as in production."""
 
@@ -55,7 +55,7 @@ class Request:
     def read(cls, arguments: Namespace, policy: Policy) -> Request:
         """The request of `headgate explain`'s arguments; InvalidInput, if there can be none."""
         secret = given_secret(arguments.secret_file)
-        api_keys = ApiKeys(secret or secrets.token_bytes(32))
+        api_keys = ApiKeyHasher(secret or secrets.token_bytes(32))
         address = _address(arguments.ip)
         addresses = Addresses(policy.identity)
         who = {"address": address, "ip": addresses.identity(address), "subnet": addresses.subnet(address)}
@@ -63,7 +63,7 @@ class Request:
             who[kind] = api_keys.fingerprint(value) if kind == "api_key" else value
         if arguments.tier is not None:
             who["tier"] = _tier(arguments.tier, policy)
-        at = datetime.now(UTC) if arguments.at is None else words.instant(arguments.at)
+        at = datetime.now(UTC) if arguments.at is None else scalars.instant(arguments.at)
         return cls(arguments.method, decoded(arguments.path), who, at, api_keys, secret is not None)
 
     @property

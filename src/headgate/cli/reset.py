@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headgate.cli.asking import change, client_of, opened
+from headgate.cli.context import change, client_of, opened
 from headgate.cli.options import CLIENT, EXIT_CODES, add_change
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from headgate.cli.screen import Screen
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_change(parser)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     who = client_of(desk, arguments.client)
     fields = {"who": who.plain, "limits": arguments.limit}

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
-from headgate.cli.screen import printable
+from headgate.cli.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

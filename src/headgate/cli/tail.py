@@ -8,19 +8,19 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from headgate.cli.api import UNANSWERED, AdminError
-from headgate.cli.asking import client_of, opened
+from headgate.cli.admin_client import UNANSWERED, AdminError
+from headgate.cli.context import client_of, opened
 from headgate.cli.options import CLIENT, add_server
-from headgate.cli.screen import BAD, DIM, GOOD, ODD, printable
+from headgate.cli.terminal import BAD, DIM, GOOD, ODD, printable
 from headgate.errors import InvalidInput
-from headgate.telemetry.records import Outcome, Record, id_prefix
+from headgate.telemetry.decision_log.record import DecisionRecord, Outcome, id_prefix
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterator
 
-    from headgate.cli.asking import Desk
-    from headgate.cli.screen import Screen
+    from headgate.cli.context import CommandContext
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_server(parser)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     if not 0 <= arguments.lines <= 10_000:
         raise InvalidInput(f"--lines {arguments.lines} cannot be; give 0 to 10000")
     desk = opened(arguments, out, err)
@@ -130,11 +130,11 @@ def _last(ask: Callable[..., Any], lines: int) -> list[dict[str, Any]]:
             return found
 
 
-def _newest_us(desk: Desk) -> int | None:
+def _newest_us(desk: CommandContext) -> int | None:
     return next((each["at_us"] for each in desk.api.get("decisions", most=1)["items"]), None)
 
 
-def _follow(arguments: Namespace, desk: Desk, asked: dict[str, Any]) -> None:
+def _follow(arguments: Namespace, desk: CommandContext, asked: dict[str, Any]) -> None:
     first = _last(partial(desk.api.get, "decisions", **asked), max(1, arguments.lines))
     _say(first[-arguments.lines :] if arguments.lines else [], arguments, desk)
     if not first:
@@ -160,14 +160,14 @@ def _follow(arguments: Namespace, desk: Desk, asked: dict[str, Any]) -> None:
         failed = 0
 
 
-def _say(records: list[dict[str, Any]], arguments: Namespace, desk: Desk) -> None:
+def _say(records: list[dict[str, Any]], arguments: Namespace, desk: CommandContext) -> None:
     for each in records:
         desk.out.say(json.dumps(each, separators=(",", ":")) if arguments.json else _line(each, desk))
     desk.out.flush()
 
 
-def _line(each: dict[str, Any], desk: Desk) -> str:
-    record = Record.from_dict(each)
+def _line(each: dict[str, Any], desk: CommandContext) -> str:
+    record = DecisionRecord.from_dict(each)
     words = printable(record.words).removeprefix(record.outcome)
     when = desk.out.paint(desk.time(record.at_us), DIM)
     node = desk.out.paint(printable(f" @{record.node}"), DIM) if record.node else ""

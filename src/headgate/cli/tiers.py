@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headgate.cli.api import path_of
-from headgate.cli.asking import as_json, change, client_of, opened, titled
+from headgate.cli.admin_client import path_of
+from headgate.cli.context import as_json, change, client_of, opened, titled
 from headgate.cli.options import CLIENT, EXIT_CODES, Actions, add_change, add_server
 from headgate.errors import InvalidInput
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-    from headgate.cli.screen import Screen
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -73,11 +73,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_change(unassigning)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     raise InvalidInput("say what to do: list, set, remove, assign or unassign")
 
 
-def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
+def list_all(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     found = desk.api.get("tiers")
     if arguments.json:
@@ -99,24 +99,24 @@ def _rows(tiers: list[dict[str, Any]]) -> Iterator[list[str]]:
             name = clients = ""
 
 
-def set_numbers(arguments: Namespace, out: Screen, err: Screen) -> int:
+def set_numbers(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     path = path_of("tiers", arguments.tier, arguments.limit)
     return change(arguments, desk, "PUT", path, fields={"bucket": arguments.bucket})
 
 
-def remove(arguments: Namespace, out: Screen, err: Screen) -> int:
+def remove(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     return change(arguments, desk, "DELETE", path_of("tiers", arguments.tier, arguments.limit), fields={})
 
 
-def assign(arguments: Namespace, out: Screen, err: Screen) -> int:
+def assign(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     who = client_of(desk, arguments.client)
     fields = {"who": who.plain, "tier": arguments.tier, "label": arguments.label}
     return change(arguments, desk, "PUT", "client/tier", fields=fields)
 
 
-def unassign(arguments: Namespace, out: Screen, err: Screen) -> int:
+def unassign(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     return change(arguments, desk, "DELETE", "client/tier", fields=client_of(desk, arguments.client).plain)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.api import UNANSWERED, path_of
-from headgate.cli.asking import as_json, opened, titled
+from headgate.cli.admin_client import UNANSWERED, path_of
+from headgate.cli.context import as_json, opened, titled
 from headgate.cli.options import Actions, add_server
-from headgate.cli.screen import BOLD
+from headgate.cli.terminal import BOLD
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from headgate.cli.asking import Desk
-    from headgate.cli.screen import Screen
+    from headgate.cli.context import CommandContext
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
@@ -47,11 +47,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_server(revoking)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     raise InvalidInput("say what to do: list, make or revoke")
 
 
-def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
+def list_all(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     found = desk.api.get("tokens")
     if arguments.json:
@@ -62,7 +62,7 @@ def list_all(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def _row(each: dict[str, Any], desk: Desk) -> list[str]:
+def _row(each: dict[str, Any], desk: CommandContext) -> list[str]:
     return [
         each["id"],
         each["name"],
@@ -73,7 +73,7 @@ def _row(each: dict[str, Any], desk: Desk) -> list[str]:
     ]
 
 
-def make(arguments: Namespace, out: Screen, err: Screen) -> int:
+def make(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     fields = {"name": arguments.name, "role": arguments.role, "days": arguments.days}
     given = {name: value for name, value in fields.items() if value is not None}
@@ -88,7 +88,7 @@ def make(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def revoke(arguments: Namespace, out: Screen, err: Screen) -> int:
+def revoke(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     found = desk.api.ask("DELETE", path_of("tokens", arguments.id)).body
     if arguments.json:

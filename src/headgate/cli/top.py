@@ -9,20 +9,20 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.api import UNANSWERED, AdminError
-from headgate.cli.asking import as_json, opened
-from headgate.cli.drawing import bar, condensed, count, duration, sparkline
+from headgate.cli.admin_client import UNANSWERED, AdminError
+from headgate.cli.context import as_json, opened
 from headgate.cli.options import add_server
-from headgate.cli.screen import BAD, BOLD, DIM, GOOD, ODD, clipped, printable
+from headgate.cli.sparklines import bar, condensed, count, duration, sparkline
 from headgate.cli.table import table
+from headgate.cli.terminal import BAD, BOLD, DIM, GOOD, ODD, clipped, printable
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator, Sequence
 
-    from headgate.cli.asking import Desk
-    from headgate.cli.screen import Screen
+    from headgate.cli.context import CommandContext
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "frame", "run"]
 
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_server(parser)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     if not 0.2 <= arguments.every <= 3600:
         raise InvalidInput(f"--every {arguments.every:g} cannot be; give 0.2 to 3600 seconds")
     desk = opened(arguments, out, err)
@@ -71,7 +71,7 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def _live(arguments: Namespace, desk: Desk, found: dict[str, Any]) -> None:
+def _live(arguments: Namespace, desk: CommandContext, found: dict[str, Any]) -> None:
     trouble = ""
     while True:
         started = time.monotonic()
@@ -86,7 +86,7 @@ def _live(arguments: Namespace, desk: Desk, found: dict[str, Any]) -> None:
             trouble = f"{error}"
 
 
-def _draw(desk: Desk, found: dict[str, Any], trouble: str) -> None:
+def _draw(desk: CommandContext, found: dict[str, Any], trouble: str) -> None:
     """One write, so that nobody sees half of it."""
     width, height = desk.out.size()
     lines = [*frame(found, desk, width=width)]
@@ -98,7 +98,7 @@ def _draw(desk: Desk, found: dict[str, Any], trouble: str) -> None:
 
 
 @contextmanager
-def _own_screen(out: Screen) -> Iterator[None]:
+def _own_screen(out: Terminal) -> Iterator[None]:
     """A screen that leaves no trace, and keys that are heard one by one."""
     before = None
     if sys.stdin.isatty():
@@ -132,7 +132,7 @@ def _wants_to_go(seconds: float) -> bool:
 # ------------------------------------------------------------------ what is drawn
 
 
-def frame(found: dict[str, Any], desk: Desk, *, width: int) -> Iterator[str]:
+def frame(found: dict[str, Any], desk: CommandContext, *, width: int) -> Iterator[str]:
     """The overview, line by line."""
     out, totals = desk.out, found["totals"]
     version = "unknown" if found["version"] is None else f"{found['version']}"
@@ -161,7 +161,7 @@ def frame(found: dict[str, Any], desk: Desk, *, width: int) -> Iterator[str]:
     yield from _list("step changes", ["when", "client", "what"], _steps(found, desk), out)
 
 
-def _rates(found: dict[str, Any], out: Screen, width: int) -> Iterator[str]:
+def _rates(found: dict[str, Any], out: Terminal, width: int) -> Iterator[str]:
     series = found.get("series")
     if series is None:
         yield out.paint("nothing is known of the last minutes", DIM)
@@ -176,7 +176,7 @@ def _rates(found: dict[str, Any], out: Screen, width: int) -> Iterator[str]:
         yield f"{name:<10}{count(now):>6} {out.paint(sparkline(drawn), style)} {most}"
 
 
-def _list(name: str, titles: Sequence[str], rows: list[list[str]], out: Screen) -> Iterator[str]:
+def _list(name: str, titles: Sequence[str], rows: list[list[str]], out: Terminal) -> Iterator[str]:
     if not rows:
         return
     more = len(rows) - MOST_ROWS
@@ -222,7 +222,7 @@ def _hot(found: dict[str, Any]) -> list[list[str]]:
     return [[_who(each), each["limit"], count(each["rate"])] for each in found["hot"]]
 
 
-def _steps(found: dict[str, Any], desk: Desk) -> list[list[str]]:
+def _steps(found: dict[str, Any], desk: CommandContext) -> list[list[str]]:
     return [
         [desk.time(each.get("at_us")), _who(each), f"{each.get('text') or ''}"] for each in found.get("steps") or ()
     ]

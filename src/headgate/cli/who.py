@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headgate.cli.asking import as_json, client_of, opened, titled
-from headgate.cli.drawing import bar, duration
+from headgate.cli.context import as_json, client_of, opened, titled
 from headgate.cli.options import CLIENT, add_server
-from headgate.cli.screen import BAD, GOOD, ODD, printable
+from headgate.cli.sparklines import bar, duration
 from headgate.cli.table import table
+from headgate.cli.terminal import BAD, GOOD, ODD, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-    from headgate.cli.asking import Desk, Who
-    from headgate.cli.screen import Screen
+    from headgate.cli.context import ClientArgument, CommandContext
+    from headgate.cli.terminal import Terminal
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "override_cells", "run"]
 
@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_server(parser)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     desk = opened(arguments, out, err)
     who = client_of(desk, arguments.client)
     found = desk.api.get("client", kind=who.kind, value=who.value)
@@ -46,7 +46,7 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     return 0
 
 
-def _shown(found: dict[str, Any], who: Who, desk: Desk) -> Iterator[str]:
+def _shown(found: dict[str, Any], who: ClientArgument, desk: CommandContext) -> Iterator[str]:
     out, block = desk.out, found.get("block")
     tier = found.get("tier")
     facts = [["client", f"{who._replace(label=found.get('label') or who.label)}"]]
@@ -69,7 +69,7 @@ def _shown(found: dict[str, Any], who: Who, desk: Desk) -> Iterator[str]:
         )
 
 
-def _limits(found: dict[str, Any], desk: Desk) -> Iterator[str]:
+def _limits(found: dict[str, Any], desk: CommandContext) -> Iterator[str]:
     out = desk.out
     if not found["limits"] and found.get("troubles"):
         yield out.paint("Which limits it meets is not known.", ODD)
@@ -95,7 +95,7 @@ def _limits(found: dict[str, Any], desk: Desk) -> Iterator[str]:
         yield _painted(line, out)
 
 
-def _painted(line: str, out: Screen) -> str:
+def _painted(line: str, out: Terminal) -> str:
     start = next((place for place, sign in enumerate(line) if sign in "█▏▎▍▌▋▊▉░"), None)
     if start is None:
         return line
@@ -116,7 +116,7 @@ def _usage(each: dict[str, Any]) -> tuple[str, str]:
     return bar(used / capacity, 16), f"{used} of {capacity}{wait}{full}"
 
 
-def _source(each: dict[str, Any], desk: Desk) -> str:
+def _source(each: dict[str, Any], desk: CommandContext) -> str:
     source = f"{each.get('from') or each.get('from_') or 'policy'}"
     if each.get("override_id") is not None:
         source = f"{source} {each['override_id']}"
@@ -125,7 +125,7 @@ def _source(each: dict[str, Any], desk: Desk) -> str:
     return source
 
 
-def override_cells(each: dict[str, Any], desk: Desk) -> list[str]:
+def override_cells(each: dict[str, Any], desk: CommandContext) -> list[str]:
     """What an override says, from where it holds to who gave it."""
     return [
         _place_of(each),

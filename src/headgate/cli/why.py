@@ -11,23 +11,23 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
-from headgate.cli.asking import as_json, client_of, opened, read_key
 from headgate.cli.check import examine, tell
+from headgate.cli.context import as_json, client_of, opened, read_key
 from headgate.cli.options import add_server
 from headgate.cli.request import given_secret
-from headgate.cli.screen import BOLD, printable
+from headgate.cli.terminal import BOLD, printable
 from headgate.errors import InvalidInput
-from headgate.telemetry.clients import Clients
-from headgate.telemetry.letters import DETAILS_TITLE, details, mail, plain
-from headgate.telemetry.moments import span
-from headgate.telemetry.sinks import open_reader
-from headgate.telemetry.why import Asked, why
+from headgate.telemetry.decision_log.sinks import open_reader
+from headgate.telemetry.human_time import span
+from headgate.telemetry.pseudonyms import Pseudonymizer
+from headgate.telemetry.why.render import DETAILS_TITLE, details, mail, plain
+from headgate.telemetry.why.report import ClientQuery, why
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-    from headgate.cli.screen import Screen
+    from headgate.cli.terminal import Terminal
     from headgate.policy.model import Policy
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
@@ -71,7 +71,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_server(parser)
 
 
-def run(arguments: Namespace, out: Screen, err: Screen) -> int:
+def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     """Answer the question; the exit code tells whether it could be asked."""
     if arguments.log is None and _knows_server(arguments):
         return _ask_server(arguments, out, err)
@@ -85,9 +85,9 @@ def run(arguments: Namespace, out: Screen, err: Screen) -> int:
     zone = UTC if arguments.utc else None
     when = span(arguments.at, arguments.until, now=datetime.now(UTC), zone=zone)
     secret = given_secret(arguments.secret_file)
-    clients = None if secret is None else Clients(secret)
+    clients = None if secret is None else Pseudonymizer(secret)
     client = f"api_key={read_key()}" if arguments.client == "-" else arguments.client
-    asked = Asked.read(client, clients, policy)
+    asked = ClientQuery.read(client, clients, policy)
     with closing(open_reader(arguments.log or DEFAULT_LOG)) as reader:
         try:
             answer = why(reader, asked, when, policy=policy)
@@ -108,7 +108,7 @@ _NO_SECRET = (
 )
 
 
-def _print(arguments: Namespace, to_customer: list[str], for_colleagues: list[str], out: Screen) -> None:
+def _print(arguments: Namespace, to_customer: list[str], for_colleagues: list[str], out: Terminal) -> None:
     """Print both parts, the mail first, or only one."""
     if arguments.only != "details":
         out.say(*_wrapped(to_customer, out))
@@ -118,7 +118,7 @@ def _print(arguments: Namespace, to_customer: list[str], for_colleagues: list[st
         out.say(*_wrapped(for_colleagues, out))
 
 
-def _wrapped(paragraphs: list[str], out: Screen) -> Iterator[str]:
+def _wrapped(paragraphs: list[str], out: Terminal) -> Iterator[str]:
     """Paragraphs with blank lines between them; lines that are to be pasted stay whole."""
     for index, paragraph in enumerate(paragraphs):
         if index:
@@ -138,7 +138,7 @@ def _knows_server(arguments: Namespace) -> bool:
     return bool(given or os.environ.get("HEADGATE_ADMIN") or os.environ.get("HEADGATE_TOKEN"))
 
 
-def _ask_server(arguments: Namespace, out: Screen, err: Screen) -> int:
+def _ask_server(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     if arguments.policy is not None:
         raise InvalidInput("an admin server knows the policy: leave out --policy, or give --log")
     desk = opened(arguments, out, err)

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.control.config import ConfigStore, ConfigUnavailable, Conflict, decision_log_beside
-from headgate.control.feed import ConfigFeed
+from headgate.control.config.watcher import ConfigSource
 from headgate.errors import InvalidConfiguration, StoreError
-from headgate.policy.loading import decoded, file_content
+from headgate.policy.loader import decoded, file_content
 from headgate.policy.model import Policy
-from headgate.telemetry.boards import open_board
-from headgate.telemetry.decision_log import DecisionLog
-from headgate.telemetry.metrics import tell_also
-from headgate.telemetry.pulse import Pulse
+from headgate.telemetry.decision_log.log import DecisionLog
+from headgate.telemetry.fleet.reporter import StatusReporter
+from headgate.telemetry.fleet.status_store import open_status_store
+from headgate.telemetry.metrics.counters import tell_also
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from os import PathLike
 
-    from headgate.adapters.door import Door
-    from headgate.telemetry.boards import Board
-    from headgate.telemetry.sinks import Sink
+    from headgate.gate.base import GateBase
+    from headgate.telemetry.decision_log.sinks import Sink
+    from headgate.telemetry.fleet.status_store import StatusStore
 
 __all__ = ["Connected", "ControlPlane"]
 
@@ -39,7 +39,7 @@ CLOSE_TIMEOUT_S: Final = 5.0
 class Connected:
     """The parts of the control plane that are attached to one gate, as `gate.control`."""
 
-    def __init__(self, log: DecisionLog | None, status: Pulse, board: Board, *, owns_log: bool) -> None:
+    def __init__(self, log: DecisionLog | None, status: StatusReporter, board: StatusStore, *, owns_log: bool) -> None:
         self.log = log
         """The decision log; None if none is kept."""
         self.status = status
@@ -83,7 +83,7 @@ class ControlPlane:
         metrics: bool = True,
     ) -> None:
         self._url = url
-        self._feed = ConfigFeed(url, cache=cache)
+        self._feed = ConfigSource(url, cache=cache)
         self._log = log
         self._node = node
         self._region = region
@@ -92,7 +92,7 @@ class ControlPlane:
 
     def policy_source(
         self, initial: Policy | str | PathLike[str] | None, *, secret: str | bytes | None
-    ) -> Policy | ConfigFeed:
+    ) -> Policy | ConfigSource:
         """The policy for a gate. A file is saved as the first version if the config store has no policy yet.
 
         A `Policy` that the app has built itself stays in force as it is; only files and the config store change.
@@ -106,20 +106,22 @@ class ControlPlane:
                 logger.warning("%s", error)  # the feed starts from its copy on disk, or raises
         return self._feed
 
-    def connect(self, gate: Door, *, store: Any, namespace: str, secret: str | bytes | None) -> Connected:
+    def connect(self, gate: GateBase, *, store: Any, namespace: str, secret: str | bytes | None) -> Connected:
         """Attach decision log, node status and metrics to a gate."""
         log, is_ours = self._open_log(gate, secret)
         if is_ours and log is not None:
             tell_also(gate, log)
-        board = open_board(store, namespace=namespace)
-        status = Pulse(gate, board, secret=secret, node=self._node, region=self._region, show=self._show, log=log)
+        board = open_status_store(store, namespace=namespace)
+        status = StatusReporter(
+            gate, board, secret=secret, node=self._node, region=self._region, show=self._show, log=log
+        )
         if self._metrics and find_spec("prometheus_client") is not None:
             from headgate.telemetry import prometheus
 
             prometheus.register(gate)
         return Connected(log, status, board, owns_log=is_ours)
 
-    def _open_log(self, gate: Door, secret: str | bytes | None) -> tuple[DecisionLog | None, bool]:
+    def _open_log(self, gate: GateBase, secret: str | bytes | None) -> tuple[DecisionLog | None, bool]:
         """The log, and True if it was opened here. A log that the app has given to its gate is kept."""
         if isinstance(gate.on_decision, DecisionLog):
             return gate.on_decision, False

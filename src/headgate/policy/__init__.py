@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headgate.policy.loading import load, read
+from headgate.policy.loader import load, read
 from headgate.policy.model import Policy
 
 __all__ = ["Policy", "load", "read"]

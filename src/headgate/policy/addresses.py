@@ -11,7 +11,7 @@ from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 
 from headgate.errors import InvalidInput
-from headgate.shield.blocks import MAPPED, NAT64
+from headgate.local.block_list import MAPPED, NAT64
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -90,7 +90,7 @@ class Matcher:
         ranked = sorted(range(len(templates)), key=lambda index: (_specificity(templates[index]), index))
         self._ranks = {index: rank for rank, index in enumerate(ranked)}
         self._results: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._states: dict[frozenset[_Place], _State] = {}
+        self._states: dict[frozenset[_TrieNode], _PathState] = {}
         self._start = self._state(frozenset([_tree(templates)]))
 
     def match(self, path: str, below: str | None = None) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class Matcher:
                 state = state[segment]
         return state.found
 
-    def _state(self, places: frozenset[_Place]) -> _State:
+    def _state(self, places: frozenset[_TrieNode]) -> _PathState:
         """The one state for these places, or one of its own when there are too many."""
         state = self._states.get(places)
         if state is None:
@@ -122,7 +122,7 @@ class Matcher:
             kept = len(self._states) < MOST_STATES
             if kept:
                 found = self._results.setdefault(found, found)
-            state = _State(self._state, places, found, kept=kept)
+            state = _PathState(self._state, places, found, kept=kept)
             if kept:
                 state = self._states.setdefault(places, state)
         return state
@@ -185,15 +185,15 @@ def normal_method(method: str) -> str:
     return METHODS.get(upper, upper)
 
 
-class _Place:
+class _TrieNode:
     """One place in the tree of templates, reached by one way of reading the segments before it."""
 
     __slots__ = ("ends", "parameter", "rest", "words")
 
     def __init__(self) -> None:
-        self.words: dict[str, _Place] = {}
-        self.parameter: _Place | None = None
-        self.rest: _Place | None = None
+        self.words: dict[str, _TrieNode] = {}
+        self.parameter: _TrieNode | None = None
+        self.rest: _TrieNode | None = None
         """Where everything below leads, once and for all."""
         self.ends: list[int] = []
         """The templates that end here."""
@@ -201,19 +201,19 @@ class _Place:
     def indices(self) -> list[int]:
         return self.ends if self.rest is None else self.ends + self.rest.ends
 
-    def after(self, segment: str) -> Iterable[_Place]:
+    def after(self, segment: str) -> Iterable[_TrieNode]:
         return [place for place in (self.words.get(segment), self.parameter, self.rest) if place is not None]
 
 
-class _State(dict[str, "_State"]):
+class _PathState(dict[str, "_PathState"]):
     """Where the segments so far have led: a mapping from the next segment to the next state."""
 
     __slots__ = ("_other", "_places", "_state", "found", "kept")
 
     def __init__(
         self,
-        state: Callable[[frozenset[_Place]], _State],
-        places: frozenset[_Place],
+        state: Callable[[frozenset[_TrieNode]], _PathState],
+        places: frozenset[_TrieNode],
         found: tuple[int, ...],
         *,
         kept: bool,
@@ -221,12 +221,12 @@ class _State(dict[str, "_State"]):
         super().__init__()
         self._state = state
         self._places = places
-        self._other: _State | None = None
+        self._other: _PathState | None = None
         """Where all segments lead that no template names here."""
         self.found = found
         self.kept = kept
 
-    def __missing__(self, segment: str) -> _State:
+    def __missing__(self, segment: str) -> _PathState:
         named = False
         for place in self._places:
             if segment in place.words:
@@ -243,18 +243,18 @@ class _State(dict[str, "_State"]):
         return following
 
 
-def _tree(templates: Sequence[Template]) -> _Place:
-    root = _Place()
+def _tree(templates: Sequence[Template]) -> _TrieNode:
+    root = _TrieNode()
     for index, template in enumerate(templates):
         place = root
         for segment in template.segments:
             if segment is not None:
-                place = place.words.setdefault(segment, _Place())
+                place = place.words.setdefault(segment, _TrieNode())
             else:
-                place.parameter = place = place.parameter or _Place()
+                place.parameter = place = place.parameter or _TrieNode()
         if template.open_ended:
             if place.rest is None:
-                place.rest = _Place()
+                place.rest = _TrieNode()
                 place.rest.rest = place.rest
             place = place.rest
         place.ends.append(index)

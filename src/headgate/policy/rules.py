@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate._grammar import suggest
+from headgate._limit_syntax import suggest
 from headgate._pace import release
 from headgate.errors import InvalidLimit
 from headgate.limits import Limit
-from headgate.policy import words
+from headgate.policy import scalars
 from headgate.policy.model import NET_SUFFIX, Rule
 from headgate.policy.routes import Matcher
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from headgate._grammar import Phrase
+    from headgate._limit_syntax import Phrase
     from headgate.policy.formats.document import Path
-    from headgate.policy.kinds import Entry
-    from headgate.policy.problems import Problems
+    from headgate.policy.problems import PolicyProblems
     from headgate.policy.routes import Template
+    from headgate.policy.schema_types import StructValue
 
-__all__ = ["CONCURRENCY", "MIXED", "Draft", "Meetings", "RuleBook", "nearest"]
+__all__ = ["CONCURRENCY", "MIXED", "RuleDraft", "RuleMatcher", "RuleTable", "nearest"]
 
 CONCURRENCY: Final = "concurrency"
 MIXED: Final = "it counts what is inside at once for some and a rate for others; write two limits"
@@ -32,12 +32,12 @@ NEVER_LEASED: Final = (CONCURRENCY, "leaky_bucket")
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class RuleDraft:
     """A rule in the making, which still knows where it was written."""
 
     name: str
     path: Path
-    entry: Entry | None = None
+    entry: StructValue | None = None
     by: tuple[str, ...] = ("client",)
     templates: tuple[Template, ...] = ()
     methods: frozenset[str] = frozenset()
@@ -82,20 +82,20 @@ class Draft:
         )
 
 
-class Meetings:
+class RuleMatcher:
     """Who meets whom: found by one match of a path for all rules, as there may be a thousand of them."""
 
-    def __init__(self, drafts: Collection[Draft]) -> None:
+    def __init__(self, drafts: Collection[RuleDraft]) -> None:
         self._everywhere = [draft for draft in drafts if draft.is_everywhere]
-        self._by_class: dict[str, list[Draft]] = {}
-        self._templates: list[tuple[Template, Draft]] = []
+        self._by_class: dict[str, list[RuleDraft]] = {}
+        self._templates: list[tuple[Template, RuleDraft]] = []
         for draft in drafts:
             self._templates += [(template, draft) for template in draft.templates]
             for name in draft.classes:
                 self._by_class.setdefault(name, []).append(draft)
         self._matcher = Matcher([template for template, _ in self._templates])
 
-    def of(self, template: Template, methods: frozenset[str], route_class: str | None = None) -> list[Draft]:
+    def of(self, template: Template, methods: frozenset[str], route_class: str | None = None) -> list[RuleDraft]:
         """The rules that all requests to these paths meet, if they are of one of the methods."""
         # Taken as a path, a template fits those that cover it: no segment but a parameter fits "{id}".
         path = template.text.removesuffix("*")
@@ -108,11 +108,11 @@ class Meetings:
         return [draft for draft in found if not (draft.methods and methods and draft.methods.isdisjoint(methods))]
 
 
-class RuleBook:
+class RuleTable:
     """All rules by name. Those with mistakes are among them as far as they could be read."""
 
-    def __init__(self, policy: Entry, classes: Collection[str], problems: Problems) -> None:
-        self.drafts: dict[str, Draft] = {}
+    def __init__(self, policy: StructValue, classes: Collection[str], problems: PolicyProblems) -> None:
+        self.drafts: dict[str, RuleDraft] = {}
         self.is_complete = True
         """Whether the names of all limits are known."""
         self._classes = classes
@@ -132,7 +132,7 @@ class RuleBook:
                 told = f"names that end in {NET_SUFFIX.strip()!r} are reserved for what Headgate adds; rename the limit"
                 problems.add(draft.at("name"), told)
 
-    def limit(self, draft: Draft, phrase: Phrase, algorithm: str | None = None) -> Limit:
+    def limit(self, draft: RuleDraft, phrase: Phrase, algorithm: str | None = None) -> Limit:
         """The limit of that name with these numbers, made once; InvalidLimit, if there can be none."""
         algorithm = phrase.algorithm or algorithm or draft.algorithm or "token_bucket"
         asked = (draft.name, phrase, algorithm)
@@ -150,10 +150,10 @@ class RuleBook:
 
     # ------------------------------------------------------------------ limits
 
-    def _declare(self, entry: Entry) -> None:
+    def _declare(self, entry: StructValue) -> None:
         """A limit as `limits` lists it."""
         paths = entry.get("path", ())
-        draft = Draft(
+        draft = RuleDraft(
             "",
             entry.path,
             entry,
@@ -183,7 +183,7 @@ class RuleBook:
                 entry.at("name"), f"two limits are called {name!r}, the other at ", other=twin.at("name"), after=remedy
             )
 
-    def _name(self, draft: Draft, entry: Entry) -> str | None:
+    def _name(self, draft: RuleDraft, entry: StructValue) -> str | None:
         if "name" in entry.fields:
             return str(entry.fields["name"])
         if not entry.unread.isdisjoint(("name", "path", "class", "by")):
@@ -191,14 +191,14 @@ class RuleBook:
         routes = [template.text for template in draft.templates] or list(draft.classes) or ["every route"]
         made = f"{', '.join(routes)} by {'+'.join(draft.by) or 'global'}"
         try:
-            return words.name(made)
+            return scalars.name(made)
         except ValueError:
             self._problems.add(
                 entry.path, f"its name would be {made[:60]!r}, which headers cannot hold; give it a name:"
             )
             return None
 
-    def _methods(self, entry: Entry, paths: tuple[tuple[str | None, Template], ...]) -> frozenset[str]:
+    def _methods(self, entry: StructValue, paths: tuple[tuple[str | None, Template], ...]) -> frozenset[str]:
         prefixes = {method for method, _ in paths}
         if prefixes <= {None}:
             return frozenset(entry.get("methods", ()))
@@ -208,7 +208,7 @@ class RuleBook:
             self._problems.add(entry.at("methods"), "methods are given here and in front of the path; keep one")
         return frozenset([method for method in prefixes if method is not None])
 
-    def _check_entry(self, draft: Draft, entry: Entry) -> None:
+    def _check_entry(self, draft: RuleDraft, entry: StructValue) -> None:
         fields, add = entry.fields, self._problems.add
         if "path" in fields and "class" in fields:
             add(entry.at("class"), "a limit is for paths or for classes; keep one, or write two limits")
@@ -241,7 +241,7 @@ class RuleBook:
                     told = f"no limit and no class is called {name!r}; did you mean {near[0]!r}?"
                     self._problems.add(where, told, at_key=True)
                     continue
-                draft = self.drafts[name] = Draft(name, where, classes=(name,) if known else ())
+                draft = self.drafts[name] = RuleDraft(name, where, classes=(name,) if known else ())
             if tier in draft.numbers:
                 other = draft.numbers[tier][1]
                 self._problems.add(
@@ -253,7 +253,7 @@ class RuleBook:
     def _declared(self) -> set[str]:
         return {*self._classes, *(name for name, draft in self.drafts.items() if draft.entry is not None)}
 
-    def _make_limits(self, draft: Draft) -> None:
+    def _make_limits(self, draft: RuleDraft) -> None:
         if not draft.numbers and draft.entry is not None and not draft.entry.broken:
             self._problems.add(draft.path, 'a limit without numbers; add bucket: "10/minute", or numbers for tiers:')
         for tier, (phrase, path) in draft.numbers.items():

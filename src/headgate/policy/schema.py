@@ -5,52 +5,54 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate._grammar import Phrase
+from headgate._limit_syntax import Phrase
 from headgate.algorithms import ALGORITHMS
-from headgate.policy import amounts, words
-from headgate.policy.kinds import (
+from headgate.policy import scalars
+from headgate.policy.schema_types import (
     BROKEN,
-    Entry,
     Field,
-    Leaf,
+    LazyList,
     ListOf,
     MapOf,
     OneOf,
     OneOrMany,
-    Record,
-    StreamOf,
+    Scalar,
+    Struct,
+    StructValue,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from headgate.policy.problems import Problems
+    from headgate.policy.problems import PolicyProblems
 
 __all__ = ["json_schema", "policy"]
 
 _TEXT: Final = {"type": "string", "minLength": 1}
 _NAME: Final = {**_TEXT, "maxLength": 100, "pattern": r"^[ !#-\[\]-~]+$"}
 
-NAME: Final = Leaf(words.name, _NAME)
-LABEL: Final = Leaf(words.label, {**_TEXT, "maxLength": 500})
-FLAG: Final = Leaf(words.flag, {"type": "boolean"})
-DURATION: Final = Leaf(amounts.duration, {**_TEXT, "examples": ["500 ms", "5 seconds", "2 minutes"]})
-INSTANT: Final = Leaf(words.instant, {"type": "string", "format": "date-time", "examples": ["2026-05-28T02:01:00Z"]})
-METHODS: Final = OneOrMany(
-    Leaf(words.method, {**_TEXT, "pattern": "^[A-Z]{1,20}$", "examples": ["GET"]}), "[GET, POST]"
+NAME: Final = Scalar(scalars.name, _NAME)
+LABEL: Final = Scalar(scalars.label, {**_TEXT, "maxLength": 500})
+FLAG: Final = Scalar(scalars.flag, {"type": "boolean"})
+DURATION: Final = Scalar(scalars.duration, {**_TEXT, "examples": ["500 ms", "5 seconds", "2 minutes"]})
+INSTANT: Final = Scalar(
+    scalars.instant, {"type": "string", "format": "date-time", "examples": ["2026-05-28T02:01:00Z"]}
 )
-ROUTE: Final = Leaf(words.route, {**_TEXT, "examples": ["/users/{id}", "/static/*", "GET /search", "*"]})
-IDENTITY: Final = Leaf(words.identity, {"type": ["string", "integer"]})
-ADDRESS: Final = Leaf(words.address, {**_TEXT, "examples": ["203.0.113.9", "203.0.113.0/24", "2001:db8::/48"]})
+METHODS: Final = OneOrMany(
+    Scalar(scalars.method, {**_TEXT, "pattern": "^[A-Z]{1,20}$", "examples": ["GET"]}), "[GET, POST]"
+)
+ROUTE: Final = Scalar(scalars.route, {**_TEXT, "examples": ["/users/{id}", "/static/*", "GET /search", "*"]})
+IDENTITY: Final = Scalar(scalars.identity, {"type": ["string", "integer"]})
+ADDRESS: Final = Scalar(scalars.address, {**_TEXT, "examples": ["203.0.113.9", "203.0.113.0/24", "2001:db8::/48"]})
 
 
-def _choice(*known: str) -> Leaf:
-    return Leaf(words.choice(*known), {"enum": list(known)})
+def _choice(*known: str) -> Scalar:
+    return Scalar(scalars.choice(*known), {"enum": list(known)})
 
 
-def _whole(least: int, most: int | None = None, *, example: int) -> Leaf:
+def _whole(least: int, most: int | None = None, *, example: int) -> Scalar:
     form = {"type": "integer", "minimum": least, "examples": [example]} | ({} if most is None else {"maximum": most})
-    return Leaf(words.whole(least, most, example=example), form)
+    return Scalar(scalars.whole(least, most, example=example), form)
 
 
 COST: Final = _whole(0, example=5)
@@ -58,7 +60,7 @@ ALGORITHM: Final = _choice(*ALGORITHMS)
 ON_FAILURE: Final = _choice("open", "closed", "local")
 
 
-def _spelled_out(numbers: Entry, problems: Problems) -> Any:
+def _spelled_out(numbers: StructValue, problems: PolicyProblems) -> Any:
     """Numbers that were given field by field."""
     given = numbers.fields.keys() - {"algorithm"}
     algorithm = numbers.get("algorithm")
@@ -77,16 +79,16 @@ def _spelled_out(numbers: Entry, problems: Problems) -> Any:
 
 NUMBERS: Final = OneOf(
     {
-        str: Leaf(
-            words.numbers, {**_TEXT, "examples": ["10/minute", "1000/minute, burst 200", "5/30 s, sliding_window"]}
+        str: Scalar(
+            scalars.numbers, {**_TEXT, "examples": ["10/minute", "1000/minute, burst 200", "5/30 s, sliding_window"]}
         ),
-        dict: Record(
+        dict: Struct(
             "numbers",
             {
                 "algorithm": Field(ALGORITHM, "How it is counted."),
                 "bucket_size": Field(_whole(1, example=200), "How many may pass at once."),
                 "refill_rate": Field(
-                    Leaf(amounts.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]}),
+                    Scalar(scalars.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]}),
                     "How many come back per second; taken exactly as written.",
                 ),
                 "quota": Field(_whole(1, example=1000), "How many per period."),
@@ -103,14 +105,14 @@ BY_NAME: Final = MapOf(NAME, NUMBERS, '{search: "1000/minute"}')
 
 TIERS: Final = MapOf(
     NAME,
-    Record(
+    Struct(
         "a tier", {"limits": Field(BY_NAME, "The numbers of this tier, by the names of limits or of route classes.")}
     ),
     '{pro: {limits: {search: "1000/minute"}}}',
 )
 
 ROUTES: Final = ListOf(
-    Record(
+    Struct(
         "a route",
         {
             "path": Field(ROUTE, "Which paths it is: a template like /users/{id} or /static/*, or * for all."),
@@ -142,7 +144,7 @@ _ELSEWHERE: Final = {
 }
 """What other limiters call the fields of a limit."""
 
-LIMIT: Final = Record(
+LIMIT: Final = Struct(
     "a limit",
     {
         "name": Field(NAME, "What it is called in headers, reasons and overrides; counters go by it."),
@@ -156,10 +158,11 @@ LIMIT: Final = Record(
         "methods": Field(METHODS, "The methods that meet it; all, if not given."),
         "method": Field(METHODS, "The same as methods.", "methods"),
         "by": Field(
-            Leaf(
-                words.by, {"type": ["string", "array"], "items": {"type": "string"}, "examples": ["ip", "tenant+user"]}
+            Scalar(
+                scalars.by,
+                {"type": ["string", "array"], "items": {"type": "string"}, "examples": ["ip", "tenant+user"]},
             ),
-            f"Who is counted: {', '.join(words.IDENTITIES)}, global, or a name of the app's. client, if not given.",
+            f"Who is counted: {', '.join(scalars.IDENTITIES)}, global, or a name of the app's. client, if not given.",
         ),
         "bucket": Field(NUMBERS, "How many, how often."),
         "limit": Field(NUMBERS, "The same as bucket.", "bucket"),
@@ -168,7 +171,7 @@ LIMIT: Final = Record(
         "cost": Field(COST, "What a request costs here; the route's cost, if not given."),
         "reserve": Field(_whole(1, example=500), "An estimate of the cost, which the app corrects afterwards."),
         "count_when": Field(
-            Leaf(words.status_test, {**_TEXT, "examples": ["status in [401, 403]", "status >= 500"]}),
+            Scalar(scalars.status_test, {**_TEXT, "examples": ["status in [401, 403]", "status >= 500"]}),
             "Counts only requests that the app answers so.",
         ),
         "shadow": Field(FLAG, "Evaluated and reported, but never rejects."),
@@ -195,17 +198,17 @@ LIMITS: Final = OneOf(
     "a list of limits, like [{by: ip, bucket: 10/minute}]",
 )
 
-SETTINGS: Final = Record(
+SETTINGS: Final = Struct(
     "settings",
     {
         "proxies": Field(
-            ListOf(Leaf(words.proxy, {**_TEXT, "examples": ["10.0.0.0/8"]}), "[10.0.0.0/8]"),
+            ListOf(Scalar(scalars.proxy, {**_TEXT, "examples": ["10.0.0.0/8"]}), "[10.0.0.0/8]"),
             "The networks of your own proxies, whose word on a client's address is taken.",
         ),
         "forwarded_by": Field(_choice("x-forwarded-for", "forwarded"), "The header in which they give it."),
         "ipv6_prefix": Field(_whole(32, 128, example=64), "How much of an IPv6 address is one client."),
         "subnet": Field(
-            Record(
+            Struct(
                 "settings",
                 {
                     "ipv4": Field(_whole(8, 32, example=24), "How much of an IPv4 address is one subnet."),
@@ -215,18 +218,18 @@ SETTINGS: Final = Record(
             "What `by: subnet` counts together.",
         ),
         "api_key": Field(
-            Record(
+            Struct(
                 "settings",
                 {
                     "header": Field(
-                        Leaf(words.header, {"type": ["string", "null"]}),
+                        Scalar(scalars.header, {"type": ["string", "null"]}),
                         "The header that holds the key; none for no header.",
                     ),
                     "bearer": Field(FLAG, "Whether a bearer token is a key, too."),
                     "known_only": Field(FLAG, "Whether only keys are keys that clients or overrides name."),
                     "unknown_factor": Field(
-                        Leaf(
-                            amounts.factor_or_off(1_000, example=10),
+                        Scalar(
+                            scalars.factor_or_off(1_000, example=10),
                             {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 1_000}, {"enum": ["off", False]}]},
                         ),
                         "Requests with unknown keys are also counted by address, at this multiple of each limit by API "
@@ -239,7 +242,7 @@ SETTINGS: Final = Record(
     },
 )
 
-ANSWERS: Final = Record(
+ANSWERS: Final = Struct(
     "settings",
     {
         "headers": Field(
@@ -247,10 +250,11 @@ ANSWERS: Final = Record(
         ),
         "jitter": Field(DURATION, "Retry-After is spread over so much more, against herds."),
         "doc_url": Field(
-            Leaf(words.url, {"type": "string", "format": "uri", "pattern": "^https?://"}), "Where limits are explained."
+            Scalar(scalars.url, {"type": "string", "format": "uri", "pattern": "^https?://"}),
+            "Where limits are explained.",
         ),
         "draft": Field(
-            Leaf(words.draft, {"enum": [6, 11]}),
+            Scalar(scalars.draft, {"enum": [6, 11]}),
             "The version of the IETF draft that RateLimit fields follow: 11, if not given, or 6 for separate fields.",
         ),
     },
@@ -258,18 +262,18 @@ ANSWERS: Final = Record(
 
 _SHORTEST: Final = timedelta(milliseconds=1)
 
-STORE: Final = Record(
+STORE: Final = Struct(
     "settings",
     {
         "budget": Field(
-            Leaf(
-                amounts.duration_between(_SHORTEST, timedelta(seconds=60), example="5 ms"),
+            Scalar(
+                scalars.duration_between(_SHORTEST, timedelta(seconds=60), example="5 ms"),
                 {**_TEXT, "examples": ["5 ms"]},
             ),
             "How long the store may take for an answer; 5 ms, if not given.",
         ),
         "share": Field(
-            Leaf(amounts.share, {**_TEXT, "pattern": r"^ *[0-9]{1,3}(\.[0-9]{1,3})? ?% *$", "examples": ["20%"]}),
+            Scalar(scalars.share, {**_TEXT, "pattern": r"^ *[0-9]{1,3}(\.[0-9]{1,3})? ?% *$", "examples": ["20%"]}),
             "Of each limit, how much all nodes together allow on routes that fail local; 20%, if not given.",
         ),
         "nodes": Field(
@@ -280,8 +284,8 @@ STORE: Final = Record(
             "How many denials each process remembers, so that the store is not asked; 0 for none.",
         ),
         "lease": Field(
-            Leaf(
-                amounts.duration_or_off(_SHORTEST, timedelta(seconds=1), example="100 ms"),
+            Scalar(
+                scalars.duration_or_off(_SHORTEST, timedelta(seconds=1), example="100 ms"),
                 {"anyOf": [{**_TEXT, "examples": ["100 ms"]}, {"enum": [0, False]}]},
             ),
             "For how long tokens are good that are prepaid for busy clients; 100 ms, if not given, 0 for none.",
@@ -294,17 +298,17 @@ WHO: Final = {
     "user": Field(IDENTITY, "A user."),
     "tenant": Field(IDENTITY, "A tenant."),
     "api_key": Field(
-        Leaf(words.api_key, {"type": ["string", "integer"]}),
+        Scalar(scalars.api_key, {"type": ["string", "integer"]}),
         "A key as the client sends it, or hmac: and its fingerprint.",
     ),
 }
 BLOCKED_ADDRESS: Final = {
     "ip": Field(
-        Leaf(words.address_or_hash, ADDRESS.form),
+        Scalar(scalars.address_or_hash, ADDRESS.form),
         "An address, a network, or hmac: and the keyed hash of an address.",
     )
 }
-SUBNET: Final = {"subnet": Field(Leaf(words.subnet, {**_TEXT, "examples": ["203.0.113.0/24"]}), "A subnet.")}
+SUBNET: Final = {"subnet": Field(Scalar(scalars.subnet, {**_TEXT, "examples": ["203.0.113.0/24"]}), "A subnet.")}
 VALIDITY: Final = {
     "valid_from": Field(INSTANT, "From when it holds."),
     "valid_until": Field(INSTANT, "Until when it holds."),
@@ -312,7 +316,7 @@ VALIDITY: Final = {
 }
 
 
-def policy(kinds: Iterable[str] = ()) -> Record:
+def policy(kinds: Iterable[str] = ()) -> Struct:
     """A whole policy, in which also the identities of these kinds may be named."""
     own = {kind: Field(IDENTITY, f"A {kind}, as the app supplies it.") for kind in kinds}
     client = {
@@ -331,7 +335,7 @@ def policy(kinds: Iterable[str] = ()) -> Record:
         "algorithm": Field(ALGORITHM, "How it is counted; as the limit, if not given."),
         **VALIDITY,
     }
-    return Record(
+    return Struct(
         "a policy",
         {
             "name": Field(NAME, "What the policy is called."),
@@ -344,19 +348,19 @@ def policy(kinds: Iterable[str] = ()) -> Record:
             "limits": Field(LIMITS, "The limits: which requests meet them, who is counted, how many may pass."),
             "tiers": Field(TIERS, "Numbers by tier, written from the tier's side."),
             "clients": Field(
-                StreamOf(Record("a client", client, others=IDENTITY), "[{tenant: acme, tier: pro}]"),
+                LazyList(Struct("a client", client, others=IDENTITY), "[{tenant: acme, tier: pro}]"),
                 "Clients that are known by name.",
             ),
             "overrides": Field(
-                StreamOf(
-                    Record("an override", override, others=IDENTITY),
+                LazyList(
+                    Struct("an override", override, others=IDENTITY),
                     "[{tenant: acme, limit: search, bucket: 10000/minute}]",
                 ),
                 "Other numbers for one client, perhaps for a time.",
             ),
             "blocked": Field(
-                StreamOf(
-                    Record("a block", {**WHO, **BLOCKED_ADDRESS, **own, **VALIDITY}, others=IDENTITY),
+                LazyList(
+                    Struct("a block", {**WHO, **BLOCKED_ADDRESS, **own, **VALIDITY}, others=IDENTITY),
                     "[{ip: 203.0.113.0/24, reason: scraping}]",
                 ),
                 "Who does not get in at all.",

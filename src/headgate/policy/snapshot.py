@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from headgate.keys import Key
     from headgate.policy.model import Block, LeaseMode, Override, RouteMode, RouteRule, Rule
-    from headgate.stores.calls import Cost
+    from headgate.stores.operations import Cost
 
 __all__ = [
     "AMBIGUOUS",
     "CLIENT_KINDS",
     "OTHER_API_KEYS",
     "UNMATCHED",
+    "AppliedLimit",
     "CompiledRule",
-    "Met",
     "Resolution",
     "RoutePlan",
     "Snapshot",
@@ -73,7 +73,7 @@ LONGEST_PATH: Final = 200
 _new_tuple = tuple.__new__
 
 
-class Met(NamedTuple):
+class AppliedLimit(NamedTuple):
     """One limit that a request meets."""
 
     rule: Rule
@@ -102,12 +102,12 @@ class Resolution(NamedTuple):
     block: Block | None
 
     @property
-    def met(self) -> tuple[Met, ...]:
+    def met(self) -> tuple[AppliedLimit, ...]:
         """The limits, in the order of the policy, with the reasons for each."""
         return tuple(rule.met(key, self) for rule, key in zip(self.rules, self.keys, strict=True))
 
     @property
-    def shadows(self) -> tuple[Met, ...]:
+    def shadows(self) -> tuple[AppliedLimit, ...]:
         """The limits that are only watched."""
         return tuple(
             rule.met(key, self)
@@ -440,12 +440,12 @@ class CompiledRule:
                 return limit.by("", "ip", who["ip"], *self._view)
         return limit.by(*parts)
 
-    def met(self, key: Key, resolution: Resolution) -> Met:
+    def met(self, key: Key, resolution: Resolution) -> AppliedLimit:
         """The same, with the reasons."""
         who = resolution.who
         _, origin = self._numbers(who, resolution.tier, resolution.now_us)
         lacking = [kind for kind in self.rule.by if kind != "client" and not (self._said.get(kind) or who.get(kind))]
-        return Met(self.rule, key, self.cost, origin, lacking[0] if lacking else None)
+        return AppliedLimit(self.rule, key, self.cost, origin, lacking[0] if lacking else None)
 
     def _numbers(self, who: Who, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
         """The limit for this client, and why that: its override, its tier, or None for what holds for everybody."""
@@ -492,7 +492,7 @@ class UnknownKeyNet(CompiledRule):
             return None
         return super().key({**who, "tier": tier or NO_TIER}, tier, now_us)
 
-    def met(self, key: Key, resolution: Resolution) -> Met:
+    def met(self, key: Key, resolution: Resolution) -> AppliedLimit:
         return super().met(key, resolution)._replace(lacks=None)
 
     def _numbers(self, who: Who, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:

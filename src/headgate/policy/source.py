@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from headgate.errors import InvalidPolicy
 from headgate.policy.formats import FORMATS, SUFFIXES
-from headgate.policy.formats.document import Malformed, Place, Spot
+from headgate.policy.formats.document import Malformed, NodePosition, SourcePosition
 
 if TYPE_CHECKING:
-    from headgate.policy.problems import Problem, Problems
+    from headgate.policy.problems import PolicyProblem, PolicyProblems
 
 __all__ = ["LARGEST", "TOO_LARGE", "Source"]
 
@@ -44,28 +44,33 @@ class Source:
         """Free the document some entries at a time. Call it last."""
         self._document.release()
 
-    def tell(self, problems: Problems) -> list[str]:
+    def tell(self, problems: PolicyProblems) -> list[str]:
         """All that is wrong or odd, one line for each, in the order of their places."""
-        spots = {each for problem in problems.kept for each in (problem.spot, problem.other) if isinstance(each, Spot)}
-        around = {Spot(spot.path[:length]) for spot in spots for length in range(len(spot.path))}
+        spots = {
+            each
+            for problem in problems.kept
+            for each in (problem.spot, problem.other)
+            if isinstance(each, SourcePosition)
+        }
+        around = {SourcePosition(spot.path[:length]) for spot in spots for length in range(len(spot.path))}
         places = self._document.places(spots | around)
 
-        def place(spot: Spot | Place) -> Place:
+        def place(spot: SourcePosition | NodePosition) -> NodePosition:
             """Its own, or that of what it stands in."""
-            if isinstance(spot, Place):
+            if isinstance(spot, NodePosition):
                 return spot
             while spot not in places and spot.path:
-                spot = Spot(spot.path[:-1])
-            return places.get(spot, Place(1, 1))
+                spot = SourcePosition(spot.path[:-1])
+            return places.get(spot, NodePosition(1, 1))
 
-        def text(problem: Problem) -> str:
+        def text(problem: PolicyProblem) -> str:
             other = "" if problem.other is None else str(place(problem.other))
             return f"{problem.before}{other}{problem.after}"
 
         told = {(place(problem.spot), text(problem)) for problem in problems.kept}
         return [_line(self.file, where, what) for where, what in sorted(told)]
 
-    def refusal(self, problems: Problems) -> InvalidPolicy | None:
+    def refusal(self, problems: PolicyProblems) -> InvalidPolicy | None:
         """The error that lists all mistakes; None, if there are none."""
         for where, what in self._document.mistakes:
             problems.add_placed(where, what)
@@ -86,5 +91,5 @@ def _check_characters(text: str, file: str) -> None:
         raise InvalidPolicy([f"{file}: half a character at offset {error.start}; save the file as UTF-8"]) from None
 
 
-def _line(file: str, place: Place | None, text: str) -> str:
+def _line(file: str, place: NodePosition | None, text: str) -> str:
     return f"{file}: {text}" if place is None else f"{file}:{place}: {text}"

@@ -24,14 +24,15 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate._compiled import compiled
-from headgate._forks import renew_in_children
+from headgate._fork import reinit_after_fork
+from headgate._speedups import speedup
 from headgate.algorithms import concurrency
 from headgate.clock import in_ns
 from headgate.decisions import Decision
 from headgate.keys import Key
-from headgate.stores._space import SECOND_BITS, Debt, Space
-from headgate.stores.calls import (
+from headgate.stores._counter_table import SECOND_BITS, CounterTable, Debt
+from headgate.stores.idempotency import ExpiringTable, IdRecord
+from headgate.stores.operations import (
     Check,
     IdempotentCheck,
     Leave,
@@ -44,7 +45,6 @@ from headgate.stores.calls import (
     joined_costs,
     refund_memory_us,
 )
-from headgate.stores.idempotency import ExpiringTable, IdRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from headgate.algorithms import Verdict
     from headgate.clock import Clock
     from headgate.limits import Limit
-    from headgate.stores.calls import Call, Cost
+    from headgate.stores.operations import Call, Cost
 
 __all__ = ["MemoryStats", "MemoryStore"]
 
@@ -72,7 +72,7 @@ NOTHING: Final[Any] = object()
 """Where no key is given."""
 
 _new_decision = tuple.__new__
-_charge = getattr(compiled("headgate.stores._meter"), "charge", None)
+_charge = getattr(speedup("headgate.stores._meter"), "charge", None)
 
 
 class MemoryStats(NamedTuple):
@@ -95,8 +95,8 @@ class MemoryStore:
         self._now_us: Callable[[], int] = clock.now_us
         self._time_ns = in_ns(clock)
         self._max_keys = max_keys
-        self._spaces: dict[str, Space] = {}
-        self._short: dict[str, Space] = {}
+        self._spaces: dict[str, CounterTable] = {}
+        self._short: dict[str, CounterTable] = {}
         """Those that the short path may use."""
         self._ids: ExpiringTable[IdRecord] = ExpiringTable(max_keys)
         """The records of checks and refunds with an id, by limit space, identity and id."""
@@ -108,9 +108,9 @@ class MemoryStore:
         self._keys = self._evicted = self._forgiven = 0
         self._shared = 0
         """How often a request was counted in a shared counter."""
-        renew_in_children(self)
+        reinit_after_fork(self)
 
-    def renew_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Whoever held the lock is not in the child to release it."""
         self._lock = threading.RLock()
         self._busy = self._locks_always
@@ -175,8 +175,8 @@ class MemoryStore:
             self._ids.clear()
             self._keys = 0
 
-    def _alone(self) -> _Alone:
-        return _Alone(self)
+    def _alone(self) -> _Uncontended:
+        return _Uncontended(self)
 
     def decide(self, call: Check) -> Decision:
         """The answer to a check: by the compiled charge, if it is a common one, else behind the lock."""
@@ -204,7 +204,7 @@ class MemoryStore:
         lease = id or ""
         costs = iter(cost) if type(cost) is tuple else None
         known: list[tuple[dict[str, Any], str, Any]] = []
-        others: list[tuple[Space, Key, Any, int]] = []
+        others: list[tuple[CounterTable, Key, Any, int]] = []
         verdicts: list[Verdict] = []
         allowed = True
         spaces, turn = self._spaces, self._turn
@@ -303,7 +303,7 @@ class MemoryStore:
             if after is not state and (cost[index] if type(cost) is tuple else cost):
                 self._replace(space, key.identity, state, after)
 
-    def _replace(self, space: Space, identity: str, state: Any, after: Any) -> None:
+    def _replace(self, space: CounterTable, identity: str, state: Any, after: Any) -> None:
         """Write a migrated state, unless a finalizer has changed it in the meantime."""
         if space.states.get(identity) is state:
             self._turn += 1
@@ -377,12 +377,12 @@ class MemoryStore:
             space.states[key.identity] = after
         return held
 
-    def _find(self, key: Key, now_us: int, *, adopt: bool = True) -> tuple[Space, Any]:
+    def _find(self, key: Key, now_us: int, *, adopt: bool = True) -> tuple[CounterTable, Any]:
         """The key's space, and its state as the key's own limit has to see it."""
         limit, _, identity = key
         space = self._spaces.get(limit.space)
         if space is None:
-            space = self._spaces[limit.space] = Space(limit)
+            space = self._spaces[limit.space] = CounterTable(limit)
             if limit.algorithm != "concurrency":  # whose ids are given out behind the lock
                 self._short[limit.space] = space
         elif not space.states:
@@ -395,7 +395,7 @@ class MemoryStore:
             space.write(key, state)
         return space, state
 
-    def _put(self, space: Space, key: Key, state: Any, now_us: int, reset_us: int) -> None:
+    def _put(self, space: CounterTable, key: Key, state: Any, now_us: int, reset_us: int) -> None:
         is_new = key.identity not in space.states
         space.write(key, state)
         is_shared = key.identity == _SHARED_IDENTITY
@@ -412,7 +412,7 @@ class MemoryStore:
             space.reset(key.identity)
             self._keys -= 1
 
-    def _drop_due(self, space: Space, now_us: int) -> None:
+    def _drop_due(self, space: CounterTable, now_us: int) -> None:
         """Drop keys that have been as new for a while: two at most, which is more than are inserted."""
         space.release(now_us, 2)
         for _ in range(2):
@@ -437,14 +437,14 @@ class MemoryStore:
 
     def _evict(self, now_us: int) -> bool:
         """Evict at least one key; False if there is none, or all are blocked."""
-        candidates: list[tuple[Debt, int, Space, str]] = []
+        candidates: list[tuple[Debt, int, CounterTable, str]] = []
         spaces = list(self._spaces.values())
         if not spaces:
             return False
         for space in spaces:
             space.release(now_us, _CANDIDATES)
         for place in range(_MAX_PROBES):
-            space = min(spaces, key=Space.next_due)
+            space = min(spaces, key=CounterTable.next_due)
             if space.next_due() == sys.maxsize:
                 break
             identity = space.take_due(sys.maxsize)
@@ -476,7 +476,7 @@ class MemoryStore:
                 )
         return bool(candidates)
 
-    def _drop(self, space: Space, identity: str) -> None:
+    def _drop(self, space: CounterTable, identity: str) -> None:
         if identity in space.states:  # no finalizer has dropped it
             space.drop(identity)
             self._keys -= identity != _SHARED_IDENTITY
@@ -501,7 +501,7 @@ def _warn_now_and_then(count: int, message: str, max_keys: int) -> None:
         logger.warning(message, max_keys, count)
 
 
-class _Alone:
+class _Uncontended:
     """Holds the store's lock with the short path shut out."""
 
     __slots__ = ("_store", "_was_busy")

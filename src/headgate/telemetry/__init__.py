@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headgate.telemetry.decision_log import DecisionLog
-from headgate.telemetry.records import Record
-from headgate.telemetry.sinks import open_sink
+from headgate.telemetry.decision_log.log import DecisionLog
+from headgate.telemetry.decision_log.record import DecisionRecord
+from headgate.telemetry.decision_log.sinks import open_sink
 
-__all__ = ["DecisionLog", "Record", "open_sink"]
+__all__ = ["DecisionLog", "DecisionRecord", "open_sink"]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from headgate.errors import InvalidConfiguration
-from headgate.telemetry.families import FAMILIES, LATENCY_US, SHARES, Distribution
-from headgate.telemetry.metrics import MODES, Metrics, outcome_of, tell_also
+from headgate.telemetry.metrics.counters import MODES, Metrics, outcome_of, tell_also
+from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, SHARES, Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
     from opentelemetry.trace import TracerProvider
 
-    from headgate.adapters.door import Door
-    from headgate.adapters.way import Admission, Arrival
-    from headgate.telemetry.families import Family, Reading
+    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.gate.base import GateBase
+    from headgate.telemetry.metrics.families import Family, Sample
 
 __all__ = ["Instruments", "instrument", "trace"]
 
@@ -29,7 +29,7 @@ REMAINING: Final = FAMILIES["rate_limiter_remaining_ratio"]
 
 
 def instrument(
-    gate: Door,
+    gate: GateBase,
     provider: MeterProvider | None = None,
     *,
     name: str = "default",
@@ -52,7 +52,7 @@ def instrument(
     return instruments.add(gate, name, lag)
 
 
-def trace(gate: Door, provider: TracerProvider | None = None) -> None:
+def trace(gate: GateBase, provider: TracerProvider | None = None) -> None:
     """Make a span of each decision of the gate, a child of the span that is current: `headgate.check`.
 
     Its attributes tell the route, the limits and the outcome, but never the client.
@@ -68,7 +68,7 @@ def trace(gate: Door, provider: TracerProvider | None = None) -> None:
     tracer = provider.get_tracer(SCOPE)
     elapsed_us = _stopwatch(gate)
 
-    def hook(_: Arrival, admission: Admission) -> None:
+    def hook(_: RequestInfo, admission: Admission) -> None:
         if admission.resolution is not None:
             start_ns = time.time_ns() - elapsed_us(admission) * 1000
             span = tracer.start_span("headgate.check", start_time=start_ns)
@@ -94,7 +94,7 @@ class Instruments:
 
     def __init__(self, provider: MeterProvider) -> None:
         self._metrics: dict[str, Metrics] = {}
-        self._readings: dict[str, list[tuple[str, Reading]]] = {}
+        self._readings: dict[str, list[tuple[str, Sample]]] = {}
         meter = provider.get_meter(SCOPE)
         bounds = [bound / 1_000_000 for bound in LATENCY_US]
         self._latency = meter.create_histogram(
@@ -110,7 +110,7 @@ class Instruments:
             callback = self._observer(family, reads=family is observed[0])
             make(family.otel_name, [callback], family.unit, family.help)
 
-    def add(self, gate: Door, name: str, lag: Callable[[], float] | None) -> Metrics:
+    def add(self, gate: GateBase, name: str, lag: Callable[[], float] | None) -> Metrics:
         """Count at one gate more."""
         metrics = self._metrics.setdefault(name, Metrics())
         if metrics.watch(gate, lag=lag):
@@ -124,23 +124,23 @@ class Instruments:
             if reads:
                 self._read()
             for gate, (_family, labels, value) in self._readings.get(family.name, ()):
-                if not isinstance(value, Distribution):
+                if not isinstance(value, Histogram):
                     yield Observation(value, {"gate": gate, **dict(zip(family.labels, labels, strict=True))})
 
         return observe
 
     def _read(self) -> None:
-        readings: dict[str, list[tuple[str, Reading]]] = {}
+        readings: dict[str, list[tuple[str, Sample]]] = {}
         for gate, metrics in list(self._metrics.items()):
             for reading in metrics.read():
                 readings.setdefault(reading.family.name, []).append((gate, reading))
         self._readings = readings
 
-    def _recorder(self, gate: Door, name: str) -> Callable[[Arrival, Admission], None]:
+    def _recorder(self, gate: GateBase, name: str) -> Callable[[RequestInfo, Admission], None]:
         elapsed_us, latency, remaining = _stopwatch(gate), self._latency, self._remaining
         at_gate = {"gate": name}
 
-        def record(_: Arrival, admission: Admission) -> None:
+        def record(_: RequestInfo, admission: Admission) -> None:
             decision, resolution = admission.decision, admission.resolution
             if resolution is None:
                 return
@@ -153,7 +153,7 @@ class Instruments:
         return record
 
 
-def _stopwatch(gate: Door) -> Callable[[Admission], int]:
+def _stopwatch(gate: GateBase) -> Callable[[Admission], int]:
     """Tells how many microseconds have passed since a request of the gate was resolved."""
     there = ref(gate)
 

@@ -9,10 +9,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
-from headgate._forks import renew_in_children
+from headgate._fork import reinit_after_fork
 from headgate.errors import InvalidConfiguration
-from headgate.telemetry.families import FAMILIES, Distribution
-from headgate.telemetry.metrics import Metrics
+from headgate.telemetry.metrics.counters import Metrics
+from headgate.telemetry.metrics.families import FAMILIES, Histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
     from prometheus_client.registry import CollectorRegistry
 
-    from headgate.adapters.door import Door
-    from headgate.telemetry.families import Family, Reading
+    from headgate.gate.base import GateBase
+    from headgate.telemetry.metrics.families import Family, Sample
 
-__all__ = ["GateCollector", "Mirror", "register"]
+__all__ = ["GateCollector", "MultiprocessExporter", "register"]
 
 logger = logging.getLogger("headgate")
 
@@ -35,7 +35,7 @@ PROCESSES: Final = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 
 
 def register(
-    gate: Door,
+    gate: GateBase,
     registry: CollectorRegistry | None = None,
     *,
     name: str = "default",
@@ -49,7 +49,7 @@ def register(
     Where several processes serve together, and PROMETHEUS_MULTIPROC_DIR is set as prometheus-client wants it, each
     writes its numbers there every second, and the app's own MultiProcessCollector shows all of them.
 
-    >>> from headgate.adapters.gate import Gate
+    >>> from headgate.gate.gate import Gate
     >>> from headgate.policy import read
     >>> from prometheus_client import CollectorRegistry, generate_latest
     >>> registry = CollectorRegistry()
@@ -62,7 +62,7 @@ def register(
     registry = library.REGISTRY if registry is None else registry
     shown = _shown.get(registry)
     if shown is None:
-        shown = Mirror() if any(os.environ.get(variable) for variable in PROCESSES) else GateCollector()
+        shown = MultiprocessExporter() if any(os.environ.get(variable) for variable in PROCESSES) else GateCollector()
         if isinstance(shown, GateCollector):
             registry.register(shown)
         _shown[registry] = shown
@@ -71,7 +71,7 @@ def register(
     return metrics
 
 
-_shown: WeakKeyDictionary[Any, GateCollector | Mirror] = WeakKeyDictionary()
+_shown: WeakKeyDictionary[Any, GateCollector | MultiprocessExporter] = WeakKeyDictionary()
 """What shows the gates of each registry: two in one would tell every family twice."""
 
 
@@ -97,7 +97,7 @@ class GateCollector:
         return [metric for metric in found.values() if metric.samples]
 
 
-class Mirror:
+class MultiprocessExporter:
     """Writes the metrics of gates to the directory that prometheus-client shares between processes."""
 
     def __init__(self, *, every: float | None = EVERY) -> None:
@@ -107,7 +107,7 @@ class Mirror:
         self._values: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._gauges: set[Any] = set()
         self._start()
-        renew_in_children(self)
+        reinit_after_fork(self)
 
     def write(self) -> None:
         """Write all numbers down now."""
@@ -121,7 +121,7 @@ class Mirror:
         for value in self._gauges - written:  # the version of a policy that is no more in force
             value.set(0)
 
-    def renew_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Threads stay with the parent; a child writes by itself."""
         self._start()
 
@@ -147,7 +147,7 @@ class Mirror:
             ).start()
 
 
-def _write_forever(mirror: ref[Mirror], every: float) -> None:
+def _write_forever(mirror: ref[MultiprocessExporter], every: float) -> None:
     pause = threading.Event()
     while not pause.wait(every):
         there = mirror()
@@ -166,11 +166,11 @@ def _empty(family: Family) -> Metric:
     return Metric(family.name, family.help, family.kind)
 
 
-def _samples(reading: Reading, gate: str, *, cumulates: bool = True) -> Iterator[tuple[str, dict[str, str], float]]:
+def _samples(reading: Sample, gate: str, *, cumulates: bool = True) -> Iterator[tuple[str, dict[str, str], float]]:
     """The samples of a reading: what follows its name, its labels, its value."""
     family, values, value = reading
     labels = {"gate": gate, **dict(zip(family.labels, values, strict=True))}
-    if not isinstance(value, Distribution):
+    if not isinstance(value, Histogram):
         yield "_total" if family.kind == "counter" else "", labels, value
         return
     counts: Iterable[int] = accumulate(value.counts) if cumulates else value.counts

@@ -16,18 +16,18 @@ from starlette.routing import Match
 import headgate
 from headgate.adapters.asgi import HeadgateMiddleware
 from headgate.control.admin.api import PREFIX, ROUTERS, Parts
-from headgate.control.admin.guards import (
-    Bodies,
+from headgate.control.admin.idempotency import IdempotencyStore
+from headgate.control.admin.middleware import (
+    BodyLimit,
     Credentials,
     FailedAttempts,
-    Shell,
+    HostAndSecurityHeaders,
     access_policy,
     fields_for,
     is_stranger,
     who_asks,
 )
-from headgate.control.admin.problems import Problem, ProblemModel, of_error, of_fields
-from headgate.control.admin.replays import Replays
+from headgate.control.admin.problems import ProblemDetails, ProblemModel, of_error, of_fields
 from headgate.control.admin.sessions import Sessions
 from headgate.errors import HeadgateError
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from headgate.control.admin.tokens import Tokens
-    from headgate.control.desk.desk import Desk
+    from headgate.control.service.service import AdminService
 
 __all__ = ["create_app"]
 
@@ -49,7 +49,7 @@ Everything that people do to a running fleet. Reads of the configuration carry i
 
 
 def create_app(
-    desk: Desk,
+    desk: AdminService,
     tokens: Tokens,
     *,
     pages: bool = True,
@@ -71,7 +71,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.parts = Parts(desk, tokens, Replays(tokens))
+    app.state.parts = Parts(desk, tokens, IdempotencyStore(tokens))
     app.state.failures = FailedAttempts(proxies, clock=clock)
     app.state.credentials = credentials = Credentials(tokens)
     app.state.sessions = sessions = Sessions(tokens, secure=secure)
@@ -83,15 +83,15 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router, prefix=PREFIX)
     if pages:
-        from headgate.control.admin.pages import Frame
+        from headgate.control.admin.pages import PageRenderer
         from headgate.control.admin.pages import router as pages_router
 
         tokens.check_name = desk.refuse_keys
-        app.state.pages = frame = Frame(desk, sessions, tokens, secure=secure)
+        app.state.pages = frame = PageRenderer(desk, sessions, tokens, secure=secure)
         app.include_router(pages_router(frame), include_in_schema=False)
     app.openapi = lambda: _described(app)  # type: ignore[method-assign] # as FastAPI's docs want it
     # The last one added is the first that a request meets.
-    app.add_middleware(Bodies)
+    app.add_middleware(BodyLimit)
     app.add_middleware(
         HeadgateMiddleware,
         policy=access_policy(proxies),
@@ -100,7 +100,7 @@ def create_app(
         namespace="headgate-admin",
         clock=clock,
     )
-    app.add_middleware(Shell, hosts=hosts, credentials=credentials, secure=secure)
+    app.add_middleware(HostAndSecurityHeaders, hosts=hosts, credentials=credentials, secure=secure)
     return app
 
 
@@ -119,7 +119,7 @@ def _described(app: FastAPI) -> dict[str, Any]:
         )
         problem = ProblemModel.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas = found["components"]["schemas"]
-        schemas |= {**problem.pop("$defs"), "Problem": problem}
+        schemas |= {**problem.pop("$defs"), "ProblemDetails": problem}
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
         app.openapi_schema = found
@@ -142,13 +142,13 @@ def _of_http(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     match error.status_code:
         case 404:
-            return _told(request, Problem("not-found", "There is nothing at this path.", headers=headers))
+            return _told(request, ProblemDetails("not-found", "There is nothing at this path.", headers=headers))
         case 405:
             allowed = ", ".join(_methods(request))
             told = f"This path does not know the method. Use {allowed}."
-            return _told(request, Problem("wrong-method", told, headers=headers | {"Allow": allowed}))
+            return _told(request, ProblemDetails("wrong-method", told, headers=headers | {"Allow": allowed}))
         case 400:
-            return _told(request, Problem("bad-request", "The body cannot be read.", headers=headers))
+            return _told(request, ProblemDetails("bad-request", "The body cannot be read.", headers=headers))
     title = HTTPStatus(error.status_code).phrase
     return JSONResponse(
         {"type": "about:blank", "title": title, "status": error.status_code, "detail": title},
@@ -165,7 +165,7 @@ def _methods(request: Request) -> list[str]:
     return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
-def _told(request: Request, problem: Problem) -> Response:
+def _told(request: Request, problem: ProblemDetails) -> Response:
     """A page for who sits at a browser, which asks for one; else what programs read."""
     pages = getattr(request.app.state, "pages", None)
     is_for_programs = request.url.path.startswith("/api/") or "text/html" not in request.headers.get("accept", "")
@@ -178,7 +178,7 @@ def _told(request: Request, problem: Problem) -> Response:
 def _of_anything(request: Request, error: Exception) -> Response:
     """A mistake of ours. This answer goes out above everything that adds header fields: it brings them along."""
     logger.error("the admin server failed on %s %s", request.method, _route(request), exc_info=error)
-    response = Problem("failed", "The server's log says more.").response()
+    response = ProblemDetails("failed", "The server's log says more.").response()
     for name, value in fields_for(request.url.path):
         response.headers[name.decode()] = value.decode()
     return response

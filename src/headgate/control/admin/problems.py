@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from headgate.control.admin.sessions import FormRefused
 from headgate.control.config import ConfigUnavailable, Conflict
-from headgate.control.desk.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
+from headgate.control.service.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy, StoreError
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MEDIA_TYPE",
-    "DangerModel",
-    "Problem",
+    "ProblemDetails",
     "ProblemModel",
-    "Refused",
+    "RequestRejected",
+    "RiskModel",
     "answers",
     "of_error",
     "of_fields",
@@ -59,7 +59,7 @@ TITLES: Final = {
 """The types of problems, with their statuses and titles. They are part of the API."""
 
 
-class DangerModel(BaseModel):
+class RiskModel(BaseModel):
     code: str = Field(description="What to put into `confirm`", examples=["ten-times"])
     text: str = Field(description="What it would do, in words")
 
@@ -67,18 +67,18 @@ class DangerModel(BaseModel):
 class ProblemModel(BaseModel):
     """What went wrong."""
 
-    model_config = ConfigDict(extra="allow", title="Problem")
+    model_config = ConfigDict(extra="allow", title="ProblemDetails")
 
     type: str = Field(description="For programs", examples=["changed-meanwhile"])
     title: str
     status: int
     detail: str = Field(description="For people: what is wrong, and what helps")
-    dangers: list[DangerModel] | None = Field(None, description="With confirmation-needed: what to confirm")
+    dangers: list[RiskModel] | None = Field(None, description="With confirmation-needed: what to confirm")
     problems: list[str] | None = Field(None, description="With invalid: everything that is wrong")
     version: int | None = Field(None, description="With changed-meanwhile: the version to look at now")
 
 
-class Problem(NamedTuple):
+class ProblemDetails(NamedTuple):
     """A problem, before it is known whether a program or a person is told."""
 
     type: str
@@ -105,36 +105,36 @@ class Problem(NamedTuple):
         )
 
 
-class Refused(HeadgateError):
+class RequestRejected(HeadgateError):
     """A request that is refused before the desk hears of it."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ProblemDetails) -> None:
         super().__init__(problem.detail)
         self.problem = problem
 
 
-def of_error(error: HeadgateError) -> Problem:
+def of_error(error: HeadgateError) -> ProblemDetails:
     """What to tell of an error. What it says reaches people who may know: it holds no secret, nor where stores are."""
     for kind, told in _TOLD:
         if isinstance(error, kind):
             return told(error)
     logger.error("the admin server has no answer for %s", type(error).__name__, exc_info=error)
-    return Problem("failed", "The server's log says more.")
+    return ProblemDetails("failed", "The server's log says more.")
 
 
-def of_fields(errors: Sequence[Any]) -> Problem:
+def of_fields(errors: Sequence[Any]) -> ProblemDetails:
     """What to tell of fields that are missing, unknown or wrong: where and what, and never the value itself."""
     problems = [f"{_place(each)}: {_complaint(each)}" for each in errors[:20]]
     if any(each["type"] == "json_invalid" for each in errors):
         problems = ["body: it is not JSON"]
-    return Problem("invalid", "; ".join(problems), {"problems": problems})
+    return ProblemDetails("invalid", "; ".join(problems), {"problems": problems})
 
 
-def too_many_failures(wait: int) -> Problem:
+def too_many_failures(wait: int) -> ProblemDetails:
     """The problem for an address with too many failed attempts; valid tokens are accepted all the same."""
     seconds = f"{wait} second{'' if wait == 1 else 's'}"
     detail = f"Too many attempts from this address without a valid token. Try again in {seconds}."
-    return Problem("too-many-failures", detail, headers={"Retry-After": f"{wait}"})
+    return ProblemDetails("too-many-failures", detail, headers={"Retry-After": f"{wait}"})
 
 
 def answers(*types: str) -> dict[int | str, dict[str, Any]]:
@@ -151,9 +151,9 @@ def answers(*types: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _unavailable(error: Any) -> Problem:
+def _unavailable(error: Any) -> ProblemDetails:
     logger.warning("the admin server could not ask: %s", error)
-    return Problem(
+    return ProblemDetails(
         "config-away",
         "The config store cannot be reached, or it refused. Nodes go on with what they have. "
         "The log of this server says why.",
@@ -161,41 +161,41 @@ def _unavailable(error: Any) -> Problem:
     )
 
 
-def _log(error: Any) -> Problem:
+def _log(error: Any) -> ProblemDetails:
     logger.warning("the admin server could not read the decision log: %s", error)
     detail = "The decision log cannot be read now. The server's log says why."
-    return Problem("log-away", detail, headers={"Retry-After": "5"})
+    return ProblemDetails("log-away", detail, headers={"Retry-After": "5"})
 
 
-def _store(error: Any) -> Problem:
+def _store(error: Any) -> ProblemDetails:
     logger.warning("the admin server could not ask: %s", error)
-    return Problem(
+    return ProblemDetails(
         "store-away", "The counters cannot be reached. The server's log says why.", headers={"Retry-After": "5"}
     )
 
 
-def _dangerous(error: Any) -> Problem:
+def _dangerous(error: Any) -> ProblemDetails:
     dangers = [{"code": each.code, "text": each.text} for each in error.dangers]
     codes = ", ".join(f'"{each["code"]}"' for each in dangers)
-    return Problem(
+    return ProblemDetails(
         "confirmation-needed",
         f"{' '.join(each['text'] for each in dangers)} To do it all the same, send confirm: [{codes}].",
         {"dangers": dangers},
     )
 
 
-def _invalid(error: Any) -> Problem:
+def _invalid(error: Any) -> ProblemDetails:
     problems = list(error.problems) if isinstance(error, InvalidPolicy) else [str(error)]
-    return Problem("invalid", str(error), {"problems": problems})
+    return ProblemDetails("invalid", str(error), {"problems": problems})
 
 
-_TOLD: Final[tuple[tuple[type[HeadgateError], Callable[[Any], Problem]], ...]] = (
-    (Refused, lambda error: error.problem),
+_TOLD: Final[tuple[tuple[type[HeadgateError], Callable[[Any], ProblemDetails]], ...]] = (
+    (RequestRejected, lambda error: error.problem),
     (NeedsConfirmation, _dangerous),
-    (Conflict, lambda error: Problem("changed-meanwhile", str(error), {"version": error.version})),
-    (NotAllowed, lambda error: Problem("role-too-low", str(error))),
-    (NotFound, lambda error: Problem("not-found", str(error))),
-    (FormRefused, lambda error: Problem("form-refused", str(error))),
+    (Conflict, lambda error: ProblemDetails("changed-meanwhile", str(error), {"version": error.version})),
+    (NotAllowed, lambda error: ProblemDetails("role-too-low", str(error))),
+    (NotFound, lambda error: ProblemDetails("not-found", str(error))),
+    (FormRefused, lambda error: ProblemDetails("form-refused", str(error))),
     (InvalidInput, _invalid),
     (ConfigUnavailable, _unavailable),
     (LogUnavailable, _log),

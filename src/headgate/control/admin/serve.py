@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
 from headgate.control.admin.app import create_app
-from headgate.control.admin.guards import LOOPBACK, VERIFIED, access_policy
+from headgate.control.admin.middleware import LOOPBACK, VERIFIED, access_policy
 from headgate.errors import InvalidConfiguration
 from headgate.policy.addresses import Addresses
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from headgate.control.admin.tokens import Token, Tokens
-    from headgate.control.desk.desk import Desk
+    from headgate.control.service.service import AdminService
 
 __all__ = ["AdminServer"]
 
@@ -59,7 +59,7 @@ class AdminServer:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: AdminService,
         tokens: Tokens,
         *,
         host: str = "127.0.0.1",

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from sqlalchemy import delete, insert, select
 
 from headgate.control.admin.tables import SESSIONS
-from headgate.control.config.database import reading, writing
+from headgate.control.config.engine import reading, writing
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from headgate.control.admin.tokens import Token, Tokens
-    from headgate.control.desk.views import Actor
+    from headgate.control.service.models import Actor
 
 __all__ = ["CSRF_FIELD", "FormRefused", "Session", "Sessions"]
 

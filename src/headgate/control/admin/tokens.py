@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import delete, func, insert, or_, select, update
 
-from headgate._forks import renew_in_children
+from headgate._fork import reinit_after_fork
 from headgate.clock import SystemClock
 from headgate.control.admin.tables import ANSWERS, CODES, SESSIONS, TOKENS
-from headgate.control.config.database import opened, reading, writing
+from headgate.control.config.engine import opened, reading, writing
 from headgate.control.config.migrations import migrate
-from headgate.control.desk.errors import NotFound
-from headgate.control.desk.views import ROLES, Actor
+from headgate.control.service.errors import NotFound
+from headgate.control.service.models import ROLES, Actor
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
     from headgate.clock import Clock
-    from headgate.control.desk.views import Role
+    from headgate.control.service.models import Role
 
 __all__ = ["DEFAULT_DAYS", "FIRST_DAYS", "LONGEST_NAME", "MOST_DAYS", "Made", "Token", "Tokens"]
 
@@ -103,13 +103,13 @@ class Tokens:
         self._noted: dict[str, int] = {}
         with writing(self.engine) as connection:
             migrate(connection)
-        renew_in_children(self)
+        reinit_after_fork(self)
 
     def close(self) -> None:
         """Close the connections that are kept open; the next question opens another."""
         self.engine.dispose()
 
-    def renew_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Connections stay with the parent."""
         self.engine.dispose(close=False)
         self._lock = threading.Lock()

@@ -3,19 +3,19 @@
 from headgate.errors import InvalidConfiguration
 
 try:
-    from headgate.control.config.database import ConfigUnavailable, decision_log_beside
+    from headgate.control.config.engine import ConfigUnavailable, decision_log_beside
     from headgate.control.config.history import Difference, Version
+    from headgate.control.config.import_tables import ImportedTables, read_tables
     from headgate.control.config.rows import (
         Assignment,
         BlockRow,
-        Document,
         Kept,
         OverrideRow,
+        PolicyDocument,
         RouteCost,
         Row,
         TierNumbers,
     )
-    from headgate.control.config.seeds import SeedTables, read_seed_tables
     from headgate.control.config.store import ConfigStore
     from headgate.control.config.writing import Conflict, Put, Remove
 except ModuleNotFoundError as missing:
@@ -32,16 +32,16 @@ __all__ = [
     "ConfigUnavailable",
     "Conflict",
     "Difference",
-    "Document",
+    "ImportedTables",
     "Kept",
     "OverrideRow",
+    "PolicyDocument",
     "Put",
     "Remove",
     "RouteCost",
     "Row",
-    "SeedTables",
     "TierNumbers",
     "Version",
     "decision_log_beside",
-    "read_seed_tables",
+    "read_tables",
 ]

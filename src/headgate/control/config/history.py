@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sqlalchemy import and_, or_, select
 
 from headgate.control.config.reading import in_force, kept
-from headgate.control.config.rows import SECTIONS, Document, Row
+from headgate.control.config.rows import SECTIONS, PolicyDocument, Row
 from headgate.control.config.tables import TABLES, VERSIONS
 
 if TYPE_CHECKING:
@@ -85,4 +85,4 @@ def differences(connection: Connection, one: int, other: int) -> list[Difference
 
 
 def _lines(row: Row) -> list[str]:
-    return row.text.splitlines() if isinstance(row, Document) else [str(row)]
+    return row.text.splitlines() if isinstance(row, PolicyDocument) else [str(row)]

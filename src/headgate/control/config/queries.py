@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Listed",
-    "Mark",
-    "Named",
+    "NamedClient",
+    "PageMark",
     "assigned_counts",
     "frame_mark",
     "labels_of",
@@ -41,7 +41,7 @@ AT_ONCE: Final = 400
 """Values in one question: SQLite takes 999 in its older versions."""
 
 
-class Mark(NamedTuple):
+class PageMark(NamedTuple):
     """What tells one frame from another: as long as it is the same, so are document, tiers and routes."""
 
     changes: tuple[int, ...]
@@ -57,7 +57,7 @@ class Listed(NamedTuple):
     label: str | None
 
 
-class Named(NamedTuple):
+class NamedClient(NamedTuple):
     """A client of whom a row says something."""
 
     kind: str
@@ -66,7 +66,7 @@ class Named(NamedTuple):
     tier: str | None
 
 
-def frame_mark(connection: Connection) -> Mark:
+def frame_mark(connection: Connection) -> PageMark:
     """Found by the indices alone."""
     ends = [
         select(func.max(column)).where(column.is_not(None)).scalar_subquery()
@@ -76,7 +76,7 @@ def frame_mark(connection: Connection) -> Mark:
     found = connection.execute(select(*ends)).one()
     changes = tuple(int(each or 0) for each in found)
     at_us = connection.scalar(select(VERSIONS.c.at_us).where(VERSIONS.c.version == max(changes)))
-    return Mark(changes, int(at_us or 0))
+    return PageMark(changes, int(at_us or 0))
 
 
 def rows_of(
@@ -147,7 +147,7 @@ def named(
     hashed: str | None = None,
     after: tuple[str, str, str] | None,
     most: int,
-) -> list[Named]:
+) -> list[NamedClient]:
     """The clients to whom a row gives a name, by their names: in the order of `name_key`."""
     clients = TABLES["clients"]
 
@@ -162,12 +162,12 @@ def named(
         query = query.where(key[0] >= after[0], tuple_(*key) > tuple_(*[literal(each) for each in after]))
     if search:
         query = query.where(_found(connection, clients, ("value", "label"), search, hashed))
-    return [Named(*each) for each in connection.execute(query.order_by(*key).limit(most))]
+    return [NamedClient(*each) for each in connection.execute(query.order_by(*key).limit(most))]
 
 
 def nameless(
     connection: Connection, *, search: str = "", hashed: str | None = None, after: tuple[str, str] | None, most: int
-) -> list[Named]:
+) -> list[NamedClient]:
     """Everybody else of whom a row says something, in the database's own order of kinds and values."""
     clients = TABLES["clients"]
     parts = []
@@ -189,7 +189,7 @@ def nameless(
         .order_by(everybody.c.kind, everybody.c.value)
         .limit(most)
     )
-    return [Named(*each) for each in connection.execute(query_all)]
+    return [NamedClient(*each) for each in connection.execute(query_all)]
 
 
 def labels_of(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:

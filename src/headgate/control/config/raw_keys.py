@@ -7,15 +7,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.errors import InvalidInput, InvalidPolicy
-from headgate.policy import words
+from headgate.policy import scalars
 from headgate.policy.formats import FORMATS
-from headgate.policy.formats.document import Spot, place_of
+from headgate.policy.formats.document import SourcePosition, place_of
 from headgate.policy.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from headgate.control.config.rows import Document
+    from headgate.control.config.rows import PolicyDocument
 
 __all__ = ["hash_keys", "refuse_keys"]
 
@@ -49,14 +49,14 @@ class _Raw(NamedTuple):
     key: str
 
     @property
-    def spot(self) -> Spot:
-        return Spot((self.section, self.position, "api_key"))
+    def spot(self) -> SourcePosition:
+        return SourcePosition((self.section, self.position, "api_key"))
 
     def __str__(self) -> str:
         return f"{self.section}[{self.position}]"
 
 
-def refuse_keys(document: Document, fingerprint: Callable[[str], str] | None) -> None:
+def refuse_keys(document: PolicyDocument, fingerprint: Callable[[str], str] | None) -> None:
     """InvalidPolicy, if there are any; it says what to write, where there is a `fingerprint` to tell it."""
     told = [
         _told(document, raw, f"; write {ASK_FOR_IT if fingerprint is None else fingerprint(raw.key)}")
@@ -66,7 +66,7 @@ def refuse_keys(document: Document, fingerprint: Callable[[str], str] | None) ->
         raise InvalidPolicy(told)
 
 
-def hash_keys(document: Document, fingerprint: Callable[[str], str]) -> Document:
+def hash_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -> PolicyDocument:
     """The document with the fingerprint in place of each key; all else in it is as it was, down to the last blank."""
     value = _value(document)
     raws = list(_raw_keys(value))
@@ -90,11 +90,11 @@ def hash_keys(document: Document, fingerprint: Callable[[str], str]) -> Document
     return made
 
 
-def _value(document: Document) -> Any:
+def _value(document: PolicyDocument) -> Any:
     return Source(document.text, document.name, document.format).value
 
 
-def _says(document: Document, value: Any) -> bool:
+def _says(document: PolicyDocument, value: Any) -> bool:
     with suppress(InvalidPolicy):
         return bool(_value(document) == value)
     return False
@@ -106,15 +106,15 @@ def _raw_keys(value: Any) -> Iterator[_Raw]:
         for position, entry in enumerate(entries if isinstance(entries, list) else ()):
             key = entry.get("api_key") if isinstance(entry, dict) else None
             with suppress(InvalidInput):  # what no key can be is told, with its place, by the reader of policies
-                if not words.api_key(key).startswith(FINGERPRINT):
+                if not scalars.api_key(key).startswith(FINGERPRINT):
                     yield _Raw(section, position, str(key))
 
 
-def _line_starts(document: Document) -> list[int]:
+def _line_starts(document: PolicyDocument) -> list[int]:
     return [0, *(found.end() for found in _BREAK[document.format].finditer(document.text))]
 
 
-def _end(document: Document, raw: _Raw, start: int, *, instead: str) -> int:
+def _end(document: PolicyDocument, raw: _Raw, start: int, *, instead: str) -> int:
     """Where a key ends that starts there: with its quotes; or after its last letter, as a key has no blanks in it."""
     if quoted := _QUOTED[document.format].match(document.text, start):
         return quoted.end()
@@ -123,7 +123,7 @@ def _end(document: Document, raw: _Raw, start: int, *, instead: str) -> int:
     raise InvalidPolicy([_told(document, raw, f"; write {instead}")])  # of several lines, or in some other disguise
 
 
-def _refuse_remains(document: Document, raws: list[_Raw]) -> None:
+def _refuse_remains(document: PolicyDocument, raws: list[_Raw]) -> None:
     """A key that a comment still tells is as good as stored."""
     by_word = {max(_WORD.findall(raw.key), key=len, default=""): raw for raw in raws if len(raw.key) >= SHORTEST_FOUND}
     told = {}
@@ -137,5 +137,5 @@ def _refuse_remains(document: Document, raws: list[_Raw]) -> None:
         raise InvalidPolicy([f"{each}; take it out" for each in told.values()])
 
 
-def _told(document: Document, raw: _Raw, remedy: str) -> str:
+def _told(document: PolicyDocument, raw: _Raw, remedy: str) -> str:
     return f"{document.name}: {raw}.api_key: a key is stored as its fingerprint{remedy}"

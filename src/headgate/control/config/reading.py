@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, or_, select
 
-from headgate.control.config.merging import Frame
-from headgate.control.config.rows import FRAME, LISTS, SECTIONS, Document, Kept, Row
+from headgate.control.config.compose import PolicyTemplate
+from headgate.control.config.rows import FRAME, LISTS, SECTIONS, Kept, PolicyDocument, Row
 from headgate.control.config.tables import TABLES, VERSIONS
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 __all__ = [
-    "Changes",
-    "Contents",
-    "Stamp",
+    "ConfigChanges",
+    "ConfigContents",
+    "VersionStamp",
     "changes",
     "contents",
     "current",
@@ -32,35 +32,35 @@ AT_ONCE: Final = 500
 """Rows that are fetched in one go: few enough that other threads need not wait for it."""
 
 
-class Stamp(NamedTuple):
+class VersionStamp(NamedTuple):
     """A version, and when it was made: two stores that were one once may have the same version, but not of one time."""
 
     version: int
     at_us: int
 
 
-class Contents(NamedTuple):
+class ConfigContents(NamedTuple):
     """All that holds at a version."""
 
-    stamp: Stamp
+    stamp: VersionStamp
     rows: Mapping[str, dict[int, Any]]
     """By section and id."""
 
     @property
-    def frame(self) -> Frame:
-        document: Document | None = next(iter(self.rows["documents"].values()), None)
-        return Frame(document, self.rows["tiers"].values(), self.rows["routes"].values())
+    def frame(self) -> PolicyTemplate:
+        document: PolicyDocument | None = next(iter(self.rows["documents"].values()), None)
+        return PolicyTemplate(document, self.rows["tiers"].values(), self.rows["routes"].values())
 
     @property
     def lists(self) -> dict[str, list[Row]]:
         return {section: list(self.rows[section].values()) for section in LISTS}
 
 
-class Changes(NamedTuple):
+class ConfigChanges(NamedTuple):
     """What is different at a version from one before it."""
 
-    since: Stamp
-    stamp: Stamp
+    since: VersionStamp
+    stamp: VersionStamp
     rows: Mapping[str, dict[int, Any]]
     """By section and id; None for those that are no more."""
 
@@ -74,18 +74,18 @@ def newest_version(connection: Connection) -> int:
     return newest_stamp(connection).version
 
 
-def newest_stamp(connection: Connection) -> Stamp:
+def newest_stamp(connection: Connection) -> VersionStamp:
     query = select(VERSIONS.c.version, VERSIONS.c.at_us).order_by(VERSIONS.c.version.desc()).limit(1)
-    return Stamp(*next(iter(connection.execute(query)), (0, 0)))
+    return VersionStamp(*next(iter(connection.execute(query)), (0, 0)))
 
 
-def contents(connection: Connection, stamp: Stamp) -> Contents:
+def contents(connection: Connection, stamp: VersionStamp) -> ConfigContents:
     """All rows that hold at a version. Whatever is written meanwhile, they are those of that version."""
     sections = {section: current(connection, section, stamp.version) for section in SECTIONS}
-    return Contents(stamp, {section: {each.id: each.row for each in rows} for section, rows in sections.items()})
+    return ConfigContents(stamp, {section: {each.id: each.row for each in rows} for section, rows in sections.items()})
 
 
-def changes(connection: Connection, since: Stamp, stamp: Stamp) -> Changes | None:
+def changes(connection: Connection, since: VersionStamp, stamp: VersionStamp) -> ConfigChanges | None:
     """What the versions after `since`, up to and with `stamp`, have changed; None if that one is not of their past."""
     is_past = VERSIONS.c.version == since.version, VERSIONS.c.at_us == since.at_us
     if since.version > stamp.version or connection.scalar(select(VERSIONS.c.version).where(*is_past)) is None:
@@ -97,7 +97,7 @@ def changes(connection: Connection, since: Stamp, stamp: Stamp) -> Changes | Non
         ended = select(table.c.id).where(ends > since.version, ends <= stamp.version)
         made = kept(connection, section, and_(table.c.since > since.version, in_force(section, stamp.version)))
         found[section] = {id: None for (id,) in connection.execute(ended)} | {each.id: each.row for each in made}
-    return Changes(since, stamp, found)
+    return ConfigChanges(since, stamp, found)
 
 
 def current(connection: Connection, section: str, version: int, *where: ColumnElement[bool]) -> Iterator[Kept[Any]]:

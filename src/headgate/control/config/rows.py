@@ -6,12 +6,12 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-from headgate import _grammar
+from headgate import _limit_syntax
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headgate._grammar import Phrase
+    from headgate._limit_syntax import Phrase
 
 __all__ = [
     "FRAME",
@@ -20,9 +20,9 @@ __all__ = [
     "SECTIONS",
     "Assignment",
     "BlockRow",
-    "Document",
     "Kept",
     "OverrideRow",
+    "PolicyDocument",
     "RouteCost",
     "Row",
     "TierNumbers",
@@ -35,7 +35,7 @@ __all__ = [
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class Document(NamedTuple):
+class PolicyDocument(NamedTuple):
     """A policy as somebody wrote it; the tables add to it."""
 
     text: str
@@ -128,7 +128,7 @@ class BlockRow(NamedTuple):
         return f"block of {self.kind} {self.value}{_ends(self)}"
 
 
-Row: TypeAlias = Document | TierNumbers | RouteCost | Assignment | OverrideRow | BlockRow
+Row: TypeAlias = PolicyDocument | TierNumbers | RouteCost | Assignment | OverrideRow | BlockRow
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
@@ -140,7 +140,7 @@ class Kept(NamedTuple, Generic[AnyRow]):
     row: AnyRow
 
 
-FRAME: Final[Mapping[str, type[Any]]] = {"documents": Document, "tiers": TierNumbers, "routes": RouteCost}
+FRAME: Final[Mapping[str, type[Any]]] = {"documents": PolicyDocument, "tiers": TierNumbers, "routes": RouteCost}
 """What everything else is read against; there is little of it."""
 
 LISTS: Final[Mapping[str, type[Any]]] = {"clients": Assignment, "overrides": OverrideRow, "blocked": BlockRow}
@@ -195,7 +195,7 @@ def bucket(row: TierNumbers | OverrideRow) -> str:
 @lru_cache(maxsize=8192)  # a hundred thousand overrides hold a handful of different numbers
 def _phrase(quota: int, period_us: int, burst: int | None, algorithm: str | None) -> str:
     options = f"{'' if burst is None else f', burst {burst}'}{'' if algorithm is None else f', {algorithm}'}"
-    return f"{quota}/{_grammar.spell(timedelta(microseconds=period_us))}{options}"
+    return f"{quota}/{_limit_syntax.spell(timedelta(microseconds=period_us))}{options}"
 
 
 def _validity(row: OverrideRow | BlockRow) -> dict[str, str]:

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy.exc import IntegrityError
 
-from headgate._forks import renew_in_children
-from headgate._grammar import parse
+from headgate._fork import reinit_after_fork
+from headgate._limit_syntax import parse
 from headgate.clock import SystemClock
-from headgate.control.config import raw_keys, seeds
-from headgate.control.config.database import opened, reading, shown, writing
+from headgate.control.config import import_tables, raw_keys
+from headgate.control.config.engine import opened, reading, shown, writing
 from headgate.control.config.history import differences, versions
 from headgate.control.config.migrations import migrate
-from headgate.control.config.reading import Stamp, contents, current, newest_version
+from headgate.control.config.reading import VersionStamp, contents, current, newest_version
 from headgate.control.config.rows import (
     SECTIONS,
     Assignment,
     BlockRow,
-    Document,
     OverrideRow,
+    PolicyDocument,
     RouteCost,
     TierNumbers,
     microseconds,
@@ -31,8 +31,8 @@ from headgate.control.config.rows import (
 from headgate.control.config.tables import TABLES
 from headgate.control.config.writing import Put, Remove, write
 from headgate.errors import InvalidConfiguration, InvalidInput, InvalidPolicy
-from headgate.policy import words
-from headgate.policy.credentials import ApiKeys
+from headgate.policy import scalars
+from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from headgate.clock import Clock
     from headgate.control.config.history import Difference, Version
+    from headgate.control.config.import_tables import ImportedTables
     from headgate.control.config.rows import Kept
-    from headgate.control.config.seeds import SeedTables
     from headgate.control.config.writing import Change
     from headgate.policy.model import Policy
 
@@ -71,16 +71,16 @@ class ConfigStore:
         self._judged_by: int | None = None
         given = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._secret = given.encode() if isinstance(given, str) else given
-        self._keys = None if self._secret is None else ApiKeys(self._secret)
+        self._keys = None if self._secret is None else ApiKeyHasher(self._secret)
         with writing(self._engine) as connection:
             migrate(connection)
-        renew_in_children(self)
+        reinit_after_fork(self)
 
     def close(self) -> None:
         """Close the connections that are kept open; the next question opens another."""
         self._engine.dispose()
 
-    def renew_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Connections stay with the parent."""
         self._engine.dispose(close=False)
 
@@ -99,10 +99,10 @@ class ConfigStore:
         """The document with all that the tables add to it, now or at a version."""
         with reading(self._engine) as connection:
             at = self._existing(version, newest_version(connection))
-            found = contents(connection, Stamp(at, 0))
+            found = contents(connection, VersionStamp(at, 0))
         return found.frame.read(found.lists)
 
-    def document(self, version: int | None = None) -> Document | None:
+    def document(self, version: int | None = None) -> PolicyDocument | None:
         """The policy document; None while there is none."""
         found = self._rows("documents", version)
         return found[0].row if found else None
@@ -174,7 +174,7 @@ class ConfigStore:
     ) -> Version | None:
         """Take another policy document: YAML, TOML or JSON, by the name of the `file`. It holds no API keys but as
         their fingerprints; with `hash_keys`, each key in it is replaced by its fingerprint first."""
-        document = Document(text, _format(file), words.label(file))
+        document = PolicyDocument(text, _format(file), scalars.label(file))
         if hash_keys:
             document = raw_keys.hash_keys(document, self._fingerprint)
         raw_keys.refuse_keys(document, None if self._keys is None else self._fingerprint)
@@ -184,7 +184,7 @@ class ConfigStore:
         self, tier: str, limit: str, bucket: str, *, author: str, reason: str, based_on: int | None = None
     ) -> Version | None:
         """Give the clients of a tier these numbers on a limit: set_tier("pro", "search", "1000/minute", ...)."""
-        row = TierNumbers(words.name(tier), words.name(limit), **numbers(parse(bucket)))
+        row = TierNumbers(scalars.name(tier), scalars.name(limit), **numbers(parse(bucket)))
         return self.write([Put("tiers", row)], author=author, reason=reason, based_on=based_on)
 
     def remove_tier(
@@ -205,7 +205,9 @@ class ConfigStore:
         based_on: int | None = None,
     ) -> Version | None:
         """Say what a request to a route costs, and perhaps of which class the route is."""
-        row = RouteCost(words.text(path), words.whole(0, example=5)(cost), route_class and words.name(route_class))
+        row = RouteCost(
+            scalars.text(path), scalars.whole(0, example=5)(cost), route_class and scalars.name(route_class)
+        )
         return self.write([Put("routes", row)], author=author, reason=reason, based_on=based_on)
 
     def remove_route(self, path: str, *, author: str, reason: str, based_on: int | None = None) -> Version | None:
@@ -223,7 +225,7 @@ class ConfigStore:
         based_on: int | None = None,
     ) -> Version | None:
         """Put a client into a tier: assign(("tenant", "acme"), "pro", ...)."""
-        row = Assignment(*self.known(who), tier and words.name(tier), label and words.label(label))
+        row = Assignment(*self.known(who), tier and scalars.name(tier), label and scalars.label(label))
         return self.write([Put("clients", row)], author=author, reason=reason, based_on=based_on)
 
     def unassign(
@@ -252,8 +254,8 @@ class ConfigStore:
         """
         row = OverrideRow(
             *self.known(who),
-            limit and words.name(limit),
-            route_class and words.name(route_class),
+            limit and scalars.name(limit),
+            route_class and scalars.name(route_class),
             **numbers(parse(bucket)),
             valid_from_us=_us(valid_from),
             valid_until_us=_us(valid_until),
@@ -289,7 +291,7 @@ class ConfigStore:
 
         What was imported before is brought up to date: of overrides, those on the same key and class are replaced.
         """
-        found: SeedTables = seeds.read_seed_tables(
+        found: ImportedTables = import_tables.read_tables(
             url, fingerprint=self._fingerprint, default_tier=default_tier, author=author
         )
         before = {
@@ -321,17 +323,17 @@ class ConfigStore:
     def known(self, who: tuple[str, str]) -> tuple[str, str]:
         """Whom a row is about, as it is stored: addresses in their one spelling, of API keys only the hash."""
         kind, value = who
-        kinds = words.by(kind)
+        kinds = scalars.by(kind)
         if kinds != (kind,):
             raise InvalidInput(f"{kind!r} is no kind of identity; give one, like ('tenant', 'acme')")
         match kind:
             case "api_key":
-                return kind, self._fingerprint(words.api_key(value))
+                return kind, self._fingerprint(scalars.api_key(value))
             case "ip":
-                return kind, words.address_or_hash(value)
+                return kind, scalars.address_or_hash(value)
             case "subnet":
-                return kind, words.subnet(value)
-        return kind, words.identity(value)
+                return kind, scalars.subnet(value)
+        return kind, scalars.identity(value)
 
     # ------------------------------------------------------------------ within
 
@@ -354,9 +356,9 @@ class ConfigStore:
         return self.write(changes, author=author, reason=reason, based_on=based_on)
 
     def _signed(self, author: str, reason: str) -> dict[str, Any]:
-        if len(words.label(author)) > 200:
+        if len(scalars.label(author)) > 200:
             raise InvalidInput("an author has at most 200 characters")
-        return {"author": author, "reason": words.label(reason), "at_us": self._clock.now_us()}
+        return {"author": author, "reason": scalars.label(reason), "at_us": self._clock.now_us()}
 
     def _existing(self, version: int | None, newest: int) -> int:
         if version is None:
@@ -368,7 +370,7 @@ class ConfigStore:
     def _fingerprint(self, key: str) -> str:
         if self._keys is None:
             if key.startswith(FINGERPRINT):
-                return ApiKeys(bytes(32)).fingerprint(key)  # nothing is hashed: it is one already
+                return ApiKeyHasher(bytes(32)).fingerprint(key)  # nothing is hashed: it is one already
             raise InvalidConfiguration(
                 "an API key is stored as a keyed hash, and there is no secret to key it with: give secret=, or set "
                 f"{SECRET_VARIABLE}, to what the gates have"
@@ -385,7 +387,7 @@ def _format(file: str) -> str:
 
 
 def _us(moment: datetime | None) -> int | None:
-    return None if moment is None else microseconds(words.instant(moment))
+    return None if moment is None else microseconds(scalars.instant(moment))
 
 
 def _named(who: tuple[str, str]) -> str:

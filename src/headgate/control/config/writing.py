@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import ColumnElement, and_, func, insert, select, true, update
 
-from headgate.control.config.database import CHANNEL
+from headgate.control.config.engine import CHANNEL
 from headgate.control.config.history import Difference, Version
-from headgate.control.config.reading import Contents, Stamp, contents, current, newest_version
+from headgate.control.config.reading import ConfigContents, VersionStamp, contents, current, newest_version
 from headgate.control.config.rows import FRAME, KEYS, LISTS, SECTIONS, Row
 from headgate.control.config.tables import TABLES, VERSIONS
 from headgate.errors import HeadgateError, InvalidInput
@@ -206,7 +206,7 @@ def _store(connection: Connection, section: str, steps: list[_Step], version: in
 def _check(connection: Connection, steps: list[_Step], version: int) -> None:
     """Raises InvalidPolicy, if what is written would not load."""
     if len(steps) > FEW or any(step.section in FRAME for step in steps):
-        all_of_it = contents(connection, Stamp(version, 0))
+        all_of_it = contents(connection, VersionStamp(version, 0))
         all_of_it.frame.read(all_of_it.lists)
         return
     rows: dict[str, dict[int, Row]] = {section: {} for section in LISTS}
@@ -219,7 +219,7 @@ def _check(connection: Connection, steps: list[_Step], version: int) -> None:
         mine = current(connection, "overrides", version, table.c.kind == who[0], table.c.value == who[1])
         rows["overrides"].update({each.id: each.row for each in mine})
     frame_rows = {section: {each.id: each.row for each in current(connection, section, version)} for section in FRAME}
-    frame = Contents(Stamp(version, 0), frame_rows).frame
+    frame = ConfigContents(VersionStamp(version, 0), frame_rows).frame
     frame.read({section: list(each.values()) for section, each in rows.items()})
 
 

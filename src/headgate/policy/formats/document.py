@@ -13,7 +13,17 @@ from headgate._pace import release
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Document", "Malformed", "Path", "Place", "Spot", "Unreadable", "decimal", "place_of", "whole"]
+__all__ = [
+    "Document",
+    "Malformed",
+    "NodePosition",
+    "Path",
+    "SourcePosition",
+    "Unreadable",
+    "decimal",
+    "place_of",
+    "whole",
+]
 
 Path: TypeAlias = tuple[str | int, ...]
 """The way from the top to a value: ("limits", 0, "by")."""
@@ -22,7 +32,7 @@ LONGEST_NUMBER: Final = 40
 """In characters. Nothing that is counted has more, and longer ones are a way to make a reader work."""
 
 
-class Place(NamedTuple):
+class NodePosition(NamedTuple):
     """Where something stands, as editors count: from 1."""
 
     line: int
@@ -32,7 +42,7 @@ class Place(NamedTuple):
         return f"{self.line}:{self.column}"
 
 
-class Spot(NamedTuple):
+class SourcePosition(NamedTuple):
     """Something that has a place: a value, or the key in front of it."""
 
     path: Path
@@ -51,7 +61,7 @@ class Unreadable:
 class Malformed(Exception):
     """The text is not of its format; there are no values."""
 
-    def __init__(self, text: str, place: Place | None = None) -> None:
+    def __init__(self, text: str, place: NodePosition | None = None) -> None:
         super().__init__(text)
         self.place = place
 
@@ -61,11 +71,11 @@ class Document(ABC):
     """The values of a text: dict, list, str, int, bool, None, Decimal, datetime, date, time and `Unreadable`."""
 
     value: object
-    mistakes: list[tuple[Place, str]] = field(default_factory=list)
+    mistakes: list[tuple[NodePosition, str]] = field(default_factory=list)
     """What the format's own grammar forgives and a policy does not, like a key that is given twice."""
 
     @abstractmethod
-    def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
+    def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
         """Where these stand. Asked for only when there is something to say, so it may take its time."""
 
     def release(self) -> None:
@@ -75,8 +85,8 @@ class Document(ABC):
                 release(section)
 
 
-def place_of(text: str, offset: int) -> Place:
-    return Place(text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset))
+def place_of(text: str, offset: int) -> NodePosition:
+    return NodePosition(text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset))
 
 
 def whole(digits: str) -> int | Unreadable:

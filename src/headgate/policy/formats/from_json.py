@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate.policy.formats.document import (
     Document,
     Malformed,
+    NodePosition,
     Path,
-    Place,
-    Spot,
+    SourcePosition,
     Unreadable,
     decimal,
     place_of,
@@ -42,7 +42,7 @@ def parse(text: str) -> Document:
     try:
         document = _Json(decoder.decode(text), text=text)
     except JSONDecodeError as error:
-        raise Malformed(f"not JSON: {error.msg}", Place(error.lineno, error.colno)) from None
+        raise Malformed(f"not JSON: {error.msg}", NodePosition(error.lineno, error.colno)) from None
     except RecursionError:
         raise Malformed("nested too deep; a policy needs no more than a few levels") from None
     if doubled:
@@ -54,7 +54,7 @@ def parse(text: str) -> Document:
 class _Json(Document):
     text: str = ""
 
-    def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
+    def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
         found = _offsets(self.text, {spot.path for spot in spots})
         return {spot: place_of(self.text, offsets[-1]) for spot, offsets in found.items()}
 
@@ -63,7 +63,7 @@ def _refuse_constant(word: str) -> Unreadable:
     return Unreadable(f"{word} is not JSON; write a plain number, like 16.67")
 
 
-def _given_twice(text: str, value: object, doubled: Collection[int]) -> Iterator[tuple[Place, str]]:
+def _given_twice(text: str, value: object, doubled: Collection[int]) -> Iterator[tuple[NodePosition, str]]:
     """Each key that stands twice in one of these mappings, where its last one stands."""
     keys = {(*path, key) for path, mapping in _mappings(value, ()) if id(mapping) in doubled for key in mapping}
     for spot, offsets in _offsets(text, keys).items():
@@ -82,14 +82,14 @@ def _mappings(value: object, path: Path) -> Iterator[tuple[Path, dict[str, Any]]
             yield from _mappings(each, (*path, index))
 
 
-def _offsets(text: str, wanted: Collection[Path]) -> dict[Spot, list[int]]:
+def _offsets(text: str, wanted: Collection[Path]) -> dict[SourcePosition, list[int]]:
     """Where these values and their keys start in a text that is known to be JSON, and where else they do.
 
     Only what leads to them is walked through: the rest is skipped by the standard library's scanner.
     """
     scan = JSONDecoder(parse_float=str, parse_int=str).raw_decode
     on_the_way = {path[:length] for path in wanted for length in range(len(path))}
-    found: dict[Spot, list[int]] = {}
+    found: dict[SourcePosition, list[int]] = {}
 
     def blanks(index: int) -> int:
         return _BLANKS.match(text, index).end()  # type: ignore[union-attr]  # it matches nothing, too
@@ -97,7 +97,7 @@ def _offsets(text: str, wanted: Collection[Path]) -> dict[Spot, list[int]]:
     def walk(index: int, path: Path) -> int:
         """Where the value that starts here ends."""
         if path in wanted:
-            found.setdefault(Spot(path), []).append(index)
+            found.setdefault(SourcePosition(path), []).append(index)
         if path not in on_the_way or text[index] not in "{[":
             return scan(text, index)[1]
         is_mapping, position = text[index] == "{", 0
@@ -107,7 +107,7 @@ def _offsets(text: str, wanted: Collection[Path]) -> dict[Spot, list[int]]:
                 key, after = scan(text, index)
                 inner = (*path, key)
                 if inner in wanted:
-                    found.setdefault(Spot(inner, at_key=True), []).append(index)
+                    found.setdefault(SourcePosition(inner, at_key=True), []).append(index)
                 index = blanks(blanks(after) + 1)
             else:
                 inner = (*path, position)

@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from headgate.policy.formats.document import Document, Malformed, Path, Place, Spot, decimal, place_of
+from headgate.policy.formats.document import Document, Malformed, NodePosition, Path, SourcePosition, decimal, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,7 +38,7 @@ def parse(text: str) -> Document:
 class _Toml(Document):
     text: str = ""
 
-    def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
+    def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
         found = _Scan(self.text).offsets
         return {spot: place_of(self.text, found[spot]) for spot in spots if spot in found}
 
@@ -47,7 +47,7 @@ def _malformed(text: str, told: str) -> Malformed:
     match = _AT.fullmatch(told)
     if match is None:
         return Malformed(f"not TOML: {told}")
-    place = Place(int(match[2]), int(match[3])) if match[2] else place_of(text, len(text))
+    place = NodePosition(int(match[2]), int(match[3])) if match[2] else place_of(text, len(text))
     if re.match("Cannot (overwrite|declare|mutate)", told):
         lines = text.splitlines(keepends=True)[: place.line]
         read = "".join([*lines[:-1], lines[-1][: place.column]])  # so far it is TOML
@@ -62,8 +62,8 @@ class _Scan:
     """Where each key and each value of a text starts, which is known to be TOML."""
 
     def __init__(self, text: str) -> None:
-        self.offsets: dict[Spot, int] = {}
-        self.twice: tuple[Spot, int, int] | None = None
+        self.offsets: dict[SourcePosition, int] = {}
+        self.twice: tuple[SourcePosition, int, int] | None = None
         """The last key that was there already, and its places."""
         self._text = text.replace("\r\n", " \n")  # as long as before, and lines end in one way
         self._index = 0
@@ -145,13 +145,13 @@ class _Scan:
         return path if length is None else (*path, length - 1)
 
     def _see(self, path: Path, offset: int) -> None:
-        spot = Spot(path, at_key=True)
+        spot = SourcePosition(path, at_key=True)
         if spot in self.offsets:
             self.twice = (spot, self.offsets[spot], offset)
 
     def _note(self, path: Path, key: int, value: int) -> None:
-        self.offsets.setdefault(Spot(path, at_key=True), key)
-        self.offsets.setdefault(Spot(path), value)
+        self.offsets.setdefault(SourcePosition(path, at_key=True), key)
+        self.offsets.setdefault(SourcePosition(path), value)
 
     def _skip_blanks(self) -> bool:
         """Whether anything follows."""

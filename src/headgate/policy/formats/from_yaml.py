@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from headgate._pace import release
-from headgate.policy.formats.document import Document, Malformed, Place, Spot, Unreadable, decimal, whole
+from headgate.policy.formats.document import (
+    Document,
+    Malformed,
+    NodePosition,
+    SourcePosition,
+    Unreadable,
+    decimal,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["parse"]
 
 DEEPEST: Final = 20
-TOP: Final = Place(1, 1)
+TOP: Final = NodePosition(1, 1)
 
 LONGEST_LINE: Final = 1000
 """Characters of a line that are searched for the cause of a syntax error."""
@@ -73,18 +81,18 @@ def _hint(text: str, error: yaml.MarkedYAMLError) -> str:
 
 @dataclass(slots=True)
 class _Yaml(Document):
-    marks: dict[int, dict[Any, tuple[Place, Place]]] = field(default_factory=dict)
+    marks: dict[int, dict[Any, tuple[NodePosition, NodePosition]]] = field(default_factory=dict)
     """By the id of a container, where the key and the value of each of its entries stand."""
-    top: Place = TOP
+    top: NodePosition = TOP
 
-    def places(self, spots: Iterable[Spot]) -> dict[Spot, Place]:
+    def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
         return {spot: place for spot in spots if (place := self._place(spot)) is not None}
 
     def release(self) -> None:
         release(self.marks)
         Document.release(self)
 
-    def _place(self, spot: Spot) -> Place | None:
+    def _place(self, spot: SourcePosition) -> NodePosition | None:
         container, places = self.value, (self.top, self.top)
         for step in spot.path:
             entries = self.marks.get(id(container), {})
@@ -100,8 +108,8 @@ class _Reading:
 
     def __init__(self, events: Iterator[yaml.Event]) -> None:
         self._events = events
-        self._mistakes: list[tuple[Place, str]] = []
-        self._marks: dict[int, dict[Any, tuple[Place, Place]]] = {}
+        self._mistakes: list[tuple[NodePosition, str]] = []
+        self._marks: dict[int, dict[Any, tuple[NodePosition, NodePosition]]] = {}
 
     def document(self) -> _Yaml:
         next(self._events)  # the start of the stream
@@ -190,8 +198,8 @@ def _disagreement(text: str, plain: str) -> str:
     return f'{text} is read in different ways by different readers of YAML; write {plain}, or text as "{text}"'
 
 
-def _place(mark: Any) -> Place:
-    return Place(mark.line + 1, mark.column + 1)
+def _place(mark: Any) -> NodePosition:
+    return NodePosition(mark.line + 1, mark.column + 1)
 
 
 def _has_tab(text: str, line: int) -> bool:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.errors import StoreError
-    from headgate.stores.redis.wire import Node
+    from headgate.stores.redis.encoding import Node
 
-__all__ = ["Breaker", "Breakers", "Shut"]
+__all__ = ["CircuitBreaker", "CircuitBreakers", "CircuitOpen"]
 
 IN_A_ROW: Final = 5
 """Failures without an answer in between that open it."""
@@ -30,11 +30,11 @@ FEWEST: Final = 10
 """Moments of failure in the window below which its share means nothing."""
 
 
-class Shut(StoreUnavailable):
+class CircuitOpen(StoreUnavailable):
     """Nobody asks this server now: the answer is known to be none. Not a byte was sent."""
 
 
-class Breaker:
+class CircuitBreaker:
     """What is known of one server: `is_open` while it is not to be asked."""
 
     __slots__ = (
@@ -77,9 +77,9 @@ class Breaker:
         self._moments.clear()
         self.is_open = False
 
-    def refusal(self) -> Shut:
+    def refusal(self) -> CircuitOpen:
         """What a request is told that would have gone there."""
-        return Shut(f"{self.reason} (and it is not asked again until it is seen to answer)")
+        return CircuitOpen(f"{self.reason} (and it is not asked again until it is seen to answer)")
 
     def _fails_mostly(self, now: float) -> bool:
         """Whether at least half of what was asked in the window failed, and not in one moment alone."""
@@ -91,18 +91,18 @@ class Breaker:
         return len(moments) >= FEWEST and self._failed - failed >= self._answered - answered
 
 
-class Breakers:
+class CircuitBreakers:
     """One breaker for each server; shared by all threads and event loops of a store."""
 
     def __init__(self) -> None:
         self.opened: Callable[[Node | None], Any] = lambda node: None
         """Told of each breaker that opens."""
-        self._all: dict[Node | None, Breaker] = {}
+        self._all: dict[Node | None, CircuitBreaker] = {}
 
-    def __getitem__(self, node: Node | None) -> Breaker:
+    def __getitem__(self, node: Node | None) -> CircuitBreaker:
         breaker = self._all.get(node)
         if breaker is None:
-            breaker = self._all.setdefault(node, Breaker(lambda: self.opened(node)))
+            breaker = self._all.setdefault(node, CircuitBreaker(lambda: self.opened(node)))
         return breaker
 
     def succeed(self, node: Node | None) -> None:
@@ -114,7 +114,7 @@ class Breakers:
         if node is None or node.role == "server":
             self[node].fail(error)
 
-    def open_ones(self) -> dict[Node | None, Breaker]:
+    def open_ones(self) -> dict[Node | None, CircuitBreaker]:
         """Those that are open now, by their servers."""
         return {node: breaker for node, breaker in list(self._all.items()) if breaker.is_open}
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hiredis import HiredisError, Reader
 
-from headgate.stores.redis.replies import UnexpectedReply
+from headgate.stores.redis.decoding import UnexpectedReply
 
 __all__ = ["INCOMPLETE", "MAX_REPLY_BYTES", "ReplyReader"]
 

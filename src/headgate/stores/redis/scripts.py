@@ -25,14 +25,14 @@ class Script(NamedTuple):
 
 @lru_cache(maxsize=256)
 def script(main: str, algorithms: tuple[str, ...], margin_ms: int) -> Script:
-    """The script of that name ("one", "check", "idempotent", "refund" or "lease") for those algorithms; for none, one
-    whose keys are no counters.
+    """The script `main` ("check_one", "check_batch", "check_idempotent", "refund" or "lease") for some algorithms.
 
-    Keys outlive their debt by the margin. "check" and "idempotent" find the algorithms by name; the others are for one.
+    Without algorithms, its keys are not counters. Keys outlive their debt by the margin. "check_batch" and
+    "check_idempotent" find the algorithms by name; the others are for one.
     """
     parts = dict.fromkeys(part for name in algorithms for part in (*_NEEDS.get(name, ()), name))
     names = [f"local JUDGE = {name}" for name in algorithms[:1]]
-    if main in ("check", "idempotent"):
+    if main in ("check_batch", "check_idempotent"):
         names = [f"local JUDGES = {{ {', '.join(f'{name} = {name}' for name in algorithms)} }}"]
     elif main == "refund":
         names.append(f"local REFUND = {algorithms[0]}_refund")
@@ -43,10 +43,10 @@ def script(main: str, algorithms: tuple[str, ...], margin_ms: int) -> Script:
             *(_lua("headgate.algorithms", part, whole=main in ("refund", "lease")) for part in parts),
             *names,
             f"local MARGIN = {margin_ms}",
-            _lua("headgate.stores.redis", "_script"),
-            *([_lua("headgate.stores.redis", "_records")] if main in ("idempotent", "refund") else []),
-            *(_function("decide_batch", "check") if main == "idempotent" else []),
-            _lua("headgate.stores.redis", main),
+            _lua("headgate.stores.redis.lua", "_prelude"),
+            *([_lua("headgate.stores.redis.lua", "_records")] if main in ("check_idempotent", "refund") else []),
+            *(_function("decide_batch", "check_batch") if main == "check_idempotent" else []),
+            _lua("headgate.stores.redis.lua", main),
         ]
     ).encode()
     return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
@@ -54,7 +54,7 @@ def script(main: str, algorithms: tuple[str, ...], margin_ms: int) -> Script:
 
 def _function(name: str, main: str) -> list[str]:
     """A script as a function of the KEYS and ARGV that it reads."""
-    return [f"local function {name}(KEYS, ARGV)", _lua("headgate.stores.redis", main), "end"]
+    return [f"local function {name}(KEYS, ARGV)", _lua("headgate.stores.redis.lua", main), "end"]
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from redis.crc import key_slot
 
 from headgate.errors import StoreUnavailable
-from headgate.stores.redis.wire import NO_KEYS, Command, Node
+from headgate.stores.redis.encoding import NO_KEYS, Command, Node
 
 if TYPE_CHECKING:
     from collections.abc import Container, Generator, Iterable, Sequence

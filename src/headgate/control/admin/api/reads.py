@@ -8,16 +8,16 @@ from fastapi import APIRouter, Path, Query
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
-from headgate.control.admin.api import fields
-from headgate.control.admin.api.callers import Asking, answer, meant
-from headgate.control.admin.api.shapes import listed, shape
+from headgate.control.admin.api import schemas
+from headgate.control.admin.api.dependencies import Asking, answer, meant
+from headgate.control.admin.api.response_models import listed, shape
 from headgate.control.admin.problems import answers
+from headgate.control.anomalies.detector import Anomaly
 from headgate.control.config.history import Difference, Version
 from headgate.control.config.rows import microseconds
-from headgate.control.desk import Desk
-from headgate.control.desk.candidates import Candidate
-from headgate.control.desk.secrecy import discreetly
-from headgate.control.desk.views import (
+from headgate.control.service import AdminService
+from headgate.control.service.candidates import Candidate
+from headgate.control.service.models import (
     AuditEntry,
     BlockView,
     ClientRow,
@@ -30,10 +30,10 @@ from headgate.control.desk.views import (
     Timeline,
     plain,
 )
-from headgate.control.steps import StepChange
+from headgate.control.service.redaction import discreetly
 from headgate.errors import InvalidInput
-from headgate.telemetry import letters
-from headgate.telemetry.records import Record
+from headgate.telemetry.decision_log.record import DecisionRecord
+from headgate.telemetry.why import render
 
 __all__ = ["ALWAYS", "CONFIG", "router"]
 
@@ -68,7 +68,7 @@ class Searched(BaseModel):
     text: str
 
 
-class Why(BaseModel):
+class WhyModel(BaseModel):
     """Why a client was rejected."""
 
     model_config = ConfigDict(extra="forbid")
@@ -127,14 +127,14 @@ def overview(caller: Asking) -> JSONResponse:
     return answer(caller.desk.overview(caller.actor).as_dict())
 
 
-@router.get("/steps", **_gives(listed(StepChange)))
-def steps(caller: Asking, query: Annotated[fields.StepsQuery, Query()]) -> JSONResponse:
+@router.get("/steps", **_gives(listed(Anomaly)))
+def steps(caller: Asking, query: Annotated[schemas.StepsQuery, Query()]) -> JSONResponse:
     """Clients that do ten times what they usually do."""
     return answer({"items": [each.as_dict() for each in caller.desk.steps(most=query.most)], "next": None})
 
 
-@router.get("/decisions", **_gives(listed(Record), "not-found", "config-away", "log-away"))
-def decisions(caller: Asking, query: Annotated[fields.DecisionsQuery, Query()]) -> JSONResponse:
+@router.get("/decisions", **_gives(listed(DecisionRecord), "not-found", "config-away", "log-away"))
+def decisions(caller: Asking, query: Annotated[schemas.DecisionsQuery, Query()]) -> JSONResponse:
     """The decision log, the newest last; `after` the last that was seen, to go on; `before` the first, to go back. A
     record may be written later than others that are newer: who wants all of them gives an older id, and drops what was
     seen."""
@@ -150,41 +150,41 @@ def decisions(caller: Asking, query: Annotated[fields.DecisionsQuery, Query()]) 
 
 
 @router.post("/find", **_gives(Found, "not-found"))
-def find(caller: Asking, body: fields.FindBody) -> JSONResponse:
+def find(caller: Asking, body: schemas.FindBody) -> JSONResponse:
     """Which client a text means: a label, "tenant=acme", an address, an API key. Of a key only its hash comes back."""
     who = caller.desk.find(body.client)
     return answer({"kind": who.kind, "value": who.value, "label": caller.desk.client(who).label})
 
 
 @router.post("/candidates", **_gives(listed(Candidate)))
-def candidates(caller: Asking, body: fields.FindBody) -> JSONResponse:
+def candidates(caller: Asking, body: schemas.FindBody) -> JSONResponse:
     """All clients that a text can mean, known or not, and the requests that a block of each would match. API keys come
     back masked, with their hash."""
     return answer({"items": plain(caller.desk.candidates(body.client)), "next": None})
 
 
 @router.post("/matches", **_gives(listed(Candidate)))
-def matches(caller: Asking, body: fields.FindBody) -> JSONResponse:
+def matches(caller: Asking, body: schemas.FindBody) -> JSONResponse:
     """The known clients that a text means, or up to 20 that contain it in their label, name, tenant or address."""
     return answer({"items": plain(caller.desk.matches(body.client)), "next": None})
 
 
 @router.post("/search", **_gives(Searched))
-def search(caller: Asking, body: fields.SearchBody) -> JSONResponse:
+def search(caller: Asking, body: schemas.SearchBody) -> JSONResponse:
     """What to give as `search` or `author` in place of a text: itself; where it may be an API key, which must not stand
     in a URL, its hash."""
     return answer({"text": caller.desk.searchable(body.text)})
 
 
 @router.get("/client", **_gives(shape(ClientView), "not-found", config=True))
-def client(caller: Asking, query: Annotated[fields.ClientQuery, Query()]) -> JSONResponse:
+def client(caller: Asking, query: Annotated[schemas.ClientFilter, Query()]) -> JSONResponse:
     """A client: its tier, the limits that it meets with where each comes from and what is used, overrides, block."""
     version = caller.desk.version
     return answer(caller.desk.client(meant(caller.desk, query.who())).as_dict(), version)
 
 
-@router.get("/client/why", **_gives(Why, "not-found", "config-away", "log-away"))
-def why(caller: Asking, query: Annotated[fields.WhyQuery, Query()]) -> JSONResponse:
+@router.get("/client/why", **_gives(WhyModel, "not-found", "config-away", "log-away"))
+def why(caller: Asking, query: Annotated[schemas.WhyQuery, Query()]) -> JSONResponse:
     """Why a client was rejected at a time: "yesterday 15:00", "3pm", "10 minutes ago"."""
     try:
         zone = ZoneInfo(query.zone)
@@ -193,12 +193,12 @@ def why(caller: Asking, query: Annotated[fields.WhyQuery, Query()]) -> JSONRespo
     who = meant(caller.desk, query.who())
     with discreetly(query.at, query.until):
         found = caller.desk.why(who, at=query.at, until=query.until, zone=zone)
-    texts = {"mail": letters.mail(found, zone=zone), "details": letters.details(found, zone=zone)}
-    return answer({"answer": plain(letters.plain(found)), **texts})
+    texts = {"mail": render.mail(found, zone=zone), "details": render.details(found, zone=zone)}
+    return answer({"answer": plain(render.plain(found)), **texts})
 
 
 @router.get("/client/timeline", **_gives(shape(Timeline), "not-found", "config-away", "log-away"))
-def timeline(caller: Asking, query: Annotated[fields.TimelineQuery, Query()]) -> JSONResponse:
+def timeline(caller: Asking, query: Annotated[schemas.TimelineQuery, Query()]) -> JSONResponse:
     """What became of a client's requests, in equal parts of a time."""
     since_us, until_us = microseconds(query.since), microseconds(query.until)
     if until_us <= since_us:
@@ -209,7 +209,7 @@ def timeline(caller: Asking, query: Annotated[fields.TimelineQuery, Query()]) ->
 
 
 @router.get("/clients", **_gives(listed(ClientRow), config=True))
-def clients(caller: Asking, query: Annotated[fields.ClientsQuery, Query()]) -> JSONResponse:
+def clients(caller: Asking, query: Annotated[schemas.ClientsQuery, Query()]) -> JSONResponse:
     """Clients of whom the configuration says something."""
     version = caller.desk.version
     caller.desk.refuse_keys(query.search)
@@ -220,7 +220,7 @@ def clients(caller: Asking, query: Annotated[fields.ClientsQuery, Query()]) -> J
 
 
 @router.get("/overrides", **_gives(listed(OverrideView), "not-found", config=True))
-def overrides(caller: Asking, query: Annotated[fields.OverridesQuery, Query()]) -> JSONResponse:
+def overrides(caller: Asking, query: Annotated[schemas.OverridesQuery, Query()]) -> JSONResponse:
     """Other numbers for single clients."""
     version = caller.desk.version
     caller.desk.refuse_keys(query.search)
@@ -231,14 +231,14 @@ def overrides(caller: Asking, query: Annotated[fields.OverridesQuery, Query()]) 
 
 
 @router.get("/overrides/{id}", **_gives(shape(OverrideView), "not-found", config=True))
-def override(caller: Asking, id: Annotated[fields.Number, Path()]) -> JSONResponse:
+def override(caller: Asking, id: Annotated[schemas.Number, Path()]) -> JSONResponse:
     """One override."""
     version = caller.desk.version
     return answer(caller.desk.override(id).as_dict(), version)
 
 
 @router.get("/blocks", **_gives(listed(BlockView), config=True))
-def blocks(caller: Asking, query: Annotated[fields.BlocksQuery, Query()]) -> JSONResponse:
+def blocks(caller: Asking, query: Annotated[schemas.BlocksQuery, Query()]) -> JSONResponse:
     """Who does not get in."""
     version = caller.desk.version
     caller.desk.refuse_keys(query.search)
@@ -261,14 +261,14 @@ def routes(caller: Asking) -> JSONResponse:
 
 
 @router.get("/policy", **_gives(shape(PolicyView), "not-found", config=True))
-def policy(caller: Asking, query: Annotated[fields.PolicyQuery, Query()]) -> JSONResponse:
+def policy(caller: Asking, query: Annotated[schemas.PolicyQuery, Query()]) -> JSONResponse:
     """The policy document, and the limits that it comes to; now, or at a version."""
     version = caller.desk.version
     return answer(caller.desk.policy(query.version).as_dict(), version)
 
 
 @router.post("/policy/check", **_gives(Checked))
-def check_policy(caller: Asking, body: fields.PolicyText) -> JSONResponse:
+def check_policy(caller: Asking, body: schemas.PolicyText) -> JSONResponse:
     """What is wrong with a policy, before it holds."""
     return answer({"problems": list(caller.desk.check_policy(body.text, file=body.file))})
 
@@ -277,7 +277,7 @@ def check_policy(caller: Asking, body: fields.PolicyText) -> JSONResponse:
 
 
 @router.get("/versions", **_gives(listed(VersionModel, cursor=int), config=True))
-def versions(caller: Asking, query: Annotated[fields.VersionsQuery, Query()]) -> JSONResponse:
+def versions(caller: Asking, query: Annotated[schemas.VersionsQuery, Query()]) -> JSONResponse:
     """Who changed what, the newest first; `before` one of them, to go on."""
     version = caller.desk.version
     found = caller.desk.versions(before=query.before, most=query.most)
@@ -287,7 +287,7 @@ def versions(caller: Asking, query: Annotated[fields.VersionsQuery, Query()]) ->
 
 @router.get("/versions/{number}/diff", **_gives(listed(DifferenceModel), "not-found", config=True))
 def diff(
-    caller: Asking, number: Annotated[fields.Number, Path()], query: Annotated[fields.DiffQuery, Query()]
+    caller: Asking, number: Annotated[schemas.Number, Path()], query: Annotated[schemas.DiffQuery, Query()]
 ) -> JSONResponse:
     """What is different at a version from the one before it, or from another."""
     version = caller.desk.version
@@ -298,7 +298,7 @@ def diff(
 
 
 @router.get("/audit", **_gives(listed(AuditEntry)))
-def audit(caller: Asking, query: Annotated[fields.AuditQuery, Query()]) -> JSONResponse:
+def audit(caller: Asking, query: Annotated[schemas.AuditQuery, Query()]) -> JSONResponse:
     """What people did, the newest first: changes, resets, tokens, and who has signed in."""
     caller.desk.refuse_keys(query.search, query.author or "")
     page = caller.desk.audit(before=query.before, most=query.most, author=query.author, search=query.search)
@@ -309,7 +309,7 @@ def audit(caller: Asking, query: Annotated[fields.AuditQuery, Query()]) -> JSONR
     return answer(replace(page, items=tuple(items)).as_dict())
 
 
-def _version(made: Version, desk: Desk) -> dict[str, Any]:
+def _version(made: Version, desk: AdminService) -> dict[str, Any]:
     return {
         "version": made.number,
         "at_us": made.at_us,
@@ -320,7 +320,7 @@ def _version(made: Version, desk: Desk) -> dict[str, Any]:
     }
 
 
-def _difference(found: Difference, desk: Desk | None) -> dict[str, Any]:
+def _difference(found: Difference, desk: AdminService | None) -> dict[str, Any]:
     """A difference; with the names of clients, if there is a desk to ask. A document stays as it is written."""
     what, lines = found.what, found.lines
     if desk is not None and found.section != "documents":

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import Response
 
-from headgate.control.admin.api import fields
-from headgate.control.admin.api.callers import REASON_FIELD, Said, Write, WriteAnswer, meant
+from headgate.control.admin.api import schemas
+from headgate.control.admin.api.dependencies import REASON_FIELD, Said, Write, WriteAnswer, meant
 from headgate.control.admin.api.reads import ALWAYS
-from headgate.control.admin.problems import Problem, Refused, answers
+from headgate.control.admin.problems import ProblemDetails, RequestRejected, answers
 from headgate.errors import InvalidInput
 
 __all__ = ["REPEATABLE", "router"]
@@ -32,11 +32,13 @@ router: Final = APIRouter(
 )  # fmt: skip
 
 
-def _signed(said: fields.Signed | fields.Gone, write: Write, apart: str | None = None) -> dict[str, Any]:
+def _signed(
+    said: schemas.AttributedBody | schemas.RemovalBody, write: Write, apart: str | None = None
+) -> dict[str, Any]:
     reason = said.reason if apart is None else apart
     if reason is None:
         told = f"reason: say it in the header field {REASON_FIELD}, or in the query"
-        raise Refused(Problem("invalid", told, {"problems": [told]}))
+        raise RequestRejected(ProblemDetails("invalid", told, {"problems": [told]}))
     return {"reason": reason, "confirm": tuple(said.confirm), "based_on": write.based_on}
 
 
@@ -44,7 +46,7 @@ def _signed(said: fields.Signed | fields.Gone, write: Write, apart: str | None =
 
 
 @router.post("/client/reset", response_model=None)
-def reset(write: Write, body: fields.ResetBody) -> Response:
+def reset(write: Write, body: schemas.ResetBody) -> Response:
     """Forget what a client has used: of all limits that count it by itself, or of those that are named."""
     return write.done(
         lambda: write.desk.reset(write.actor, meant(write.desk, body.who.who()), limits=body.limits, reason=body.reason)
@@ -52,7 +54,7 @@ def reset(write: Write, body: fields.ResetBody) -> Response:
 
 
 @router.put("/client/tier", response_model=None)
-def assign(write: Write, body: fields.TierBody) -> Response:
+def assign(write: Write, body: schemas.TierBody) -> Response:
     """Put a client into a tier, and perhaps give it a label."""
     return write.done(
         lambda: write.desk.assign(
@@ -62,7 +64,7 @@ def assign(write: Write, body: fields.TierBody) -> Response:
 
 
 @router.delete("/client/tier", response_model=None)
-def unassign(write: Write, query: Annotated[fields.TierGoneQuery, Query()], said: Said) -> Response:
+def unassign(write: Write, query: Annotated[schemas.TierRemovalQuery, Query()], said: Said) -> Response:
     """Let the policy say again in which tier a client is."""
     return write.done(
         lambda: write.desk.unassign(write.actor, meant(write.desk, query.who()), **_signed(query, write, said))
@@ -70,7 +72,7 @@ def unassign(write: Write, query: Annotated[fields.TierGoneQuery, Query()], said
 
 
 @router.post("/overrides", response_model=None)
-def add_override(write: Write, body: fields.OverrideBody) -> Response:
+def add_override(write: Write, body: schemas.OverrideBody) -> Response:
     """Give a client other numbers, perhaps for a time."""
     return write.done(
         lambda: write.desk.add_override(
@@ -80,7 +82,7 @@ def add_override(write: Write, body: fields.OverrideBody) -> Response:
 
 
 @router.put("/overrides/{id}", response_model=None)
-def change_override(write: Write, id: Annotated[fields.Number, Path()], body: fields.ChangeBody) -> Response:
+def change_override(write: Write, id: Annotated[schemas.Number, Path()], body: schemas.ChangeBody) -> Response:
     """Put another override of the same client in the place of one."""
     return write.done(
         lambda: write.desk.change_override(
@@ -91,14 +93,14 @@ def change_override(write: Write, id: Annotated[fields.Number, Path()], body: fi
 
 @router.delete("/overrides/{id}", response_model=None)
 def remove_override(
-    write: Write, id: Annotated[fields.Number, Path()], query: Annotated[fields.GoneQuery, Query()], said: Said
+    write: Write, id: Annotated[schemas.Number, Path()], query: Annotated[schemas.RemovalQuery, Query()], said: Said
 ) -> Response:
     """Let a client have its usual numbers again."""
     return write.done(lambda: write.desk.remove_override(write.actor, id, **_signed(query, write, said)))
 
 
 @router.post("/blocks", response_model=None)
-def block(write: Write, body: fields.BlockBody) -> Response:
+def block(write: Write, body: schemas.BlockBody) -> Response:
     """Keep somebody out: at once, and in the configuration."""
     return write.done(
         lambda: write.desk.block(
@@ -109,14 +111,14 @@ def block(write: Write, body: fields.BlockBody) -> Response:
 
 @router.delete("/blocks/{id}", response_model=None)
 def unblock(
-    write: Write, id: Annotated[fields.Number, Path()], query: Annotated[fields.GoneQuery, Query()], said: Said
+    write: Write, id: Annotated[schemas.Number, Path()], query: Annotated[schemas.RemovalQuery, Query()], said: Said
 ) -> Response:
     """Let somebody in again."""
     return write.done(lambda: write.desk.unblock(write.actor, id, **_signed(query, write, said)))
 
 
 @router.delete("/blocks", response_model=None)
-def unblock_client(write: Write, query: Annotated[fields.TierGoneQuery, Query()], said: Said) -> Response:
+def unblock_client(write: Write, query: Annotated[schemas.TierRemovalQuery, Query()], said: Said) -> Response:
     """Let a client in again, whatever blocked it: a row of the configuration, or what was told to the nodes alone."""
     return write.done(
         lambda: write.desk.unblock(write.actor, meant(write.desk, query.who()), **_signed(query, write, said))
@@ -129,9 +131,9 @@ def unblock_client(write: Write, query: Annotated[fields.TierGoneQuery, Query()]
 @router.put("/tiers/{tier}/{limit:path}", response_model=None)
 def set_tier(
     write: Write,
-    tier: Annotated[fields.Name, Path()],
-    limit: Annotated[fields.Name, Path()],
-    body: fields.TierNumbersBody,
+    tier: Annotated[schemas.Name, Path()],
+    limit: Annotated[schemas.Name, Path()],
+    body: schemas.TierNumbersBody,
 ) -> Response:
     """Give the clients of a tier other numbers on a limit."""
     return write.done(lambda: write.desk.set_tier(write.actor, tier, limit, body.bucket, **_signed(body, write)))
@@ -140,9 +142,9 @@ def set_tier(
 @router.delete("/tiers/{tier}/{limit:path}", response_model=None)
 def remove_tier(
     write: Write,
-    tier: Annotated[fields.Name, Path()],
-    limit: Annotated[fields.Name, Path()],
-    query: Annotated[fields.GoneQuery, Query()],
+    tier: Annotated[schemas.Name, Path()],
+    limit: Annotated[schemas.Name, Path()],
+    query: Annotated[schemas.RemovalQuery, Query()],
     said: Said,
 ) -> Response:
     """Let the policy document say the numbers of a tier again."""
@@ -150,7 +152,7 @@ def remove_tier(
 
 
 @router.put("/routes", response_model=None)
-def set_route(write: Write, body: fields.RouteBody) -> Response:
+def set_route(write: Write, body: schemas.RouteBody) -> Response:
     """Say what a request to a route costs, and of which class the route is."""
     return write.done(
         lambda: write.desk.set_route(
@@ -160,25 +162,25 @@ def set_route(write: Write, body: fields.RouteBody) -> Response:
 
 
 @router.delete("/routes", response_model=None)
-def remove_route(write: Write, query: Annotated[fields.RouteGoneQuery, Query()], said: Said) -> Response:
+def remove_route(write: Write, query: Annotated[schemas.RouteRemovalQuery, Query()], said: Said) -> Response:
     """Let the policy document say again what a route is."""
     return write.done(lambda: write.desk.remove_route(write.actor, query.path, **_signed(query, write, said)))
 
 
 @router.put("/policy", response_model=None, responses=answers("if-match-needed"))
-def put_policy(write: Write, body: fields.PolicyBody) -> Response:
+def put_policy(write: Write, body: schemas.PolicyBody) -> Response:
     """Take another policy document. If-Match says which version it was made from."""
     write.must_be_based()
     return write.done(lambda: write.desk.put_policy(write.actor, body.text, file=body.file, **_signed(body, write)))
 
 
 @router.post("/versions/{number}/restore", response_model=None)
-def restore(write: Write, number: Annotated[fields.Number, Path()], body: fields.RestoreBody) -> Response:
+def restore(write: Write, number: Annotated[schemas.Number, Path()], body: schemas.RestoreBody) -> Response:
     """Make everything as it was at a version, or only some sections of it."""
     return write.done(lambda: write.desk.rollback(write.actor, number, sections=body.sections, **_signed(body, write)))
 
 
-def _same_client(write: Write, id: int, body: fields.ChangeBody) -> int:
+def _same_client(write: Write, id: int, body: schemas.ChangeBody) -> int:
     """The id of an override, if it is of the client that was said; who changes another's has mistaken the id."""
     if body.who is not None:
         write.must_be("support", "change overrides")
@@ -187,7 +189,7 @@ def _same_client(write: Write, id: int, body: fields.ChangeBody) -> int:
     return id
 
 
-def _numbers(body: fields.ChangeBody) -> dict[str, Any]:
+def _numbers(body: schemas.ChangeBody) -> dict[str, Any]:
     return {
         "limit": body.limit,
         "route_class": body.route_class,

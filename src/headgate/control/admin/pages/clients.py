@@ -9,24 +9,24 @@ from urllib.parse import urlencode
 
 from starlette.responses import RedirectResponse
 
-from headgate.control.admin.pages import charts, words
+from headgate.control.admin.pages import charts, filters
 from headgate.control.admin.pages.charts import Band
 from headgate.control.admin.pages.forms import Entered, attempt, bucket, given, reason, sentence, until, until_text
-from headgate.control.admin.pages.lists import client_of, readdressed
+from headgate.control.admin.pages.overrides import client_of, readdressed
 from headgate.control.admin.problems import of_error
-from headgate.control.desk.secrecy import SHORTEST_HIDDEN, looks_secret, may_be_key
+from headgate.control.service.redaction import SHORTEST_HIDDEN, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
-from headgate.telemetry.letters import details, mail
-from headgate.telemetry.moments import span
+from headgate.telemetry.human_time import span
+from headgate.telemetry.why.render import details, mail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.responses import Response
 
-    from headgate.control.admin.pages.frame import Visit
-    from headgate.control.desk import Change, Who
-    from headgate.control.desk.views import Slot, Timeline
+    from headgate.control.admin.pages.base import Visit
+    from headgate.control.service import Change, ClientRef
+    from headgate.control.service.models import Slot, Timeline
 
 __all__ = ["block", "client", "clients", "find", "override", "reset", "tier", "unblock", "why"]
 
@@ -54,7 +54,7 @@ REACHES: Final = (
 BANDS: Final = (("Allowed", "allowed"), ("Denied", "denied"), ("Blocked", "blocked"), ("Unavailable", "unavailable"))
 
 
-class Why(NamedTuple):
+class WhyForm(NamedTuple):
     """The answer to "why were requests rejected?"."""
 
     at: str
@@ -68,7 +68,7 @@ def find(visit: Visit) -> Response:
     typed = visit.form.get("client", "")
     found = visit.desk.matches(typed)
     if len(found) == 1:
-        return RedirectResponse(words.client_url(*found[0].who), 303)
+        return RedirectResponse(filters.client_url(*found[0].who), 303)
     others = [] if found else visit.desk.candidates(typed)
     is_key = any(each.who.kind == "api_key" for each in others) and (
         looks_secret(typed) or may_be_key(typed, shortest=SHORTEST_HIDDEN)
@@ -105,7 +105,7 @@ def why(visit: Visit) -> Response:
         span(at, now=_local(visit, visit.now_us), zone=visit.zone)
     except InvalidInput:
         return _page(visit, who)
-    return RedirectResponse(f"{words.client_url(*who)}&{urlencode({'reach': _reach(visit).name, 'at': at})}", 303)
+    return RedirectResponse(f"{filters.client_url(*who)}&{urlencode({'reach': _reach(visit).name, 'at': at})}", 303)
 
 
 def override(visit: Visit) -> Response:
@@ -124,7 +124,7 @@ def override(visit: Visit) -> Response:
         ),
         question=f"Give {_called(visit, who)} {numbers} on {limit}{until_text(visit)}?",
         said=f"{sentence(_called(visit, who))} gets {numbers} on {limit}{until_text(visit) or ', with no end date'}.",
-        back=words.client_url(*who),
+        back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
 
@@ -137,7 +137,7 @@ def block(visit: Visit) -> Response:
         lambda: visit.desk.block(visit.actor, who, valid_until=until(visit), **given(visit)),
         question=f"Block {_called(visit, who)}{until_text(visit)}?",
         said=f"{sentence(_called(visit, who))} is blocked{until_text(visit)}.",
-        back=words.client_url(*who),
+        back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
 
@@ -150,7 +150,7 @@ def unblock(visit: Visit) -> Response:
         lambda: visit.desk.unblock(visit.actor, who, **given(visit)),
         question=f"Lift the block of {_called(visit, who)}?",
         said="The block is lifted.",
-        back=words.client_url(*who),
+        back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
 
@@ -164,7 +164,7 @@ def reset(visit: Visit) -> Response:
         lambda: visit.desk.reset(visit.actor, who, limits=[limit] if limit else None, reason=reason(visit)),
         question=f"Reset what {_called(visit, who)} has used?",
         said=f"Reset: the counters of {limit or 'all limits'} start from zero.",
-        back=words.client_url(*who),
+        back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
 
@@ -184,7 +184,7 @@ def tier(visit: Visit) -> Response:
         said=f"{sentence(_called(visit, who))} is now in the tier {name}."
         if name
         else f"{sentence(_called(visit, who))} now has the tier that the policy says.",
-        back=words.client_url(*who),
+        back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
 
@@ -192,7 +192,7 @@ def tier(visit: Visit) -> Response:
 # ---------------------------------------------------------------------- within
 
 
-def _with_reset(visit: Visit, who: Who, limit: str | None, given_one: Change) -> Change:
+def _with_reset(visit: Visit, who: ClientRef, limit: str | None, given_one: Change) -> Change:
     """An override that was given, and what was used of the limit forgotten, if the form says so, too."""
     if "reset" not in visit.form or limit is None:
         return given_one
@@ -203,7 +203,7 @@ def _with_reset(visit: Visit, who: Who, limit: str | None, given_one: Change) ->
     return replace(given_one, notes=(*given_one.notes, f"The counter of {limit} was reset.", *done.notes))
 
 
-def _page(visit: Visit, who: Who, entered: Entered | None = None) -> Response:
+def _page(visit: Visit, who: ClientRef, entered: Entered | None = None) -> Response:
     view = visit.desk.client(who)
     reach, why = _reach(visit), _why(visit, who)
     values: dict[str, Any] = {
@@ -226,7 +226,7 @@ def _reach(visit: Visit) -> Reach:
     return next((each for each in REACHES if each.name == asked), REACHES[0])
 
 
-def _timeline(visit: Visit, who: Who, reach: Reach) -> dict[str, Any]:
+def _timeline(visit: Visit, who: ClientRef, reach: Reach) -> dict[str, Any]:
     until_us = visit.now_us
     try:
         found = visit.desk.timeline(
@@ -257,21 +257,21 @@ def _rows(found: Timeline, labels: Sequence[str], columns: Sequence[str]) -> lis
         return [getattr(slot, css) for css in columns]
 
     pairs = reversed(list(zip(found.slots, labels, strict=True)))
-    return [[label, *map(words.amount, numbers(slot))] for slot, label in pairs if any(numbers(slot))]
+    return [[label, *map(filters.amount, numbers(slot))] for slot, label in pairs if any(numbers(slot))]
 
 
-def _why(visit: Visit, who: Who) -> Why | None:
+def _why(visit: Visit, who: ClientRef) -> WhyForm | None:
     at = visit.query.get("at") or visit.form.get("at", "")
     if not at:
         return None
     try:
         answer = visit.desk.why(who, at=at, until=visit.query.get("to") or None, zone=visit.zone)
     except HeadgateError as error:
-        return Why("" if may_be_key(at) else at, error=of_error(error).detail)
-    return Why(at, mail(answer, zone=visit.zone), details(answer, zone=visit.zone))
+        return WhyForm("" if may_be_key(at) else at, error=of_error(error).detail)
+    return WhyForm(at, mail(answer, zone=visit.zone), details(answer, zone=visit.zone))
 
 
-def _called(visit: Visit, who: Who) -> str:
+def _called(visit: Visit, who: ClientRef) -> str:
     """What to call a client in a question."""
     return visit.name_of(who)
 

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD
 from headgate.control.config import ConfigUnavailable, Conflict
-from headgate.control.desk import Who
-from headgate.control.desk.errors import NeedsConfirmation, NotAllowed, NotFound
+from headgate.control.service import ClientRef
+from headgate.control.service.errors import NeedsConfirmation, NotAllowed, NotFound
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
 from headgate.limits import Limit
-from headgate.policy import words
-from headgate.telemetry.moments import coming, end_in_words, microseconds
+from headgate.policy import scalars
+from headgate.telemetry.human_time import coming, end_in_words, microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from starlette.responses import Response
 
-    from headgate.control.admin.pages.frame import Visit
+    from headgate.control.admin.pages.base import Visit
     from headgate.control.config.history import Version
-    from headgate.control.desk import Change
-    from headgate.control.desk.errors import Danger
+    from headgate.control.service import Change
+    from headgate.control.service.errors import Risk
 
 __all__ = [
     "Entered",
@@ -121,7 +121,7 @@ def attempt(
     return visit.go(back, f"{said}{number}", change.notes)
 
 
-def confirmation(visit: Visit, *, question: str, dangers: Sequence[Danger]) -> Response:
+def confirmation(visit: Visit, *, question: str, dangers: Sequence[Risk]) -> Response:
     """The page that asks before a change. It sends the form again with the dangers confirmed, and with the end that it
     has shown."""
     left_out = (CSRF_FIELD, "confirm", "again", "until_us")
@@ -144,7 +144,7 @@ def _facts(visit: Visit) -> Iterator[tuple[str, str]]:
     """The fields of a form for people: clients by their names, the end as a date."""
     form = visit.form
     if form.get("kind") and form.get("value"):
-        yield "Client", visit.name_of(Who(form["kind"], form["value"]))
+        yield "Client", visit.name_of(ClientRef(form["kind"], form["value"]))
     for name, title in SHOWN.items():
         if form.get(name):
             yield title, until_text(visit).removeprefix(" until ") or form[name] if name == "until" else form[name]
@@ -191,10 +191,12 @@ def until(visit: Visit, field: str = "until") -> datetime | None:
     now = EPOCH + timedelta(microseconds=visit.now_us)
     try:
         if shown_us is not None:
-            return words.instant(EPOCH + timedelta(microseconds=min(shown_us, LATEST_US)))
-        return words.instant(coming(written, now=now, zone=visit.zone, at_its_end=True))
-    except words.OutOfRange:
-        raise Mistake(field, f"{words.HORIZON.year - 1} is the last year. Leave this empty for no end date.") from None
+            return scalars.instant(EPOCH + timedelta(microseconds=min(shown_us, LATEST_US)))
+        return scalars.instant(coming(written, now=now, zone=visit.zone, at_its_end=True))
+    except scalars.OutOfRange:
+        raise Mistake(
+            field, f"{scalars.HORIZON.year - 1} is the last year. Leave this empty for no end date."
+        ) from None
     except InvalidInput as error:
         raise Mistake(field, f"{error}") from None
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from starlette.responses import HTMLResponse, Response
 
-from headgate.control.admin.pages import charts, words
+from headgate.control.admin.pages import charts, filters
 from headgate.control.admin.pages.charts import Band
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import tzinfo
 
-    from headgate.control.admin.pages.frame import Visit
-    from headgate.control.desk.views import NodeView, Overview, Series, Totals
+    from headgate.control.admin.pages.base import Visit
+    from headgate.control.service.models import MinuteTotals, NodeView, Overview, Series
 
 __all__ = ["live", "overview"]
 
@@ -26,7 +26,7 @@ BANDS: Final = (("Allowed", "allowed"), ("Denied", "denied"), ("Blocked", "block
 TIMES: Final = ("5 min ago", "4 min", "3 min", "2 min", "1 min", "now")
 
 
-class Words(NamedTuple):
+class Notice(NamedTuple):
     title: str
     text: str
 
@@ -37,7 +37,9 @@ def overview(visit: Visit) -> Response:
 
 def live(visit: Visit) -> Response:
     """The part of the overview that moves, alone."""
-    text = visit.frame.render("live.html", actor=visit.actor, now_us=visit.now_us, zone=visit.zone, **_values(visit))
+    text = visit.frame.render(
+        "overview_live.html", actor=visit.actor, now_us=visit.now_us, zone=visit.zone, **_values(visit)
+    )
     return HTMLResponse(text)
 
 
@@ -61,7 +63,7 @@ def _values(visit: Visit) -> dict[str, Any]:
             [Band("Half of the checks", "p50", p50), Band("99 of 100 checks", "p99", p99)],
             id="latency",
             title="How long a check takes, last five minutes, on a logarithmic scale",
-            show=words.latency,
+            show=filters.latency,
         ),
         "times": TIMES,
         "decision_rows": series.sums([css for _, css in shown], visit.zone),
@@ -84,11 +86,11 @@ class _Lines:
         return found
 
     def sums(self, names: Sequence[str], zone: tzinfo) -> list[list[str]]:
-        return self._rows(names, zone, lambda part: words.amount(sum(part)))
+        return self._rows(names, zone, lambda part: filters.amount(sum(part)))
 
     def highest(self, names: Sequence[str], zone: tzinfo) -> list[list[str]]:
         return self._rows(
-            names, zone, lambda part: words.latency(max((each for each in part if each is not None), default=None))
+            names, zone, lambda part: filters.latency(max((each for each in part if each is not None), default=None))
         )
 
     def _rows(self, names: Sequence[str], zone: tzinfo, told: Any) -> list[list[str]]:
@@ -105,13 +107,13 @@ class _Lines:
         ]
 
 
-def _now(series: _Lines, totals: Totals) -> dict[str, Any]:
+def _now(series: _Lines, totals: MinuteTotals) -> dict[str, Any]:
     """The last whole second; latency over the last minute, as that of one second jumps."""
     last = {css: (series.of(css) or [0])[-1] for _, css in BANDS}
-    return {**last, "p50": words.latency(totals.p50_us), "p99": words.latency(totals.p99_us)}
+    return {**last, "p50": filters.latency(totals.p50_us), "p99": filters.latency(totals.p99_us)}
 
 
-def _minute(totals: Totals) -> dict[str, Any]:
+def _minute(totals: MinuteTotals) -> dict[str, Any]:
     asked = totals.allowed + totals.denied + totals.blocked + totals.unavailable
     return {
         "allowed": totals.allowed,
@@ -135,12 +137,12 @@ def is_reporting(view: Overview) -> bool:
     return any(node.state != "silent" for node in view.nodes)
 
 
-def _degraded(view: Overview) -> list[Words]:
+def _degraded(view: Overview) -> list[Notice]:
     """The banners."""
     told = []
     if not is_reporting(view):
         told.append(
-            Words(
+            Notice(
                 "No node is reporting, so this page shows no traffic.",
                 "Requests may be served and denied all the same. Connect each app with one option, "
                 'control="URL of the config store", and give it the same store as the admin server.',
@@ -150,9 +152,9 @@ def _degraded(view: Overview) -> list[Words]:
     if degraded:
         longest = max((node.degraded_for_s or 0 for node in degraded), default=0)
         told.append(
-            Words(
+            Notice(
                 f"{_named(degraded)} {'decides' if len(degraded) == 1 else 'decide'} without the store"
-                + (f", for {words.wait(longest)} now." if longest else "."),
+                + (f", for {filters.wait(longest)} now." if longest else "."),
                 "Routes do what the policy says for that: let pass, refuse, or count alone. "
                 "What was admitted is settled when the store is back.",
             )
@@ -160,15 +162,15 @@ def _degraded(view: Overview) -> list[Words]:
     silent = [node for node in view.nodes if node.state == "silent"]
     if silent:
         told.append(
-            Words(
+            Notice(
                 f"Nothing is heard from {_named(silent)}.",
                 "It may have ended, or cannot reach the board. After a minute it is not shown any more.",
             )
         )
     if view.totals.unavailable:
         told.append(
-            Words(
-                f"{words.count(view.totals.unavailable, 'request was', 'requests were')} refused in the last minute, "
+            Notice(
+                f"{filters.count(view.totals.unavailable, 'request was', 'requests were')} refused in the last minute, "
                 "without the store.",
                 "Their routes fail closed.",
             )

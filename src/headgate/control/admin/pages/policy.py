@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.control.admin.pages.forms import Entered, Mistake, attempt, given, reason
-from headgate.control.desk.errors import NotAllowed, NotFound
+from headgate.control.service.errors import NotAllowed, NotFound
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
-    from headgate.control.admin.pages.frame import Visit
+    from headgate.control.admin.pages.base import Visit
     from headgate.control.config.history import Difference
-    from headgate.control.desk import Change
+    from headgate.control.service import Change
 
 __all__ = ["diff", "edit", "policy", "put", "restore", "version", "versions"]
 
@@ -34,7 +34,7 @@ FILES: Final = {"yaml": "policy.yaml", "toml": "policy.toml", "json": "policy.js
 _LINE: Final = re.compile(r"[^:\s]+:(\d+):(?:\d+:)? ")
 
 
-class Line(NamedTuple):
+class DocumentLine(NamedTuple):
     """A line of what changed."""
 
     css: str
@@ -44,7 +44,7 @@ class Line(NamedTuple):
     """What the sign means, for who does not see it."""
 
 
-class Problem(NamedTuple):
+class DocumentProblem(NamedTuple):
     """What is wrong with a document."""
 
     line: int | None
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 class Section(NamedTuple):
     key: str
     name: str
-    lines: list[Line]
+    lines: list[DocumentLine]
 
 
 def policy(visit: Visit, entered: Entered | None = None) -> Response:
@@ -224,12 +224,12 @@ def _document(visit: Visit) -> str:
     return next(iter(visit.form.all("text")), "").replace("\r\n", "\n").removeprefix("\n")
 
 
-def _problem(text: str) -> Problem:
+def _problem(text: str) -> DocumentProblem:
     match = _LINE.match(text)
-    return Problem(None, text) if match is None else Problem(int(match[1]), text[match.end() :])
+    return DocumentProblem(None, text) if match is None else DocumentProblem(int(match[1]), text[match.end() :])
 
 
-def _marked(problems: Iterable[Problem], lines: list[str]) -> Iterator[tuple[int, str]]:
+def _marked(problems: Iterable[DocumentProblem], lines: list[str]) -> Iterator[tuple[int, str]]:
     """The lines that something is wrong with."""
     for problem in problems:
         if problem.line is not None and 0 < problem.line <= len(lines):
@@ -246,15 +246,15 @@ def _sections(differences: list[Difference]) -> tuple[list[Section], int]:
     return [section for section in sections if section.lines], len(differences) - len(shown)
 
 
-def _lines(difference: Difference) -> Iterator[Line]:
+def _lines(difference: Difference) -> Iterator[DocumentLine]:
     for line in difference.lines:
         match line[:1]:
             case "+":
-                yield Line("plus", "+", line[1:], "added: ")
+                yield DocumentLine("plus", "+", line[1:], "added: ")
             case "-":
-                yield Line("minus", "−", line[1:], "removed: ")
+                yield DocumentLine("minus", "−", line[1:], "removed: ")
             case "@":
                 if difference.section == "documents":
-                    yield Line("at", "", line, "")
+                    yield DocumentLine("at", "", line, "")
             case _:
-                yield Line("", "", line[1:], "")
+                yield DocumentLine("", "", line[1:], "")

@@ -1,0 +1,9 @@
+"""The gate: admission control for one request, shared by every adapter."""
+
+from __future__ import annotations
+
+from headgate.gate.admission import Admission, RequestInfo, current_admission
+from headgate.gate.base import GateOptions
+from headgate.gate.gate import AsyncGate, Gate
+
+__all__ = ["Admission", "AsyncGate", "Gate", "GateOptions", "RequestInfo", "current_admission"]

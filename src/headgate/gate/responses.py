@@ -1,0 +1,331 @@
+"""What a client is told: the header fields of every answer, and the refusals with their bodies. See docs/http.md.
+
+Pure values, and no framework: names and values of fields are bytes in lower case, as ASGI wants them. What stands here
+reaches strangers, so it says what a client can act on, and never who was counted, why somebody is blocked, or what
+failed inside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from random import random
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from headgate.algorithms import ALGORITHMS, NEVER
+from headgate.errors import InvalidConfiguration
+from headgate.gate.headers import LARGEST, SECOND_US, Header, Pace, RateLimitHeaders, SeparateFields
+from headgate.policy.model import NET_SUFFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from headgate.algorithms import Verdict
+    from headgate.decisions import Decision
+    from headgate.limits import Limit
+    from headgate.policy.model import AnswerSettings
+
+__all__ = [
+    "Header",
+    "HeaderTemplate",
+    "Rejection",
+    "RejectionBody",
+    "RejectionInfo",
+    "ResponseBuilder",
+    "health_response",
+]
+
+logger = logging.getLogger("headgate")
+
+UNKNOWN_RETRY_US: Final = SECOND_US
+"""When to come back if nobody knows: soon, but not at once."""
+
+PROBLEM_TYPES: Final = "https://iana.org/assignments/http-problem-types#"
+QUOTA_EXCEEDED: Final = f"{PROBLEM_TYPES}quota-exceeded", "Quota Exceeded"
+REDUCED_CAPACITY: Final = f"{PROBLEM_TYPES}temporary-reduced-capacity", "Temporary Reduced Capacity"
+ABNORMAL_USAGE: Final = f"{PROBLEM_TYPES}abnormal-usage-detected", "Abnormal Usage Detected"
+FORBIDDEN: Final = "about:blank", "Forbidden"
+"""A problem of type about:blank says no more than its status, whose phrase is then its title (RFC 9457)."""
+
+SEPARATE_FIELDS_DRAFT: Final = 6
+
+
+class Rejection(NamedTuple):
+    """A whole answer that is sent instead of the app's own. To HEAD, send it without the body."""
+
+    status: int
+    headers: list[Header]
+    body: bytes
+    message: str = ""
+    """What happened, and when to come back, in one or two sentences: as in the body, unless that is the app's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejectionInfo:
+    """What a body can be made of. All but `decision` may be shown to the client."""
+
+    status: int
+    error: str
+    """For programs: "rate_limit_exceeded", "limiter_unavailable" or "blocked"."""
+    message: str
+    """For people: what happened, and when to come back."""
+    retry_after_seconds: int | None
+    """As in Retry-After; None where that is left out."""
+    violated_policies: tuple[str, ...] = ()
+    """The names of the limits that denied."""
+    decision: Decision | None = None
+    """With keys and identities in it; None where nothing was decided."""
+
+
+RejectionBody: TypeAlias = Callable[[RejectionInfo], tuple[bytes | str | dict[str, Any], str | None]]
+"""Makes another body, and says its content type; None for the usual one of bytes, text or JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderTemplate:
+    """The limits of one kind of request, as they are told. Made once by `ResponseBuilder.describe`."""
+
+    names: tuple[str, ...]
+    headers: Callable[[Sequence[Verdict], int], list[Header]]
+    """The fields for an answer, from what each limit said, in the order of the names, and the instant of that."""
+
+
+class ResponseBuilder:
+    """Turns decisions into header fields and refusals, as the policy's settings want them.
+
+    >>> from datetime import timedelta
+    >>> from headgate import Limit
+    >>> from headgate.policy.model import AnswerSettings
+    >>> responses = ResponseBuilder(AnswerSettings(x_ratelimit=False))
+    >>> search = responses.describe([Limit(1000, timedelta(minutes=1), name="search")], ["requests"])
+    >>> search.headers([(50, 0, 57_000_000, 0)], 0)
+    [(b'ratelimit-policy', b'"search";q=1000;w=60'), (b'ratelimit', b'"search";r=50;t=57')]
+    """
+
+    def __init__(
+        self,
+        settings: AnswerSettings,
+        *,
+        body: RejectionBody | None = None,
+        chance: Callable[[], float] = random,
+        expected_wait_us: Callable[[Limit, int], int] | None = None,
+    ) -> None:
+        """`body` replaces the bodies of refusals; `chance` draws from [0, 1), for the jitter. `expected_wait_us`
+        estimates when so many places of a concurrency limit are free, which the decision has only a bound for."""
+        if settings.jitter < timedelta():
+            raise InvalidConfiguration(f"jitter {settings.jitter} would send clients back too early; use 0 or more")
+        self._settings = settings
+        self._jitter_us = settings.jitter // timedelta(microseconds=1)
+        self._body = body
+        self._body_failed = False
+        self._chance = chance
+        self._expected_wait_us = expected_wait_us
+
+    def describe(
+        self, limits: Sequence[Limit], units: Sequence[str], costs: Sequence[int] | None = None
+    ) -> HeaderTemplate:
+        """What `headers` and `denied` need to know of the limits of a request: what each counts, and what the request
+        costs on each (1, if not given)."""
+        names = [_quoted(limit.name) for limit in limits]
+        items = [name + _allowance(limit, unit) for name, limit, unit in zip(names, limits, units, strict=True)]
+        make = RateLimitHeaders
+        if self._settings.draft == SEPARATE_FIELDS_DRAFT:
+            make = SeparateFields
+            items = [f"{pace.quota};w={pace.window}" for pace in map(_pace, limits) if pace.window]
+        fields = make(
+            tuple([name.encode("ascii") for name in names]),
+            tuple([(b"x-ratelimit-limit", b"%d" % limit.quota) for limit in limits]),
+            tuple([_filling_us(limit) for limit in limits]),
+            (1,) * len(limits) if costs is None else tuple(costs),
+            tuple(map(_pace, limits)),
+            (b"ratelimit-policy", ", ".join(items).encode("ascii")),
+            self._settings.x_ratelimit,
+            self._settings.ratelimit,
+        )
+        return HeaderTemplate(tuple([limit.name for limit in limits]), fields.headers)
+
+    def denied(self, decision: Decision, description: HeaderTemplate) -> Rejection:
+        """429, for a request that is over a limit. The description is that of the decision's limits, in their order."""
+        verdicts = self._estimated(decision)
+        waits = [verdict[1] for verdict in verdicts]
+        violated = tuple([name for name, wait_us in zip(description.names, waits, strict=True) if wait_us])
+        if NEVER in waits:
+            retry = None
+            beyond = [name for name, wait_us in zip(description.names, waits, strict=True) if wait_us == NEVER]
+            message = f"This request costs more than {_limits(beyond)} can ever allow: waiting does not help."
+        else:
+            retry = self._seconds(max(waits, default=0))
+            has = "has" if len(violated) < 2 else "have"
+            message = _sentence(f"{_limits(violated)} {has} been reached. {_advice(retry)}")
+        facts = RejectionInfo(429, "rate_limit_exceeded", message, retry, violated, decision)
+        return self._refuse(facts, description.headers(verdicts, decision.at_us))
+
+    def _estimated(self, decision: Decision) -> Sequence[Verdict]:
+        """The verdicts of a denial, with the estimated wait of concurrency limits in place of the upper bound: that is
+        when the leases would expire, while most of them are released long before."""
+        expected_wait_us = self._expected_wait_us
+        if expected_wait_us is None or "concurrency" not in [key.limit.algorithm for key in decision.keys]:
+            return decision.verdicts
+        costs = decision.cost if isinstance(decision.cost, tuple) else (decision.cost,) * len(decision.keys)
+        verdicts = []
+        for key, cost, verdict in zip(decision.keys, costs, decision.verdicts, strict=True):
+            remaining, wait_us, reset_us, delay_us = verdict
+            if key.limit.algorithm == "concurrency" and wait_us > 0:
+                wait_us = min(wait_us, expected_wait_us(key.limit, max(1, cost - remaining)))
+                verdict = remaining, wait_us, min(reset_us, wait_us), delay_us
+            verdicts.append(verdict)
+        return verdicts
+
+    def unavailable(self, decision: Decision | None = None) -> Rejection:
+        """503, for a request that nobody could decide on a route that fails closed. Nothing is known of its limits."""
+        wait_us = decision.retry_after_us if decision is not None else None
+        retry = self._seconds(wait_us or UNKNOWN_RETRY_US)
+        message = f"This request cannot be checked right now. {_advice(retry)}"
+        return self._refuse(RejectionInfo(503, "limiter_unavailable", message, retry, decision=decision))
+
+    def blocked(self, retry_us: int | None = None) -> Rejection:
+        """403, for somebody who does not get in: until `retry_us` have passed, if the block has an end. Not why."""
+        retry = None if retry_us is None else self._seconds(retry_us)
+        message = "Access is blocked." if retry is None else f"Access is blocked. {_advice(retry)}"
+        return self._refuse(RejectionInfo(403, "blocked", message, retry))
+
+    def _seconds(self, wait_us: int) -> int:
+        """Whole seconds, never earlier than the wait and at least 1, spread by the jitter."""
+        later_us = int(self._jitter_us * self._chance()) if self._jitter_us else 0
+        return max(1, -((wait_us + later_us) // -SECOND_US))
+
+    def _refuse(self, facts: RejectionInfo, headers: Sequence[Header] = ()) -> Rejection:
+        content_type, body = self._content(facts)
+        retry = [] if facts.retry_after_seconds is None else [(b"retry-after", b"%d" % facts.retry_after_seconds)]
+        return Rejection(
+            facts.status,
+            [
+                *headers,
+                *retry,
+                (b"cache-control", b"no-store"),
+                (b"content-type", content_type),
+                (b"content-length", b"%d" % len(body)),
+            ],
+            body,
+            facts.message,
+        )
+
+    def _content(self, facts: RejectionInfo) -> tuple[bytes, bytes]:
+        if self._body is not None:
+            try:
+                return _encoded(*self._body(facts))
+            except Exception:
+                # A refusal must get out whatever the hook does, and a flood of them must not flood the log.
+                if not self._body_failed:
+                    self._body_failed = True
+                    logger.exception("refusal_body failed on a %d; such refusals get the usual body", facts.status)
+        return b"application/problem+json", _problem(facts, self._settings.doc_url)
+
+
+def health_response(facts: Mapping[str, object], *, ready: bool) -> Rejection:
+    """200 or 503, for whoever asks how the gate is."""
+    body = json.dumps(facts, indent=2).encode("ascii") + b"\n"
+    return Rejection(
+        200 if ready else 503,
+        [
+            (b"cache-control", b"no-store"),
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+        ],
+        body,
+    )
+
+
+def _filling_us(limit: Limit) -> int:
+    is_steady = ALGORITHMS[limit.algorithm].SHAPES_BURST
+    return -((1 - limit.capacity) * limit.ticks // limit.tokens) if is_steady else 0
+
+
+def _problem(facts: RejectionInfo, doc_url: str | None) -> bytes:
+    kind, title = _type_and_title(facts)
+    members: dict[str, object] = {"type": kind, "title": title, "status": facts.status, "detail": facts.message}
+    if facts.violated_policies:
+        members["violated-policies"] = facts.violated_policies
+    members["error"] = facts.error
+    members["message"] = facts.message
+    members["retry_after_seconds"] = facts.retry_after_seconds
+    members["doc_url"] = doc_url
+    return json.dumps(members).encode("ascii")
+
+
+def _type_and_title(facts: RejectionInfo) -> tuple[str, str]:
+    if facts.status == 403:
+        return FORBIDDEN
+    is_degraded = facts.decision is not None and facts.decision.degraded is not None
+    if facts.status == 503 or is_degraded:  # nobody decides, or a node decides by its share of the limit
+        return REDUCED_CAPACITY
+    if facts.violated_policies and all(name.endswith(NET_SUFFIX) for name in facts.violated_policies):
+        return ABNORMAL_USAGE  # many unknown API keys from one address
+    return QUOTA_EXCEEDED
+
+
+def _encoded(content: bytes | str | dict[str, Any], content_type: str | None) -> tuple[bytes, bytes]:
+    """Content type and body of what a hook gave."""
+    if isinstance(content, bytes):
+        usual, body = "application/octet-stream", content
+    elif isinstance(content, str):
+        usual, body = "text/plain; charset=utf-8", content.encode("utf-8")
+    else:
+        usual, body = "application/json", json.dumps(content, allow_nan=False).encode("ascii")
+    kind = usual if content_type is None else content_type
+    if not kind.isprintable():
+        raise ValueError(f"content type {kind!r} cannot stand in a header; use printable ASCII characters")
+    return kind.encode("ascii"), body
+
+
+def _allowance(limit: Limit, unit: str) -> str:
+    """The parameters of a limit in RateLimit-Policy.
+
+    Windows are whole seconds there. A period that is not is rounded up, and its quota grows in proportion, rounded
+    down: the rate is told as it is, or a little lower, but never higher. Concurrency has no window: it is not a rate.
+    """
+    pace = _pace(limit)
+    if not pace.window and unit == "requests":
+        unit = "concurrent-requests"
+    window = f";w={pace.window}" if pace.window else ""
+    counted = "" if unit == "requests" else f";qu={_quoted(unit)}"
+    return f";q={pace.quota}{window}{counted}"
+
+
+def _pace(limit: Limit) -> Pace:
+    if limit.algorithm == "concurrency":
+        return Pace(min(limit.quota, LARGEST), 0, ends_at_once=False)
+    seconds = -(limit.period_us // -SECOND_US)
+    quota = limit.quota * seconds * SECOND_US // limit.period_us
+    return Pace(min(quota, LARGEST), seconds, limit.algorithm == "fixed_window")
+
+
+def _quoted(text: str) -> str:
+    """A string of a structured field."""
+    if not (text and text.isascii() and text.isprintable()):
+        raise InvalidConfiguration(f"{text!r} cannot stand in a header; use printable ASCII characters")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _limits(names: Sequence[str]) -> str:
+    """'the limits "a", "b" and "c"'."""
+    quoted = [f'"{name}"' for name in names]
+    if len(quoted) < 2:
+        return f"the limit {quoted[0]}" if quoted else "a limit"
+    return f"the limits {', '.join(quoted[:-1])} and {quoted[-1]}"
+
+
+def _advice(seconds: int) -> str:
+    """When to come back, for people: rounded up to what they would say."""
+    for size, unit in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"Try again in {-(seconds // -size)} {unit}."
+    return f"Try again in {seconds} second{'' if seconds == 1 else 's'}."
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]

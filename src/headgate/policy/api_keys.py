@@ -1,0 +1,122 @@
+"""API keys as identities: only ever as keyed hashes, so that no counter, log or answer can give one away."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Final
+
+from headgate.errors import InvalidConfiguration, InvalidInput
+
+__all__ = ["LONGEST_KEY", "SHORTEST_SECRET", "ApiKeyHasher", "IdentityHashes"]
+
+LONGEST_KEY: Final = 4096
+SHORTEST_SECRET: Final = 16
+"""In bytes: what is shorter can be guessed, and with it every weak key by its hash."""
+
+MOST_KNOWN: Final = 4096
+
+PREFIX: Final = "hmac:"
+DIGEST_SIZE: Final = 16
+PURPOSE: Final = b"headgate api key"
+"""Keeps these hashes apart from others that are made with the same secret."""
+
+
+IDENTITY_PURPOSE: Final = b"headgate client"
+MAX_CACHED_IDENTITIES: Final = 10_000
+
+
+class IdentityHashes:
+    """Keyed hashes of identities: the names by which the decision log and the fleet's status know clients.
+
+    All processes with the same secret make the same hashes, so that a client can be blocked by its hash.
+    """
+
+    __slots__ = ("_cache", "_hash")
+
+    def __init__(self, secret: bytes) -> None:
+        key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
+        self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=IDENTITY_PURPOSE)
+        self._cache: dict[tuple[str, str], str] = {}
+
+    def __call__(self, kind: str, value: str) -> str:
+        """The keyed hash of an identity. Of an API key, which requests bring as a hash, that hash."""
+        found = self._cache.get((kind, value))
+        return found if found is not None else self._computed(kind, value)
+
+    def _computed(self, kind: str, value: str) -> str:
+        if kind == "api_key" and value.startswith(PREFIX):
+            return value
+        keyed = self._hash.copy()
+        keyed.update(f"{kind}\0{value}".encode("utf-8", "surrogatepass"))
+        if len(self._cache) >= MAX_CACHED_IDENTITIES:
+            self._cache.clear()  # busy clients are back with their next request
+        found = self._cache[kind, value] = PREFIX + keyed.hexdigest()
+        return found
+
+
+class ApiKeyHasher:
+    """Turns the API key of a request into the name that it is counted by.
+
+    The secret must be the same in all processes of an app. Whoever has it and a hash can only try keys out.
+    """
+
+    __slots__ = ("_hash", "_known")
+
+    def __init__(self, secret: bytes) -> None:
+        if not isinstance(secret, bytes):
+            raise InvalidConfiguration(f"the secret for API keys is a {type(secret).__name__}; give bytes")
+        if len(secret) < SHORTEST_SECRET:
+            raise InvalidConfiguration(
+                f"the secret for API keys has {len(secret)} bytes and can be guessed; "
+                f"give at least {SHORTEST_SECRET}, as from secrets.token_bytes(32)"
+            )
+        key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
+        self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=PURPOSE)
+        self._known: dict[int, str] = {}
+        """Hashes of busy keys, by what Python's own hash makes of the key: the keys themselves are not kept."""
+
+    def from_header(self, value: str) -> str | None:
+        """The hash of the key that is the value of a header, or None if there is none.
+
+        What cannot be a key (empty, several words, not printable ASCII, above 4 KB) is no identity. Nor is what has a
+        comma: by that, several lines are joined on their way, and which of them would the app believe?
+        """
+        return self.hashed(value.strip(" \t"))
+
+    def from_bearer(self, authorization: str) -> str | None:
+        """The same of a bearer token, as the value of `Authorization`."""
+        return self.hashed(authorization[7:].strip(" \t")) if authorization[:7].lower() == "bearer " else None
+
+    def hashed(self, sent: str) -> str | None:
+        """The hash of a key that a client sent, whatever it looks like, or None if it cannot be a key."""
+        known = self._known.get(hash(sent))
+        return known if known is not None else self._hashed(sent)
+
+    def fingerprint(self, written: str) -> str:
+        """The hash of a key that a policy names; one that is written as a hash stays.
+
+        Only for policies, never for what a client sent: else a hash would be as good as its key.
+        """
+        if written.startswith(PREFIX):
+            digits = written.removeprefix(PREFIX).lower()
+            if len(digits) != DIGEST_SIZE * 2 or digits.strip("0123456789abcdef"):
+                raise InvalidInput(f"an API key starts with {PREFIX!r}, but {DIGEST_SIZE * 2} hex digits don't follow")
+            return PREFIX + digits
+        hashed = self.hashed(written)
+        if hashed is None:
+            raise InvalidInput(
+                f"an API key of {len(written)} characters can be no key; "
+                f"it is one word of printable ASCII, without commas, of up to {LONGEST_KEY} characters"
+            )
+        return hashed
+
+    def _hashed(self, sent: str) -> str | None:
+        if not (0 < len(sent) <= LONGEST_KEY and sent.isascii() and sent.isprintable()) or " " in sent or "," in sent:
+            return None
+        keyed = self._hash.copy()
+        keyed.update(sent.encode("ascii"))
+        if len(self._known) >= MOST_KNOWN:
+            # Starting anew is cheaper than to choose whom to forget: busy keys are back with their next request.
+            self._known.clear()
+        hashed = self._known[hash(sent)] = PREFIX + keyed.hexdigest()
+        return hashed

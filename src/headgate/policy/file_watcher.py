@@ -1,0 +1,127 @@
+"""A policy file that is watched: each good version replaces the one before it whole, a bad one changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from headgate._fork import reinit_after_fork
+from headgate._pace import politely, release
+from headgate.errors import InvalidInput
+from headgate.policy.changes import summarize_changes
+from headgate.policy.loader import decoded, file_content, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from os import PathLike
+
+    from headgate.policy.model import Policy
+
+__all__ = ["PolicyWatcher"]
+
+logger = logging.getLogger("headgate")
+
+Made = TypeVar("Made")
+
+
+class PolicyWatcher(Generic[Made]):
+    """The newest good version of a policy file, made ready by `make`. The first one has to be good."""
+
+    def __init__(self, path: str | PathLike[str], make: Callable[[Policy], Made], *, every: float | None = 1.0) -> None:
+        """Looks at the file `every` so many seconds, from a thread of its own; never by itself, if None."""
+        self._path = Path(path)
+        self._make = make
+        self._every = every
+        content = file_content(self._path)
+        self._seen = self.version = _digest(content)
+        """The content that was looked at last, and the content in force, as hashes."""
+        self._policy = self._read(content)
+        self.current = make(self._policy)
+        self.error: InvalidInput | None = None
+        """Why the newest content is not in force; None if it is."""
+        self._stop = threading.Event()
+        self._start()
+        reinit_after_fork(self)
+
+    def look(self) -> bool:
+        """Read the file now; whether a new version is in force."""
+        try:
+            content = file_content(self._path)
+        except InvalidInput as error:
+            self._refuse("", error)
+            return False
+        seen = _digest(content)
+        if seen == self._seen:
+            return False
+        with politely():
+            return self._reload(content, seen)
+
+    def _reload(self, content: bytes, seen: str) -> bool:
+        try:
+            policy = self._read(content)
+            made = self._make(policy)
+        except InvalidInput as error:
+            self._refuse(seen, error)
+            return False
+        before, self._policy = self._policy, policy
+        is_new, was_refused = seen != self.version, self.error is not None
+        self.current, self.error = made, None
+        self._seen = self.version = seen
+        if is_new:
+            logger.info("policy %s: version %s is in force: %s", self._path, seen, summarize_changes(before, policy))
+        elif was_refused:
+            logger.info("policy %s: version %s is in force again", self._path, seen)
+        parts = before.parts()
+        del before
+        release(parts)
+        return is_new
+
+    def _refuse(self, seen: str, error: InvalidInput) -> None:
+        if seen != self._seen:  # logged once, however often the file is looked at
+            logger.error(
+                "policy %s: the new version is refused, %s stays in force:\n%s", self._path, self.version, error
+            )
+        self._seen, self.error = seen, error
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stop.set()
+
+    def reset_after_fork(self) -> None:
+        """Threads stay with the parent; a child watches by itself."""
+        stopped = self._stop.is_set()
+        self._stop = threading.Event()
+        if stopped:
+            self._stop.set()
+        else:
+            self._start()
+
+    def _read(self, content: bytes) -> Policy:
+        return read(decoded(content, self._path), file=str(self._path))
+
+    def _start(self) -> None:
+        if self._every is not None:
+            arguments = weakref.ref(self), self._stop, self._every
+            name = f"headgate-policy {self._path}"
+            threading.Thread(target=_look_forever, args=arguments, name=name, daemon=True).start()
+
+
+def _look_forever(watching: weakref.ref[PolicyWatcher[Any]], stop: threading.Event, every: float) -> None:
+    """Until the watch is closed, or forgotten with what it was made for."""
+    while not stop.wait(every):
+        watch = watching()
+        if watch is None:
+            return
+        try:
+            watch.look()
+        except Exception:  # a bug of ours must not end the watch: the next version may be read
+            logger.exception("a policy could not be looked at; version %s stays in force", watch.version)
+        del watch
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=6).hexdigest()

@@ -1,0 +1,546 @@
+"""The words of a policy: each function reads one plain value strictly, or raises InvalidInput with the remedy."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from difflib import get_close_matches
+from fractions import Fraction
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from typing import TYPE_CHECKING, Final, TypeAlias
+from urllib.parse import urlsplit
+
+from headgate import _limit_syntax
+from headgate._limit_syntax import Phrase, suggest
+from headgate.errors import InvalidInput, InvalidLimit
+from headgate.local.block_list import NAT64
+from headgate.policy.formats.document import Unreadable
+from headgate.policy.model import StatusTest
+from headgate.policy.routes import Template
+from headgate.policy.schema_types import refusal, show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "HORIZON",
+    "IDENTITIES",
+    "OutOfRange",
+    "address",
+    "address_or_hash",
+    "api_key",
+    "by",
+    "choice",
+    "draft",
+    "duration",
+    "duration_between",
+    "duration_or_off",
+    "factor_or_off",
+    "flag",
+    "foreign_limit",
+    "header",
+    "identity",
+    "instant",
+    "label",
+    "method",
+    "name",
+    "numbers",
+    "proxy",
+    "rate",
+    "route",
+    "share",
+    "status_test",
+    "subnet",
+    "text",
+    "url",
+    "whole",
+]
+
+IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "client")
+"""The kinds that are known without the app's help, and "client": the best of them that a request has."""
+
+LONGEST_LABEL: Final = 500
+
+EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
+HORIZON: Final = datetime(2200, 1, 1, tzinfo=UTC)
+"""A later time is a slip, or means "for ever", which is written by leaving it out."""
+
+STATUSES: Final = range(100, 600)
+
+_NAME: Final = re.compile(r"[ !#-\[\]-~]{1,100}")
+_KIND: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,49}")
+_TOKEN: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+_STATUS: Final = re.compile(
+    r"\s*status\s*(?P<sign>==|!=|<=|>=|<|>|\bnot\s+in\b|\bin\b)\s*(?P<operand>.*?)\s*", re.DOTALL
+)
+_STATUS_FORM: Final = 'write it like "status in [401, 403]", "status not in [2xx, 404]" or "status >= 500"'
+_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE", "QUERY")
+
+_SPELLINGS: Final = {re.sub("[-_]", "", kind): kind for kind in (*IDENTITIES, "global")} | {"address": "ip"}
+"""Identities as they are called, by how they are often misspelled."""
+
+_FIELDS: Final = frozenset(
+    ["limit", "class", "bucket", "algorithm", "tier", "label", "reason", "valid_from", "valid_until"]
+)
+"""What stands beside an identity in clients and overrides."""
+
+_Network: TypeAlias = IPv4Network | IPv6Network
+
+_PRIVATE_IPV6: Final = IPv6Network("fc00::/7")
+"""Reached from nowhere outside, as 10.0.0.0/8 is: no stranger comes from there."""
+
+
+# ------------------------------------------------------------------ simple values
+
+
+def text(value: object) -> str:
+    if type(value) is str and value and value.isprintable():
+        return value
+    if isinstance(value, str) and value:
+        raise InvalidInput(f"{show(value)} holds characters that cannot be printed; leave them out")
+    if isinstance(value, (int, Decimal)) or value is None:
+        raise refusal(value, f'text in quotes: "{show(value)}"')
+    raise refusal(value, "text")
+
+
+def name(value: object) -> str:
+    """A text that can be quoted in headers, in reasons and on the command line."""
+    if type(value) is str and _NAME.fullmatch(value):
+        return value
+    raise InvalidInput(f"{show(text(value))}: use 1 to 100 printable ASCII characters, no quote and no backslash")
+
+
+def label(value: object) -> str:
+    if type(value) is str and 0 < len(value) <= LONGEST_LABEL and value.isprintable():
+        return value
+    raise InvalidInput(f"{show(text(value))} has too many characters; use at most {LONGEST_LABEL}")
+
+
+def flag(value: object) -> bool:
+    if type(value) is bool:
+        return value
+    raise refusal(value, "true or false")
+
+
+def whole(least: int, most: int | None = None, *, example: int) -> Callable[[object], int]:
+    """A reader of whole numbers in a range."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def read(value: object) -> int:
+        if type(value) is not int:
+            raise refusal(value, f"a whole number {bounds}, like {example}")
+        if value < least or (most is not None and value > most):
+            raise InvalidInput(f"{value} is out of bounds; write a whole number {bounds}, like {example}")
+        return value
+
+    return read
+
+
+def choice(*known: str) -> Callable[[object], str]:
+    """A reader of one word out of a few."""
+
+    def read(value: object) -> str:
+        if type(value) is not str:
+            raise refusal(value, f"one of {', '.join(known)}")
+        if value not in known:
+            raise InvalidInput(f"unknown word {show(value)}; {suggest(value, list(known))}")
+        return value
+
+    return read
+
+
+# ------------------------------------------------------------------ limits and times
+
+
+def numbers(value: object) -> Phrase:
+    """What the text of a limit says."""
+    if type(value) is not str:
+        raise refusal(value, 'a limit like "10/minute" or "1000/minute, burst 200"')
+    try:
+        return _phrase(value)
+    except InvalidLimit:
+        if len(parts := _limit_syntax.separated(value)) > 1:
+            written = " and ".join(f'"{part}"' for part in parts)
+            raise InvalidInput(
+                f"{show(value)} holds {len(parts)} limits; write one entry under limits for each, with a name of its "
+                f"own: {written}"
+            ) from None
+        if (remedy := foreign_limit(value)) is not None:
+            raise InvalidInput(f"cannot read the limit {show(value)}: {remedy}") from None
+        raise
+
+
+# Policies repeat themselves: a hundred thousand overrides hold a handful of different texts.
+_phrase: Final = lru_cache(maxsize=8192)(_limit_syntax.parse)
+
+
+def instant(value: object) -> datetime:
+    """A moment that is the same one everywhere."""
+    if type(value) is str:
+        return _moment(value)
+    if isinstance(value, datetime):
+        return _zoned(value)
+    if isinstance(value, date):
+        raise InvalidInput(f"{value} is a day, not a moment; write it like {value}T00:00:00Z")
+    raise refusal(value, "a time, like 2026-05-28T02:01:00Z")
+
+
+@lru_cache(maxsize=1024)
+def _moment(written: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(written)
+    except ValueError:
+        raise InvalidInput(f"{show(written)} is not a time; write it like 2026-05-28T02:01:00Z") from None
+    if len(written) < len("20260528T02Z"):
+        raise InvalidInput(f"{written} is a day, not a moment; write it like {found.date()}T00:00:00Z")
+    return _zoned(found)
+
+
+class OutOfRange(InvalidInput):
+    """A time that is too long ago or too far ahead to be meant."""
+
+
+def _zoned(moment: datetime) -> datetime:
+    if moment.utcoffset() is None:
+        raise InvalidInput(
+            f"{moment} is another moment in every zone; write {moment.isoformat()}Z for UTC, "
+            "or add an offset like +02:00"
+        )
+    if not EARLIEST <= moment < HORIZON:
+        raise OutOfRange(
+            f"{moment.isoformat()} is out of range: times are from {EARLIEST.year} to {HORIZON.year - 1}; "
+            "for no end, leave valid_until out"
+        )
+    return moment
+
+
+def status_test(value: object) -> StatusTest:
+    """Which answers count, out of `status in [401, 403]` and its kin."""
+    if type(value) is not str:
+        raise refusal(value, 'a test in quotes, like "status in [401, 403]"')
+    match = _STATUS.fullmatch(value)
+    if match is None:
+        raise InvalidInput(f"cannot read {show(value)}; {_STATUS_FORM}")
+    sign, operand = " ".join(match["sign"].split()), match["operand"]
+    if sign.endswith("in"):
+        if not (operand.startswith("[") and operand.endswith("]")):
+            raise InvalidInput(f"cannot read {show(value)}; {_STATUS_FORM}")
+        named = frozenset[int]().union(*[_statuses(item.strip(), value) for item in operand[1:-1].split(",")])
+        found = named if sign == "in" else frozenset(STATUSES) - named
+    else:
+        found = _compared(sign, _statuses(operand, value), value)
+    if not 0 < len(found) < len(STATUSES):
+        raise InvalidInput(f"{show(value)} is true for {'every answer' if found else 'no answer'}; {_STATUS_FORM}")
+    return StatusTest(value, found)
+
+
+def _statuses(item: str, value: str) -> frozenset[int]:
+    if re.fullmatch(r"[1-5][0-9][0-9]", item):
+        return frozenset([int(item)])
+    if re.fullmatch(r"[1-5]xx", item):
+        return frozenset(range(int(item[0]) * 100, int(item[0]) * 100 + 100))
+    raise InvalidInput(f"{show(value)}: {show(item)} is not a status; write 100 to 599, or 4xx for all of its kind")
+
+
+def _compared(sign: str, operand: frozenset[int], value: str) -> frozenset[int]:
+    if sign == "==":
+        return operand
+    if sign == "!=":
+        return frozenset(STATUSES) - operand
+    if len(operand) > 1:
+        raise InvalidInput(f"{show(value)}: {sign} needs one status, like 500")
+    (bound,) = operand
+    keeps = {"<": bound.__gt__, "<=": bound.__ge__, ">": bound.__lt__, ">=": bound.__le__}[sign]
+    return frozenset(filter(keeps, STATUSES))
+
+
+# ------------------------------------------------------------------ who
+
+
+def by(value: object) -> tuple[str, ...]:
+    """Kinds of identity; none for one counter for all."""
+    words = value.split("+") if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words) or not words:
+        odd = next((word for word in words if not isinstance(word, str)), value) if isinstance(words, list) else value
+        raise refusal(odd, 'kinds of identity, like ip, "tenant+user" or [tenant, user]')
+    kinds = [word.strip() for word in words]
+    for kind in kinds:
+        meant = _SPELLINGS.get(re.sub("[-_]", "", kind.lower()), kind)
+        if meant != kind:
+            raise InvalidInput(f"unknown identity {show(kind)}; did you mean {meant!r}?")
+        if not _KIND.fullmatch(kind) or kind in _FIELDS:
+            raise InvalidInput(f"{show(kind)} cannot name an identity; use letters, digits, _ and -, like device_id")
+    if len(set(kinds)) < len(kinds):
+        raise InvalidInput(f"{'+'.join(kinds)} names the same identity twice; keep one")
+    if "global" in kinds and len(kinds) > 1:
+        raise InvalidInput(
+            f"{'+'.join(kinds)}: global is one counter for all, and stands alone; leave out one or the other"
+        )
+    return () if kinds == ["global"] else tuple(kinds)
+
+
+def identity(value: object) -> str:
+    """Who, in the app's own words; a whole number is as good as its digits."""
+    if type(value) is str:
+        return label(value)
+    if type(value) is int:
+        return str(value)
+    raise refusal(value, "who is meant, as text or a whole number")
+
+
+def api_key(value: object) -> str:
+    """A key as clients send it, or its fingerprint. No message shows it."""
+    if isinstance(value, Unreadable) or type(value) not in (str, int):
+        raise InvalidInput("this is no key; write it as text in quotes")
+    found = str(value)
+    if not (found.isascii() and found.isprintable() and 0 < len(found) <= 4096) or " " in found or "," in found:
+        raise InvalidInput(
+            "no client can send this key; write up to 4096 printable ASCII characters, no blanks or commas"
+        )
+    if found.startswith("hmac:") and not re.fullmatch(r"hmac:[0-9a-f]{32}", found):
+        raise InvalidInput("this is no fingerprint; write hmac: and 32 hexadecimal digits, or the key itself")
+    return found
+
+
+def address(value: object) -> str:
+    """An address or a network in its one spelling."""
+    found = _network(value, "203.0.113.9 or 203.0.113.0/24", unwraps_nat64=True)
+    return str(found.network_address) if found.prefixlen == found.max_prefixlen else str(found)
+
+
+def address_or_hash(value: object) -> str:
+    """An address or a network, or the keyed hash of an address."""
+    if type(value) is str and value.startswith("hmac:"):
+        return api_key(value)
+    return address(value)
+
+
+def subnet(value: object) -> str:
+    return str(_network(value, "203.0.113.0/24", unwraps_nat64=True))
+
+
+def proxy(value: object) -> str:
+    """A network that is narrow enough to be trusted."""
+    found = _network(value, "10.0.0.0/8")
+    least = 8 if found.version == 4 else 16
+    if found.prefixlen < least and not (found.version == 6 and found.subnet_of(_PRIVATE_IPV6)):
+        raise InvalidInput(
+            f"{found} lets strangers say what their address is; name the proxies' own network, /{least} or narrower"
+        )
+    return str(found)
+
+
+def _network(value: object, example: str, *, unwraps_nat64: bool = False) -> _Network:
+    if type(value) is not str:
+        raise refusal(value, f"an address or a network, like {example}")
+    written, _, prefix = value.partition("/")
+    try:
+        start = ip_address(written)
+        width = int(prefix) if "/" in value else start.max_prefixlen
+        if "%" in written or (prefix and str(width) != prefix):
+            raise ValueError
+        start, width = _unmapped(start, width, unwraps_nat64=unwraps_nat64)
+        kind = IPv4Network if start.version == 4 else IPv6Network
+        found = kind((int(start), width), strict=False)
+    except InvalidInput:
+        raise
+    except ValueError:
+        raise InvalidInput(f"{show(value)} is no address; write it like {example}") from None
+    if found.network_address != start:
+        raise InvalidInput(f"{show(value)} starts in the middle of its network; write {found}")
+    return found
+
+
+def _unmapped(
+    start: IPv4Address | IPv6Address, width: int, *, unwraps_nat64: bool
+) -> tuple[IPv4Address | IPv6Address, int]:
+    """The IPv4 network that an IPv6 network stands for. ::ffff:1.2.3.4/64 is refused: it would be everybody, and so
+    would all of NAT64."""
+    if isinstance(start, IPv6Address):
+        if start.ipv4_mapped is not None:
+            return start.ipv4_mapped, width - 96
+        if unwraps_nat64 and start.packed.startswith(NAT64) and width > 96:
+            return IPv4Address(start.packed[12:]), width - 96
+        if unwraps_nat64 and start.packed.startswith(NAT64) and width == 96:
+            raise InvalidInput(f"{start}/96 is every IPv4 address behind NAT64; name networks of IPv4 addresses")
+    return start, width
+
+
+# ------------------------------------------------------------------ HTTP
+
+
+def method(value: object) -> str:
+    if type(value) is not str:
+        raise refusal(value, "a method, like GET")
+    if value.upper() == "HEAD":
+        raise InvalidInput("HEAD counts as GET; write GET")
+    if value not in _METHODS:
+        near = get_close_matches(value.upper(), _METHODS, n=1, cutoff=0.7)
+        if near:
+            raise InvalidInput(f"unknown method {show(value)}; did you mean {near[0]!r}?")
+        if not re.fullmatch(r"[A-Z]{1,20}", value):
+            raise InvalidInput(f"{show(value)} is no method; write one like GET, in capital letters")
+    return value
+
+
+def route(value: object) -> tuple[str | None, Template]:
+    """The paths of a route, and the method if one stands in front: "GET /users/{id}"."""
+    found = text(value)
+    verb, _, path = found.partition(" ")
+    if verb.isalpha() and path:
+        return method(verb), Template.parse(path.strip())
+    return None, Template.parse(found)
+
+
+def header(value: object) -> str | None:
+    """The name of a header in lower case; None to read none."""
+    if value is None or value == "none":
+        return None
+    if type(value) is not str:
+        raise refusal(value, "the name of a header, like x-api-key, or none")
+    if not _TOKEN.fullmatch(value):
+        raise InvalidInput(f"{show(value)} cannot name a header; write it like x-api-key, or none")
+    return value.lower()
+
+
+def draft(value: object) -> int:
+    """The version of an IETF draft."""
+    if type(value) is not int or value not in (6, 11):
+        raise refusal(value, "a draft that is supported: 11, or 6 for separate fields")
+    return value
+
+
+def url(value: object) -> str:
+    wanted = "an address like https://example.com/limits"
+    if type(value) is not str:
+        raise refusal(value, wanted)
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.netloc or not re.fullmatch(r"[!-~]{1,2000}", value):
+        raise InvalidInput(f"{show(value)} cannot be followed; write {wanted}")
+    return value
+
+
+_FOREIGN: Final = re.compile(
+    r"\s*(?P<quota>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<times>[km]?)\s*(?:(?:r|reqs?|requests?|calls?|hits?|tokens?)\s*)?"
+    r"(?:/|per)\s*(?P<count>[1-9][0-9]{0,8})?\s*(?P<unit>[a-z]+)(?:\W+burst\W+(?P<burst>[0-9]{1,9}))?\s*",
+    re.IGNORECASE,
+)
+_AT_ONCE: Final = re.compile(r"\s*([1-9][0-9]{0,8})\s+(?:concurrent|parallel|at once|in parallel|in flight)\b.*")
+
+_PERCENT: Final = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,3})?) ?%")
+
+
+def duration(value: object) -> timedelta:
+    return _duration(value, 'a duration, like "500 ms", "5 seconds" or "2 minutes"')
+
+
+def duration_between(least: timedelta, most: timedelta, *, example: str) -> Callable[[object], timedelta]:
+    """A reader of durations in a range."""
+    wanted = f'a duration from {_spelled(least)} to {_spelled(most)}, like "{example}"'
+    return lambda value: _duration(value, wanted, least, most)
+
+
+def duration_or_off(least: timedelta, most: timedelta, *, example: str) -> Callable[[object], timedelta]:
+    """The same, or 0 for what is turned off; also as a word, whatever readers of YAML take that for."""
+    wanted = f'a duration from {_spelled(least)} to {_spelled(most)}, like "{example}", or 0 for none'
+
+    def read(value: object) -> timedelta:
+        word = value.word if isinstance(value, Unreadable) else value
+        if word is False or word in ("off", "Off", "OFF") or (type(word) is int and word == 0):
+            return timedelta()
+        return _duration(value if word is None else word, wanted, least, most)
+
+    return read
+
+
+def factor_or_off(most: int, *, example: int) -> Callable[[object], int | None]:
+    """A reader of whole numbers from 1, or "off" for None; also where a YAML reader takes that word for a boolean."""
+    wanted = f"a whole number from 1 to {most:,}, like {example}, or off"
+
+    def read(value: object) -> int | None:
+        word = value.word if isinstance(value, Unreadable) else value
+        if word is False or word in ("off", "Off", "OFF"):
+            return None
+        if type(value) is not int:
+            raise refusal(value, wanted)
+        if not 1 <= value <= most:
+            raise InvalidInput(f"{value} is out of bounds; write {wanted}")
+        return value
+
+    return read
+
+
+def rate(value: object) -> Fraction:
+    """Tokens per second, exactly as written."""
+    if isinstance(value, bool) or not isinstance(value, (int, Decimal)):
+        raise refusal(value, "a number of tokens per second, like 16.67")
+    found = Fraction(value)
+    if found <= 0:
+        raise InvalidInput(f"{value} refills nothing; write a number above 0, like 16.67")
+    if found.denominator > 10**9:
+        raise InvalidInput(f"{value} has too many digits; at most nine may follow the point")
+    return found
+
+
+def foreign_limit(text: str) -> str | None:
+    """What to write for a limit as others write it; None for one that they don't, either.
+
+    >>> foreign_limit("10k requests/minute"), foreign_limit("1.5 r/s"), foreign_limit("1.5/month")
+    ('write "10000/minute"', 'write "3/2 s"', None)
+    """
+    if re.fullmatch(r"\s*(unlimited|infinite|infinity|none|off)\s*", text, re.IGNORECASE):
+        return 'write more than anybody sends, like "1000000/second", or leave the limit out'
+    if found := _AT_ONCE.fullmatch(text):
+        return f'write "{found[1]}/60 s, concurrency"; a lease ends after the 60 s, unless it is renewed'
+    if (found := _FOREIGN.fullmatch(text)) and Fraction(found["quota"]):
+        times = {"": 1, "k": 1_000, "m": 1_000_000}[found["times"].lower()]
+        quota = Fraction(found["quota"]) * times
+        count = int(found["count"] or 1) * quota.denominator
+        burst = f", burst {found['burst']}" if found["burst"] else ""
+        period = found["unit"] if count == 1 else f"{count} {found['unit']}"
+        meant = f"{quota.numerator}/{period}{burst}"
+        with suppress(InvalidLimit):
+            _limit_syntax.parse(meant)
+            return f'write "{meant}"'
+    return None
+
+
+def share(value: object) -> Fraction:
+    """A part of the whole, exactly as written."""
+    wanted = "a share from 1% to 100%, like 20%"
+    if type(value) is not str:
+        raise refusal(value, wanted)
+    match = _PERCENT.fullmatch(value.strip())
+    if match is None:
+        raise InvalidInput(f"cannot read {show(value)}; write {wanted}")
+    found = Fraction(match[1]) / 100
+    if not Fraction(1, 100) <= found <= 1:
+        raise InvalidInput(f"{value.strip()} is out of bounds; write {wanted}")
+    return found
+
+
+def _duration(
+    value: object, wanted: str, least: timedelta = timedelta.min, most: timedelta = timedelta.max
+) -> timedelta:
+    if type(value) is not str or not value:
+        raise refusal(value, wanted)
+    found: timedelta | None = None
+    if re.fullmatch(r"\s*[0-9]*\s*[A-Za-z]+\s*", value):
+        with suppress(InvalidLimit):
+            found = _limit_syntax.parse(f"1/{value}").period
+    if found is None:
+        raise InvalidInput(f"cannot read {show(value)}; write {wanted}")
+    if not least <= found <= most:
+        raise InvalidInput(f"{value.strip()} is out of bounds; write {wanted}")
+    return found
+
+
+def _spelled(length: timedelta) -> str:
+    spelled = _limit_syntax.spell(length)
+    return (spelled if spelled[0].isdigit() else f"1 {spelled}").replace("millisecond", "ms").replace("mss", "ms")

@@ -1,0 +1,191 @@
+"""What Redis replied, as answers to the calls of a command: pure, like `wire.py`, which has put the question.
+
+A reply is trusted only as far as it was checked: its shape, its types and the range of its numbers. One that cannot be
+the answer to its command means that the connection is out of step, or that the server is not a Redis: `accept` raises
+an UnexpectedReply, and the connection must be closed.
+
+What every request of a batch needs is here as Python; `_wire.c` is the same, compiled.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final
+
+from hiredis import ReplyError
+
+from headgate._speedups import speedup
+from headgate.decisions import Decision
+from headgate.errors import ScriptError, StoreUnavailable
+from headgate.limits import EXACT
+from headgate.stores.operations import Check, IdempotentCheck, Leave, Renew, Reset, joined_costs
+from headgate.stores.redis.encoding import Undo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headgate.keys import Key
+    from headgate.stores.redis.encoding import Command
+
+__all__ = ["UnexpectedReply", "accept", "decode", "decode_alone", "decode_one", "unexpected"]
+
+_new_decision = tuple.__new__
+
+
+class UnexpectedReply(StoreUnavailable):
+    """The connection carried something that is not the reply to what was sent on it."""
+
+    may_have_happened = True
+
+
+def accept(command: Command, reply: Any) -> None:
+    """Give a command its reply; raises an UnexpectedReply if it cannot be one to this command."""
+    if not isinstance(reply, ReplyError):
+        if command.calls:
+            command.answers = decode(command.calls, reply)
+        elif not isinstance(reply, command.expects):
+            raise unexpected(reply)
+    command.reply = reply
+
+
+def decode(calls: Sequence[Any], reply: Any) -> list[Any]:
+    """The answers to the calls of one command, in their order; an exception among them is that call's alone."""
+    call = calls[0]
+    if isinstance(call, IdempotentCheck):
+        return [_decode_idempotent(call, reply)]
+    if isinstance(call, Check):
+        return [decode_alone(call, reply)] if len(calls) == 1 else _decode_checks(calls, reply)
+    if isinstance(call, Reset):
+        if _is_whole(reply):
+            return [None]
+    elif isinstance(call, Renew | Leave):
+        if _is_whole(reply, -1):
+            return [_foreign(call.key) if reply < 0 else bool(reply)]
+    elif type(reply) is list and len(reply) == 5 and all([_is_whole(number, -1) for number in reply]):  # noqa: C419
+        if reply[0] < 0:
+            return [_foreign(call.key)]
+        return [tuple(reply[1:]) if isinstance(call, Undo) else bool(reply[0])]
+    raise unexpected(reply)
+
+
+def decode_alone(check: Check, reply: Any) -> Decision | ScriptError:
+    """The answer to a check that was sent alone."""
+    if len(check[0]) == 1:
+        return decode_one(check, reply)
+    answer: Decision | ScriptError = _decode_checks([check], reply)[0]
+    return answer
+
+
+def decode_one(check: Check, reply: Any) -> Decision | ScriptError:
+    """The same for a check of one limit."""
+    retry_us = delay_us = again_us = 0
+    if type(reply) is not list:
+        raise unexpected(reply)
+    if len(reply) == 3:
+        now_us, remaining, reset_us = reply
+    elif len(reply) == 6:
+        now_us, remaining, reset_us, retry_us, delay_us, again_us = reply
+        if not (_is_whole(retry_us, -1) and _is_whole(delay_us) and _is_whole(again_us)):
+            raise unexpected(reply)
+    else:
+        raise unexpected(reply)
+    if not (type(now_us) is type(remaining) is type(reset_us) is int):
+        raise unexpected(reply)
+    if not (0 <= now_us < EXACT and -1 <= remaining < EXACT and 0 <= reset_us < EXACT):
+        raise unexpected(reply)
+    if remaining < 0:
+        return _foreign(*check.keys)
+    keys, cost, lease = check
+    verdicts = ((remaining, retry_us, reset_us, delay_us),)
+    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us, cost))
+
+
+def _decode_idempotent(check: IdempotentCheck, reply: Any) -> Decision | ScriptError:
+    """The answer to a check with an id, whose costs are those that were charged."""
+    if type(reply) is not list or len(reply) != 5:
+        raise unexpected(reply)
+    *told, costs = reply
+    decision: Decision | ScriptError = plain_answers([check], told)[0]
+    if isinstance(decision, ScriptError) or not decision.allowed:
+        return decision
+    if type(costs) is not list or len(costs) != len(check.keys) or not all([_is_whole(cost) for cost in costs]):  # noqa: C419
+        raise unexpected(reply)
+    return decision._replace(cost=joined_costs(costs))
+
+
+def _decode_checks(checks: Sequence[Check], reply: Any) -> list[Any]:
+    return answers(checks, reply) or plain_answers(checks, reply)  # in C, only where all pass
+
+
+def plain_answers(checks: Sequence[Check], reply: Any) -> list[Any]:
+    """The answers to a batch."""
+    if not _is_batch_reply(reply, sum([len(check[0]) for check in checks]), len(checks)):
+        raise unexpected(reply)
+    now_us, told, unusual, agains = reply
+    verdicts = tuple(zip(told[::2], repeat(0), told[1::2], repeat(0)))
+    if unusual:
+        changed = list(verdicts)
+        for index, retry_us, delay_us in zip(unusual[::3], unusual[1::3], unusual[2::3], strict=True):
+            remaining, _, reset_us, _ = changed[index]
+            changed[index] = remaining, retry_us, reset_us, delay_us
+        verdicts = tuple(changed)
+    told_each: list[Any] = []
+    at, allowed = 0, True
+    for keys, cost, lease in checks:
+        if len(keys) == 1:
+            its: tuple[Any, ...] = (verdicts[at],)
+            at += 1
+        else:
+            its = verdicts[at : at + len(keys)]
+            at += len(keys)
+        if unusual:
+            allowed = not any([verdict[1] for verdict in its])  # noqa: C419 - a list is quicker than a generator
+        if its[0][0] < 0:
+            told_each.append(_foreign(*keys))
+        else:
+            told_each.append(_new_decision(Decision, (allowed, keys, its, lease, None, now_us, 0, cost)))
+    for index, again_us in zip(agains[::2], agains[1::2], strict=True):
+        if isinstance(told_each[index], Decision):
+            told_each[index] = told_each[index]._replace(again_us=again_us)
+    return told_each
+
+
+def _is_batch_reply(reply: Any, number_of_keys: int, number_of_checks: int) -> bool:
+    """True if a reply has the shape of check.lua's for so many keys and checks, and only numbers that it could have."""
+    if type(reply) is not list or len(reply) != 4 or not _is_whole(reply[0]):
+        return False
+    _, told, unusual, agains = reply
+    if not (type(told) is type(unusual) is type(agains) is list) or len(told) != 2 * number_of_keys:
+        return False
+    if {*map(type, told), *map(type, unusual), *map(type, agains)} - {int} or len(unusual) % 3 or len(agains) % 2:
+        return False
+    if not all([min(numbers) >= -1 and max(numbers) < EXACT for numbers in (told, unusual, agains) if numbers]):  # noqa: C419
+        return False
+    # A delay is never negative, and only a retry may be -1: never.
+    return (
+        min(told[1::2], default=0) >= 0
+        and min(unusual[2::3], default=0) >= 0
+        and min(agains, default=0) >= 0
+        and all([0 <= index < number_of_keys for index in unusual[::3]])  # noqa: C419
+        and all([index < number_of_checks for index in agains[::2]])  # noqa: C419
+    )
+
+
+def _is_whole(number: Any, least: int = 0) -> bool:
+    """True if it is an integer that a script could have replied."""
+    return type(number) is int and least <= number < EXACT
+
+
+def unexpected(reply: Any) -> UnexpectedReply:
+    """The error for a reply that cannot be one to its command."""
+    return UnexpectedReply(f"the store answered {str(reply)[:100]}, which is not a reply to what it was asked")
+
+
+def _foreign(*keys: Key) -> ScriptError:
+    names = ", ".join(repr(key.limit.name) for key in keys)
+    return ScriptError(f"a stored value of {names} is not headgate's: reset the key, or use a namespace of your own")
+
+
+answers: Final[Callable[..., list[Any] | None]] = getattr(
+    speedup("headgate.stores.redis._wire"), "answers", plain_answers
+)

@@ -1,0 +1,219 @@
+"""Where records go. A sink takes batches, each whole or not at all; `open_sink` picks one by its URL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from headgate._limit_syntax import suggest
+from headgate.errors import InvalidConfiguration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from headgate.telemetry.decision_log.record import DecisionRecord
+
+__all__ = ["MOST_LOOKED_AT", "REJECTED", "Count", "Reader", "Sink", "open_reader", "open_sink", "time_of"]
+
+REJECTED: Final = "rejected"
+"""Instead of an outcome: all those that are rejections."""
+
+MOST_LOOKED_AT: Final = 100_000
+"""Records in which those of one outcome are looked for, where the newest are asked for."""
+
+
+class Sink(Protocol):
+    """Takes records. Only one thread calls it at a time.
+
+    It may say what suits it with `batch`, the most records to be given at once, and `every`, the seconds between.
+    """
+
+    def write(self, batch: Sequence[DecisionRecord]) -> None:
+        """Keep all of them; an exception, if that is not certain. Then they come again, with the same ids."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+class Reader(Protocol):
+    """Finds records again."""
+
+    def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[DecisionRecord]:
+        """The records of the clients with these keys in that time, the oldest first, and no more than `most`."""
+
+    def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
+        """The times of the last rejection before a moment and of the first at it or later."""
+
+    def recent(
+        self,
+        keys: Sequence[str] = (),
+        *,
+        after: str = "",
+        before: str = "",
+        outcome: str | None = None,
+        most: int = 100,
+    ) -> list[DecisionRecord]:
+        """The newest records, or the first `after` that with an id, or the last `before` it; the oldest of them first.
+        Of the clients with these keys, or of everybody; of one outcome, or those that are `REJECTED`."""
+
+    def counts(self, keys: Sequence[str] = (), *, since_us: int, until_us: int, width_us: int) -> list[Count]:
+        """For how many requests the records stand, by outcome and by part of the time, each `width_us` long."""
+
+    def close(self) -> None: ...
+
+
+class Count(NamedTuple):
+    """For how many requests the records of one part of a time stand."""
+
+    slot: int
+    """The number of the part, from 0."""
+    outcome: str
+    requests: float
+    degraded: float
+    """How many of these were decided without the store."""
+
+
+def time_of(id: str) -> int:
+    """When the record with an id was made, in microseconds; 0 for what is no id."""
+    try:
+        return int(id[:14], 16)
+    except ValueError:
+        return 0
+
+
+def open_sink(url: str) -> Sink:
+    """The sink that a URL stands for: "sqlite:///decisions.db", "jsonl:///var/log/decisions.jsonl", "logging://name",
+    "kafka://host:9092/topic", "clickhouse://user:password@host:8123/database". Nothing is connected yet."""
+    sink: Sink = _opened(url, _SINKS, "sink")
+    return sink
+
+
+def open_reader(url: str) -> Reader:
+    """Where `headgate why` looks: "sqlite:///decisions.db" or "clickhouse://host:8123/database"."""
+    reader: Reader = _opened(url, _READERS, "decision log")
+    return reader
+
+
+def _opened(url: str, openers: Mapping[str, Callable[[SplitResult, dict[str, str]], Any]], what: str) -> Any:
+    try:
+        parts = urlsplit(url)
+        given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
+        opener = openers.get(parts.scheme)
+        if opener is None or "://" not in url:
+            raise ValueError(suggest(parts.scheme, [*openers]) if parts.scheme else f"known are {', '.join(openers)}")
+        return opener(parts, dict(given))
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] not in _EXTRAS:
+            raise
+        name = (missing.name or "").partition(".")[0]
+        raise InvalidConfiguration(
+            f"a {what} of this kind needs the package {name!r}: pip install 'headgate[{_EXTRAS[name]}]'"
+        ) from None
+    except ValueError as error:
+        raise InvalidConfiguration(f"cannot open the {what} {without_password(url)!r}: {error}") from None
+
+
+def without_password(url: str) -> str:
+    """A URL as it may be shown: neither what stands before an @, nor its settings."""
+    scheme, separator, rest = url.partition("?")[0].partition("://")
+    return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme}{separator}{rest}"
+
+
+def _path(parts: SplitResult) -> str:
+    """The file of sqlite:///decisions.db, which is here, or of sqlite:////var/lib/decisions.db."""
+    path = unquote(parts.path.removeprefix("/"))
+    if parts.netloc or not path:
+        raise ValueError(f"write {parts.scheme}:///decisions.db, or {parts.scheme}:////var/lib/app/decisions.db")
+    return path
+
+
+def _number(settings: dict[str, str], name: str, default: float) -> float:
+    text = settings.pop(name, None)
+    try:
+        number = default if text is None else float(text)
+    except ValueError:
+        number = -1.0
+    if not number > 0:
+        raise ValueError(f"{name}={text} is no number above 0")
+    return number
+
+
+def _nothing_more(settings: dict[str, str], *known: str) -> None:
+    for name in settings:
+        raise ValueError(f"unknown setting {name!r}; {suggest(name, [*known]) if known else 'it has none'}")
+
+
+# ------------------------------------------------------------------ by scheme
+
+
+def _sqlite(parts: SplitResult, settings: dict[str, str]) -> Sink:
+    from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
+
+    days, size_mb = _number(settings, "days", 30), _number(settings, "size_mb", 1024)
+    _nothing_more(settings, "days", "size_mb")
+    return SqliteSink(_path(parts), days=days, size_mb=size_mb)
+
+
+def _jsonl(parts: SplitResult, settings: dict[str, str]) -> Sink:
+    from headgate.telemetry.decision_log.sinks.jsonl import JsonLinesSink
+
+    size_mb, files = _number(settings, "size_mb", 100), _number(settings, "files", 5)
+    _nothing_more(settings, "size_mb", "files")
+    return JsonLinesSink(_path(parts), size_mb=size_mb, files=int(files))
+
+
+def _logging(parts: SplitResult, settings: dict[str, str]) -> Sink:
+    from headgate.telemetry.decision_log.sinks.logging_sink import LoggingSink
+
+    level = settings.pop("level", "info")
+    _nothing_more(settings, "level")
+    return LoggingSink(parts.netloc or "headgate.decisions", level=level)
+
+
+def _kafka(parts: SplitResult, settings: dict[str, str]) -> Sink:
+    from headgate.telemetry.decision_log.sinks.kafka import KafkaSink
+
+    topic = unquote(parts.path.removeprefix("/"))
+    if not parts.netloc or not topic:
+        raise ValueError("write kafka://host:9092/topic")
+    return KafkaSink(parts.netloc, topic, settings=settings)
+
+
+def _clickhouse(parts: SplitResult, settings: dict[str, str]) -> Any:
+    from headgate.telemetry.decision_log.sinks.clickhouse import ClickHouse, connector
+
+    table, create = settings.pop("table", "decisions"), settings.pop("create", "yes")
+    if create not in ("yes", "no"):
+        raise ValueError(f"create={create} is neither yes nor no")
+    return ClickHouse(connector(parts, settings), table=table, create=create == "yes")
+
+
+def _sqlite_reader(parts: SplitResult, settings: dict[str, str]) -> Reader:
+    from headgate.telemetry.decision_log.sinks.sqlite import SqliteReader
+
+    settings.pop("days", None), settings.pop("size_mb", None)
+    _nothing_more(settings)
+    return SqliteReader(_path(parts))
+
+
+def _clickhouse_reader(parts: SplitResult, settings: dict[str, str]) -> Any:
+    return _clickhouse(parts, {**settings, "create": "no"})  # who only asks makes nothing
+
+
+_SINKS: Final[Mapping[str, Callable[[SplitResult, dict[str, str]], Any]]] = {
+    "sqlite": _sqlite,
+    "jsonl": _jsonl,
+    "logging": _logging,
+    "kafka": _kafka,
+    "clickhouse": _clickhouse,
+    "clickhouses": _clickhouse,
+    "chdb": _clickhouse,
+}
+_READERS: Final[Mapping[str, Callable[[SplitResult, dict[str, str]], Any]]] = {
+    "sqlite": _sqlite_reader,
+    "clickhouse": _clickhouse_reader,
+    "clickhouses": _clickhouse_reader,
+    "chdb": _clickhouse_reader,
+}
+_EXTRAS: Final = {"confluent_kafka": "kafka", "clickhouse_connect": "clickhouse", "chdb": "clickhouse"}
+"""What to install for what is missing."""

@@ -1,0 +1,165 @@
+"""The decision log in ClickHouse: written directly, or read where Kafka feeds it. The tables are in clickhouse.sql."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
+
+from clickhouse_connect import get_client
+
+from headgate._fork import reinit_after_fork
+from headgate.telemetry.decision_log.record import REJECTIONS, DecisionRecord
+from headgate.telemetry.decision_log.sinks import REJECTED, Count, time_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from urllib.parse import SplitResult
+
+__all__ = ["ClickHouse", "connector", "statements"]
+
+PATIENCE: Final = 10
+"""Seconds for an answer."""
+COLUMNS: Final = ", ".join(f'"{name}"' for name in DecisionRecord._fields)
+_TABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,100}")
+
+
+class ClickHouse:
+    """Writes into a table, and finds what is there; the tables are made if they are missing.
+
+    A batch that comes again is recognised by its ids: the table is a ReplacingMergeTree, and its counts are of ids.
+    """
+
+    batch = 10_000
+    every = 1.0
+    """ClickHouse wants few and large inserts."""
+
+    def __init__(self, connect: Callable[[], Any], *, table: str = "decisions", create: bool = True) -> None:
+        if not _TABLE.fullmatch(table):
+            raise ValueError(f"table={table} is no name; use letters, digits and underscores")
+        self._connect = connect
+        self._table = table
+        self._creates = create
+        self._client: Any = None
+        reinit_after_fork(self)
+
+    def write(self, batch: Sequence[DecisionRecord]) -> None:
+        client = self._connected()
+        rows = [[*record[:-1], record.as_row()[-1]] for record in batch]
+        client.insert(self._table, rows, column_names=DecisionRecord._fields)
+
+    def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[DecisionRecord]:
+        # FINAL: what was written twice is found once, also before ClickHouse has merged it.
+        asked = (
+            f"SELECT {COLUMNS} FROM {self._table} FINAL WHERE hasAny(clients, {{keys:Array(String)}}) "
+            "AND at_us >= {since:Int64} AND at_us < {until:Int64} ORDER BY id LIMIT {most:UInt32}"
+        )
+        given = {"keys": [*keys], "since": since_us, "until": until_us, "most": most}
+        return [DecisionRecord.from_row(row) for row in self._connected().query(asked, parameters=given).result_rows]
+
+    def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
+        asked = (
+            "SELECT maxOrNullIf(at_us, at_us < {at:Int64}), minOrNullIf(at_us, at_us >= {at:Int64}) "
+            f"FROM {self._table} WHERE hasAny(clients, {{keys:Array(String)}}) AND outcome IN {REJECTIONS}"
+        )
+        found = self._connected().query(asked, parameters={"keys": [*keys], "at": at_us}).result_rows
+        before, after = found[0]
+        return before, after
+
+    def recent(
+        self,
+        keys: Sequence[str] = (),
+        *,
+        after: str = "",
+        before: str = "",
+        outcome: str | None = None,
+        most: int = 100,
+    ) -> list[DecisionRecord]:
+        tests = ["id > {after:String}"]
+        if before:
+            tests.append("id < {before:String} AND at_us <= {until:Int64}")
+        if keys:
+            tests.append("hasAny(clients, {keys:Array(String)})")
+        if after:  # ids are in the order of time, and the index by time is the one that there is
+            tests.append("at_us >= {since:Int64}")
+        if outcome is not None:
+            tests.append(f"outcome IN {REJECTIONS}" if outcome == REJECTED else "outcome = {outcome:String}")
+        order = "ASC" if after else "DESC"
+        asked = (
+            f"SELECT {COLUMNS} FROM {self._table} FINAL WHERE {' AND '.join(tests)} "
+            f"ORDER BY at_us {order}, id {order} LIMIT {{most:UInt32}}"
+        )
+        times = {"since": time_of(after), "until": time_of(before)}
+        given = {"keys": [*keys], "after": after, "before": before, "outcome": outcome or "", "most": most, **times}
+        found = self._connected().query(asked, parameters=given).result_rows
+        return sorted([DecisionRecord.from_row(row) for row in found], key=lambda record: record.id)
+
+    def counts(self, keys: Sequence[str] = (), *, since_us: int, until_us: int, width_us: int) -> list[Count]:
+        of_keys = "AND hasAny(clients, {keys:Array(String)})" if keys else ""
+        asked = (
+            "SELECT intDiv(at_us - {since:Int64}, {width:Int64}) AS slot, toString(outcome), sum(weight), "
+            f"sumIf(weight, degraded != '') FROM {self._table} FINAL "
+            f"WHERE at_us >= {{since:Int64}} AND at_us < {{until:Int64}} {of_keys} "
+            "GROUP BY slot, outcome ORDER BY slot, outcome"
+        )
+        given = {"keys": [*keys], "since": since_us, "until": until_us, "width": width_us}
+        return [Count(*row) for row in self._connected().query(asked, parameters=given).result_rows]
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def reset_after_fork(self) -> None:
+        """Connections are of the process that opened them: here they are neither used nor closed."""
+        if self._client is not None:
+            _inherited.append(self._client)
+            self._client = None
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            client = self._connect()
+            if self._creates:
+                for statement in statements("clickhouse.sql", table=self._table):
+                    client.command(statement)
+            self._client = client
+        return self._client
+
+
+_inherited: list[Any] = []
+"""Clients of parents, kept so that they are never closed."""
+
+
+def connector(parts: SplitResult, settings: dict[str, str]) -> Callable[[], Any]:
+    """Connects to what a URL names: clickhouse://host:8123/database, clickhouses:// with TLS, or chdb:///directory for
+    the engine in this process. The settings are those of clickhouse_connect.get_client."""
+    place = unquote(parts.path.removeprefix("/"))
+    if parts.scheme == "chdb":
+        inside: dict[str, Any] = {**settings, "interface": "chdb", "path": place or None}
+        return lambda: get_client(**inside)
+    if not parts.hostname:
+        raise ValueError("write clickhouse://user:password@host:8123/database")
+    is_secure = parts.scheme == "clickhouses"
+    options: dict[str, Any] = {
+        "connect_timeout": PATIENCE,
+        "send_receive_timeout": PATIENCE,
+        **settings,
+        "host": parts.hostname,
+        "port": parts.port or (8443 if is_secure else 8123),
+        "username": unquote(parts.username or "default"),
+        "password": unquote(parts.password or ""),
+        "database": place or "default",
+        "interface": "https" if is_secure else "http",
+        # One client, one session: else a retry would find that session still busy.
+        "autogenerate_session_id": False,
+    }
+    return lambda: get_client(**options)
+
+
+def statements(file: str, *, table: str = "decisions") -> list[str]:
+    """The statements of one of the supplied files, for a table of that name."""
+    text = (files("headgate.telemetry.decision_log.sinks") / file).read_text("utf-8")
+    without_comments = re.sub(r"--.*", "", text)
+    named = re.sub(r"\bdecisions(?=\b|_)", table, without_comments)
+    return [statement.strip() for statement in named.split(";") if statement.strip()]
