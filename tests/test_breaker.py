@@ -123,9 +123,9 @@ def test_each_server_has_its_own_and_sentinels_have_none() -> None:
         breakers.fail(sentinel, GONE)
         breakers.succeed(other)
     assert opened == [one]
-    assert list(breakers.open_ones()) == [one]
+    assert list(breakers.open_breakers()) == [one]
     breakers.reset()
-    assert not breakers.open_ones()
+    assert not breakers.open_breakers()
 
 
 @pytest.mark.parametrize(

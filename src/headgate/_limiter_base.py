@@ -156,7 +156,7 @@ class LimiterBase:
         front.fleet.share = share
         if self._keeper is None:
             return
-        self._store.allow(budget)
+        self._store.set_budget(budget)
         if not self._keeper.has_beaten:
             front.fleet.nodes = nodes
         front.configure(remember=remember, lease_us=lease_us)
@@ -167,7 +167,7 @@ class LimiterBase:
         """May wait for the store."""
         kind, value, until_us, reason = block
         if self._keeper is not None:
-            with closing(self._store.companion()) as companion:
+            with closing(self._store.background_client()) as companion:
                 companion.block(kind, value, until_us=until_us, reason=reason)
         self._front.blocks.set(*block)
 
@@ -175,7 +175,7 @@ class LimiterBase:
         """May wait for the store."""
         if self._keeper is None:
             return self._front.blocks.drop(kind, value)
-        with closing(self._store.companion()) as companion:
+        with closing(self._store.background_client()) as companion:
             ended: bool = companion.unblock(kind, value)
         self._front.blocks.drop(kind, value)
         return ended
@@ -185,7 +185,7 @@ class LimiterBase:
         if self._keeper is None:
             now_us = (self._clock or SystemClock()).now_us()
             return [block for block in self._front.blocks if block.holds_at(now_us)]
-        with closing(self._store.companion()) as companion:
+        with closing(self._store.background_client()) as companion:
             return [LiveBlock(*block) for block in companion.blocks()]
 
     @staticmethod

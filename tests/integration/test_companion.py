@@ -68,7 +68,7 @@ def client_of(url: str) -> Iterator[Any]:
 
 def primary_port(url: str) -> int:
     companion = BackgroundClient(connection_factory(url, asynchronous=False), CommandEncoder("nobody", None))
-    (node,) = companion.shards()
+    (node,) = companion.find_primaries()
     companion.close()
     assert node is not None
     return node.port
@@ -116,7 +116,7 @@ def test_calls_to_nobody_are_answered_by_errors(open_companion: Callable[..., Ba
     companion = open_companion(f"redis://{HOST}:1/0")
     answers = companion.run_all([Check((limit_of(unique).by("ada"),), 1), Refund(limit_of(unique).by("bob"), 1)])
     assert [type(answer) for answer in answers] == [StoreUnavailable] * 2
-    for ask in (companion.blocks, lambda: companion.beat("m", 1), lambda: companion.mark(None, "fresh")):
+    for ask in (companion.blocks, lambda: companion.heartbeat("m", 1), lambda: companion.read_epoch(None, "fresh")):
         assert not refused(ask).may_have_happened
 
 
@@ -124,16 +124,16 @@ def test_a_server_that_stalls_is_waited_for_but_not_for_ever(
     open_companion: Callable[..., BackgroundClient], server: RedisServer, unique: str
 ) -> None:
     companion = open_companion(server.url)
-    assert companion.beat("m", SECOND) == 1
+    assert companion.heartbeat("m", SECOND) == 1
     with paused(server):
-        told = timed(lambda: companion.beat("m", SECOND))
+        told = timed(lambda: companion.heartbeat("m", SECOND))
         assert isinstance(told.answer, StoreTimeout)
         assert told.answer.may_have_happened
         assert told.seconds < 2.5
-        told = timed(lambda: companion.beat("m", SECOND))
+        told = timed(lambda: companion.heartbeat("m", SECOND))
         assert isinstance(told.answer, StoreUnavailable)
         assert told.seconds < 1.5
-    assert companion.beat("m", SECOND) == 1
+    assert companion.heartbeat("m", SECOND) == 1
 
 
 # Which servers there are
@@ -142,9 +142,9 @@ def test_a_server_that_stalls_is_waited_for_but_not_for_ever(
 def test_the_primaries_are_named(
     open_companion: Callable[..., BackgroundClient], redis7: RedisServer, cluster: RedisCluster, sentinel: SentinelSet
 ) -> None:
-    assert open_companion(redis7.url).shards() == [None]
-    assert set(open_companion(cluster.url).shards()) == {Node(HOST, node.port) for node in cluster.nodes[:3]}
-    assert open_companion(sentinel.url).shards() == [Node(HOST, sentinel.primary().port)]
+    assert open_companion(redis7.url).find_primaries() == [None]
+    assert set(open_companion(cluster.url).find_primaries()) == {Node(HOST, node.port) for node in cluster.nodes[:3]}
+    assert open_companion(sentinel.url).find_primaries() == [Node(HOST, sentinel.primary().port)]
 
 
 @pytest.mark.parametrize("topology", [Cluster, lambda nodes: Sentinel(nodes, "primary")], ids=["cluster", "sentinel"])
@@ -165,28 +165,30 @@ def test_what_was_known_stays_in_use_until_more_is(
     open_companion: Callable[..., BackgroundClient], cluster: RedisCluster, unique: str
 ) -> None:
     companion = open_companion(cluster.url)
-    known = companion.shards()
-    topology = companion._place.topology
+    known = companion.find_primaries()
+    topology = companion.factory.topology
     topology.forget()
     assert topology.primaries() == known
-    assert companion.beat("m", SECOND) == 1
+    assert companion.heartbeat("m", SECOND) == 1
 
 
 def test_no_server_of_a_cluster_can_tell_its_slots(open_companion: Callable[..., BackgroundClient]) -> None:
     companion = open_companion(f"redis+cluster://{HOST}:1")
-    assert "no server of the cluster" in str(refused(companion.shards))
-    assert "no primary" in str(refused(lambda: companion.mark(Node(HOST, 1), "fresh")))
+    assert "no server of the cluster" in str(refused(companion.find_primaries))
+    assert "no primary" in str(refused(lambda: companion.read_epoch(Node(HOST, 1), "fresh")))
 
 
 # Marks
 
 
 def test_a_server_keeps_its_first_mark(companion: BackgroundClient, remote_url: str, unique: str) -> None:
-    shards = companion.shards()
-    assert [companion.mark(node, f"first {number}") for number, node in enumerate(shards)] == [
+    shards = companion.find_primaries()
+    assert [companion.read_epoch(node, f"first {number}") for number, node in enumerate(shards)] == [
         f"first {number}" for number in range(len(shards))
     ]
-    assert [companion.mark(node, "second") for node in shards] == [f"first {number}" for number in range(len(shards))]
+    assert [companion.read_epoch(node, "second") for node in shards] == [
+        f"first {number}" for number in range(len(shards))
+    ]
     with client_of(remote_url) as client:
         names = sorted(client.scan_iter(match=f"{unique}:*"))
         assert len(names) == len(shards)
@@ -195,7 +197,7 @@ def test_a_server_keeps_its_first_mark(companion: BackgroundClient, remote_url: 
             assert DAY_MS - 60_000 < client.pttl(name) <= DAY_MS
     if len(shards) > 1:
         # Each lives on the server that it is the mark of.
-        slots = [key_slot(companion.mark_name(node).encode()) for node in shards]
+        slots = [key_slot(companion.epoch_key(node).encode()) for node in shards]
         assert [slot * len(shards) // 16384 for slot in slots] == list(range(len(shards)))
 
 
@@ -203,8 +205,8 @@ def test_all_processes_see_the_same_marks(
     open_companion: Callable[..., BackgroundClient], remote_url: str, unique: str
 ) -> None:
     one, other = open_companion(remote_url), open_companion(remote_url)
-    marks = {node: one.mark(node, f"of {node}") for node in one.shards()}
-    assert {node: other.mark(node, "another") for node in other.shards()} == marks
+    marks = {node: one.read_epoch(node, f"of {node}") for node in one.find_primaries()}
+    assert {node: other.read_epoch(node, "another") for node in other.find_primaries()} == marks
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
@@ -213,15 +215,15 @@ def test_a_restart_that_lost_everything_is_seen_and_a_flush_of_scripts_is_none(
 ) -> None:
     with RedisServer(kind) as server:
         companion = open_companion(server.url)
-        assert companion.mark(None, "first") == "first"
+        assert companion.read_epoch(None, "first") == "first"
         with server.client() as client:
             client.script_flush()
-        assert companion.mark(None, "second") == "first"
+        assert companion.read_epoch(None, "second") == "first"
         server.kill()
-        assert isinstance(refused(lambda: companion.mark(None, "third")), StoreUnavailable)
+        assert isinstance(refused(lambda: companion.read_epoch(None, "third")), StoreUnavailable)
         server.start()
-        assert companion.mark(None, "fourth") == "fourth"
-        assert companion.mark(None, "fifth") == "fourth"
+        assert companion.read_epoch(None, "fourth") == "fourth"
+        assert companion.read_epoch(None, "fifth") == "fourth"
 
 
 @pytest.mark.parametrize(
@@ -237,10 +239,10 @@ def test_a_server_that_would_serve_no_check_gives_no_mark(
     open_companion: Callable[..., BackgroundClient], server: RedisServer, hurt: Callable[[Any], Any], told: str
 ) -> None:
     companion = open_companion(server.url)
-    assert companion.mark(None, "first") == "first"
+    assert companion.read_epoch(None, "first") == "first"
     with server.client() as client:
         hurt(client)
-    error = refused(lambda: companion.mark(None, "second"))
+    error = refused(lambda: companion.read_epoch(None, "second"))
     assert isinstance(error, StoreUnavailable)
     assert told in str(error)
 
@@ -248,20 +250,20 @@ def test_a_server_that_would_serve_no_check_gives_no_mark(
 def test_marks_and_members_outlive_a_failover_under_sentinels(open_companion: Callable[..., BackgroundClient]) -> None:
     with SentinelSet() as sentinels:
         companion = open_companion(sentinels.urls)
-        heard = Heard(sentinels.urls, companion._wire)
+        heard = Heard(sentinels.urls, companion.encoder)
         with heard.listening():
-            (before,) = companion.shards()
-            assert companion.mark(before, "first") == "first"
-            companion.beat("m", 600 * SECOND)
+            (before,) = companion.find_primaries()
+            assert companion.read_epoch(before, "first") == "first"
+            companion.heartbeat("m", 600 * SECOND)
             companion.block("user", "ada")
             wait_until(lambda: heard.blocks, "the block to be heard")
             with sentinels.primary().client(socket_timeout=5) as client:
                 assert client.wait(2, 4_000) == 2
             sentinels.primary().kill()
-            wait_until(lambda: companion.shards(suspects=(before,)) != [before], "another primary")
-            (after,) = companion.shards()
-            wait_until(lambda: timed(lambda: companion.mark(after, "second")).answer == "first", "the mark, kept")
-            assert companion.beat("n", 600 * SECOND) == 2
+            wait_until(lambda: companion.find_primaries(suspects=(before,)) != [before], "another primary")
+            (after,) = companion.find_primaries()
+            wait_until(lambda: timed(lambda: companion.read_epoch(after, "second")).answer == "first", "the mark, kept")
+            assert companion.heartbeat("n", 600 * SECOND) == 2
             wait_until(lambda: heard.connected > 1, "the listener to find the primary")
             companion.block("user", "bob")
             wait_until(lambda: len(heard.blocks) == 2, "news from the new primary")
@@ -272,10 +274,10 @@ def test_marks_outlive_a_failover_in_a_cluster_and_news_the_death_of_a_server(
 ) -> None:
     with RedisCluster() as cluster:
         companion = open_companion(cluster.url)
-        heard = Heard(cluster.url, companion._wire)
+        heard = Heard(cluster.url, companion.encoder)
         with heard.listening():
-            shards = companion.shards()
-            marks = [companion.mark(node, f"mark {number}") for number, node in enumerate(shards)]
+            shards = companion.find_primaries()
+            marks = [companion.read_epoch(node, f"mark {number}") for number, node in enumerate(shards)]
             dead = heard.listener._node
             assert dead in shards
             primary = next(node for node in cluster.nodes if node.port == dead.port)
@@ -283,14 +285,14 @@ def test_marks_outlive_a_failover_in_a_cluster_and_news_the_death_of_a_server(
                 assert client.wait(1, 4_000) == 1
             primary.kill()
             wait_until(lambda: heard.connected > 1, "the listener to find another server")
-            wait_until(lambda: dead not in companion.shards(suspects=(dead,)), "a replica to take over")
-            now = companion.shards()
+            wait_until(lambda: dead not in companion.find_primaries(suspects=(dead,)), "a replica to take over")
+            now = companion.find_primaries()
             assert len(now) == 3
             wait_until(
-                lambda: timed(lambda: {companion.mark(node, "new") for node in now}).answer == set(marks),
+                lambda: timed(lambda: {companion.read_epoch(node, "new") for node in now}).answer == set(marks),
                 "the same marks as before",
             )
-            assert "no primary" in str(refused(lambda: companion.mark(dead, "new")))
+            assert "no primary" in str(refused(lambda: companion.read_epoch(dead, "new")))
             companion.block("user", "ada")
             wait_until(lambda: heard.blocks, "news over the rest of the cluster")
 
@@ -302,12 +304,12 @@ def test_who_is_silent_for_too_long_is_counted_no_more(
     companion: BackgroundClient, remote_url: str, unique: str
 ) -> None:
     members = [f"member-{number}" for number in range(5)]
-    assert [companion.beat(member, 600 * SECOND) for member in members[:3]] == [1, 2, 3]
-    assert [companion.beat(member, SECOND // 2) for member in members[3:]] == [4, 5]
-    assert companion.beat(members[0], 600 * SECOND) == 5
+    assert [companion.heartbeat(member, 600 * SECOND) for member in members[:3]] == [1, 2, 3]
+    assert [companion.heartbeat(member, SECOND // 2) for member in members[3:]] == [4, 5]
+    assert companion.heartbeat(members[0], 600 * SECOND) == 5
     time.sleep(0.6)
-    assert companion.beat(members[0], 600 * SECOND) == 3
-    assert companion.beat(members[4], 600 * SECOND) == 4
+    assert companion.heartbeat(members[0], 600 * SECOND) == 3
+    assert companion.heartbeat(members[4], 600 * SECOND) == 4
     assert companion.leave(members[4]) == 3
     assert companion.leave("nobody") == 3
     with client_of(remote_url) as client:
@@ -316,8 +318,8 @@ def test_who_is_silent_for_too_long_is_counted_no_more(
 
 def test_a_fleet_without_members_leaves_no_key(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     with client_of(remote_url) as client:
-        companion.beat("ada", 60 * SECOND)
-        companion.beat("bob", SECOND)
+        companion.heartbeat("ada", 60 * SECOND)
+        companion.heartbeat("bob", SECOND)
         assert 59_000 < client.pttl(f"{unique}:%fleet") <= 61_000
         assert companion.leave("ada") == 1
         assert 0 < client.pttl(f"{unique}:%fleet") <= 2_000
@@ -449,7 +451,7 @@ class Heard:
         self.connected = 0
         self.lost: list[StoreError] = []
         place = connection_factory(url, asynchronous=False)
-        self.companion = BackgroundClient(place, wire)
+        self.background_client = BackgroundClient(place, wire)
         self.listener = Subscriber(
             place,
             wire,
@@ -462,9 +464,9 @@ class Heard:
     def _refresh(self, changed: list[tuple[str, str]] | None) -> None:
         self.reads.append(changed)
         if changed is None:
-            self.blocks.reload(self.companion.blocks)
+            self.blocks.reload(self.background_client.blocks)
         else:
-            self.blocks.refresh(changed, self.companion.find_blocks)
+            self.blocks.refresh(changed, self.background_client.find_blocks)
             self.heard_at.update({value: time.perf_counter() for _, value in changed})
 
     def _connect(self) -> None:
@@ -486,7 +488,7 @@ class Heard:
             self.listener.stop()
             thread.join(5)
             took = time.monotonic() - start
-            self.companion.close()
+            self.background_client.close()
         assert not thread.is_alive()
         assert took < 1
 
@@ -496,7 +498,7 @@ class Heard:
 
 def test_others_hear_of_blocks_at_once(companion: BackgroundClient, remote_url: str) -> None:
     companion.block("user", "before")
-    heard = Heard(remote_url, companion._wire)
+    heard = Heard(remote_url, companion.encoder)
     with heard.listening():
         heard.lost.clear()  # to connect may take a busy machine longer than one attempt
         assert heard.values() == {"before"}
@@ -517,7 +519,7 @@ def test_others_hear_of_blocks_at_once(companion: BackgroundClient, remote_url: 
 def test_news_arrive_in_milliseconds(
     companion: BackgroundClient, remote_url: str, record_property: Callable[[str, object], None]
 ) -> None:
-    heard = Heard(remote_url, companion._wire)
+    heard = Heard(remote_url, companion.encoder)
     delays = []
     with heard.listening():
         for number in range(300):
@@ -540,7 +542,7 @@ def test_a_refund_to_a_key_that_had_nothing_left_is_heard_of(
     companion: BackgroundClient, remote_url: str, algorithm: str, unique: str
 ) -> None:
     key = limit_of(unique, algorithm=algorithm).by("a:b {c}", "\ud800 ☂")
-    heard = Heard(remote_url, companion._wire)
+    heard = Heard(remote_url, companion.encoder)
     with heard.listening():
         assert companion.run_all([Check((key,), 4)])[0].remaining == 1
         assert companion.run_all([Refund(key, 1)]) == [True]  # nothing was used up, so nobody need know
@@ -557,7 +559,7 @@ def test_a_refund_to_a_key_that_had_nothing_left_is_heard_of(
 
 def test_a_reset_is_heard_of_for_each_key(companion: BackgroundClient, remote_url: str, unique: str) -> None:
     keys = tuple(limit_of(unique).by(number) for number in range(20))
-    heard = Heard(remote_url, companion._wire)
+    heard = Heard(remote_url, companion.encoder)
     with heard.listening():
         companion.run_all([Check((keys[0],), 5), Check((keys[1],), 5)])
         companion.run_all([Reset(keys)])
@@ -572,7 +574,7 @@ def test_what_one_shard_gives_back_is_heard_of(
     companion = open_companion(cluster.url)
     taken, full = limit_of(f"{unique}-taken", 1).by("ada"), limit_of(f"{unique}-full", 1).by("ada")
     companion.run_all([Check((full,), 1)])
-    heard = Heard(cluster.url, companion._wire)
+    heard = Heard(cluster.url, companion.encoder)
     with heard.listening():
         assert not companion.run_all([Check((taken, full), 1)])[0].allowed
         wait_until(lambda: heard.forgotten, "what was taken in vain")
@@ -585,7 +587,7 @@ def test_leases_that_are_given_back_are_no_news(
     companion = open_companion(cluster.url)
     lease, full = limit_of(f"{unique}-lease", 1, "concurrency").by("ada"), limit_of(f"{unique}-full", 1).by("ada")
     companion.run_all([Check((full,), 1)])
-    heard = Heard(cluster.url, companion._wire)
+    heard = Heard(cluster.url, companion.encoder)
     with heard.listening():
         assert not companion.run_all([Check((lease, full), 1, "a")])[0].allowed
         companion.block("user", "last")
@@ -612,7 +614,7 @@ def test_who_may_not_publish_may_do_all_else(
 
 def test_who_may_not_listen_is_told_once(open_companion: Callable[..., BackgroundClient]) -> None:
     with RedisServer(user=AclUser("gate", "secret", "~* +@all")) as server:
-        heard = Heard(server.url, open_companion(server.url)._wire)
+        heard = Heard(server.url, open_companion(server.url).encoder)
         with heard.listening(at_once=False):
             wait_until(lambda: heard.lost, "the refusal")
             time.sleep(0.5)
@@ -641,7 +643,7 @@ def test_namespaces_do_not_hear_each_other(
     open_companion: Callable[..., BackgroundClient], redis7: RedisServer, unique: str
 ) -> None:
     one, other = open_companion(redis7.url), open_companion(redis7.url, f"{unique}-other")
-    heard = Heard(redis7.url, other._wire)
+    heard = Heard(redis7.url, other.encoder)
     with heard.listening():
         one.block("user", "ada")
         other.block("user", "bob")
@@ -653,7 +655,7 @@ def test_namespaces_do_not_hear_each_other(
 def test_news_come_over_tls(open_companion: Callable[..., BackgroundClient]) -> None:
     with RedisServer(tls=True, password="secret") as server:
         companion = open_companion(server.url)
-        heard = Heard(server.url, companion._wire)
+        heard = Heard(server.url, companion.encoder)
         with heard.listening():
             for number in range(200):
                 companion.block("user", f"{number}", reason="x" * 1_000)
@@ -669,7 +671,7 @@ def forge(remote_url: str, companion: BackgroundClient) -> Iterator[Callable[[st
     with client_of(remote_url) as client:
         if not isinstance(client, redis.RedisCluster):
             client.select(15)
-        yield lambda text: client.publish(companion._wire.news, text)
+        yield lambda text: client.publish(companion.encoder.news, text)
 
 
 FORGED = [
@@ -689,7 +691,7 @@ def test_forged_messages_neither_block_nor_unblock(
     companion: BackgroundClient, remote_url: str, forge: Callable[[str | bytes], Any], text: str
 ) -> None:
     companion.block("ip", "203.0.113.0/24")
-    heard = Heard(remote_url, companion._wire)
+    heard = Heard(remote_url, companion.encoder)
     with heard.listening():
         forge(text)
         companion.block("user", "last")
@@ -702,7 +704,7 @@ def test_a_flood_of_forged_messages_costs_few_reads(
     companion: BackgroundClient, remote_url: str, forge: Callable[[str | bytes], Any]
 ) -> None:
     companion.block("user", "before")
-    heard = Heard(remote_url, companion._wire)
+    heard = Heard(remote_url, companion.encoder)
     with heard.listening():
         start = time.monotonic()
         for number in range(5_000):
@@ -725,7 +727,7 @@ def test_a_flood_of_forged_messages_costs_few_reads(
 def test_malformed_and_oversized_messages_are_ignored_and_counted(
     companion: BackgroundClient, remote_url: str, forge: Callable[[str | bytes], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard = Heard(remote_url, companion._wire)
+    heard = Heard(remote_url, companion.encoder)
     texts: list[str | bytes] = ["", "nonsense", "block {", b"block \xff", b"forget \xff:a:b", b"\xff", "forget a:b"]
     texts += ["unblock {}", "block " + "[" * 30_000, "block " + "x" * 40_000, b"x" * 3_000_000, b"\r\n" * 70_000]
     with heard.listening():
@@ -743,12 +745,12 @@ def test_what_nobody_understands_does_no_harm(
     open_companion: Callable[..., BackgroundClient], redis7: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     companion = open_companion(redis7.url)
-    heard = Heard(redis7.url, companion._wire)
+    heard = Heard(redis7.url, companion.encoder)
     with heard.listening(), redis7.client() as client:
         for text in ("", "nonsense", "block", "block {", "unblock []", "forget", "forget a:b", b"block \xff", b"\xff"):
-            client.publish(companion._wire.news, text)
+            client.publish(companion.encoder.news, text)
         heard.listener._on_forget = lambda space, identity: 1 / 0
-        client.publish(companion._wire.news, "forget a:b:c")
+        client.publish(companion.encoder.news, "forget a:b:c")
         companion.block("user", "ada")
         wait_until(lambda: heard.blocks, "the block after all that")
     assert heard.connected == 1
@@ -760,7 +762,7 @@ def test_a_mistake_of_who_is_told_of_the_connection_is_not_the_end(
     open_companion: Callable[..., BackgroundClient], server: RedisServer
 ) -> None:
     companion = open_companion(server.url)
-    heard = Heard(server.url, companion._wire)
+    heard = Heard(server.url, companion.encoder)
     heard.listener._on_connect = lambda: 1 / 0
     heard.listener._on_lost = lambda error: 1 / 0
     with heard.listening(at_once=False):
@@ -773,7 +775,7 @@ def test_a_mistake_of_who_is_told_of_the_connection_is_not_the_end(
 
 def listeners(server: RedisServer, companion: BackgroundClient) -> int:
     with server.client() as client:
-        ((_, number),) = client.pubsub_numsub(companion._wire.news)
+        ((_, number),) = client.pubsub_numsub(companion.encoder.news)
         return int(number)
 
 
@@ -784,7 +786,7 @@ def listeners(server: RedisServer, companion: BackgroundClient) -> int:
 def test_a_listener_outlives_the_server(open_companion: Callable[..., BackgroundClient], kind: Any) -> None:
     with RedisServer(kind) as server:
         companion = open_companion(server.url)
-        heard = Heard(server.url, companion._wire)
+        heard = Heard(server.url, companion.encoder)
         with heard.listening():
             companion.block("user", "ada")
             wait_until(lambda: heard.values() == {"ada"}, "the block")
@@ -804,7 +806,7 @@ def test_a_reload_that_fails_is_tried_again(
 ) -> None:
     companion = open_companion(server.url)
     companion.block("user", "ada")
-    heard = Heard(server.url, companion._wire)
+    heard = Heard(server.url, companion.encoder)
     fails = [StoreUnavailable("not now")] * 2
 
     def reload() -> None:
@@ -822,7 +824,7 @@ def test_a_connection_that_is_silent_is_lost(
     open_companion: Callable[..., BackgroundClient], server: RedisServer
 ) -> None:
     companion = open_companion(server.url)
-    heard = Heard(server.url, companion._wire)
+    heard = Heard(server.url, companion.encoder)
     with heard.listening():
         time.sleep(4.5)  # it is asked for a word, and says one
         assert not heard.lost
@@ -835,19 +837,19 @@ def test_a_connection_that_is_silent_is_lost(
 def test_a_server_that_was_lost_is_not_the_next_to_be_tried(
     open_companion: Callable[..., BackgroundClient], cluster: RedisCluster, redis7: RedisServer
 ) -> None:
-    listener = Heard(cluster.url, open_companion(cluster.url)._wire).listener
+    listener = Heard(cluster.url, open_companion(cluster.url).encoder).listener
     listener._node = Node(HOST, cluster.nodes[1].port)
     chosen = {listener._choose() for _ in range(30)}
     assert chosen == {Node(HOST, cluster.nodes[0].port), Node(HOST, cluster.nodes[2].port)}
-    assert Heard(redis7.url, open_companion(redis7.url)._wire).listener._choose() is None
+    assert Heard(redis7.url, open_companion(redis7.url).encoder).listener._choose() is None
 
 
 def test_a_server_that_is_no_primary_any_more_is_left(
     open_companion: Callable[..., BackgroundClient], cluster: RedisCluster
 ) -> None:
-    heard = Heard(cluster.url, open_companion(cluster.url)._wire)
+    heard = Heard(cluster.url, open_companion(cluster.url).encoder)
     with heard.listening():
-        topology = heard.companion._place.topology
+        topology = heard.background_client.factory.topology
         assert isinstance(topology, Cluster)
         # As another thread may have learned.
         topology._slots = {slot: Node(HOST, 1) for slot in range(16384)}
@@ -856,14 +858,14 @@ def test_a_server_that_is_no_primary_any_more_is_left(
 
 
 def test_it_stops_while_nobody_answers(open_companion: Callable[..., BackgroundClient], server: RedisServer) -> None:
-    heard = Heard(f"redis://{HOST}:1/0", open_companion(server.url)._wire)
+    heard = Heard(f"redis://{HOST}:1/0", open_companion(server.url).encoder)
     with heard.listening(at_once=False):
         wait_until(lambda: heard.lost, "the refusal")
     assert len(heard.lost) == 1
-    heard = Heard(server.url, open_companion(server.url)._wire)
+    heard = Heard(server.url, open_companion(server.url).encoder)
     with paused(server), heard.listening(at_once=False):
         time.sleep(0.1)
-    heard = Heard(server.url, open_companion(server.url)._wire)
+    heard = Heard(server.url, open_companion(server.url).encoder)
     with heard.listening():
         server.pause()
     server.resume()
@@ -872,7 +874,7 @@ def test_it_stops_while_nobody_answers(open_companion: Callable[..., BackgroundC
 def test_it_may_be_stopped_before_it_starts(
     open_companion: Callable[..., BackgroundClient], redis7: RedisServer
 ) -> None:
-    heard = Heard(redis7.url, open_companion(redis7.url)._wire)
+    heard = Heard(redis7.url, open_companion(redis7.url).encoder)
     heard.listener.stop()
     heard.listener.listen()
     heard.listener.stop()
@@ -883,14 +885,14 @@ def test_a_forked_child_leaves_its_parents_connections_alone(
     open_companion: Callable[..., BackgroundClient], redis7: RedisServer
 ) -> None:
     companion = open_companion(redis7.url)
-    heard = Heard(redis7.url, companion._wire)
+    heard = Heard(redis7.url, companion.encoder)
     with heard.listening():
-        companion.beat("parent", 600 * SECOND)
+        companion.heartbeat("parent", 600 * SECOND)
         bell, lines = heard.listener._bell, companion._lines
         for inherited in (heard.listener, companion):  # as fork calls them
             inherited.reset_after_fork()
         heard.listener.stop()
-        assert companion.beat("child", 600 * SECOND) == 2
+        assert companion.heartbeat("child", 600 * SECOND) == 2
         assert companion._lines is not lines
         companion.block("user", "ada")
         wait_until(lambda: heard.blocks, "the parent to hear it")

@@ -303,7 +303,9 @@ def test_requests_of_an_outage_wake_nobody(unique: str, monkeypatch: pytest.Monk
     work = MaintenanceThread._work
     monkeypatch.setattr(MaintenanceThread, "_work", lambda keeper: works.append(keeper) or work(keeper))
     with Limiter("redis://127.0.0.1:1", on_failure="open") as limiter:
-        wait_until(lambda: limiter.check(key_of(unique)) and limiter._store.breakers.open_ones(), "the breaker to open")
+        wait_until(
+            lambda: limiter.check(key_of(unique)) and limiter._store.breakers.open_breakers(), "the breaker to open"
+        )
         works.clear()
         for _ in range(500):
             limiter.check(key_of(unique))

@@ -240,7 +240,7 @@ def test_the_cost_of_requests_that_end_in_an_outage_is_settled_after_it(
         inside = [done(gate.admit(Visit("203.0.113.9"))) for _ in range(6)]
         assert [admission.decision.degraded for admission in inside] == [None] * 6
         with paused(redis7):
-            while not gate._limiter._store.breakers.open_ones():
+            while not gate._limiter._store.breakers.open_breakers():
                 done(gate.admit(Visit("203.0.113.10")))
             for number, admission in enumerate(inside):
                 admission.commit(1 if number else 9)

@@ -70,16 +70,16 @@ class MaintainedStore(Protocol):
     budget: float
     """Seconds that a call may take."""
 
-    def companion(self) -> Any:
+    def background_client(self) -> Any:
         """The same store, for a thread in the background."""
 
-    def listener(self, **callbacks: Any) -> Any:
+    def subscriber(self, **callbacks: Any) -> Any:
         """The news of other processes."""
 
-    def prepare(self, node: Any, *, wait: float) -> None:
+    def preconnect(self, node: Any, *, wait: float) -> None:
         """Connect to a server before requests go there."""
 
-    def abandon(self, node: Any) -> None:
+    def drop_preconnected(self, node: Any) -> None:
         """Nobody needs that connection any more."""
 
     def nodes(self) -> list[Any]:
@@ -100,13 +100,13 @@ class MaintenanceThread:
         self._front = front
         self._store = store
         self._herald = herald
-        self._companion = store.companion()
+        self._companion = store.background_client()
         # Also where it is dropped before its thread comes to part from the store.
         weakref.finalize(self, self._companion.close).atexit = False
         self._closed = False
         self._begin()
         keeper = weakref.ref(self)  # weakly: a limiter that nobody uses any more goes at once, with its connections
-        store.breakers.opened = lambda node: _with(keeper, lambda kept: kept._look_after(node))  # noqa: SLF001 - its own
+        store.breakers.on_open = lambda node: _with(keeper, lambda kept: kept._look_after(node))  # noqa: SLF001 - its own
         front.ensure = lambda: _with(keeper, MaintenanceThread.ensure)
         front.breaker = store.breakers[None] if store.nodes() == [None] else None
         reinit_after_fork(self)
@@ -178,7 +178,7 @@ class MaintenanceThread:
     def health(self) -> Health:
         """How the limiter is, and each of its servers that is known."""
         store, now = self._store, time.monotonic()
-        down = store.breakers.open_ones()
+        down = store.breakers.open_breakers()
         shards = [
             Shard(store.address(node), False, now - down[node].opened_at, down[node].reason)
             if node in down
@@ -236,7 +236,7 @@ class MaintenanceThread:
     def _part(self) -> None:
         """The last things that a limiter does."""
         try:
-            if not self._store.breakers.open_ones():
+            if not self._store.breakers.open_breakers():
                 self._return_unspent()
                 if self.beats:
                     self._companion.leave(self._member)
@@ -247,20 +247,20 @@ class MaintenanceThread:
 
     def _probe(self, node: Any) -> None:
         """Look at a server whose breaker is open, and close it if all is well."""
-        breaker, within = self._store.breakers[node], max(LOOK, self._store.budget)
+        breaker, timeout_s = self._store.breakers[node], max(LOOK, self._store.budget)
         try:
-            suspects = self._store.breakers.open_ones()
-            primaries = self._companion.shards(suspects, within=within)
+            suspects = self._store.breakers.open_breakers()
+            primaries = self._companion.find_primaries(suspects, timeout_s=timeout_s)
             if node in primaries:
-                self._learn_mark(node, within=within)
+                self._learn_mark(node, timeout_s=timeout_s)
                 self._see_that_it_is_quick(node)
                 # It may have been woken from a long sleep, in which another has taken its place.
-                primaries = self._companion.shards(suspects, within=within)
+                primaries = self._companion.find_primaries(suspects, timeout_s=timeout_s)
             if node in primaries:
                 self._settle()
-                self._store.prepare(node, wait=PREPARES)
+                self._store.preconnect(node, wait=PREPARES)
                 if self._closed:  # meanwhile, so that nobody is left to close what was opened
-                    self._store.abandon(node)
+                    self._store.drop_preconnected(node)
             else:
                 self._herald.tell(
                     "moved",
@@ -283,15 +283,15 @@ class MaintenanceThread:
     def _see_that_it_is_quick(self, node: Any) -> None:
         """A server that takes longer than requests wait for it does not serve them, though it answers."""
         try:
-            self._companion.mark(node, uuid4().hex, within=self._store.budget)
+            self._companion.read_epoch(node, uuid4().hex, timeout_s=self._store.budget)
         except StoreTimeout as error:
             told = f"Redis answers, but not within the budget of {self._store.budget * 1000:g} ms"
             raise StoreTimeout(told) from error
 
-    def _learn_mark(self, node: Any, *, within: float = 1.0) -> None:
+    def _learn_mark(self, node: Any, *, timeout_s: float = 1.0) -> None:
         """See that a server serves, and whether it still knows what it knew."""
-        mark = self._companion.mark(node, uuid4().hex, within=within)
-        name = self._companion.mark_name(node)  # the same on a replica that takes over
+        mark = self._companion.read_epoch(node, uuid4().hex, timeout_s=timeout_s)
+        name = self._companion.epoch_key(node)  # the same on a replica that takes over
         known = self._marks.get(name)
         self._marks[name] = mark
         if known is not None and known != mark:
@@ -305,15 +305,15 @@ class MaintenanceThread:
     def _beat(self) -> None:
         front, is_unsure = self._front, self._unsure > 0
         self._next_beat = time.monotonic() + (BEAT / 8 if is_unsure else BEAT) * _chance.uniform(0.8, 1.0)
-        if self._store.breakers.open_ones():
+        if self._store.breakers.open_breakers():
             self._unsure = FIRST_BEATS  # nor do the others tell that they live: the fleet stays as it was known
             return
         try:
             front.blocks.sweep(time.time_ns() // 1000)
-            living = self._companion.beat(self._member, int(BEAT * LIVES * 1_000_000))
+            living = self._companion.heartbeat(self._member, int(BEAT * LIVES * 1_000_000))
             front.fleet.nodes = max(living, front.fleet.nodes) if is_unsure else living
             if self._beaten % MARKS_EVERY == 0:
-                for node in self._companion.shards():
+                for node in self._companion.find_primaries():
                     self._learn_mark(node)
             self._beaten += 1
             self._unsure -= is_unsure
@@ -327,7 +327,7 @@ class MaintenanceThread:
         unspent = front.purses.overdue()
         while front.unspent:  # this thread alone takes from it
             unspent.append(front.unspent.popleft())
-        if unspent and not self._store.breakers.open_ones():
+        if unspent and not self._store.breakers.open_breakers():
             self._companion.run_all(unspent)  # what fails is lost to this process only
 
     def _settle(self) -> None:
@@ -354,7 +354,7 @@ class MaintenanceThread:
             if self._listener is not None or self._closed:
                 return
             blocks, denials, purses = self._front.blocks, self._front.denials, self._front.purses
-            companion = self._store.companion() if self.listens else None
+            companion = self._store.background_client() if self.listens else None
 
             def forget(space: str, identity: str) -> None:
                 denials.forget(space, identity)
@@ -368,7 +368,7 @@ class MaintenanceThread:
                 denials.clear()
                 refresh(None)
 
-            listener = self._store.listener(
+            listener = self._store.subscriber(
                 on_blocks_changed=refresh,
                 on_forget=forget,
                 on_connect=connected,

@@ -19,6 +19,6 @@ def open_redis(
     where: Any, *, clock: Clock | None, namespace: str, budget: float, asynchronous: bool
 ) -> RedisStore | AsyncRedisStore:
     """The store at a URL, or at the same place as a redis-py client."""
-    place = connection_factory(where, asynchronous=asynchronous)
-    wire = CommandEncoder(namespace, clock, database=place.options.get("db") or 0)
-    return (AsyncRedisStore if asynchronous else RedisStore)(place, wire, budget=budget)
+    factory = connection_factory(where, asynchronous=asynchronous)
+    encoder = CommandEncoder(namespace, clock, database=factory.options.get("db") or 0)
+    return (AsyncRedisStore if asynchronous else RedisStore)(factory, encoder, budget=budget)

@@ -63,8 +63,8 @@ batches would cost it the more, and win nothing."""
 class AsyncRedisStore(RedisStoreBase):
     """Counts in Redis. Nothing is connected before the first call; each event loop gets connections of its own."""
 
-    def __init__(self, place: ConnectionFactory, wire: CommandEncoder, *, budget: float) -> None:
-        super().__init__(place, wire)
+    def __init__(self, factory: ConnectionFactory, encoder: CommandEncoder, *, budget: float) -> None:
+        super().__init__(factory, encoder)
         self.budget = budget
         """Seconds that a call may take."""
         self._desk: _LoopBatcher | None = None
@@ -114,7 +114,7 @@ class AsyncRedisStore(RedisStoreBase):
         if opening is not None:
             await asyncio.wait([opening], timeout=wait)
 
-    def prepare(self, node: Node | None, *, wait: float) -> None:
+    def preconnect(self, node: Node | None, *, wait: float) -> None:
         """Connect to a server that serves again before requests go there; called from another thread, which waits."""
         desks = [desk for desk in list(self._desks.values()) if not desk.loop.is_closed()]
         for desk in desks:
@@ -124,14 +124,14 @@ class AsyncRedisStore(RedisStoreBase):
         while time.monotonic() < end and not all(desk.is_warm(node) for desk in desks if desk.loop.is_running()):
             time.sleep(0.002)
 
-    def abandon(self, node: Node | None) -> None:
+    def drop_preconnected(self, node: Node | None) -> None:
         """What was prepared is closed with its loop's other connections."""
 
-    def allow(self, budget: float) -> None:
+    def set_budget(self, budget: float) -> None:
         """Give each call so many seconds from now on."""
         self.budget = budget
         for desk in list(self._desks.values()):
-            desk.allow(budget)
+            desk.set_budget(budget)
 
     async def close(self) -> None:
         """Close the connections of this loop; what is still waiting fails."""
@@ -145,7 +145,7 @@ class AsyncRedisStore(RedisStoreBase):
         if desk is None:
             for other in [other for other in list(self._desks) if other.is_closed()]:
                 self._desks.pop(other, None)
-            desk = self._desks[loop] = _LoopBatcher(loop, self, self._place, self._wire, self._patience)
+            desk = self._desks[loop] = _LoopBatcher(loop, self, self.factory, self.encoder, self._patience)
             self._patience = 0.0
         return desk
 
@@ -157,8 +157,8 @@ class _LoopBatcher:
         self,
         loop: asyncio.AbstractEventLoop,
         store: AsyncRedisStore,
-        place: ConnectionFactory,
-        wire: CommandEncoder,
+        factory: ConnectionFactory,
+        encoder: CommandEncoder,
         patience: float,
     ) -> None:
         self.loop = loop
@@ -166,11 +166,11 @@ class _LoopBatcher:
         self.calls = self.round_trips = 0
         self.breakers = store.breakers
         self.budget = store.budget
-        self.wire = wire
-        self.topology = place.topology
+        self.encoder = encoder
+        self.topology = factory.topology
         self.lines: dict[Node | None, AsyncConnection] = {}
         self._note_failure = store.note_failure
-        self._place = place
+        self.factory = factory
         self._closed = False
         self._patient_until = loop.time() + patience if patience else 0.0
         """Until when connections may take longer than the budget."""
@@ -178,11 +178,11 @@ class _LoopBatcher:
         """For all calls, unless there are several servers that have keys."""
         self._lanes: dict[Hashable, _Lane] = {None: self._lane}
         self.ask: Callable[[Call], asyncio.Future[Any]] = (
-            self._ask_its_servers if isinstance(place.topology, Cluster) else self._lane.ask
+            self._ask_its_servers if isinstance(factory.topology, Cluster) else self._lane.ask
         )
 
     def _ask_its_servers(self, call: Call) -> asyncio.Future[Any]:
-        servers = servers_of(call, self.wire, self.topology)
+        servers = servers_of(call, self.encoder, self.topology)
         lane = self._lanes.get(servers)
         if lane is None:
             if len(self._lanes) >= MAX_LANES:  # those who wait in one of them still know it
@@ -192,7 +192,7 @@ class _LoopBatcher:
 
     def warm(self, node: Node | None = None) -> asyncio.Task[None] | None:
         """Begin to connect, whatever the breaker says; what is over when that is, where it is known whom to."""
-        if self._closed or (node is None and not isinstance(self._place.topology, Standalone)):
+        if self._closed or (node is None and not isinstance(self.factory.topology, Standalone)):
             return None
         line = self.lines.get(node)
         if line is None or line.closed:
@@ -203,7 +203,7 @@ class _LoopBatcher:
         line = self.lines.get(node)
         return self._closed or (line is not None and line.is_open())
 
-    def allow(self, budget: float) -> None:
+    def set_budget(self, budget: float) -> None:
         self.budget = budget
         for line in list(self.lines.values()):
             line.budget = budget
@@ -256,7 +256,7 @@ class _LoopBatcher:
         return line
 
     def _open_line(self, node: Node | None) -> AsyncConnection:
-        connection = self._place.connection(node, asynchronous=True)
+        connection = self.factory.connection(node, asynchronous=True)
         line = self.lines[node] = AsyncConnection(connection, self.budget, lambda error: self._failed(node, error))
         return line
 
@@ -338,13 +338,13 @@ class _Lane:
                 desk.calls += len(calls)
                 now = self._loop.time()
                 end = deadline(now - (monotonic() - oldest), now, desk.budget, after_failure=self.has_failed)
-                _InFlightBatch(desk, self, run_batch(calls, desk.wire, desk.topology), futures, end).go_on()
+                _InFlightBatch(desk, self, run_batch(calls, desk.encoder, desk.topology), futures, end).go_on()
 
     def _ask_shortly(self) -> bool:
         """Send a check that goes alone; false if it has to go the long way."""
         desk = self._desk
         line = desk.lines.get(None)
-        packed = desk.wire.pack_alone(self._waiting[0])
+        packed = desk.encoder.pack_alone(self._waiting[0])
         if line is None or packed is None or len(self._waiting) > 1 or not line.is_open():
             return False
         self.on_the_way += 1

@@ -64,9 +64,9 @@ class BackgroundClient:
     Its connections are its own, so that nothing it does delays a request. Every method may raise a StoreError.
     """
 
-    def __init__(self, place: ConnectionFactory, wire: CommandEncoder) -> None:
-        self._place = place
-        self._wire = wire
+    def __init__(self, factory: ConnectionFactory, encoder: CommandEncoder) -> None:
+        self.factory = factory
+        self.encoder = encoder
         self._turn = threading.Lock()
         self._lines: dict[Node | None, SyncConnection] = {}
         self._mark_names: dict[Node | None, str] = {}
@@ -77,27 +77,29 @@ class BackgroundClient:
         answers: list[Any] = []
         for start in range(0, len(calls), LARGEST_BATCH):
             batch = calls[start : start + LARGEST_BATCH]
-            answers += self._drive(run_batch(batch, self._wire, self._place.topology))
+            answers += self._drive(run_batch(batch, self.encoder, self.factory.topology))
         return answers
 
-    def shards(self, suspects: Container[Node | None] = (), *, within: float = PATIENCE) -> list[Node | None]:
+    def find_primaries(
+        self, suspects: Container[Node | None] = (), *, timeout_s: float = PATIENCE
+    ) -> list[Node | None]:
         """The primaries, asked for anew; suspects, who may not answer, are asked for them last."""
-        topology = self._place.topology
-        self._drive(topology.refresh(suspects), within)
+        topology = self.factory.topology
+        self._drive(topology.refresh(suspects), timeout_s)
         return topology.primaries()
 
-    def mark(self, node: Node | None, fresh: str, *, within: float = PATIENCE) -> str:
+    def read_epoch(self, node: Node | None, fresh: str, *, timeout_s: float = PATIENCE) -> str:
         """The mark that the server has, or `fresh` if it had none: then what it knew was lost, or it is new.
 
         The mark is written back, so that an answer proves that the server does serve. It has so many seconds for each
         answer: the server, not this thread, which may have to wait for the interpreter before it sees one.
         """
-        keys, args = Keys.of(self.mark_name(node)), [fresh, MARK_LIFETIME_MS]
-        command = Command(self._wire.own_script("epoch"), keys, args, expects=bytes)
-        mark: bytes = self._ask(command, _SingleServer(node), within)
+        keys, args = Keys.of(self.epoch_key(node)), [fresh, MARK_LIFETIME_MS]
+        command = Command(self.encoder.own_script("epoch"), keys, args, expects=bytes)
+        mark: bytes = self.execute(command, _SingleServer(node), timeout_s)
         return mark.decode("utf-8", "replace")
 
-    def beat(self, member: str, lifetime_us: int) -> int:
+    def heartbeat(self, member: str, lifetime_us: int) -> int:
         """Say that the member lives, for so long; how many live, itself included."""
         return self._ask_fleet("beat", member, lifetime_us)
 
@@ -110,11 +112,11 @@ class BackgroundClient:
         if until_us is not None and not 0 <= until_us < EXACT:
             raise InvalidInput(f"until_us {until_us!r} is not an instant: give microseconds since 1970, or None")
         block = _text(until_us=until_us, kind=kind, value=value, reason=reason)
-        self._ask_blocks("set", self._wire.news, _identity(kind, value), block)
+        self._ask_blocks("set", self.encoder.news, _identity(kind, value), block)
 
     def unblock(self, kind: str, value: str) -> bool:
         """End a block; whether there was one. All who listen hear of it."""
-        return bool(self._ask_blocks("drop", self._wire.news, _identity(kind, value)))
+        return bool(self._ask_blocks("drop", self.encoder.news, _identity(kind, value)))
 
     def find_blocks(self, identities: Sequence[tuple[str, str]]) -> list[StoredBlock | None]:
         """The stored block of each (kind, value), or None where there is none that still holds."""
@@ -154,35 +156,35 @@ class BackgroundClient:
         self._lines = {}
 
     def _ask_fleet(self, verb: str, member: str, lifetime_us: int) -> int:
-        keys, args = Keys.of(self._wire.own_name("fleet")), [verb, member, lifetime_us]
-        command = Command(self._wire.own_script("members"), keys, args, expects=int)
-        living: int = self._ask(command)
+        keys, args = Keys.of(self.encoder.own_name("fleet")), [verb, member, lifetime_us]
+        command = Command(self.encoder.own_script("members"), keys, args, expects=int)
+        living: int = self.execute(command)
         return living
 
     def _ask_blocks(self, verb: str, *what: Any) -> Any:
-        wire = self._wire
-        keys, args = Keys.of(wire.own_name("blocks")), [wire.now(), verb, *what]
-        return self._ask(
-            Command(wire.own_script("blocks"), keys, args, expects=list if verb in ("list", "get") else int)
+        encoder = self.encoder
+        keys, args = Keys.of(encoder.own_name("blocks")), [encoder.now(), verb, *what]
+        return self.execute(
+            Command(encoder.own_script("blocks"), keys, args, expects=list if verb in ("list", "get") else int)
         )
 
-    def mark_name(self, node: Node | None) -> str:
+    def epoch_key(self, node: Node | None) -> str:
         """A key that lives on that server: always the same one, for as long as it does live there."""
-        cluster = self._place.topology
+        cluster = self.factory.topology
         if not isinstance(cluster, Cluster):
-            return self._wire.own_name("mark")
+            return self.encoder.own_name("mark")
         name = self._mark_names.get(node)
         if name is None or not cluster.serves(node, name):
             if node not in cluster.primaries():
                 raise StoreUnavailable(f"{node} is no primary of the cluster")
             # Counted from 0, so that all limiters find the same one, and find it again on a replica that took over.
-            name = next(name for n in count() if cluster.serves(node, name := self._wire.own_name(f"mark:{n}")))
+            name = next(name for n in count() if cluster.serves(node, name := self.encoder.own_name(f"mark:{n}")))
             self._mark_names[node] = name
         return name
 
-    def _ask(self, command: Command, topology: Topology | None = None, within: float = PATIENCE) -> Any:
+    def execute(self, command: Command, topology: Topology | None = None, timeout_s: float = PATIENCE) -> Any:
         """The reply to a command, from the server that its key lives on."""
-        self._drive(deliver([command], topology or self._place.topology), within)
+        self._drive(deliver([command], topology or self.factory.topology), timeout_s)
         reply = command.reply
         if isinstance(reply, ReplyError):
             told = f"the store answered: {reply}"
@@ -193,17 +195,17 @@ class BackgroundClient:
             raise public(reply)
         return reply
 
-    def _drive(self, conversation: Generator[list[Command], None, Any], within: float = PATIENCE) -> Any:
+    def _drive(self, conversation: Generator[list[Command], None, Any], timeout_s: float = PATIENCE) -> Any:
         with self._turn, self._closing_after_interrupts():
             try:
                 commands = next(conversation)
                 while True:
-                    self._exchange(commands, within)
+                    self._exchange(commands, timeout_s)
                     commands = conversation.send(None)
             except StopIteration as end:
                 return end.value
 
-    def _exchange(self, commands: list[Command], within: float) -> None:
+    def _exchange(self, commands: list[Command], timeout_s: float) -> None:
         """One round trip to every server concerned, all at the same time."""
         by_node: dict[Node | None, list[Command]] = {}
         for command in commands:
@@ -217,7 +219,7 @@ class BackgroundClient:
                 sent.append((node, line, its))
             except StoreError as error:
                 self._fail(node, its, error)
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + timeout_s
         for node, line, its in sent:
             try:
                 line.hurry(deadline)
@@ -232,7 +234,7 @@ class BackgroundClient:
                 self._lines[node] = line
                 return line
             line.close()
-        connection = self._place.connection(node, asynchronous=False, timeout=CONNECT)
+        connection = self.factory.connection(node, asynchronous=False, timeout=CONNECT)
         try:
             connection.connect()
         except Exception as error:  # whatever a provider of credentials may raise, too

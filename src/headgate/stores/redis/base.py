@@ -24,11 +24,11 @@ FIRST_CONNECTION_S: Final = 0.5
 class RedisStoreBase:
     """Servers at one place, spoken to in one way."""
 
-    def __init__(self, place: ConnectionFactory, wire: CommandEncoder) -> None:
-        self._place = place
-        self._wire = wire
+    def __init__(self, factory: ConnectionFactory, encoder: CommandEncoder) -> None:
+        self.factory = factory
+        self.encoder = encoder
         self.breakers = CircuitBreakers()
-        self._only = self.breakers[None] if isinstance(place.topology, Standalone) else None
+        self._only = self.breakers[None] if isinstance(factory.topology, Standalone) else None
         """The breaker of the one server, where there is only one."""
         self.unexpected_replies = 0
         """Connections that were closed because something came in on them that was not the reply to a command."""
@@ -41,19 +41,19 @@ class RedisStoreBase:
 
     def nodes(self) -> list[Node | None]:
         """The servers that have keys, as far as they are known; None stands for the only one there is."""
-        return self._place.topology.primaries()
+        return self.factory.topology.primaries()
 
     def address(self, node: Node | None) -> str:
         """A server's name, for people."""
         if node is not None:
             return f"{node.host}:{node.port}"
-        options = self._place.options
+        options = self.factory.options
         return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
 
-    def companion(self) -> BackgroundClient:
+    def background_client(self) -> BackgroundClient:
         """The same servers, for threads in the background: patient, and on connections of its own."""
-        return BackgroundClient(self._place, self._wire)
+        return BackgroundClient(self.factory, self.encoder)
 
-    def listener(self, **callbacks: Any) -> Subscriber:
+    def subscriber(self, **callbacks: Any) -> Subscriber:
         """The news of other processes."""
-        return Subscriber(self._place, self._wire, **callbacks)
+        return Subscriber(self.factory, self.encoder, **callbacks)

@@ -124,22 +124,22 @@ def refusal(reply: Any) -> StoreUnavailable | None:
     return None
 
 
-def servers_of(call: Call, wire: CommandEncoder, topology: Topology) -> Hashable:
+def servers_of(call: Call, encoder: CommandEncoder, topology: Topology) -> Hashable:
     """The servers that a call needs, as far as they are known. Calls travel only with those of the same servers: one
     that does not answer delays nobody who does not need it."""
     if not isinstance(topology, Cluster):
         return None
     keys = call.keys if isinstance(call, Check | Reset) else (call.key,)
-    return topology.servers_of([wire.name(key) for key in keys])
+    return topology.servers_of([encoder.name(key) for key in keys])
 
 
 def run_batch(
-    calls: Sequence[Call], wire: CommandEncoder, topology: Topology
+    calls: Sequence[Call], encoder: CommandEncoder, topology: Topology
 ) -> Generator[list[Command], None, list[Any]]:
     """The answers to the calls, in their order; an exception among them is that call's alone."""
     if isinstance(topology, Cluster):
-        return (yield from _converse_with_shards(calls, wire, topology))
-    commands = wire.encode(calls)
+        return (yield from _converse_with_shards(calls, encoder, topology))
+    commands = encoder.encode(calls)
     yield from deliver(commands, topology)
     if len(commands) == 1:
         return _told(commands[0])
@@ -148,7 +148,7 @@ def run_batch(
 
 
 def _converse_with_shards(
-    calls: Sequence[Call], wire: CommandEncoder, cluster: Cluster
+    calls: Sequence[Call], encoder: CommandEncoder, cluster: Cluster
 ) -> Generator[list[Command], None, list[Any]]:
     """Each key on its own shard. A request over several is asked of all at once, and given back where another one
     denied."""
@@ -157,36 +157,36 @@ def _converse_with_shards(
     parts: list[list[Any]] = []
     for call in calls:
         if isinstance(call, Check):
-            pieces = _split(call, wire)
+            pieces = _split(call, encoder)
             for name, piece in pieces.items():
                 if isinstance(piece, IdempotentCheck):
-                    commands.append(wire.encode_idempotent(piece, id_validity_us(call.keys)))
+                    commands.append(encoder.encode_idempotent(piece, id_validity_us(call.keys)))
                 else:
                     by_key.setdefault(name, []).append(piece)
             parts.append(list(pieces.values()))
         elif isinstance(call, Reset):
             pieces_of_reset = [Reset((key,)) for key in call.keys]
-            commands += map(wire.encode_other, pieces_of_reset)
+            commands += map(encoder.encode_other, pieces_of_reset)
             parts.append(pieces_of_reset)
         else:
-            commands.append(wire.encode_other(call))
+            commands.append(encoder.encode_other(call))
             parts.append([call])
-    commands += [wire.encode_checks(checks) for checks in by_key.values()]
+    commands += [encoder.encode_checks(checks) for checks in by_key.values()]
     yield from deliver(commands, cluster)
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
-    undone = yield from _give_back(calls, parts, answers, wire, cluster)
+    undone = yield from _give_back(calls, parts, answers, encoder, cluster)
     return [
         _join(call, [answers[id(piece)] for piece in pieces], undone) for call, pieces in zip(calls, parts, strict=True)
     ]
 
 
-def _split(check: Check, wire: CommandEncoder) -> dict[str, Check]:
+def _split(check: Check, encoder: CommandEncoder) -> dict[str, Check]:
     """A check for each key: only commands of one key are answered at any moment while slots are moved."""
     if len(check.keys) == 1:
-        return {wire.name(check.keys[0]): check}
+        return {encoder.name(check.keys[0]): check}
     is_idempotent = isinstance(check, IdempotentCheck)
     return {
-        wire.name(key): (IdempotentCheck if is_idempotent and key.limit.algorithm != "concurrency" else Check)(
+        encoder.name(key): (IdempotentCheck if is_idempotent and key.limit.algorithm != "concurrency" else Check)(
             (key,), cost, check.id
         )
         for key, cost in zip(check.keys, check.costs, strict=True)
@@ -194,7 +194,7 @@ def _split(check: Check, wire: CommandEncoder) -> dict[str, Check]:
 
 
 def _give_back(
-    calls: Sequence[Call], parts: list[list[Any]], answers: dict[int, Any], wire: CommandEncoder, cluster: Cluster
+    calls: Sequence[Call], parts: list[list[Any]], answers: dict[int, Any], encoder: CommandEncoder, cluster: Cluster
 ) -> Generator[list[Command], None, dict[tuple[int, str, str], Any]]:
     """What requests took on one shard while another denied or failed; answered by how the limits stand then."""
     undos: list[tuple[tuple[int, str, str], Command]] = []
@@ -207,7 +207,7 @@ def _give_back(
                 if is_charged and isinstance(decision, Decision) and decision.allowed:
                     (key,) = piece.keys
                     undo = Undo(piece, key, _charged_us(decision))
-                    undos.append(((id(call), key.limit.space, key.identity), wire.encode_other(undo)))
+                    undos.append(((id(call), key.limit.space, key.identity), encoder.encode_other(undo)))
     if undos:
         yield from deliver([command for _, command in undos], cluster)
     return {

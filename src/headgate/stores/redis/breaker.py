@@ -95,14 +95,14 @@ class CircuitBreakers:
     """One breaker for each server; shared by all threads and event loops of a store."""
 
     def __init__(self) -> None:
-        self.opened: Callable[[Node | None], Any] = lambda node: None
+        self.on_open: Callable[[Node | None], Any] = lambda node: None
         """Told of each breaker that opens."""
         self._all: dict[Node | None, CircuitBreaker] = {}
 
     def __getitem__(self, node: Node | None) -> CircuitBreaker:
         breaker = self._all.get(node)
         if breaker is None:
-            breaker = self._all.setdefault(node, CircuitBreaker(lambda: self.opened(node)))
+            breaker = self._all.setdefault(node, CircuitBreaker(lambda: self.on_open(node)))
         return breaker
 
     def succeed(self, node: Node | None) -> None:
@@ -114,7 +114,7 @@ class CircuitBreakers:
         if node is None or node.role == "server":
             self[node].fail(error)
 
-    def open_ones(self) -> dict[Node | None, CircuitBreaker]:
+    def open_breakers(self) -> dict[Node | None, CircuitBreaker]:
         """Those that are open now, by their servers."""
         return {node: breaker for node, breaker in list(self._all.items()) if breaker.is_open}
 

@@ -80,17 +80,17 @@ class Subscriber:
 
     def __init__(
         self,
-        place: ConnectionFactory,
-        wire: CommandEncoder,
+        factory: ConnectionFactory,
+        encoder: CommandEncoder,
         *,
         on_blocks_changed: Callable[[list[tuple[str, str]] | None], Any],
         on_forget: Callable[[str, str], Any],
         on_connect: Callable[[], Any] = lambda: None,
         on_lost: Callable[[StoreError], Any] = lambda error: None,
     ) -> None:
-        self._place = place
-        self._wire = wire
-        self._channel = wire.news
+        self.factory = factory
+        self.encoder = encoder
+        self._channel = encoder.news
         self._on_blocks_changed = on_blocks_changed
         self._on_forget = on_forget
         self._on_connect = on_connect
@@ -174,21 +174,21 @@ class Subscriber:
             chosen.append(self._choose())
         except StoreError as error:
             raise OSError(str(error)) from error  # as one that cannot be connected to
-        return self._place.connection(chosen[0], asynchronous=False, timeout=CONNECT)
+        return self.factory.connection(chosen[0], asynchronous=False, timeout=CONNECT)
 
     def _choose(self) -> Node | None:
         """A primary: in a cluster, all of them hear everything. The one that was lost is not asked again, if there are
         others."""
-        companion = BackgroundClient(self._place, self._wire)
+        companion = BackgroundClient(self.factory, self.encoder)
         try:
-            primaries = companion.shards(suspects=(self._node,))
+            primaries = companion.find_primaries(suspects=(self._node,))
         finally:
             companion.close()
         return _chance.choice([node for node in primaries if node != self._node] or primaries)
 
     def _is_current(self) -> bool:
         """Whether the server still is a primary: what a server hears that was cut off, nobody knows."""
-        return self._node in (self._place.topology.primaries() or [self._node])
+        return self._node in (self.factory.topology.primaries() or [self._node])
 
     def _rest(self, ear: socket.socket, seconds: float) -> None:
         ear.settimeout(seconds)

@@ -133,7 +133,7 @@ class SyncConnection:
         self._has_pending = self._socket.pending if is_tls else None
         self._vigil = BusyPoll() if watched and self._is_plain and is_pythons_own else None
 
-    def allow(self, budget: float) -> None:
+    def set_budget(self, budget: float) -> None:
         """Wait so many seconds for answers from now on."""
         if budget != self._budget:
             self._budget = budget

@@ -66,8 +66,8 @@ LEADER: Final = 0
 class RedisStore(RedisStoreBase):
     """Counts in Redis. Nothing is connected before the first call."""
 
-    def __init__(self, place: ConnectionFactory, wire: CommandEncoder, *, budget: float) -> None:
-        super().__init__(place, wire)
+    def __init__(self, factory: ConnectionFactory, encoder: CommandEncoder, *, budget: float) -> None:
+        super().__init__(factory, encoder)
         self.budget = budget
         """Seconds that a call may take."""
         self._begin()
@@ -120,7 +120,7 @@ class RedisStore(RedisStoreBase):
                 with suppress(StoreError):
                     self._openings[None].wait(wait)
 
-    def prepare(self, node: Node | None, *, wait: float) -> None:
+    def preconnect(self, node: Node | None, *, wait: float) -> None:
         """Connect to a server that serves again before requests go there; called from another thread, which waits."""
         if not self._idle.get(node):
             opening = self._openings.get(node)
@@ -130,13 +130,13 @@ class RedisStore(RedisStoreBase):
             with suppress(StoreError):
                 opening.wait(wait)
 
-    def abandon(self, node: Node | None) -> None:
+    def drop_preconnected(self, node: Node | None) -> None:
         """Nobody needs the connection that was prepared."""
         opening = self._openings.pop(node, None)
         if opening is not None:
             opening.abandon()
 
-    def allow(self, budget: float) -> None:
+    def set_budget(self, budget: float) -> None:
         """Give each call so many seconds from now on."""
         self.budget = budget
 
@@ -160,7 +160,7 @@ class RedisStore(RedisStoreBase):
 
     def _lane_of(self, call: Call) -> _Lane:
         """Where calls wait that need the same servers."""
-        servers = servers_of(call, self._wire, self._place.topology)
+        servers = servers_of(call, self.encoder, self.factory.topology)
         lane = self._lanes.get(servers)
         if lane is None:
             if len(self._lanes) >= MAX_LANES:  # those who wait in one of them still know it
@@ -224,7 +224,7 @@ class RedisStore(RedisStoreBase):
             part, now = turns[start : start + LARGEST_BATCH], time.monotonic()
             oldest = min([turn.began for turn in part])
             mine.deadline = end = deadline(oldest, now, self.budget, after_failure=lane.has_failed)
-            conversation = run_batch([turn.call for turn in part], self._wire, self._place.topology)
+            conversation = run_batch([turn.call for turn in part], self.encoder, self.factory.topology)
             answers = self._drive(lane, mine, conversation, end)
             self._calls += len(part)
             for turn, answer in zip(part, answers, strict=True):
@@ -260,7 +260,7 @@ class RedisStore(RedisStoreBase):
         An error of the server's means that nothing was done, and the long way knows what to do about each.
         """
         only, idle = self._only, self._idle.get(None)
-        if not idle or only is None or lane.next.turns or (packed := self._wire.pack_alone(turn.call)) is None:
+        if not idle or only is None or lane.next.turns or (packed := self.encoder.pack_alone(turn.call)) is None:
             return None
         try:
             line = idle.pop()
@@ -273,7 +273,7 @@ class RedisStore(RedisStoreBase):
         turn.has_sent = True
         self._round_trips += 1
         try:
-            line.allow(self.budget)
+            line.set_budget(self.budget)
             line.send(packed)
             turn.deadline = end = time.monotonic() + self.budget
             reply = line.receive(end)
@@ -358,7 +358,7 @@ class RedisStore(RedisStoreBase):
             except IndexError:  # another thread was quicker
                 break
             if line.is_usable():
-                line.allow(self.budget)
+                line.set_budget(self.budget)
                 return line
             self._discard(line)
         breaker = self.breakers[node]
@@ -397,7 +397,7 @@ class RedisStore(RedisStoreBase):
                 return connection
 
     def _opening(self, node: Node | None) -> PendingConnection:
-        return PendingConnection(lambda: self._place.connection(node, asynchronous=False))
+        return PendingConnection(lambda: self.factory.connection(node, asynchronous=False))
 
     def _keep(self, turn: _Waiter, node: Node | None, line: SyncConnection) -> None:
         """Let others use a connection. It has one user at any moment, or is dropped."""

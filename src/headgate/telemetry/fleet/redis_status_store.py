@@ -49,10 +49,10 @@ class _StatusClient(BackgroundClient):
     """Asks for what is on boards, as its kind asks for blocks: patiently, and on connections of its own."""
 
     def put(self, room: str, name: str, document: bytes, keep_ms: int) -> None:
-        self._ask(self._command(room, ["put", name, document, keep_ms, SWEEP_MS]))
+        self.execute(self._command(room, ["put", name, document, keep_ms, SWEEP_MS]))
 
     def read(self, room: str) -> dict[str, StatusDocument]:
-        pairs: list[bytes] = self._ask(self._command(room, ["read"]))
+        pairs: list[bytes] = self.execute(self._command(room, ["read"]))
         return {
             name.decode("utf-8", "replace"): posted
             for name, text in zip(pairs[::2], pairs[1::2], strict=True)
@@ -60,7 +60,7 @@ class _StatusClient(BackgroundClient):
         }
 
     def _command(self, room: str, args: list[Any]) -> Command:
-        return Command(SCRIPT, Keys.of(self._wire.own_name(f"board:{room}")), args)
+        return Command(SCRIPT, Keys.of(self.encoder.own_name(f"board:{room}")), args)
 
 
 def _posted(text: bytes) -> StatusDocument | None:
