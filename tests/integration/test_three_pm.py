@@ -231,14 +231,14 @@ class Yesterday:
         with closing(browser.new_context(timezone_id=self.zone.key)) as context:
             page = context.new_page()
             page.goto(f"{self.server.url}/login")
-            page.get_by_label("Your token").fill(self.token)
+            page.get_by_label("Access token").fill(self.token)
             page.keyboard.press("Enter")
             page.get_by_label("Find a client").fill("Acme Corp")
             page.keyboard.press("Enter")
             expect(page.get_by_role("heading", level=1)).to_have_text("Acme Corp")
-            page.get_by_label("When").fill(AT)
-            page.get_by_role("button", name="Ask the log").click()
-            page.get_by_text("For colleagues, not part of the mail").click()
+            page.get_by_label("Time", exact=True).fill(AT)
+            page.get_by_role("button", name="Explain").click()
+            page.get_by_text("Internal details, not part of the email").click()
             texts = [page.locator(f"#{part}").inner_text() for part in ("mail", "details")]
             return f"\n\n---- {DETAILS_TITLE} ----\n\n".join(texts)
 

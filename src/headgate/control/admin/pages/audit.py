@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["audit", "make_token", "revoke_token", "tokens"]
 
 ROLE_WORDS: Final = {
-    "viewer": "can see everything except tokens",
-    "support": "also overrides, resets, tiers of clients, blocks of single clients",
-    "operator": "also blocks of networks, tiers, routes, the policy, rollback",
-    "admin": "also tokens",
+    "viewer": "View everything except tokens",
+    "support": "Also add overrides, reset counters, assign tiers and block single clients",
+    "operator": "Also block networks, change tiers, routes and the policy, and roll back",
+    "admin": "Also manage tokens",
 }
 
 
@@ -46,9 +46,9 @@ def make_token(visit: Visit) -> Response:
     name, role, days = (visit.form.get(field, "") for field in ("name", "role", "days"))
     entered = Entered("token", visit.form)
     if not name:
-        return _tokens(visit, entered._replace(errors={"name": "Say whose token it is."}))
+        return _tokens(visit, entered._replace(errors={"name": "Enter a name."}))
     if not (days.isascii() and days.isdigit()):
-        return _tokens(visit, entered._replace(errors={"days": "Write a number of days, like 90."}))
+        return _tokens(visit, entered._replace(errors={"days": "Enter a number of days, for example 90."}))
     try:
         made = visit.frame.tokens.make(name, role, by=visit.actor.name, days=int(days[:6]))  # type: ignore[arg-type] # checked there
     except InvalidInput as error:
@@ -67,7 +67,7 @@ def revoke_token(visit: Visit) -> Response:
         return visit.page("revoke.html", here="/tokens", token=found, is_mine=found.id == visit.session.token.id)
     token = visit.frame.tokens.revoke(visit.request.path_params["id"], by=visit.actor.name)
     visit.desk.note(visit.actor, "revoked token", f"{token.name} ({token.role}, {token.id})")
-    return visit.go("/tokens", f"The token of {token.name} is revoked. All of its sessions have ended.")
+    return visit.go("/tokens", f"Token of {token.name} revoked. All of its sessions have ended.")
 
 
 def _tokens(visit: Visit, entered: Entered | None = None, *, made: Made | None = None) -> Response:

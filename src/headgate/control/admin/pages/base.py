@@ -231,12 +231,12 @@ class PageRenderer:
     def form(self, request: Request) -> Form:
         """What was sent; nothing else than forms is."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != FORM_TYPE:
-            raise FormRefused("this is no form of these pages")
+            raise FormRefused("expected a form")
         try:
             body = bytes(request.scope[BODY]).decode()
             return Form(parse_qsl(body, keep_blank_values=True, max_num_fields=MOST_FIELDS))
         except ValueError as error:
-            raise FormRefused("this form cannot be read") from error
+            raise FormRefused("the form cannot be parsed") from error
 
     def _error(self, request: Request, error: HeadgateError) -> Response:
         return self.problem(request, of_error(error))

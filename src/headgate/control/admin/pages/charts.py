@@ -161,8 +161,8 @@ def _chart(
 def _described(band: Band, unit: str, show: Callable[[float], str]) -> str:
     known = [value for value in band.values if value is not None]
     if not known:
-        return f"{band.name}: nothing known."
-    return f"{band.name}: last {show(known[-1])}{unit}, at most {show(max(known))}{unit}."
+        return f"{band.name}: no data."
+    return f"{band.name}: latest {show(known[-1])}{unit}, maximum {show(max(known))}{unit}."
 
 
 def _columns(bands: Sequence[Band]) -> list[list[float]]:
@@ -226,7 +226,7 @@ def _bar(
             )
             low = high
     hit = Markup('<rect class="hit" x="{}" y="0" width="{}" height="{}"/>').format(_n(left), _n(width), HEIGHT)
-    return Markup("<g><title>{}: {}</title>{}{}</g>").format(label, numbers or "nothing", hit, parts)
+    return Markup("<g><title>{}: {}</title>{}{}</g>").format(label, numbers or "no requests", hit, parts)
 
 
 def _pattern(id: str, css: str) -> Markup:

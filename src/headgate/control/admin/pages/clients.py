@@ -122,8 +122,9 @@ def override(visit: Visit) -> Response:
                 visit.actor, who, bucket(visit), limit=limit, valid_until=until(visit), **given(visit)
             ),
         ),
-        question=f"Give {_called(visit, who)} {numbers} on {limit}{until_text(visit)}?",
-        said=f"{sentence(_called(visit, who))} gets {numbers} on {limit}{until_text(visit) or ', with no end date'}.",
+        question=f"Allow {_called(visit, who)} {numbers} on {limit}{until_text(visit)}?",
+        said=f"{sentence(_called(visit, who))} is now allowed {numbers} on {limit}"
+        f"{until_text(visit) or ', with no end date'}.",
         back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
@@ -148,8 +149,8 @@ def unblock(visit: Visit) -> Response:
         visit,
         "unblock",
         lambda: visit.desk.unblock(visit.actor, who, **given(visit)),
-        question=f"Lift the block of {_called(visit, who)}?",
-        said="The block is lifted.",
+        question=f"Unblock {_called(visit, who)}?",
+        said="Block removed.",
         back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
@@ -162,8 +163,8 @@ def reset(visit: Visit) -> Response:
         visit,
         "reset",
         lambda: visit.desk.reset(visit.actor, who, limits=[limit] if limit else None, reason=reason(visit)),
-        question=f"Reset what {_called(visit, who)} has used?",
-        said=f"Reset: the counters of {limit or 'all limits'} start from zero.",
+        question=f"Reset the counters of {_called(visit, who)}?",
+        said=f"Counters of {limit or 'all limits'} reset.",
         back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )
@@ -180,10 +181,10 @@ def tier(visit: Visit) -> Response:
             if name
             else visit.desk.unassign(visit.actor, who, **given(visit))
         ),
-        question=f"Put {_called(visit, who)} into {name or 'the tier that the policy says'}?",
-        said=f"{sentence(_called(visit, who))} is now in the tier {name}."
+        question=f"Move {_called(visit, who)} to tier {name}?" if name else f"Reset the tier of {_called(visit, who)}?",
+        said=f"{sentence(_called(visit, who))} is now in tier {name}."
         if name
-        else f"{sentence(_called(visit, who))} now has the tier that the policy says.",
+        else f"The policy now sets the tier of {_called(visit, who)}.",
         back=filters.client_url(*who),
         again=lambda entered: _page(visit, who, entered),
     )

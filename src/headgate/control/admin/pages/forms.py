@@ -162,9 +162,9 @@ def given(visit: Visit) -> dict[str, Any]:
 def reason(visit: Visit) -> str:
     written = visit.form.get("reason", "")
     if not written:
-        raise Mistake("reason", "Give a reason: others will read it in the audit log.")
+        raise Mistake("reason", "Enter a reason. It is recorded in the audit log.")
     if len(written) > LONGEST_REASON:
-        raise Mistake("reason", f"This has {len(written)} characters; {LONGEST_REASON} are the most.")
+        raise Mistake("reason", f"Too long: {len(written)} characters, at most {LONGEST_REASON} are allowed.")
     return written
 
 
@@ -172,7 +172,7 @@ def bucket(visit: Visit) -> str:
     """The numbers of a limit, as policies write them."""
     written = visit.form.get("bucket", "")
     if not written:
-        raise Mistake("bucket", 'Write the new limit, like "1000/minute" or "1000/minute, burst 200".')
+        raise Mistake("bucket", 'Enter a limit, for example "1000/minute" or "1000/minute, burst 200".')
     try:
         Limit.parse(written, name="check")
     except HeadgateError as error:
@@ -195,7 +195,7 @@ def until(visit: Visit, field: str = "until") -> datetime | None:
         return scalars.instant(coming(written, now=now, zone=visit.zone, at_its_end=True))
     except scalars.OutOfRange:
         raise Mistake(
-            field, f"{scalars.HORIZON.year - 1} is the last year. Leave this empty for no end date."
+            field, f"The latest possible year is {scalars.HORIZON.year - 1}. Leave empty for no end date."
         ) from None
     except InvalidInput as error:
         raise Mistake(field, f"{error}") from None

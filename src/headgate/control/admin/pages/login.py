@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["routes"]
 
-HELLO: Final = "These pages show and change what a running API allows."
+HELLO: Final = "Monitor and manage the rate limits of your API."
 LONGEST: Final = 200
 
 
@@ -60,9 +60,9 @@ def enter(frame: PageRenderer, request: Request) -> Response:
     links are printed in a terminal, and never mailed."""
     token = frame.tokens.redeem(request.query_params.get("code", "")[:LONGEST])
     if token is None:
-        text = "This link was used before, or is older than ten minutes. Sign in with a token."
+        text = "This link has already been used or has expired. Sign in with a token."
         return _failed(frame, request, next="/", hello=text)
-    return _in(frame, token, "/", "by a link for the token")
+    return _in(frame, token, "/", "with a link for the token")
 
 
 def sign_out(frame: PageRenderer, request: Request) -> Response:

@@ -49,10 +49,10 @@ __all__ = [
     "search",
 ]
 
-STATES: Final = (("all", "All"), ("active", "Active"), ("future", "To come"), ("expired", "Expired"))
+STATES: Final = (("all", "All"), ("active", "Active"), ("future", "Scheduled"), ("expired", "Expired"))
 
 
-WHOM_TO_BLOCK: Final = "Enter an address, a network, an API key, or the name of a client."
+WHOM_TO_BLOCK: Final = "Enter an IP address, a network, an API key or the name of a client."
 SEARCHED: Final = {
     "/clients": ("search",),
     "/overrides": ("search", "state"),
@@ -69,7 +69,7 @@ def search(visit: Visit) -> Response:
     hash gets into the address, where histories and logs keep it."""
     path = visit.form.get("list", "")
     if path not in SEARCHED:
-        raise InvalidInput("there is no such list to search")
+        raise InvalidInput("unknown list")
     return _to(path, {name: visit.form.get(name, "") for name in SEARCHED[path]}, _hidden(visit, visit.form))
 
 
@@ -103,9 +103,9 @@ def change_override(visit: Visit) -> Response:
             valid_until=_kept_until(visit, before),
             **given(visit),
         ),
-        question=f"Change this override of {visit.name_of(before.who)} to {visit.form.get('bucket', '')}"
+        question=f"Change the override of {visit.name_of(before.who)} to {visit.form.get('bucket', '')}"
         f"{until_text(visit)}?",
-        said=f"{sentence(visit.name_of(before.who))} gets {visit.form.get('bucket', '')}"
+        said=f"{sentence(visit.name_of(before.who))} is now allowed {visit.form.get('bucket', '')}"
         f"{until_text(visit) or ', with no end date'}.",
         back=filters.client_url(*before.who),
         again=lambda entered: _override(visit, entered),
@@ -120,7 +120,7 @@ def remove_override(visit: Visit) -> Response:
         "remove",
         lambda: visit.desk.remove_override(visit.actor, id, **given(visit)),
         question=f"Remove the override of {visit.name_of(before.who)}?",
-        said=f"The override of {visit.name_of(before.who)} is removed.",
+        said=f"Override of {visit.name_of(before.who)} removed.",
         back=filters.client_url(*before.who),
         again=lambda entered: _override(visit, entered),
     )
@@ -221,8 +221,8 @@ def remove_block(visit: Visit) -> Response:
         visit,
         f"remove-{_id(visit)}",
         lambda: visit.desk.unblock(visit.actor, _id(visit), **given(visit)),
-        question="Lift this block?",
-        said="The block is lifted.",
+        question="Remove this block?",
+        said="Block removed.",
         back="/blocks",
         again=lambda entered: _blocks(visit, entered),
     )
@@ -278,10 +278,10 @@ def client_of(form: Form) -> ClientRef:
     """The client that a page or a form is about."""
     kind, value = form.get("kind", ""), form.get("value", "")
     if not kind or not value:
-        raise InvalidInput("this page is about a client, and none is named: look for one above")
+        raise InvalidInput("no client given: use the search above")
     if kind == "api_key" and not value.startswith("hmac:"):
         # Not shown again: addresses stay in histories and logs.
-        raise InvalidInput("an API key does not belong into an address; type it into the search above, which hides it")
+        raise InvalidInput("API keys must not appear in URLs: use the search above, which hashes them")
     return ClientRef(kind, value)
 
 

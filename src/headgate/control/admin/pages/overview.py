@@ -58,11 +58,11 @@ def _values(visit: Visit) -> dict[str, Any]:
         "minute": {**_minute(view.totals)},
         "bands": bands,
         "names": [band.name for band in bands],
-        "decisions": charts.stacked(bands, id="decisions", title="Decisions a second, last five minutes", unit="/s"),
+        "decisions": charts.stacked(bands, id="decisions", title="Decisions per second, last five minutes", unit="/s"),
         "latencies": charts.lines(
-            [Band("Half of the checks", "p50", p50), Band("99 of 100 checks", "p99", p99)],
+            [Band("Median (p50)", "p50", p50), Band("p99", "p99", p99)],
             id="latency",
-            title="How long a check takes, last five minutes, on a logarithmic scale",
+            title="Check latency, last five minutes, logarithmic scale",
             show=filters.latency,
         ),
         "times": TIMES,
@@ -144,8 +144,8 @@ def _degraded(view: Overview) -> list[Notice]:
         told.append(
             Notice(
                 "No node is reporting, so this page shows no traffic.",
-                "Requests may be served and denied all the same. Connect each app with one option, "
-                'control="URL of the config store", and give it the same store as the admin server.',
+                "Your apps may still be enforcing limits. To connect an app, pass "
+                'control="URL of the config store" and use the same store as the admin server.',
             )
         )
     degraded = [node for node in view.nodes if node.state == "degraded"]
@@ -153,25 +153,25 @@ def _degraded(view: Overview) -> list[Notice]:
         longest = max((node.degraded_for_s or 0 for node in degraded), default=0)
         told.append(
             Notice(
-                f"{_named(degraded)} {'decides' if len(degraded) == 1 else 'decide'} without the store"
-                + (f", for {filters.wait(longest)} now." if longest else "."),
-                "Routes do what the policy says for that: let pass, refuse, or count alone. "
-                "What was admitted is settled when the store is back.",
+                f"{_named(degraded)} {'is' if len(degraded) == 1 else 'are'} running without the store"
+                + (f" for {filters.wait(longest)}." if longest else "."),
+                "Routes use their failure modes: open, closed or local. "
+                "Counters are reconciled when the store is back.",
             )
         )
     silent = [node for node in view.nodes if node.state == "silent"]
     if silent:
         told.append(
             Notice(
-                f"Nothing is heard from {_named(silent)}.",
-                "It may have ended, or cannot reach the board. After a minute it is not shown any more.",
+                f"No reports from {_named(silent)}.",
+                "The process may have stopped or lost its connection. Silent nodes are removed after a minute.",
             )
         )
     if view.totals.unavailable:
         told.append(
             Notice(
-                f"{filters.count(view.totals.unavailable, 'request was', 'requests were')} refused in the last minute, "
-                "without the store.",
+                f"{filters.count(view.totals.unavailable, 'request was', 'requests were')} rejected in the last minute "
+                "because the store was unavailable.",
                 "Their routes fail closed.",
             )
         )

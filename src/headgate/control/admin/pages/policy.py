@@ -89,7 +89,7 @@ def version(visit: Visit) -> Response:
 def diff(visit: Visit) -> Response:
     one, other = visit.query.number("one"), visit.query.number("other")
     if one is None or other is None:
-        raise InvalidInput("give two versions to compare")
+        raise InvalidInput("enter two versions to compare")
     sections, left_out = _sections(visit.desk.diff(one, other))
     return visit.page("diff.html", here="/policy", one=one, other=other, sections=sections, left_out=left_out)
 
@@ -103,7 +103,7 @@ def restore(visit: Visit) -> Response:
 
     def do() -> Any:
         if not chosen:
-            raise Mistake("sections", "Choose at least one.")
+            raise Mistake("sections", "Select at least one section.")
         if "sure" not in visit.form:
             reason(visit)
             raise _Unseen
@@ -143,7 +143,7 @@ def _roll_back(visit: Visit, number: int, do: Callable[[], Change], *, what: str
         "restore",
         do,
         question=f"Roll back to version {number}?",
-        said=f"{what}: as in version {number}.",
+        said=f"{what} rolled back to version {number}.",
         back="/policy",
         again=lambda entered: _version(visit, entered),
     )
@@ -179,7 +179,7 @@ def _version(visit: Visit, entered: Entered | None = None) -> Response:
     number: int = visit.request.path_params["version"]
     found = next(iter(visit.desk.versions(before=number + 1, most=1)), None)
     if found is None or found.number != number:
-        raise NotFound(f"there is no version {number}")
+        raise NotFound(f"version {number} does not exist")
     sections, left_out = _sections(visit.desk.diff(number - 1, number))
     view = visit.desk.policy(number)
     return visit.page(

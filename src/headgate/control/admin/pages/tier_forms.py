@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["remove_route", "remove_tier", "set_route", "set_tier"]
 
-TAKEN_BACK = "The policy document says it again."
+TAKEN_BACK = "Removed. The value in the policy document applies again."
 
 
 def set_tier(visit: Visit) -> Response:
@@ -25,11 +25,11 @@ def set_tier(visit: Visit) -> Response:
 
     def do() -> Change:
         if not tier:
-            raise Mistake("tier", "Name the tier, one that there is or a new one.")
+            raise Mistake("tier", "Enter the name of an existing or a new tier.")
         return visit.desk.set_tier(visit.actor, tier, limit, bucket(visit), **given(visit))
 
-    question = f"Give the tier {tier} {numbers} on {limit}?"
-    return _attempt(visit, "tier", do, question=question, said="The tier has these numbers now.")
+    question = f"Set tier {tier} to {numbers} on {limit}?"
+    return _attempt(visit, "tier", do, question=question, said=f"Tier {tier} is now allowed {numbers} on {limit}.")
 
 
 def remove_tier(visit: Visit) -> Response:
@@ -38,7 +38,7 @@ def remove_tier(visit: Visit) -> Response:
         visit,
         f"untier-{visit.form.number('row')}",
         lambda: visit.desk.remove_tier(visit.actor, tier, limit, **given(visit)),
-        question=f"Take the numbers of the tier {tier} on {limit} back?",
+        question=f"Remove the limit of tier {tier} on {limit}?",
         said=TAKEN_BACK,
     )
 
@@ -48,13 +48,13 @@ def set_route(visit: Visit) -> Response:
 
     def do() -> Change:
         if not path:
-            raise Mistake("path", 'Write the route as policies do, like "POST /posts" or "/users/{id}".')
+            raise Mistake("path", 'Enter a route, for example "POST /posts" or "/users/{id}".')
         if cost is None:
-            raise Mistake("cost", "Write a whole number, like 5; what costs 0 is never counted.")
+            raise Mistake("cost", "Enter a whole number, for example 5.")
         route_class = visit.form.get("class") or None
         return visit.desk.set_route(visit.actor, path, cost, route_class=route_class, **given(visit))
 
-    return _attempt(visit, "route", do, question=f"Let {path} cost {cost}?", said=f"{path} costs {cost} now.")
+    return _attempt(visit, "route", do, question=f"Set the cost of {path} to {cost}?", said=f"{path} now costs {cost}.")
 
 
 def remove_route(visit: Visit) -> Response:
@@ -63,7 +63,7 @@ def remove_route(visit: Visit) -> Response:
         visit,
         f"unroute-{visit.form.number('row')}",
         lambda: visit.desk.remove_route(visit.actor, path, **given(visit)),
-        question=f"Take back what {path} costs?",
+        question=f"Remove the cost of {path}?",
         said=TAKEN_BACK,
     )
 

@@ -76,7 +76,7 @@
         if (now !== state) { told.textContent = now; state = now; }  // only changes are read out
       } catch {
         failures += 1;
-        if (failures === 3) { since.textContent = last.toLocaleTimeString(); away.hidden = false; told.textContent = "This page has lost its server."; }
+        if (failures === 3) { since.textContent = last.toLocaleTimeString(); away.hidden = false; told.textContent = "Connection lost."; }
       }
       return again();
     }
