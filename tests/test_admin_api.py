@@ -34,7 +34,7 @@ from headgate.control.admin.problems import TITLES, of_error
 from headgate.control.admin.sessions import FormRefused, Sessions
 from headgate.control.admin.tables import SESSIONS
 from headgate.control.config import ConfigStore, ConfigUnavailable
-from headgate.control.config.engine import reading
+from headgate.control.config.engine import read_transaction
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import ROLES, Change
 from headgate.control.service.service import AdminService
@@ -435,7 +435,7 @@ def test_a_session_ends_with_its_token_or_when_somebody_signs_out(admin: Admin) 
     token = next(token for token in admin.tokens.list() if token.name == "support")
     admin.tokens.revoke(token.id, by="ada")
     assert sessions.of(visit(cookie)) is None
-    with reading(admin.tokens.engine) as connection:
+    with read_transaction(admin.tokens.engine) as connection:
         assert connection.execute(select(SESSIONS)).all() == []
 
 

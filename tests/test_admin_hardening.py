@@ -30,7 +30,7 @@ from headgate.control.anomalies.detector import AnomalyDetector
 from headgate.control.anomalies.tables import STEPS
 from headgate.control.anomalies.webhook import Webhook
 from headgate.control.config import ConfigStore, ConfigUnavailable
-from headgate.control.config.engine import reading, writing
+from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.control.config.tables import AUDIT
 from headgate.control.service import Actor, AdminService, ClientRef, queries
 from headgate.control.service.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
@@ -124,7 +124,7 @@ def ask(app: Any, method: str, path: str, **options: Any) -> httpx.Response:
 
 
 def notes(place: Place) -> list[str]:
-    with reading(place.config.engine) as connection:
+    with read_transaction(place.config.engine) as connection:
         return list(connection.scalars(select(AUDIT.c.action)))
 
 
@@ -577,7 +577,7 @@ def test_what_no_database_can_hold_is_refused_and_no_failure(anywhere: Place, na
 def test_the_database_itself_refuses_what_nobody_has_looked_at(anywhere: Place) -> None:
     is_postgres = anywhere.url.startswith("postgresql")  # SQLite can hold any letter
     for asked in [AUDIT.c.number == HUGE, *([AUDIT.c.author == "\0"] if is_postgres else [])]:
-        with pytest.raises(InvalidInput, match="cannot keep"), reading(anywhere.config.engine) as connection:
+        with pytest.raises(InvalidInput, match="cannot keep"), read_transaction(anywhere.config.engine) as connection:
             connection.execute(select(AUDIT).where(asked))
 
 
@@ -790,7 +790,7 @@ def test_a_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: py
         "requests": 100, "requests_before": 100, "usual": 1, "verdict": "one bot", "agents": 1, "addresses": 1,
         "paths": 1, "looked_at": 1, "last_over": 1, "attempts": 0, "next_us": START_US,
     }  # fmt: skip
-    with writing(place.config.engine) as connection:
+    with write_transaction(place.config.engine) as connection:
         connection.execute(STEPS.insert().values(row))
     webhook = Webhook("http://127.0.0.1:9/hook", "a secret of 16 bytes or more")
 
@@ -803,7 +803,7 @@ def test_a_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: py
     (told,) = caplog.messages
     assert told.isprintable()
     assert len(told) < 400
-    with reading(place.config.engine) as connection:
+    with read_transaction(place.config.engine) as connection:
         assert str(connection.scalar(select(STEPS.c.error))).isprintable()
 
 

@@ -27,15 +27,15 @@ from headgate.control.config import (
     OverrideRow,
     Put,
     Remove,
-    TierNumbers,
+    TierLimit,
     queries,
     read_tables,
 )
 from headgate.control.config.compose import PolicyAssembly
 from headgate.control.config.disk_cache import DiskCache
-from headgate.control.config.engine import opened, reading, writing
-from headgate.control.config.migrations import VERSION_TABLE, migrate, newest
-from headgate.control.config.reading import VersionStamp, changes, contents
+from headgate.control.config.engine import open_engine, read_transaction, write_transaction
+from headgate.control.config.migrations import VERSION_TABLE, migrate, newest_revision
+from headgate.control.config.reading import VersionStamp, read_changes, read_contents
 from headgate.control.config.tables import METADATA, TABLES
 from headgate.control.config.watcher import ConfigSource
 from headgate.policy.api_keys import ApiKeyHasher
@@ -273,7 +273,7 @@ def test_a_document_is_refused_that_rows_cannot_live_with(store: ConfigStore) ->
 
 
 def test_one_bad_change_takes_back_all_that_came_with_it(store: ConfigStore) -> None:
-    good = Put("tiers", TierNumbers("gold", "search", 900, 60_000_000))
+    good = Put("tiers", TierLimit("gold", "search", 900, 60_000_000))
     with pytest.raises(InvalidPolicy):
         store.write([good, Put("clients", Assignment("tenant", "a", "platin"))], **BY)
     assert (store.version, store.tiers()) == (1, [])
@@ -305,15 +305,17 @@ def test_many_changes_are_one_version(store: ConfigStore) -> None:
 
 def test_every_version_says_who_when_why_and_what(store: ConfigStore) -> None:
     made = store.override(("tenant", "acme"), "5/hour", limit="search", valid_until=UNTIL, **BY)
-    newest, first = store.history()
-    assert made == newest._replace(ids=(1,))
-    assert newest.number == 2
-    assert newest.at_us == 1_000_000
-    assert (newest.author, newest.reason) == ("ada@example.com", "contract 4711")
-    assert newest.what == "added override of tenant acme on limit search: 5/hour until 2096-05-28T02:01:00+00:00"
+    newest_revision, first = store.history()
+    assert made == newest_revision._replace(ids=(1,))
+    assert newest_revision.number == 2
+    assert newest_revision.at_us == 1_000_000
+    assert (newest_revision.author, newest_revision.reason) == ("ada@example.com", "contract 4711")
+    assert (
+        newest_revision.what == "added override of tenant acme on limit search: 5/hour until 2096-05-28T02:01:00+00:00"
+    )
     assert first.what == "added policy document policy.yaml"
     assert store.history(before=2) == [first]
-    assert store.history(most=1) == [newest]
+    assert store.history(most=1) == [newest_revision]
     assert store.overrides()[0].row.author == "ada@example.com"
 
 
@@ -522,8 +524,8 @@ def test_changed_rows_alone_give_the_same_policy_as_all_rows(store: ConfigStore)
     """What nodes do: they read what has changed, and keep what they have made of the rest."""
     for number in range(6):
         store.override(("tenant", f"t{number}"), "5/hour", limit="search", **BY)
-    with reading(store._engine) as connection:
-        first = contents(connection, VersionStamp(store.version, 1_000_000))
+    with read_transaction(store._engine) as connection:
+        first = read_contents(connection, VersionStamp(store.version, 1_000_000))
     assembly = PolicyAssembly(first.frame, first.rows)
     store.override(("tenant", "t2"), "6/hour", limit="search", id=3, **BY)
     store.remove_override(5, **BY)
@@ -532,8 +534,8 @@ def test_changed_rows_alone_give_the_same_policy_as_all_rows(store: ConfigStore)
     store.block(("user", "7"), **BY)
     store.unassign(("tenant", "acme"), **BY)
     store.assign(("tenant", "initech"), None, label="Initech", **BY)
-    with reading(store._engine) as connection:
-        found = changes(connection, first.stamp, VersionStamp(store.version, 1_000_000))
+    with read_transaction(store._engine) as connection:
+        found = read_changes(connection, first.stamp, VersionStamp(store.version, 1_000_000))
     assert found is not None
     assert not found.touch_frame
     assert {section: len(rows) for section, rows in found.rows.items() if rows} == {
@@ -640,7 +642,7 @@ def test_migrations_lead_to_the_tables_that_are_used(store: ConfigStore) -> None
         # The index of names is another expression in each database: the test after this one sees that it is used.
         return (kind, name) not in {("table", VERSION_TABLE), ("index", "headgate_clients_label")}
 
-    with reading(store._engine) as connection:
+    with read_transaction(store._engine) as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "include_object": ours})
         assert compare_metadata(context, [METADATA, ACCESS, STEPS]) == []
 
@@ -655,15 +657,15 @@ def test_pages_of_names_are_found_by_an_index(store: ConfigStore) -> None:
     names = ("kind", "value", "label")
     engine = store._engine
     is_sqlite = engine.dialect.name == "sqlite"
-    with writing(engine) as connection:
+    with write_transaction(engine) as connection:
         who = [("tenant", f"t{number}", f"Acme {number}") for number in range(5000)]
         rows = [{"id": 1000 + at, "since": 1, **dict(zip(names, each, strict=True))} for at, each in enumerate(who)]
         connection.execute(insert(TABLES["clients"]), rows)
         connection.exec_driver_sql("ANALYZE headgate_clients")
         event.listen(connection, "before_cursor_execute", note)
-        first = queries.named(connection, after=None, most=10)
-        later = queries.named(connection, after=("acme 4997", "tenant", "t4997"), most=10)
-        found = queries.who_is_called(connection, "aCME 500")
+        first = queries.labelled_clients(connection, after=None, most=10)
+        later = queries.labelled_clients(connection, after=("acme 4997", "tenant", "t4997"), most=10)
+        found = queries.find_by_label(connection, "aCME 500")
         event.remove(connection, "before_cursor_execute", note)
         how = "EXPLAIN QUERY PLAN" if is_sqlite else "EXPLAIN"
         plans = [
@@ -681,16 +683,18 @@ def test_pages_of_names_are_found_by_an_index(store: ConfigStore) -> None:
 def test_migrations_run_once_and_lose_nothing(store: ConfigStore, store_url: str) -> None:
     again = ConfigStore(store_url, secret=SECRET)
     assert again.version == 1
-    with writing(opened(store_url)) as connection:
+    with write_transaction(open_engine(store_url)) as connection:
         migrate(connection)
-        assert connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}").scalars().all() == [newest()]
+        assert connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}").scalars().all() == [
+            newest_revision()
+        ]
 
 
 def test_tables_of_a_newer_headgate_are_left_alone(store: ConfigStore, store_url: str) -> None:
     run(store_url, f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
     with pytest.raises(InvalidConfiguration, match="shape 9999, which a newer headgate has made; upgrade this one"):
         ConfigStore(store_url)
-    run(store_url, f"UPDATE {VERSION_TABLE} SET version_num = '{newest()}'")
+    run(store_url, f"UPDATE {VERSION_TABLE} SET version_num = '{newest_revision()}'")
 
 
 def test_stores_that_are_opened_at_the_same_moment_make_the_tables_once(config_url: str) -> None:  # noqa: F811
@@ -772,8 +776,8 @@ def test_a_nodes_copy_stays_where_it_was_named(
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()
-    with reading(untouched._engine) as connection:
-        found = contents(connection, VersionStamp(untouched.version, 1_000_000))
+    with read_transaction(untouched._engine) as connection:
+        found = read_contents(connection, VersionStamp(untouched.version, 1_000_000))
     monkeypatch.chdir(here)
     copy = DiskCache("copy.db")
     monkeypatch.chdir(elsewhere)
@@ -800,7 +804,7 @@ def test_an_app_that_starts_before_its_config_store_is_told_what_to_do(tmp_path:
 
 def test_a_new_config_store_is_private(tmp_path: Path) -> None:
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
-    with reading(store.engine):
+    with read_transaction(store.engine):
         assert {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {
             f"config.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm")
         }
@@ -818,5 +822,5 @@ def test_a_deleted_config_store_is_reported_and_not_replaced_by_an_empty_one(tmp
 
 def test_a_change_to_a_config_store_that_is_deleted_meanwhile_is_not_reported_as_saved(tmp_path: Path) -> None:
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
-    with pytest.raises(ConfigUnavailable, match="the file was deleted or replaced"), writing(store.engine):
+    with pytest.raises(ConfigUnavailable, match="the file was deleted or replaced"), write_transaction(store.engine):
         (tmp_path / "config.db").unlink()

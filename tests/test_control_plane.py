@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from headgate.adapters import aiohttp as aiohttp_adapter
 from headgate.adapters import asgi, fastapi, grpc, wsgi
 from headgate.adapters.flask import Headgate
-from headgate.control.config import ConfigStore, decision_log_beside
+from headgate.control.config import ConfigStore, default_decision_log_url
 from headgate.control.plane import ControlPlane
 from headgate.errors import InvalidConfiguration, InvalidPolicy
 from headgate.gate.gate import Gate
@@ -69,7 +69,7 @@ def answers(gate: Gate, count: int) -> list[bool]:
 
 
 def denied_in_log(url: str) -> int:
-    log = decision_log_beside(url)
+    log = default_decision_log_url(url)
     assert log is not None
     if not Path(log.removeprefix("sqlite:///")).exists():
         return 0  # it is created with its first record

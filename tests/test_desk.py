@@ -21,10 +21,10 @@ from sqlalchemy import text
 
 from headgate import HeadgateError, InvalidInput, InvalidPolicy, Limiter
 from headgate.control.config import Assignment, ConfigStore, ConfigUnavailable, Conflict, Put
-from headgate.control.config.engine import writing
+from headgate.control.config.engine import write_transaction
 from headgate.control.config.tables import METADATA
 from headgate.control.config.watcher import ConfigSource
-from headgate.control.config.writing import Moved
+from headgate.control.config.writing import ConcurrentChange
 from headgate.control.service import (
     ROLES,
     Actor,
@@ -143,7 +143,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, begun: dict[str, str]) -
         shutil.copy(begun[kind].removeprefix("sqlite:///"), tmp_path / "config.db")
         return f"sqlite:///{tmp_path}/config.db"
     store = ConfigStore(begun[kind])
-    with writing(store.engine) as connection:
+    with write_transaction(store.engine) as connection:
         names = ", ".join(table.name for table in METADATA.sorted_tables)
         connection.execute(text(f"TRUNCATE {names} RESTART IDENTITY"))
     store.close()
@@ -369,7 +369,7 @@ def test_without_a_policy_there_is_nothing_to_show_and_that_is_said(tmp_path: Pa
 
 
 def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -> None:
-    with writing(here.config.engine) as connection:
+    with write_transaction(here.config.engine) as connection:
         connection.execute(
             text(
                 "INSERT INTO headgate_overrides (id, since, kind, value, limit_name, quota, period_us) "
@@ -1157,14 +1157,14 @@ def test_a_change_that_was_judged_by_an_older_version_is_not_written(world: Worl
     world.desk.block(SUE, GLOBEX, reason="r")
     by: Any = {"author": "ada", "reason": "r"}
     for change in (
-        lambda: store.judged_by(seen).assign(ACME, None, **by),
-        lambda: store.judged_by(seen).rollback(seen, **by),
-        lambda: store.judged_by(seen).put_policy(POLICY + "# later", **by),
+        lambda: store.expecting(seen).assign(ACME, None, **by),
+        lambda: store.expecting(seen).rollback(seen, **by),
+        lambda: store.expecting(seen).put_policy(POLICY + "# later", **by),
     ):
-        with pytest.raises(Moved):
+        with pytest.raises(ConcurrentChange):
             change()
     assert store.version == seen + 1
-    assert store.judged_by(seen + 1).rollback(seen, **by)
+    assert store.expecting(seen + 1).rollback(seen, **by)
     assert store.assign(ACME, None, label="Acme", **by), "nobody else is held back"
 
 

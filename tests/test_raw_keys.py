@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headgate import InvalidConfiguration, InvalidPolicy
 from headgate.control.config import ConfigStore
-from headgate.control.config.raw_keys import hash_keys
+from headgate.control.config.raw_keys import hash_raw_keys
 from headgate.control.config.rows import PolicyDocument
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.formats import FORMATS
@@ -28,7 +28,7 @@ BY: dict[str, Any] = {"author": "ada@example.com", "reason": "contract 4711"}
 
 
 def hashed(text: str, format: str = "yaml") -> str:
-    return hash_keys(PolicyDocument(text, format, f"policy.{format}"), KEYS.fingerprint).text
+    return hash_raw_keys(PolicyDocument(text, format, f"policy.{format}"), KEYS.fingerprint).text
 
 
 # ------------------------------------------------------------------ where it stands
@@ -140,7 +140,7 @@ def test_what_cannot_be_replaced_is_refused(written: str, told: str) -> None:
 
 def test_a_document_that_would_say_something_else_is_refused() -> None:
     with pytest.raises(InvalidPolicy, match="a key is stored as its fingerprint"):
-        hash_keys(PolicyDocument(f"clients: [{{api_key: {KEY}}}]", "yaml", "p.yaml"), lambda _: 'hmac:"')
+        hash_raw_keys(PolicyDocument(f"clients: [{{api_key: {KEY}}}]", "yaml", "p.yaml"), lambda _: 'hmac:"')
 
 
 def test_short_keys_may_be_words_of_a_comment() -> None:

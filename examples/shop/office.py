@@ -56,7 +56,7 @@ class Office:
         """Customers are rows of the config store, and no lines of a file. Once: what you change about them stays."""
         if self.config.clients() or self.config.overrides():
             return
-        known = {client: self.config.known(("api_key", client.key)) for client in crowd.CLIENTS}
+        known = {client: self.config.normalize_client(("api_key", client.key)) for client in crowd.CLIENTS}
         rows: list[Any] = [Put("clients", Assignment(*known[each], each.tier, each.label)) for each in known]
         until = datetime.now(UTC).replace(microsecond=0) + timedelta(days=7)
         by: dict[str, Any] = {"author": "make run", "reason": "visitors that the shop sends itself"}

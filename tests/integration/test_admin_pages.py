@@ -514,9 +514,7 @@ def test_a_leaked_key_that_nobody_knows_is_blocked(town: Town, visit: Callable[.
     page.get_by_label("Reason").last.fill("found on a public site")
     page.get_by_role("button", name="Block…", exact=True).click()
     expect(page.locator("#block-until-error")).to_be_visible()
-    assert (
-        page.get_by_label("Client", exact=True).input_value().startswith("api_key=hmac:")
-    )  # hashed
+    assert page.get_by_label("Client", exact=True).input_value().startswith("api_key=hmac:")  # hashed
     expect(page.get_by_label("Reason").last).to_have_value("found on a public site")
     page.get_by_label("Until").fill("in 2 days")
     page.get_by_role("button", name="Block…", exact=True).click()

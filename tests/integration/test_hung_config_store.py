@@ -18,7 +18,7 @@ from sqlalchemy import make_url, text
 from headgate import Limiter
 from headgate.control.admin import AdminServer, Tokens
 from headgate.control.config import ConfigStore, ConfigUnavailable, engine
-from headgate.control.config.engine import SILENCE, opened, reading, writing
+from headgate.control.config.engine import SILENCE_TIMEOUT_S, open_engine, read_transaction, write_transaction
 from headgate.control.config.watcher import ConfigSource
 from headgate.control.service import AdminService
 from headgate.gate.gate import Gate
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BY: Any = {"author": "ada", "reason": "test"}
 POLICY = "limits: [{name: search, by: tenant, bucket: 1000/minute}]\n"
-SOON = 2.5 * SILENCE
+SOON = 2.5 * SILENCE_TIMEOUT_S
 """Seconds: far from what TCP would take, and enough for a busy machine."""
 
 
@@ -140,8 +140,8 @@ def test_a_gate_goes_on_and_says_how_old_its_policy_is(
         time.sleep(0.02)
     assert isinstance(following.error, ConfigUnavailable)
     assert sorted(waits)[len(waits) // 2] < 0.05, "no request has waited for the config store"
-    assert max(waits) < SILENCE / 2
-    assert following.age > SILENCE
+    assert max(waits) < SILENCE_TIMEOUT_S / 2
+    assert following.age > SILENCE_TIMEOUT_S
     assert gate.policy_version == "1"
     assert f":{server.port}/postgres" in (gate.policy_error or "")
     assert f":{server.port}/postgres" in caplog.text
@@ -158,7 +158,7 @@ def test_a_gate_goes_on_and_says_how_old_its_policy_is(
 
 def test_what_was_begun_when_the_server_hung_is_undone(server: PostgresServer, store: ConfigStore) -> None:
     def lose() -> None:
-        with writing(store.engine) as connection:
+        with write_transaction(store.engine) as connection:
             connection.execute(text("DELETE FROM headgate_versions"))
             server.pause()
             connection.execute(text("SELECT 1"))
@@ -166,7 +166,7 @@ def test_what_was_begun_when_the_server_hung_is_undone(server: PostgresServer, s
     with pytest.raises(ConfigUnavailable, match="has said nothing"):
         lose()
     server.resume()
-    time.sleep(engine.REST)
+    time.sleep(engine.COOLDOWN_S)
     assert store.version == 1
     assert store.assign(("tenant", "acme"), None, **BY) is not None, "nobody holds the lock of writers"
 
@@ -175,7 +175,7 @@ def test_who_is_cut_off_keeps_no_writer_waiting_for_ever(store: ConfigStore) -> 
     names = ("statement_timeout", "idle_in_transaction_session_timeout")
 
     def shown(url: str) -> list[str | None]:
-        engine = opened(url)
+        engine = open_engine(url)
         with engine.connect() as connection:
             return [connection.scalar(text(f"SHOW {name}")) for name in names]
 
@@ -187,10 +187,10 @@ def test_who_is_cut_off_keeps_no_writer_waiting_for_ever(store: ConfigStore) -> 
 def test_a_writer_waits_for_another_longer_than_for_a_silent_server(store: ConfigStore) -> None:
     """Silence has a reason then."""
     done: list[Any] = []
-    with writing(store.engine):
+    with write_transaction(store.engine):
         other = threading.Thread(target=lambda: done.append(store.assign(("tenant", "acme"), None, **BY)))
         other.start()
-        time.sleep(SILENCE + 1)
+        time.sleep(SILENCE_TIMEOUT_S + 1)
         assert not done
     other.join()
     assert done[0].number == 2
@@ -200,7 +200,7 @@ def test_a_writer_that_waits_in_vain_is_told(store: ConfigStore, monkeypatch: py
     monkeypatch.setattr(engine, "PATIENCE", 1.0)
     with (
         closing(ConfigStore(url_of(store))) as hasty,
-        writing(store.engine),
+        write_transaction(store.engine),
         pytest.raises(ConfigUnavailable, match="statement timeout"),
     ):
         hasty.assign(("tenant", "acme"), None, **BY)
@@ -242,13 +242,13 @@ def test_a_resolver_that_hangs_keeps_nobody_waiting(store: ConfigStore, resolver
     began = time.monotonic()
     with pytest.raises(ConfigUnavailable, match="nobody has said for 4 seconds which address the server's name has"):
         ConfigStore(url)
-    assert SILENCE <= time.monotonic() - began < SOON
-    engine = opened(url)
+    assert SILENCE_TIMEOUT_S <= time.monotonic() - began < SOON
+    engine = open_engine(url)
     waits: list[float] = []
 
     def ask() -> None:
         at = time.monotonic()
-        with pytest.raises(ConfigUnavailable), reading(engine):
+        with pytest.raises(ConfigUnavailable), read_transaction(engine):
             pass
         waits.append(time.monotonic() - at)
 
@@ -263,12 +263,12 @@ def test_a_resolver_that_hangs_keeps_nobody_waiting(store: ConfigStore, resolver
     assert len(resolving()) - before < len(asking) // 2, "they have waited for the same answer"
     at = time.monotonic()
     ask()
-    assert time.monotonic() - at < SILENCE / 2, "who comes then need not find out by waiting"
+    assert time.monotonic() - at < SILENCE_TIMEOUT_S / 2, "who comes then need not find out by waiting"
     resolver.set()
 
     def answers() -> bool:
         try:
-            with reading(engine) as connection:
+            with read_transaction(engine) as connection:
                 return bool(connection.scalar(text("SELECT 1")))
         except ConfigUnavailable:
             return False

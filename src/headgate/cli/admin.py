@@ -145,7 +145,7 @@ def _day(token: Token) -> str:
 def _serve(arguments: Namespace, err: Terminal) -> int:
     from headgate.control.admin import AdminServer, Tokens
     from headgate.control.anomalies.detector import AnomalyLog
-    from headgate.control.config import ConfigStore, decision_log_beside
+    from headgate.control.config import ConfigStore, default_decision_log_url
     from headgate.control.service.service import AdminService
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -156,7 +156,7 @@ def _serve(arguments: Namespace, err: Terminal) -> int:
         tokens = Tokens(arguments.config)
         stack.callback(tokens.close)
         fleet = _fleet(arguments, stack)
-        log = arguments.log or decision_log_beside(arguments.config)
+        log = arguments.log or default_decision_log_url(arguments.config)
         desk = AdminService(store, log=log, secret=secret, steps=AnomalyLog(store), **fleet)
         server = AdminServer(
             desk,

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.control.config import ConfigStore, ConfigUnavailable, Conflict, decision_log_beside
+from headgate.control.config import ConfigStore, ConfigUnavailable, Conflict, default_decision_log_url
 from headgate.control.config.watcher import ConfigSource
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.policy.loader import decoded, file_content
@@ -128,7 +128,7 @@ class ControlPlane:
         if isinstance(self._log, DecisionLog):
             tell_also(gate, self._log)
             return self._log, False
-        sink = decision_log_beside(self._url) if self._log == BESIDE_CONFIG else self._log
+        sink = default_decision_log_url(self._url) if self._log == BESIDE_CONFIG else self._log
         if sink is None:
             if self._log is not None:
                 logger.warning(

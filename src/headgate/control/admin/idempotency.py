@@ -9,7 +9,7 @@ from sqlalchemy import delete, insert, select, update
 
 from headgate.control.admin.problems import ProblemDetails, RequestRejected
 from headgate.control.admin.tables import ANSWERS
-from headgate.control.config.engine import ConfigUnavailable, reading, writing
+from headgate.control.config.engine import ConfigUnavailable, read_transaction, write_transaction
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
@@ -70,10 +70,12 @@ class IdempotencyStore:
         """The answer before; None if the key is ours now."""
         now_us = self._tokens.clock.now_us()
         mine = (ANSWERS.c.token_id == token_id, ANSWERS.c.key == key)
-        with reading(self._tokens.engine) as connection:
+        with read_transaction(self._tokens.engine) as connection:
             row = connection.execute(select(ANSWERS).where(*mine)).one_or_none()
         if row is None or row.at_us <= now_us - KEPT_US:
-            with writing(self._tokens.engine) as connection:  # one writer at a time: who comes second finds the row
+            with write_transaction(
+                self._tokens.engine
+            ) as connection:  # one writer at a time: who comes second finds the row
                 connection.execute(delete(ANSWERS).where(ANSWERS.c.at_us <= now_us - KEPT_US))
                 row = connection.execute(select(ANSWERS).where(*mine)).one_or_none()
                 if row is None:
@@ -101,11 +103,11 @@ class IdempotencyStore:
     def _keep(self, token_id: str, key: str, answered: RecordedResponse) -> None:
         mine = (ANSWERS.c.token_id == token_id, ANSWERS.c.key == key)
         values = {"status": answered.status, "body": answered.body, "etag": answered.etag}
-        with writing(self._tokens.engine) as connection:
+        with write_transaction(self._tokens.engine) as connection:
             connection.execute(update(ANSWERS).where(*mine).values(values))
 
     def _forget(self, token_id: str, key: str) -> None:
-        with writing(self._tokens.engine) as connection:
+        with write_transaction(self._tokens.engine) as connection:
             connection.execute(delete(ANSWERS).where(ANSWERS.c.token_id == token_id, ANSWERS.c.key == key))
 
 

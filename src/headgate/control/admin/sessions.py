@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from sqlalchemy import delete, insert, select
 
 from headgate.control.admin.tables import SESSIONS
-from headgate.control.config.engine import reading, writing
+from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Sessions:
             "made_us": now_us,
             "expires_us": expires_us,
         }
-        with writing(self._tokens.engine) as connection:
+        with write_transaction(self._tokens.engine) as connection:
             connection.execute(delete(SESSIONS).where(SESSIONS.c.expires_us <= now_us))
             connection.execute(insert(SESSIONS).values(row))
         self._tokens.changes += 1
@@ -85,7 +85,7 @@ class Sessions:
         cookie = request.cookies.get(self._cookie)
         if cookie is None:
             return None
-        with reading(self._tokens.engine) as connection:
+        with read_transaction(self._tokens.engine) as connection:
             row = connection.execute(select(SESSIONS).where(SESSIONS.c.hash == _hashed(cookie))).one_or_none()
         if row is None or row.expires_us <= self._tokens.clock.now_us():
             return None
@@ -96,7 +96,7 @@ class Sessions:
         """Sign out: the session is no more, also for who has copied the cookie."""
         cookie = request.cookies.get(self._cookie)
         if cookie is not None:
-            with writing(self._tokens.engine) as connection:
+            with write_transaction(self._tokens.engine) as connection:
                 connection.execute(delete(SESSIONS).where(SESSIONS.c.hash == _hashed(cookie)))
         response.delete_cookie(self._cookie, path="/", secure=self._secure, httponly=True, samesite="strict")
 

@@ -15,7 +15,7 @@ from sqlalchemy import delete, func, insert, or_, select, update
 from headgate._fork import reinit_after_fork
 from headgate.clock import SystemClock
 from headgate.control.admin.tables import ANSWERS, CODES, SESSIONS, TOKENS
-from headgate.control.config.engine import opened, reading, writing
+from headgate.control.config.engine import open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import ROLES, Actor
@@ -92,7 +92,7 @@ class Tokens:
 
     def __init__(self, url: str, *, clock: Clock | None = None) -> None:
         """`url` is that of the config store, whose database holds them."""
-        self.engine: Engine = opened(url, keep=2)
+        self.engine: Engine = open_engine(url, keep=2)
         weakref.finalize(self, self.engine.dispose)
         self.clock = clock or SystemClock()
         self.check_name: Callable[[str], None] = lambda name: None
@@ -101,7 +101,7 @@ class Tokens:
         """Rises with each token and session that begins in this process."""
         self._lock = threading.Lock()
         self._noted: dict[str, int] = {}
-        with writing(self.engine) as connection:
+        with write_transaction(self.engine) as connection:
             migrate(connection)
         reinit_after_fork(self)
 
@@ -117,7 +117,7 @@ class Tokens:
     def make(self, name: str, role: Role, *, by: str, days: float = DEFAULT_DAYS) -> Made:
         """A new token, for a person or a program. `by` is who makes it."""
         self.check_name(name)
-        with writing(self.engine) as connection:
+        with write_transaction(self.engine) as connection:
             return self._make(connection, name, role, by, days)
 
     def first(self) -> Made | None:
@@ -125,7 +125,7 @@ class Tokens:
 
         Only one of several servers that start at once gets it.
         """
-        with writing(self.engine) as connection:
+        with write_transaction(self.engine) as connection:
             if connection.scalar(select(func.count()).select_from(TOKENS)):
                 return None
             return self._make(connection, "first-run", "admin", "first run", FIRST_DAYS)
@@ -135,7 +135,7 @@ class Tokens:
         match = _TOKEN.fullmatch(text)
         if match is None:
             return None
-        with reading(self.engine) as connection:
+        with read_transaction(self.engine) as connection:
             row = connection.execute(select(TOKENS).where(TOKENS.c.id == match[1])).one_or_none()
         # Also without a row something is compared, so that the time does not tell which ids there are.
         is_it = compare_digest(_hashed(text), bytes(32) if row is None else bytes(row.hash))
@@ -145,7 +145,7 @@ class Tokens:
 
     def by_id(self, id: str) -> Token | None:
         """The token behind a session, if it holds now."""
-        with reading(self.engine) as connection:
+        with read_transaction(self.engine) as connection:
             row = connection.execute(select(TOKENS).where(TOKENS.c.id == id)).one_or_none()
         return None if row is None else self._holds(_token(row))
 
@@ -154,12 +154,12 @@ class Tokens:
         now_us = self.clock.now_us()
         active = select(TOKENS.c.hash).where(TOKENS.c.revoked_us.is_(None), TOKENS.c.expires_us > now_us)
         begun = select(SESSIONS.c.hash).where(SESSIONS.c.expires_us > now_us)
-        with reading(self.engine) as connection:
+        with read_transaction(self.engine) as connection:
             return frozenset(bytes(row.hash) for query in (active, begun) for row in connection.execute(query))
 
     def list(self) -> list[Token]:
         """All that ever were, the newest first; revoked ones stay, as versions are signed with their names."""
-        with reading(self.engine) as connection:
+        with read_transaction(self.engine) as connection:
             rows = connection.execute(select(TOKENS).order_by(TOKENS.c.made_us.desc(), TOKENS.c.id)).all()
         return [_token(row) for row in rows]
 
@@ -167,7 +167,7 @@ class Tokens:
         """End a token at once, with all sessions that began with it. NotFound, if there is none of this id."""
         if not _ID.fullmatch(id):
             raise NotFound("there is no such token")
-        with writing(self.engine) as connection:
+        with write_transaction(self.engine) as connection:
             row = connection.execute(select(TOKENS).where(TOKENS.c.id == id)).one_or_none()
             if row is None:
                 raise NotFound("there is no such token")
@@ -184,7 +184,7 @@ class Tokens:
         """A code for a link that signs in once with this token, within ten minutes."""
         code = secrets.token_urlsafe(32)
         now_us = self.clock.now_us()
-        with writing(self.engine) as connection:
+        with write_transaction(self.engine) as connection:
             connection.execute(delete(CODES).where(CODES.c.expires_us <= now_us))
             row = {"hash": _hashed(code), "token_id": token.id, "expires_us": now_us + CODE_US}
             connection.execute(insert(CODES).values(row))
@@ -193,10 +193,10 @@ class Tokens:
     def redeem(self, code: str) -> Token | None:
         """The token that a code stands for; None if it was used, has expired, or never was."""
         mine = CODES.c.hash == _hashed(code)
-        with reading(self.engine) as connection:
+        with read_transaction(self.engine) as connection:
             if connection.execute(select(CODES).where(mine)).one_or_none() is None:
                 return None  # made-up codes must not take turns with those who write
-        with writing(self.engine) as connection:
+        with write_transaction(self.engine) as connection:
             row = connection.execute(select(CODES).where(mine)).one_or_none()
             connection.execute(delete(CODES).where(mine))
         if row is None or row.expires_us <= self.clock.now_us():
@@ -237,7 +237,7 @@ class Tokens:
             if is_due:
                 self._noted[token.id] = now_us
         if is_due:
-            with writing(self.engine) as connection:
+            with write_transaction(self.engine) as connection:
                 connection.execute(update(TOKENS).where(TOKENS.c.id == token.id).values(used_us=now_us))
         return token
 

@@ -16,7 +16,7 @@ from headgate.clock import SystemClock
 from headgate.control.anomalies.baseline import DAY, Baseline, histories
 from headgate.control.anomalies.model import BELOW, FLOOR, TIMES, Anomaly, step_of_row, verdict_on
 from headgate.control.anomalies.tables import STEPS, WATCH
-from headgate.control.config.engine import ConfigUnavailable, opened, reading, writing
+from headgate.control.config.engine import ConfigUnavailable, open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
 from headgate.errors import StoreError
 from headgate.telemetry.fleet.aggregator import ClockAligner
@@ -61,7 +61,7 @@ class AnomalyLog:
     def recent(self, most: int = 20) -> list[Anomaly]:
         """The newest first."""
         now = self._clock.now_us() // MINUTE_US
-        with reading(self._engine) as connection:
+        with read_transaction(self._engine) as connection:
             asked = select(STEPS).order_by(STEPS.c.minute.desc(), STEPS.c.id).limit(most)
             return [step_of_row(row, now) for row in connection.execute(asked)]
 
@@ -188,7 +188,7 @@ class AnomalyDetector:
             for client, total in now.items()
             if total.requests >= least and client in before and before[client].requests >= least
         ]
-        with at_work(), writing(self._engine) as connection:
+        with at_work(), write_transaction(self._engine) as connection:
             if not _claim(connection, minute):
                 return []
             known = histories(connection, loud, minute // DAY)
@@ -220,7 +220,7 @@ class AnomalyDetector:
         if not self._usual.waiting:
             return
         try:
-            with at_work(), writing(self._engine) as connection:
+            with at_work(), write_transaction(self._engine) as connection:
                 self._usual.write(connection)
             self._usual.written()
         except ConfigUnavailable as error:
@@ -307,8 +307,8 @@ def _write_step(connection: Connection, step: Anomaly, minute: int, now_us: int)
 def _engine_of(config: ConfigStore | str) -> Engine:
     if not isinstance(config, str):
         return config.engine
-    engine = opened(config)
-    with writing(engine) as connection:
+    engine = open_engine(config)
+    with write_transaction(engine) as connection:
         migrate(connection)
     return engine
 

@@ -24,7 +24,7 @@ from sqlalchemy import select, update
 from headgate._fork import at_work
 from headgate.control.anomalies.model import step_of_row
 from headgate.control.anomalies.tables import STEPS
-from headgate.control.config.engine import ConfigUnavailable, reading, writing
+from headgate.control.config.engine import ConfigUnavailable, read_transaction, write_transaction
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.fleet.rollups import MINUTE_US
 
@@ -174,10 +174,13 @@ class Webhook:
     def _due(self, engine: Engine, now_us: int) -> list[Any]:
         """What is to be sent now. Nobody else sends the same while this one waits for an answer."""
         is_due = STEPS.c.next_us <= now_us
-        with at_work(), reading(engine) as connection:  # mostly there is nothing, and nobody is kept waiting for that
+        with (
+            at_work(),
+            read_transaction(engine) as connection,
+        ):  # mostly there is nothing, and nobody is kept waiting for that
             if connection.execute(select(STEPS.c.id).where(is_due).limit(1)).scalar() is None:
                 return []
-        with at_work(), writing(engine) as connection:
+        with at_work(), write_transaction(engine) as connection:
             newest = select(STEPS.c.minute).where(STEPS.c.next_us.is_not(None)).order_by(STEPS.c.minute.desc())
             beyond = connection.execute(newest.offset(MOST_WAITING).limit(1)).scalar()
             oldest = max((now_us - GIVEN_UP_US) // MINUTE_US, -1 if beyond is None else beyond)
@@ -233,5 +236,5 @@ def _opener(host: str) -> urllib.request.OpenerDirector:
 
 
 def _note(engine: Engine, id: str, **values: Any) -> None:
-    with at_work(), writing(engine) as connection:
+    with at_work(), write_transaction(engine) as connection:
         connection.execute(update(STEPS).where(STEPS.c.id == id).values(values))

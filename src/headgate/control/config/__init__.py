@@ -3,18 +3,18 @@
 from headgate.errors import InvalidConfiguration
 
 try:
-    from headgate.control.config.engine import ConfigUnavailable, decision_log_beside
+    from headgate.control.config.engine import ConfigUnavailable, default_decision_log_url
     from headgate.control.config.history import Difference, Version
     from headgate.control.config.import_tables import ImportedTables, read_tables
     from headgate.control.config.rows import (
         Assignment,
         BlockRow,
-        Kept,
         OverrideRow,
         PolicyDocument,
         RouteCost,
         Row,
-        TierNumbers,
+        StoredRow,
+        TierLimit,
     )
     from headgate.control.config.store import ConfigStore
     from headgate.control.config.writing import Conflict, Put, Remove
@@ -33,15 +33,15 @@ __all__ = [
     "Conflict",
     "Difference",
     "ImportedTables",
-    "Kept",
     "OverrideRow",
     "PolicyDocument",
     "Put",
     "Remove",
     "RouteCost",
     "Row",
-    "TierNumbers",
+    "StoredRow",
+    "TierLimit",
     "Version",
-    "decision_log_beside",
+    "default_decision_log_url",
     "read_tables",
 ]

@@ -12,7 +12,7 @@ from headgate.errors import InvalidInput
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Table
 
-__all__ = ["AuditRecord", "deeds", "note"]
+__all__ = ["AuditRecord", "list_entries", "record"]
 
 NOTE: Final = "n"
 VERSION: Final = "v"
@@ -38,12 +38,12 @@ class AuditRecord(NamedTuple):
         return f"{max(0, self.at_us):016x}-{self.source}{self.number:012d}"
 
 
-def note(connection: Connection, *, at_us: int, author: str, action: str, about: str, reason: str) -> None:
+def record(connection: Connection, *, at_us: int, author: str, action: str, about: str, reason: str) -> None:
     """Keep what somebody did that is no version."""
     connection.execute(insert(AUDIT).values(at_us=at_us, author=author, action=action, about=about, reason=reason))
 
 
-def deeds(
+def list_entries(
     connection: Connection, *, before: str | None, most: int, author: str | None = None, search: str = ""
 ) -> list[AuditRecord]:
     """The newest first; `before` is the id of the last one that was seen."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._pace import release
-from headgate.control.config.rows import LISTS, PolicyDocument, bucket, written
+from headgate.control.config.rows import LIST_SECTIONS, PolicyDocument, format_bucket, policy_entry
 from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy.loader import build, no_search_for_cycles
 from headgate.policy.problems import PolicyProblem, PolicyProblems
@@ -20,7 +20,7 @@ from headgate.policy.source import Source
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from headgate.control.config.rows import RouteCost, Row, TierNumbers
+    from headgate.control.config.rows import RouteCost, Row, TierLimit
     from headgate.policy.model import Policy
 
 __all__ = ["PolicyAssembly", "PolicyTemplate"]
@@ -38,7 +38,7 @@ class PolicyTemplate:
     """
 
     def __init__(
-        self, document: PolicyDocument | None, tiers: Iterable[TierNumbers], routes: Iterable[RouteCost]
+        self, document: PolicyDocument | None, tiers: Iterable[TierLimit], routes: Iterable[RouteCost]
     ) -> None:
         self._source = Source(*_arguments(document or _NO_DOCUMENT))
         self._owners: dict[tuple[str | int, ...], Row] = {}
@@ -46,7 +46,7 @@ class PolicyTemplate:
         value = self._source.value
         self._is_readable = value is None or isinstance(value, dict)
         self._value: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
-        self._lists = {section: self._taken(section) for section in LISTS}
+        self._lists = {section: self._taken(section) for section in LIST_SECTIONS}
         if self._is_readable:
             self._add_routes(list(routes))
             self._add_tiers(list(tiers))
@@ -58,7 +58,7 @@ class PolicyTemplate:
         """
         value = dict(self._value)
         owners: dict[tuple[str | int, ...], Any] = dict(self._owners)
-        for section in LISTS:
+        for section in LIST_SECTIONS:
             own, added = self._lists[section], rows.get(section, ())
             if own is not None and not isinstance(own, list) and not alone:
                 value[section] = own  # its reader says what is wrong with it
@@ -67,7 +67,7 @@ class PolicyTemplate:
             if section == "clients" and kept:
                 added = _replaced(kept, added, owners)
             if kept or added:
-                value[section] = [*kept, *map(written, added)]
+                value[section] = [*kept, *map(policy_entry, added)]
                 owners[section,] = _Rows(len(kept), added)
         problems, warnings = PolicyProblems(), PolicyProblems()
         with no_search_for_cycles():
@@ -89,14 +89,14 @@ class PolicyTemplate:
         for row in rows:
             index = places.get(_place({"path": row.path}))
             if index is None:
-                entries.append(written(row))
+                entries.append(policy_entry(row))
                 self._owners["routes", len(entries) - 1] = row
             else:
                 own = {"cost": row.cost} if row.route_class is None else {"cost": row.cost, "class": row.route_class}
                 entries[index] = {**entries[index], **own}
         self._value["routes"] = entries
 
-    def _add_tiers(self, rows: list[TierNumbers]) -> None:
+    def _add_tiers(self, rows: list[TierLimit]) -> None:
         for row in rows:
             self._without_numbers(row)
             tiers = self._value.setdefault("tiers", {})
@@ -104,11 +104,11 @@ class PolicyTemplate:
             named = limits.get("limits", {}) if isinstance(limits, dict) else None
             if not isinstance(named, dict) or not isinstance(tiers, dict):
                 return  # its reader says so
-            merged = {**(limits or {}), "limits": {**named, row.limit_name: bucket(row)}}
+            merged = {**(limits or {}), "limits": {**named, row.limit_name: format_bucket(row)}}
             self._value["tiers"] = {**tiers, row.tier: merged}
             self._owners["tiers", row.tier, "limits", row.limit_name] = row
 
-    def _without_numbers(self, row: TierNumbers) -> None:
+    def _without_numbers(self, row: TierLimit) -> None:
         """Numbers for the same tier that stand with the limit itself make way."""
         limits = self._value.get("limits")
         if isinstance(limits, dict) and self._value.get("tier") == row.tier and row.limit_name in limits:
@@ -155,7 +155,7 @@ class PolicyAssembly:
     def __init__(self, frame: PolicyTemplate, rows: Mapping[str, Mapping[int, Row]]) -> None:
         self._frame = frame
         self._base = frame.read({})
-        self._made: dict[str, dict[int, Any]] = {section: {} for section in LISTS}
+        self._made: dict[str, dict[int, Any]] = {section: {} for section in LIST_SECTIONS}
         self._made = self._with(rows)
 
     @property
@@ -183,7 +183,7 @@ class PolicyAssembly:
 
     def _with(self, rows: Mapping[str, Mapping[int, Row | None]]) -> dict[str, dict[int, Any]]:
         made = {}
-        for section in LISTS:
+        for section in LIST_SECTIONS:
             after = dict(self._made[section])
             put = []
             for id, row in rows.get(section, {}).items():
@@ -233,7 +233,7 @@ def _replaced(entries: list[Any], rows: Sequence[Any], owners: dict[tuple[str | 
         who = next(((kind, str(value)) for kind, value in named if (kind, str(value)) in left), None)
         if who is not None:
             owners["clients", index] = row = left.pop(who)
-            entries[index] = written(row)
+            entries[index] = policy_entry(row)
     return list(left.values())
 
 

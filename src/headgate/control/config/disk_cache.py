@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import URL, delete, insert
 
-from headgate.control.config.engine import ConfigUnavailable, opened, reading, writing
+from headgate.control.config.engine import ConfigUnavailable, open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
-from headgate.control.config.reading import ConfigChanges, ConfigContents, contents, newest_stamp
+from headgate.control.config.reading import ConfigChanges, ConfigContents, newest_stamp, read_contents
 from headgate.control.config.rows import SECTIONS
 from headgate.control.config.tables import TABLES, VERSIONS
 
@@ -42,9 +42,9 @@ class DiskCache:
         """What is kept; None if there is nothing. ConfigUnavailable, if it cannot be read."""
         if not self._path.exists() or self._path.stat().st_size == 0:
             return None
-        with reading(self._engine(create=False)) as connection:
+        with read_transaction(self._engine(create=False)) as connection:
             stamp = newest_stamp(connection)
-            return contents(connection, stamp) if stamp.version else None
+            return read_contents(connection, stamp) if stamp.version else None
 
     def keep(self, found: ConfigContents | ConfigChanges) -> bool:
         """Bring the copy to this version; False, if it is too old for these changes, and wants the contents."""
@@ -68,7 +68,7 @@ class DiskCache:
         return True
 
     def _keep(self, found: ConfigContents | ConfigChanges) -> bool:
-        with writing(self._engine(create=True)) as connection:
+        with write_transaction(self._engine(create=True)) as connection:
             migrate(connection)
             kept = newest_stamp(connection)
             if kept == found.stamp:
@@ -85,7 +85,7 @@ class DiskCache:
         return True
 
     def _engine(self, *, create: bool) -> Engine:
-        return opened(URL.create("sqlite", database=str(self._path)), create=create, journal="delete")
+        return open_engine(URL.create("sqlite", database=str(self._path)), create=create, journal="delete")
 
 
 def _put(connection: Connection, section: str, found: ConfigContents | ConfigChanges) -> None:

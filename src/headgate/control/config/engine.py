@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
 __all__ = [
-    "CHANNEL",
+    "NOTIFY_CHANNEL",
     "ConfigMissing",
     "ConfigUnavailable",
-    "decision_log_beside",
-    "opened",
-    "reading",
-    "shown",
-    "writing",
+    "default_decision_log_url",
+    "display_url",
+    "open_engine",
+    "read_transaction",
+    "write_transaction",
 ]
 
-CHANNEL: Final = "headgate_config"
+NOTIFY_CHANNEL: Final = "headgate_config"
 """On which PostgreSQL tells of new versions."""
 
 WRITES: Final = "headgate_writes"
 
-PATIENCE: Final = 10.0
+LOCK_TIMEOUT_S: Final = 10.0
 """Seconds to wait for another writer. PostgreSQL itself gives up what takes longer."""
-SILENCE: Final = 4.0
+SILENCE_TIMEOUT_S: Final = 4.0
 """Seconds after which a server that says nothing at all is taken for hung, whatever TCP still hopes for."""
-REST: Final = 2.0
+COOLDOWN_S: Final = 2.0
 """Seconds for which a server that was silent is not asked: nobody else need find out by waiting."""
-ABANDONED: Final = 60.0
+IDLE_TRANSACTION_TIMEOUT_S: Final = 60.0
 """Seconds after which PostgreSQL ends a transaction in which nobody says anything: a client that the network has cut
 off would keep all writers waiting until TCP notices, which may take hours."""
 
@@ -59,7 +59,7 @@ class ConfigMissing(ConfigUnavailable):
     """There is no file at the config store's URL."""
 
 
-def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str = "wal") -> Engine:
+def open_engine(url: str | URL, *, create: bool = True, keep: int = 0, journal: str = "wal") -> Engine:
     """An engine. What it opens is closed after use, so that nothing is left for a forked child; but for up to `keep`
     connections to PostgreSQL, where opening takes longer than most questions.
 
@@ -81,7 +81,7 @@ def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str =
     if not parsed.database or parsed.database == ":memory:":
         raise InvalidConfiguration("a config store in memory would be lost; name a file, like sqlite:///headgate.db")
     file = Path(parsed.database)
-    engine = create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args={"timeout": PATIENCE})
+    engine = create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args={"timeout": LOCK_TIMEOUT_S})
 
     may_create = create
 
@@ -92,12 +92,12 @@ def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str =
             create_file(file)
             may_create = False
         elif not file.exists():
-            raise ConfigMissing(f"config store {shown(engine)}: there is no such file")
+            raise ConfigMissing(f"config store {display_url(engine)}: there is no such file")
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # transactions begin where we say, and not where the driver guesses
-        set_journal_mode(connection, journal, timeout=PATIENCE)
+        set_journal_mode(connection, journal, timeout=LOCK_TIMEOUT_S)
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -109,14 +109,14 @@ def opened(url: str | URL, *, create: bool = True, keep: int = 0, journal: str =
 
 
 @contextmanager
-def reading(engine: Engine) -> Iterator[Connection]:
+def read_transaction(engine: Engine) -> Iterator[Connection]:
     """A connection that sees one state of the database."""
     with _told(engine), engine.connect() as connection:
         yield connection
 
 
 @contextmanager
-def writing(engine: Engine) -> Iterator[Connection]:
+def write_transaction(engine: Engine) -> Iterator[Connection]:
     """A transaction, the only one that writes now; undone if the block fails."""
     with _told(engine), engine.connect().execution_options(**{WRITES: True}) as connection, connection.begin():
         if engine.dialect.name == "postgresql":
@@ -127,7 +127,7 @@ def writing(engine: Engine) -> Iterator[Connection]:
         yield connection
     if _file_of(engine) != file:
         raise ConfigUnavailable(
-            f"config store {shown(engine)}: the file was deleted or replaced during the change, which is lost"
+            f"config store {display_url(engine)}: the file was deleted or replaced during the change, which is lost"
         )
 
 
@@ -136,7 +136,7 @@ def _file_of(engine: Engine) -> FileId | None:
     return file_id(str(engine.url.database)) if engine.dialect.name == "sqlite" else None
 
 
-def decision_log_beside(url: str) -> str | None:
+def default_decision_log_url(url: str) -> str | None:
     """The URL of the decision log that belongs to a config store in SQLite; None for any other database.
 
     >>> decision_log_beside("sqlite:///headgate.db")
@@ -149,14 +149,14 @@ def decision_log_beside(url: str) -> str | None:
     return f"sqlite:///{file.with_name(f'{file.stem}-decisions.db')}"
 
 
-def shown(engine: Engine) -> str:
+def display_url(engine: Engine) -> str:
     """The URL as it may be told: without its password."""
     return engine.url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
 
 
 def _opened_postgresql(url: URL, keep: int) -> Engine:
     patience = {
-        "connect_timeout": str(int(SILENCE)),
+        "connect_timeout": str(int(SILENCE_TIMEOUT_S)),
         # A host that is gone does not say so: without these a listener would wait for hours.
         "keepalives_idle": "10",
         "keepalives_interval": "5",
@@ -165,7 +165,7 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
     }
     pool: dict[str, Any] = {"poolclass": NullPool}
     if keep:
-        pool = {"pool_size": keep, "max_overflow": 10, "pool_pre_ping": True, "pool_timeout": SILENCE}
+        pool = {"pool_size": keep, "max_overflow": 10, "pool_pre_ping": True, "pool_timeout": SILENCE_TIMEOUT_S}
     try:
         engine = create_engine(
             url,
@@ -187,9 +187,9 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
     @event.listens_for(engine, "do_connect")
     def _connect(_: Any, __: Any, arguments: Any, options: Any) -> Any:
         if not rest.is_over():
-            raise ConfigUnavailable(f"config store {shown(engine)}: {SILENT}")
+            raise ConfigUnavailable(f"config store {display_url(engine)}: {SILENT}")
         try:
-            made = connection_class.connect(*arguments, **hosts.found(options, SILENCE))
+            made = connection_class.connect(*arguments, **hosts.found(options, SILENCE_TIMEOUT_S))
         except TimeoutError:
             rest.begin()
             raise driver.OperationalError(UNRESOLVED) from None
@@ -205,7 +205,7 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
         rest.end()
         return made
 
-    bounds = {"statement_timeout": PATIENCE, "idle_in_transaction_session_timeout": ABANDONED}
+    bounds = {"statement_timeout": LOCK_TIMEOUT_S, "idle_in_transaction_session_timeout": IDLE_TRANSACTION_TIMEOUT_S}
     given = str(url.query.get("options", ""))
     set_here = "; ".join(f"SET {name} = '{most:.0f}s'" for name, most in bounds.items() if name not in given)
 
@@ -218,8 +218,8 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
     return engine
 
 
-SILENT: Final = f"the server has said nothing for {SILENCE:.0f} seconds"
-UNRESOLVED: Final = f"nobody has said for {SILENCE:.0f} seconds which address the server's name has"
+SILENT: Final = f"the server has said nothing for {SILENCE_TIMEOUT_S:.0f} seconds"
+UNRESOLVED: Final = f"nobody has said for {SILENCE_TIMEOUT_S:.0f} seconds which address the server's name has"
 
 
 class _Cooldown:
@@ -231,14 +231,14 @@ class _Cooldown:
         self._until: float | None = None
 
     def begin(self) -> None:
-        self._until = time.monotonic() + REST
+        self._until = time.monotonic() + COOLDOWN_S
 
     def is_over(self) -> bool:
         """Whether the caller may ask."""
         now, until = time.monotonic(), self._until
         if until is None or now < until:
             return until is None
-        self._until = now + SILENCE + REST
+        self._until = now + SILENCE_TIMEOUT_S + COOLDOWN_S
         return True
 
     def end(self) -> None:
@@ -249,7 +249,7 @@ def _watched(driver: Any, rest: _Cooldown) -> Any:
     """The driver's connections, of which no wait is longer than a server may be silent."""
 
     class Watched(driver.Connection):  # type: ignore[misc] # the driver is imported by who needs it
-        patience = SILENCE
+        patience = SILENCE_TIMEOUT_S
 
         def wait(self, steps: Any, *arguments: Any, **options: Any) -> Any:
             try:
@@ -286,11 +286,11 @@ def _heard(steps: Any, patience: float) -> Generator[Any, Any, Any]:
 def _patiently(connection: Connection) -> Iterator[None]:
     """While another one may write: nobody says anything then, and that is right."""
     driver: Any = connection.connection.driver_connection
-    driver.patience = PATIENCE + SILENCE
+    driver.patience = LOCK_TIMEOUT_S + SILENCE_TIMEOUT_S
     try:
         yield
     finally:
-        driver.patience = SILENCE
+        driver.patience = SILENCE_TIMEOUT_S
 
 
 @contextmanager
@@ -301,7 +301,7 @@ def _told(engine: Engine) -> Iterator[None]:
         # A number or a letter that it cannot hold. Whoever takes input refuses such, and says which.
         raise InvalidInput("there is a number or a letter in this that the config store cannot keep") from error
     except PoolTimeout as error:
-        raise ConfigUnavailable(f"config store {shown(engine)}: all connections are taken") from error
+        raise ConfigUnavailable(f"config store {display_url(engine)}: all connections are taken") from error
     except DBAPIError as error:
         reason = str(error.orig).strip().partition("\n")[0]
-        raise ConfigUnavailable(f"config store {shown(engine)}: {reason}") from error
+        raise ConfigUnavailable(f"config store {display_url(engine)}: {reason}") from error

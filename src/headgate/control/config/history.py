@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import and_, or_, select
 
-from headgate.control.config.reading import in_force, kept
+from headgate.control.config.reading import in_force, select_rows
 from headgate.control.config.rows import SECTIONS, PolicyDocument, Row
 from headgate.control.config.tables import TABLES, VERSIONS
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-__all__ = ["Difference", "Version", "differences", "versions"]
+__all__ = ["Difference", "Version", "diff_versions", "list_versions"]
 
 
 class Version(NamedTuple):
@@ -56,7 +56,7 @@ class Difference(NamedTuple):
         return list(unified_diff(before, after, lineterm="", n=2))[2:]
 
 
-def versions(connection: Connection, *, before: int | None, most: int) -> list[Version]:
+def list_versions(connection: Connection, *, before: int | None, most: int) -> list[Version]:
     """The newest first."""
     query = select(VERSIONS).order_by(VERSIONS.c.version.desc()).limit(most)
     if before is not None:
@@ -64,7 +64,7 @@ def versions(connection: Connection, *, before: int | None, most: int) -> list[V
     return [Version(*row) for row in connection.execute(query)]
 
 
-def differences(connection: Connection, one: int, other: int) -> list[Difference]:
+def diff_versions(connection: Connection, one: int, other: int) -> list[Difference]:
     """What is different at the second version from the first, which may be the later one."""
     first, last = sorted((one, other))
     found: list[Difference] = []
@@ -76,7 +76,7 @@ def differences(connection: Connection, one: int, other: int) -> list[Difference
             and_(table.c.since > first, table.c.since <= last), and_(ends.is_not(None), ends > first, ends <= last)
         )
         before, after = (
-            {each.id: each.row for each in kept(connection, section, touched, in_force(section, version))}
+            {each.id: each.row for each in select_rows(connection, section, touched, in_force(section, version))}
             for version in (one, other)
         )
         rows = [Difference(section, id, before.get(id), after.get(id)) for id in sorted({*before, *after})]

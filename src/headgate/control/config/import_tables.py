@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import column, inspect, select, table
 
-from headgate.control.config.engine import opened, reading, shown
-from headgate.control.config.rows import OverrideRow, PolicyDocument, RouteCost, TierNumbers, microseconds
+from headgate.control.config.engine import display_url, open_engine, read_transaction
+from headgate.control.config.rows import OverrideRow, PolicyDocument, RouteCost, TierLimit, microseconds
 from headgate.errors import InvalidConfiguration, InvalidInput
 from headgate.policy import scalars
 
@@ -47,7 +47,7 @@ class ImportedTables(NamedTuple):
     """What the three tables say, as rows of the config store, and the document that the rows belong to."""
 
     document: PolicyDocument
-    tiers: tuple[TierNumbers, ...]
+    tiers: tuple[TierLimit, ...]
     routes: tuple[RouteCost, ...]
     overrides: tuple[OverrideRow, ...]
     unused: tuple[OverrideRow, ...]
@@ -62,11 +62,11 @@ def read_tables(
     `fingerprint` makes keyed hashes of the API keys, which are kept nowhere else. Clients of whom no tier is known are
     in `default_tier`: that of the fewest per second, if not given.
     """
-    engine = opened(url, create=False)
-    with reading(engine) as connection:
+    engine = open_engine(url, create=False)
+    with read_transaction(engine) as connection:
         missing = {each.name for each in (TIERS, OVERRIDES, ROUTES)} - set(inspect(connection).get_table_names())
         if missing:
-            raise InvalidConfiguration(f"{shown(engine)} has no table {', '.join(sorted(missing))}")
+            raise InvalidConfiguration(f"{display_url(engine)} has no table {', '.join(sorted(missing))}")
         routes = _routes(connection)
         numbers = _numbers(connection)
         found = _overrides(connection, fingerprint, author)
@@ -75,7 +75,7 @@ def read_tables(
     if unused:
         names = sorted({str(override.route_class) for override in unused})
         logger.warning("%d overrides are on classes that no route has: %s", len(unused), ", ".join(names))
-    tiers = [TierNumbers(name, str(each), *rate) for each in classes for name, rate in numbers.items()]
+    tiers = [TierLimit(name, str(each), *rate) for each in classes for name, rate in numbers.items()]
     slowest = min(numbers, key=lambda name: numbers[name][0] / numbers[name][1], default=None)
     is_window = all(burst is None for _, _, burst in numbers.values())
     document = {

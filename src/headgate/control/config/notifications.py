@@ -11,7 +11,7 @@ from urllib.parse import quote
 from sqlalchemy.exc import DBAPIError
 
 from headgate._fork import at_work
-from headgate.control.config.engine import CHANNEL, ConfigUnavailable
+from headgate.control.config.engine import NOTIFY_CHANNEL, ConfigUnavailable
 from headgate.control.config.reading import newest_stamp
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from headgate.control.config.reading import VersionStamp
 
-__all__ = ["RETRY", "ChangeNotifications", "news_of"]
+__all__ = ["RETRY_INTERVAL_S", "ChangeNotifications", "open_notifications"]
 
 LOOK_EVERY: Final = 0.2
 """Seconds between looks at a file's counter of changes, which cost microseconds."""
@@ -29,7 +29,7 @@ LOOK_EVERY: Final = 0.2
 SLICE: Final = 0.5
 """Seconds after which a waiting thread sees whether it is still wanted."""
 
-RETRY: Final = 1.0
+RETRY_INTERVAL_S: Final = 1.0
 """Seconds before a store is asked again that could not be."""
 
 ASK_EVERY: Final = 5.0
@@ -47,7 +47,7 @@ class ChangeNotifications(Protocol):
     def close(self) -> None: ...
 
 
-def news_of(engine: Engine) -> ChangeNotifications:
+def open_notifications(engine: Engine) -> ChangeNotifications:
     return _PostgresListen(engine) if engine.dialect.name == "postgresql" else _SqlitePoll(engine)
 
 
@@ -64,7 +64,7 @@ class _PostgresListen:
         if self._connection is None:
             # What came between the last look and now has been told to nobody: who has just begun to listen looks again.
             if not self._listen():
-                wanted(min(seconds, RETRY))
+                wanted(min(seconds, RETRY_INTERVAL_S))
             return
         began = asked = time.monotonic()
         driver: Any = self._connection.connection.driver_connection
@@ -89,7 +89,7 @@ class _PostgresListen:
     def _listen(self) -> bool:
         try:
             self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-            self._connection.exec_driver_sql(f"LISTEN {CHANNEL}")
+            self._connection.exec_driver_sql(f"LISTEN {NOTIFY_CHANNEL}")
             self._newest = self._ask(self._connection)
         except (DBAPIError, ConfigUnavailable):
             self.close()
@@ -116,7 +116,7 @@ class _SqlitePoll:
         try:
             if self._connection is None:
                 with at_work():
-                    self._connection = sqlite3.connect(self._url, uri=True, timeout=RETRY)
+                    self._connection = sqlite3.connect(self._url, uri=True, timeout=RETRY_INTERVAL_S)
                 self._counted = self._count()
                 return  # what came before is counted nowhere: look again
             while time.monotonic() < end and wanted(LOOK_EVERY):
@@ -126,7 +126,7 @@ class _SqlitePoll:
                 nothing()
         except (sqlite3.Error, OSError):
             self.close()
-            wanted(min(seconds, RETRY))
+            wanted(min(seconds, RETRY_INTERVAL_S))
         else:
             self.close()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from sqlalchemy import Select, and_, collate, exists, func, literal, or_, select, tuple_, union
 
 from headgate.control.config.reading import in_force
-from headgate.control.config.rows import FRAME, LISTS, SECTIONS, BlockRow, Kept, OverrideRow
+from headgate.control.config.rows import BASE_SECTIONS, LIST_SECTIONS, SECTIONS, BlockRow, OverrideRow, StoredRow
 from headgate.control.config.tables import TABLES, VERSIONS
 
 if TYPE_CHECKING:
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Table
 
 __all__ = [
-    "Listed",
-    "NamedClient",
-    "PageMark",
-    "assigned_counts",
-    "frame_mark",
+    "BaseStamp",
+    "ClientEntry",
+    "LabelledRow",
+    "base_stamp",
+    "count_assignments",
+    "count_overrides",
+    "find_by_label",
+    "find_row",
+    "label_sort_key",
+    "labelled_clients",
     "labels_of",
-    "listed",
-    "name_key",
-    "named",
-    "nameless",
-    "override_counts",
-    "row",
-    "rows_of",
-    "samples",
+    "list_rows",
+    "rows_of_clients",
+    "sample_rows",
+    "unlabelled_clients",
     "version_at",
-    "who_is_called",
 ]
 
 _SMALL: Final = str.maketrans(ascii_uppercase, ascii_lowercase)
@@ -41,14 +41,14 @@ AT_ONCE: Final = 400
 """Values in one question: SQLite takes 999 in its older versions."""
 
 
-class PageMark(NamedTuple):
+class BaseStamp(NamedTuple):
     """What tells one frame from another: as long as it is the same, so are document, tiers and routes."""
 
     changes: tuple[int, ...]
     at_us: int
 
 
-class Listed(NamedTuple):
+class LabelledRow(NamedTuple):
     """A row, and what its client is called."""
 
     id: int
@@ -57,7 +57,7 @@ class Listed(NamedTuple):
     label: str | None
 
 
-class NamedClient(NamedTuple):
+class ClientEntry(NamedTuple):
     """A client of whom a row says something."""
 
     kind: str
@@ -66,28 +66,28 @@ class NamedClient(NamedTuple):
     tier: str | None
 
 
-def frame_mark(connection: Connection) -> PageMark:
+def base_stamp(connection: Connection) -> BaseStamp:
     """Found by the indices alone."""
     ends = [
         select(func.max(column)).where(column.is_not(None)).scalar_subquery()
-        for section in FRAME
+        for section in BASE_SECTIONS
         for column in (TABLES[section].c.since, TABLES[section].c.until_version)
     ]
     found = connection.execute(select(*ends)).one()
     changes = tuple(int(each or 0) for each in found)
     at_us = connection.scalar(select(VERSIONS.c.at_us).where(VERSIONS.c.version == max(changes)))
-    return PageMark(changes, int(at_us or 0))
+    return BaseStamp(changes, int(at_us or 0))
 
 
-def rows_of(
+def rows_of_clients(
     connection: Connection,
     identities: Mapping[str, Collection[str]],
-    sections: Iterable[str] = LISTS,
+    sections: Iterable[str] = LIST_SECTIONS,
     *,
     version: int | None = None,
-) -> dict[str, list[Kept[Any]]]:
+) -> dict[str, list[StoredRow[Any]]]:
     """The rows of whoever has one of these identities, given by kind: those of a version, or the current ones."""
-    found: dict[str, list[Kept[Any]]] = {}
+    found: dict[str, list[StoredRow[Any]]] = {}
     for section in sections:
         table = TABLES[section]
         rows = [
@@ -100,13 +100,13 @@ def rows_of(
     return found
 
 
-def row(connection: Connection, section: str, id: int) -> Listed | None:
+def find_row(connection: Connection, section: str, id: int) -> LabelledRow | None:
     """The row with an id, if it holds now."""
     found = _listed(connection, _with_label(section).where(TABLES[section].c.id == id), section)
     return found[0] if found else None
 
 
-def listed(
+def list_rows(
     connection: Connection,
     section: str,
     *,
@@ -117,7 +117,7 @@ def listed(
     state: str = "all",
     before: int | None = None,
     who: tuple[str, str] | None = None,
-) -> list[Listed]:
+) -> list[LabelledRow]:
     """Overrides or blocks, the newest first. `hashed` is what the text that is searched for would be as an API key."""
     table = TABLES[section]
     query = _with_label(section)
@@ -135,19 +135,19 @@ def listed(
     return _listed(connection, query.order_by(table.c.id.desc()).limit(most), section)
 
 
-def name_key(label: str, kind: str, value: str) -> tuple[str, str, str]:
+def label_sort_key(label: str, kind: str, value: str) -> tuple[str, str, str]:
     """Where a client with a name stands among the others; the same in Python and in every database."""
     return label.translate(_SMALL), kind, value
 
 
-def named(
+def labelled_clients(
     connection: Connection,
     *,
     search: str = "",
     hashed: str | None = None,
     after: tuple[str, str, str] | None,
     most: int,
-) -> list[NamedClient]:
+) -> list[ClientEntry]:
     """The clients to whom a row gives a name, by their names: in the order of `name_key`."""
     clients = TABLES["clients"]
 
@@ -162,16 +162,16 @@ def named(
         query = query.where(key[0] >= after[0], tuple_(*key) > tuple_(*[literal(each) for each in after]))
     if search:
         query = query.where(_found(connection, clients, ("value", "label"), search, hashed))
-    return [NamedClient(*each) for each in connection.execute(query.order_by(*key).limit(most))]
+    return [ClientEntry(*each) for each in connection.execute(query.order_by(*key).limit(most))]
 
 
-def nameless(
+def unlabelled_clients(
     connection: Connection, *, search: str = "", hashed: str | None = None, after: tuple[str, str] | None, most: int
-) -> list[NamedClient]:
+) -> list[ClientEntry]:
     """Everybody else of whom a row says something, in the database's own order of kinds and values."""
     clients = TABLES["clients"]
     parts = []
-    for section in LISTS:
+    for section in LIST_SECTIONS:
         table = TABLES[section]
         called = clients.alias()
         has_name = exists().where(_same_client(table, called), called.c.label.is_not(None))
@@ -189,7 +189,7 @@ def nameless(
         .order_by(everybody.c.kind, everybody.c.value)
         .limit(most)
     )
-    return [NamedClient(*each) for each in connection.execute(query_all)]
+    return [ClientEntry(*each) for each in connection.execute(query_all)]
 
 
 def labels_of(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -197,11 +197,11 @@ def labels_of(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tu
     by_kind: dict[str, list[str]] = {}
     for kind, value in who:
         by_kind.setdefault(kind, []).append(value)
-    found = rows_of(connection, by_kind, ["clients"])["clients"]
+    found = rows_of_clients(connection, by_kind, ["clients"])["clients"]
     return {(each.row.kind, each.row.value): each.row.label for each in found if each.row.label}
 
 
-def who_is_called(connection: Connection, label: str) -> list[tuple[str, str]]:
+def find_by_label(connection: Connection, label: str) -> list[tuple[str, str]]:
     """The clients with a label, however it is spelled, as far as the database can tell."""
     table = TABLES["clients"]
     query = (
@@ -217,7 +217,7 @@ def who_is_called(connection: Connection, label: str) -> list[tuple[str, str]]:
     return [(kind, value) for kind, value in connection.execute(query)]
 
 
-def override_counts(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def count_overrides(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
     """How many overrides these clients have."""
     table = TABLES["overrides"]
     by_kind: dict[str, list[str]] = {}
@@ -234,7 +234,7 @@ def override_counts(connection: Connection, who: Iterable[tuple[str, str]]) -> d
     return found
 
 
-def assigned_counts(connection: Connection) -> dict[str, int]:
+def count_assignments(connection: Connection) -> dict[str, int]:
     """How many clients rows put into each tier."""
     table = TABLES["clients"]
     query = (
@@ -245,7 +245,7 @@ def assigned_counts(connection: Connection) -> dict[str, int]:
     return {str(tier): count for tier, count in connection.execute(query)}
 
 
-def samples(connection: Connection) -> dict[str, list[Any]]:
+def sample_rows(connection: Connection) -> dict[str, list[Any]]:
     """One row of each sort: whether a document fits all rows is seen by these."""
     found: dict[str, list[Any]] = {"blocked": []}
     for section, alike in (
@@ -273,12 +273,14 @@ def version_at(connection: Connection, at_us: int) -> int:
 
 def _kept(
     connection: Connection, section: str, *where: ColumnElement[bool], version: int | None = None
-) -> list[Kept[Any]]:
+) -> list[StoredRow[Any]]:
     table, kind = TABLES[section], SECTIONS[section]
     columns = [table.c[name] for name in kind._fields]
     is_held = table.c.until_version.is_(None) if version is None else in_force(section, version)
     query = select(table.c.id, table.c.since, *columns).where(is_held, *where)
-    return [Kept(id, since, kind(*fields)) for id, since, *fields in connection.execute(query.order_by(table.c.id))]
+    return [
+        StoredRow(id, since, kind(*fields)) for id, since, *fields in connection.execute(query.order_by(table.c.id))
+    ]
 
 
 def _with_label(section: str) -> Select[Any]:
@@ -291,9 +293,9 @@ def _with_label(section: str) -> Select[Any]:
     )
 
 
-def _listed(connection: Connection, query: Select[Any], section: str) -> list[Listed]:
+def _listed(connection: Connection, query: Select[Any], section: str) -> list[LabelledRow]:
     kind: Any = OverrideRow if section == "overrides" else BlockRow
-    return [Listed(id, since, kind(*fields), label) for id, since, label, *fields in connection.execute(query)]
+    return [LabelledRow(id, since, kind(*fields), label) for id, since, label, *fields in connection.execute(query)]
 
 
 def _same_client(one: Any, clients: Any) -> ColumnElement[bool]:

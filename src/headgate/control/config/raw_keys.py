@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from headgate.control.config.rows import PolicyDocument
 
-__all__ = ["hash_keys", "refuse_keys"]
+__all__ = ["hash_raw_keys", "reject_raw_keys"]
 
 FINGERPRINT: Final = "hmac:"
 SECTIONS: Final = ("clients", "overrides", "blocked")
@@ -56,7 +56,7 @@ class _Raw(NamedTuple):
         return f"{self.section}[{self.position}]"
 
 
-def refuse_keys(document: PolicyDocument, fingerprint: Callable[[str], str] | None) -> None:
+def reject_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str] | None) -> None:
     """InvalidPolicy, if there are any; it says what to write, where there is a `fingerprint` to tell it."""
     told = [
         _told(document, raw, f"; write {ASK_FOR_IT if fingerprint is None else fingerprint(raw.key)}")
@@ -66,7 +66,7 @@ def refuse_keys(document: PolicyDocument, fingerprint: Callable[[str], str] | No
         raise InvalidPolicy(told)
 
 
-def hash_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -> PolicyDocument:
+def hash_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -> PolicyDocument:
     """The document with the fingerprint in place of each key; all else in it is as it was, down to the last blank."""
     value = _value(document)
     raws = list(_raw_keys(value))
@@ -85,7 +85,7 @@ def hash_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -> Po
         value[raw.section][raw.position]["api_key"] = hashed
     made = document._replace(text="".join([*pieces, document.text[ends:]]))
     if not _says(made, value):  # whatever the reason: a document that says something else is never stored
-        refuse_keys(document, fingerprint)
+        reject_raw_keys(document, fingerprint)
     _refuse_remains(made, raws)
     return made
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from sqlalchemy import ColumnElement, and_, or_, select
 
 from headgate.control.config.compose import PolicyTemplate
-from headgate.control.config.rows import FRAME, LISTS, SECTIONS, Kept, PolicyDocument, Row
+from headgate.control.config.rows import BASE_SECTIONS, LIST_SECTIONS, SECTIONS, PolicyDocument, Row, StoredRow
 from headgate.control.config.tables import TABLES, VERSIONS
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ __all__ = [
     "ConfigChanges",
     "ConfigContents",
     "VersionStamp",
-    "changes",
-    "contents",
-    "current",
     "in_force",
-    "kept",
     "newest_stamp",
     "newest_version",
+    "read_changes",
+    "read_contents",
+    "rows_at",
+    "select_rows",
 ]
 
 AT_ONCE: Final = 500
@@ -53,7 +53,7 @@ class ConfigContents(NamedTuple):
 
     @property
     def lists(self) -> dict[str, list[Row]]:
-        return {section: list(self.rows[section].values()) for section in LISTS}
+        return {section: list(self.rows[section].values()) for section in LIST_SECTIONS}
 
 
 class ConfigChanges(NamedTuple):
@@ -66,7 +66,7 @@ class ConfigChanges(NamedTuple):
 
     @property
     def touch_frame(self) -> bool:
-        return any(self.rows[section] for section in FRAME)
+        return any(self.rows[section] for section in BASE_SECTIONS)
 
 
 def newest_version(connection: Connection) -> int:
@@ -79,13 +79,13 @@ def newest_stamp(connection: Connection) -> VersionStamp:
     return VersionStamp(*next(iter(connection.execute(query)), (0, 0)))
 
 
-def contents(connection: Connection, stamp: VersionStamp) -> ConfigContents:
+def read_contents(connection: Connection, stamp: VersionStamp) -> ConfigContents:
     """All rows that hold at a version. Whatever is written meanwhile, they are those of that version."""
-    sections = {section: current(connection, section, stamp.version) for section in SECTIONS}
+    sections = {section: rows_at(connection, section, stamp.version) for section in SECTIONS}
     return ConfigContents(stamp, {section: {each.id: each.row for each in rows} for section, rows in sections.items()})
 
 
-def changes(connection: Connection, since: VersionStamp, stamp: VersionStamp) -> ConfigChanges | None:
+def read_changes(connection: Connection, since: VersionStamp, stamp: VersionStamp) -> ConfigChanges | None:
     """What the versions after `since`, up to and with `stamp`, have changed; None if that one is not of their past."""
     is_past = VERSIONS.c.version == since.version, VERSIONS.c.at_us == since.at_us
     if since.version > stamp.version or connection.scalar(select(VERSIONS.c.version).where(*is_past)) is None:
@@ -95,23 +95,25 @@ def changes(connection: Connection, since: VersionStamp, stamp: VersionStamp) ->
         table = TABLES[section]
         ends = table.c.until_version
         ended = select(table.c.id).where(ends > since.version, ends <= stamp.version)
-        made = kept(connection, section, and_(table.c.since > since.version, in_force(section, stamp.version)))
+        made = select_rows(connection, section, and_(table.c.since > since.version, in_force(section, stamp.version)))
         found[section] = {id: None for (id,) in connection.execute(ended)} | {each.id: each.row for each in made}
     return ConfigChanges(since, stamp, found)
 
 
-def current(connection: Connection, section: str, version: int, *where: ColumnElement[bool]) -> Iterator[Kept[Any]]:
-    return kept(connection, section, in_force(section, version), *where)
+def rows_at(
+    connection: Connection, section: str, version: int, *where: ColumnElement[bool]
+) -> Iterator[StoredRow[Any]]:
+    return select_rows(connection, section, in_force(section, version), *where)
 
 
-def kept(connection: Connection, section: str, *where: ColumnElement[bool]) -> Iterator[Kept[Any]]:
+def select_rows(connection: Connection, section: str, *where: ColumnElement[bool]) -> Iterator[StoredRow[Any]]:
     """The rows of a section for which all of this is true, in the order of their ids."""
     table, kind = TABLES[section], SECTIONS[section]
     columns = [table.c[name] for name in kind._fields]
     query = select(table.c.id, table.c.since, *columns).where(*where).order_by(table.c.id)
     found: Iterable[Any] = connection.execute(query.execution_options(yield_per=AT_ONCE))
     for id, since, *fields in found:
-        yield Kept(id, since, kind(*fields))
+        yield StoredRow(id, since, kind(*fields))
 
 
 def in_force(section: str, version: int) -> ColumnElement[bool]:

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from headgate._limit_syntax import Phrase
 
 __all__ = [
-    "FRAME",
-    "KEYS",
-    "LISTS",
+    "BASE_SECTIONS",
+    "LIST_SECTIONS",
     "SECTIONS",
+    "UNIQUE_KEYS",
     "Assignment",
     "BlockRow",
-    "Kept",
     "OverrideRow",
     "PolicyDocument",
     "RouteCost",
     "Row",
-    "TierNumbers",
-    "bucket",
+    "StoredRow",
+    "TierLimit",
+    "bucket_columns",
+    "format_bucket",
     "microseconds",
-    "numbers",
-    "written",
+    "policy_entry",
 ]
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -48,7 +48,7 @@ class PolicyDocument(NamedTuple):
         return f"policy document {self.name}"
 
 
-class TierNumbers(NamedTuple):
+class TierLimit(NamedTuple):
     """The numbers of one limit for the clients of a tier."""
 
     tier: str
@@ -60,7 +60,7 @@ class TierNumbers(NamedTuple):
     algorithm: str | None = None
 
     def __str__(self) -> str:
-        return f"tier {self.tier}, limit {self.limit_name}: {bucket(self)}"
+        return f"tier {self.tier}, limit {self.limit_name}: {format_bucket(self)}"
 
 
 class RouteCost(NamedTuple):
@@ -111,7 +111,7 @@ class OverrideRow(NamedTuple):
             for word, name in (("on limit", self.limit_name), ("on class", self.route_class))
             if name is not None
         )
-        return f"override of {self.kind} {self.value}{place}: {bucket(self)}{_ends(self)}"
+        return f"override of {self.kind} {self.value}{place}: {format_bucket(self)}{_ends(self)}"
 
 
 class BlockRow(NamedTuple):
@@ -128,11 +128,11 @@ class BlockRow(NamedTuple):
         return f"block of {self.kind} {self.value}{_ends(self)}"
 
 
-Row: TypeAlias = PolicyDocument | TierNumbers | RouteCost | Assignment | OverrideRow | BlockRow
+Row: TypeAlias = PolicyDocument | TierLimit | RouteCost | Assignment | OverrideRow | BlockRow
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
-class Kept(NamedTuple, Generic[AnyRow]):
+class StoredRow(NamedTuple, Generic[AnyRow]):
     """A row, the name that it goes by through all of its changes, and the version that it is from."""
 
     id: int
@@ -140,15 +140,15 @@ class Kept(NamedTuple, Generic[AnyRow]):
     row: AnyRow
 
 
-FRAME: Final[Mapping[str, type[Any]]] = {"documents": PolicyDocument, "tiers": TierNumbers, "routes": RouteCost}
+BASE_SECTIONS: Final[Mapping[str, type[Any]]] = {"documents": PolicyDocument, "tiers": TierLimit, "routes": RouteCost}
 """What everything else is read against; there is little of it."""
 
-LISTS: Final[Mapping[str, type[Any]]] = {"clients": Assignment, "overrides": OverrideRow, "blocked": BlockRow}
+LIST_SECTIONS: Final[Mapping[str, type[Any]]] = {"clients": Assignment, "overrides": OverrideRow, "blocked": BlockRow}
 """The lists of a policy, of which each may hold a hundred thousand rows that don't depend on each other."""
 
-SECTIONS: Final[Mapping[str, type[Any]]] = {**FRAME, **LISTS}
+SECTIONS: Final[Mapping[str, type[Any]]] = {**BASE_SECTIONS, **LIST_SECTIONS}
 
-KEYS: Final[Mapping[str, tuple[str, ...] | None]] = {
+UNIQUE_KEYS: Final[Mapping[str, tuple[str, ...] | None]] = {
     "documents": (),
     "tiers": ("tier", "limit_name"),
     "routes": ("path",),
@@ -159,7 +159,7 @@ KEYS: Final[Mapping[str, tuple[str, ...] | None]] = {
 """What there is one row of: one document, one of each of these, or None for any number of them."""
 
 
-def numbers(phrase: Phrase) -> dict[str, Any]:
+def bucket_columns(phrase: Phrase) -> dict[str, Any]:
     """The text of a limit as columns."""
     period_us = microseconds(EPOCH + phrase.period)
     return {"quota": phrase.quota, "period_us": period_us, "burst": phrase.burst, "algorithm": phrase.algorithm}
@@ -170,24 +170,29 @@ def microseconds(instant: datetime) -> int:
     return (instant - EPOCH) // timedelta(microseconds=1)
 
 
-def written(row: Row) -> dict[str, Any]:
+def policy_entry(row: Row) -> dict[str, Any]:
     """A row as it would stand in a policy."""
     match row:
         case Assignment(kind, value, tier, label):
             return {kind: value} | _given({"tier": tier, "label": label})
         case OverrideRow():
-            given = {"limit": row.limit_name, "class": row.route_class, "bucket": bucket(row), "reason": row.reason}
+            given = {
+                "limit": row.limit_name,
+                "class": row.route_class,
+                "bucket": format_bucket(row),
+                "reason": row.reason,
+            }
             return {row.kind: row.value} | _given(given) | _validity(row)
         case BlockRow():
             return {row.kind: row.value} | _given({"reason": row.reason}) | _validity(row)
         case RouteCost(path, cost, route_class):
             return {"path": path, "cost": cost} | _given({"class": route_class})
-        case TierNumbers():
-            return {"tiers": {row.tier: {"limits": {row.limit_name: bucket(row)}}}}
+        case TierLimit():
+            return {"tiers": {row.tier: {"limits": {row.limit_name: format_bucket(row)}}}}
     raise TypeError(f"a {type(row).__name__} is a whole policy, and no entry of one")
 
 
-def bucket(row: TierNumbers | OverrideRow) -> str:
+def format_bucket(row: TierLimit | OverrideRow) -> str:
     """The numbers of a row in the words of policies."""
     return _phrase(row.quota, row.period_us, row.burst, row.algorithm)
 

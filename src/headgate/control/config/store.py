@@ -13,10 +13,10 @@ from headgate._fork import reinit_after_fork
 from headgate._limit_syntax import parse
 from headgate.clock import SystemClock
 from headgate.control.config import import_tables, raw_keys
-from headgate.control.config.engine import opened, reading, shown, writing
-from headgate.control.config.history import differences, versions
+from headgate.control.config.engine import display_url, open_engine, read_transaction, write_transaction
+from headgate.control.config.history import diff_versions, list_versions
 from headgate.control.config.migrations import migrate
-from headgate.control.config.reading import VersionStamp, contents, current, newest_version
+from headgate.control.config.reading import VersionStamp, newest_version, read_contents, rows_at
 from headgate.control.config.rows import (
     SECTIONS,
     Assignment,
@@ -24,9 +24,9 @@ from headgate.control.config.rows import (
     OverrideRow,
     PolicyDocument,
     RouteCost,
-    TierNumbers,
+    TierLimit,
+    bucket_columns,
     microseconds,
-    numbers,
 )
 from headgate.control.config.tables import TABLES
 from headgate.control.config.writing import Put, Remove, write
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from headgate.clock import Clock
     from headgate.control.config.history import Difference, Version
     from headgate.control.config.import_tables import ImportedTables
-    from headgate.control.config.rows import Kept
+    from headgate.control.config.rows import StoredRow
     from headgate.control.config.writing import Change
     from headgate.policy.model import Policy
 
@@ -65,14 +65,14 @@ class ConfigStore:
     def __init__(self, url: str, *, secret: str | bytes | None = None, clock: Clock | None = None) -> None:
         """Opens the database, and makes or upgrades its tables. `secret` is what API keys are hashed with: that of the
         gates, or HEADGATE_SECRET."""
-        self.engine = self._engine = opened(url, keep=2)
+        self.engine = self._engine = open_engine(url, keep=2)
         weakref.finalize(self, self._engine.dispose)
         self._clock = clock or SystemClock()
-        self._judged_by: int | None = None
+        self._expected_version: int | None = None
         given = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._secret = given.encode() if isinstance(given, str) else given
         self._keys = None if self._secret is None else ApiKeyHasher(self._secret)
-        with writing(self._engine) as connection:
+        with write_transaction(self._engine) as connection:
             migrate(connection)
         reinit_after_fork(self)
 
@@ -85,21 +85,21 @@ class ConfigStore:
         self._engine.dispose(close=False)
 
     def __repr__(self) -> str:
-        return f"ConfigStore({shown(self._engine)!r})"
+        return f"ConfigStore({display_url(self._engine)!r})"
 
     # ------------------------------------------------------------------ what holds
 
     @property
     def version(self) -> int:
         """The newest; 0 while nothing was written."""
-        with reading(self._engine) as connection:
+        with read_transaction(self._engine) as connection:
             return newest_version(connection)
 
     def policy(self, version: int | None = None) -> Policy:
         """The document with all that the tables add to it, now or at a version."""
-        with reading(self._engine) as connection:
+        with read_transaction(self._engine) as connection:
             at = self._existing(version, newest_version(connection))
-            found = contents(connection, VersionStamp(at, 0))
+            found = read_contents(connection, VersionStamp(at, 0))
         return found.frame.read(found.lists)
 
     def document(self, version: int | None = None) -> PolicyDocument | None:
@@ -107,34 +107,36 @@ class ConfigStore:
         found = self._rows("documents", version)
         return found[0].row if found else None
 
-    def tiers(self, version: int | None = None) -> list[Kept[TierNumbers]]:
+    def tiers(self, version: int | None = None) -> list[StoredRow[TierLimit]]:
         return self._rows("tiers", version)
 
-    def routes(self, version: int | None = None) -> list[Kept[RouteCost]]:
+    def routes(self, version: int | None = None) -> list[StoredRow[RouteCost]]:
         return self._rows("routes", version)
 
-    def clients(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[Kept[Assignment]]:
+    def clients(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[StoredRow[Assignment]]:
         return self._rows("clients", version, who)
 
-    def overrides(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[Kept[OverrideRow]]:
+    def overrides(
+        self, version: int | None = None, *, who: tuple[str, str] | None = None
+    ) -> list[StoredRow[OverrideRow]]:
         """All, or those of one client: overrides(who=("tenant", "acme"))."""
         return self._rows("overrides", version, who)
 
-    def blocks(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[Kept[BlockRow]]:
+    def blocks(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[StoredRow[BlockRow]]:
         return self._rows("blocked", version, who)
 
     # ------------------------------------------------------------------ what was
 
     def history(self, *, before: int | None = None, most: int = 100) -> list[Version]:
         """The versions, the newest first; `before` one of them, to page on."""
-        with reading(self._engine) as connection:
-            return versions(connection, before=before, most=most)
+        with read_transaction(self._engine) as connection:
+            return list_versions(connection, before=before, most=most)
 
     def diff(self, one: int, other: int) -> list[Difference]:
         """What is different at the second version from the first."""
-        with reading(self._engine) as connection:
+        with read_transaction(self._engine) as connection:
             newest = newest_version(connection)
-            return differences(connection, self._existing(one, newest), self._existing(other, newest))
+            return diff_versions(connection, self._existing(one, newest), self._existing(other, newest))
 
     def rollback(
         self,
@@ -149,16 +151,18 @@ class ConfigStore:
         unknown = set(sections or ()) - set(SECTIONS)
         if unknown:
             raise InvalidInput(f"there are no {', '.join(sorted(unknown))}; known are {', '.join(SECTIONS)}")
-        with writing(self._engine) as connection:
+        with write_transaction(self._engine) as connection:
             newest = newest_version(connection)
             self._existing(version, newest)
             back: list[Change] = [
                 Remove(each.section, each.id) if each.after is None else Put(each.section, each.after, each.id)
-                for each in differences(connection, newest, version)
+                for each in diff_versions(connection, newest, version)
                 if sections is None or each.section in sections
             ]
             signed = self._signed(author, reason)
-            return write(connection, back, **signed, based_on=based_on, restores=version, judged_by=self._judged_by)
+            return write(
+                connection, back, **signed, based_on=based_on, restores=version, expected_version=self._expected_version
+            )
 
     # ------------------------------------------------------------------ changes
 
@@ -176,15 +180,15 @@ class ConfigStore:
         their fingerprints; with `hash_keys`, each key in it is replaced by its fingerprint first."""
         document = PolicyDocument(text, _format(file), scalars.label(file))
         if hash_keys:
-            document = raw_keys.hash_keys(document, self._fingerprint)
-        raw_keys.refuse_keys(document, None if self._keys is None else self._fingerprint)
+            document = raw_keys.hash_raw_keys(document, self._fingerprint)
+        raw_keys.reject_raw_keys(document, None if self._keys is None else self._fingerprint)
         return self.write([Put("documents", document)], author=author, reason=reason, based_on=based_on)
 
     def set_tier(
         self, tier: str, limit: str, bucket: str, *, author: str, reason: str, based_on: int | None = None
     ) -> Version | None:
         """Give the clients of a tier these numbers on a limit: set_tier("pro", "search", "1000/minute", ...)."""
-        row = TierNumbers(scalars.name(tier), scalars.name(limit), **numbers(parse(bucket)))
+        row = TierLimit(scalars.name(tier), scalars.name(limit), **bucket_columns(parse(bucket)))
         return self.write([Put("tiers", row)], author=author, reason=reason, based_on=based_on)
 
     def remove_tier(
@@ -225,7 +229,7 @@ class ConfigStore:
         based_on: int | None = None,
     ) -> Version | None:
         """Put a client into a tier: assign(("tenant", "acme"), "pro", ...)."""
-        row = Assignment(*self.known(who), tier and scalars.name(tier), label and scalars.label(label))
+        row = Assignment(*self.normalize_client(who), tier and scalars.name(tier), label and scalars.label(label))
         return self.write([Put("clients", row)], author=author, reason=reason, based_on=based_on)
 
     def unassign(
@@ -253,10 +257,10 @@ class ConfigStore:
         In addition to those that it has; or in place of the one with this `id`.
         """
         row = OverrideRow(
-            *self.known(who),
+            *self.normalize_client(who),
             limit and scalars.name(limit),
             route_class and scalars.name(route_class),
-            **numbers(parse(bucket)),
+            **bucket_columns(parse(bucket)),
             valid_from_us=_us(valid_from),
             valid_until_us=_us(valid_until),
             reason=reason,
@@ -278,7 +282,7 @@ class ConfigStore:
         based_on: int | None = None,
     ) -> Version | None:
         """Keep somebody out, as part of the policy. To keep somebody out within milliseconds, tell a gate, too."""
-        row = BlockRow(*self.known(who), _us(valid_from), _us(valid_until), reason, author)
+        row = BlockRow(*self.normalize_client(who), _us(valid_from), _us(valid_until), reason, author)
         return self.write([Put("blocked", row)], author=author, reason=reason, based_on=based_on)
 
     def unblock(self, who: tuple[str, str], *, author: str, reason: str, based_on: int | None = None) -> Version | None:
@@ -307,20 +311,20 @@ class ConfigStore:
     ) -> Version | None:
         """Make several changes as one version: all of them, or none. Rows are taken as they are."""
         signed = self._signed(author, reason)
-        with writing(self._engine) as connection:
+        with write_transaction(self._engine) as connection:
             try:
-                return write(connection, changes, **signed, based_on=based_on, judged_by=self._judged_by)
+                return write(connection, changes, **signed, based_on=based_on, expected_version=self._expected_version)
             except IntegrityError as error:
                 raise InvalidInput("two rows would be about the same; change the one that is there") from error
 
-    def judged_by(self, version: int) -> ConfigStore:
+    def expecting(self, version: int) -> ConfigStore:
         """The same store for one change that was judged by what held at a version: `Moved`, if that is not the newest
         any more when the change is written, by whichever process."""
         same = copy.copy(self)
-        same._judged_by = version  # noqa: SLF001 - it is one of us
+        same._expected_version = version  # noqa: SLF001 - it is one of us
         return same
 
-    def known(self, who: tuple[str, str]) -> tuple[str, str]:
+    def normalize_client(self, who: tuple[str, str]) -> tuple[str, str]:
         """Whom a row is about, as it is stored: addresses in their one spelling, of API keys only the hash."""
         kind, value = who
         kinds = scalars.by(kind)
@@ -337,15 +341,15 @@ class ConfigStore:
 
     # ------------------------------------------------------------------ within
 
-    def _rows(self, section: str, version: int | None, who: tuple[str, str] | None = None) -> list[Kept[Any]]:
+    def _rows(self, section: str, version: int | None, who: tuple[str, str] | None = None) -> list[StoredRow[Any]]:
         table = TABLES[section]
         where: list[ColumnElement[bool]] = []
         if who is not None:
-            kind, value = self.known(who)
+            kind, value = self.normalize_client(who)
             where = [table.c.kind == kind, table.c.value == value]
-        with reading(self._engine) as connection:
+        with read_transaction(self._engine) as connection:
             at = self._existing(version, newest_version(connection))
-            return list(current(connection, section, at, *where))
+            return list(rows_at(connection, section, at, *where))
 
     def _remove(
         self, section: str, rows: list[Any], what: str, author: str, reason: str, based_on: int | None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import BigInteger, Column, Index, Integer, MetaData, String, Table, Text, text
 
-from headgate.control.config.rows import KEYS, SECTIONS
+from headgate.control.config.rows import SECTIONS, UNIQUE_KEYS
 
 if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
@@ -104,7 +104,7 @@ def _table(section: str) -> Table:
         *_COLUMNS[section],
     ]
     in_force, ended = text("until_version IS NULL"), text("until_version IS NOT NULL")
-    key = KEYS[section]
+    key = UNIQUE_KEYS[section]
     indices = [
         Index(f"{name}_id", "id", unique=True, sqlite_where=in_force, postgresql_where=in_force),
         Index(f"{name}_since", "since"),

@@ -14,9 +14,16 @@ from headgate._pace import politely, release
 from headgate.control.config import ConfigUnavailable
 from headgate.control.config.compose import PolicyAssembly
 from headgate.control.config.disk_cache import DiskCache
-from headgate.control.config.engine import ConfigMissing, opened, reading, shown
-from headgate.control.config.notifications import RETRY, news_of
-from headgate.control.config.reading import ConfigChanges, ConfigContents, VersionStamp, changes, contents, newest_stamp
+from headgate.control.config.engine import ConfigMissing, display_url, open_engine, read_transaction
+from headgate.control.config.notifications import RETRY_INTERVAL_S, open_notifications
+from headgate.control.config.reading import (
+    ConfigChanges,
+    ConfigContents,
+    VersionStamp,
+    newest_stamp,
+    read_changes,
+    read_contents,
+)
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
 
 if TYPE_CHECKING:
@@ -31,7 +38,7 @@ __all__ = ["ConfigSource", "ConfigWatcher"]
 
 logger = logging.getLogger("headgate")
 
-POLL: Final = 60.0
+POLL_INTERVAL_S: Final = 60.0
 """Seconds after which the store is asked, whatever was or was not heard."""
 
 Made = TypeVar("Made")
@@ -47,9 +54,9 @@ class ConfigSource:
         self._url = url
         self._cache = cache
         # A URL that cannot be read is reported where it is written.
-        self.name = shown(opened(url, create=False))
+        self.name = display_url(open_engine(url, create=False))
 
-    def follow(self, make: Callable[[Policy], Made], *, every: float | None = POLL) -> ConfigWatcher[Made]:
+    def follow(self, make: Callable[[Policy], Made], *, every: float | None = POLL_INTERVAL_S) -> ConfigWatcher[Made]:
         """The newest good version, made ready by `make`; never looked for by itself, if `every` is None."""
         return ConfigWatcher(self._url, make, cache=self._cache, every=every)
 
@@ -70,15 +77,15 @@ class ConfigWatcher(Generic[Made]):
         make: Callable[[Policy], Made],
         *,
         cache: str | PathLike[str] | None = None,
-        every: float | None = POLL,
+        every: float | None = POLL_INTERVAL_S,
     ) -> None:
         """Listens from a thread of its own, and asks the store `every` so many seconds at least, at most 60."""
         self._url = url
         self._make = make
         self._copy = None if cache is None else DiskCache(cache)
         self._is_watching = every is not None
-        self._engine: Engine = opened(url, create=False)
-        self.name = shown(self._engine)
+        self._engine: Engine = open_engine(url, create=False)
+        self.name = display_url(self._engine)
         self._lock = threading.Lock()
         self.error: HeadgateError | None = None
         """Why the newest version is not in force, or is not known; None if it is."""
@@ -148,7 +155,7 @@ class ConfigWatcher(Generic[Made]):
     def reset_after_fork(self) -> None:
         """Threads, locks and connections stay with the parent; a child follows by itself."""
         self._lock = threading.Lock()
-        self._engine = opened(self._url, create=False)
+        self._engine = open_engine(self._url, create=False)
         stopped = self._stop.is_set()
         self._stop = threading.Event()
         if stopped:
@@ -162,8 +169,8 @@ class ConfigWatcher(Generic[Made]):
         """From the store; or from the copy, if the store cannot be asked, or has what this node cannot read."""
         found: ConfigContents | None = None
         try:
-            with reading(self._engine) as connection:
-                found = contents(connection, newest_stamp(connection))
+            with read_transaction(self._engine) as connection:
+                found = read_contents(connection, newest_stamp(connection))
             self._put_in_force(found)
             self.seen_us = time.time_ns() // 1000
         except (ConfigUnavailable, InvalidInput) as error:
@@ -198,14 +205,14 @@ class ConfigWatcher(Generic[Made]):
 
     def _newer(self) -> ConfigContents | ConfigChanges | None:
         """What is to be put in force; None if the newest version has been looked at."""
-        with reading(self._engine) as connection:
+        with read_transaction(self._engine) as connection:
             newest = newest_stamp(connection)
             if newest == self._looked_at:
                 return None
             with politely():
                 # A store that was set back, as from a backup, has another past: there is only all of it to take.
-                found = changes(connection, self._state.stamp, newest)
-                return contents(connection, newest) if found is None or found.touch_frame else found
+                found = read_changes(connection, self._state.stamp, newest)
+                return read_contents(connection, newest) if found is None or found.touch_frame else found
 
     def _put_in_force(self, found: ConfigContents | ConfigChanges) -> None:
         before = getattr(self, "_state", None)
@@ -229,8 +236,8 @@ class ConfigWatcher(Generic[Made]):
         with politely():
             try:
                 if self._copy is not None and not self._copy.keep(found):
-                    with reading(self._engine) as connection:
-                        self._copy.keep(contents(connection, found.stamp))
+                    with read_transaction(self._engine) as connection:
+                        self._copy.keep(read_contents(connection, found.stamp))
             except (ConfigUnavailable, OSError) as error:
                 logger.error("version %s is in force, but not kept on disk: %s", self.version, error)
             for rows in found.rows.values():
@@ -247,8 +254,8 @@ class ConfigWatcher(Generic[Made]):
         if self._copy is None or self._looked_at != self._state.stamp or self._copy.touch():
             return
         logger.warning("the copy on disk is missing; writing it again")
-        with reading(self._engine) as connection:
-            self._unkept = contents(connection, self._state.stamp)
+        with read_transaction(self._engine) as connection:
+            self._unkept = read_contents(connection, self._state.stamp)
         self._keep()
 
     def _out_of_touch(self, error: ConfigUnavailable) -> None:
@@ -261,7 +268,7 @@ class ConfigWatcher(Generic[Made]):
 
     def _start(self) -> None:
         if self._is_watching:
-            arguments = weakref.ref(self), self._stop, opened(self._url, create=False)
+            arguments = weakref.ref(self), self._stop, open_engine(self._url, create=False)
             threading.Thread(
                 target=_follow_forever, args=arguments, name=f"headgate-config {self.name}", daemon=True
             ).start()
@@ -269,7 +276,7 @@ class ConfigWatcher(Generic[Made]):
 
 def _follow_forever(following: weakref.ref[ConfigWatcher[Any]], stop: threading.Event, engine: Engine) -> None:
     """Until it is closed, or forgotten with what it was made for."""
-    news = news_of(engine)
+    news = open_notifications(engine)
 
     def wanted(seconds: float) -> bool:
         return not stop.wait(seconds) and following() is not None
@@ -278,7 +285,7 @@ def _follow_forever(following: weakref.ref[ConfigWatcher[Any]], stop: threading.
         if (each := following()) is not None:
             each.is_current()
 
-    pause = POLL
+    pause = POLL_INTERVAL_S
     try:
         while wanted(0):
             news.wait(pause, wanted, nothing)
@@ -291,7 +298,7 @@ def _follow_forever(following: weakref.ref[ConfigWatcher[Any]], stop: threading.
             except Exception:  # a bug of ours must not end it: the next version may be read
                 logger.exception("%s could not be looked at; version %s stays in force", each.name, each.version)
             # Who could not look has missed what was told meanwhile, and is told of it no more.
-            pause = RETRY if isinstance(each.error, ConfigUnavailable) else POLL
+            pause = RETRY_INTERVAL_S if isinstance(each.error, ConfigUnavailable) else POLL_INTERVAL_S
             del each
     finally:
         news.close()

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import ColumnElement, and_, func, insert, select, true, update
 
-from headgate.control.config.engine import CHANNEL
+from headgate.control.config.engine import NOTIFY_CHANNEL
 from headgate.control.config.history import Difference, Version
-from headgate.control.config.reading import ConfigContents, VersionStamp, contents, current, newest_version
-from headgate.control.config.rows import FRAME, KEYS, LISTS, SECTIONS, Row
+from headgate.control.config.reading import ConfigContents, VersionStamp, newest_version, read_contents, rows_at
+from headgate.control.config.rows import BASE_SECTIONS, LIST_SECTIONS, SECTIONS, UNIQUE_KEYS, Row
 from headgate.control.config.tables import TABLES, VERSIONS
 from headgate.errors import HeadgateError, InvalidInput
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-__all__ = ["Change", "Conflict", "Moved", "Put", "Remove", "write"]
+__all__ = ["Change", "ConcurrentChange", "Conflict", "Put", "Remove", "write"]
 
 FEW: Final = 500
 """Up to so many rows are checked by themselves; more take as long as all of them would."""
@@ -33,7 +33,7 @@ class Conflict(HeadgateError):
         """The version to look at now."""
 
 
-class Moved(Conflict):
+class ConcurrentChange(Conflict):
     """There is a newer version than the one that a change was judged by: it is to be judged again."""
 
 
@@ -71,16 +71,16 @@ def write(
     at_us: int,
     based_on: int | None = None,
     restores: int | None = None,
-    judged_by: int | None = None,
+    expected_version: int | None = None,
 ) -> Version | None:
     """The new version, in force when the transaction ends; None if there is nothing to change.
 
     InvalidPolicy, if what came out would not load; Conflict, if a row has changed after the version `based_on`; Moved,
-    if there is a newer version than the one that it was `judged_by`.
+    if there is a newer version than the one that it was `expected_version`.
     """
     newest = newest_version(connection)
-    if judged_by not in (None, newest):
-        raise Moved("others have changed the configuration all the while; try again", version=newest)
+    if expected_version not in (None, newest):
+        raise ConcurrentChange("others have changed the configuration all the while; try again", version=newest)
     if based_on is not None and based_on > newest:
         raise Conflict(f"version {based_on} does not exist; the newest is {newest}", version=newest)
     steps = [step for step in _steps(connection, changes, newest, based_on) if step.before != step.after]
@@ -97,7 +97,7 @@ def write(
         _store(connection, section, [step for step in steps if step.section == section], version)
     _check(connection, steps, version)
     if connection.dialect.name == "postgresql":
-        connection.execute(select(func.pg_notify(CHANNEL, str(version))))
+        connection.execute(select(func.pg_notify(NOTIFY_CHANNEL, str(version))))
     return Version(version, at_us, author, reason, what, restores, tuple(step.id for step in steps))
 
 
@@ -124,11 +124,11 @@ class _Section:
         self._based_on = based_on
         self._newest = newest
         self._table = table = TABLES[section]
-        self._key = KEYS[section]
+        self._key = UNIQUE_KEYS[section]
         where = []
         if len(changes) <= FEW:  # else all of them are fetched at once
             where = [self._names_one_of(changes)]
-        self._found = {each.id: each for each in current(connection, section, newest, *where)}
+        self._found = {each.id: each for each in rows_at(connection, section, newest, *where)}
         self._by_key = {self._key_of(each.row): each for each in self._found.values()}
         self._next = int(connection.scalar(select(func.max(table.c.id))) or 0) + 1
         self._ended = self._endings(connection)
@@ -205,20 +205,22 @@ def _store(connection: Connection, section: str, steps: list[_Step], version: in
 
 def _check(connection: Connection, steps: list[_Step], version: int) -> None:
     """Raises InvalidPolicy, if what is written would not load."""
-    if len(steps) > FEW or any(step.section in FRAME for step in steps):
-        all_of_it = contents(connection, VersionStamp(version, 0))
+    if len(steps) > FEW or any(step.section in BASE_SECTIONS for step in steps):
+        all_of_it = read_contents(connection, VersionStamp(version, 0))
         all_of_it.frame.read(all_of_it.lists)
         return
-    rows: dict[str, dict[int, Row]] = {section: {} for section in LISTS}
+    rows: dict[str, dict[int, Row]] = {section: {} for section in LIST_SECTIONS}
     for step in steps:
         if step.after is not None:
             rows[step.section][step.id] = step.after
     table = TABLES["overrides"]
     for who in {(row.kind, row.value) for row in rows["overrides"].values()}:  # type: ignore[union-attr] # OverrideRow
         # Whether two of them say the same is only seen beside each other.
-        mine = current(connection, "overrides", version, table.c.kind == who[0], table.c.value == who[1])
+        mine = rows_at(connection, "overrides", version, table.c.kind == who[0], table.c.value == who[1])
         rows["overrides"].update({each.id: each.row for each in mine})
-    frame_rows = {section: {each.id: each.row for each in current(connection, section, version)} for section in FRAME}
+    frame_rows = {
+        section: {each.id: each.row for each in rows_at(connection, section, version)} for section in BASE_SECTIONS
+    }
     frame = ConfigContents(VersionStamp(version, 0), frame_rows).frame
     frame.read({section: list(each.values()) for section, each in rows.items()})
 

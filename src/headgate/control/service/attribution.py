@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from headgate.control.config.writing import Moved
+from headgate.control.config.writing import ConcurrentChange
 from headgate.control.service import guardrails
 from headgate.control.service.models import Change
 from headgate.control.service.redaction import LOOKS_SECRET, discreetly, looks_secret
@@ -71,11 +71,11 @@ def judged(
     looks = LOOKS
     while True:
         looks -= 1
-        store = config.judged_by(config.version)  # before the look: what comes after it is noticed
+        store = config.expecting(config.version)  # before the look: what comes after it is noticed
         guardrails.confirmed(judge(), confirm)
         try:
             return done(write(store))
-        except Moved:
+        except ConcurrentChange:
             if not looks:
                 raise
 

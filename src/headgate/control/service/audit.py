@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headgate.control.config.audit_log import deeds
+from headgate.control.config.audit_log import list_entries
 from headgate.control.service.models import AuditEntry, Page
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ __all__ = ["page"]
 
 def page(connection: Connection, *, before: str | None, most: int, author: str | None, search: str) -> Page[AuditEntry]:
     """The newest first."""
-    found = deeds(connection, before=before, most=most + 1, author=author, search=search)
+    found = list_entries(connection, before=before, most=most + 1, author=author, search=search)
     entries = tuple(map(_entry, found[:most]))
     return Page(entries, entries[-1].id if len(found) > most else None)
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from headgate.control.config.engine import reading
-from headgate.control.config.queries import labels_of, rows_of, who_is_called
+from headgate.control.config.engine import read_transaction
+from headgate.control.config.queries import find_by_label, labels_of, rows_of_clients
 from headgate.control.service.candidates import describe, short_label
 from headgate.control.service.errors import LogUnavailable, NotFound
 from headgate.control.service.models import ClientRef
@@ -280,14 +280,14 @@ class ClientLookup:
         """The client itself, where only a hash of it was given and it can be told who that is; else as it was."""
         if who.kind == "api_key" or not is_hash(who.value) or self._clients is None:
             return who
-        with reading(self._config.engine) as connection:
+        with read_transaction(self._config.engine) as connection:
             ground = self._grounds.now(connection)
             may_be = [value for kind, value in ground.entries if kind == who.kind]
             record = self._record(who.value)
             if record is not None:
                 # Shown labels are "tenant acme"; others are names that the configuration gives.
                 may_be.append(record.label.removeprefix(f"{who.kind} "))
-                may_be += [value for kind, value in who_is_called(connection, record.label) if kind == who.kind]
+                may_be += [value for kind, value in find_by_label(connection, record.label) if kind == who.kind]
             if (label := self.status_label(who.value)) is not None:
                 may_be.append(label.removeprefix(f"{who.kind} "))
         for value in may_be:
@@ -356,8 +356,8 @@ class ClientLookup:
         """Whether the configuration or the log knows an API key with one of these hashes."""
         if not hashes:
             return False
-        with reading(self._config.engine) as connection:
-            rows = rows_of(connection, {"api_key": hashes})
+        with read_transaction(self._config.engine) as connection:
+            rows = rows_of_clients(connection, {"api_key": hashes})
             ground = self._grounds.now(connection)
         return any(rows.values()) or any(("api_key", each) in ground.entries for each in hashes) or self._logged(hashes)
 
@@ -404,7 +404,7 @@ class ClientLookup:
         return describe(who, label=label, key=key, is_known=self._is_seen(who, ground))
 
     def _label_of(self, who: ClientRef, ground: BasePolicy) -> str | None:
-        with reading(self._config.engine) as connection:
+        with read_transaction(self._config.engine) as connection:
             label = labels_of(connection, [who]).get(who)
         return label or next((each.label for each in ground.entries_of({who.kind: (who.value,)}, "clients")), None)
 
@@ -432,8 +432,8 @@ class ClientLookup:
     def _is_configured(self, who: ClientRef, ground: BasePolicy) -> bool:
         if who in ground.entries:
             return True
-        with reading(self._config.engine) as connection:
-            return any(rows_of(connection, {who.kind: [who.value]}).values())
+        with read_transaction(self._config.engine) as connection:
+            return any(rows_of_clients(connection, {who.kind: [who.value]}).values())
 
     def _called(self, label: str, ground: BasePolicy, *, in_log: bool = True) -> ClientRef:
         """The client with a label."""
@@ -441,8 +441,8 @@ class ClientLookup:
         for client in ground.labelled:
             if label_key(client.label or "") == key:
                 return ClientRef(*client.identity)
-        with reading(self._config.engine) as connection:
-            for who in who_is_called(connection, label):
+        with read_transaction(self._config.engine) as connection:
+            for who in find_by_label(connection, label):
                 return ClientRef(*who)
         record = self._record(key) if in_log else None
         if record is None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.control.config.history import differences
-from headgate.control.config.queries import row, rows_of, version_at
+from headgate.control.config.history import diff_versions
+from headgate.control.config.queries import find_row, rows_of_clients, version_at
 from headgate.control.config.reading import newest_version
-from headgate.control.config.rows import FRAME, SECTIONS, OverrideRow, RouteCost, TierNumbers, microseconds, numbers
+from headgate.control.config.rows import (
+    BASE_SECTIONS,
+    SECTIONS,
+    OverrideRow,
+    RouteCost,
+    TierLimit,
+    bucket_columns,
+    microseconds,
+)
 from headgate.control.service import guardrails
 from headgate.control.service.attribution import done, in_the_past, judged, signed, told_of
 from headgate.control.service.candidates import noun_of
@@ -88,7 +96,7 @@ class ServiceCommands(ServiceQueries):
         self._allow(actor, "support", "change overrides")
         self._possible(id, "override")
         with self._reading() as connection:
-            found = row(connection, "overrides", id)
+            found = find_row(connection, "overrides", id)
         if found is None:
             raise NotFound(f"there is no override {id}")
         given = {"limit": limit, "route_class": route_class, "valid_from": valid_from, "valid_until": valid_until}
@@ -174,7 +182,7 @@ class ServiceCommands(ServiceQueries):
         """Give the clients of a tier these numbers on a limit."""
         self._allow(actor, "operator", "change tiers")
         with self._signing(actor, reason, tier, limit, bucket) as by:
-            made = TierNumbers(scalars.name(tier), scalars.name(limit), **_numbers(bucket))
+            made = TierLimit(scalars.name(tier), scalars.name(limit), **_numbers(bucket))
 
             def judge() -> Iterable[Risk]:
                 ground = self._readable()
@@ -385,7 +393,9 @@ class ServiceCommands(ServiceQueries):
             if version == newest_version(connection):
                 return None
             ground = ground_at(connection, version)
-            rows = rows_of(connection, identities, version=version) | rows_of(connection, identities, ["clients"])
+            rows = rows_of_clients(connection, identities, version=version) | rows_of_clients(
+                connection, identities, ["clients"]
+            )
         return None if ground.problems else held(ground, version, rows, identities)
 
     def _of_rollback(self, version: int, sections: Collection[str]) -> Iterator[Risk]:
@@ -393,9 +403,9 @@ class ServiceCommands(ServiceQueries):
             newest = newest_version(connection)
             now = self._grounds.now(connection)
             then = ground_at(connection, version)
-            touched = [each for each in differences(connection, newest, version) if each.section in sections]
-        if {*FRAME} & {*sections}:
-            parts = {section: then if section in sections else now for section in FRAME}
+            touched = [each for each in diff_versions(connection, newest, version) if each.section in sections]
+        if {*BASE_SECTIONS} & {*sections}:
+            parts = {section: then if section in sections else now for section in BASE_SECTIONS}
             mixed = replace(
                 now,
                 document=parts["documents"].document,
@@ -439,4 +449,4 @@ def _class_of(each: ApplicableLimit) -> str | None:
 def _numbers(bucket: str) -> dict[str, Any]:
     """InvalidLimit for what is no limit, or lets nothing pass."""
     with discreetly(bucket):
-        return numbers(guardrails.written(bucket))
+        return bucket_columns(guardrails.written(bucket))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from headgate._fork import reinit_after_fork
 from headgate.clock import SystemClock
-from headgate.control.config.engine import reading
+from headgate.control.config.engine import read_transaction
 from headgate.control.service.client_lookup import ClientLookup, opened_clients
 from headgate.control.service.effective_policy import BasePolicyCache
 from headgate.control.service.errors import NotAllowed, NotFound, discreet
@@ -121,4 +121,4 @@ class ServiceDependencies:
             raise NotAllowed(what, role=actor.role, needed=role)
 
     def _reading(self) -> AbstractContextManager[Connection]:
-        return reading(self._config.engine)
+        return read_transaction(self._config.engine)

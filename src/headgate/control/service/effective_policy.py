@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._fork import reinit_after_fork
 from headgate.control.config.compose import PolicyTemplate
-from headgate.control.config.engine import reading
-from headgate.control.config.queries import frame_mark, rows_of
-from headgate.control.config.reading import current, newest_version
-from headgate.control.config.rows import FRAME, LISTS
+from headgate.control.config.engine import read_transaction
+from headgate.control.config.queries import base_stamp, rows_of_clients
+from headgate.control.config.reading import newest_version, rows_at
+from headgate.control.config.rows import BASE_SECTIONS, LIST_SECTIONS
 from headgate.errors import InvalidPolicy
 from headgate.policy.model import Policy
 from headgate.policy.snapshot import Snapshot
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-    from headgate.control.config.queries import PageMark
-    from headgate.control.config.rows import Kept, OverrideRow, PolicyDocument, RouteCost, TierNumbers
+    from headgate.control.config.queries import BaseStamp
+    from headgate.control.config.rows import OverrideRow, PolicyDocument, RouteCost, StoredRow, TierLimit
     from headgate.policy.model import Block, Client, Override
 
 __all__ = ["BasePolicy", "BasePolicyCache", "EffectivePolicy", "changed", "ground_at", "held"]
@@ -43,9 +43,9 @@ class BasePolicy:
     """What it says without the rows of clients, overrides and blocks; nothing, if it cannot be read."""
     problems: tuple[str, ...]
     """Why it cannot be read."""
-    document: Kept[PolicyDocument] | None
-    tiers: tuple[Kept[TierNumbers], ...]
-    routes: tuple[Kept[RouteCost], ...]
+    document: StoredRow[PolicyDocument] | None
+    tiers: tuple[StoredRow[TierLimit], ...]
+    routes: tuple[StoredRow[RouteCost], ...]
     entries: Mapping[tuple[str, str], Mapping[str, list[Any]]]
     """What the document itself says of clients: by identity, and by section of the policy."""
 
@@ -69,7 +69,7 @@ class EffectivePolicy(NamedTuple):
     policy: Policy
     """The document without what it says of others."""
     snapshot: Snapshot
-    rows: Mapping[str, Sequence[Kept[Any]]]
+    rows: Mapping[str, Sequence[StoredRow[Any]]]
     ids: Mapping[int, int]
     """The ids of rows by what was made of them, which is known by its own id()."""
 
@@ -93,7 +93,7 @@ class BasePolicyCache:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._kept: tuple[PageMark, BasePolicy] | None = None
+        self._kept: tuple[BaseStamp, BasePolicy] | None = None
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
@@ -102,7 +102,7 @@ class BasePolicyCache:
 
     def now(self, connection: Connection) -> BasePolicy:
         """The newest."""
-        mark = frame_mark(connection)
+        mark = base_stamp(connection)
         kept = self._kept
         if kept is None or kept[0] != mark:
             with self._lock:  # one reads it, the others wait for that: it may take a while
@@ -113,28 +113,31 @@ class BasePolicyCache:
 
     def current(self) -> BasePolicy:
         """The same, for who asks nothing else of the database."""
-        with reading(self._engine) as connection:
+        with read_transaction(self._engine) as connection:
             return self.now(connection)
 
     def holding(self, identities: Mapping[str, Collection[str]]) -> EffectivePolicy:
         """What holds now for whoever has these identities."""
-        with reading(self._engine) as connection:
+        with read_transaction(self._engine) as connection:
             version = newest_version(connection)
             ground = self.now(connection)
-            rows = rows_of(connection, identities)
+            rows = rows_of_clients(connection, identities)
         return held(ground, version, rows, identities)
 
 
 def held(
-    ground: BasePolicy, version: int, rows: Mapping[str, Sequence[Kept[Any]]], identities: Mapping[str, Collection[str]]
+    ground: BasePolicy,
+    version: int,
+    rows: Mapping[str, Sequence[StoredRow[Any]]],
+    identities: Mapping[str, Collection[str]],
 ) -> EffectivePolicy:
     """What holds with these rows."""
-    plain = {section: [each.row for each in rows.get(section, ())] for section in LISTS}
+    plain = {section: [each.row for each in rows.get(section, ())] for section in LIST_SECTIONS}
     made: Policy = EMPTY
     if not ground.problems and any(plain.values()):
         made = ground.frame.read(plain, alone=True)
     ids: dict[int, int] = {}
-    for section in LISTS:
+    for section in LIST_SECTIONS:
         entries = getattr(made, section)
         if len(entries) == len(plain[section]):
             ids |= {id(entry): each.id for entry, each in zip(entries, rows.get(section, ()), strict=True)}
@@ -153,7 +156,7 @@ def held(
 
 def ground_at(connection: Connection, version: int, document: PolicyDocument | None = None) -> BasePolicy:
     """The ground of a version, or with another document in place of its own."""
-    found = {section: list(current(connection, section, version)) for section in FRAME}
+    found = {section: list(rows_at(connection, section, version)) for section in BASE_SECTIONS}
     own = next(iter(found["documents"]), None)
     given = document if document is not None else None if own is None else own.row
     frame = PolicyTemplate(given, [each.row for each in found["tiers"]], [each.row for each in found["routes"]])
@@ -165,14 +168,14 @@ def ground_at(connection: Connection, version: int, document: PolicyDocument | N
         except InvalidPolicy as error:
             problems = error.problems
     entries: dict[tuple[str, str], dict[str, list[Any]]] = {}
-    for section in LISTS:
+    for section in LIST_SECTIONS:
         for entry in getattr(base, section):
             entries.setdefault(tuple(entry.identity), {}).setdefault(section, []).append(entry)
     return BasePolicy(frame, base, problems, own, tuple(found["tiers"]), tuple(found["routes"]), entries)
 
 
 def changed(
-    ground: BasePolicy, *, tiers: Iterable[TierNumbers] | None = None, routes: Iterable[RouteCost] | None = None
+    ground: BasePolicy, *, tiers: Iterable[TierLimit] | None = None, routes: Iterable[RouteCost] | None = None
 ) -> Policy:
     """What would hold with other tiers or routes; InvalidPolicy, if that could not be read."""
     return PolicyTemplate(

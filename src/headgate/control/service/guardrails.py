@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate._limit_syntax import parse
 from headgate.control.config.rows import BlockRow, OverrideRow
-from headgate.control.config.rows import bucket as spelled
+from headgate.control.config.rows import format_bucket as spelled
 from headgate.control.service.client_lookup import network_of
 from headgate.control.service.errors import NeedsConfirmation, Risk
 from headgate.control.service.models import ClientRef

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.control.config import queries
-from headgate.control.config.rows import bucket, microseconds
+from headgate.control.config.rows import format_bucket, microseconds
 from headgate.control.service.models import (
     BlockView,
     ClientRef,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from headgate.control.config.queries import Listed
+    from headgate.control.config.queries import LabelledRow
     from headgate.control.config.rows import BlockRow, OverrideRow
     from headgate.control.service.effective_policy import BasePolicy
     from headgate.control.service.models import State
@@ -68,7 +68,7 @@ def overrides(
     views: list[tuple[str, OverrideView]] = []
     if place == "config":
         before = None if last is None else _number(last)
-        found = queries.listed(connection, "overrides", now_us=now_us, most=most + 1, before=before, **question)
+        found = queries.list_rows(connection, "overrides", now_us=now_us, most=most + 1, before=before, **question)
         views = [(str(each.id), override_view(each, ground, now_us)) for each in found]
         last = None
     if len(views) <= most:
@@ -108,7 +108,7 @@ def blocks(
     if place == "config":
         before = None if last is None else _number(last)
         question: Any = {"search": search, "hashed": hashed, "state": state, "before": before}
-        found = queries.listed(connection, "blocked", now_us=now_us, most=most + 1, **question)
+        found = queries.list_rows(connection, "blocked", now_us=now_us, most=most + 1, **question)
         views = [(f"config:{each.id}", block_view(each, ground, now_us)) for each in found]
         place, last = "policy", None
     if len(views) <= most and place == "policy":
@@ -145,7 +145,7 @@ def clients(
     """Those with a name first, by their names; then those whom the document alone tells of, then those of the rows."""
     asked: Any = {"search": search, "hashed": hashed}
     place, rest = ("names", None) if after is None else _cut(after)
-    found: list[tuple[str, queries.NamedClient]] = []
+    found: list[tuple[str, queries.ClientEntry]] = []
     if place == "names":
         found = _with_names(connection, ground, after=_key(rest), most=most + 1, **asked)
         place, rest = "document", None
@@ -157,10 +157,10 @@ def clients(
         found += _of_tables(connection, ground, after=last, most=most + 1 - len(found), **asked)
     shown = [each for _, each in found[:most]]
     named = [(each.kind, each.value) for each in shown]
-    counts = queries.override_counts(connection, named)
+    counts = queries.count_overrides(connection, named)
     blocked = {
         (each.row.kind, each.row.value)
-        for each in queries.rows_of(connection, _by_kind(shown), ["blocked"])["blocked"]
+        for each in queries.rows_of_clients(connection, _by_kind(shown), ["blocked"])["blocked"]
         if state_of(each.row, now_us) == "active"
     }
     blocked |= {(each.identity.kind, each.identity.value) for each in ground.base.blocked}
@@ -180,7 +180,7 @@ def clients(
 # ------------------------------------------------------------------ one line each
 
 
-def override_view(each: Listed, ground: BasePolicy, now_us: int) -> OverrideView:
+def override_view(each: LabelledRow, ground: BasePolicy, now_us: int) -> OverrideView:
     row: OverrideRow = each.row
     return OverrideView(
         id=each.id,
@@ -189,7 +189,7 @@ def override_view(each: Listed, ground: BasePolicy, now_us: int) -> OverrideView
         label=_label(ground, (row.kind, row.value), each.label),
         limit=row.limit_name,
         route_class=row.route_class,
-        bucket=bucket(row),
+        bucket=format_bucket(row),
         valid_from_us=row.valid_from_us,
         valid_until_us=row.valid_until_us,
         reason=row.reason,
@@ -222,7 +222,7 @@ def policy_override_view(override: Override, ground: BasePolicy, now_us: int) ->
     )
 
 
-def block_view(each: Listed, ground: BasePolicy, now_us: int) -> BlockView:
+def block_view(each: LabelledRow, ground: BasePolicy, now_us: int) -> BlockView:
     row: BlockRow = each.row
     return BlockView(
         id=each.id,
@@ -272,7 +272,7 @@ def _alone(connection: Connection, ground: BasePolicy, live: Sequence[LiveBlock]
     by_kind: dict[str, list[str]] = {}
     for block in live:
         by_kind.setdefault(block.kind, []).append(block.value)
-    rows = queries.rows_of(connection, by_kind, ["blocked"])["blocked"]
+    rows = queries.rows_of_clients(connection, by_kind, ["blocked"])["blocked"]
     taken = {(each.row.kind, each.row.value) for each in rows} | {tuple(each.identity) for each in ground.base.blocked}
     return sorted([block for block in live if block[:2] not in taken], key=lambda block: block[:2])
 
@@ -297,8 +297,8 @@ def _tier(ground: BasePolicy, who: tuple[str, str]) -> str | None:
     return next((each.tier for each in _entries(ground, who, "clients")), None)
 
 
-def _in_document(ground: BasePolicy) -> list[queries.NamedClient]:
-    return [queries.NamedClient(*who, _label(ground, who, None), _tier(ground, who)) for who in ground.entries]
+def _in_document(ground: BasePolicy) -> list[queries.ClientEntry]:
+    return [queries.ClientEntry(*who, _label(ground, who, None), _tier(ground, who)) for who in ground.entries]
 
 
 def _with_names(
@@ -309,30 +309,30 @@ def _with_names(
     hashed: str | None,
     after: tuple[str, str, str] | None,
     most: int,
-) -> list[tuple[str, queries.NamedClient]]:
+) -> list[tuple[str, queries.ClientEntry]]:
     """Those to whom a row gives a name, and those to whom only the document does; each with its place."""
-    found = queries.named(connection, search=search, hashed=hashed, after=after, most=most)
+    found = queries.labelled_clients(connection, search=search, hashed=hashed, after=after, most=most)
     labelled = [each for each in _in_document(ground) if each.label and _is_meant(each, search, hashed)]
-    rows = queries.rows_of(connection, _by_kind(labelled), ["clients"])["clients"]
+    rows = queries.rows_of_clients(connection, _by_kind(labelled), ["clients"])["clients"]
     in_rows = {(each.row.kind, each.row.value): each.row for each in rows}
     for each in labelled:
         row = in_rows.get((each.kind, each.value))
         if row is None or row.label is None:
             found.append(each if row is None else each._replace(tier=row.tier or each.tier))
-    places = sorted([(queries.name_key(each.label or "", each.kind, each.value), each) for each in found])
+    places = sorted([(queries.label_sort_key(each.label or "", each.kind, each.value), each) for each in found])
     return [(f"names:{_spelled(key)}", each) for key, each in places if after is None or key > after][:most]
 
 
 def _of_document(
     connection: Connection, ground: BasePolicy, *, search: str, hashed: str | None, start: int
-) -> list[tuple[str, queries.NamedClient]]:
+) -> list[tuple[str, queries.ClientEntry]]:
     """Those without a name of whom no row says anything."""
     found = [
         (f"document:{index}", each)
         for index, each in enumerate(_in_document(ground))
         if index > start and not each.label and _is_meant(each, search, hashed)
     ]
-    in_rows = queries.rows_of(connection, _by_kind(each for _, each in found))
+    in_rows = queries.rows_of_clients(connection, _by_kind(each for _, each in found))
     taken = {(each.row.kind, each.row.value) for rows in in_rows.values() for each in rows}
     return [(place, each) for place, each in found if (each.kind, each.value) not in taken]
 
@@ -345,11 +345,11 @@ def _of_tables(
     hashed: str | None,
     after: tuple[str, str] | None,
     most: int,
-) -> list[tuple[str, queries.NamedClient]]:
+) -> list[tuple[str, queries.ClientEntry]]:
     """Those without a name of whom a row says something."""
-    found: list[tuple[str, queries.NamedClient]] = []
+    found: list[tuple[str, queries.ClientEntry]] = []
     while len(found) < most:
-        some = queries.nameless(connection, search=search, hashed=hashed, after=after, most=MOST)
+        some = queries.unlabelled_clients(connection, search=search, hashed=hashed, after=after, most=MOST)
         named = [(each.kind, each.value) for each in some]
         found += [
             (f"tables:{_spelled(who)}", each)
@@ -362,13 +362,13 @@ def _of_tables(
     return found[:most]
 
 
-def _is_meant(each: queries.NamedClient, search: str, hashed: str | None) -> bool:
+def _is_meant(each: queries.ClientEntry, search: str, hashed: str | None) -> bool:
     text = search.casefold()
     is_key = each.kind == "api_key" and each.value == hashed
     return not search or is_key or text in each.value.casefold() or text in (each.label or "").casefold()
 
 
-def _by_kind(named: Iterable[queries.NamedClient]) -> dict[str, list[str]]:
+def _by_kind(named: Iterable[queries.ClientEntry]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for each in named:
         found.setdefault(each.kind, []).append(each.value)

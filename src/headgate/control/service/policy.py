@@ -21,13 +21,13 @@ __all__ = ["policy_view", "routes", "tiers"]
 
 def tiers(connection: Connection, ground: BasePolicy) -> list[TierView]:
     """All tiers, with their numbers."""
-    base, counts = ground.base, queries.assigned_counts(connection)
+    base, counts = ground.base, queries.count_assignments(connection)
     in_table = {(each.row.tier, each.row.limit_name): each for each in ground.tiers}
     by_kind: dict[str, list[str]] = {}
     for client in base.clients:
         by_kind.setdefault(client.identity.kind, []).append(client.identity.value)
     replaced = {
-        (each.row.kind, each.row.value) for each in queries.rows_of(connection, by_kind, ["clients"])["clients"]
+        (each.row.kind, each.row.value) for each in queries.rows_of_clients(connection, by_kind, ["clients"])["clients"]
     }
     for client in base.clients:
         if client.tier is not None and client.identity not in replaced:

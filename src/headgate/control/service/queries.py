@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from headgate.control.config import raw_keys
-from headgate.control.config.queries import Listed, row, samples
+from headgate.control.config.queries import LabelledRow, find_row, sample_rows
 from headgate.control.config.reading import newest_version
 from headgate.control.config.rows import PolicyDocument
 from headgate.control.service import audit, listing, policy
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from headgate.control.anomalies.detector import Anomaly
     from headgate.control.config.history import Difference, Version
-    from headgate.control.config.rows import Kept
+    from headgate.control.config.rows import StoredRow
     from headgate.control.service.candidates import Candidate
     from headgate.control.service.client_lookup import ClientFacts
     from headgate.control.service.effective_policy import BasePolicy, EffectivePolicy
@@ -262,7 +262,7 @@ class ServiceQueries(ServiceDependencies):
         """One of them; NotFound if there is none such now."""
         self._possible(id, "override")
         with self._reading() as connection:
-            found = row(connection, "overrides", id)
+            found = find_row(connection, "overrides", id)
             if found is None:
                 raise NotFound(f"there is no override {id}")
             return listing.override_view(found, self._grounds.now(connection), self._now_us())
@@ -353,12 +353,12 @@ class ServiceQueries(ServiceDependencies):
         if format not in FORMATS:
             raise InvalidPolicy([f"{file}: cannot tell its format; name the file .yaml, .yml, .toml or .json"])
         document = PolicyDocument(text, format, file)
-        raw_keys.refuse_keys(document, None)
+        raw_keys.reject_raw_keys(document, None)
         with self._reading() as connection:
             ground = ground_at(connection, newest_version(connection), document)
             if ground.problems:
                 raise InvalidPolicy(ground.problems)
-            ground.frame.read(samples(connection))
+            ground.frame.read(sample_rows(connection))
         return ground
 
     @staticmethod
@@ -416,5 +416,5 @@ def _without_places(node: NodeStatus) -> NodeStatus:
     )
 
 
-def _listed(kept: Kept[Any], label: str | None) -> Listed:
-    return Listed(kept.id, kept.since, kept.row, label)
+def _listed(kept: StoredRow[Any], label: str | None) -> LabelledRow:
+    return LabelledRow(kept.id, kept.since, kept.row, label)

@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from headgate.control.config import audit_log
-from headgate.control.config.engine import writing
-from headgate.control.config.queries import row
+from headgate.control.config.engine import write_transaction
+from headgate.control.config.queries import find_row
 from headgate.control.config.rows import EPOCH, SECTIONS, BlockRow
 from headgate.control.config.writing import Remove
 from headgate.control.service import guardrails, listing
@@ -238,14 +238,14 @@ class AdminService(ServiceCommands):
         if not action or not all(text.isprintable() for text in told.values()):
             raise InvalidInput("what is noted is one line")
         why = checked_reason(reason) if reason else ""
-        with writing(self._config.engine) as connection:
-            audit_log.note(connection, at_us=self._now_us(), reason=why, **told)
+        with write_transaction(self._config.engine) as connection:
+            audit_log.record(connection, at_us=self._now_us(), reason=why, **told)
             yield
 
     def _blocked_row(self, id: int) -> tuple[int, ClientRef]:
         self._possible(id, "block")
         with self._reading() as connection:
-            found = row(connection, "blocked", id)
+            found = find_row(connection, "blocked", id)
         if found is None:
             raise NotFound(f"there is no block {id}")
         return id, ClientRef(found.row.kind, found.row.value)

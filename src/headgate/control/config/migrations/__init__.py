@@ -15,7 +15,7 @@ from headgate.errors import InvalidConfiguration
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-__all__ = ["VERSION_TABLE", "migrate", "newest"]
+__all__ = ["VERSION_TABLE", "migrate", "newest_revision"]
 
 VERSION_TABLE: Final = "headgate_schema"
 
@@ -35,7 +35,7 @@ def migrate(connection: Connection) -> None:
         environment.run_migrations()
 
 
-def newest() -> str:
+def newest_revision() -> str:
     """The name of the newest shape."""
     return str(_scripts().get_current_head())
 
