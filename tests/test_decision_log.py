@@ -19,17 +19,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import InvalidConfiguration
-from headgate.gate.admission import Admission
+from headgate.gate.event_stream import DecisionEvent, flush_all, outcome_of
 from headgate.policy import read
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.telemetry import DecisionLog, DecisionRecord
 from headgate.telemetry.decision_log import codec, queue
 from headgate.telemetry.decision_log.record import LimitDenial
+from servers import wait_until
 from traffic import SECRET, START_US, Kept, Request, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from headgate.gate.admission import Admission
 
 KEY = "sk_live_4f9a"
 HASH = ApiKeyHasher(SECRET.encode()).fingerprint(KEY)
@@ -393,8 +396,10 @@ def test_what_passed_leaves_half_of_the_queue_to_rejections(open_log: Callable[.
     traffic.send()
     assert not log.flush(0.05)
     traffic.send(times=99)
+    flush_all()
     assert len(log._queue) == 10
     traffic.send(times=99)
+    flush_all()
     assert len(log._queue) == 20
 
 
@@ -439,11 +444,14 @@ def test_what_waits_is_written_though_more_comes_after_it(open_log: Callable[...
     assert len(sink.records) == 8
 
 
-def known_as(admission: Admission, who: dict[str, str]) -> Admission:
-    """The same, of somebody else."""
-    assert admission.resolution is not None
-    met = admission.resolution._replace(who=who)
-    return Admission(met, admission.decision, admission.refusal, None, admission.came_us)
+def event_of(admission: Admission, who: dict[str, str] | None = None, method: str = "GET") -> DecisionEvent:
+    """The event of an admission, optionally with other identities."""
+    resolution = admission.resolution
+    assert resolution is not None
+    if who is not None:
+        resolution = resolution._replace(who=who)
+    outcome = outcome_of(admission)
+    return DecisionEvent(admission.came_us, 0, method, outcome, resolution, admission.decision, admission.shadows, None)
 
 
 def test_a_decision_that_cannot_be_made_into_a_record_costs_no_other(
@@ -452,8 +460,7 @@ def test_a_decision_that_cannot_be_made_into_a_record_costs_no_other(
     log = open_log(every=0.2)
     traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
     (refused,) = traffic.send(times=2)[1:]
-    log(Request(), known_as(refused, {}))
-    log(Request(), refused)
+    log.observe([event_of(refused, {}), event_of(refused)])
     assert log.flush()
     assert [each.outcome for each in sink.records if each.outcome != "lost"] == ["denied", "denied"]
     assert log.stats.lost == 1
@@ -470,7 +477,7 @@ def test_a_kind_of_text_of_the_apps_own_is_text(open_log: Callable[..., Decision
     log = open_log()
     (refused,) = Traffic("limits: [{by: tenant, bucket: 1/hour}]", log).send(tenant="acme", times=2)[1:]
     who = {kind: Text(value) for kind, value in refused.resolution.who.items()}  # type: ignore[union-attr]
-    log(Request(method=Text("GET")), known_as(refused, who))
+    log.observe([event_of(refused, who, method=Text("GET"))])
     assert log.flush()
     first, second = sink.records
     assert first._replace(id="") == second._replace(id="")
@@ -602,7 +609,9 @@ def test_what_is_known_of_policies_is_forgotten_when_they_are_gone(
 def test_a_log_that_nobody_uses_writes_the_rest_and_goes(sink: Kept) -> None:
     log = DecisionLog(sink, secret=SECRET, sample=0, every=60)
     Traffic("limits: [{by: ip, bucket: 1/hour}]", log).send(times=10)
-    thread, gone = log._writer.thread, weakref.ref(log)
+    writer, gone = log._writer, weakref.ref(log)
+    wait_until(lambda: writer.thread, "the events of a gate that is gone")
+    thread = writer.thread
     assert thread is not None
     del log
     gc.collect()
@@ -617,6 +626,7 @@ PROCESS = """
 import os, sys
 sys.path.insert(0, {tests!r})
 from headgate.telemetry import DecisionLog
+from servers import wait_until
 from traffic import SECRET, Traffic
 log = DecisionLog("sqlite:///decisions.db", secret=SECRET, sample=0, every=30)
 traffic = Traffic("limits: [{{by: ip, bucket: 1/hour}}]", log)

@@ -64,7 +64,7 @@ def numbers(metrics: Metrics) -> dict[Any, Any]:
     return {
         (reading.family.name.removeprefix("rate_limiter_"), *reading.labels) if reading.labels
         else reading.family.name.removeprefix("rate_limiter_"): reading.value
-        for reading in counters.read()
+        for reading in metrics.read()
     }  # fmt: skip
 
 
@@ -451,9 +451,11 @@ def test_an_old_policy_is_not_kept_alive_by_what_was_counted_under_it() -> None:
     clock = FakeClock()
     gate, counted = watched("limits: [{by: ip, bucket: 9/minute}]", clock=clock)
     gate.admit(arrival())
+    gate.flush_events()
     assert len(counted._tallies) == 1
     clock.advance(60)
     gate.admit(arrival())
+    gate.flush_events()
     assert len(counted._tallies) == 1, "what was counted a minute ago is under its labels"
     numbers(counted)
     assert not counted._tallies
@@ -558,7 +560,7 @@ def test_names_that_are_taken_are_refused() -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from headgate.adapters.asgi import AsgiArrival
+from headgate.adapters.asgi import AsgiRequest
 from headgate.gate.gate import Gate
 from headgate.telemetry import prometheus
 
@@ -568,7 +570,7 @@ gate = Gate(file, reload_every=None)
 metrics = prometheus.register(gate)
 (mirror,) = prometheus._shown.values()
 for _ in range(int(sys.argv[1])):
-    gate.admit(AsgiArrival({"type": "http", "method": "GET", "path": "/", "client": ("203.0.113.9", 1), "headers": []}))
+    gate.admit(AsgiRequest({"type": "http", "method": "GET", "path": "/", "client": ("203.0.113.9", 1), "headers": []}))
 mirror.write()
 file.write_text("limits: [{name: a, by: ip, bucket: 3/day}]")
 gate._watch.look()

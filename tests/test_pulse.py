@@ -338,7 +338,7 @@ def test_a_limit_for_all_is_near_for_everybody() -> None:
 def test_hot_keys_are_named_by_limit_and_client(
     by: str, kind: str, label: str, redis7: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepaid.Heat, "note", lambda *_: True)
+    monkeypatch.setattr(prepaid.HotKeyDetector, "note", lambda *_: True)
     policy = read(f"limits: [{{name: {unique}, by: {by}, bucket: 100000/second}}]")
     tenant = {"tenant": lambda a: a.header("x-tenant")[0]}
     gate = Gate(policy, redis7.url, secret=SECRET, identities=tenant, budget=1.0)
@@ -355,7 +355,7 @@ def test_hot_keys_are_named_by_limit_and_client(
 
 
 def test_nobodys_name_is_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollups, "LOOKED_AT", 1.0)
+    monkeypatch.setattr(StatusReporter, "sample_share", 1.0)
     names = {"tenant": "tenant-nobody-knows", "user": "user-nobody-knows"}
     policy = read(
         "limits: [{by: api_key, bucket: 1/day}, {by: user, bucket: 1/day}, {by: tenant, bucket: 1/day}]\n"
@@ -506,6 +506,7 @@ def test_what_is_told_to_a_gate_goes_on_after_the_one_before() -> None:
     pulse = StatusReporter(gate, MemoryStatusStore(), every=None)
     gate.admit(arrival())
     assert len(heard) == 1
+    gate.flush_events()
     assert pulse._seconds.has_decided
 
 
@@ -607,7 +608,7 @@ def test_a_pulse_without_a_secret_of_its_own_takes_the_gates() -> None:
 
 
 def test_a_minute_tells_of_its_clients_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollups, "LOOKED_AT", 1.0)
+    monkeypatch.setattr(StatusReporter, "sample_share", 1.0)
     site = Site()
     for number in range(60):
         for _ in range(number % 3):

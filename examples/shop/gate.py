@@ -41,10 +41,9 @@ def _watched(gate: AsyncGate, store: str, url: str) -> DecisionLog:
     from headgate.telemetry.decision_log.log import DecisionLog
     from headgate.telemetry.fleet.reporter import StatusReporter
     from headgate.telemetry.fleet.status_store import open_status_store
-    from headgate.telemetry.metrics.counters import tell_also
 
     log = DecisionLog(f"{url}?days=2&size_mb=100", node="shop", sample=0.5)
-    tell_also(gate, log)
+    gate.add_observer(log)
     StatusReporter(gate, open_status_store(store), node="shop", log=log)
     return log
 

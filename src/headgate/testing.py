@@ -210,18 +210,16 @@ class IsolatedLimits:
 
     def take(self, gate: Any) -> Callable[[], None]:
         """Isolate and watch one more gate; returns the function that ends it."""
-        before, told_before = self._use_fresh_counts(gate), gate.on_decision
+        before = self._use_fresh_counts(gate)
 
         def record(arrival: RequestInfo, admission: Admission) -> None:
             self.decisions.append(RecordedRequest(arrival.method, arrival.path, admission))
-            if told_before is not None:
-                told_before(arrival, admission)
 
         def put_back() -> None:
             gate.use(*before)
-            gate.on_decision = told_before
+            gate.remove_decision_hook(record)
 
-        gate.on_decision = record
+        gate.add_decision_hook(record)
         self._gates.append(gate)
         return put_back
 

@@ -18,7 +18,6 @@ from headgate.policy.model import Policy
 from headgate.telemetry.decision_log.log import DecisionLog
 from headgate.telemetry.fleet.reporter import StatusReporter
 from headgate.telemetry.fleet.status_store import open_status_store
-from headgate.telemetry.metrics.counters import tell_also
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -110,7 +109,7 @@ class ControlPlane:
         """Attach decision log, node status and metrics to a gate."""
         log, is_ours = self._open_log(gate, secret)
         if is_ours and log is not None:
-            tell_also(gate, log)
+            gate.add_observer(log)
         board = open_status_store(store, namespace=namespace)
         status = StatusReporter(
             gate, board, secret=secret, node=self._node, region=self._region, show=self._show, log=log
@@ -123,10 +122,11 @@ class ControlPlane:
 
     def _open_log(self, gate: GateBase, secret: str | bytes | None) -> tuple[DecisionLog | None, bool]:
         """The log, and True if it was opened here. A log that the app has given to its gate is kept."""
-        if isinstance(gate.on_decision, DecisionLog):
-            return gate.on_decision, False
+        attached = next((each for each in gate.observers if isinstance(each, DecisionLog)), None)
+        if attached is not None:
+            return attached, False
         if isinstance(self._log, DecisionLog):
-            tell_also(gate, self._log)
+            gate.add_observer(self._log)
             return self._log, False
         sink = default_decision_log_url(self._url) if self._log == BESIDE_CONFIG else self._log
         if sink is None:

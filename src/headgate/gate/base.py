@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Never, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Never, TypedDict, cast
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -18,6 +18,7 @@ from headgate.clock import SystemClock, in_ns
 from headgate.errors import InvalidConfiguration
 from headgate.failure import FailurePolicy
 from headgate.gate.admission import ActivePolicy, Admission
+from headgate.gate.event_stream import EventStream, is_observer
 from headgate.gate.identity import IdentityExtractor
 from headgate.gate.mounts import unreachable_paths
 from headgate.gate.responses import ResponseBuilder, health_response
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from headgate.errors import StoreError
     from headgate.events import Event
     from headgate.gate.admission import RequestInfo
+    from headgate.gate.event_stream import DecisionHook, Observer
     from headgate.gate.identity import AppIdentities, IdentityFunction
     from headgate.gate.mounts import AppRoute
     from headgate.gate.responses import HeaderTemplate, RejectionBody
@@ -74,8 +76,8 @@ class GateOptions(TypedDict, total=False):
     """What API keys are hashed with: 16 bytes or more, the same on all machines. HEADGATE_SECRET, if not given."""
     refusal_body: RejectionBody | None
     """Makes the bodies of refusals."""
-    on_decision: Callable[[RequestInfo, Admission], None] | None
-    """Told of every decision as it is made."""
+    on_decision: DecisionHook | Observer | None
+    """Called inside each request with its decision; or an observer, such as a `DecisionLog`."""
     reload_every: float | None
     """Seconds between looks at the policy file; None never to look again."""
     clock: Clock | None
@@ -128,7 +130,7 @@ class GateBase:
         identities: Mapping[str, IdentityFunction] | None = None,
         secret: str | bytes | None = None,
         refusal_body: RejectionBody | None = None,
-        on_decision: Callable[[RequestInfo, Admission], None] | None = None,
+        on_decision: DecisionHook | Observer | None = None,
         reload_every: float | None = 1.0,
         clock: Clock | None = None,
         namespace: str = "headgate",
@@ -143,10 +145,11 @@ class GateBase:
             raise TypeError("give a policy (a file's path, or a Policy), or control= (the URL of a config store)")
         self._functions = _checked_functions(identities)
         self._refusal_body = _checked_function("refusal_body", refusal_body)
-        self.on_decision: Callable[[RequestInfo, Admission], None] | None = _checked_function(
-            "on_decision", on_decision
-        )
-        """Called with every decision as it is made; requests to exempt routes have none."""
+        self._events = EventStream()
+        self._decision_hooks: tuple[DecisionHook, ...] = ()
+        self._is_observed = False
+        self._on_decision: DecisionHook | Observer | None = None
+        self.on_decision = on_decision if is_observer(on_decision) else _checked_function("on_decision", on_decision)
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
         self._given_budget = budget
         reload_every = _checked_interval(reload_every)
@@ -201,6 +204,55 @@ class GateBase:
     def policy_error(self) -> str | None:
         """Why the newest content of the policy file is not in force; None if it is."""
         return None if self._watch is None or self._watch.error is None else str(self._watch.error)
+
+    @property
+    def on_decision(self) -> DecisionHook | Observer | None:
+        """The app's hook, called inside each request with its decision; or an observer, such as a `DecisionLog`."""
+        return self._on_decision
+
+    @on_decision.setter
+    def on_decision(self, hook: DecisionHook | Observer | None) -> None:
+        previous, self._on_decision = self._on_decision, hook
+        for each, is_new in ((previous, False), (hook, True)):
+            if is_observer(each):
+                (self.add_observer if is_new else self.remove_observer)(cast("Observer", each))
+            elif each is not None:
+                (self.add_decision_hook if is_new else self.remove_decision_hook)(cast("DecisionHook", each))
+
+    def add_observer(self, observer: Observer) -> None:
+        """Deliver the events of all further decisions to an observer, in batches and outside of the requests.
+
+        An exception in `observer.observe(events)` is logged, and affects neither requests nor other observers.
+        """
+        self._events.add(observer)
+        self._is_observed = True
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Deliver no further events to an observer; it has received all those so far."""
+        self._events.remove(observer)
+        self._is_observed = bool(self._decision_hooks or self._events.observers)
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        return self._events.observers
+
+    @property
+    def dropped_events(self) -> int:
+        """The number of events that no observer has received, because the buffer was full."""
+        return self._events.dropped
+
+    def flush_events(self) -> None:
+        """Deliver the events of all decisions so far to the observers, before returning."""
+        self._events.flush()
+
+    def add_decision_hook(self, hook: DecisionHook) -> None:
+        """Call a function inside each request, with the request and its decision: for tracing. Others observe."""
+        self._decision_hooks = (*self._decision_hooks, hook)
+        self._is_observed = True
+
+    def remove_decision_hook(self, hook: DecisionHook) -> None:
+        self._decision_hooks = tuple([each for each in self._decision_hooks if each is not hook])
+        self._is_observed = bool(self._decision_hooks or self._events.observers)
 
     def now_us(self) -> int:
         """The instant, by the clock that requests are resolved by."""
@@ -407,12 +459,15 @@ class GateBase:
         until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)
         return met._replace(block=Block(Identity(found.kind, found.value), Validity(until=until), found.reason))
 
-    def _told(self, arrival: RequestInfo, admission: Admission) -> Admission:
-        if self.on_decision is not None:
+    def _emit(self, request: RequestInfo, admission: Admission) -> Admission:
+        """Run the decision hooks, and put the event of the decision into the stream. For use while `_is_observed`."""
+        for hook in self._decision_hooks:
             try:
-                self.on_decision(arrival, admission)
+                hook(request, admission)
             except Exception:
                 logger.exception("on_decision failed; the request goes on")
+        if self._events.observers:
+            self._events.emit(request, admission, self._time_ns() // 1000)
         return admission
 
 

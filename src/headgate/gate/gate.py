@@ -59,7 +59,7 @@ class Gate(GateBase):
         if route.shadows and admission.allowed:
             with suppress(StoreError):  # nothing depends on it
                 admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
-        return admission if self.on_decision is None else self._told(arrival, admission)
+        return self._emit(arrival, admission) if self._is_observed else admission
 
     def finish(self, admission: Admission, status: int) -> None:
         """The answer is out: leave what was held, settle what was reserved."""
@@ -105,6 +105,7 @@ class Gate(GateBase):
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
         if self._watch is not None:
             self._watch.close()
+        self.flush_events()
         if self.control is not None:
             self.control.close()
         self._limiter.close()
@@ -160,7 +161,7 @@ class AsyncGate(GateBase):
                 admission.shadows = [
                     Shadow(one, await self._answer(Check((one.key,), one.cost))) for one in met.shadows
                 ]
-        return admission if self.on_decision is None else self._told(arrival, admission)
+        return self._emit(arrival, admission) if self._is_observed else admission
 
     async def finish(self, admission: Admission, status: int) -> None:
         """The answer is out: leave what was held, settle what was reserved."""
@@ -206,6 +207,7 @@ class AsyncGate(GateBase):
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
         if self._watch is not None:
             self._watch.close()
+        self.flush_events()
         if self.control is not None:
             await asyncio.to_thread(self.control.close)  # the log is flushed, which may take seconds
         await self._limiter.close()

@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from headgate.errors import InvalidConfiguration
-from headgate.telemetry.metrics.counters import MODES, Metrics, outcome_of, tell_also
-from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, SHARES, Histogram
+from headgate.gate.event_stream import outcome_of
+from headgate.telemetry.metrics import families
+from headgate.telemetry.metrics.counters import MODES, Metrics
+from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, SHARES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+    from opentelemetry.metrics import CallbackOptions, Histogram, MeterProvider, Observation
     from opentelemetry.trace import TracerProvider
 
     from headgate.gate.admission import Admission, RequestInfo
     from headgate.gate.base import GateBase
+    from headgate.gate.event_stream import DecisionEvent
     from headgate.telemetry.metrics.families import Family, Sample
 
 __all__ = ["Instruments", "instrument", "trace"]
@@ -76,7 +79,7 @@ def trace(gate: GateBase, provider: TracerProvider | None = None) -> None:
                 span.set_attributes(_attributes(admission))
             span.end()
 
-    tell_also(gate, hook)
+    gate.add_decision_hook(hook)
 
 
 _instruments: WeakKeyDictionary[Any, Instruments] = WeakKeyDictionary()
@@ -114,7 +117,7 @@ class Instruments:
         """Count at one gate more."""
         metrics = self._metrics.setdefault(name, Metrics())
         if metrics.watch(gate, lag=lag):
-            tell_also(gate, self._recorder(gate, name))
+            gate.add_observer(_HistogramRecorder(name, self._latency, self._remaining))
         return metrics
 
     def _observer(self, family: Family, *, reads: bool) -> Callable[[CallbackOptions], Iterator[Observation]]:
@@ -124,7 +127,7 @@ class Instruments:
             if reads:
                 self._read()
             for gate, (_family, labels, value) in self._readings.get(family.name, ()):
-                if not isinstance(value, Histogram):
+                if not isinstance(value, families.Histogram):
                     yield Observation(value, {"gate": gate, **dict(zip(family.labels, labels, strict=True))})
 
         return observe
@@ -136,21 +139,23 @@ class Instruments:
                 readings.setdefault(reading.family.name, []).append((gate, reading))
         self._readings = readings
 
-    def _recorder(self, gate: GateBase, name: str) -> Callable[[RequestInfo, Admission], None]:
-        elapsed_us, latency, remaining = _stopwatch(gate), self._latency, self._remaining
-        at_gate = {"gate": name}
 
-        def record(_: RequestInfo, admission: Admission) -> None:
-            decision, resolution = admission.decision, admission.resolution
-            if resolution is None:
-                return
-            latency.record(elapsed_us(admission) / 1_000_000, at_gate)
+class _HistogramRecorder:
+    """An observer that records the histograms of one gate."""
+
+    def __init__(self, gate: str, latency: Histogram, remaining: Histogram) -> None:
+        self._gate = gate
+        self._latency, self._remaining = latency, remaining
+
+    def observe(self, events: Sequence[DecisionEvent]) -> None:
+        attributes = {"gate": self._gate}
+        for _, duration_us, _, _, resolution, decision, _, _ in events:
+            self._latency.record(max(0, duration_us) / 1_000_000, attributes)
             if decision is None or decision.degraded is not None:
-                return
+                continue
             for rule, key, verdict in zip(resolution.rules, resolution.keys, decision.verdicts, strict=True):
-                remaining.record(verdict[0] / key.limit.capacity, {"gate": name, "policy": rule.rule.name})
-
-        return record
+                share = verdict[0] / key.limit.capacity
+                self._remaining.record(share, {"gate": self._gate, "policy": rule.rule.name})
 
 
 def _stopwatch(gate: GateBase) -> Callable[[Admission], int]:

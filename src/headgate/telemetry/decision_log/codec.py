@@ -15,17 +15,17 @@ from headgate.policy.routes import METHODS
 from headgate.telemetry.decision_log.record import DecisionRecord, LimitDenial, id_prefix, lost_record
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Mapping, Sequence
 
-    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.gate.admission import Shadow
+    from headgate.gate.event_stream import DecisionEvent
     from headgate.limits import Limit
     from headgate.policy.model import Rule
-    from headgate.policy.snapshot import CompiledRule, Resolution, RoutePlan
+    from headgate.policy.snapshot import CompiledRule, RoutePlan
     from headgate.telemetry.decision_log.record import Outcome, Reason
     from headgate.telemetry.pseudonyms import Pseudonymizer
 
-__all__ = ["EDITIONS", "FORMAT", "EventDecoder", "EventEncoder", "Labels", "keep", "packed_loss"]
+__all__ = ["EDITIONS", "FORMAT", "EventDecoder", "EventEncoder", "Labels", "pack_denial", "packed_loss"]
 
 FORMAT: Final = 2
 """Of marshal: the newest that spends no time on finding what stands there twice."""
@@ -49,13 +49,10 @@ class _EncodedHeader(NamedTuple):
     packed: bytes
 
 
-def keep(
-    places: dict[Any, _EncodedHeader], queue: deque[Any], most: int, arrival: RequestInfo, admission: Admission, /
-) -> bool | None:
-    """Put what most rejections are into the queue: those by limits that are everybody's, and by the store's own answer;
-    whether there was room. None for all others."""
-    resolution, decision = admission.resolution, admission.decision
-    if admission.refusal is None or resolution is None or decision is None or decision.degraded is not None:
+def pack_denial(places: dict[Any, _EncodedHeader], event: DecisionEvent) -> bytes | None:
+    """A denial by the store's own answer, on limits without overrides, as most are; None for all other events."""
+    received_us, _, method, _, resolution, decision, _, _ = event
+    if decision is None or decision.degraded is not None or decision.allowed:
         return None
     route, keys, _, rules, who, tier, _, _ = resolution
     place = places.get(route if tier is None else (route, tier))
@@ -63,15 +60,11 @@ def keep(
         return None
     if place.limits is not None and place.limits != tuple([key.limit for key in keys]):
         return None
-    fields: Any = admission.came_us, arrival.method, place.packed, who, decision.verdicts
+    fields: Any = received_us, method, place.packed, who, decision.verdicts
     try:
-        packed = dumps(fields, FORMAT)
+        return dumps(fields, FORMAT)
     except ValueError:  # an identity, most likely, that is a kind of text of the app's own
         return None
-    if len(queue) >= most:
-        return False
-    queue.append(packed)
-    return True
 
 
 class EventEncoder:
@@ -87,23 +80,22 @@ class EventEncoder:
         self._numbers = count(1)
         self._learnt_since = time.monotonic()
 
-    def pack(self, arrival: RequestInfo, admission: Admission, resolution: Resolution, weight: float) -> bytes:
+    def pack(self, event: DecisionEvent, weight: float) -> bytes:
         """Any decision."""
+        now_us, _, method, _, resolution, decision, shadow_answers, _ = event
         route, keys, cost, rules, who, tier, _, block = resolution
-        now_us = admission.came_us
         place = self.places.get(route if tier is None else (route, tier))
         if place is None:
             place = self._learn_place(route, tier)
-        decision = admission.decision
         fields: Any
         if decision is None:
             note = None if block is None else block.reason or ""
-            fields = now_us, arrival.method, place.packed, note, weight, None, None, 0, who, (), (), ()
+            fields = now_us, method, place.packed, note, weight, None, None, 0, who, (), (), ()
         else:
             limits = [self._limit(rule, key[0]) for rule, key in zip(rules, keys, strict=True)]
-            shadows = _refusing(admission) if admission.shadows else ()
+            shadows = _refusing(shadow_answers) if shadow_answers else ()
             said = decision.allowed, decision.degraded, cost, who, limits, decision.verdicts, shadows
-            fields = now_us, arrival.method, place.packed, None, weight, *said
+            fields = now_us, method, place.packed, None, weight, *said
         try:
             return dumps(fields, FORMAT)
         except ValueError:  # an identity, most likely, that is a kind of text of the app's own
@@ -175,11 +167,11 @@ def columns(rule: Rule, limit: Limit) -> tuple[Any, ...]:
     return rule.name, by, limit.quota, limit.period_us, limit.capacity, limit.algorithm, origin
 
 
-def _refusing(admission: Admission) -> list[tuple[bytes, int, int, int]]:
+def _refusing(shadows: Sequence[Shadow]) -> list[tuple[bytes, int, int, int]]:
     """What those limits say that are only watched, and would deny."""
     return [
         (dumps(columns(rule, key.limit), FORMAT), cost, decision.verdicts[0][0], decision.verdicts[0][1])
-        for (rule, key, cost, _, _), decision in admission.shadows
+        for (rule, key, cost, _, _), decision in shadows
         if not decision.allowed
     ]
 

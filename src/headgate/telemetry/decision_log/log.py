@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
 from headgate.errors import InvalidConfiguration
 from headgate.gate.base import SECRET_VARIABLE
-from headgate.telemetry.decision_log.codec import EventDecoder, EventEncoder, keep
+from headgate.gate.event_stream import flush_all
+from headgate.telemetry.decision_log.codec import EventDecoder, EventEncoder, pack_denial
 from headgate.telemetry.decision_log.delivery import (
     AdaptiveDelivery,
     InProcessDelivery,
@@ -24,9 +25,9 @@ from headgate.telemetry.decision_log.sinks import open_sink
 from headgate.telemetry.pseudonyms import Pseudonymizer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
-    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.gate.event_stream import DecisionEvent
     from headgate.telemetry.decision_log.sinks import Sink
 
 __all__ = ["DecisionLog"]
@@ -86,37 +87,37 @@ class DecisionLog:
         # A log that nobody uses any more writes what it has, and lets its sink go.
         weakref.finalize(self, self._writer.close, PATIENCE, wait=False).atexit = False
 
-    def __call__(self, arrival: RequestInfo, admission: Admission) -> None:
-        """Keep a decision, if it is a rejection or drawn for the sample. This runs on every request."""
-        is_kept = keep(self._places, self._queue, self._most, arrival, admission)
-        if is_kept is None:
-            self._keep_uncommon(arrival, admission)
-        elif not is_kept:
-            self._writer.lose(admission.came_us)
-        elif self._writer.thread is None:
+    def observe(self, events: Sequence[DecisionEvent]) -> None:
+        """Queue the rejections of a batch, and a sample of the requests that passed."""
+        for event in events:
+            self._keep(event)
+        if self._queue and self._writer.thread is None:
             self._writer.ensure()
 
-    def _keep_uncommon(self, arrival: RequestInfo, admission: Admission) -> None:
-        """The same for what passed, and for a rejection of which there is more to say, or nothing known yet."""
-        if admission.refusal is not None or (admission.shadows and _would_deny(admission)):
-            weight, most = 1.0, self._most
-        elif random() >= self._sample:
-            return
-        else:
+    def _keep(self, event: DecisionEvent) -> None:
+        """Keep a decision, if it is a rejection or drawn for the sample."""
+        weight, most = 1.0, self._most
+        if event.outcome == "allowed" and not (event.shadows and _would_deny(event)):
+            if random() >= self._sample:
+                return
             weight, most = self._weight, self._most_passed
-        resolution, queue = admission.resolution, self._queue
-        if resolution is None:  # nothing was decided
+        else:
+            packed = pack_denial(self._places, event)
+            if packed is not None:
+                if len(self._queue) >= most:
+                    self._writer.lose(event.received_us)
+                else:
+                    self._queue.append(packed)
+                return
+        if len(self._queue) >= most:
+            self._writer.lose(event.received_us)
             return
-        if len(queue) >= most:
-            self._writer.lose(admission.came_us)
-            return
-        queue.append(self._pack(arrival, admission, resolution, weight))
-        if self._writer.thread is None:
-            self._writer.ensure()
+        self._queue.append(self._pack(event, weight))
 
     @property
     def stats(self) -> LogStats:
         """How many records were written, wait, or were lost, and what keeps the sink from taking them."""
+        flush_all()
         return self._writer.stats
 
     @property
@@ -126,11 +127,13 @@ class DecisionLog:
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Have all written that was decided until now; whether that was done in so many seconds."""
+        flush_all()
         return self._writer.flush(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what there is, as far as that is done in so many seconds, and close the sink. What is decided after
         this is not kept."""
+        flush_all()
         self._most = self._most_passed = 0
         self._writer.close(timeout)
 
@@ -141,9 +144,9 @@ class DecisionLog:
         self.close()
 
 
-def _would_deny(admission: Admission) -> bool:
-    """Whether a limit that is only watched says No."""
-    return any(not shadow.decision.allowed for shadow in admission.shadows)
+def _would_deny(event: DecisionEvent) -> bool:
+    """True if a limit in shadow mode would have denied the request."""
+    return any(not shadow.decision.allowed for shadow in event.shadows)
 
 
 def _may_be_beside(sink: Sink | str, writer: By) -> bool:

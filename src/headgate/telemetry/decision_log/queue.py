@@ -20,6 +20,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from headgate._fork import reinit_after_fork
+from headgate.gate.event_stream import flush_all
 from headgate.telemetry.decision_log.codec import packed_loss
 from headgate.telemetry.decision_log.delivery import BREATH, EventBatch
 
@@ -302,6 +303,7 @@ class LogQueue:
 @atexit.register
 def _finish() -> None:
     """Write what can still be written at the end of the process: its threads end without a word."""
+    flush_all()
     for writer in list(_writers):
         writer.close(PATIENCE)
 

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from headgate._fork import reinit_after_fork
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.telemetry.decision_log.log import DecisionLog
-from headgate.telemetry.fleet.rollups import MinuteRollup, SecondRollups
-from headgate.telemetry.metrics.counters import tell_also
+from headgate.telemetry.fleet.rollups import SAMPLE_SHARE, MinuteRollup, SecondRollups
 from headgate.telemetry.pseudonyms import NodePseudonyms, Pseudonymizer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from headgate.gate.base import GateBase
+    from headgate.gate.event_stream import DecisionEvent
     from headgate.telemetry.fleet.rollups import Client, Second
     from headgate.telemetry.fleet.status_store import StatusStore
 
@@ -65,6 +65,8 @@ class StatusReporter:
     decision log that the gate has already is told of, too; or give one as `log`.
     """
 
+    sample_share = SAMPLE_SHARE
+
     def __init__(
         self,
         gate: GateBase,
@@ -80,8 +82,8 @@ class StatusReporter:
         """`every` is how many seconds are between two beats; None for a pulse that beats only when it is told to."""
         if every is not None and (isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every <= 5):
             raise InvalidConfiguration(f"every {every!r}: give the seconds between two beats, above 0 and at most 5")
-        before = gate.on_decision
-        self._log = before if log is None and isinstance(before, DecisionLog) else log
+        attached = next((each for each in gate.observers if isinstance(each, DecisionLog)), None)
+        self._log = attached if log is None else log
         self._gate = weakref.ref(gate)
         self._board = board
         given = secret if secret is not None else gate._given_secret  # noqa: SLF001
@@ -96,15 +98,19 @@ class StatusReporter:
         self._begin()
         reinit_after_fork(self)
         _pulses.add(self)
-        self._seconds.teller = self  # the gate has one, and with it the other
-        tell_also(gate, self._seconds.note)
+        gate.add_observer(self)
         weakref.finalize(self, _stop, self._stops).atexit = False
+
+    def observe(self, events: Sequence[DecisionEvent]) -> None:
+        """Count a batch of decisions."""
+        self._seconds.observe(events)
 
     def beat(self) -> None:
         """Put what there is to tell on the board, now. A board that is away is told to the log, once."""
         gate = self._gate()
         if gate is None or self._closed:
             return
+        gate.flush_events()
         with self._beating:
             now_us = gate.now_us()
             for second in self._seconds.take(now_us):
@@ -138,6 +144,9 @@ class StatusReporter:
         if self._closed:
             return
         self._closed = True
+        gate = self._gate()
+        if gate is not None:
+            gate.remove_observer(self)
         _stop(self._stops)
         self._leave()
 
@@ -151,6 +160,9 @@ class StatusReporter:
 
     def rest(self) -> None:
         """A process that only starts others is no node: tell nothing until there is a decision."""
+        gate = self._gate()
+        if gate is not None:
+            gate.flush_events()
         if not self._has_decided and not self._seconds.has_decided:
             self._is_resting = True
 

@@ -6,7 +6,6 @@ import heapq
 import json
 import math
 import threading
-from random import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -14,10 +13,10 @@ from headgate.policy.snapshot import CLIENT_KINDS
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from headgate.gate.admission import Admission, RequestInfo
     from headgate.gate.base import GateBase
+    from headgate.gate.event_stream import DecisionEvent
     from headgate.keys import Key
     from headgate.policy.snapshot import Who
     from headgate.telemetry.pseudonyms import Pseudonym
@@ -26,6 +25,7 @@ __all__ = [
     "MINUTE_US",
     "MOST_TOLD",
     "OUTCOMES",
+    "SAMPLE_SHARE",
     "BusyClient",
     "Client",
     "ClientRequests",
@@ -48,7 +48,7 @@ MOST_WAITING: Final = 10
 MOST_CLIENTS: Final = 10_000
 """In one second. One process does not decide more in a second: those beyond are counted, but by nobody's name."""
 MOST_NEAR: Final = 2_000
-LOOKED_AT: Final = 0.125
+SAMPLE_SHARE: Final = 0.125
 """The share of requests of which user agent, address and path are looked at."""
 MOST_SEEN: Final = 16
 """So many of one client in one second: from then on it looks the same."""
@@ -156,8 +156,6 @@ class SecondRollups:
 
     def __init__(self, gate: weakref.ref[GateBase]) -> None:
         self._gate = gate
-        self.teller: Any = None
-        """Who tells of them; to live as long as they are counted."""
         self.begin()
 
     def begin(self) -> None:
@@ -175,13 +173,16 @@ class SecondRollups:
         """Whether there was anything to count since the seconds were taken last."""
         return bool(self._second.clients or any(second.clients for second in self._complete))
 
-    def note(self, arrival: RequestInfo, admission: Admission) -> None:
-        """Count one decision."""
-        resolution, gate = admission.resolution, self._gate()
-        if resolution is None or gate is None:
-            return
-        now_us = gate.now_us()
-        _, keys, _, _, who, _, _, block = resolution
+    def observe(self, events: Sequence[DecisionEvent]) -> None:
+        """Count a batch of decisions."""
+        with self._lock:
+            for event in events:
+                self._count(event)
+
+    def _count(self, event: DecisionEvent) -> None:
+        received_us, took_us, _, outcome, resolution, decision, _, sample = event
+        now_us = received_us + took_us
+        _, keys, _, _, who, _, _, _ = resolution
         if len(who) == 2:  # an address, and nothing else that it could be known by
             client = "ip", who["ip"]
         else:
@@ -189,45 +190,46 @@ class SecondRollups:
                 if value := who.get(kind):
                     break
             client = kind, value or ""
-        decision, took_us = admission.decision, now_us - admission.came_us
-        with self._lock:
-            second = self._second
-            if not second.start_us <= now_us < second.ends_us:
-                second = self._turn(now_us)
-            # The clock may have been set meanwhile.
-            second.latency[_bucket[took_us] if 0 <= took_us < _QUICK_US else bucket_of(took_us)] += 1
-            visits = second.clients.get(client)
-            if visits is None:
-                visits = second.nameless
-                if len(second.clients) < MOST_CLIENTS:
-                    visits = second.clients[client] = ClientRequests(who)
-            if admission.refusal is None:
-                visits.allowed += 1
-            elif block is None and admission.refusal.status != 503:
-                visits.denied += 1
+        second = self._second
+        if not second.start_us <= now_us < second.ends_us:
+            second = self._turn(now_us)
+        # The clock may have been set meanwhile.
+        second.latency[_bucket[took_us] if 0 <= took_us < _QUICK_US else bucket_of(took_us)] += 1
+        visits = second.clients.get(client)
+        if visits is None:
+            visits = second.nameless
+            if len(second.clients) < MOST_CLIENTS:
+                visits = second.clients[client] = ClientRequests(who)
+        if outcome == "allowed":
+            visits.allowed += 1
+        elif outcome == "denied":
+            visits.denied += 1
+        else:
+            visits.kept_out += 1
+            if outcome == "blocked":
+                second.blocked += 1
             else:
-                visits.kept_out += 1
-                if block is not None:
-                    second.blocked += 1
-                else:
-                    second.unavailable += 1
-            if random() < LOOKED_AT:
-                self._look_at(arrival, visits, who["address"])
-            if decision is None:
-                return
-            if decision[4] is not None:
-                second.degraded += 1
-                return  # what is said of limits then, the store does not know of
-            near = self.near
-            for key, verdict in zip(keys, decision[2], strict=True):
-                limit, _, identity = key
-                left = verdict[0]
-                if left * 10 <= limit.capacity:
-                    mark = limit.name, identity
-                    if len(near) < MOST_NEAR or mark in near:
-                        near[mark] = left, limit.capacity, now_us, key
-                elif near:
-                    near.pop((limit.name, identity), None)
+                second.unavailable += 1
+        if sample is not None:
+            if visits.seen is None:
+                visits.seen = []
+            if len(visits.seen) < MOST_SEEN:
+                visits.seen.append((*sample, who["address"]))
+        if decision is None:
+            return
+        if decision[4] is not None:
+            second.degraded += 1
+            return  # what is said of limits then, the store does not know of
+        near = self.near
+        for key, verdict in zip(keys, decision[2], strict=True):
+            limit, _, identity = key
+            left = verdict[0]
+            if left * 10 <= limit.capacity:
+                mark = limit.name, identity
+                if len(near) < MOST_NEAR or mark in near:
+                    near[mark] = left, limit.capacity, now_us, key
+            elif near:
+                near.pop((limit.name, identity), None)
 
     def take(self, now_us: int) -> list[Second]:
         """The seconds that are over, and were not taken before."""
@@ -252,14 +254,6 @@ class SecondRollups:
         del self._complete[:-MOST_WAITING]
         self._second = Second(now_us // SECOND_US)
         return self._second
-
-    @staticmethod
-    def _look_at(arrival: RequestInfo, visits: ClientRequests, address: str) -> None:
-        """Keep of a request what it is like; of that, something is made later."""
-        if visits.seen is None:
-            visits.seen = []
-        if len(visits.seen) < MOST_SEEN:
-            visits.seen.append((arrival.header("user-agent"), arrival.path, address))
 
 
 MINUTE_US: Final = 60_000_000

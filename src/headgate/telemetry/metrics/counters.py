@@ -17,14 +17,16 @@ from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, Histogram,
 from headgate.telemetry.metrics.limit_stats import WINDOW_US, LimitStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from headgate.decisions import Decision
     from headgate.events import Event
-    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.gate.admission import Shadow
     from headgate.gate.base import GateBase
+    from headgate.gate.event_stream import DecisionEvent
     from headgate.policy.snapshot import Resolution, RoutePlan
 
-__all__ = ["MODES", "MOST_CROWDS", "MOST_SERIES", "OTHER", "LabeledTotals", "Metrics", "outcome_of", "tell_also"]
+__all__ = ["MODES", "MOST_CROWDS", "MOST_SERIES", "OTHER", "LabeledTotals", "Metrics"]
 
 OTHER: Final = "other"
 NONE: Final = "none"
@@ -111,50 +113,46 @@ class Metrics:
                     source.lag = lag or source.lag
                     return False
             self._sources.append(_Source(gate, lag))
-        note, there = self.note, ref(gate)
-
-        def hook(_: RequestInfo, admission: Admission) -> None:
-            gate = there()
-            if gate is not None:
-                note(admission, gate.now_us())
-
-        tell_also(gate, hook)
+        gate.add_observer(self)
         return True
 
-    def note(self, admission: Admission, now_us: int) -> None:
-        """Count one decision. This runs on every request."""
-        resolution = admission.resolution
-        if resolution is None:
-            return
-        decision = admission.decision
-        took_us = now_us - admission.came_us
+    def observe(self, events: Sequence[DecisionEvent]) -> None:
+        """Count a batch of decisions."""
         with self._lock:
-            if now_us >= self._turns_us:
-                self._turn(now_us)
-            # The clock may have been set meanwhile.
-            if took_us > 0:
-                self._latency[bisect_left(LATENCY_US, took_us)] += 1
-                self._latency_us += took_us
-            else:
-                self._latency[0] += 1
-            route, keys, _, rules, _, tier, _, _ = resolution
-            kind: tuple[Any, ...]
-            if decision is not None and decision[0] and decision[4] is None and rules is route.rules:
-                kind = route, tier
-            else:
-                kind = self._unusual(admission, resolution)
-            tally = self._tallies.get(kind)
-            if tally is None:
-                tally = self._opened(kind, admission, resolution)
-            tally.number += 1
-            if decision is not None and not tally.is_degraded:
-                for crowd, (limit, _, identity), verdict in zip(tally.crowds, keys, decision[2], strict=True):
-                    crowd.note(identity, verdict[0] / limit.capacity, verdict[1], now_us)
-            if admission.shadows:
-                self._note_shadows(admission, route)
+            for event in events:
+                self._count(event)
+
+    def _count(self, event: DecisionEvent) -> None:
+        received_us, took_us, _, outcome, resolution, decision, shadows, _ = event
+        now_us = received_us + took_us
+        if now_us >= self._turns_us:
+            self._turn(now_us)
+        # The clock may have been set meanwhile.
+        if took_us > 0:
+            self._latency[bisect_left(LATENCY_US, took_us)] += 1
+            self._latency_us += took_us
+        else:
+            self._latency[0] += 1
+        route, keys, _, rules, _, tier, _, _ = resolution
+        kind: tuple[Any, ...]
+        if decision is not None and decision[0] and decision[4] is None and rules is route.rules:
+            kind = route, tier
+        else:
+            kind = self._unusual(outcome, resolution, decision)
+        tally = self._tallies.get(kind)
+        if tally is None:
+            tally = self._opened(kind, event)
+        tally.number += 1
+        if decision is not None and not tally.is_degraded:
+            for crowd, (limit, _, identity), verdict in zip(tally.crowds, keys, decision[2], strict=True):
+                crowd.note(identity, verdict[0] / limit.capacity, verdict[1], now_us)
+        if shadows:
+            self._note_shadows(shadows, route)
 
     def read(self) -> list[Sample]:
         """All numbers as they are now."""
+        for source in list(self._sources):
+            source.flush()
         with self._lock:
             self._fold()
             sources = list(self._sources)
@@ -186,21 +184,20 @@ class Metrics:
         self._now_us = self._turns_us = self._window_ends_us = 0
 
     @staticmethod
-    def _unusual(admission: Admission, resolution: Resolution) -> tuple[Any, ...]:
+    def _unusual(outcome: str, resolution: Resolution, decision: Decision | None) -> tuple[Any, ...]:
         """What sets a request apart from those that meet all limits of their route and pass."""
-        decision, rules = admission.decision, resolution.rules
+        rules = resolution.rules
         return (
             resolution.route,
             resolution.tier,
-            outcome_of(admission),
+            outcome,
             None if rules is resolution.route.rules else tuple([id(rule) for rule in rules]),
             None if decision is None else tuple([verdict[1] == 0 for verdict in decision[2]]),
             decision is not None and decision[4] is not None,
         )
 
-    def _opened(self, kind: tuple[Any, ...], admission: Admission, resolution: Resolution) -> _Tally:
-        decision = admission.decision
-        outcome = outcome_of(admission)
+    def _opened(self, kind: tuple[Any, ...], event: DecisionEvent) -> _Tally:
+        decision, outcome, resolution = event.decision, event.outcome, event.resolution
         tally = self._tallies[kind] = _Tally(
             resolution,
             outcome,
@@ -218,8 +215,8 @@ class Metrics:
             crowd = self._crowds[name] = LimitStats(" ".join(by) or NONE)
         return crowd
 
-    def _note_shadows(self, admission: Admission, route: RoutePlan) -> None:
-        for met, decision in admission.shadows:
+    def _note_shadows(self, shadows: Sequence[Shadow], route: RoutePlan) -> None:
+        for met, decision in shadows:
             if not decision.allowed:
                 self._shadows.add((met.rule.name, route.route_class or NONE, route.endpoint))
 
@@ -294,6 +291,11 @@ class _Source:
     def is_of(self, gate: GateBase) -> bool:
         return self._gate() is gate
 
+    def flush(self) -> None:
+        gate = self._gate()
+        if gate is not None:
+            gate.flush_events()
+
     def now_us(self) -> int:
         gate = self._gate()
         return 0 if gate is None else gate.now_us()
@@ -327,6 +329,7 @@ class _Source:
             yield "store_events", labels, value
 
     def _policy(self, gate: GateBase) -> Iterator[tuple[str, Labels, float]]:
+        yield "events_dropped", (), gate.dropped_events
         yield "config_info", (gate.policy_version or NONE,), 1
         if self.lag is not None:
             yield "config_refresh_lag_seconds", (), self.lag()
@@ -359,29 +362,6 @@ class _Source:
         elif event.kind == "store-back":
             self._seconds += event.details["seconds"]
             self._errors += event.details["requests"]
-
-
-def outcome_of(admission: Admission) -> str:
-    """ "allowed", "denied" (429), "blocked" (403) or "unavailable" (503)."""
-    if admission.refusal is None:
-        return "allowed"
-    if admission.resolution is not None and admission.resolution.block is not None:
-        return "blocked"
-    return "unavailable" if admission.refusal.status == 503 else "denied"
-
-
-def tell_also(gate: GateBase, hook: Callable[[RequestInfo, Admission], None]) -> None:
-    """Tell the hook of every decision of the gate, after whoever is told already."""
-    before = gate.on_decision
-
-    def both(arrival: RequestInfo, admission: Admission) -> None:
-        try:
-            if before is not None:
-                before(arrival, admission)
-        finally:
-            hook(arrival, admission)
-
-    gate.on_decision = hook if before is None else both
 
 
 def _listen(gate: GateBase, listener: Callable[[Event], Any]) -> None:

@@ -166,6 +166,10 @@ _ALL: Final = (
         "rate_limiter_memory_forgiven", "limiter.memory_forgiven", "counter", (),
         "Counters in the process that were dropped for want of room although they owed something: raise max_keys.",
     ),
+    Family(
+        "rate_limiter_events_dropped", "limiter.events_dropped", "counter", (),
+        "Decisions that are missing in other metrics, the decision log and the status: observers were too slow.",
+    ),
 )  # fmt: skip
 
 FAMILIES: Final = {family.name: family for family in _ALL}
