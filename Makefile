@@ -33,7 +33,7 @@ chaos: $(VENV)/.chaos ## break the store in every way, under load: a table and a
 	$(BIN)/python -m chaos $(CHAOS_ARGS)
 
 mutate: servers $(VENV)/.mutate ## change every comparison and constant of the algorithms, and see that a test notices
-	$(BIN)/python tests/mutation.py $(MUTATE_ARGS)
+	$(BIN)/python tests/support/mutation.py $(MUTATE_ARGS)
 
 format: $(VENV)/.test ## rewrite the code in the house's format
 	$(BIN)/ruff check --fix .

@@ -37,7 +37,7 @@ POLICY = (
 def main() -> None:
     options = _options()
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    from postgres import PostgresServer
+    from support.postgres import PostgresServer
 
     progress = Progress()
     with running_redis() as redis_url, PostgresServer() as postgres:

@@ -11,14 +11,14 @@ import redis
 
 from chaos.proxy import Weather
 from chaos.rigs import alone, behind_proxy, clustered, stored_wide_key, watched, with_a_clock
-from servers import wait_until
+from support.servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from chaos.rigs import Rig
-    from servers import RedisServer
+    from support.servers import RedisServer
 
 
 SECONDS_FOR_A_BYTE: Final = 6e-6

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from chaos import proxy
 from chaos.load import LIMITS, MODES, Kind, namespace_of
 from chaos.proxy import FAIR, HOST, Order, Traffic, Weather
-from servers import RedisCluster, RedisServer, SentinelSet, ServerError
+from support.servers import RedisCluster, RedisServer, SentinelSet, ServerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

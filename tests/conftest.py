@@ -12,10 +12,15 @@ import pytest
 from hypothesis import settings
 
 from headgate.gate.admission import UNLIMITED, enter_context
-from servers import RedisCluster, RedisServer, SentinelSet
+from support.servers import RedisCluster, RedisServer, SentinelSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Browser
+
+    from support.postgres import PostgresServer
 
 settings.register_profile("ci", max_examples=60, derandomize=False, deadline=None, print_blob=True)
 settings.register_profile("thorough", settings.get_profile("ci"), max_examples=2000)
@@ -57,6 +62,58 @@ def cluster() -> Iterator[RedisCluster]:
 def sentinel() -> Iterator[SentinelSet]:
     with SentinelSet() as sentinels:
         yield sentinels
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    """A server that only this test uses, and may break."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    from support.postgres import PostgresServer
+
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def config_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty config store of each kind in turn."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/config.db"
+    fresh: Callable[[], str] = request.getfixturevalue("postgres").fresh_url
+    return fresh()
+
+
+@pytest.fixture(scope="module")
+def brokers() -> Iterator[str]:
+    """The addresses of Kafka brokers."""
+    from support.kafka import mock_brokers
+
+    with mock_brokers() as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def clickhouse() -> Iterator[str]:
+    """The address of a ClickHouse server."""
+    from support.clickhouse import clickhouse_server
+
+    with clickhouse_server() as address:
+        yield address
+
+
+@pytest.fixture(
+    scope="module"
+)  # not longer: Playwright keeps an event loop running, in which no test could run its own
+def browser() -> Iterator[Browser]:
+    from support.chromium import chromium_browser
+
+    with chromium_browser() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session", params=REMOTE)

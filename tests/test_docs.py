@@ -24,12 +24,12 @@ from headgate.adapters.flask import Headgate
 from headgate.algorithms import ALGORITHMS
 from headgate.cli import main
 from headgate.policy import read
-from servers import AclUser, RedisServer, wait_until
+from support.paths import ROOT
+from support.servers import AclUser, RedisServer, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "headgate"
 PAGES = (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted(ROOT.glob("docs/**/*.md")))
 ALL_TEXT = "\n".join(page.read_text("utf-8") for page in PAGES)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -21,6 +20,7 @@ from headgate.gate.admission import UNLIMITED, Admission
 from headgate.gate.gate import Gate
 from headgate.policy.loader import read
 from headgate.testing import DAY_US, FakeClock, IsolatedLimits, isolated_limits, limits_off
+from support.paths import DOCS, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -555,7 +555,7 @@ def test_the_fixtures_work_in_a_users_suite_with_every_framework(pytester: pytes
 
 
 def test_limits_can_be_off_unless_a_test_asks_for_them(pytester: pytest.Pytester) -> None:
-    page = Path(__file__).parents[1].joinpath("docs", "testing.md").read_text("utf-8")
+    page = (DOCS / "testing.md").read_text("utf-8")
     advice = re.search(r"`conftest.py`.*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert advice is not None
     pytester.makeconftest(advice[1])
@@ -583,7 +583,7 @@ def test_the_fixtures_explain_themselves(pytester: pytest.Pytester) -> None:
 
 
 def test_pytest_finds_the_plugin_by_itself() -> None:
-    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text("utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["entry-points"]["pytest11"] == {"headgate": "headgate.pytest_plugin"}
 
 

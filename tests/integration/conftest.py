@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
-from faults import Gate, Looped, Threaded
 
-from servers import RedisServer
+from support.faults import Gate, Looped, Threaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,10 +25,3 @@ def nothing_is_left_open() -> Iterator[None]:
     """A connection that was lost but never closed is Python's warning, and with it an error, in its own test."""
     yield
     gc.collect()
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    """A server of the test's own, to be broken."""
-    with RedisServer() as server:
-        yield server

@@ -10,10 +10,10 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from faults import LONG, paused, timed
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter, StoreError
-from servers import RedisCluster, SentinelSet, wait_until
+from support.faults import LONG, paused, timed
+from support.servers import RedisCluster, SentinelSet, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

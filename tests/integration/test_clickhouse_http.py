@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import closing
-from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.request import Request as Call
 from urllib.request import urlopen
 
@@ -15,30 +11,15 @@ import pytest
 from headgate.telemetry import DecisionLog, DecisionRecord, open_sink
 from headgate.telemetry.decision_log.sinks import open_reader
 from headgate.telemetry.pseudonyms import Pseudonymizer
-from servers import wait_until
-from traffic import SECRET, START_US, Traffic, records_of_all_kinds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-SERVER = Path(__file__).parents[1] / "clickhouse_http.py"
-USER, PASSWORD = "ada", "the-log-s-password"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    process = subprocess.Popen([sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    port = process.stdout.readline().strip()
-    assert port, "the server has not started"
-    yield f"127.0.0.1:{port}"
-    process.communicate()
+from support.clickhouse import PASSWORD, USER
+from support.servers import wait_until
+from support.traffic import SECRET, START_US, Traffic, records_of_all_kinds
 
 
 @pytest.fixture
-def url(server: str, request: pytest.FixtureRequest) -> str:
+def url(clickhouse: str, request: pytest.FixtureRequest) -> str:
     table = f"t{abs(hash(request.node.name))}"
-    return f"clickhouse://{USER}:{PASSWORD}@{server}/default?table={table}&send_receive_timeout=1"
+    return f"clickhouse://{USER}:{PASSWORD}@{clickhouse}/default?table={table}&send_receive_timeout=1"
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +29,13 @@ def records() -> list[DecisionRecord]:
     return sorted(found, key=lambda each: each.id)
 
 
-def order(server: str, fault: str) -> None:
-    with urlopen(Call(f"http://{server}/fault?next={fault}", method="POST")) as answer:
+def order(clickhouse: str, fault: str) -> None:
+    with urlopen(Call(f"http://{clickhouse}/fault?next={fault}", method="POST")) as answer:
         assert answer.status == 200
 
 
-def inserts(server: str) -> int:
-    with urlopen(f"http://{server}/inserts") as answer:
+def inserts(clickhouse: str) -> int:
+    with urlopen(f"http://{clickhouse}/inserts") as answer:
         return int(answer.read())
 
 
@@ -88,45 +69,47 @@ def test_records_come_back_over_http_as_they_went(url: str, records: list[Decisi
     ],
 )
 def test_what_is_not_certain_comes_again_and_is_there_once(
-    server: str, url: str, records: list[DecisionRecord], fault: str, message: str
+    clickhouse: str, url: str, records: list[DecisionRecord], fault: str, message: str
 ) -> None:
-    before = inserts(server)
+    before = inserts(clickhouse)
     with closing(open_sink(url)) as sink:
-        order(server, fault)
+        order(clickhouse, fault)
         with pytest.raises(Exception, match=message) as failure:
             sink.write(records)
         assert PASSWORD not in str(failure.value)
-        wait_until(lambda: inserts(server) - before == (fault != "refuse"), "the engine to be done")
+        wait_until(lambda: inserts(clickhouse) - before == (fault != "refuse"), "the engine to be done")
         sink.write(records)
-    assert inserts(server) - before == 1 + (fault != "refuse")
+    assert inserts(clickhouse) - before == 1 + (fault != "refuse")
     assert found(url, everybody(records)) == records
 
 
-def test_what_the_client_itself_sends_again_is_there_once(server: str, url: str, records: list[DecisionRecord]) -> None:
-    before = inserts(server)
+def test_what_the_client_itself_sends_again_is_there_once(
+    clickhouse: str, url: str, records: list[DecisionRecord]
+) -> None:
+    before = inserts(clickhouse)
     with closing(open_sink(url)) as sink:
-        order(server, "drop")
+        order(clickhouse, "drop")
         sink.write(records)
-    assert inserts(server) - before == 2
+    assert inserts(clickhouse) - before == 2
     assert found(url, everybody(records)) == records
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
-def test_a_log_gets_all_of_it_there_in_spite_of_faults(server: str, url: str, writer: str) -> None:
+def test_a_log_gets_all_of_it_there_in_spite_of_faults(clickhouse: str, url: str, writer: str) -> None:
     with DecisionLog(url, secret=SECRET, sample=0, every=0.01, batch=200, writer=writer) as log:  # type: ignore[arg-type]
         traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
         traffic.send(times=2)
         assert log.flush(30)
         for fault in ("refuse", "drop", "forget"):
-            order(server, fault)
+            order(clickhouse, fault)
             traffic.send(times=300)
             assert log.flush(30)
         assert log.stats[:4] == (901, 0, 0, 2)  # of the connection that broke, the client took care itself
     assert len(found(url, {Pseudonymizer(SECRET).key("ip", "203.0.113.9")})) == 901
 
 
-def test_a_wrong_password_is_told_as_such_and_not_shown(server: str, records: list[DecisionRecord]) -> None:
-    with closing(open_sink(f"clickhouse://{USER}:another-password@{server}/default")) as sink:
+def test_a_wrong_password_is_told_as_such_and_not_shown(clickhouse: str, records: list[DecisionRecord]) -> None:
+    with closing(open_sink(f"clickhouse://{USER}:another-password@{clickhouse}/default")) as sink:
         with pytest.raises(Exception, match="Authentication failed") as failure:
             sink.write(records)
         assert "another-password" not in str(failure.value)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter
-from servers import wait_until
+from support.servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

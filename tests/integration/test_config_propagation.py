@@ -22,8 +22,8 @@ from headgate.control.config.watcher import ConfigSource, ConfigWatcher
 from headgate.errors import InvalidConfiguration, InvalidPolicy
 from headgate.gate.gate import Gate
 from headgate.policy import read
-from postgres import PostgresServer, config_url, postgres  # noqa: F401 - fixtures
-from servers import wait_until
+from support.postgres import PostgresServer
+from support.servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def overridden(policy: Policy) -> dict[str, int]:
 
 
 @pytest.fixture
-def store(config_url: str) -> Iterator[ConfigStore]:  # noqa: F811
+def store(config_url: str) -> Iterator[ConfigStore]:
     store = ConfigStore(config_url)
     store.put_policy(POLICY, **BY)
     yield store
@@ -88,7 +88,7 @@ def test_a_change_arrives_within_a_second(store: ConfigStore) -> None:
 
 
 def test_what_is_not_told_is_found_by_polling(
-    postgres: PostgresServer,  # noqa: F811
+    postgres: PostgresServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(notifications, "CHANNEL", "elsewhere")
@@ -123,7 +123,7 @@ def test_a_node_that_waits_for_news_knows_that_there_are_none(
 
 
 def test_what_postgresql_could_not_tell_is_asked_for(
-    postgres: PostgresServer,  # noqa: F811
+    postgres: PostgresServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(notifications, "CHANNEL", "elsewhere")

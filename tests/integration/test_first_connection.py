@@ -13,7 +13,7 @@ import pytest
 from headgate import AsyncLimiter, Limit, Limiter
 from headgate.gate.gate import AsyncGate, Gate
 from headgate.policy import read
-from servers import RedisServer
+from support.servers import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,8 +22,8 @@ from headgate.control.config.engine import SILENCE_TIMEOUT_S, open_engine, read_
 from headgate.control.config.watcher import ConfigSource
 from headgate.control.service import AdminService
 from headgate.gate.gate import Gate
-from postgres import PostgresServer
-from servers import wait_until
+from support.postgres import PostgresServer
+from support.servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,20 +11,20 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from faults import SLACK, key_of, timed
 
 from headgate import Limit, Limiter
 from headgate._interrupts import BackgroundThread, InterruptSafeEvent
-from servers import wait_until
+from support.faults import SLACK, key_of, timed
+from support.paths import TESTS
+from support.servers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from servers import RedisServer
+    from support.servers import RedisServer
 
 
 class Interrupted(BaseException):
@@ -65,7 +65,7 @@ def test_a_storm_of_interrupts_holds_nobody_up_and_breaks_nothing(
 ) -> None:
     """Each interrupt cuts off what the one before has begun to clean up."""
     budget, front = 1.0, "front" if every < 0.001 else "store"
-    storm = [sys.executable, str(Path(__file__).with_name("interrupt_storm.py")), server.url, unique, mode]
+    storm = [sys.executable, str(TESTS / "support" / "interrupt_storm.py"), server.url, unique, mode]
     ended = subprocess.run(
         [*storm, str(every), str(budget), "3", front], capture_output=True, text=True, timeout=60, check=False
     )

@@ -9,18 +9,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from faults import SLACK, Gate, key_of, paused, reach, stored, timed
 
 from headgate import Decision, Limiter, StoreError, StoreUnavailable
 from headgate.local.denial_cache import MIN_DENIALS
 from headgate.local.maintenance import MaintenanceThread
-from servers import SentinelSet, wait_until
+from support.faults import SLACK, Gate, key_of, paused, reach, stored, timed
+from support.servers import SentinelSet, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headgate.events import Event
-    from servers import RedisCluster, RedisServer
+    from support.servers import RedisCluster, RedisServer
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_open")
 

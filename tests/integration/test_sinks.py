@@ -18,7 +18,6 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 
 from headgate import InvalidConfiguration
 from headgate.telemetry import DecisionLog, DecisionRecord, open_sink
@@ -30,15 +29,15 @@ from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
 from headgate.telemetry.human_time import span
 from headgate.telemetry.pseudonyms import Pseudonymizer
 from headgate.telemetry.why.report import ClientQuery, why
-from test_why import NOW
-from traffic import SECRET, START_US, Request, Traffic, records_of_all_kinds
+from support.kafka import consume
+from support.paths import TESTS
+from support.traffic import NOW, SECRET, START_US, Request, Traffic, records_of_all_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 DAY_US = 86_400_000_000
-TESTS = os.path.dirname(os.path.dirname(__file__))
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +262,7 @@ WORKER = """
 import sys
 sys.path.insert(0, {tests!r})
 from headgate.telemetry import DecisionLog
-from traffic import SECRET, Traffic
+from support.traffic import SECRET, Traffic
 with DecisionLog(sys.argv[1], secret=SECRET, sample=0, every=0.001, batch=20) as log:
     traffic = Traffic("limits: [{{by: ip, bucket: 1/hour}}]", log)
     for _ in range(25):
@@ -275,7 +274,7 @@ with DecisionLog(sys.argv[1], secret=SECRET, sample=0, every=0.001, batch=20) as
 
 
 def run_workers(url: str, count: int = 2) -> None:
-    command = [sys.executable, "-c", WORKER.format(tests=TESTS), url]
+    command = [sys.executable, "-c", WORKER.format(tests=str(TESTS)), url]
     workers = [subprocess.Popen(command) for _ in range(count)]
     assert [worker.wait(60) for worker in workers] == [0] * count
 
@@ -365,34 +364,12 @@ def test_logging_says_it_in_words(records: list[DecisionRecord], caplog: pytest.
 # ------------------------------------------------------------------ Kafka
 
 
-@pytest.fixture(scope="module")
-def brokers() -> Iterator[str]:
-    """librdkafka's own brokers, on real sockets."""
-    cluster = Producer({"bootstrap.servers": "mock", "test.mock.num.brokers": 3})
-    found = cluster.list_topics(timeout=10).brokers.values()
-    yield ",".join(f"{each.host}:{each.port}" for each in found)
-    cluster.flush(0)
-
-
-def consumed(brokers: str, topic: str, count: int) -> list[Any]:
-    consumer = Consumer({"bootstrap.servers": brokers, "group.id": topic, "log_level": 0})
-    partitions = consumer.list_topics(topic, timeout=10).topics[topic].partitions
-    consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in partitions])
-    found: list[Any] = []
-    end = time.monotonic() + 20
-    while len(found) < count and time.monotonic() < end:
-        found += [each for each in consumer.consume(500, timeout=0.2) if each.error() is None]
-    found += consumer.consume(500, timeout=0.2)
-    consumer.close()
-    return found
-
-
 def test_kafka_gets_each_record_as_a_message_of_its_client(brokers: str, records: list[DecisionRecord]) -> None:
     sink = open_sink(f"kafka://{brokers}/decisions?linger.ms=1")
     sink.write(records[:30])
     sink.write(records[30:])
     sink.close()
-    messages = consumed(brokers, "decisions", len(records))
+    messages = consume(brokers, "decisions", len(records))
     found = [DecisionRecord.from_dict(json.loads(message.value())) for message in messages]
     assert sorted(found) == sorted(records)
     assert all(message.key().decode() == record.client for message, record in zip(messages, found, strict=True))
@@ -411,7 +388,7 @@ def test_kafka_without_brokers_is_a_failure_and_nothing_is_lost(
     again = kafka.KafkaSink(brokers, "later")
     again.write(records)
     again.close()
-    assert len(consumed(brokers, "later", len(records))) == len(records)
+    assert len(consume(brokers, "later", len(records))) == len(records)
 
 
 def test_a_record_that_kafka_refuses_is_a_failure(brokers: str, records: list[DecisionRecord]) -> None:
@@ -522,7 +499,7 @@ def test_clickhouse_takes_what_kafka_has(clickhouse: Engine, brokers: str, recor
     sink = open_sink(f"kafka://{brokers}/feed")
     sink.write(fed)
     sink.close()
-    messages = [message.value().decode() for message in consumed(brokers, "feed", len(fed))]
+    messages = [message.value().decode() for message in consume(brokers, "feed", len(fed))]
     queue, feed = statements("clickhouse_kafka.sql")
     clickhouse.command(f"EXPLAIN AST {queue}")  # it can be read as it stands
     clickhouse.command(f"{queue.partition('ENGINE = Kafka')[0]} ENGINE = Null")

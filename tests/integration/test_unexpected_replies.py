@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from faults import SLACK, Gate, key_of, timed
 
 from headgate import Decision, Limit, StoreError, StoreUnavailable
-from servers import HOST, RedisServer, wait_until
+from support.faults import SLACK, Gate, key_of, timed
+from support.servers import HOST, RedisServer, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,0 +1,632 @@
+"""Step changes are raised once, of clients who do ten times their usual, and told to a webhook until it takes them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import threading
+import warnings
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import select, update
+
+from headgate import InvalidConfiguration, StoreError
+from headgate.control.admin import Tokens
+from headgate.control.admin.app import create_app
+from headgate.control.anomalies import baseline, webhook
+from headgate.control.anomalies.baseline import DAY, Baseline, TrafficHistory, histories, most_of, percentile, step_of
+from headgate.control.anomalies.detector import Anomaly, AnomalyDetector, AnomalyLog, Sum, judged
+from headgate.control.anomalies.tables import METADATA, MINUTES, STEPS, WATCH
+from headgate.control.anomalies.webhook import Webhook, sign, verify
+from headgate.control.config import ConfigStore
+from headgate.control.config.engine import read_transaction, write_transaction
+from headgate.control.service import AdminService
+from headgate.gate.gate import Gate
+from headgate.policy import read
+from headgate.telemetry.fleet.reporter import StatusReporter
+from headgate.telemetry.fleet.rollups import TrafficSketch
+from headgate.telemetry.pseudonyms import Pseudonymizer
+from support.anomaly_fleet import CLIENT, MINUTE_US, START, AnomalyFleet
+from support.servers import wait_until
+
+with warnings.catch_warnings(action="ignore"):  # it works as well with httpx as with the newer httpx2
+    from starlette.testclient import TestClient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SECRET = "a secret that both sides have"
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config store without anything in it, made once."""
+    file = tmp_path_factory.mktemp("steps") / "empty.db"
+    ConfigStore(f"sqlite:///{file}").close()
+    return file
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, empty: Path) -> Iterator[AnomalyFleet]:
+    made = AnomalyFleet(f"sqlite:///{shutil.copy(empty, tmp_path)}")
+    yield made
+    made.store.close()
+
+
+@pytest.fixture
+def any_fleet(config_url: str) -> Iterator[AnomalyFleet]:
+    """On SQLite, and on PostgreSQL."""
+    made = AnomalyFleet(config_url)
+    yield made
+    made.store.close()
+
+
+# ------------------------------------------------------------------ what is a step change
+
+
+def test_ten_times_the_usual_for_two_minutes_is_a_step_change(any_fleet: AnomalyFleet) -> None:
+    any_fleet.learn({20: 200, 7: 2000}, minutes=7 * DAY)
+    assert any_fleet.next_minute(210) == []  # one minute may be a slip
+    (step,) = any_fleet.next_minute(230)
+    assert (step.kind, step.key, step.label) == ("tenant", "hmac:acme", "acme")
+    assert (step.before, step.count, step.usual, step.times) == (210, 230, 7, 32.9)
+    assert step.at_us == any_fleet.minute * MINUTE_US
+    assert any_fleet.log.recent() == [step]
+    assert step.text == (
+        "acme sent 230 requests in a minute, and 210 in the one before: 33 times its usual 7. It looks like one bot: "
+        "1 user agent, 1 address and 1 path in 16 requests that were looked at."
+    )
+    assert step.as_dict()["text"] == step.text
+
+
+@pytest.mark.parametrize(
+    ("counts", "first", "second", "is_one"),
+    [
+        ({7: 2000}, 70, 70, True),
+        ({7: 2000}, 69, 70, False),
+        ({7: 2000}, 70, 69, False),
+        ({100: 500}, 59, 59, False),  # 500 of 10,080 are less than a twentieth: it is mostly silent
+        ({100: 500}, 60, 60, True),
+        ({100: 510}, 999, 999, False),  # now they are more, and stand on a step of up to 103
+        ({100: 510}, 1030, 1030, True),
+        ({1: 10_000}, 59, 59, False),
+        ({1: 10_000}, 60, 60, True),  # six a minute are usual for everybody
+    ],
+)
+def test_both_minutes_must_have_ten_times_the_95th_percentile(
+    counts: dict[int, int], first: int, second: int, is_one: bool
+) -> None:
+    history = TrafficHistory({step_of(number): times for number, times in counts.items()}, 7 * DAY)
+    assert (judged(CLIENT, history, Sum("acme", second), Sum("acme", first), START) is not None) is is_one
+
+
+def test_a_pause_between_two_minutes_is_none(fleet: AnomalyFleet) -> None:
+    fleet.learn({1: 100}, minutes=2 * DAY)
+    assert [fleet.next_minute(count) for count in (500, None, 500, None)] == [[]] * 4
+
+
+def test_nothing_is_unusual_for_who_is_not_known_for_a_day(fleet: AnomalyFleet) -> None:
+    fleet.learn({1: 50}, minutes=DAY - 1)
+    fleet.next_minute(500)
+    assert fleet.next_minute(500) == []
+    fleet.learn({1: 1}, minutes=1)
+    fleet.next_minute(500)
+    assert len(fleet.next_minute(500)) == 1
+
+
+def test_a_client_is_known_since_it_was_first_seen_and_not_since_others_were(fleet: AnomalyFleet) -> None:
+    fleet.learn({1: 50}, minutes=3 * DAY + 400, client=("tenant", "hmac:other"))
+    fleet.learn({1: 50}, minutes=DAY)
+    with read_transaction(fleet.store.engine) as connection:
+        known = histories(connection, [CLIENT, ("tenant", "hmac:other"), ("ip", "new")], fleet.minute // DAY)
+    assert {client: history.minutes for client, history in known.items()} == {
+        CLIENT: DAY,
+        ("tenant", "hmac:other"): 4 * DAY + 400,
+    }
+
+
+def test_it_is_told_again_only_after_ten_minutes_below(fleet: AnomalyFleet) -> None:
+    fleet.learn({5: 2500}, minutes=2 * DAY)
+    counts = (500, 500, 500, *[5] * 9, 500, 500, *[None] * 9, 5, 500, 500)
+    raised = [len(fleet.next_minute(count)) for count in counts]
+    assert raised == [0, 1, *[0] * 23, 1]
+    assert len(fleet.rows()) == 2
+    assert [step.over for step in fleet.log.recent()] == [False, True]
+    assert fleet.log.recent(1)[0].at_us > fleet.log.recent()[1].at_us
+
+
+def test_what_several_nodes_tell_is_summed_and_looks_are_joined(fleet: AnomalyFleet) -> None:
+    fleet.learn({1: 50}, minutes=2 * DAY)
+    for _ in range(2):
+        fleet.tell({CLIENT: 35}, node="web:1:a", look=(10, 5, 6, 7))
+        fleet.tell({CLIENT: 35, ("ip", "hmac:other"): 9}, node="web:2:b", look=(10, 3, 8, 2))
+        fleet.clock.set_us((fleet.minute + 1) * MINUTE_US + 20_000_000)
+        found = fleet.watcher.look()
+    assert [(step.count, step.before, step.looked_at) for step in found] == [(70, 70, 40)]
+    assert (found[0].agents, found[0].addresses, found[0].paths) == (5, 8, 7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "agents", "addresses", "paths", "verdict"),
+    [
+        ("tenant", 9, 20, 30, "people"),
+        ("tenant", 4, 4, 4, "people"),
+        ("tenant", 3, 20, 30, "one bot"),
+        ("tenant", 9, 3, 30, "one bot"),
+        ("tenant", 9, 20, 3, "one bot"),
+        ("ip", 9, 1, 30, "people"),  # an office behind one address
+        ("ip", 1, 1, 30, "one bot"),
+        ("api_key", 1, 1, 1, "one bot"),
+    ],
+)
+def test_people_are_told_from_bots(kind: str, agents: int, addresses: int, paths: int, verdict: str) -> None:
+    now, history = Sum("x", 100), TrafficHistory({step_of(1): 50}, 2 * DAY)
+    now.traits = TrafficSketch(50, *[(1 << number) - 1 for number in (agents, addresses, paths)])
+    step = judged((kind, "hmac:x"), history, now, Sum("x", 100), START)
+    assert step is not None
+    assert step.verdict == verdict
+
+
+def test_a_node_with_a_wrong_clock_is_counted_in_the_right_minute(fleet: AnomalyFleet) -> None:
+    fleet.learn({1: 50}, minutes=2 * DAY)
+    for _ in range(2):
+        at_us = (fleet.minute + 1) * MINUTE_US
+        fleet.tell({CLIENT: 40}, node="web:1:a")
+        said = json.dumps(
+            {
+                "v": 1,
+                "minute": fleet.minute + 90,
+                "at_us": at_us + 90 * MINUTE_US,
+                "clients": [[*CLIENT, "acme", 40]],
+            }
+        )
+        fleet.clock.set_us(at_us)
+        fleet.board.put(f"minutes/late:2:b:{fleet.minute + 90}", said.encode(), keep=300)
+        fleet.clock.advance(20)
+        found = fleet.watcher.look()
+    assert [step.count for step in found] == [80]
+
+
+# ------------------------------------------------------------------ several, and troubles
+
+
+def test_of_several_watchers_one_tells(any_fleet: AnomalyFleet) -> None:
+    any_fleet.learn({1: 50}, minutes=2 * DAY)
+    others = [AnomalyDetector(any_fleet.board, any_fleet.store, clock=any_fleet.clock) for _ in range(3)]
+    found: list[Anomaly] = []
+    for _ in range(3):
+        any_fleet.tell({CLIENT: 300})
+        any_fleet.clock.set_us((any_fleet.minute + 1) * MINUTE_US + 20_000_000)
+        threads = [
+            threading.Thread(target=lambda watcher=watcher: found.extend(watcher.look()))
+            for watcher in (*others, any_fleet.watcher)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == len(any_fleet.rows()) == 1
+    for watcher in (*others, any_fleet.watcher):
+        watcher.stop()
+    with read_transaction(
+        any_fleet.store.engine
+    ) as connection:  # each minute is in the history once, whoever looked at it
+        history = histories(connection, [CLIENT], any_fleet.minute // DAY)[CLIENT]
+    assert history.steps == {step_of(1): 50, step_of(300): 3}
+    assert history.minutes == 2 * DAY + 3
+
+
+def test_what_was_learnt_is_written_and_found_after_a_restart(fleet: AnomalyFleet) -> None:
+    for _ in range(12):
+        fleet.next_minute(3)
+    with read_transaction(fleet.store.engine) as connection:
+        assert [row.counts for row in connection.execute(select(MINUTES))] == ["3:10"]
+    fleet.watcher.stop()
+    fleet.watcher = AnomalyDetector(fleet.board, fleet.store, clock=fleet.clock)
+    assert fleet.watcher.look() == []  # nothing is counted twice
+    fleet.next_minute(40)
+    fleet.watcher.stop()
+    with read_transaction(fleet.store.engine) as connection:
+        history = histories(connection, [CLIENT], fleet.minute // DAY)[CLIENT]
+    assert history.steps == {3: 12, step_of(40): 1}
+    assert history.minutes == 13
+
+
+def test_minutes_that_nobody_has_told_of_are_not_silent_ones(fleet: AnomalyFleet) -> None:
+    fleet.next_minute(3)
+    fleet.clock.advance(3600)
+    assert fleet.watcher.look() == []
+    fleet.next_minute(3)
+    fleet.watcher.stop()
+    with read_transaction(fleet.store.engine) as connection:
+        assert connection.execute(select(WATCH.c.minutes)).scalar() == 2
+
+
+def test_troubles_are_told_once_and_end(fleet: AnomalyFleet, caplog: pytest.LogCaptureFixture) -> None:
+    there = fleet.board.read
+    with caplog.at_level(logging.WARNING, "headgate"):
+        fleet.board.read = _away  # type: ignore[method-assign]
+        for _ in range(3):
+            assert fleet.next_minute(3) == []
+        fleet.board.read = there  # type: ignore[method-assign]
+        fleet.board.put("minutes/junk:1", b"junk", keep=300)
+        fleet.next_minute(3)
+    assert [record.message for record in caplog.records] == [
+        "step changes cannot be looked for: away",
+        "what is on the board as 'minutes/junk:1' is no word of a node",
+        "step changes are looked for again",
+    ]
+    fleet.watcher.stop()
+    with read_transaction(fleet.store.engine) as connection:
+        assert connection.execute(select(WATCH.c.minutes)).scalar() == 4  # what was missed is still on the board
+
+
+def _away(*_: Any) -> Any:
+    raise StoreError("away")
+
+
+def test_history_is_bounded_in_days_and_clients(fleet: AnomalyFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baseline, "MOST_CLIENTS", 5)
+    for _ in range(12):
+        fleet.learn({1: 3}, minutes=DAY)
+    with write_transaction(fleet.store.engine) as connection:
+        learnt = Baseline()
+        learnt.add(fleet.minute - 1, {("ip", f"hmac:{number}"): 1 for number in range(9)})
+        learnt.write(connection)
+        days = connection.execute(select(MINUTES.c.day).order_by(MINUTES.c.day)).scalars().all()
+        assert len(connection.execute(select(WATCH)).all()) == 8
+    assert sorted(set(days)) == [START // DAY + number for number in range(4, 12)]
+    assert days.count(START // DAY + 11) == 5
+
+
+def test_a_watcher_runs_by_itself_and_leaves_no_thread(fleet: AnomalyFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headgate.control.anomalies.detector.LOOK_EVERY", 0.01)
+    fleet.learn({1: 50}, minutes=2 * DAY)
+    fleet.watcher.start().start()
+    for _ in range(2):
+        fleet.tell({CLIENT: 300})
+        fleet.clock.set_us((fleet.minute + 1) * MINUTE_US + 20_000_000)
+        wait_until(lambda: fleet.watcher._looked_at == fleet.minute - 1, "a look")
+    wait_until(fleet.log.recent, "the step change")
+    fleet.watcher.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "headgate-steps"]
+
+
+def test_a_step_log_is_opened_by_a_url_too(tmp_path: Path) -> None:
+    assert AnomalyLog(f"sqlite:///{tmp_path}/new.db").recent() == []
+
+
+# ------------------------------------------------------------------ what is usual
+
+
+def test_steps_of_the_scale_are_an_eighth_wide_at_most() -> None:
+    before = -1
+    for requests in [*range(3000), 10**6, 10**9]:
+        step, most = step_of(requests), most_of(step_of(requests))
+        assert requests <= most <= requests * 9 / 8
+        assert step - before in (0, 1) or requests >= 10**6
+        before = step
+
+
+def test_the_percentile_is_that_of_all_minutes() -> None:
+    assert percentile({}, 1000) == 0
+    assert percentile({step_of(n): 1 for n in range(1, 11)}, 10) == 10
+    for silent in range(0, 3000, 100):
+        numbers = [0] * silent + [n % 15 for n in range(600)]
+        steps: dict[int, int] = {}
+        for number in filter(None, numbers):
+            steps[step_of(number)] = steps.get(step_of(number), 0) + 1
+        assert percentile(steps, len(numbers)) == sorted(numbers)[-(-len(numbers) * 95 // 100) - 1]
+
+
+@pytest.mark.filterwarnings("ignore:Skipped unsupported reflection of expression-based index")
+def test_migrations_make_the_tables_that_are_used(any_fleet: AnomalyFleet) -> None:
+    def ours(thing: Any, name: str | None, kind: str, *_: Any) -> bool:
+        return kind != "table" or name in METADATA.tables
+
+    with read_transaction(any_fleet.store.engine) as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "include_object": ours})
+        assert compare_metadata(context, METADATA) == []
+
+
+# ------------------------------------------------------------------ webhooks
+
+
+class Call(NamedTuple):
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class Receiver:
+    """A server that answers as it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.answers: list[tuple[int, dict[str, str]]] = []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.calls.append(
+                    Call(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+                )
+                status, headers = receiver.answers.pop(0) if receiver.answers else (204, {})
+                if status == 0:
+                    return  # hangs up without a word
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+
+            do_GET = do_POST  # noqa: N815 - as the library names it
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver()
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.01,))
+    thread.start()
+    yield made
+    made.server.shutdown()
+    thread.join()
+    made.server.server_close()
+
+
+def raised(fleet: AnomalyFleet) -> Anomaly:
+    """A step change that waits for its webhook."""
+    fleet.learn({1: 50}, minutes=2 * DAY)
+    fleet.next_minute(300)
+    (step,) = fleet.next_minute(400)
+    return step
+
+
+def test_a_step_change_is_told_once_signed_and_with_its_id(any_fleet: AnomalyFleet, receiver: Receiver) -> None:
+    step, webhook = raised(any_fleet), Webhook(receiver.url, SECRET)
+    assert webhook.deliver(any_fleet.store.engine, any_fleet.clock) == 1
+    assert webhook.deliver(any_fleet.store.engine, any_fleet.clock) == 0
+    (call,) = receiver.calls
+    said = json.loads(call.body)
+    assert (call.path, said["type"], said["id"]) == ("/hook", "step-change", step.id)
+    assert said["step"] == step.as_dict()
+    assert call.headers["headgate-event-id"] == step.id
+    assert call.headers["content-type"] == "application/json"
+    now = any_fleet.clock.now_us() / 1_000_000
+    assert verify(call.body, call.headers["headgate-signature"], SECRET, now=now)
+    (row,) = any_fleet.rows()
+    assert (row.attempts, row.next_us, row.error, row.delivered_us) == (1, None, None, any_fleet.clock.now_us())
+
+
+class Visit:
+    """A request as a gate sees it."""
+
+    method, native, below = "GET", None, None
+
+    def __init__(self, number: int, *, alike: bool) -> None:
+        self.path = "/prices" if alike else f"/items/{number % 7}"
+        self.peer = "203.0.113.9" if alike else f"198.51.100.{number % 40}"
+        self._agent = "python-requests/2.31" if alike else f"Mozilla/5.0 (browser {number % 9})"
+
+    def header(self, name: str) -> list[str]:
+        return [self._agent] if name == "user-agent" else []
+
+
+@pytest.mark.parametrize(("alike", "verdict"), [(True, "one bot"), (False, "people")])
+def test_from_a_request_to_the_webhook_and_the_overview(
+    fleet: AnomalyFleet, receiver: Receiver, alike: bool, verdict: str
+) -> None:
+    """Two busy minutes of a tenant that has had a request in each minute so far, of one kind or the other."""
+    policy = read("limits: [{name: requests, by: tenant, bucket: 50/minute}]")
+    who: dict[str, Any] = {"tenant": lambda _: "acme"}
+    gate = Gate(policy, identities=who, clock=fleet.clock, secret=SECRET)
+    pulse = StatusReporter(gate, fleet.board, node="web-1", every=None)
+    webhook = Webhook(receiver.url, SECRET)
+    found: list[Anomaly] = []
+
+    def minute(requests: int) -> None:
+        for number in range(requests):
+            gate.admit(Visit(number, alike=alike))
+            if number % 100 == 99:
+                fleet.clock.advance(1)
+                pulse.beat()
+        fleet.clock.set_us((fleet.minute + 1) * MINUTE_US)
+        pulse.beat()
+        fleet.clock.advance(20)
+        found.extend(fleet.watcher.look())
+
+    with closing(gate), closing(pulse):
+        fleet.learn({1: 2 * DAY}, minutes=2 * DAY, client=("tenant", Pseudonymizer(SECRET).written("tenant", "acme")))
+        minute(1)
+        assert not found
+        minute(900)
+        minute(1000)
+        (step,) = found
+        assert (step.kind, step.label, step.count, step.usual) == ("tenant", "tenant acme", 1000, 1)
+        assert step.verdict == verdict
+        assert webhook.deliver(fleet.store.engine, fleet.clock) == 1
+        said = json.loads(receiver.calls[0].body)
+        assert said["step"] == step.as_dict()
+        assert said["step"]["verdict"] == verdict
+        desk = AdminService(fleet.store, board=fleet.board, steps=fleet.log, secret=SECRET, clock=fleet.clock)
+        tokens = Tokens(str(fleet.store.engine.url), clock=fleet.clock)
+        made, app = tokens.make("ada", "viewer", by="the test"), create_app(desk, tokens, clock=fleet.clock)
+        with closing(tokens), TestClient(app, base_url="http://127.0.0.1") as web:
+            assert web.get("/enter", params={"code": tokens.code(made.token)}).status_code == 200
+            page = " ".join(re.sub("<[^>]*>", " ", web.get("/").text).split())
+            program = web.get("/api/v1/overview", headers={"Authorization": f"Bearer {made.text}"}).json()
+        kinds = "1 agent, 1 address, 1 path" if alike else r"\d+ agents, \d+ addresses, \d+ paths"
+        assert re.search(rf"\bacme .*1,000 in a minute, usually up to 1; looks like {verdict} \({kinds}\)", page)
+        assert [each["verdict"] for each in program["steps"]] == [verdict]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ((500, {}), "it answered 500"),
+        ((404, {}), "it answered 404"),
+        ((302, {"Location": "/other"}), "it answered 302"),
+        ((307, {"Location": "/other"}), "it answered 307"),
+        ((0, {}), "Remote end closed connection without response"),
+    ],
+)
+def test_what_is_not_taken_is_sent_again_later(
+    fleet: AnomalyFleet,
+    receiver: Receiver,
+    answer: tuple[int, dict[str, str]],
+    error: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    raised(fleet)
+    webhook, engine = Webhook(receiver.url, SECRET), fleet.store.engine
+    receiver.answers = [answer] * 4
+    before = fleet.clock.now_us()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "headgate"):
+        for _ in range(4):
+            assert webhook.deliver(engine, fleet.clock) == 0
+            assert webhook.deliver(engine, fleet.clock) == 0  # it is not due
+            (row,) = fleet.rows()
+            assert row.error == error
+            fleet.clock.set_us(row.next_us)
+        assert webhook.deliver(engine, fleet.clock) == 1
+    assert len(receiver.calls) == 5
+    assert {call.path for call in receiver.calls} == {"/hook"}
+    assert len({call.headers["headgate-event-id"] for call in receiver.calls}) == 1
+    assert (1 + 2 + 4 + 8) * 1_000_000 <= fleet.clock.now_us() - before <= (2 + 4 + 8 + 16) * 1_000_000
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "the webhook did not take a step change",
+        "the webhook is answered again",
+    ]
+
+
+def test_pauses_grow_up_to_an_hour_and_are_spread() -> None:
+    pauses = [[webhook.pause(attempts) for _ in range(50)] for attempts in range(40)]
+    for attempts, each in enumerate(pauses):
+        longest = min(2.0 * 2**attempts, 3600.0)
+        assert longest / 2 <= min(each) < max(each) <= longest
+
+
+def test_after_a_day_or_when_the_receiver_is_gone_it_is_given_up(fleet: AnomalyFleet, receiver: Receiver) -> None:
+    raised(fleet)
+    receiver.answers = [(410, {})]
+    webhook, engine = Webhook(receiver.url, SECRET), fleet.store.engine
+    webhook.deliver(engine, fleet.clock)
+    assert [(row.next_us, row.error) for row in fleet.rows()] == [(None, "it answered 410")]
+    with write_transaction(engine) as connection:
+        connection.execute(update(STEPS).values(next_us=0))
+    fleet.clock.advance(86_400)
+    assert webhook.deliver(engine, fleet.clock) == 0
+    assert [(row.next_us, row.attempts) for row in fleet.rows()] == [(None, 1)]
+    assert len(receiver.calls) == 1
+
+
+def test_of_too_many_that_wait_the_oldest_are_given_up(
+    fleet: AnomalyFleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "MOST_WAITING", 3)
+    step = raised(fleet)
+    (row,) = fleet.rows()
+    with write_transaction(fleet.store.engine) as connection:
+        for number in range(1, 6):
+            values = {
+                **row._mapping,
+                "id": f"{step.id[:-1]}{number}x",
+                "minute": row.minute - number,
+                "key": f"{number}",
+            }
+            connection.execute(STEPS.insert().values(values))
+    assert Webhook(receiver.url, SECRET).deliver(fleet.store.engine, fleet.clock) == 3
+    assert len(receiver.calls) == 3
+
+
+def test_two_senders_never_send_the_same_at_the_same_time(any_fleet: AnomalyFleet, receiver: Receiver) -> None:
+    raised(any_fleet)
+    senders = [Webhook(receiver.url, SECRET) for _ in range(4)]
+    threads = [
+        threading.Thread(target=sender.deliver, args=(any_fleet.store.engine, any_fleet.clock)) for sender in senders
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(receiver.calls) == 1
+
+
+def test_what_waits_is_sent_after_a_restart_by_a_watcher(
+    fleet: AnomalyFleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "LOOK_EVERY", 0.01)
+    raised(fleet)
+    watcher = AnomalyDetector(fleet.board, fleet.store, webhook=Webhook(receiver.url, SECRET), clock=fleet.clock)
+    watcher.start()
+    wait_until(lambda: receiver.calls, "a call")
+    wait_until(lambda: fleet.rows()[0].delivered_us is not None, "the delivery to be noted")
+    watcher.stop()
+
+
+def test_nobody_answers_is_an_error_like_others(fleet: AnomalyFleet) -> None:
+    raised(fleet)
+    assert Webhook("http://127.0.0.1:1/", SECRET).deliver(fleet.store.engine, fleet.clock) == 0
+    assert "refused" in fleet.rows()[0].error
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://x/", "file:///etc/passwd", "x", "", "http://", "http://a b/", "http://x:99999/", "https://ada:secret@x/"],
+)
+def test_only_plain_addresses_of_the_web_are_told(url: str) -> None:
+    with pytest.raises(InvalidConfiguration) as refused:
+        Webhook(url, SECRET)
+    assert "secret@" not in str(refused.value)
+
+
+def test_a_short_secret_is_refused_and_none_is_shown() -> None:
+    with pytest.raises(InvalidConfiguration, match="too short"):
+        Webhook("https://example.com/", "short")
+    shown = repr(Webhook("https://example.com/token-in-path", SECRET))
+    assert shown == "Webhook('example.com')"
+
+
+def test_signatures_are_verified_in_all_their_parts() -> None:
+    body, header = b'{"a":1}', sign(b'{"a":1}', SECRET, at=1000)
+    assert verify(body, header, SECRET, now=1000)
+    assert verify(body, header, SECRET.encode(), now=1300)
+    assert verify(body, header + ",v1=" + "0" * 64, SECRET, now=1000)
+    refused = [
+        (b'{"a":2}', header, SECRET, 1000),
+        (body, header, "another secret, long enough", 1000),
+        (body, header, SECRET, 1301),
+        (body, header, SECRET, 699),
+        (body, header.replace("t=1000", "t=1001"), SECRET, 1000),
+        (body, header.partition(",")[2], SECRET, 1000),
+        (body, "t=1000", SECRET, 1000),
+        (body, "t=1000,v1=\u00e9", SECRET, 1000),
+        (body, "t=-1000,v1=0", SECRET, 1000),
+        (body, "", SECRET, 1000),
+    ]
+    for said, sent, secret, now in refused:
+        assert not verify(said, sent, secret, now=now), sent
+    assert verify(body, header, SECRET, now=1400, tolerance=400)
+
+
+def test_no_proxy_leads_to_this_machine(
+    fleet: AnomalyFleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    raised(fleet)
+    assert Webhook(receiver.url, SECRET).deliver(fleet.store.engine, fleet.clock) == 1

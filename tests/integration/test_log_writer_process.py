@@ -1,0 +1,399 @@
+"""The scribe: what is written by a process beside the app's, whatever becomes of either."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headgate import InvalidConfiguration
+from headgate.policy import read
+from headgate.telemetry import DecisionLog, DecisionRecord
+from headgate.telemetry.decision_log import delivery
+from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
+from support.paths import TESTS
+from support.servers import wait_until
+from support.traffic import SECRET, Kept, Request, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+ONE_AN_HOUR = "limits: [{by: ip, bucket: 1/hour}]"
+
+POLICY = """
+name: shop
+tier: free
+routes: [{path: "/orders/{id}", class: orders, cost: 2}]
+limits:
+  - {name: per-client, by: client, bucket: 3/minute, tiers: {pro: 5/minute}}
+  - {name: orders, class: orders, by: tenant, missing: skip, bucket: 8/minute}
+  - {name: per-user, path: /search, by: user, missing: skip, bucket: 100/minute}
+  - {name: soon, by: ip, bucket: 2/minute, shadow: true}
+clients: [{tenant: acme, tier: pro, label: Acme Corp}, {api_key: sk_labelled, label: The partner}]
+overrides: [{tenant: globex, limit: orders, bucket: 2/minute}]
+blocked: [{user: mallory, reason: "it's scraping"}]
+"""
+
+
+REQUESTS = [
+    Request("/orders/7", tenant="acme"),
+    Request("/orders/7", tenant="globex"),
+    Request("/orders/7", user="carol"),
+    Request(user="mallory"),
+    Request(user="ada\udc80"),
+    Request(api_key="sk_labelled"),
+    Request(method="MADEUP", peer="2001:db8::7"),
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "decisions.db"
+
+
+@pytest.fixture
+def open_log(file: Path) -> Iterator[Callable[..., DecisionLog]]:
+    opened: list[DecisionLog] = []
+
+    def open_one(where: Any = None, **options: Any) -> DecisionLog:
+        options = {"secret": SECRET, "node": "n1", "sample": 0, "every": 0.005, "writer": "process", **options}
+        opened.append(DecisionLog(where or f"sqlite:///{file}", **options))
+        return opened[-1]
+
+    yield open_one
+    for log in opened:
+        log.close(0.2)
+
+
+def stored(file: Path) -> list[DecisionRecord]:
+    with closing(sqlite3.connect(file)) as connection:
+        return [DecisionRecord.from_row(row) for row in connection.execute("SELECT * FROM decisions ORDER BY id")]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def pid_of(log: DecisionLog) -> int:
+    assert log.scribe is not None
+    return log.scribe
+
+
+# ------------------------------------------------------------------ the same, from elsewhere
+
+
+def test_a_scribe_writes_what_this_process_would(file: Path, open_log: Callable[..., DecisionLog]) -> None:
+    kept = Kept()
+    beside, here = open_log(sample=1), open_log(kept, sample=1, writer="thread")
+    for log in (beside, here):
+        traffic = Traffic(POLICY, log)
+        for request in REQUESTS * 6:
+            traffic.send(request)
+            traffic.clock.advance(1)
+        assert log.flush(30)
+    assert beside.scribe not in (None, os.getpid())
+    assert here.scribe is None
+    found = stored(file)
+    assert [each._replace(id="") for each in found] == [each._replace(id="") for each in kept.records]
+    assert {each.outcome for each in found} == {"allowed", "denied", "blocked"}
+    assert {"Acme Corp", "The partner"} <= {each.label for each in found}
+    assert any(each.also for each in found)
+    assert any(each.shadow for each in found)
+    assert {each.origin for each in found} >= {"override", "tier", ""}
+
+
+def test_a_scribe_learns_the_labels_of_a_policy_that_is_swapped(
+    file: Path, open_log: Callable[..., DecisionLog]
+) -> None:
+    log = open_log(sample=1)
+    traffic = Traffic(POLICY, log)
+    for name in ("Acme Corp", "Acme Ltd", "Acme SE"):
+        traffic.gate._swap(read(POLICY.replace("Acme Corp", name)))
+        traffic.send(tenant="acme")
+        traffic.clock.advance(1)
+        assert log.flush(30)
+    assert [each.label for each in stored(file)] == ["Acme Corp", "Acme Ltd", "Acme SE"]
+
+
+def test_a_scribe_is_told_no_secret_where_others_can_see_it(open_log: Callable[..., DecisionLog]) -> None:
+    log = open_log()
+    Traffic(POLICY, log).send(user="mallory")
+    assert log.flush(30)
+    with open(f"/proc/{log.scribe}/cmdline", "rb") as shown:
+        assert SECRET.encode() not in shown.read()
+
+
+# ------------------------------------------------------------------ ends
+
+
+def test_what_a_killed_scribe_has_not_confirmed_the_next_one_writes_once(
+    file: Path, open_log: Callable[..., DecisionLog]
+) -> None:
+    log = open_log()
+    traffic = Traffic(ONE_AN_HOUR, log)
+    traffic.send(times=2)
+    assert log.flush(30)
+    first = pid_of(log)
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # so that the scribe is in the middle of writing
+        traffic.send(times=500)
+        assert not log.flush(0.3)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: log.stats.failures, "a failure")
+        assert log.stats.error == "the scribe has ended with -9"
+        traffic.send(times=500)
+        other.execute("ROLLBACK")
+    assert log.flush(30)
+    assert log.scribe != first
+    assert not is_running(first)
+    found = stored(file)
+    assert len({each.id for each in found}) == len(found) == 1001
+    assert log.stats[:3] == (1001, 0, 0)
+
+
+def test_scribes_that_are_killed_again_and_again_lose_nothing(file: Path, open_log: Callable[..., DecisionLog]) -> None:
+    log = open_log()
+    traffic = Traffic(ONE_AN_HOUR, log)
+    traffic.send()
+    for count in range(3):
+        for _ in range(20):
+            traffic.send(times=100)
+            time.sleep(0.001)
+        some = count * 2000
+        wait_until(lambda some=some: log.stats.written > some and log.scribe, "a scribe that writes")  # type: ignore[misc]
+        os.kill(pid_of(log), signal.SIGKILL)
+    assert log.flush(30)
+    assert log.stats[:3] == (6000, 0, 0)
+    assert len(stored(file)) == 6000
+    assert len({each.id for each in stored(file)}) == 6000
+
+
+def test_what_is_meant_for_the_app_does_not_end_its_scribe(file: Path, open_log: Callable[..., DecisionLog]) -> None:
+    log = open_log()
+    traffic = Traffic(ONE_AN_HOUR, log)
+    traffic.send(times=2)
+    assert log.flush(30)
+    scribe = pid_of(log)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(scribe, each)
+    traffic.send(times=5)
+    assert log.flush(30)
+    assert log.scribe == scribe
+    assert len(stored(file)) == 6
+    log.close()
+    assert log.scribe is None
+    assert not is_running(scribe)
+
+
+def test_with_a_dead_sink_what_is_above_the_bound_is_lost_and_counted(
+    tmp_path: Path, open_log: Callable[..., DecisionLog], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = open_log(f"sqlite:///{tmp_path}/missing/decisions.db", most=200)
+    traffic = Traffic(ONE_AN_HOUR, log)
+    traffic.send(times=101)
+    wait_until(lambda: log.stats.failures, "a failure")
+    assert log.stats.error == "OperationalError: unable to open database file"
+    traffic.send(times=1000)
+    waiting = log.stats.waiting
+    assert 200 <= waiting <= 300
+    assert log.stats.lost == 1100 - waiting
+    assert "the decision log is losing records: 1 so far" in caplog.text
+    (tmp_path / "missing").mkdir()
+    assert log.flush(30)
+    found = stored(tmp_path / "missing" / "decisions.db")
+    assert log.stats[:3] == (len(found), 0, 1100 - waiting)
+    assert [each.weight for each in found if each.outcome == "lost"] == [1100 - waiting]
+    assert sum(each.outcome == "denied" for each in found) == waiting
+
+
+def test_with_a_slow_sink_nothing_below_the_bound_is_lost(file: Path, open_log: Callable[..., DecisionLog]) -> None:
+    log = open_log(most=10_000)
+    traffic = Traffic(ONE_AN_HOUR, log)
+    traffic.send(times=2)
+    assert log.flush(30)
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        for _ in range(5):
+            other.execute("BEGIN IMMEDIATE")
+            traffic.send(times=1900)
+            time.sleep(0.1)
+            other.execute("ROLLBACK")
+    assert log.flush(30)
+    assert log.stats[:3] == (9501, 0, 0)
+    assert len(stored(file)) == 9501
+
+
+PROCESS = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+from headgate.telemetry import DecisionLog
+from support.traffic import SECRET, Traffic
+log = DecisionLog("sqlite:///decisions.db", secret=SECRET, sample=0, every=30, writer="process")
+traffic = Traffic("limits: [{{by: ip, bucket: 1/hour}}]", log)
+traffic.send(times=41)
+{then}
+"""
+
+
+def run_process(folder: Path, then: str, code: int = 0) -> list[int]:
+    """What a process of its own has printed."""
+    command = [sys.executable, "-c", PROCESS.format(tests=str(TESTS), then=then)]
+    done = subprocess.run(command, cwd=folder, timeout=30, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == code
+    return [int(each) for each in done.stdout.split()]
+
+
+def test_the_end_of_a_process_is_waited_for_by_its_scribe(file: Path) -> None:
+    (scribe,) = run_process(file.parent, "log.flush(30); print(log.scribe, flush=True); traffic.send(times=5000)")
+    assert len(stored(file)) == 5040
+    assert not is_running(scribe)
+
+
+def test_what_a_scribe_was_told_outlives_a_process_that_is_killed(file: Path) -> None:
+    then = """
+log.flush(30)
+print(log.scribe, flush=True)
+other = __import__("sqlite3").connect("decisions.db", isolation_level=None)
+other.execute("BEGIN IMMEDIATE")
+traffic.send(times=5000)
+log.flush(0.3)
+assert log.stats.waiting == 5000 and not len(log._queue)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (scribe,) = run_process(file.parent, then, -signal.SIGKILL)
+    wait_until(lambda: not is_running(scribe), "the end of the scribe")
+    assert len(stored(file)) == 5040
+
+
+def test_a_forked_child_has_a_scribe_of_its_own_and_keeps_no_other_alive(file: Path) -> None:
+    then = """
+log.flush(30)
+mine = log.scribe
+reading, writing = os.pipe()
+if not os.fork():
+    assert log.scribe is None
+    traffic.send(times=7)
+    assert log.flush(30)
+    assert log.scribe not in (None, mine)
+    os.close(writing)
+    os.read(reading, 1)  # until its parent is done
+    traffic.send(times=3)
+    sys.exit()
+os.close(reading)
+traffic.send(times=2)
+process = log._scribe._process
+log.close()
+assert process.returncode == 0  # it has ended by itself, though the child lives
+os.close(writing)
+assert os.wait()[1] == 0
+"""
+    assert run_process(file.parent, then) == []
+    found = stored(file)
+    assert len(found) == 40 + 7 + 3 + 2
+    assert len({each.id for each in found}) == len(found)
+    assert len({each.id[14:24] for each in found}) == 2
+
+
+# ------------------------------------------------------------------ when there is one
+
+
+def test_there_is_a_scribe_only_while_there_is_much_to_write(
+    file: Path, open_log: Callable[..., DecisionLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"GLANCE": 0.05, "CALM": 1.0, "BUSY": 2000}.items():
+        monkeypatch.setattr(delivery, name, value)
+    log = open_log(writer="auto")
+    traffic = Traffic(ONE_AN_HOUR, log)
+    sent = 0
+
+    def send(count: int) -> bool:
+        nonlocal sent
+        traffic.send(times=count)
+        sent += count
+        time.sleep(0.01)
+        return False
+
+    for _ in range(20):
+        send(1)
+    assert log.flush(30)
+    assert log.scribe is None
+    wait_until(lambda: log.scribe or send(400), "a scribe")
+    scribe = pid_of(log)
+    wait_until(lambda: not is_running(scribe) or send(1), "the end of the scribe")
+    send(1)
+    assert log.flush(30)
+    assert log._writer._carrier.size == SqliteSink.batch  # it is this process that writes again
+    assert len(stored(file)) == sent - 1
+    assert log.stats.lost == 0
+
+
+def test_a_scribe_with_nothing_to_write_is_let_go(
+    file: Path, open_log: Callable[..., DecisionLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "GLANCE", 0.01)
+    monkeypatch.setattr(delivery, "CALM", 0.1)
+    log = open_log()
+    traffic = Traffic(ONE_AN_HOUR, log)
+    traffic.send(times=2)
+    assert log.flush(30)
+    wait_until(lambda: log.scribe is None, "the end of the scribe")
+    traffic.send(times=2)
+    assert log.flush(30)
+    assert log.scribe is not None
+    assert len(stored(file)) == 3
+
+
+@pytest.mark.parametrize("program", ["#!/bin/sh\nexit 3\n", None])
+def test_where_no_scribe_can_be_started_this_process_writes(
+    tmp_path: Path,
+    file: Path,
+    open_log: Callable[..., DecisionLog],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    program: str | None,
+) -> None:
+    broken = tmp_path / "python-broken"
+    if program is not None:
+        broken.write_text(program)
+        broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    log = open_log()
+    Traffic(ONE_AN_HOUR, log).send(times=5)
+    assert log.flush(30)
+    assert len(stored(file)) == 4
+    assert log.stats[:3] == (4, 0, 0)
+    assert "the decision log writes in this process: no scribe can be started" in caplog.text
+
+
+def test_a_server_with_python_inside_is_no_interpreter(
+    file: Path, open_log: Callable[..., DecisionLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi")
+    log = open_log()
+    Traffic(ONE_AN_HOUR, log).send(times=5)
+    assert log.flush(30)
+    assert (len(stored(file)), log.stats.failures, log.scribe) == (4, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("where", "writer", "message"),
+    [
+        (Kept(), "process", "another process can write only to a sink with a URL, and not to logging; give 'thread'"),
+        ("logging://x", "process", "another process can write only to a sink with a URL"),
+        ("logging://x", "proces", "writer 'proces' is none: give 'auto', 'thread' or 'process'"),
+    ],
+)
+def test_a_writer_that_cannot_be_is_refused(where: Any, writer: str, message: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=message):
+        DecisionLog(where, secret=SECRET, writer=writer)  # type: ignore[arg-type]

@@ -1,0 +1,621 @@
+"""What was admitted without the store is owed to it: as long as the limit would have it, and charged at most once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headgate import Key, Limit, StoreTimeout, StoreUnavailable
+from headgate.algorithms import ALGORITHMS
+from headgate.local.ledger import BATCH, MOST_TRIES, Debt, OutageLedger, Settled, settle
+from headgate.stores.memory import MemoryStore
+from headgate.stores.operations import Check, Refund
+from headgate.testing import FakeClock
+from support.model import Model, Plan, Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SECOND = 1_000_000
+NOW = 1_763_251_200 * SECOND
+MINUTE = timedelta(minutes=1)
+
+RATES = sorted({*ALGORITHMS} - {"concurrency"})
+every_algorithm = pytest.mark.parametrize("algorithm", RATES)
+
+
+def limit_of(algorithm: str, quota: int = 10, *, name: str = "x") -> Limit:
+    return Limit(quota, MINUTE, algorithm=algorithm, name=name)
+
+
+def owed(ledger: OutageLedger) -> dict[str, int]:
+    """What everybody owes, and owes still."""
+    taken = ledger.take()
+    ledger.put_back(taken)
+    return {f"{key.limit.name} {key.identity}": tokens for key, tokens in taken}
+
+
+class Store:
+    """The store as it is when it is back: in memory, and with mishaps for the calls that they are foreseen for."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.memory = MemoryStore(clock)
+        self.mishaps: dict[int, str] = {}
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.sent: list[Any] = []
+        self.batches: list[int] = []
+        self._numbers = count()
+
+    def run_all(self, calls: list[Any]) -> list[Any]:
+        self.batches.append(len(calls))
+        return [self._run(call, self.mishaps.get(next(self._numbers))) for call in calls]
+
+    def _run(self, call: Any, mishap: str | None) -> Any:
+        self.sent.append(call)
+        self.meanwhile()
+        if mishap == "unsent":
+            return StoreUnavailable("nobody is there")
+        answer = self.memory.run(call) if mishap != "lost on the way" else None
+        return StoreTimeout("no answer") if mishap or answer is None else answer
+
+    def used(self, key: Key) -> int:
+        return key.limit.capacity - self.memory.decide(Check((key,), 0)).remaining
+
+
+def settled(ledger: OutageLedger, store: Store, *, most_seconds: float = 60) -> Settled:
+    return settle(ledger, store.run_all, most_seconds=most_seconds, now=lambda: 0.0)
+
+
+# ------------------------------------------------------------------ what is owed
+
+
+@every_algorithm
+def test_what_was_admitted_is_owed_by_each_counter(algorithm: str) -> None:
+    ledger, limit = OutageLedger(FakeClock(NOW)), limit_of(algorithm)
+    for _ in range(3):
+        ledger.note(Check((limit.by("ada"), limit_of(algorithm, 100, name="y").by("ada")), (2, 5)))
+    ledger.note(Check((limit.by("bob"),), 1))
+    assert ledger.debt == Debt(3, 22)
+    assert owed(ledger) == {"x ada": 6, "y ada": 15, "x bob": 1}
+
+
+@every_algorithm
+def test_nobody_owes_more_than_the_limit_holds(algorithm: str) -> None:
+    ledger, key = OutageLedger(FakeClock(NOW)), limit_of(algorithm).by("ada")
+    for cost in (4, 4, 4, 40):
+        ledger.note(Check((key,), cost))
+    assert (owed(ledger), ledger.debt, ledger.take_forgiven()) == ({"x ada": 10}, Debt(1, 10), 42)
+    assert ledger.take_forgiven() == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "after"),
+    [
+        # What is owed after 0, 1, 6, 7, 30, 59.999999, 60 and 90 seconds, of 10 per minute at the window's start.
+        ("token_bucket", [10, 10, 9, 9, 5, 1, 0, 0]),
+        ("gcra", [10, 10, 9, 9, 5, 1, 0, 0]),
+        ("leaky_bucket", [10, 10, 9, 9, 5, 1, 0, 0]),
+        ("fixed_window", [10, 10, 10, 10, 10, 10, 0, 0]),
+        ("sliding_log", [10, 10, 10, 10, 10, 10, 0, 0]),
+        ("sliding_window", [10, 10, 10, 10, 10, 10, 10, 5]),
+    ],
+)
+def test_debts_decay_as_the_limit_does(algorithm: str, after: list[int]) -> None:
+    seen = []
+    for wait_us in (0, 1 * SECOND, 6 * SECOND, 7 * SECOND, 30 * SECOND, 60 * SECOND - 1, 60 * SECOND, 90 * SECOND):
+        clock = FakeClock(NOW)
+        ledger = OutageLedger(clock)
+        ledger.note(Check((limit_of(algorithm).by("ada"),), 10))
+        clock.set_us(NOW + wait_us)
+        seen.append(sum(tokens for _, tokens in ledger.take()))
+    assert seen == after
+
+
+def test_who_is_inside_and_who_only_looks_owe_nothing() -> None:
+    ledger = OutageLedger(FakeClock(NOW))
+    room, rate = limit_of("concurrency").by("ada"), limit_of("gcra").by("ada")
+    ledger.note(Check((room, rate), (1, 0), "a"))
+    assert (ledger.debt, ledger.take()) == (Debt(0, 0), [])
+
+
+def test_what_is_taken_is_owed_no_more_unless_it_is_put_back() -> None:
+    ledger, key = OutageLedger(FakeClock(NOW)), limit_of("gcra").by("ada")
+    ledger.note(Check((key,), 4))
+    assert ledger.take() == [(key, 4)]
+    assert (ledger.take(), ledger.debt) == ([], Debt(0, 0))
+    ledger.note(Check((key,), 3))
+    ledger.put_back([(key, 4)])
+    assert (owed(ledger), ledger.debt) == ({"x ada": 7}, Debt(1, 7))
+
+
+@every_algorithm
+def test_vain_attempts_to_settle_do_not_make_a_debt_last_longer(algorithm: str) -> None:
+    clock = FakeClock(NOW)
+    ledger, key = OutageLedger(clock), limit_of(algorithm, 7).by("ada")
+    ledger.note(Check((key,), 7))
+    for _ in range(120):
+        ledger.put_back(ledger.take())
+        clock.advance(1)
+    assert (ledger.take(), ledger.take_forgiven()) == ([], 0)
+
+
+def test_what_is_put_back_beside_new_debts_is_owed_with_them() -> None:
+    clock = FakeClock(NOW)
+    ledger, limit = OutageLedger(clock, most=2), limit_of("gcra")
+    for name in ("ada", "bob"):
+        ledger.note(Check((limit.by(name),), 4))
+    taken = ledger.take()
+    ledger.note(Check((limit.by("ada"),), 3))
+    ledger.put_back([(key, tokens - 1) for key, tokens in taken])
+    assert (ledger.debt, owed(ledger)) == (Debt(2, 9), {"x ada": 6, "x bob": 3})
+    ledger.put_back(taken)  # of which nothing is known any more
+    assert owed(ledger) == {"x ada": 10, "x bob": 7}
+
+
+@every_algorithm
+def test_a_debt_goes_over_to_changed_numbers(algorithm: str) -> None:
+    ledger, wide, narrow = OutageLedger(FakeClock(NOW)), limit_of(algorithm, 20), limit_of(algorithm, 5)
+    ledger.note(Check((wide.by("ada"),), 2))
+    ledger.note(Check((narrow.by("ada"),), 1))
+    ((key, tokens),) = ledger.take()
+    # As in the store: buckets and windows keep what is used; gcra and the queue keep the instant at which they are new.
+    assert (key.limit, tokens) == (narrow, 2 if algorithm in ("gcra", "leaky_bucket") else 3)
+
+
+def test_the_number_of_counters_is_bounded_and_those_nearest_to_new_go_first() -> None:
+    clock = FakeClock(NOW)
+    ledger, limit = OutageLedger(clock, most=20), limit_of("gcra")
+    for number in range(20):
+        ledger.note(Check((limit.by(number),), 2 if number == 3 else 5))
+    ledger.note(Check((limit.by("new"),), 1))
+    assert ledger.debt == Debt(20, 19 * 5 + 1)
+    assert ledger.take_forgiven() == 2
+    clock.advance(31)  # in which all but none pay back
+    for number in range(5):
+        ledger.note(Check((limit.by("late", number),), 1))
+    assert (ledger.debt.keys <= 20, ledger.take_forgiven()) == (True, 0)
+    assert owed(ledger) == {f"x late|{number}": 1 for number in range(5)}
+
+
+def test_a_flood_of_counters_leaves_what_is_counted_consistent() -> None:
+    clock = FakeClock(NOW)
+    ledger, limit = OutageLedger(clock, most=50), limit_of("token_bucket")
+    for number in range(2_000):
+        ledger.note(Check((limit.by(number % 300),), 1 + number % 4))
+        clock.advance(0.01)
+        assert ledger.debt.keys <= 50
+    assert ledger.debt.tokens == sum(account.owed for account in ledger._accounts.values())
+
+
+def test_threads_lose_nothing() -> None:
+    ledger, keys = OutageLedger(FakeClock(NOW)), [limit_of("gcra", 100_000).by(name) for name in "abc"]
+    taken: list[tuple[Key, int]] = []
+    done = threading.Event()
+
+    def note() -> None:
+        for number in range(2_000):
+            ledger.note(Check((keys[number % 3],), 1))
+
+    def take() -> None:
+        while not done.is_set():
+            taken.extend(ledger.take())
+
+    writers, reader = [threading.Thread(target=note) for _ in range(4)], threading.Thread(target=take)
+    for thread in (*writers, reader):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert sum(tokens for _, tokens in (*taken, *ledger.take())) == 8_000
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads, as servers that fork do
+def test_a_child_does_not_settle_what_its_parent_owes() -> None:
+    ledger = OutageLedger(FakeClock(NOW))
+    ledger.note(Check((limit_of("gcra").by("ada"),), 3))
+    with ledger._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if (ledger.take(), ledger.debt) == ([], Debt(0, 0)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ledger.debt == Debt(1, 3)
+
+
+# ------------------------------------------------------------------ against the model
+
+plans = st.builds(
+    lambda algorithm, quota, period_us, burst: Plan(
+        algorithm, quota, period_us, burst if ALGORITHMS[algorithm].SHAPES_BURST else quota, "x"
+    ),
+    st.sampled_from(RATES),
+    st.integers(1, 12),
+    st.sampled_from([7, 1_000, 999_983, SECOND, 60 * SECOND]),
+    st.integers(1, 12),
+)
+steps = st.tuples(
+    st.sampled_from(["ada", "bob"]), st.integers(0, 15), st.sampled_from([0, 1, 3, 500, 10_007, SECOND, 30 * SECOND])
+)
+
+
+def key_of(plan: Plan, identity: str) -> Key:
+    burst = plan.capacity if ALGORITHMS[plan.algorithm].SHAPES_BURST else None
+    period = timedelta(microseconds=plan.period_us)
+    return Limit(plan.quota, period, burst=burst, algorithm=plan.algorithm, name=plan.name).by(identity)
+
+
+@given(plans, st.lists(steps, max_size=30), st.sampled_from([0, 1, 499, SECOND]), st.booleans())
+def test_what_is_owed_is_what_the_model_lacks(
+    plan: Plan, done: list[tuple[str, int, int]], wait_us: int, attempts: bool
+) -> None:
+    """Whether or not it was attempted in vain to settle in between."""
+    clock, model = FakeClock(NOW), Model()
+    ledger = OutageLedger(clock)
+    forgiven = 0
+    for identity, cost, step_us in done:
+        ledger.note(Check((key_of(plan, identity),), cost))
+        subject = (Subject(plan, identity),)
+        answer = model.check(subject, clock.now_us(), cost)
+        if not answer.allowed:
+            forgiven += cost - answer.remaining
+            model.check(subject, clock.now_us(), answer.remaining)
+        clock.set_us(clock.now_us() + step_us)
+        if attempts:
+            ledger.put_back(ledger.take())
+    clock.set_us(clock.now_us() + wait_us)
+    lacking = {
+        identity: plan.capacity - model.peek((Subject(plan, identity),), clock.now_us()).remaining
+        for identity in {identity for identity, _, _ in done}
+    }
+    assert {key.identity: tokens for key, tokens in ledger.take()} == {
+        who: much for who, much in lacking.items() if much
+    }
+    assert ledger.take_forgiven() == forgiven
+
+
+mishaps = st.dictionaries(
+    st.integers(0, 40), st.sampled_from(["unsent", "lost on the way", "lost on the way back"]), max_size=12
+)
+
+
+@given(
+    st.sampled_from(RATES),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 15)), max_size=40),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)), max_size=10),
+    mishaps,
+)
+def test_every_token_is_charged_once_or_accounted_for(
+    algorithm: str, noted: list[tuple[int, int]], spent_before: list[tuple[int, int]], foreseen: dict[int, str]
+) -> None:
+    """Time stands still: what was admitted is charged, forgiven, uncertain or still owed, and nothing of it twice."""
+    clock, limit = FakeClock(NOW), limit_of(algorithm)
+    ledger, store = OutageLedger(clock), Store(clock)
+    for who, cost in spent_before:
+        store.memory.decide(Check((limit.by(who),), cost))
+    before = {who: store.used(limit.by(who)) for who in range(10)}
+    for who, cost in noted:
+        ledger.note(Check((limit.by(who),), cost))
+    store.mishaps = foreseen
+    told = [settled(ledger, store) for _ in range(4)]
+    store.mishaps = {}
+    told.append(settled(ledger, store))
+    admitted, charged = sum(cost for _, cost in noted), sum(each.charged for each in told)
+    uncertain, forgiven = sum(each.uncertain for each in told), sum(each.forgiven for each in told)
+    assert (ledger.debt, told[-1].left) == (Debt(0, 0), 0)
+    assert charged + forgiven + uncertain == admitted
+    spent = sum(store.used(limit.by(who)) - before[who] for who in range(10))
+    assert charged <= spent <= charged + uncertain
+    if not uncertain:
+        asked = {who: sum(cost for each, cost in noted if each == who) for who in range(10)}
+        assert [store.used(limit.by(who)) for who in range(10)] == [
+            min(10, before[who] + asked[who]) for who in range(10)
+        ]
+
+
+# ------------------------------------------------------------------ a fleet
+
+
+REFILLED = ("gcra", "leaky_bucket", "token_bucket")
+
+
+@pytest.mark.parametrize("algorithm", REFILLED)
+@pytest.mark.parametrize("nodes", [1, 2, 4, 12])
+@pytest.mark.parametrize(("admitted", "left"), [(120, 0), (96, 0), (72, 8), (60, 19), (36, 20)])
+def test_a_fleet_repays_the_refill_of_an_outage_once(algorithm: str, nodes: int, admitted: int, left: int) -> None:
+    """Ten per second, a burst of 20, six seconds: 80 would have passed, however many nodes let them in."""
+    limit = Limit(10, timedelta(seconds=1), burst=20, algorithm=algorithm, name="fleet")
+    clock = FakeClock(NOW)
+    ledgers, store = [OutageLedger(clock, nodes=lambda: nodes) for _ in range(nodes)], Store(clock)
+    for number in range(admitted):
+        clock.set_us(NOW + number * 6 * SECOND // admitted)
+        ledgers[number % nodes].note(Check((limit.by("ada"),), 1))
+    clock.set_us(NOW + 6 * SECOND)
+    for ledger in ledgers:
+        settled(ledger, store)
+    # Each node rounds what it owes to whole tokens.
+    assert abs(limit.capacity - store.used(limit.by("ada")) - left) <= max(1, nodes // 2)
+
+
+@given(
+    st.sampled_from(REFILLED),
+    st.integers(2, 8),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3 * SECOND)), max_size=20),
+)
+def test_nodes_with_equal_shares_of_the_traffic_owe_together_what_one_node_would(
+    algorithm: str, nodes: int, rounds: list[tuple[int, int]]
+) -> None:
+    limit = Limit(7, timedelta(seconds=1), burst=10_000, algorithm=algorithm, name="fleet")
+    clock = FakeClock(NOW)
+    alone, fleet = OutageLedger(clock), [OutageLedger(clock, nodes=lambda: nodes) for _ in range(nodes)]
+    for cost, wait_us in rounds:
+        alone.note(Check((limit.by("ada"),), cost * nodes))
+        for ledger in fleet:
+            ledger.note(Check((limit.by("ada"),), cost))
+        clock.set_us(clock.now_us() + wait_us)
+    owed = sum(tokens for _, tokens in alone.take())
+    assert abs(sum(tokens for ledger in fleet for _, tokens in ledger.take()) - owed) <= nodes / 2 + 1
+
+
+@pytest.mark.parametrize("algorithm", sorted({*RATES} - {*REFILLED}))
+def test_windows_and_logs_add_up_over_nodes_as_they_are(algorithm: str) -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock, nodes=lambda: 5), Store(clock)
+    ledger.note(Check((limit_of(algorithm).by("ada"),), 4))
+    clock.set_us(NOW + 1)
+    settled(ledger, store)
+    assert store.used(limit_of(algorithm).by("ada")) == 4
+
+
+def test_requests_that_may_have_been_charged_are_reported_as_uncertain() -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock), Store(clock)
+    keys = limit_of("gcra").by("ada"), limit_of("concurrency").by("ada")
+    assert ledger.is_empty
+    ledger.note_uncertain(Check(keys, (3, 1), "lease"))
+    assert (ledger.is_empty, ledger.debt) == (False, Debt(0, 0))
+    assert settled(ledger, store) == Settled(0, 0, 0, 3, 0)
+    assert ledger.is_empty
+    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0)
+
+
+# ------------------------------------------------------------------ settling
+
+
+def test_what_the_store_has_not_left_is_forgiven() -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock), Store(clock)
+    ada, bob, eve = (limit_of("gcra").by(name) for name in ("ada", "bob", "eve"))
+    store.memory.decide(Check((ada,), 7))
+    store.memory.decide(Check((eve,), 10))
+    for key, cost in ((ada, 9), (bob, 4), (eve, 1), (bob, 30)):
+        ledger.note(Check((key,), cost))
+    assert settled(ledger, store) == Settled(keys=2, charged=13, forgiven=6 + 24 + 1, uncertain=0, left=0)
+    assert [store.used(key) for key in (ada, bob, eve)] == [10, 10, 10]
+    assert [(call.keys[0].identity, call.cost) for call in store.sent] == [
+        ("ada", 9),
+        ("bob", 10),
+        ("eve", 1),
+        ("ada", 3),
+    ]
+
+
+def test_charges_travel_in_batches() -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock), Store(clock)
+    for number in range(2 * BATCH + 5):
+        ledger.note(Check((limit_of("gcra").by(number),), 1))
+    assert settled(ledger, store).charged == 2 * BATCH + 5
+    assert store.batches == [BATCH, BATCH, 5]
+
+
+def test_what_may_have_been_charged_is_not_sent_again_and_what_was_not_sent_is() -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock), Store(clock)
+    ada, bob, eve = keys = [limit_of("gcra").by(name) for name in ("ada", "bob", "eve")]
+    for key, cost in zip(keys, (2, 3, 4), strict=True):
+        ledger.note(Check((key,), cost))
+    store.mishaps = {0: "lost on the way back", 1: "unsent"}
+    assert settled(ledger, store) == Settled(keys=1, charged=4, forgiven=0, uncertain=2, left=3)
+    assert owed(ledger) == {"x bob": 3}
+    assert settled(ledger, store) == Settled(keys=1, charged=3, forgiven=0, uncertain=0, left=0)
+    assert [store.used(key) for key in (ada, bob, eve)] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("mishap", ["unsent", "lost on the way"])
+def test_a_store_that_answers_nothing_is_left_alone(mishap: str) -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock), Store(clock)
+    for number in range(3 * BATCH):
+        ledger.note(Check((limit_of("gcra").by(number),), 1))
+    store.mishaps = dict.fromkeys(range(BATCH), mishap)
+    uncertain = 0 if mishap == "unsent" else BATCH
+    assert settled(ledger, store) == Settled(0, 0, 0, uncertain, 3 * BATCH - uncertain)
+    assert (store.batches, ledger.debt.keys) == ([BATCH], 3 * BATCH - uncertain)
+
+
+def test_it_takes_no_longer_than_it_may() -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock), Store(clock)
+    for number in range(3 * BATCH):
+        ledger.note(Check((limit_of("gcra").by(number),), 1))
+    ticks = count()
+    told = settle(ledger, store.run_all, most_seconds=1.5, now=lambda: float(next(ticks)))
+    assert (told.charged, told.left, ledger.debt.keys) == (BATCH, 2 * BATCH, 2 * BATCH)
+
+
+def test_live_requests_that_take_what_is_left_meanwhile_do_not_forgive_the_rest() -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock), Store(clock)
+    key = limit_of("gcra", 100).by("ada")
+    store.memory.decide(Check((key,), 50))
+    ledger.note(Check((key,), 80))
+    others = iter([0, 1, 1])
+    store.meanwhile = lambda: store.memory.decide(Check((key,), next(others, 0)))
+    assert settled(ledger, store) == Settled(keys=1, charged=48, forgiven=32, uncertain=0, left=0)
+    assert [call.cost for call in store.sent] == [80, 50, 49, 48]
+
+
+def test_a_counter_that_is_emptied_each_time_is_tried_again_another_day() -> None:
+    clock = FakeClock(NOW)
+    ledger, store = OutageLedger(clock), Store(clock)
+    key = limit_of("gcra", 100).by("ada")
+    ledger.note(Check((key,), 100))
+    store.meanwhile = lambda: store.memory.decide(Check((key,), 1))
+    told = settled(ledger, store)
+    assert (told.charged, told.forgiven, told.left) == (0, MOST_TRIES, 100 - MOST_TRIES)
+    assert owed(ledger) == {"x ada": 100 - MOST_TRIES}
+
+
+def test_what_was_not_sent_yet_stays_owed_whatever_goes_wrong() -> None:
+    ledger = OutageLedger(FakeClock(NOW))
+    for number in range(BATCH + 7):
+        ledger.note(Check((limit_of("gcra").by(number),), 1))
+
+    def fail(calls: list[Check]) -> Any:
+        raise RuntimeError("the interpreter is going down")
+
+    with pytest.raises(RuntimeError):
+        settle(ledger, fail, most_seconds=60, now=lambda: 0.0)
+    assert ledger.debt == Debt(7, 7)
+
+
+def test_without_debts_nobody_is_asked() -> None:
+    ledger, store = OutageLedger(FakeClock(NOW)), Store(FakeClock(NOW))
+    assert (settled(ledger, store), store.batches) == (Settled(0, 0, 0, 0, 0), [])
+
+
+# ------------------------------------------------------------------ what could not be given back
+
+
+def charged(algorithm: str, amount: int, *, quota: int = 10) -> tuple[FakeClock, Store, Key, int]:
+    """A store that has charged so much to ada, and when."""
+    clock = FakeClock(NOW)
+    store, key = Store(clock), limit_of(algorithm, quota).by("ada")
+    decision = store.memory.decide(Check((key,), amount))
+    assert decision.allowed
+    return clock, store, key, decision.at_us
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "after", "returned"),
+    [
+        # Where the charge was counted, whole, for as long as it counts.
+        *[
+            (algorithm, after, 6)
+            for algorithm in ("fixed_window", "sliding_window", "sliding_log")
+            for after in (0, 50)
+        ],
+        *[(algorithm, 60, 0) for algorithm in ("fixed_window", "sliding_log")],
+        ("sliding_window", 60, 0),
+        # But for what was refilled since: one in six seconds, and a part of one is one.
+        *[(bucket, after, 5) for bucket in ("gcra", "leaky_bucket", "token_bucket") for after in (0, 5)],
+        *[(bucket, 6, 4) for bucket in ("gcra", "leaky_bucket", "token_bucket")],
+        *[(bucket, 36, 0) for bucket in ("gcra", "leaky_bucket", "token_bucket")],
+    ],
+)
+def test_what_could_not_be_given_back_is_when_the_store_is_back(algorithm: str, after: int, returned: int) -> None:
+    clock, store, key, at_us = charged(algorithm, 6)
+    ledger = OutageLedger(clock)
+    ledger.note_refund(Refund(key, 6, None, at_us))
+    assert ledger.debt == Debt(1, 0)
+    clock.advance(after)
+    before = store.used(key)
+    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0, returned)
+    assert before - store.used(key) == returned
+    assert ledger.debt == Debt(0, 0)
+    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0, 0)
+
+
+def test_refunds_of_one_counter_are_one_and_lose_a_part_of_a_token_once() -> None:
+    clock, store, key, at_us = charged("token_bucket", 6)
+    ledger = OutageLedger(clock)
+    for later in (3, 0, 2):
+        ledger.note_refund(Refund(key, 1, None, at_us + later))
+    assert settled(ledger, store).returned == 2
+    assert store.sent == [Refund(key, 2, store.sent[0].id, at_us)]
+
+
+def test_refunds_to_different_windows_stay_apart() -> None:
+    clock, store, key, at_us = charged("fixed_window", 6)
+    ledger = OutageLedger(clock)
+    clock.advance(60)
+    store.memory.decide(Check((key,), 5))
+    for amount, when_us in ((6, at_us), (1, at_us + 60 * SECOND), (2, at_us + 61 * SECOND)):
+        ledger.note_refund(Refund(key, amount, None, when_us))
+    assert settled(ledger, store).returned == 3
+    assert store.used(key) == 2
+
+
+@pytest.mark.parametrize("mishap", ["unsent", "lost on the way", "answer lost"])
+@pytest.mark.parametrize("algorithm", ["fixed_window", "token_bucket"])
+def test_a_refund_whose_fate_is_unknown_is_sent_again_and_happens_once(algorithm: str, mishap: str) -> None:
+    clock, store, key, at_us = charged(algorithm, 9)
+    ledger = OutageLedger(clock)
+    ledger.note_refund(Refund(key, 6, None, at_us))
+    store.mishaps = {0: mishap}
+    assert settled(ledger, store).returned == 0
+    assert ledger.debt.keys == 1
+    ledger.note_refund(Refund(key, 2, None, at_us))  # and is no part of what was sent already
+    settled(ledger, store)
+    assert store.sent[0].id == store.sent[1].id != store.sent[2].id
+    assert ledger.debt.keys == 0
+    assert store.used(key) == 9 - (8 if algorithm == "fixed_window" else 6)
+
+
+def test_a_refund_shrinks_while_it_waits_to_be_sent_again() -> None:
+    clock, store, key, at_us = charged("token_bucket", 10)
+    ledger = OutageLedger(clock)
+    ledger.note_refund(Refund(key, 6, None, at_us))
+    store.mishaps = {0: "unsent"}
+    settled(ledger, store)
+    clock.advance(12)
+    settled(ledger, store)
+    assert [refund.amount for refund in store.sent] == [5, 3]
+    assert store.used(key) == 10 - 2 - 3
+
+
+def test_a_refund_is_given_up_before_the_store_forgets_its_id() -> None:
+    clock = FakeClock(NOW)
+    store, key = Store(clock), Limit(10, timedelta(minutes=50), algorithm="sliding_log", name="x").by("ada")
+    ledger = OutageLedger(clock)
+    ledger.note_refund(Refund(key, 1, None, NOW))
+    clock.advance(3600 - 0.1)
+    assert settled(ledger, store).returned == 0
+    assert store.sent == []
+
+
+def test_refunds_come_before_charges_so_that_less_is_forgiven() -> None:
+    clock, store, key, at_us = charged("fixed_window", 10)
+    ledger = OutageLedger(clock)
+    ledger.note(Check((key,), 4))
+    ledger.note_refund(Refund(key, 4, None, at_us))
+    assert settled(ledger, store) == Settled(1, 4, 0, 0, 0, 4)
+    assert store.used(key) == 10
+
+
+def test_a_store_that_answers_no_refund_is_asked_for_nothing_else() -> None:
+    clock, store, key, at_us = charged("fixed_window", 5)
+    ledger = OutageLedger(clock)
+    ledger.note(Check((key,), 4))
+    ledger.note_refund(Refund(key, 4, None, at_us))
+    store.mishaps = {0: "unsent"}
+    assert settled(ledger, store).left == 4
+    assert ledger.debt == Debt(2, 4)
+    assert store.batches == [1]
+
+
+def test_the_number_of_refunds_is_bounded() -> None:
+    clock = FakeClock(NOW)
+    ledger, limit = OutageLedger(clock, most=3), limit_of("fixed_window")
+    for number in range(5):
+        ledger.note_refund(Refund(limit.by(f"{number}"), 1, None, NOW))
+    store = Store(clock)
+    settled(ledger, store)
+    assert [refund.key.identity for refund in store.sent] == ["2", "3", "4"]

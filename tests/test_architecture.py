@@ -1,0 +1,342 @@
+"""The shape of the source: what is exported, what may import what, and what each kind of file may say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import tomllib
+from importlib.resources import files
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import headgate
+from headgate import AsyncLimiter, Limiter
+from headgate.algorithms import ALGORITHMS
+from headgate.stores.redis.scripts import script
+from support.paths import ROOT, SOURCE, TESTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+EXPORTS = [
+    "AsyncLimiter",
+    "Clock",
+    "Decision",
+    "HeadgateError",
+    "InvalidConfiguration",
+    "InvalidCost",
+    "InvalidInput",
+    "InvalidKey",
+    "InvalidLimit",
+    "InvalidPolicy",
+    "Key",
+    "Limit",
+    "Limiter",
+    "Outcome",
+    "RequestDenied",
+    "ScriptError",
+    "StoreError",
+    "StoreTimeout",
+    "StoreUnavailable",
+    "__version__",
+]
+
+LAYERS = (
+    {"__main__", "cli", "demo", "pytest_plugin", "testing"},
+    {"control"},
+    {"telemetry"},
+    {"adapters"},
+    {"gate"},
+    {"policy"},
+    {"__init__"},
+    {"limiter"},
+    {"_limiter_base"},
+    {"local"},
+    {"failure", "flow", "leases"},
+    {"stores"},
+    {"_limit_syntax", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits"},
+    {"_fork", "_speedups", "_interrupts", "_pace", "_sqlite", "algorithms", "errors"},
+)
+"""From the top down. What stands beside each other may know each other, but nobody looks up."""
+
+MAY_AWAIT = {
+    "limiter.py",
+    "leases.py",
+    "stores/redis/async_store.py",
+    "stores/redis/async_connection.py",
+    *(f"adapters/{name}.py" for name in ("aiohttp", "asgi", "django", "fastapi", "functions", "grpc")),
+    "gate/identity.py",
+    "gate/base.py",
+    "gate/gate.py",
+    "control/admin/middleware.py",
+}
+
+DEPENDENCIES = {
+    "redis": "stores.redis",
+    "hiredis": "stores.redis",
+    "yaml": "policy.formats.from_yaml",
+    "starlette": ("adapters.fastapi", "control.admin"),
+    "fastapi": ("adapters.fastapi", "control.admin"),
+    "pydantic": "control.admin",
+    "uvicorn": "control.admin.serve",
+    "h11": "control.admin.serve",
+    "jinja2": "control.admin.pages",
+    "markupsafe": "control.admin.pages",
+    "flask": "adapters.flask",
+    "werkzeug": "adapters.flask",
+    "django": "adapters.django",
+    "asgiref": "adapters.django",
+    "aiohttp": "adapters.aiohttp",
+    "grpc": "adapters.grpc",
+    "grpc_status": "adapters.grpc",
+    "google": "adapters.grpc",
+    "alembic": "control.config.migrations",
+    "clickhouse_connect": "telemetry.decision_log.sinks.clickhouse",
+    "confluent_kafka": "telemetry.decision_log.sinks.kafka",
+    "opentelemetry": "telemetry.otel",
+    "prometheus_client": "telemetry.prometheus",
+    "pytest": "pytest_plugin",
+    "sqlalchemy": "control",
+}
+"""Who may import what does not come with Python."""
+
+
+def module_name(file: Path) -> str:
+    """The module's dotted name below the package: "stores.redis.wire"; "__init__" for the package itself."""
+    return ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(file): file for file in sorted(SOURCE.rglob("*.py"))}
+LUA = sorted(SOURCE.rglob("*.lua"))
+TEST_FILES = sorted(TESTS.rglob("test_*.py"))
+C = sorted([*SOURCE.rglob("*.c"), *SOURCE.rglob("*.h")])
+
+every_module = pytest.mark.parametrize("name", MODULES)
+every_lua_file = pytest.mark.parametrize("file", LUA, ids=lambda file: file.name)
+
+
+def syntax(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text("utf-8"))
+
+
+def imports(name: str) -> Iterator[str]:
+    """The full names of all modules that a module imports, those for type checkers included."""
+    return imports_of(syntax(name))
+
+
+def imports_of(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            # `from headgate import flow` imports a module, `from headgate.flow import check` a name out of one.
+            submodules = [alias.name for alias in node.names if f"{node.module}.{alias.name}" in ours()]
+            yield from [f"{node.module}.{module}" for module in submodules] or [node.module]
+
+
+def ours() -> set[str]:
+    return {"headgate" if name == "__init__" else f"headgate.{name}" for name in MODULES}
+
+
+def imports_of_ours(name: str) -> set[str]:
+    found = {imported.removeprefix("headgate.") for imported in imports(name) if imported in ours()}
+    return {"__init__" if imported == "headgate" else imported for imported in found}
+
+
+def layer(name: str) -> int:
+    room = name.partition(".")[0]
+    for height, rooms in enumerate(reversed(LAYERS)):
+        if room in rooms:
+            return height
+    raise AssertionError(f"{room!r} stands in no layer: give it a place in LAYERS")
+
+
+# ------------------------------------------------------------------ exports
+
+
+def test_the_package_exports_exactly_what_is_listed() -> None:
+    assert headgate.__all__ == EXPORTS
+    public = {name for name, value in vars(headgate).items() if not name.startswith("_") and not is_incidental(value)}
+    assert public == set(EXPORTS) - {"__version__"}
+
+
+def is_incidental(value: Any) -> bool:
+    return isinstance(value, ModuleType) or type(value).__name__ == "_Feature"
+
+
+@every_module
+def test_all_is_sorted_and_true(name: str) -> None:
+    module = importlib.import_module("headgate" if name == "__init__" else f"headgate.{name}")
+    exported = getattr(module, "__all__", None)
+    if exported is None:
+        assert name.startswith("algorithms."), "only the modules of the algorithms, which share one shape, do without"
+        return
+    assert exported == sorted(exported, key=constants_then_classes_then_functions)
+    assert all(hasattr(module, each) for each in exported)
+
+
+def constants_then_classes_then_functions(name: str) -> tuple[int, str]:
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+# ---------------------------------------------------------------- direction
+
+
+@every_module
+def test_imports_point_down(name: str) -> None:
+    for imported in imports_of_ours(name):
+        assert layer(imported) <= layer(name), f"{name} imports {imported}, which stands above it"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("algorithms")])
+def test_algorithms_are_pure(name: str) -> None:
+    assert {imported.partition(".")[0] for imported in imports_of_ours(name)} <= {"algorithms"}
+    assert not set(imports(name)) & {"asyncio", "datetime", "logging", "random", "redis", "threading", "time"}
+
+
+def test_the_flow_knows_no_store() -> None:
+    assert {imported for imported in imports_of_ours("flow") if imported.startswith("stores")} == {"stores.operations"}
+
+
+def test_only_the_command_line_shows_the_demonstration() -> None:
+    assert [name for name in MODULES if "demo" in imports_of_ours(name)] == ["cli"]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("control.")])
+def test_what_people_do_goes_over_the_desk(name: str) -> None:
+    """The desk knows nothing of the web, and the web nothing of stores: no role, danger or audit can be missed."""
+    found = {each.removeprefix("headgate.") for each in imports(name) if each.startswith("headgate.")}
+    if not name.startswith("control.admin"):
+        assert not [each for each in found if each.startswith("control.admin")]
+    if name.startswith(("control.admin.api", "control.admin.pages")):
+        behind = ("control.config.store", "control.config.writing", "limiter", "stores", "shield", "telemetry.sinks")
+        assert not [each for each in found if each.startswith(behind)]
+
+
+@every_module
+def test_only_those_who_may_need_more_than_python(name: str) -> None:
+    foreign = {each.partition(".")[0] for each in imports(name)} - sys.stdlib_module_names - {"headgate"}
+    assert all(name.startswith(DEPENDENCIES.get(each, "nobody")) for each in foreign), foreign
+
+
+def test_the_core_has_no_dependencies() -> None:
+    assert PROJECT["project"]["dependencies"] == []
+
+
+@every_module
+def test_only_the_drivers_await(name: str) -> None:
+    waiting = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
+    awaits = any(isinstance(node, waiting) for node in ast.walk(syntax(name)))
+    assert not awaits or str(MODULES[name].relative_to(SOURCE)) in MAY_AWAIT
+
+
+def test_no_test_sleeps_or_is_skipped() -> None:
+    forbidden = re.compile(r"time\.sle[e]p|pytest\.sk[i]p|mark\.sk[i]p|importorsk[i]p|mark\.xf[a]il")
+    files = [file for file in TEST_FILES if file.relative_to(TESTS).parts[0] not in ("integration", "end_to_end")]
+    assert not [file.name for file in files if forbidden.search(file.read_text("utf-8"))]
+
+
+def test_no_test_imports_another() -> None:
+    """Shared code goes to tests/support."""
+    stems = {file.stem for file in TEST_FILES} | {"conftest", "tests"}
+    for file in (*TEST_FILES, *TESTS.glob("support/*.py")):
+        imported = imports_of(ast.parse(file.read_text("utf-8")))
+        assert not {part for name in imported for part in name.split(".")} & stems, file
+
+
+# ------------------------------------------------------------- Python and Lua
+
+
+def test_every_algorithm_has_a_python_and_a_lua_file_of_its_name() -> None:
+    for kind in ("py", "lua"):
+        found = {file.stem for file in (SOURCE / "algorithms").glob(f"*.{kind}") if not file.stem.startswith("_")}
+        assert found == set(ALGORITHMS)
+    for name, module in ALGORITHMS.items():
+        assert isinstance(module, ModuleType)
+        assert module.__name__ == f"headgate.algorithms.{name}"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_lua_names_the_python_that_it_mirrors(name: str) -> None:
+    header = (SOURCE / "algorithms" / f"{name}.lua").read_text("utf-8")
+    assert header.startswith(f"-- Mirrors {name}.py")
+
+
+@every_lua_file
+def test_lua_makes_text_of_numbers_only_by_format(file: Path) -> None:
+    code = re.sub(r"--.*", "", file.read_text("utf-8"))
+    assert "tostring" not in code
+    # Literals and constants are text, and so is what format makes, or instant with it; the names in lower case hold
+    # texts, out of ARGV or made by format before.
+    names = r"(?:limit\.)?(?:signed|blank|period_ending)\b|\b(?:[A-Z]+|tokens|ticks|capacity|after)\b"
+    texts = rf"'[^'\n]*'|(?:format|instant)\([^)\n]*\)|{names}"
+    marked = re.sub(texts, "TEXT", code)
+    assert not re.findall(r".*(?:(?<!TEXT )\.\.|\.\.(?! TEXT)).*", marked)
+
+
+def test_a_script_holds_only_the_algorithms_that_it_is_asked_for() -> None:
+    text = script("check_batch", ("fixed_window", "gcra"), 1000).text.decode()
+    held = {name for name in ALGORITHMS if f"Mirrors {name}.py" in text}
+    assert held == {"fixed_window", "gcra"}
+
+
+# ------------------------------------------------------------- the two limiters
+
+
+def public_members(kind: type) -> dict[str, Any]:
+    return {name: member for name, member in inspect.getmembers(kind) if not name.startswith("_")}
+
+
+def test_both_limiters_have_the_same_methods() -> None:
+    assert public_members(Limiter).keys() == public_members(AsyncLimiter).keys()
+
+
+@pytest.mark.parametrize("name", public_members(Limiter))
+def test_a_method_is_the_same_in_both_limiters(name: str) -> None:
+    one, other = public_members(Limiter)[name], public_members(AsyncLimiter)[name]
+    assert inspect.getdoc(one)
+    assert inspect.getdoc(one) == inspect.getdoc(other)
+    if callable(one):
+        assert inspect.signature(one).parameters == inspect.signature(other).parameters
+
+
+def test_both_limiters_are_made_alike() -> None:
+    assert inspect.signature(Limiter) == inspect.signature(AsyncLimiter)
+
+
+# -------------------------------------------------------------- what is shipped
+
+
+def test_the_licence_is_apache_2() -> None:
+    licence = (ROOT / "LICENSE").read_text("utf-8")
+    assert re.search(r"Apache License\s+Version 2\.0, January 2004", licence)
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    assert PROJECT["project"]["license-files"] == ["LICENSE"]
+
+
+def test_the_version_is_said_once_and_the_same() -> None:
+    assert PROJECT["project"]["version"] == headgate.__version__
+
+
+def test_the_wheel_takes_the_whole_package() -> None:
+    """Types, Lua and pages included: the build takes all of the directory, and nothing in .gitignore takes any of it
+    away."""
+    assert PROJECT["tool"]["setuptools"] == {"packages": {"find": {"where": ["src"]}}}
+    assert "graft src/headgate" in (ROOT / "MANIFEST.in").read_text("utf-8").splitlines()
+    ignored = (ROOT / ".gitignore").read_text("utf-8").split()
+    shipped = [file.relative_to(ROOT) for file in (*LUA, *C, SOURCE / "py.typed", *MODULES.values())]
+    assert not [(file, pattern) for file in shipped for pattern in ignored if file.match(pattern.strip("/"))]
+
+
+def test_the_installed_package_holds_types_and_lua() -> None:
+    assert (files("headgate") / "py.typed").is_file()
+    for file in LUA:
+        assert files("headgate").joinpath(*file.relative_to(SOURCE).parts).is_file()
