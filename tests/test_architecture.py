@@ -217,7 +217,14 @@ def test_what_people_do_goes_over_the_desk(name: str) -> None:
     if not name.startswith("control.admin"):
         assert not [each for each in found if each.startswith("control.admin")]
     if name.startswith(("control.admin.api", "control.admin.pages")):
-        behind = ("control.config.store", "control.config.writing", "limiter", "stores", "shield", "telemetry.sinks")
+        behind = (
+            "control.config.store",
+            "control.config.writing",
+            "limiter",
+            "stores",
+            "local",
+            "telemetry.decision_log.sinks",
+        )
         assert not [each for each in found if each.startswith(behind)]
 
 

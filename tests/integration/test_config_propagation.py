@@ -450,13 +450,13 @@ def test_one_change_among_many_rows_reads_one_row(files: ConfigStore, monkeypatc
     following = follow(files)
     files.override(("tenant", "acme"), "6/hour", limit="search", **BY)
     made: list[int] = []
-    whole = watcher.Assembly.changed
+    whole = watcher.PolicyAssembly.changed
 
     def counted(self: Any, changed: Any) -> Any:
         made.append(sum(len(each) for each in changed.values()))
         return whole(self, changed)
 
-    monkeypatch.setattr(watcher.Assembly, "changed", counted)
+    monkeypatch.setattr(watcher.PolicyAssembly, "changed", counted)
     assert following.look()
     assert made == [1]
     assert len(following.current) == 3001

@@ -731,7 +731,7 @@ def test_what_cannot_be_noted_is_not_done(place: Place, monkeypatch: pytest.Monk
     def away(*_: Any, **__: Any) -> None:
         raise ConfigUnavailable("away")
 
-    monkeypatch.setattr("headgate.control.service.service.auditing.note", away)
+    monkeypatch.setattr("headgate.control.service.service.audit_log.note", away)
     done: list[Any] = []
     monkeypatch.setattr(place.counters, "reset", lambda *keys: done.append(keys))
     monkeypatch.setattr(place.counters, "unblock", lambda *who: done.append(who))
