@@ -1,4 +1,4 @@
-"""The shape of the source: what is exported, what may import what, and what each kind of file may say."""
+"""Architecture: exports, import direction, and rules that every source file follows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import tomllib
+from collections import Counter
 from importlib.resources import files
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ LAYERS = (
     {"_limit_syntax", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits"},
     {"_fork", "_speedups", "_interrupts", "_pace", "_sqlite", "algorithms", "errors"},
 )
-"""From the top down. What stands beside each other may know each other, but nobody looks up."""
+"""Packages and modules from top to bottom. A module imports only from its own layer and from lower ones."""
 
 MAY_AWAIT = {
     "limiter.py",
@@ -106,11 +107,17 @@ DEPENDENCIES = {
     "pytest": "pytest_plugin",
     "sqlalchemy": "control",
 }
-"""Who may import what does not come with Python."""
+"""Third-party packages, and the only modules that may import each of them."""
+
+SHARED_CLASS_NAMES = {"HeadgateMiddleware", "limit"} | {"Debt", "TierLimit", "_Lane"}
+"""Class names that are used more than once: public names that each framework's adapter defines."""
+
+MAX_PRIVATE_ACCESSES = 53
+MAX_INDIRECT_DOCSTRINGS = 496
 
 
 def module_name(file: Path) -> str:
-    """The module's dotted name below the package: "stores.redis.wire"; "__init__" for the package itself."""
+    """The module's dotted name inside the package, such as "stores.redis.encoding"; "__init__" for the package."""
     return ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -128,7 +135,7 @@ def syntax(name: str) -> ast.Module:
 
 
 def imports(name: str) -> Iterator[str]:
-    """The full names of all modules that a module imports, those for type checkers included."""
+    """The full names of all imported modules, including those imported for type checking only."""
     return imports_of(syntax(name))
 
 
@@ -152,17 +159,17 @@ def imports_of_ours(name: str) -> set[str]:
 
 
 def layer(name: str) -> int:
-    room = name.partition(".")[0]
-    for height, rooms in enumerate(reversed(LAYERS)):
-        if room in rooms:
+    package = name.partition(".")[0]
+    for height, packages in enumerate(reversed(LAYERS)):
+        if package in packages:
             return height
-    raise AssertionError(f"{room!r} stands in no layer: give it a place in LAYERS")
+    raise AssertionError(f"{package!r} belongs to no layer: add it to LAYERS")
 
 
 # ------------------------------------------------------------------ exports
 
 
-def test_the_package_exports_exactly_what_is_listed() -> None:
+def test_package_exports_exactly_the_listed_names() -> None:
     assert headgate.__all__ == EXPORTS
     public = {name for name, value in vars(headgate).items() if not name.startswith("_") and not is_incidental(value)}
     assert public == set(EXPORTS) - {"__version__"}
@@ -173,11 +180,11 @@ def is_incidental(value: Any) -> bool:
 
 
 @every_module
-def test_all_is_sorted_and_true(name: str) -> None:
+def test_all_is_sorted_and_every_name_exists(name: str) -> None:
     module = importlib.import_module("headgate" if name == "__init__" else f"headgate.{name}")
     exported = getattr(module, "__all__", None)
     if exported is None:
-        assert name.startswith("algorithms."), "only the modules of the algorithms, which share one shape, do without"
+        assert name.startswith("algorithms."), "only algorithm modules, which share one interface, have no __all__"
         return
     assert exported == sorted(exported, key=constants_then_classes_then_functions)
     assert all(hasattr(module, each) for each in exported)
@@ -187,13 +194,13 @@ def constants_then_classes_then_functions(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
-# ---------------------------------------------------------------- direction
+# ------------------------------------------------------------------ imports
 
 
 @every_module
 def test_imports_point_down(name: str) -> None:
     for imported in imports_of_ours(name):
-        assert layer(imported) <= layer(name), f"{name} imports {imported}, which stands above it"
+        assert layer(imported) <= layer(name), f"{name} imports {imported}, which is in a higher layer"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("algorithms")])
@@ -202,17 +209,18 @@ def test_algorithms_are_pure(name: str) -> None:
     assert not set(imports(name)) & {"asyncio", "datetime", "logging", "random", "redis", "threading", "time"}
 
 
-def test_the_flow_knows_no_store() -> None:
+def test_flow_imports_no_store() -> None:
     assert {imported for imported in imports_of_ours("flow") if imported.startswith("stores")} == {"stores.operations"}
 
 
-def test_only_the_command_line_shows_the_demonstration() -> None:
+def test_only_the_command_line_imports_the_demo() -> None:
     assert [name for name in MODULES if "demo" in imports_of_ours(name)] == ["cli"]
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("control.")])
-def test_what_people_do_goes_over_the_desk(name: str) -> None:
-    """The desk knows nothing of the web, and the web nothing of stores: no role, danger or audit can be missed."""
+def test_admin_api_and_pages_use_the_service(name: str) -> None:
+    """The service does not know the web, and the web does not know the stores: no role check, guardrail or audit entry
+    can be bypassed."""
     found = {each.removeprefix("headgate.") for each in imports(name) if each.startswith("headgate.")}
     if not name.startswith("control.admin"):
         assert not [each for each in found if each.startswith("control.admin")]
@@ -229,17 +237,17 @@ def test_what_people_do_goes_over_the_desk(name: str) -> None:
 
 
 @every_module
-def test_only_those_who_may_need_more_than_python(name: str) -> None:
+def test_third_party_packages_are_imported_only_where_listed(name: str) -> None:
     foreign = {each.partition(".")[0] for each in imports(name)} - sys.stdlib_module_names - {"headgate"}
-    assert all(name.startswith(DEPENDENCIES.get(each, "nobody")) for each in foreign), foreign
+    assert all(name.startswith(DEPENDENCIES.get(each, "(not listed)")) for each in foreign), foreign
 
 
-def test_the_core_has_no_dependencies() -> None:
+def test_core_has_no_dependencies() -> None:
     assert PROJECT["project"]["dependencies"] == []
 
 
 @every_module
-def test_only_the_drivers_await(name: str) -> None:
+def test_only_listed_modules_await(name: str) -> None:
     waiting = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
     awaits = any(isinstance(node, waiting) for node in ast.walk(syntax(name)))
     assert not awaits or str(MODULES[name].relative_to(SOURCE)) in MAY_AWAIT
@@ -259,6 +267,41 @@ def test_no_test_imports_another() -> None:
         assert not {part for name in imported for part in name.split(".")} & stems, file
 
 
+# ------------------------------------------------------------------ naming, prose, privacy
+
+
+def test_class_names_are_unique() -> None:
+    names = Counter(node.name for name in MODULES for node in ast.walk(syntax(name)) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} <= SHARED_CLASS_NAMES
+
+
+def test_private_attributes_of_other_objects_are_rarely_used() -> None:
+    suppressions = [
+        line for file in MODULES.values() for line in file.read_text("utf-8").splitlines() if "noqa: SLF001" in line
+    ]
+    assert len(suppressions) <= MAX_PRIVATE_ACCESSES
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """All docstrings of a module, including those of attributes and constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                match statement:
+                    case ast.Expr(ast.Constant(str(text))):
+                        yield text
+
+
+def test_docstrings_name_their_subject() -> None:
+    indirect = [
+        f"{name}: {text.splitlines()[0]}"
+        for name in MODULES
+        for text in docstrings(syntax(name))
+        if text.split(maxsplit=1)[0] in ("What", "Who", "Whether")
+    ]
+    assert len(indirect) <= MAX_INDIRECT_DOCSTRINGS, "\n".join(indirect)
+
+
 # ------------------------------------------------------------- Python and Lua
 
 
@@ -272,30 +315,29 @@ def test_every_algorithm_has_a_python_and_a_lua_file_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_lua_names_the_python_that_it_mirrors(name: str) -> None:
+def test_lua_header_names_the_python_module(name: str) -> None:
     header = (SOURCE / "algorithms" / f"{name}.lua").read_text("utf-8")
     assert header.startswith(f"-- Mirrors {name}.py")
 
 
 @every_lua_file
-def test_lua_makes_text_of_numbers_only_by_format(file: Path) -> None:
+def test_lua_converts_numbers_to_text_only_with_format(file: Path) -> None:
     code = re.sub(r"--.*", "", file.read_text("utf-8"))
     assert "tostring" not in code
-    # Literals and constants are text, and so is what format makes, or instant with it; the names in lower case hold
-    # texts, out of ARGV or made by format before.
+    # Text: literals, constants, results of format and instant, and the lower-case names, set from ARGV or by format.
     names = r"(?:limit\.)?(?:signed|blank|period_ending)\b|\b(?:[A-Z]+|tokens|ticks|capacity|after)\b"
     texts = rf"'[^'\n]*'|(?:format|instant)\([^)\n]*\)|{names}"
     marked = re.sub(texts, "TEXT", code)
     assert not re.findall(r".*(?:(?<!TEXT )\.\.|\.\.(?! TEXT)).*", marked)
 
 
-def test_a_script_holds_only_the_algorithms_that_it_is_asked_for() -> None:
+def test_script_contains_only_the_requested_algorithms() -> None:
     text = script("check_batch", ("fixed_window", "gcra"), 1000).text.decode()
-    held = {name for name in ALGORITHMS if f"Mirrors {name}.py" in text}
-    assert held == {"fixed_window", "gcra"}
+    contained = {name for name in ALGORITHMS if f"Mirrors {name}.py" in text}
+    assert contained == {"fixed_window", "gcra"}
 
 
-# ------------------------------------------------------------- the two limiters
+# ------------------------------------------------------------- sync and async limiter
 
 
 def public_members(kind: type) -> dict[str, Any]:
@@ -307,7 +349,7 @@ def test_both_limiters_have_the_same_methods() -> None:
 
 
 @pytest.mark.parametrize("name", public_members(Limiter))
-def test_a_method_is_the_same_in_both_limiters(name: str) -> None:
+def test_method_has_the_same_signature_and_docs_in_both_limiters(name: str) -> None:
     one, other = public_members(Limiter)[name], public_members(AsyncLimiter)[name]
     assert inspect.getdoc(one)
     assert inspect.getdoc(one) == inspect.getdoc(other)
@@ -315,27 +357,26 @@ def test_a_method_is_the_same_in_both_limiters(name: str) -> None:
         assert inspect.signature(one).parameters == inspect.signature(other).parameters
 
 
-def test_both_limiters_are_made_alike() -> None:
+def test_both_limiters_have_the_same_constructor() -> None:
     assert inspect.signature(Limiter) == inspect.signature(AsyncLimiter)
 
 
-# -------------------------------------------------------------- what is shipped
+# ------------------------------------------------------------------ distribution
 
 
-def test_the_licence_is_apache_2() -> None:
-    licence = (ROOT / "LICENSE").read_text("utf-8")
-    assert re.search(r"Apache License\s+Version 2\.0, January 2004", licence)
+def test_license_is_apache_2() -> None:
+    license = (ROOT / "LICENSE").read_text("utf-8")
+    assert re.search(r"Apache License\s+Version 2\.0, January 2004", license)
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert PROJECT["project"]["license-files"] == ["LICENSE"]
 
 
-def test_the_version_is_said_once_and_the_same() -> None:
+def test_version_matches_the_project_metadata() -> None:
     assert PROJECT["project"]["version"] == headgate.__version__
 
 
-def test_the_wheel_takes_the_whole_package() -> None:
-    """Types, Lua and pages included: the build takes all of the directory, and nothing in .gitignore takes any of it
-    away."""
+def test_wheel_contains_the_whole_package() -> None:
+    """Including types, Lua and pages: the build takes the whole directory, and .gitignore excludes none of it."""
     assert PROJECT["tool"]["setuptools"] == {"packages": {"find": {"where": ["src"]}}}
     assert "graft src/headgate" in (ROOT / "MANIFEST.in").read_text("utf-8").splitlines()
     ignored = (ROOT / ".gitignore").read_text("utf-8").split()
@@ -343,7 +384,7 @@ def test_the_wheel_takes_the_whole_package() -> None:
     assert not [(file, pattern) for file in shipped for pattern in ignored if file.match(pattern.strip("/"))]
 
 
-def test_the_installed_package_holds_types_and_lua() -> None:
+def test_installed_package_contains_types_and_lua() -> None:
     assert (files("headgate") / "py.typed").is_file()
     for file in LUA:
         assert files("headgate").joinpath(*file.relative_to(SOURCE).parts).is_file()
