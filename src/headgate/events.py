@@ -43,15 +43,19 @@ class Event(NamedTuple):
 
 
 class EventEmitter:
-    """Tells the log, and one listener. A listener that fails is told to the log, and nobody else notices."""
+    """Logs events and passes them to listeners. Errors of listeners are logged and not raised."""
 
     def __init__(self, listener: Callable[[Event], Any] | None = None) -> None:
-        self._listener = listener
+        self._listeners: tuple[Callable[[Event], Any], ...] = () if listener is None else (listener,)
+
+    def add_listener(self, listener: Callable[[Event], Any]) -> None:
+        self._listeners = (*self._listeners, listener)
 
     def tell(self, kind: EventKind, text: str, **details: Any) -> None:
         logger.log(LEVELS[kind], "%s", text)
-        if self._listener is not None:
+        event = Event(kind, time.time_ns() // 1000, text, details)
+        for listener in self._listeners:
             try:
-                self._listener(Event(kind, time.time_ns() // 1000, text, details))
+                listener(event)
             except Exception:
                 logger.exception("on_event failed on %s; nothing else depends on it", kind)

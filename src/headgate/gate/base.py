@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from headgate.gate.mounts import AppRoute
     from headgate.gate.responses import HeaderTemplate, RejectionBody
     from headgate.health import Health
+    from headgate.keys import Key
     from headgate.limits import Limit
     from headgate.local.tier import LocalTier
     from headgate.policy.model import Rule
@@ -114,6 +115,8 @@ class GateBase:
     """What both gates are made of."""
 
     _limiter_type: type[Any]
+
+    is_closed = False
 
     doors: ClassVar[WeakSet[Any]] = WeakSet()
     """All gates of this process, for tests that take hold of them."""
@@ -204,6 +207,29 @@ class GateBase:
     def policy_error(self) -> str | None:
         """Why the newest content of the policy file is not in force; None if it is."""
         return None if self._watch is None or self._watch.error is None else str(self._watch.error)
+
+    @property
+    def policy_age_s(self) -> float | None:
+        """Seconds since the policy was last known to be the newest of its config store; None for a policy file."""
+        return getattr(self._watch, "age", None)
+
+    @property
+    def identity_secret(self) -> str | bytes:
+        """The secret that identities are hashed with; without a given one, random and known to this process only."""
+        return self._given_secret or self._random_secret
+
+    @property
+    def store_stats(self) -> Any:
+        """The statistics of the store and the local tier, as `Limiter.stats`."""
+        return self._limiter.stats
+
+    def add_store_listener(self, listener: Callable[[Event], Any]) -> None:
+        """Call a function with each event of the store: losses, recoveries, moves to other servers."""
+        self._front.outage._herald.add_listener(listener)  # noqa: SLF001
+
+    def hot_counters(self) -> list[tuple[Key, int]]:
+        """The counters with prepaid tokens, and their requests per second."""
+        return [(each.key, each.per_second) for each in list(self._front.purses._purses.values())]  # noqa: SLF001
 
     @property
     def on_decision(self) -> DecisionHook | Observer | None:

@@ -105,6 +105,7 @@ class Gate(GateBase):
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
         if self._watch is not None:
             self._watch.close()
+        self.is_closed = True
         self.flush_events()
         if self.control is not None:
             self.control.close()
@@ -207,6 +208,7 @@ class AsyncGate(GateBase):
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
         if self._watch is not None:
             self._watch.close()
+        self.is_closed = True
         self.flush_events()
         if self.control is not None:
             await asyncio.to_thread(self.control.close)  # the log is flushed, which may take seconds

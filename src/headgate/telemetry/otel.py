@@ -10,7 +10,7 @@ from headgate.errors import InvalidConfiguration
 from headgate.gate.event_stream import outcome_of
 from headgate.telemetry.metrics import families
 from headgate.telemetry.metrics.counters import MODES, Metrics
-from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, SHARES
+from headgate.telemetry.metrics.families import FAMILIES, LATENCY_US, REMAINING_SHARES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -104,7 +104,7 @@ class Instruments:
             LATENCY.otel_name, LATENCY.unit, LATENCY.help, explicit_bucket_boundaries_advisory=bounds
         )
         self._remaining = meter.create_histogram(
-            REMAINING.otel_name, REMAINING.unit, REMAINING.help, explicit_bucket_boundaries_advisory=SHARES
+            REMAINING.otel_name, REMAINING.unit, REMAINING.help, explicit_bucket_boundaries_advisory=REMAINING_SHARES
         )
         observed = [family for family in FAMILIES.values() if family.kind != "histogram"]
         for family in observed:

@@ -133,7 +133,7 @@ class MultiprocessExporter:
 
             about = family.kind, family.name, at[0], tuple(labels), at[1], family.help
             if family.kind == "gauge":
-                value = ValueClass(*about, multiprocess_mode=f"live{family.gathering}")
+                value = ValueClass(*about, multiprocess_mode=f"live{family.aggregation}")
                 self._gauges.add(value)
             else:
                 value = ValueClass(*about)

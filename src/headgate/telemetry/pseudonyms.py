@@ -191,12 +191,11 @@ class NodePseudonyms:
     def hot(self, gate: GateBase, most: int) -> list[list[Any]]:
         """The counters of a gate whose tokens are prepaid, the busiest first: limit, kind, key, label and how many
         requests a second."""
-        purses = gate._limiter._front.purses._purses  # noqa: SLF001 - nobody else knows them
         rates: dict[tuple[str, str, str, str], int] = {}
-        for purse in list(purses.values()):
-            name = self.counted(purse.key)
-            at = purse.limit.name, name.kind, name.key, name.label
-            rates[at] = rates.get(at, 0) + purse.per_second
+        for key, per_second in gate.hot_counters():
+            name = self.counted(key)
+            at = key.limit.name, name.kind, name.key, name.label
+            rates[at] = rates.get(at, 0) + per_second
         busiest = sorted(rates.items(), key=lambda item: -item[1])[:most]
         return [[*at, rate] for at, rate in busiest]
 

@@ -27,7 +27,7 @@ from headgate.adapters.asgi import AsgiRequest
 from headgate.gate.gate import AsyncGate, Gate
 from headgate.policy import read
 from headgate.telemetry import otel, prometheus
-from headgate.telemetry.metrics import counters, limit_stats
+from headgate.telemetry.metrics import counters, gate_state, labeled_totals, limit_stats
 from headgate.telemetry.metrics.counters import Metrics
 from headgate.telemetry.metrics.families import FAMILIES, Histogram
 from headgate.telemetry.metrics.limit_stats import DistinctCounter, LimitStats
@@ -211,8 +211,8 @@ def test_whoever_was_told_before_is_still_told_and_may_fail(caplog: pytest.LogCa
 
 
 def test_there_are_never_more_than_so_many_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "MOST_SERIES", 3)
-    monkeypatch.setattr(counters, "MOST_CROWDS", 2)
+    monkeypatch.setattr(labeled_totals, "MAX_SERIES", 3)
+    monkeypatch.setattr(counters, "MAX_LIMITS", 2)
     limits = ", ".join(f"{{name: n{number}, by: ip, path: /{number}, bucket: 9/minute}}" for number in range(6))
     gate, counted = watched(f"limits: [{limits}]")
     for number in range(6):
@@ -277,46 +277,46 @@ def test_a_key_is_at_zero_after_five_minutes_without_anything_and_no_longer_when
 
 
 def test_a_key_that_is_not_heard_of_is_not_believed_to_be_at_zero_longer_than_it_must_be() -> None:
-    crowd = LimitStats("ip")
-    crowd.note("patient", 0.0, 1_000_000_000, 0)  # it has to wait for 1000 s, and does
-    crowd.note("gone", 0.0, 1_000_000, 0)
-    assert [crowd.at_zero(now_us) for now_us in (300_000_000, 300_000_001)] == [0, 1]
-    assert crowd.at_zero(1_000_000_001) == 0
-    crowd.note("gone", 0.0, 1_000_000, 400_000_000)  # it begins anew
-    assert crowd.at_zero(400_000_001) == 1
-    crowd.forget_recovered(400_000_001)
-    assert len(crowd._at_zero) == 2
+    stats = LimitStats("ip")
+    stats.record("patient", 0.0, 1_000_000_000, 0)  # it has to wait for 1000 s, and does
+    stats.record("gone", 0.0, 1_000_000, 0)
+    assert [stats.count_at_zero(now_us) for now_us in (300_000_000, 300_000_001)] == [0, 1]
+    assert stats.count_at_zero(1_000_000_001) == 0
+    stats.record("gone", 0.0, 1_000_000, 400_000_000)  # it begins anew
+    assert stats.count_at_zero(400_000_001) == 1
+    stats.forget_recovered(400_000_001)
+    assert len(stats._at_zero) == 2
 
 
 def test_a_key_that_has_too_little_for_what_it_asks_is_at_zero_too() -> None:
-    crowd = LimitStats("ip")
+    stats = LimitStats("ip")
     for seconds in (0, 59, 118, 177, 236, 295):
-        crowd.note("greedy", 0.3, 50_000_000, seconds * 1_000_000)
-    assert [crowd.at_zero(now_us) for now_us in (300_000_000, 301_000_000, 356_000_000)] == [0, 1, 0]
+        stats.record("greedy", 0.3, 50_000_000, seconds * 1_000_000)
+    assert [stats.count_at_zero(now_us) for now_us in (300_000_000, 301_000_000, 356_000_000)] == [0, 1, 0]
 
 
 def test_keys_at_zero_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit_stats, "MOST_AT_ZERO", 10)
-    crowd = LimitStats("ip")
+    monkeypatch.setattr(limit_stats, "MAX_AT_ZERO", 10)
+    stats = LimitStats("ip")
     for number in range(50):
-        crowd.note(f"{number}", 0.0, 1_000_000_000, 0)
-    assert crowd.at_zero(400_000_000) == 10
+        stats.record(f"{number}", 0.0, 1_000_000_000, 0)
+    assert stats.count_at_zero(400_000_000) == 10
 
 
 @pytest.mark.parametrize("many", [0, 1, 1000, 1024])
 def test_few_keys_are_counted_exactly(many: int) -> None:
     seen = DistinctCounter()
     for number in [*range(many)] * 2:
-        seen.add(f"client {number}")
+        seen.update([f"client {number}"])
     assert seen.estimate == many
 
 
 def test_many_keys_are_estimated_in_little_room() -> None:
     seen = DistinctCounter()
     for number in range(100_000):
-        seen.add(f"client {number}")
+        seen.update([f"client {number}"])
     assert 80_000 < seen.estimate < 120_000  # five times the usual error, as hashes differ from run to run
-    assert len(seen.marks) <= limit_stats.MOST_MARKS
+    assert len(seen.marks) <= limit_stats.MAX_MARKS
 
 
 def test_keys_are_those_of_the_last_five_minutes() -> None:
@@ -409,7 +409,7 @@ def test_a_refused_policy_is_told_with_how_long(tmp_path: Path, monkeypatch: pyt
     gate, counted = Gate(file, reload_every=None), Metrics()
     counted.watch(gate)
     now = [50.0]
-    monkeypatch.setattr(counters.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gate_state.time, "monotonic", lambda: now[0])
     assert numbers(counted)["config_refresh_lag_seconds"] == 0
     version = gate.policy_version
     file.write_text("limits: [{by: ip}]")
@@ -794,3 +794,29 @@ def test_every_metric_and_every_alert_is_documented() -> None:
         if "alert" in rule:
             assert f"### {rule['alert']}\n" in page
             assert rule["annotations"]["runbook"] == f"docs/metrics.md#{rule['alert'].lower()}"
+
+
+def test_a_batch_is_counted_like_its_events_one_by_one() -> None:
+    clock, together, apart = FakeClock(), Metrics(), Metrics()
+    gate = Gate(read(POLICY), clock=clock)
+    events: list[Any] = []
+
+    class Recorder:
+        def observe(self, batch: Any) -> None:
+            events.extend(batch)
+
+    gate.add_observer(Recorder())
+    for number in range(400):
+        gate.admit(arrival("/search" if number % 3 else "/other", client=f"203.0.113.{number % 7}"))
+        clock.advance(number % 5 / 10)
+    gate.flush_events()
+    for start in range(0, len(events), 64):
+        together.observe(events[start : start + 64])
+    for event in events:
+        apart.observe([event])
+    assert [rounded(each) for each in numbers(together).items()] == [rounded(each) for each in numbers(apart).items()]
+
+
+def rounded(item: tuple[Any, Any]) -> Any:
+    key, value = item
+    return (key, value._replace(total=round(value.total, 9))) if isinstance(value, Histogram) else item

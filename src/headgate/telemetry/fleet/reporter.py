@@ -86,9 +86,7 @@ class StatusReporter:
         self._log = attached if log is None else log
         self._gate = weakref.ref(gate)
         self._board = board
-        given = secret if secret is not None else gate._given_secret  # noqa: SLF001
-        # Without any secret nothing outside of this process can hash the same: then it need not.
-        self._naming = NodePseudonyms(Pseudonymizer(given or gate._random_secret, show=show))  # noqa: SLF001
+        self._naming = NodePseudonyms(Pseudonymizer(secret or gate.identity_secret, show=show))
         self._machine = socket.gethostname() if node is None else node
         self._region = region
         self._every = every
@@ -251,7 +249,7 @@ class StatusReporter:
         snapshot = gate.rules.snapshot
         self._naming.use(snapshot.policy)
         health, log = gate.health(), None if self._log is None else self._log.stats
-        age = getattr(gate._watch, "age", None)  # noqa: SLF001 - of a config store; a file has none
+        age = gate.policy_age_s
         while self._by_second and now_us // 1_000_000 - self._by_second[0][0] > RECENT:
             self._forget(self._by_second.popleft()[1])
         said = {
@@ -307,7 +305,7 @@ def _beat_forever(there: weakref.ref[StatusReporter], stop: threading.Event, eve
         gate = pulse._gate()  # noqa: SLF001
         if gate is None:
             return
-        if _is_closed(gate):
+        if gate.is_closed:
             pulse.close()
             return
         del gate
@@ -316,11 +314,6 @@ def _beat_forever(there: weakref.ref[StatusReporter], stop: threading.Event, eve
         except Exception:  # a bug of ours must not end it: the next second may be told of
             logger.exception("a beat of the pulse failed; the requests go on")
         del pulse
-
-
-def _is_closed(gate: GateBase) -> bool:
-    """Whether nobody looks after its store any more; one in memory is never closed."""
-    return bool(getattr(gate._limiter._keeper, "_closed", False))  # noqa: SLF001
 
 
 _pulses: weakref.WeakSet[StatusReporter] = weakref.WeakSet()
