@@ -38,7 +38,9 @@ class Office:
     def open(self, counters: Limiter, *, store: str, host: str, port: int) -> str:
         """Serve the admin pages; where they are."""
         board = open_status_store(store)
-        desk = AdminService(self.config, counters=counters, log=self._log, board=board, steps=AnomalyLog(self.config))
+        desk = AdminService(
+            self.config, counters=counters, log=self._log, status_store=board, anomalies=AnomalyLog(self.config)
+        )
         watcher = AnomalyDetector(board, self.config)
         self._server = AdminServer(desk, self._tokens, host=host, port=port, watchers=[watcher]).start()
         self._closing[:0] = [counters, board]

@@ -1,4 +1,4 @@
-"""The command line as it operates a fleet: against a real admin server, with a real desk, gate and log behind it."""
+"""The command line as it operates a fleet: against a real admin server, with a real service, gate and log behind it."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis7: RedisServer) -> Iter
             for role in ("viewer", "support", "operator", "admin")
         }
         counters = stack.enter_context(closing(Limiter(redis7.url, namespace="cli-admin", budget=1.0)))
-        desk = AdminService(store, counters=counters, log=log_url, board=board, secret=SECRET)
-        server = stack.enter_context(AdminServer(desk, tokens, port=0, pages=False))
+        service = AdminService(store, counters=counters, log=log_url, status_store=board, secret=SECRET)
+        server = stack.enter_context(AdminServer(service, tokens, port=0, pages=False))
         yield Fleet(server.url, store, gate, log, pulse, made, tmp_path / "decisions.db")
 
 
@@ -459,11 +459,11 @@ def test_who_says_no_more_than_is_known(call: Callable[..., tuple[int, str, str]
 
 
 def test_a_time_on_the_other_side_of_a_change_of_clocks_says_its_zone() -> None:
-    desk = context.CommandContext(
+    service = context.CommandContext(
         AdminClient("http://127.0.0.1:1", "hg_x"), Terminal(io.StringIO()), Terminal(io.StringIO()), BERLIN
     )
-    shown = {desk.time(microseconds(datetime(2096, month, 1, tzinfo=BERLIN))) for month in (1, 7)}
-    is_winter = desk.zone_name == "UTC+01:00"
+    shown = {service.time(microseconds(datetime(2096, month, 1, tzinfo=BERLIN))) for month in (1, 7)}
+    is_winter = service.zone_name == "UTC+01:00"
     assert shown == {
         "2096-01-01 00:00:00" + ("" if is_winter else " UTC+01:00"),
         "2096-07-01 00:00:00" + (" UTC+02:00" if is_winter else ""),

@@ -28,7 +28,7 @@ from headgate.control.admin.sessions import Sessions
 from headgate.control.admin.tokens import Tokens
 from headgate.control.config import ConfigStore, OverrideRow, Put
 from headgate.control.config.watcher import ConfigSource
-from headgate.control.service import Actor, ClientRef
+from headgate.control.service import Actor, ChangeContext, ClientRef, OverrideSpec
 from headgate.control.service.service import AdminService
 from headgate.gate.gate import Gate
 from headgate.telemetry.decision_log.log import DecisionLog
@@ -90,9 +90,9 @@ class Town:
         )
         self.pulse = StatusReporter(self.app.gate, board, node="web-1", region="here", log=self.log)
         self.counters = Limiter(redis.url, namespace="town")
-        self.desk = AdminService(self.config, counters=self.counters, log=log, board=board, secret=SECRET)
+        self.service = AdminService(self.config, counters=self.counters, log=log, status_store=board, secret=SECRET)
         self.tokens = Tokens(url)
-        self.server = AdminServer(self.desk, self.tokens, port=0).start()
+        self.server = AdminServer(self.service, self.tokens, port=0).start()
         self._keys = {role: self.tokens.make(f"{role} eve", role, by="tests").text for role in ROLES}  # type: ignore[arg-type] # of these
         self._is_over = threading.Event()
         self._traffic = threading.Thread(target=self._drive, daemon=True)
@@ -385,7 +385,7 @@ def test_an_override_helps_at_once_if_what_was_used_is_reset(town: Town, visit: 
 
 def test_numbers_of_a_tier_and_costs_of_a_route_are_set_and_taken_back(town: Town, visit: Callable[..., Page]) -> None:
     def pro() -> list[str]:
-        return [each.bucket for tier in town.desk.tiers() if tier.name == "pro" for each in tier.limits]
+        return [each.bucket for tier in town.service.policy.tiers() if tier.name == "pro" for each in tier.limits]
 
     page = visit("/policy")
     tiers = page.locator("section", has=page.get_by_role("heading", name="Tiers"))
@@ -407,11 +407,11 @@ def test_numbers_of_a_tier_and_costs_of_a_route_are_set_and_taken_back(town: Tow
     page.get_by_label("Cost").fill("5")
     page.get_by_role("button", name="Save route cost").click()
     expect(page.get_by_text("POST /exports now costs 5.")).to_be_visible()
-    assert [(each.path, each.cost) for each in town.desk.routes()] == [("POST /exports", 5)]
+    assert [(each.path, each.cost) for each in town.service.policy.routes()] == [("POST /exports", 5)]
     fill(page, "Remove the cost of POST /exports", reason="lighter now")
     page.get_by_role("button", name="Remove", exact=True).click()
     expect(page.get_by_text("The value in the policy document applies again.")).to_be_visible()
-    assert town.desk.routes() == []
+    assert town.service.policy.routes() == []
 
 
 def test_what_is_dangerous_is_asked_for_twice(town: Town, visit: Callable[..., Page]) -> None:
@@ -420,21 +420,23 @@ def test_what_is_dangerous_is_asked_for_twice(town: Town, visit: Callable[..., P
     page.get_by_role("button", name="Add override").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Allow tenant bold 5000/minute on requests?")
     expect(page.get_by_role("alert")).to_contain_text("1,000 times that")
-    assert town.desk.overrides(search="bold").items == ()
+    assert town.service.overrides.list(search="bold").items == ()
     page.get_by_role("button", name="Back").click()
     expect(page.get_by_label("Allow")).to_have_value("5000/minute")  # and nothing was done
     page.get_by_role("button", name="Add override").click()
     page.get_by_role("button", name="Confirm").click()
     expect(page.get_by_text(re.compile("is now allowed .*/minute on requests, with no end date"))).to_be_visible()
-    assert [each.bucket for each in town.desk.overrides(search="bold").items] == ["5000/minute"]
+    assert [each.bucket for each in town.service.overrides.list(search="bold").items] == ["5000/minute"]
 
 
 def test_what_somebody_else_has_changed_is_shown_and_input_is_kept(town: Town, visit: Callable[..., Page]) -> None:
     who = ClientRef("tenant", "contested")
-    town.desk.add_override(ADA, who, "20/minute", limit="requests", reason="first")
-    id = town.desk.overrides(who=who).items[0].id
+    town.service.overrides.add(ChangeContext(ADA, "first"), who, OverrideSpec("20/minute", limit="requests"))
+    id = town.service.overrides.list(client=who).items[0].id
     page = visit(f"/overrides/{id}")
-    town.desk.change_override(Actor("bob", "support"), id, "30/minute", limit="requests", reason="was too low")
+    town.service.overrides.change(
+        ChangeContext(Actor("bob", "support"), "was too low"), id, OverrideSpec("30/minute", limit="requests")
+    )
     page.get_by_label("Allow").fill("40/minute")
     page.get_by_label("Reason").first.fill("asked again")
     page.get_by_role("button", name="Save changes").click()
@@ -446,16 +448,16 @@ def test_what_somebody_else_has_changed_is_shown_and_input_is_kept(town: Town, v
     expect(page.get_by_label("Allow")).to_have_value("40/minute")
     page.get_by_role("button", name="Save changes").click()
     expect(page.get_by_text(re.compile("is now allowed .*/minute, with no end date"))).to_be_visible()
-    assert town.desk.override(id).bucket == "40/minute"
+    assert town.service.overrides.get(id).bucket == "40/minute"
     page.get_by_role("link", name="Edit").click()
     page.get_by_label("Reason").last.fill("is over")
     page.get_by_role("button", name="Remove override").click()
     expect(page.get_by_text(re.compile("Override of .* removed."))).to_be_visible()
-    assert town.desk.overrides(who=who).items == ()
+    assert town.service.overrides.list(client=who).items == ()
 
 
 def test_a_policy_is_checked_saved_compared_and_rolled_back(town: Town, visit: Callable[..., Page]) -> None:
-    before = town.desk.version
+    before = town.service.version
     page = visit("/policy")
     page.get_by_role("link", name="Edit").click()
     text = page.get_by_label("Document")
@@ -470,13 +472,13 @@ def test_a_policy_is_checked_saved_compared_and_rolled_back(town: Town, visit: C
     page.get_by_label("Reason").fill("more for keys")
     page.get_by_role("button", name="Save").click()
     expect(page.get_by_text("Policy saved.")).to_be_visible()
-    assert "200/minute" in town.desk.policy().text
+    assert "200/minute" in town.service.policy.get().text
 
     page.get_by_role("link", name=f"Version {before + 1}").click()
     expect(page.locator("tr.minus")).to_contain_text("100/minute")
     expect(page.locator("tr.plus")).to_contain_text("200/minute")
     who = ClientRef("tenant", "bystander")
-    town.desk.add_override(ADA, who, "20/minute", limit="requests", reason="meanwhile")
+    town.service.overrides.add(ChangeContext(ADA, "meanwhile"), who, OverrideSpec("20/minute", limit="requests"))
     page.goto(f"{town.server.url}/policy/versions/{before}")
     page.get_by_label("Reason").fill("too much")
     for box in page.get_by_role("checkbox").all():
@@ -485,11 +487,11 @@ def test_a_policy_is_checked_saved_compared_and_rolled_back(town: Town, visit: C
     page.get_by_role("button", name="Preview rollback").click()
     expect(page.locator("tr.plus")).to_contain_text("100/minute")  # and not the override
     expect(page.get_by_text("Blocks do not change.")).to_be_visible()
-    assert town.desk.policy().text != POLICY  # nothing is done yet
+    assert town.service.policy.get().text != POLICY  # nothing is done yet
     page.get_by_role("button", name="Roll back").click()
     expect(page.get_by_text(f"Document rolled back to version {before}.")).to_be_visible()
-    assert town.desk.policy().text == POLICY
-    assert len(town.desk.overrides(who=who).items) == 1  # only what was chosen goes back
+    assert town.service.policy.get().text == POLICY
+    assert len(town.service.overrides.list(client=who).items) == 1  # only what was chosen goes back
 
 
 def test_a_leaked_key_that_nobody_knows_is_blocked(town: Town, visit: Callable[..., Page]) -> None:
@@ -559,13 +561,15 @@ def _status(gate: Gate, address: str) -> int:
 def test_a_rollback_names_what_others_have_changed_and_lifts_their_blocks(
     town: Town, visit: Callable[..., Page]
 ) -> None:
-    hashed = town.desk.find(f"api_key={RAW_KEY}")
-    town.desk.assign(ADA, hashed, "pro", label="Rolled Key", reason="a name")
-    before = town.desk.version
+    hashed = town.service.clients.find(f"api_key={RAW_KEY}")
+    town.service.clients.assign_tier(ChangeContext(ADA, "a name"), hashed, "pro", label="Rolled Key")
+    before = town.service.version
     bob = Actor("bob", "operator")
     end = datetime(2099, 11, 20, 17, 0, tzinfo=UTC)
-    town.desk.add_override(bob, hashed, "150/minute", limit="keys", valid_until=end, reason="launch")
-    town.desk.block(bob, ClientRef("tenant", "rolled-back"), reason="unpaid")
+    town.service.overrides.add(
+        ChangeContext(bob, "launch"), hashed, OverrideSpec("150/minute", limit="keys", valid_until=end)
+    )
+    town.service.blocks.add(ChangeContext(bob, "unpaid"), ClientRef("tenant", "rolled-back"))
     wait_until(lambda: town.ask("rolled-back") == 403, "the gate to hear of it")
     page = visit(f"/policy/versions/{before}")
     page.get_by_label("Reason").fill("bob was wrong")
@@ -589,7 +593,9 @@ def test_a_rollback_names_what_others_have_changed_and_lifts_their_blocks(
 
 def test_a_part_of_a_name_is_found_and_several_are_listed(town: Town, visit: Callable[..., Page]) -> None:
     for number in (1, 2):
-        town.desk.assign(ADA, ClientRef("tenant", f"cafe-{number}"), "pro", label=f"Corner Cafe {number}", reason="r")
+        town.service.clients.assign_tier(
+            ChangeContext(ADA, "r"), ClientRef("tenant", f"cafe-{number}"), "pro", label=f"Corner Cafe {number}"
+        )
     page = visit("/", role="viewer")
     page.get_by_label("Find a client").fill("corner")
     page.keyboard.press("Enter")
@@ -701,11 +707,13 @@ def test_a_token_is_shown_once_and_ends_with_its_sessions(town: Town, visit: Cal
 
 
 def test_the_audit_tells_who_did_what(town: Town, visit: Callable[..., Page]) -> None:
-    town.desk.add_override(
-        Actor("carol", "support"), ClientRef("tenant", "audited"), "9/minute", limit="requests", reason="for the record"
+    town.service.overrides.add(
+        ChangeContext(Actor("carol", "support"), "for the record"),
+        ClientRef("tenant", "audited"),
+        OverrideSpec("9/minute", limit="requests"),
     )
     hashed = f"hmac:{'0' * 32}"
-    town.desk.block(Actor("carol", "support"), ClientRef("api_key", hashed), reason="leaked")
+    town.service.blocks.add(ChangeContext(Actor("carol", "support"), "leaked"), ClientRef("api_key", hashed))
     page = visit("/audit?author=carol")
     rows = page.locator("tbody tr")
     expect(rows).to_have_count(2)
@@ -753,10 +761,10 @@ def test_an_api_key_that_is_searched_for_gets_into_no_address(
     lists.get_by_label("Search").fill(RAW_KEY)
     lists.get_by_role("button", name=button).click()
     expect(lists.get_by_text("the text may be an API key")).to_be_visible()
-    expect(lists.get_by_label("Search")).to_have_value(town.desk.searchable(RAW_KEY))
+    expect(lists.get_by_label("Search")).to_have_value(town.service.searchable(RAW_KEY))
     assert urlsplit(page.url).path == path
     page.reload()
-    expect(lists.get_by_label("Search")).to_have_value(town.desk.searchable(RAW_KEY))
+    expect(lists.get_by_label("Search")).to_have_value(town.service.searchable(RAW_KEY))
     assert not [each for each in asked if RAW_KEY in each]
     lists.get_by_label("Search").fill("hooli")
     lists.get_by_label("Search").press("Enter")
@@ -792,7 +800,7 @@ def test_a_task_by_keyboard_alone(town: Town, visit: Callable[..., Page]) -> Non
     page.keyboard.type("by keyboard")
     page.keyboard.press("Enter")
     expect(page.get_by_text("This client is blocked.")).to_be_visible()
-    assert town.desk.client(ClientRef("tenant", "typist")).block is not None
+    assert town.service.clients.get(ClientRef("tenant", "typist")).block is not None
 
 
 def test_a_task_without_any_script(town: Town, visit: Callable[..., Page]) -> None:
@@ -809,7 +817,7 @@ def test_a_task_without_any_script(town: Town, visit: Callable[..., Page]) -> No
     field.fill("7/minute")
     page.get_by_role("button", name="Add override").click()
     expect(page.get_by_text(re.compile("is now allowed .*/minute on requests, with no end date"))).to_be_visible()
-    assert [each.bucket for each in town.desk.overrides(search="plain").items] == ["7/minute"]
+    assert [each.bucket for each in town.service.overrides.list(search="plain").items] == ["7/minute"]
 
 
 def test_the_overview_moves_and_keeps_what_is_open_and_focused(town: Town, visit: Callable[..., Page]) -> None:
@@ -957,7 +965,7 @@ def test_a_raw_api_key_gets_into_no_address_and_no_page(town: Town, visit: Calla
 
 
 def test_no_cookie_travels_in_clear_where_browsers_speak_tls(town: Town) -> None:
-    with TestClient(create_app(town.desk, town.tokens, secure=True), base_url="https://testserver") as browser:
+    with TestClient(create_app(town.service, town.tokens, secure=True), base_url="https://testserver") as browser:
         browser.post("/login", data={"token": town.token("support")}, follow_redirects=False)
         page = browser.get("/blocks").text
         form = {"csrf": re.findall(r'name="csrf" value="(.+?)"', page)[0], "target": "tenant=secure", "reason": "test"}

@@ -56,8 +56,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     store.block(("ip", "203.0.113.9"), **signed)
     tokens = Tokens(url)
     with Limiter() as counters:
-        desk = AdminService(store, counters=counters, log=f"sqlite:///{directory}/decisions.db", secret=SECRET)
-        yield create_app(desk, tokens, pages=False, clock=Hurrying())
+        service = AdminService(store, counters=counters, log=f"sqlite:///{directory}/decisions.db", secret=SECRET)
+        yield create_app(service, tokens, pages=False, clock=Hurrying())
     tokens.close()
     store.close()
 

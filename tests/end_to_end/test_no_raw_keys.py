@@ -39,7 +39,7 @@ from headgate.control.anomalies.detector import AnomalyDetector, AnomalyLog
 from headgate.control.anomalies.webhook import Webhook
 from headgate.control.config import ConfigStore
 from headgate.control.config.watcher import ConfigSource
-from headgate.control.service import Actor, ClientRef
+from headgate.control.service import Actor, ChangeContext, ClientRef, OverrideSpec
 from headgate.control.service.service import AdminService
 from headgate.policy import read
 from headgate.policy.api_keys import ApiKeyHasher
@@ -195,11 +195,17 @@ class Town:
             self.board, self.config, webhook=Webhook(self.hook, "a secret of sixteen bytes"), clock=self.clock
         )
         steps = AnomalyLog(self.config, clock=self.clock)
-        self.desk = AdminService(
-            self.config, counters=counters, log=self.log, board=self.board, secret=SECRET, steps=steps, clock=self.clock
+        self.service = AdminService(
+            self.config,
+            counters=counters,
+            log=self.log,
+            status_store=self.board,
+            secret=SECRET,
+            anomalies=steps,
+            clock=self.clock,
         )
         self.tokens = stack.enter_context(closing(Tokens(config)))
-        self.server = stack.enter_context(AdminServer(self.desk, self.tokens, port=0))
+        self.server = stack.enter_context(AdminServer(self.service, self.tokens, port=0))
 
     # ------------------------------------------------------------------ at the API
 
@@ -349,7 +355,9 @@ def send_requests(town: Town) -> None:
 def change_things(town: Town) -> None:
     """What people mean to do, of whom they have the keys."""
     signed = {"reason": REASON}
-    town.desk.add_override(ADA, ClientRef("tenant", ROOM), "70/minute", limit=LIMIT, reason=REASON)
+    town.service.overrides.add(
+        ChangeContext(ADA, REASON), ClientRef("tenant", ROOM), OverrideSpec("70/minute", limit=LIMIT)
+    )
     numbers = {"bucket": "5/minute", "limit": "keys", **signed}
     assert town.api("POST", "overrides", {"who": {"kind": "api_key", "value": NUMBERED}, **numbers}) == 200
     assert town.api("POST", "blocks", {"who": {"kind": "api_key", "value": SHUT_OUT}, **signed}) == 200
@@ -462,7 +470,7 @@ def be_clumsy(town: Town, *, briefly: bool) -> None:
 
 def look_at_everything(town: Town) -> None:
     town.pulse.beat()
-    numbers = {"{id:int}": f"{town.desk.overrides().items[0].id}", "{version:int}": "2"}
+    numbers = {"{id:int}": f"{town.service.overrides.list().items[0].id}", "{version:int}": "2"}
     for path in READS:
         for name, value in numbers.items():
             path = path.replace(name, value)
@@ -505,10 +513,14 @@ def make_mistakes(town: Town) -> None:
     gate = town.app.gate
     town.mistake(lambda: gate.block("api_key", bad))
     town.mistake(lambda: town.config.block(("api_key", bad), author="ada", reason=REASON))
-    town.mistake(lambda: town.desk.add_override(ADA, ClientRef("api_key", HEADER), HEADER, limit=LIMIT, reason=REASON))
-    town.mistake(lambda: town.desk.find(ASKED_FOR))
-    town.mistake(lambda: town.desk.block(ADA, ClientRef("api_key", bad), reason=REASON))
-    town.mistake(lambda: town.desk.block(ADA, ClientRef("tenant", ROOM), reason=HEADER))
+    town.mistake(
+        lambda: town.service.overrides.add(
+            ChangeContext(ADA, REASON), ClientRef("api_key", HEADER), OverrideSpec(HEADER, limit=LIMIT)
+        )
+    )
+    town.mistake(lambda: town.service.clients.find(ASKED_FOR))
+    town.mistake(lambda: town.service.blocks.add(ChangeContext(ADA, REASON), ClientRef("api_key", bad)))
+    town.mistake(lambda: town.service.blocks.add(ChangeContext(ADA, HEADER), ClientRef("tenant", ROOM)))
     town.mistake(lambda: read(f"clients: [{{api_key: '{bad}'}}]"))
     town.mistake(lambda: read(f"limits: [{{name: control-limit, by: ip, bucket: 1/minute}}]\napi_key: {HEADER}"))
     alone = Limiter("redis://127.0.0.1:1/0", on_failure="raise")
@@ -526,7 +538,7 @@ def gather(town: Town) -> None:
     put("OpenTelemetry metrics", data.to_json() if data is not None else "")
     for span in town.spans.get_finished_spans():
         put("OpenTelemetry spans", span.to_json())
-    for each in (town.app.gate, town.lonely.gate, town.config, town.desk, town.tokens, town.board, *town.logs):
+    for each in (town.app.gate, town.lonely.gate, town.config, town.service, town.tokens, town.board, *town.logs):
         put("decisions", f"{each!r} {each}")
     with town.redis.client(decode_responses=False) as client:
         for key in client.scan_iter(count=1000):

@@ -27,7 +27,7 @@ from headgate.adapters.wsgi import HeadgateMiddleware
 from headgate.control.admin import AdminServer, Tokens
 from headgate.control.config import ConfigStore
 from headgate.control.config.watcher import ConfigSource
-from headgate.control.service import Actor, ClientRef
+from headgate.control.service import Actor, ChangeContext, ClientRef, OverrideSpec
 from headgate.control.service.service import AdminService
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.human_time import microseconds
@@ -190,10 +190,10 @@ class Yesterday:
         assert kept.flush(20)
         counters = gate.beside() if redis is None else Limiter(redis.url, namespace="yesterday", budget=1.0)
         stack.enter_context(closing(counters))
-        self.desk = AdminService(store, counters=counters, log=log, secret=SECRET)
+        self.service = AdminService(store, counters=counters, log=log, secret=SECRET)
         tokens = stack.enter_context(closing(Tokens(self.config)))
         self.token = tokens.make("eve", "viewer", by="tests").text
-        self.server = stack.enter_context(AdminServer(self.desk, tokens, port=0))
+        self.server = stack.enter_context(AdminServer(self.service, tokens, port=0))
 
     def opened(self, stack: ExitStack, log: DecisionLog | None, namespace: str) -> Api:
         api = Api(self.config, self.counts_at, noon_us=self.three_us, log=log, namespace=namespace)
@@ -359,12 +359,12 @@ def test_with_the_overrides_that_it_names_the_same_traffic_passes(yesterday: Yes
             override = yaml.safe_load(limit["override"])
             (kind,) = {*override} - {"limit", "bucket"}
             who = ClientRef(kind, override[kind])
-            numbers = {"limit": override["limit"], "reason": "as the log says"}
-            yesterday.desk.add_override(ADA, who, override["bucket"], **numbers)
+            spec = OverrideSpec(override["bucket"], limit=override["limit"])
+            yesterday.service.overrides.add(ChangeContext(ADA, "as the log says"), who, spec)
         after = yesterday.opened(stack, None, "after").run(traffic)
         assert {each.status for each in after} == {200}
         assert len(after) == len(before)
-        (added,) = yesterday.desk.overrides(who=ACME).items
+        (added,) = yesterday.service.overrides.list(client=ACME).items
         assert (added.limit, added.state) == ("search", "active")
         if yesterday.redis is not None:  # without the store it would not have been enough, and that is said
             away = yesterday.opened(stack, None, "away").run(OUTAGE, {"stop": yesterday.redis.kill})

@@ -68,13 +68,13 @@ def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
     server: PostgresServer, store: ConfigStore
 ) -> None:
     counters = Limiter()
-    desk = AdminService(store, counters=counters, secret="sixteen bytes or more")
+    service = AdminService(store, counters=counters, secret="sixteen bytes or more")
     tokens = Tokens(url_of(store))
     made = tokens.make("ada", "admin", by="the test")
     block = {"who": {"kind": "tenant", "value": "acme"}, "reason": "test"}
     with (
         closing(tokens),
-        AdminServer(desk, tokens, port=0) as admin,
+        AdminServer(service, tokens, port=0) as admin,
         httpx.Client(base_url=admin.url, timeout=60, headers={"Authorization": f"Bearer {made.text}"}) as program,
         httpx.Client(base_url=admin.url, timeout=60, headers={"Accept": "text/html"}) as person,
     ):

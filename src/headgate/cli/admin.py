@@ -115,11 +115,11 @@ def _make_token(arguments: Namespace, out: Terminal, err: Terminal) -> int:
 
     by = f"{_user()} at the command line"
     tokens, store = Tokens(arguments.config), ConfigStore(arguments.config)
-    desk = AdminService(store, secret=given_secret(arguments.secret_file))
-    tokens.check_name = desk.refuse_keys
+    service = AdminService(store, secret=given_secret(arguments.secret_file))
+    tokens.check_name = service.refuse_keys
     try:
         token, text = tokens.make(arguments.token_name, arguments.role, by=by, days=arguments.days)
-        desk.note(Actor(by, "admin"), "made token", f"{token.name} ({token.role}, {token.id})")
+        service.audit.record(Actor(by, "admin"), "made token", f"{token.name} ({token.role}, {token.id})")
     finally:
         tokens.close()
         store.close()
@@ -157,9 +157,9 @@ def _serve(arguments: Namespace, err: Terminal) -> int:
         stack.callback(tokens.close)
         fleet = _fleet(arguments, stack)
         log = arguments.log or default_decision_log_url(arguments.config)
-        desk = AdminService(store, log=log, secret=secret, steps=AnomalyLog(store), **fleet)
+        service = AdminService(store, log=log, secret=secret, anomalies=AnomalyLog(store), **fleet)
         server = AdminServer(
-            desk,
+            service,
             tokens,
             host=arguments.host,
             port=arguments.port,
@@ -192,16 +192,16 @@ def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
 
     counters = Limiter(arguments.store, namespace=arguments.namespace)
     stack.callback(counters.close)
-    board = open_status_store(arguments.store, namespace=arguments.namespace)
-    stack.callback(board.close)
-    return {"counters": counters, "board": board}
+    status_store = open_status_store(arguments.store, namespace=arguments.namespace)
+    stack.callback(status_store.close)
+    return {"counters": counters, "status_store": status_store}
 
 
 def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[Any]:
     """What looks for step changes, if there are nodes to look at."""
     if (arguments.webhook is None) != (arguments.webhook_secret_file is None):
         raise InvalidInput("--webhook and --webhook-secret-file belong together: who is told must know that it is us")
-    if "board" not in fleet:
+    if "status_store" not in fleet:
         if arguments.webhook is not None:
             raise InvalidInput("--webhook tells of what nodes do, which is known through --store: give that, too")
         return []
@@ -211,7 +211,7 @@ def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[A
     webhook = None
     if arguments.webhook is not None:
         webhook = Webhook(arguments.webhook, _content(arguments.webhook_secret_file))
-    return [AnomalyDetector(fleet["board"], store, webhook=webhook)]
+    return [AnomalyDetector(fleet["status_store"], store, webhook=webhook)]
 
 
 def _content(file: str) -> bytes:

@@ -60,7 +60,7 @@ ACME = {"kind": "tenant", "value": "acme"}
 
 
 class Admin:
-    """An admin server with a real desk, asked as programs ask it."""
+    """An admin server with a real service, asked as programs ask it."""
 
     def __init__(self, url: str, directory: Path) -> None:
         self.clock = FakeClock(START_US)
@@ -72,7 +72,7 @@ class Admin:
             self.store.put_policy(POLICY, author="ada", reason="first policy")
             self.texts = {role: self.tokens.make(role, role, by="the test").text for role in ROLES}
         self.counters = Limiter(clock=self.clock)
-        self.desk = AdminService(
+        self.service = AdminService(
             self.store,
             counters=self.counters,
             log=f"sqlite:///{directory}/decisions.db",
@@ -80,7 +80,7 @@ class Admin:
             clock=self.clock,
         )
         self.app = shared_app()
-        self.app.state.parts = Parts(self.desk, self.tokens, IdempotencyStore(self.tokens))
+        self.app.state.parts = Parts(self.service, self.tokens, IdempotencyStore(self.tokens))
         self.app.state.credentials.__init__(self.tokens)
         self.pace = 1.0
         """Seconds between requests, by the clock of the server's own limits."""
@@ -119,7 +119,7 @@ GATE_CLOCK = FakeClock(START_US)
 
 @cache
 def shared_app() -> Any:
-    """One for all tests, which give it their own desk: it makes its routes ready when it is first asked."""
+    """One for all tests, which give it their own service: it makes its routes ready when it is first asked."""
     nothing: Any = None
     return create_app(nothing, nothing, pages=False, clock=GATE_CLOCK)
 
@@ -767,7 +767,7 @@ def test_a_mistake_of_ours_is_told_as_such_and_logged(admin: Admin, caplog: pyte
     def fail(*_: Any, **__: Any) -> Change:
         raise ZeroDivisionError("a secret")
 
-    admin.desk.policy = fail  # type: ignore[method-assign,assignment]
+    admin.service.policy.get = fail  # type: ignore[method-assign,assignment]
     failed = admin.ask("GET", "policy")
     assert (failed.status_code, failed.json()["type"]) == (500, "failed")
     assert "secret" not in failed.text
@@ -852,7 +852,7 @@ def test_health_needs_no_token(admin: Admin) -> None:
 
 
 def test_only_known_names_lead_here(admin: Admin) -> None:
-    admin.app = create_app(admin.desk, admin.tokens, pages=False, hosts={"127.0.0.1", "admin.example.org"})
+    admin.app = create_app(admin.service, admin.tokens, pages=False, hosts={"127.0.0.1", "admin.example.org"})
     for host, status in [
         ("127.0.0.1", 200),
         ("127.0.0.1:8001", 200),
@@ -979,14 +979,14 @@ def test_an_api_key_in_a_url_is_refused(admin: Admin) -> None:
 
 
 def test_a_server_runs_in_a_thread_and_ends(admin: Admin) -> None:
-    with AdminServer(admin.desk, admin.tokens, port=0, pages=False) as server:
+    with AdminServer(admin.service, admin.tokens, port=0, pages=False) as server:
         assert httpx.get(f"{server.url}/health").json() == {"state": "ready"}
         assert httpx.get(f"{server.url}/health", headers={"Host": "evil.example"}).status_code == 421
         token = admin.tokens.check(admin.texts["admin"])
         assert token is not None
         assert re.fullmatch(rf"{server.url}/enter\?code=[\w-]{{43}}", server.link(token))
         with pytest.raises(InvalidConfiguration, match="take another --port"):
-            AdminServer(admin.desk, admin.tokens, port=server.port)
+            AdminServer(admin.service, admin.tokens, port=server.port)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
     assert "headgate-admin" not in {thread.name for thread in threading.enumerate()}
@@ -995,13 +995,19 @@ def test_a_server_runs_in_a_thread_and_ends(admin: Admin) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "admin.example.org"])
 def test_tokens_do_not_travel_in_clear(host: str, admin: Admin) -> None:
     with pytest.raises(InvalidConfiguration, match="in clear"):
-        AdminServer(admin.desk, admin.tokens, host=host, port=0)
+        AdminServer(admin.service, admin.tokens, host=host, port=0)
 
 
 def test_behind_tls_it_listens_elsewhere(admin: Admin) -> None:
     with ExitStack() as stack:
         server = AdminServer(
-            admin.desk, admin.tokens, host="0.0.0.0", port=0, behind_tls=True, names=["admin.example.org"], pages=False
+            admin.service,
+            admin.tokens,
+            host="0.0.0.0",
+            port=0,
+            behind_tls=True,
+            names=["admin.example.org"],
+            pages=False,
         )
         stack.enter_context(server)
         url = f"http://127.0.0.1:{server.port}/health"
@@ -1046,7 +1052,7 @@ def test_whoever_has_the_config_store_makes_a_token(
         assert (token.name, token.role) == ("ada", "support")
         assert token.expires_us - token.made_us == 30 * 86_400_000_000
         assert told.out.strip() not in told.err
-        (entry,) = AdminService(store).audit().items
+        (entry,) = AdminService(store).audit.list().items
         assert entry.author.endswith("at the command line")
     assert main(["admin", "--config", "sqlite:///mine.db", "token", "ada", "--role", "support"]) == 2
     assert "revoke it first" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from headgate.control.anomalies.webhook import Webhook
 from headgate.control.config import ConfigStore, ConfigUnavailable
 from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.control.config.tables import AUDIT
-from headgate.control.service import Actor, AdminService, ClientRef, queries
+from headgate.control.service import Actor, AdminService, ChangeContext, ClientRef, OverrideSpec, fleet
 from headgate.control.service.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
 from headgate.control.service.redaction import words_like_keys
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput, StoreUnavailable
@@ -65,7 +65,7 @@ EVERYBODY = ClientRef("ip", "0.0.0.0/0")
 
 
 class Place:
-    """A desk with tokens beside it, and an app that serves them."""
+    """A service with tokens beside it, and an app that serves them."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -73,13 +73,15 @@ class Place:
         self.config = ConfigStore(url, secret=SECRET, clock=self.clock)
         self.tokens = Tokens(url, clock=self.clock)
         self.counters = Limiter(clock=self.clock)
-        self.desk = AdminService(self.config, counters=self.counters, secret=SECRET, clock=self.clock)
+        self.service = AdminService(self.config, counters=self.counters, secret=SECRET, clock=self.clock)
         if self.config.version == 0:
-            self.desk.put_policy(OTTO, POLICY, reason="begin")
-            self.desk.add_override(SUE, ClientRef("api_key", KEY), "150/minute", limit="search", reason="known")
+            self.service.policy.put(ChangeContext(OTTO, "begin"), POLICY)
+            self.service.overrides.add(
+                ChangeContext(SUE, "known"), ClientRef("api_key", KEY), OverrideSpec("150/minute", limit="search")
+            )
 
     def app(self) -> Any:
-        return create_app(self.desk, self.tokens, clock=self.clock)
+        return create_app(self.service, self.tokens, clock=self.clock)
 
     def close(self) -> None:
         self.counters.close()
@@ -193,7 +195,7 @@ def received(made: socket.socket) -> bytes:
 
 def test_whoever_connects_and_asks_nothing_is_sent_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "ASKS_WITHIN", 0.3)
-    with AdminServer(place.desk, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
+    with AdminServer(place.service, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
 
         def opened(*sent: bytes) -> socket.socket:
             made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
@@ -220,7 +222,7 @@ def test_idle_connections_take_no_place_from_others(
     else:
         monkeypatch.setattr(serve, "MAX_CONNECTIONS_PER_ADDRESS", 20)
     token = place.tokens.make("vera", "viewer", by="the test").text
-    with AdminServer(place.desk, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
+    with AdminServer(place.service, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
 
         def opened(sent: bytes = b"") -> socket.socket:
             made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
@@ -247,7 +249,7 @@ def test_connections_without_a_tls_handshake_take_no_place_from_others(
     make_certificates(tmp_path)
     files = {"cert": tmp_path / "server.pem", "key": tmp_path / "server.key"}
     trusted = ssl.create_default_context(cafile=tmp_path / "ca.pem")
-    with AdminServer(place.desk, place.tokens, port=0, **files) as server, ExitStack() as stack:
+    with AdminServer(place.service, place.tokens, port=0, **files) as server, ExitStack() as stack:
         assert server.url == f"https://127.0.0.1:{server.port}"
         with httpx.Client(base_url=server.url, verify=trusted) as http:
             assert http.get("/health").json() == {"state": "ready"}
@@ -269,7 +271,7 @@ def test_a_certificate_that_cannot_be_read_is_told_before_anything_starts(place:
     (tmp_path / "cert.pem").write_text("no certificate")
     for cert in ("cert.pem", "missing.pem"):
         with pytest.raises(InvalidConfiguration, match=f"cannot read the certificate .*{cert}"):
-            AdminServer(place.desk, place.tokens, port=0, cert=tmp_path / cert, key=tmp_path / "cert.pem")
+            AdminServer(place.service, place.tokens, port=0, cert=tmp_path / cert, key=tmp_path / "cert.pem")
 
 
 def test_a_proxy_has_as_many_connections_as_all_addresses_together(
@@ -277,7 +279,7 @@ def test_a_proxy_has_as_many_connections_as_all_addresses_together(
 ) -> None:
     monkeypatch.setattr(serve, "MAX_CONNECTIONS_PER_ADDRESS", 2)
     with (
-        AdminServer(place.desk, place.tokens, port=0, pages=False, proxies=["127.0.0.0/8"]) as server,
+        AdminServer(place.service, place.tokens, port=0, pages=False, proxies=["127.0.0.0/8"]) as server,
         ExitStack() as stack,
     ):
         made = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10)) for _ in range(9)]
@@ -306,7 +308,7 @@ def test_browsers_that_came_by_tls_are_told_to_stay_there(place: Place) -> None:
     def field(app: Any, **options: Any) -> str | None:
         return ask(app, "GET", "/login", **options).headers.get("strict-transport-security")
 
-    secure = create_app(place.desk, place.tokens, secure=True, clock=place.clock)
+    secure = create_app(place.service, place.tokens, secure=True, clock=place.clock)
     assert field(secure, headers={"Host": "admin.example.org"}) == "max-age=31536000"
     assert field(secure, headers={"Host": "localhost:8001"}) is None, "it would apply to all ports"
     assert field(place.app(), headers={"Host": "admin.example.org"}) is None
@@ -314,7 +316,7 @@ def test_browsers_that_came_by_tls_are_told_to_stay_there(place: Place) -> None:
 
 def test_a_request_has_a_head_of_bounded_size(place: Place) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(AdminServer(place.desk, place.tokens, port=0, pages=False))
+        server = stack.enter_context(AdminServer(place.service, place.tokens, port=0, pages=False))
         made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
         made.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 70_000)
         assert made.recv(65536).startswith(b"HTTP/1.1 400")
@@ -329,7 +331,7 @@ def test_a_path_of_thousands_of_digits_is_no_number(place: Place) -> None:
 
 def test_invalid_requests_write_nothing_to_the_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(AdminServer(place.desk, place.tokens, port=0, pages=False))
+        server = stack.enter_context(AdminServer(place.service, place.tokens, port=0, pages=False))
         for sent in (b"\x16\x03\x01 no HTTP\r\n\r\n", b"GET /health HTTP/1.1\r\nHost\r\n\r\n"):
             made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
             made.sendall(sent)
@@ -341,7 +343,7 @@ def test_no_request_hides_in_the_body_of_another(place: Place) -> None:
     inner = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     head = b"POST /health HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
     with ExitStack() as stack:
-        server = stack.enter_context(AdminServer(place.desk, place.tokens, port=0, pages=False))
+        server = stack.enter_context(AdminServer(place.service, place.tokens, port=0, pages=False))
         made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
         made.sendall(head + b"Content-Length: %d\r\n\r\n0\r\n\r\n" % (len(inner) + 5) + inner)
         answers = b"".join(iter(lambda: made.recv(65536), b""))
@@ -364,30 +366,34 @@ def test_reading_policies_is_not_for_ever_and_a_day(place: Place) -> None:
 
 
 def raised_tier(place: Place, number: int, **options: Any) -> Any:
-    return place.desk.set_tier(OTTO, "pro", "search", f"{number}/minute", reason="more", **options)
+    return place.service.policy.set_tier(ChangeContext(OTTO, "more", **options), "pro", "search", f"{number}/minute")
 
 
 def raised_policy(place: Place, number: int, **options: Any) -> Any:
     text = POLICY.replace("pro: 5000/minute", f"pro: {number}/minute")
-    return place.desk.put_policy(OTTO, text, reason="more", **options)
+    return place.service.policy.put(ChangeContext(OTTO, "more", **options), text)
 
 
 def raised_override(place: Place, number: int, **options: Any) -> Any:
-    found = place.desk.overrides(who=ACME).items
+    found = place.service.overrides.list(client=ACME).items
     if found:
-        return place.desk.change_override(
-            SUE, found[0].id, f"{number}/minute", limit="search", reason="more", **options
+        return place.service.overrides.change(
+            ChangeContext(SUE, "more", **options), found[0].id, OverrideSpec(f"{number}/minute", limit="search")
         )
-    return place.desk.add_override(SUE, ACME, f"{number}/minute", limit="search", reason="more", **options)
+    return place.service.overrides.add(
+        ChangeContext(SUE, "more", **options), ACME, OverrideSpec(f"{number}/minute", limit="search")
+    )
 
 
 def raised_in_document(place: Place, number: int, **options: Any) -> Any:
     line = f"overrides: [{{tenant: acme, limit: search, bucket: {number}/minute}}]\n"
-    return place.desk.put_policy(OTTO, POLICY + line, reason="more", **options)
+    return place.service.policy.put(ChangeContext(OTTO, "more", **options), POLICY + line)
 
 
 def raised_cost(place: Place, number: int, **options: Any) -> Any:
-    return place.desk.set_route(OTTO, "/search", number, route_class="search", reason="more", **options)
+    return place.service.policy.set_route(
+        ChangeContext(OTTO, "more", **options), "/search", number, route_class="search"
+    )
 
 
 STEPS_UP: dict[str, tuple[Callable[..., Any], list[int], str]] = {
@@ -407,8 +413,8 @@ def test_small_steps_within_an_hour_add_up(place: Place, name: str) -> None:
     place.clock.advance(60)
     with pytest.raises(NeedsConfirmation) as found:
         step(place, large)
-    assert [told in each.text for each in found.value.dangers] == [True]
-    assert step(place, large, confirm=[found.value.dangers[0].code]).version
+    assert [told in each.text for each in found.value.risks] == [True]
+    assert step(place, large, confirmed=[found.value.risks[0].code]).version
     place.clock.advance(60)
     with pytest.raises(NeedsConfirmation, match="an hour ago"):
         step(place, larger)
@@ -419,18 +425,22 @@ def test_small_steps_within_an_hour_add_up(place: Place, name: str) -> None:
 
 def test_only_what_a_change_touches_is_compared_with_an_hour_ago(place: Place) -> None:
     place.clock.advance(7200)
-    raised_tier(place, 600_000, confirm=["ten-times"])
+    raised_tier(place, 600_000, confirmed=["ten-times"])
     place.clock.advance(60)
-    assert place.desk.set_tier(OTTO, "pro", "pay", "20/minute", reason="another limit").version
-    assert place.desk.add_override(SUE, ACME, "200/minute", limit="search", reason="another client").version
+    assert place.service.policy.set_tier(ChangeContext(OTTO, "another limit"), "pro", "pay", "20/minute").version
+    assert place.service.overrides.add(
+        ChangeContext(SUE, "another client"), ACME, OverrideSpec("200/minute", limit="search")
+    ).version
 
 
 # ------------------------------------------------------------------ roles
 
 
 NETWORKS: dict[str, Callable[[AdminService, Actor, ClientRef], Any]] = {
-    "override": lambda desk, by, who: desk.add_override(by, who, "90/minute", limit="search", reason="r"),
-    "assign": lambda desk, by, who: desk.assign(by, who, "pro", reason="r"),
+    "override": lambda service, by, who: service.overrides.add(
+        ChangeContext(by, "r"), who, OverrideSpec("90/minute", limit="search")
+    ),
+    "assign": lambda service, by, who: service.clients.assign_tier(ChangeContext(by, "r"), who, "pro"),
 }
 
 
@@ -438,45 +448,47 @@ NETWORKS: dict[str, Callable[[AdminService, Actor, ClientRef], Any]] = {
 def test_support_does_nothing_to_networks(place: Place, name: str) -> None:
     for kind, value in (("ip", "0.0.0.0/0"), ("ip", "::/0"), ("ip", "::ffff:0:0/97"), ("subnet", "192.0.2.0/24")):
         with pytest.raises(NotAllowed, match="networks"):
-            NETWORKS[name](place.desk, SUE, ClientRef(kind, value))
-    assert NETWORKS[name](place.desk, OTTO, EVERYBODY).version
-    assert NETWORKS[name](place.desk, SUE, ClientRef("ip", "192.0.2.1")).version
+            NETWORKS[name](place.service, SUE, ClientRef(kind, value))
+    assert NETWORKS[name](place.service, OTTO, EVERYBODY).version
+    assert NETWORKS[name](place.service, SUE, ClientRef("ip", "192.0.2.1")).version
 
 
 def test_support_blocks_the_ipv6_network_of_a_customer_and_nothing_wider(place: Place) -> None:
-    desk = place.desk
+    service = place.service
     customer = ClientRef("ip", "2001:db8:1:2::/64")
-    assert desk.block(SUE, customer, reason="scraping").version
-    assert [each.who for each in desk.blocks().items] == [customer]
+    assert service.blocks.add(ChangeContext(SUE, "scraping"), customer).version
+    assert [each.who for each in service.blocks.list().items] == [customer]
     assert [each.value for each in place.counters.blocked()] == [customer.value]
-    assert desk.unblock(SUE, customer, reason="sorry").version
+    assert service.blocks.remove(ChangeContext(SUE, "sorry"), customer).version
     for value in ("2001:db8:1::/63", "2001:db8::/32", "192.0.2.0/31", "::ffff:192.0.2.0/120", "64:ff9b::c000:200/120"):
-        for change in (desk.block, desk.unblock):
+        for change in (service.blocks.add, service.blocks.remove):
             with pytest.raises(NotAllowed, match="networks"):
-                change(SUE, ClientRef("ip", value), reason="r")
+                change(ChangeContext(SUE, "r"), ClientRef("ip", value))
 
 
 def test_who_blocks_one_ipv6_address_is_told_of_the_others_of_the_customer(place: Place) -> None:
-    blocked = place.desk.block(SUE, ClientRef("ip", "2001:db8:1:2::77"), reason="scraping")
+    blocked = place.service.blocks.add(ChangeContext(SUE, "scraping"), ClientRef("ip", "2001:db8:1:2::77"))
     assert [note for note in blocked.notes if note.endswith("block 2001:db8:1:2::/64")]
-    assert place.desk.block(SUE, ClientRef("ip", "192.0.2.77"), reason="scraping").notes == ()
+    assert place.service.blocks.add(ChangeContext(SUE, "scraping"), ClientRef("ip", "192.0.2.77")).notes == ()
 
 
 def test_support_does_not_undo_what_was_done_to_networks(place: Place) -> None:
-    desk = place.desk
-    (id,) = desk.add_override(OTTO, EVERYBODY, "90/minute", limit="search", reason="r").version.ids  # type: ignore[union-attr] # a version
-    desk.assign(OTTO, EVERYBODY, "pro", reason="r")
-    before = desk.version
+    service = place.service
+    (id,) = service.overrides.add(
+        ChangeContext(OTTO, "r"), EVERYBODY, OverrideSpec("90/minute", limit="search")
+    ).version.ids  # type: ignore[union-attr] # a version
+    service.clients.assign_tier(ChangeContext(OTTO, "r"), EVERYBODY, "pro")
+    before = service.version
     changes: list[Callable[[], Any]] = [
-        lambda: desk.change_override(SUE, id, "95/minute", limit="search", reason="r"),
-        lambda: desk.remove_override(SUE, id, reason="r"),
-        lambda: desk.unassign(SUE, EVERYBODY, reason="r"),
+        lambda: service.overrides.change(ChangeContext(SUE, "r"), id, OverrideSpec("95/minute", limit="search")),
+        lambda: service.overrides.remove(ChangeContext(SUE, "r"), id),
+        lambda: service.clients.unassign_tier(ChangeContext(SUE, "r"), EVERYBODY),
     ]
     for change in changes:
         with pytest.raises(NotAllowed, match="networks"):
             change()
-    assert desk.version == before
-    desk.remove_override(OTTO, id, reason="r")
+    assert service.version == before
+    service.overrides.remove(ChangeContext(OTTO, "r"), id)
 
 
 # ------------------------------------------------------------------ dangers
@@ -485,41 +497,52 @@ def test_support_does_not_undo_what_was_done_to_networks(place: Place) -> None:
 def doubts(change: Callable[[], Any]) -> list[str]:
     with pytest.raises(NeedsConfirmation) as error:
         change()
-    return [danger.code for danger in error.value.dangers]
+    return [risk.code for risk in error.value.risks]
 
 
 def test_a_block_that_comes_back_with_a_version_is_looked_at_twice(place: Place) -> None:
-    desk = place.desk
-    desk.block(OTTO, ClientRef("ip", "10.0.0.0/9"), reason="r", confirm=["wildcard-block"])
-    then = desk.version
-    desk.unblock(OTTO, ClientRef("ip", "10.0.0.0/9"), reason="r")
-    assert doubts(lambda: desk.rollback(OTTO, then, reason="r")) == ["wildcard-block"]
-    assert desk.rollback(OTTO, then, reason="r", confirm=["wildcard-block"]).version
+    service = place.service
+    service.blocks.add(ChangeContext(OTTO, "r", confirmed=["wildcard-block"]), ClientRef("ip", "10.0.0.0/9"))
+    then = service.version
+    service.blocks.remove(ChangeContext(OTTO, "r"), ClientRef("ip", "10.0.0.0/9"))
+    assert doubts(lambda: service.policy.rollback(ChangeContext(OTTO, "r"), then)) == ["wildcard-block"]
+    assert service.policy.rollback(ChangeContext(OTTO, "r", confirmed=["wildcard-block"]), then).version
 
 
 def test_an_override_that_comes_back_with_a_version_is_compared_with_what_holds(place: Place) -> None:
-    desk = place.desk
-    desk.add_override(SUE, ACME, "5000/minute", limit="search", reason="r", confirm=["ten-times"])
-    then = desk.version
-    desk.remove_override(SUE, 2, reason="r")
-    assert doubts(lambda: desk.rollback(OTTO, then, sections=["overrides"], reason="r")) == ["ten-times"]
-    desk.add_override(SUE, ACME, "100/minute, burst 5000", limit="search", reason="r", confirm=["ten-times"])
-    after = desk.version
-    desk.change_override(SUE, 3, "100/minute", limit="search", reason="r", confirm=["tenth"])
-    assert doubts(lambda: desk.rollback(OTTO, after, reason="r")) == ["ten-times"]
+    service = place.service
+    service.overrides.add(
+        ChangeContext(SUE, "r", confirmed=["ten-times"]), ACME, OverrideSpec("5000/minute", limit="search")
+    )
+    then = service.version
+    service.overrides.remove(ChangeContext(SUE, "r"), 2)
+    assert doubts(lambda: service.policy.rollback(ChangeContext(OTTO, "r"), then, sections=["overrides"])) == [
+        "ten-times"
+    ]
+    service.overrides.add(
+        ChangeContext(SUE, "r", confirmed=["ten-times"]), ACME, OverrideSpec("100/minute, burst 5000", limit="search")
+    )
+    after = service.version
+    service.overrides.change(
+        ChangeContext(SUE, "r", confirmed=["tenth"]), 3, OverrideSpec("100/minute", limit="search")
+    )
+    assert doubts(lambda: service.policy.rollback(ChangeContext(OTTO, "r"), after)) == ["ten-times"]
 
 
 def test_every_danger_is_told_of_however_many_there_are(place: Place) -> None:
-    desk = place.desk
+    service = place.service
     many = "".join(f"  - {{name: more{n}, path: /more{n}, by: ip, bucket: 10/minute}}\n" for n in range(30))
     last = "  - {name: last, path: /last, by: ip, bucket: 10/minute}\n"
-    desk.put_policy(OTTO, POLICY + many + last, reason="r")
+    service.policy.put(ChangeContext(OTTO, "r"), POLICY + many + last)
     other = POLICY + last.replace("10/", "900/")
-    codes = doubts(lambda: desk.put_policy(OTTO, other, reason="r"))
+    codes = doubts(lambda: service.policy.put(ChangeContext(OTTO, "r"), other))
     assert {*codes} == {"policy", "ten-times"}
     assert len(codes) == 20
-    assert {*doubts(lambda: desk.put_policy(OTTO, other, reason="r", confirm=["policy"]))} == {"policy", "ten-times"}
-    assert desk.put_policy(OTTO, other, reason="r", confirm=["policy", "ten-times"]).version
+    assert {*doubts(lambda: service.policy.put(ChangeContext(OTTO, "r", confirmed=["policy"]), other))} == {
+        "policy",
+        "ten-times",
+    }
+    assert service.policy.put(ChangeContext(OTTO, "r", confirmed=["policy", "ten-times"]), other).version
 
 
 @pytest.mark.parametrize(
@@ -532,8 +555,8 @@ def test_every_danger_is_told_of_however_many_there_are(place: Place) -> None:
 )
 def test_what_changes_for_everybody_is_looked_at_twice(place: Place, text: str, codes: list[str]) -> None:
     if codes:
-        assert doubts(lambda: place.desk.put_policy(OTTO, text, reason="r")) == codes
-    assert place.desk.put_policy(OTTO, text, reason="r", confirm=codes).version
+        assert doubts(lambda: place.service.policy.put(ChangeContext(OTTO, "r"), text)) == codes
+    assert place.service.policy.put(ChangeContext(OTTO, "r", confirmed=codes), text).version
 
 
 # ------------------------------------------------------------------ hostile values
@@ -541,28 +564,30 @@ def test_what_changes_for_everybody_is_looked_at_twice(place: Place, text: str, 
 
 HUGE = 10**19
 READS: dict[str, Callable[[Place], Any]] = {
-    "search of clients": lambda place: place.desk.clients(search="\0"),
-    "search of overrides": lambda place: place.desk.overrides(search="a\0"),
-    "search of blocks": lambda place: place.desk.blocks(search="\0"),
-    "search of the audit": lambda place: place.desk.audit(search="\0"),
-    "author": lambda place: place.desk.audit(author="\0"),
-    "client": lambda place: place.desk.find("\0"),
-    "label": lambda place: place.desk.find("label=a\0"),
-    "surrogate": lambda place: place.desk.find("\ud800"),
-    "number in a cursor": lambda place: place.desk.clients(after="tables:5"),
-    "nothing in a cursor": lambda place: place.desk.blocks(after="live:null"),
-    "object in a cursor": lambda place: place.desk.clients(after='tables:{"a": 1, "b": 2}'),
-    "text in a cursor": lambda place: place.desk.clients(after='tables:"ab"'),
-    "NUL in a cursor": lambda place: place.desk.clients(after='tables:["a", "\\u0000"]'),
-    "deep cursor": lambda place: place.desk.clients(after="tables:" + "[" * 100_000),
-    "override": lambda place: place.desk.override(HUGE),
-    "change of an override": lambda place: place.desk.change_override(SUE, HUGE, "1/minute", reason="r"),
-    "block": lambda place: place.desk.unblock(SUE, HUGE, reason="r"),
-    "below": lambda place: place.desk.override(-1),
-    "version": lambda place: place.desk.policy(HUGE),
+    "search of clients": lambda place: place.service.clients.list(search="\0"),
+    "search of overrides": lambda place: place.service.overrides.list(search="a\0"),
+    "search of blocks": lambda place: place.service.blocks.list(search="\0"),
+    "search of the audit": lambda place: place.service.audit.list(search="\0"),
+    "author": lambda place: place.service.audit.list(author="\0"),
+    "client": lambda place: place.service.clients.find("\0"),
+    "label": lambda place: place.service.clients.find("label=a\0"),
+    "surrogate": lambda place: place.service.clients.find("\ud800"),
+    "number in a cursor": lambda place: place.service.clients.list(after="tables:5"),
+    "nothing in a cursor": lambda place: place.service.blocks.list(after="live:null"),
+    "object in a cursor": lambda place: place.service.clients.list(after='tables:{"a": 1, "b": 2}'),
+    "text in a cursor": lambda place: place.service.clients.list(after='tables:"ab"'),
+    "NUL in a cursor": lambda place: place.service.clients.list(after='tables:["a", "\\u0000"]'),
+    "deep cursor": lambda place: place.service.clients.list(after="tables:" + "[" * 100_000),
+    "override": lambda place: place.service.overrides.get(HUGE),
+    "change of an override": lambda place: place.service.overrides.change(
+        ChangeContext(SUE, "r"), HUGE, OverrideSpec("1/minute")
+    ),
+    "block": lambda place: place.service.blocks.remove(ChangeContext(SUE, "r"), HUGE),
+    "below": lambda place: place.service.overrides.get(-1),
+    "version": lambda place: place.service.policy.get(HUGE),
     "token": lambda place: place.tokens.revoke("\0", by="ada"),
-    "end of time": lambda place: place.desk.why(ACME, at="9999-12-31", zone=UTC),
-    "begin of time": lambda place: place.desk.why(ACME, at="0001-01-01", zone=timezone(timedelta(hours=14))),
+    "end of time": lambda place: place.service.clients.why(ACME, at="9999-12-31", zone=UTC),
+    "begin of time": lambda place: place.service.clients.why(ACME, at="0001-01-01", zone=timezone(timedelta(hours=14))),
 }
 
 
@@ -570,7 +595,7 @@ READS: dict[str, Callable[[Place], Any]] = {
 def test_what_no_database_can_hold_is_refused_and_no_failure(anywhere: Place, name: str) -> None:
     with pytest.raises((InvalidInput, NotFound)):
         READS[name](anywhere)
-    assert anywhere.desk.versions(before=HUGE, most=1)
+    assert anywhere.service.policy.versions(before=HUGE, most=1)
 
 
 def test_the_database_itself_refuses_what_nobody_has_looked_at(anywhere: Place) -> None:
@@ -586,12 +611,14 @@ BEYOND = [datetime(2200, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, tzinf
 @pytest.mark.parametrize("end", BEYOND, ids=["2200", "9999"])
 def test_an_end_beyond_the_horizon_is_refused_everywhere_with_a_remedy(place: Place, end: datetime) -> None:
     told = "times are from 1970 to 2199; for no end, leave valid_until out"
-    desk, before = place.desk, place.config.version
+    service, before = place.service, place.config.version
     line = f"blocked: [{{tenant: evil, valid_until: {end.isoformat()}}}]\n"
     tries: list[Callable[[], Any]] = [
-        lambda: desk.add_override(SUE, ACME, "90/minute", limit="search", valid_until=end, reason="r"),
-        lambda: desk.block(SUE, ACME, valid_until=end, reason="r"),
-        lambda: desk.put_policy(OTTO, POLICY + line, reason="r"),
+        lambda: service.overrides.add(
+            ChangeContext(SUE, "r"), ACME, OverrideSpec("90/minute", limit="search", valid_until=end)
+        ),
+        lambda: service.blocks.add(ChangeContext(SUE, "r"), ACME, valid_until=end),
+        lambda: service.policy.put(ChangeContext(OTTO, "r"), POLICY + line),
         lambda: place.config.block(tuple(ACME), valid_until=end, author="a", reason="r"),
         lambda: read(json.dumps({"blocked": [{"tenant": "evil", "valid_until": end.isoformat()}]}), format="json"),
     ]
@@ -618,8 +645,8 @@ def test_a_form_refuses_an_end_beyond_the_horizon_beside_its_field(place: Place)
 
 def test_the_last_moment_before_the_horizon_is_kept_as_it_is(place: Place) -> None:
     end = BEYOND[0] - timedelta(microseconds=1)
-    place.desk.block(SUE, ACME, valid_until=end, reason="r")
-    (block,) = place.desk.blocks().items
+    place.service.blocks.add(ChangeContext(SUE, "r"), ACME, valid_until=end)
+    (block,) = place.service.blocks.list().items
     assert block.valid_until_us == (end - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
 
 
@@ -651,9 +678,9 @@ def test_a_name_that_is_given_twice_is_refused(place: Place, body: str, name: st
 def test_a_kind_that_nobody_is_of_is_not_repeated(place: Place) -> None:
     for value in ("hmac:" + "a" * 32, "acme"):
         for change in (
-            lambda value=value: place.desk.reset(SUE, ClientRef(KEY, value), reason="r"),
-            lambda value=value: place.desk.client(ClientRef(KEY, value)),
-            lambda value=value: place.desk.block(SUE, ClientRef(KEY, value), reason="r"),
+            lambda value=value: place.service.clients.reset(ChangeContext(SUE, "r"), ClientRef(KEY, value)),
+            lambda value=value: place.service.clients.get(ClientRef(KEY, value)),
+            lambda value=value: place.service.blocks.add(ChangeContext(SUE, "r"), ClientRef(KEY, value)),
         ):
             with pytest.raises(InvalidInput) as error:
                 change()
@@ -671,14 +698,14 @@ def test_a_key_is_seen_however_it_is_joined_to_other_words(place: Place) -> None
     for joint in JOINTS:
         for text in (f"see{joint}{KEY}", f"{KEY}{joint}", f"see{joint}{KEY}{joint}x"):
             with pytest.raises(InvalidInput, match="there is an API key among the words"):
-                place.desk.refuse_keys(text)
+                place.service.refuse_keys(text)
 
 
 def test_a_key_is_seen_behind_any_number_of_words(place: Place) -> None:
     text = " ".join(f"word{n:04}" for n in range(52))
     with pytest.raises(InvalidInput, match="there is an API key among the words"):
-        place.desk.block(SUE, ACME, reason=f"{text} {KEY}")
-    place.desk.block(SUE, ACME, reason=text)
+        place.service.blocks.add(ChangeContext(SUE, f"{text} {KEY}"), ACME)
+    place.service.blocks.add(ChangeContext(SUE, text), ACME)
 
 
 def test_a_key_with_joints_of_its_own_is_a_word() -> None:
@@ -724,20 +751,19 @@ class Away:
 
 
 def test_what_cannot_be_noted_is_not_done(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with place.desk._noted(ADA, "looked", "around", reason=""):
-        pass
+    place.service.audit.record(ADA, "looked", "around")
     assert notes(place) == ["looked"]
 
     def away(*_: Any, **__: Any) -> None:
         raise ConfigUnavailable("away")
 
-    monkeypatch.setattr("headgate.control.service.service.audit_log.note", away)
+    monkeypatch.setattr("headgate.control.service.changes.audit_log.record", away)
     done: list[Any] = []
     monkeypatch.setattr(place.counters, "reset", lambda *keys: done.append(keys))
     monkeypatch.setattr(place.counters, "unblock", lambda *who: done.append(who))
     changes: list[Callable[[], Any]] = [
-        lambda: place.desk.reset(SUE, ACME, reason="r"),
-        lambda: place.desk.unblock(SUE, ACME, reason="r"),
+        lambda: place.service.clients.reset(ChangeContext(SUE, "r"), ACME),
+        lambda: place.service.blocks.remove(ChangeContext(SUE, "r"), ACME),
     ]
     for change in changes:
         with pytest.raises(ConfigUnavailable):
@@ -747,10 +773,10 @@ def test_what_cannot_be_noted_is_not_done(place: Place, monkeypatch: pytest.Monk
 
 def test_what_was_not_done_is_not_noted(place: Place) -> None:
     nowhere: Any = Away()
-    desk = AdminService(place.config, counters=nowhere, secret=SECRET, clock=place.clock)
+    service = AdminService(place.config, counters=nowhere, secret=SECRET, clock=place.clock)
     changes: list[Callable[[], Any]] = [
-        lambda: desk.reset(SUE, ACME, reason="r"),
-        lambda: desk.unblock(SUE, ACME, reason="r"),
+        lambda: service.clients.reset(ChangeContext(SUE, "r"), ACME),
+        lambda: service.blocks.remove(ChangeContext(SUE, "r"), ACME),
     ]
     for change in changes:
         with pytest.raises(HeadgateError):
@@ -821,15 +847,17 @@ def signed_in(place: Place, role: Any = "viewer") -> dict[str, Any]:
 
 
 def test_what_is_searched_for_gets_into_an_address_only_if_it_is_no_key(place: Place) -> None:
-    hashed = place.desk.find(KEY).value
-    place.desk.assign(SUE, ClientRef("tenant", "customer-4711-in-the-north"), None, label="North Ltd.", reason="named")
-    searchable = place.desk.searchable
+    hashed = place.service.clients.find(KEY).value
+    place.service.clients.assign_tier(
+        ChangeContext(SUE, "named"), ClientRef("tenant", "customer-4711-in-the-north"), None, label="North Ltd."
+    )
+    searchable = place.service.searchable
     for name in ("", "acme", "contract 4711", "North Ltd.", "customer-4711-in-the-north", "203.0.113.0/24", hashed):
         assert searchable(name) == name
     assert searchable(f"removed override of api_key {hashed}") == f"removed override of api_key {hashed}"
     for text in (KEY, f"key {KEY}", f"api_key={KEY}"):
         assert searchable(text) == hashed, "a key that is known"
-    assert [each.who.value for each in place.desk.overrides(search=hashed).items] == [hashed]
+    assert [each.who.value for each in place.service.overrides.list(search=hashed).items] == [hashed]
     for text in (UNKNOWN, "sk_live_51H8xkTt", f"his key is {UNKNOWN}"):
         assert searchable(text).startswith("hmac:"), "what looks like a key, or may be one and is said nowhere"
     place.config.assign(("tenant", "acme"), None, author="ada", reason="leaked sk_live_99H8xkTt")
@@ -841,17 +869,17 @@ def test_without_a_secret_what_may_be_a_key_is_refused_and_not_repeated(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADGATE_SECRET", raising=False)
-    desk = AdminService(place.config, clock=place.clock)
+    service = AdminService(place.config, clock=place.clock)
     with pytest.raises(InvalidInput, match="must not stand in an address") as refused:
-        desk.searchable(UNKNOWN)
+        service.searchable(UNKNOWN)
     assert UNKNOWN not in str(refused.value)
-    assert desk.searchable("acme") == "acme"
+    assert service.searchable("acme") == "acme"
 
 
 @pytest.mark.parametrize("path", LISTS)
 def test_a_key_in_a_search_form_goes_no_further_than_its_body(place: Place, path: str) -> None:
     app, session = place.app(), signed_in(place)
-    hashed = place.desk.find(KEY).value
+    hashed = place.service.clients.find(KEY).value
     headers = {"cookie": session["cookie"]}
     shown = ask(app, "GET", path, headers=headers)
     assert 'method="get"' not in shown.text
@@ -907,7 +935,7 @@ def test_the_api_refuses_a_key_in_a_url_and_tells_what_to_send_instead(place: Pl
     assert refused.status_code == 422
     assert KEY not in refused.text
     told = ask(app, "POST", "/api/v1/search", json={"text": KEY}, headers=headers)
-    assert told.json() == {"text": place.desk.find(KEY).value}
+    assert told.json() == {"text": place.service.clients.find(KEY).value}
     assert ask(app, "GET", f"/api/v1{path}", params={"search": told.json()["text"]}, headers=headers).status_code == 200
     assert ask(app, "GET", f"/api/v1{path}", params={"search": UNKNOWN}, headers=headers).status_code == 200
 
@@ -916,7 +944,7 @@ def test_the_command_line_puts_no_key_into_a_url(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
-    server = AdminServer(place.desk, place.tokens, port=0)
+    server = AdminServer(place.service, place.tokens, port=0)
     app: Any = server._server.config.app
 
     async def listening(scope: Any, receive: Any, send: Any) -> None:
@@ -941,17 +969,17 @@ def test_the_command_line_puts_no_key_into_a_url(
 def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     place.tokens.make("op", "operator", by="the test")
     with Limiter("redis://127.0.0.1:1/0", budget=0.05) as away:
-        desk = AdminService(
-            place.config, counters=away, board=Unreadable(), log="clickhouse://127.0.0.1:2/d", secret=SECRET
+        service = AdminService(
+            place.config, counters=away, status_store=Unreadable(), log="clickhouse://127.0.0.1:2/d", secret=SECRET
         )
-        blocked = desk.block(SUE, ClientRef("tenant", "globex"), reason="r")
-        ended = desk.unblock(SUE, ClientRef("tenant", "globex"), reason="r")
-        view = desk.client(ACME)
-        overview = desk.overview(SUE)
+        blocked = service.blocks.add(ChangeContext(SUE, "r"), ClientRef("tenant", "globex"))
+        ended = service.blocks.remove(ChangeContext(SUE, "r"), ClientRef("tenant", "globex"))
+        view = service.clients.get(ACME)
+        overview = service.fleet.overview(SUE)
         said = json.dumps([blocked.notes, ended.notes, view.troubles, view.as_dict(), overview.as_dict()])
         with pytest.raises(LogUnavailable) as unread:
-            desk.decisions()
-        app = create_app(desk, place.tokens, clock=place.clock)
+            service.clients.decisions()
+        app = create_app(service, place.tokens, clock=place.clock)
         session = signed_in(place, "support")
         form = {"csrf": session["csrf"], "kind": "tenant", "value": "acme", "reason": "r"}
         page = ask(app, "POST", "/client/reset", data=form, headers={"cookie": session["cookie"]})
@@ -962,7 +990,7 @@ def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.
     assert "The counters cannot be reached" in page.text
     assert "the board cannot be read" in overview.troubles
     assert "127.0.0.1:1" in caplog.text, "the log says it"
-    assert "10.9.8.7" in json.dumps(desk.overview(OTTO).as_dict()), "operators may know"
+    assert "10.9.8.7" in json.dumps(service.fleet.overview(OTTO).as_dict()), "operators may know"
 
 
 def test_who_is_signed_in_while_the_config_store_is_away_is_told_and_may_try_again(
@@ -993,8 +1021,8 @@ def test_the_overview_says_where_stores_are_to_operators_alone(place: Place) -> 
     with closing(gate), closing(StatusReporter(gate, board, secret=SECRET, node="web-1", every=None)) as pulse:
         gate.admit(Arrival())
         pulse.beat()
-        desk = AdminService(place.config, board=board, secret=SECRET)
-        (shown,), (known,), (unsaid,) = (desk.overview(each).nodes for each in (SUE, OTTO, None))
+        service = AdminService(place.config, status_store=board, secret=SECRET)
+        (shown,), (known,), (unsaid,) = (service.fleet.overview(each).nodes for each in (SUE, OTTO, None))
     assert (shown.name, shown.state) == (known.name, known.state)
     assert shown.shards == (("server 1", known.shards[0][1]),)
     assert "127.0.0.1" not in repr(shown)
@@ -1017,10 +1045,10 @@ def test_of_a_node_people_see_that_its_store_is_away_and_not_where() -> None:
         config_age_s=9.0, allowed=0, denied=0, blocked=0, unavailable=0, degraded=0, p50_us=None, p99_us=None,
         waiting=0, lost=0, log_error="HTTPConnectionPool(host='10.9.8.7', port=8123)",
     )  # fmt: skip
-    shown = queries._without_places(node)
+    shown = fleet._without_addresses(node)
     assert not [text for text in ("10.9.8.7", "internal") if text in repr(shown)]
     assert (shown.config_age_s, shown.shards, shown.state) == (9.0, (("server 1", False),), "degraded")
     plain = replace(
         node, reason="Redis did not answer within 5 ms", policy_error="limits[0]: no bucket", log_error=None
     )
-    assert queries._without_places(plain) == replace(plain, shards=(("server 1", False),))
+    assert fleet._without_addresses(plain) == replace(plain, shards=(("server 1", False),))

@@ -461,9 +461,11 @@ def test_from_a_request_to_the_webhook_and_the_overview(
         said = json.loads(receiver.calls[0].body)
         assert said["step"] == step.as_dict()
         assert said["step"]["verdict"] == verdict
-        desk = AdminService(fleet.store, board=fleet.board, steps=fleet.log, secret=SECRET, clock=fleet.clock)
+        service = AdminService(
+            fleet.store, status_store=fleet.board, anomalies=fleet.log, secret=SECRET, clock=fleet.clock
+        )
         tokens = Tokens(str(fleet.store.engine.url), clock=fleet.clock)
-        made, app = tokens.make("ada", "viewer", by="the test"), create_app(desk, tokens, clock=fleet.clock)
+        made, app = tokens.make("ada", "viewer", by="the test"), create_app(service, tokens, clock=fleet.clock)
         with closing(tokens), TestClient(app, base_url="http://127.0.0.1") as web:
             assert web.get("/enter", params={"code": tokens.code(made.token)}).status_code == 200
             page = " ".join(re.sub("<[^>]*>", " ", web.get("/").text).split())

@@ -1,4 +1,4 @@
-"""The desk: what it shows is what the gate does; what it changes is checked, confirmed, signed; it tells no API key."""
+"""`AdminService`: its views match the gate, its changes are checked, confirmed and attributed, and no API key leaks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,13 +30,16 @@ from headgate.control.service import (
     ROLES,
     Actor,
     AdminService,
+    Change,
+    ChangeContext,
     ClientRef,
     NeedsConfirmation,
     NotAllowed,
     NotFound,
+    OverrideSpec,
 )
 from headgate.control.service.candidates import mask, short_label
-from headgate.control.service.usage import faced
+from headgate.control.service.usage import applicable_limits
 from headgate.gate.gate import Gate
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.decision_log.sinks import open_reader
@@ -46,7 +50,7 @@ from headgate.testing import FakeClock
 from support.traffic import SECRET, START_US, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from headgate.control.service.models import LimitUsage
@@ -82,7 +86,7 @@ SUE, OTTO, VERA = Actor("sue", "support"), Actor("otto", "operator"), Actor("ver
 
 
 class World:
-    """A gate that takes its policy from a config store, and a desk that looks after it."""
+    """A gate that takes its policy from a config store, and a service that looks after it."""
 
     def __init__(self, url: str, folder: Path, *, store: str = "memory://", namespace: str = "headgate") -> None:
         self.url, self.log_url = url, f"sqlite:///{folder}/decisions.db"
@@ -104,10 +108,10 @@ class World:
         self.board = MemoryStatusStore()
         self.pulse = StatusReporter(self.gate, self.board, secret=SECRET, node="web-1", every=None)
         self.counters = self.gate.beside() if store == "memory://" else Limiter(store, **options)
-        self.desk = self.made()
+        self.service = self.made()
 
     def made(self, **other: Any) -> AdminService:
-        given = {"counters": self.counters, "log": self.log_url, "board": self.board, "secret": SECRET}
+        given = {"counters": self.counters, "log": self.log_url, "status_store": self.board, "secret": SECRET}
         return AdminService(self.config, clock=self.clock, **{**given, **other})
 
     def send(self, times: int = 1, **request: Any) -> list[bool]:
@@ -169,32 +173,32 @@ def here(tmp_path: Path, begun: dict[str, str]) -> Iterator[World]:
 
 @pytest.fixture
 def office(tmp_path: Path, begun: dict[str, str]) -> Iterator[AdminService]:
-    """A desk alone, on SQLite: for what no gate is needed for."""
+    """A service alone, on SQLite: for what no gate is needed for."""
     if "policy" not in begun:
         begun["policy"] = f"{begun['directory']}/policy.db"
-        with a_desk(begun["policy"]) as desk:
-            desk.put_policy(OTTO, POLICY, reason="begin")
+        with a_desk(begun["policy"]) as service:
+            service.policy.put(ChangeContext(OTTO, "begin"), POLICY)
     shutil.copy(begun["policy"], tmp_path / "config.db")
-    with a_desk(f"{tmp_path}/config.db") as desk:
-        yield desk
+    with a_desk(f"{tmp_path}/config.db") as service:
+        yield service
 
 
 @pytest.fixture
 def furnished(tmp_path: Path, begun: dict[str, str]) -> Iterator[AdminService]:
-    """A desk alone, with something of everything that can be removed."""
+    """A service alone, with something of everything that can be removed."""
     if "furnished" not in begun:
         begun["furnished"] = f"{begun['directory']}/furnished.db"
-        with a_desk(begun["furnished"]) as desk:
-            desk.put_policy(OTTO, POLICY, reason="set up")
-            desk.add_override(SUE, GLOBEX, "95/minute", limit="search", reason="set up")
-            desk.block(SUE, ClientRef("tenant", "kept-out"), reason="set up")
-            desk.block(OTTO, ClientRef("ip", "198.51.100.0/28"), reason="set up")
-            desk.assign(SUE, ClientRef("tenant", "put-in"), "pro", reason="set up")
-            desk.set_tier(OTTO, "free", "search", "90/minute", reason="set up")
-            desk.set_route(OTTO, "/exports", 4, reason="set up")
+        with a_desk(begun["furnished"]) as service:
+            service.policy.put(ChangeContext(OTTO, "set up"), POLICY)
+            service.overrides.add(ChangeContext(SUE, "set up"), GLOBEX, OverrideSpec("95/minute", limit="search"))
+            service.blocks.add(ChangeContext(SUE, "set up"), ClientRef("tenant", "kept-out"))
+            service.blocks.add(ChangeContext(OTTO, "set up"), ClientRef("ip", "198.51.100.0/28"))
+            service.clients.assign_tier(ChangeContext(SUE, "set up"), ClientRef("tenant", "put-in"), "pro")
+            service.policy.set_tier(ChangeContext(OTTO, "set up"), "free", "search", "90/minute")
+            service.policy.set_route(ChangeContext(OTTO, "set up"), "/exports", 4)
     shutil.copy(begun["furnished"], tmp_path / "config.db")
-    with a_desk(f"{tmp_path}/config.db") as desk:
-        yield desk
+    with a_desk(f"{tmp_path}/config.db") as service:
+        yield service
 
 
 @contextmanager
@@ -205,8 +209,8 @@ def a_desk(file: str) -> Iterator[AdminService]:
         yield AdminService(config, counters=counters, secret=SECRET, clock=clock)
 
 
-def standing(desk: AdminService, who: ClientRef, limit: str) -> LimitUsage:
-    (found,) = [each for each in desk.client(who).limits if each.limit == limit]
+def standing(service: AdminService, who: ClientRef, limit: str) -> LimitUsage:
+    (found,) = [each for each in service.clients.get(who).limits if each.limit == limit]
     return found
 
 
@@ -215,18 +219,20 @@ def in_days(world: World, days: float) -> datetime:
 
 
 def codes(error: pytest.ExceptionInfo[NeedsConfirmation]) -> list[str]:
-    return [danger.code for danger in error.value.dangers]
+    return [risk.code for risk in error.value.risks]
 
 
 # ------------------------------------------------------------------ one client
 
 
 def test_a_client_is_shown_with_its_limits_and_where_they_come_from(world: World) -> None:
-    desk = world.desk
-    desk.assign(SUE, ACME, "pro", label="Acme Inc", reason="has paid")
-    desk.add_override(SUE, ACME, "5000/minute", limit="search", valid_until=in_days(world, 2), reason="launch")
-    desk.add_override(SUE, ACME, "9/minute", limit="watched", reason="just so")
-    view = desk.client(ACME)
+    service = world.service
+    service.clients.assign_tier(ChangeContext(SUE, "has paid"), ACME, "pro", label="Acme Inc")
+    service.overrides.add(
+        ChangeContext(SUE, "launch"), ACME, OverrideSpec("5000/minute", limit="search", valid_until=in_days(world, 2))
+    )
+    service.overrides.add(ChangeContext(SUE, "just so"), ACME, OverrideSpec("9/minute", limit="watched"))
+    view = service.clients.get(ACME)
     assert (view.who, view.label, view.tier, view.tier_from) == (ACME, "Acme Inc", "pro", "assigned")
     assert (view.block, view.can_count, view.troubles) == (None, True, ())
     assert [(each.limit, each.bucket, each.from_, each.override_id, each.routes, each.own) for each in view.limits] == [
@@ -241,42 +247,47 @@ def test_a_client_is_shown_with_its_limits_and_where_they_come_from(world: World
     search = view.limits[0]
     assert (search.reason, search.valid_until_us) == ("launch", START_US + 2 * 86_400_000_000)
     assert [each.id for each in view.overrides] == [2, 1]
-    desk.remove_override(SUE, 1, reason="over")
-    assert standing(desk, ACME, "search").from_ == "tier"
-    desk.unassign(SUE, ACME, reason="has not paid")
-    assert (standing(desk, ACME, "search").from_, standing(desk, ACME, "search").bucket) == ("policy", "100/minute")
-    assert (desk.client(ACME).label, desk.find("acme inc")) == ("Acme Inc", ACME), "it is still called so"
-    desk.unassign(SUE, ACME, reason="nor its name")
-    assert desk.client(ACME).label is None
+    service.overrides.remove(ChangeContext(SUE, "over"), 1)
+    assert standing(service, ACME, "search").from_ == "tier"
+    service.clients.unassign_tier(ChangeContext(SUE, "has not paid"), ACME)
+    assert (standing(service, ACME, "search").from_, standing(service, ACME, "search").bucket) == (
+        "policy",
+        "100/minute",
+    )
+    assert (service.clients.get(ACME).label, service.clients.find("acme inc")) == ("Acme Inc", ACME), (
+        "it is still called so"
+    )
+    service.clients.unassign_tier(ChangeContext(SUE, "nor its name"), ACME)
+    assert service.clients.get(ACME).label is None
     initech = ClientRef("tenant", "initech")
-    desk.assign(SUE, initech, "free", label="Initech", reason="a trial")
-    desk.unassign(SUE, initech, reason="over")
-    assert desk.client(initech).tier == "pro", "as the document says"
-    assert desk.client(ClientRef("tenant", "initech")).tier_from == "policy"
+    service.clients.assign_tier(ChangeContext(SUE, "a trial"), initech, "free", label="Initech")
+    service.clients.unassign_tier(ChangeContext(SUE, "over"), initech)
+    assert service.clients.get(initech).tier == "pro", "as the document says"
+    assert service.clients.get(ClientRef("tenant", "initech")).tier_from == "policy"
 
 
 def test_what_is_shown_as_used_is_what_the_gate_has_counted(here: World) -> None:
     here.send(10, path="/search", tenant="acme", user="ada")
     here.send(3, path="/items/7", tenant="acme", user="ada")
-    search, watched, pages = (standing(here.desk, ACME, name) for name in ("search", "watched", "pages"))
+    search, watched, pages = (standing(here.service, ACME, name) for name in ("search", "watched", "pages"))
     assert (search.used, search.remaining, search.capacity, search.unknown) == (20, 80, 100, None)
     assert search.reset_s == 12.0
     assert (watched.used, watched.remaining, watched.shadow) == (3, 4, True)
     assert (pages.used, pages.algorithm, pages.reset_s) == (3, "fixed_window", 60.0)
-    assert standing(here.desk, ACME, "seats").unknown == "counted per user"
-    assert standing(here.desk, ACME, "everybody").used == 23
-    assert standing(here.desk, ClientRef("ip", "203.0.113.9"), "strangers").used == 23
+    assert standing(here.service, ACME, "seats").unknown == "counted per user"
+    assert standing(here.service, ACME, "everybody").used == 23
+    assert standing(here.service, ClientRef("ip", "203.0.113.9"), "strangers").used == 23
 
 
 @pytest.mark.parametrize("limit", ["strangers", "watched", "pages"])
 def test_the_wait_that_is_shown_is_exact(here: World, limit: str) -> None:
     who = ClientRef("ip", "203.0.113.9") if limit == "strangers" else ACME
-    known, holding = here.desk._holding(who)
-    _, met = faced(holding, known.values, kind=who.kind, now_us=here.clock.now_us())
+    facts, effective = here.service._deps.resolve(who)
+    _, met = applicable_limits(effective, facts.values, kind=who.kind, now_us=here.clock.now_us())
     (key,) = [each.key for each in met if each.rule.name == limit]
     while here.counters.check(key):
         here.clock.advance(0.001)
-    shown = standing(here.desk, who, limit)
+    shown = standing(here.service, who, limit)
     assert shown.remaining == 0
     assert shown.retry_s
     here.clock.set_us(here.clock.now_us() + round(shown.retry_s * 1_000_000) - 1)
@@ -298,7 +309,7 @@ WHO_IS_COUNTED = [
 
 @pytest.mark.parametrize("who", WHO_IS_COUNTED, ids=str)
 def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, who: dict[str, str]) -> None:
-    """The desk reads only the client's own rows, and the gate has all of them: they agree."""
+    """The service reads only the client's own rows, and the gate has all of them: they agree."""
     config, by = here.config, {"author": "ada", "reason": "test"}
     config.assign(("tenant", "globex"), "pro", **by)
     config.set_tier("free", "strangers", "5000/minute", **by)
@@ -314,7 +325,7 @@ def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, wh
     ((kind, value),) = who.items()
     shown = {
         (each.limit, each.bucket, route)
-        for each in here.desk.client(ClientRef(kind, value)).limits
+        for each in here.service.clients.get(ClientRef(kind, value)).limits
         if each.own
         for route in each.routes
     }
@@ -340,31 +351,36 @@ def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, wh
 
 
 def test_a_network_is_shown_with_what_holds_for_its_addresses(here: World) -> None:
-    view = here.desk.client(ClientRef("ip", "198.51.100.0/24"))
+    view = here.service.clients.get(ClientRef("ip", "198.51.100.0/24"))
     assert (view.label, view.can_count) == ("The office", False)
     assert view.troubles == (
         "A network has no counters of its own. To see what is used, search for one of its addresses.",
     )
     assert view.log_keys == ("label:the office",)
-    assert here.desk.client(ClientRef("ip", "198.51.100.77")).label == "The office"
+    assert here.service.clients.get(ClientRef("ip", "198.51.100.77")).label == "The office"
 
 
 def test_counters_that_cannot_be_asked_are_a_trouble(here: World) -> None:
     with Limiter("redis://127.0.0.1:1/0", budget=0.05) as away:
-        view = here.made(counters=away).client(ACME)
+        view = here.made(counters=away).clients.get(ACME)
     assert any("the counters cannot be asked" in each for each in view.troubles)
     assert {each.unknown for each in view.limits if each.own} == {"the counters cannot be asked"}
     assert {each.used for each in view.limits} == {None}
-    without = here.made(counters=None).client(ACME)
+    without = here.made(counters=None).clients.get(ACME)
     assert "the admin server was given no counters, so that it cannot tell what is used" in without.troubles
 
 
 def test_without_a_policy_there_is_nothing_to_show_and_that_is_said(tmp_path: Path) -> None:
-    desk = AdminService(ConfigStore(f"sqlite:///{tmp_path}/empty.db", secret=SECRET), secret=SECRET)
-    assert desk.client(ACME).troubles[0] == "there is no policy yet"
-    assert (desk.policy().text, desk.tiers(), desk.routes(), desk.overrides().items) == ("", [], [], ())
+    service = AdminService(ConfigStore(f"sqlite:///{tmp_path}/empty.db", secret=SECRET), secret=SECRET)
+    assert service.clients.get(ACME).troubles[0] == "there is no policy yet"
+    assert (
+        service.policy.get().text,
+        service.policy.tiers(),
+        service.policy.routes(),
+        service.overrides.list().items,
+    ) == ("", [], [], ())
     with pytest.raises(InvalidPolicy, match="there is no policy yet"):
-        desk.add_override(SUE, ACME, "10/minute", reason="early")
+        service.overrides.add(ChangeContext(SUE, "early"), ACME, OverrideSpec("10/minute"))
 
 
 def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -> None:
@@ -377,17 +393,17 @@ def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -
             )
         )
     looked: list[int] = []
-    read = here.desk._grounds.holding
+    resolve = here.service._deps.resolve
 
-    def watched(identities: Any) -> Any:
-        holding = read(identities)
-        looked.append(sum(map(len, holding.rows.values())))
-        return holding
+    def watched(client: ClientRef) -> Any:
+        resolved = resolve(client)
+        looked.append(sum(map(len, resolved.effective.rows.values())))
+        return resolved
 
-    here.desk._grounds.holding = watched  # type: ignore[method-assign]
-    assert standing(here.desk, ClientRef("tenant", "t5000"), "search").from_ == "override"
+    here.service._deps.resolve = watched  # type: ignore[method-assign]
+    assert standing(here.service, ClientRef("tenant", "t5000"), "search").from_ == "override"
     assert looked == [1]
-    page = here.desk.overrides(after="50000", most=3)
+    page = here.service.overrides.list(after="50000", most=3)
     assert ([each.id for each in page.items], page.next) == ([49999, 49998, 49997], "49997")
     with here.config.engine.connect() as connection:
         asked = "SELECT id FROM headgate_overrides WHERE until_version IS NULL AND id < 9 ORDER BY id DESC LIMIT 3"
@@ -424,7 +440,7 @@ def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -
     ("hmac:" + "0" * 32, ("api_key", "hmac:" + "0" * 32)),
 ])  # fmt: skip
 def test_who_is_meant_is_found(found_in: World, written: str, meant: tuple[str, str]) -> None:
-    assert found_in.desk.find(written) == meant
+    assert found_in.service.clients.find(written) == meant
 
 
 @pytest.fixture(scope="module")
@@ -432,9 +448,11 @@ def found_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A world with clients in the tables, in the document and in the log."""
     folder = tmp_path_factory.mktemp("found")
     with closing(World(f"sqlite:///{folder}/config.db", folder)) as world:
-        world.desk.assign(SUE, ACME, "pro", label="Acme Inc", reason="test")
-        world.desk.assign(SUE, ClientRef("tenant", "globex"), "pro", label="Globex Corp", reason="test")
-        world.desk.block(SUE, ClientRef("api_key", KEY), reason="test")
+        world.service.clients.assign_tier(ChangeContext(SUE, "test"), ACME, "pro", label="Acme Inc")
+        world.service.clients.assign_tier(
+            ChangeContext(SUE, "test"), ClientRef("tenant", "globex"), "pro", label="Globex Corp"
+        )
+        world.service.blocks.add(ChangeContext(SUE, "test"), ClientRef("api_key", KEY))
         world.hear()
         world.send(path="/search", user="seen-in-the-log", peer="192.0.2.1")
         world.send(path="/search", tenant="logged", peer="192.0.2.2")
@@ -449,7 +467,7 @@ def found_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 )
 def test_a_text_that_nobody_is_known_by_is_not_repeated(found_in: World, written: str) -> None:
     with pytest.raises(NotFound) as error:
-        found_in.desk.find(written)
+        found_in.service.clients.find(written)
     assert written.removeprefix("label=") not in str(error.value)
 
 
@@ -459,35 +477,35 @@ def test_a_text_that_nobody_is_known_by_is_not_repeated(found_in: World, written
 ])  # fmt: skip
 def test_what_cannot_be_anybody_is_refused_and_not_repeated(found_in: World, written: str) -> None:
     with pytest.raises(InvalidInput) as error:
-        found_in.desk.find(written)
+        found_in.service.clients.find(written)
     assert "of_nobody" not in str(error.value)
 
 
 def test_without_a_secret_keys_cannot_be_looked_for(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADGATE_SECRET", raising=False)
-    desk = here.made(secret=None)
-    assert desk.find("initech") == ("tenant", "initech")
+    service = here.made(secret=None)
+    assert service.clients.find("initech") == ("tenant", "initech")
     with pytest.raises(NotFound, match="there is no secret"):
-        desk.find(KEY)
+        service.clients.find(KEY)
     with pytest.raises(InvalidInput, match="there is no secret"):
-        desk.client(ClientRef("api_key", KEY))
+        service.clients.get(ClientRef("api_key", KEY))
 
 
 def test_of_somebody_who_is_only_a_hash_the_log_is_shown_and_no_limit_is_changed(here: World) -> None:
     here.send(60, path="/search", user="ada", peer="192.0.2.9")
     assert here.log.flush()
     nobody = ClientRef("user", CLIENTS.written("user", "ada"))
-    view = here.desk.client(nobody)
+    view = here.service.clients.get(nobody)
     assert (view.who, view.can_count, view.limits) == (nobody, False, ())
     assert view.troubles == (
         "We only store a hash of this user. You can block it. To see its limits, search for the user itself.",
     )
-    assert here.desk.why(nobody, at="2026-11-15", zone=UTC).denied == 10
-    assert len(here.desk.decisions(who=nobody)) == 60
+    assert here.service.clients.why(nobody, at="2026-11-15", zone=UTC).denied == 10
+    assert len(here.service.clients.decisions(client=nobody)) == 60
     for change in (
-        lambda: here.desk.add_override(SUE, nobody, "10/minute", reason="x"),
-        lambda: here.desk.assign(SUE, nobody, "pro", reason="x"),
-        lambda: here.desk.reset(SUE, nobody, reason="x"),
+        lambda: here.service.overrides.add(ChangeContext(SUE, "x"), nobody, OverrideSpec("10/minute")),
+        lambda: here.service.clients.assign_tier(ChangeContext(SUE, "x"), nobody, "pro"),
+        lambda: here.service.clients.reset(ChangeContext(SUE, "x"), nobody),
     ):
         with pytest.raises(InvalidInput, match="we only store a hash of this user"):
             change()
@@ -504,47 +522,47 @@ def test_timeline_decisions_and_why_agree_with_what_happened(here: World) -> Non
     here.send(2, path="/search", tenant="evil")
     assert here.log.flush()
     since = START_US - 30_000_000
-    line = here.desk.timeline(ACME, since_us=since, until_us=since + 120_000_000, slots=12)
+    line = here.service.clients.timeline(ACME, since_us=since, until_us=since + 120_000_000, slots=12)
     assert [slot.at_us for slot in line.slots] == [since + index * 10_000_000 for index in range(12)]
     assert [(slot.allowed, slot.denied) for slot in line.slots[3:9]] == [(sum(each), 20 - sum(each)) for each in said]
     assert not any(slot.allowed or slot.denied for slot in (*line.slots[:3], *line.slots[9:]))
     assert [record.at_us for record in line.recent] == sorted((record.at_us for record in line.recent), reverse=True)
     assert (len(line.recent), line.recent[0].at_us, line.troubles) == (50, START_US + 50_000_000, ())
-    earlier = here.desk.timeline(ACME, since_us=since, until_us=START_US + 20_000_000, slots=1)
+    earlier = here.service.clients.timeline(ACME, since_us=since, until_us=START_US + 20_000_000, slots=1)
     assert earlier.recent[0].at_us == START_US + 10_000_000
     denied = sum(not each for some in said for each in some)
-    assert here.desk.why(ACME, at="2026-11-15 15:00", zone=UTC).denied == denied
+    assert here.service.clients.why(ACME, at="2026-11-15 15:00", zone=UTC).denied == denied
     assert (
-        here.desk.timeline(ClientRef("tenant", "evil"), since_us=since, until_us=START_US + 10**8, slots=1)
+        here.service.clients.timeline(ClientRef("tenant", "evil"), since_us=since, until_us=START_US + 10**8, slots=1)
         .slots[0]
         .blocked
         == 2
     )
-    newest = here.desk.decisions(most=5)
+    newest = here.service.clients.decisions(most=5)
     assert [record.outcome for record in newest][-2:] == ["blocked", "blocked"]
     assert [record.id for record in newest] == sorted(record.id for record in newest)
-    assert here.desk.decisions(after=newest[1].id, most=2) == newest[2:4]
-    assert here.desk.decisions(after=newest[-1].id) == []
-    assert here.desk.decisions(before=newest[-1].id, most=3) == newest[1:4]
-    assert here.desk.decisions(after=newest[0].id, before=newest[-1].id, most=2) == newest[1:3]
-    assert {record.outcome for record in here.desk.decisions(outcome="blocked", most=1000)} == {"blocked"}
-    assert len(here.desk.decisions(outcome="rejected", most=1000)) == denied + 2
-    assert len(here.desk.decisions(who=ACME, outcome="denied", most=7)) == 7
+    assert here.service.clients.decisions(after=newest[1].id, most=2) == newest[2:4]
+    assert here.service.clients.decisions(after=newest[-1].id) == []
+    assert here.service.clients.decisions(before=newest[-1].id, most=3) == newest[1:4]
+    assert here.service.clients.decisions(after=newest[0].id, before=newest[-1].id, most=2) == newest[1:3]
+    assert {record.outcome for record in here.service.clients.decisions(outcome="blocked", most=1000)} == {"blocked"}
+    assert len(here.service.clients.decisions(outcome="rejected", most=1000)) == denied + 2
+    assert len(here.service.clients.decisions(client=ACME, outcome="denied", most=7)) == 7
     json.dumps([line.as_dict(), [record.as_dict() for record in newest]])
 
 
 def test_a_log_that_is_not_there_yet_is_a_trouble_and_no_error(here: World, tmp_path: Path) -> None:
-    desk = here.made(log=f"sqlite:///{tmp_path}/later.db")
-    line = desk.timeline(ACME, since_us=0, until_us=60, slots=3)
+    service = here.made(log=f"sqlite:///{tmp_path}/later.db")
+    line = service.clients.timeline(ACME, since_us=0, until_us=60, slots=3)
     assert line.troubles == (f"there is no decision log at sqlite:///{tmp_path}/later.db yet",)
-    assert (len(line.slots), desk.decisions(), desk.why(ACME).rejected) == (3, [], 0)
-    assert line.troubles[0] in desk.overview().troubles
+    assert (len(line.slots), service.clients.decisions(), service.clients.why(ACME).rejected) == (3, [], 0)
+    assert line.troubles[0] in service.fleet.overview().troubles
     none = here.made(log=None)
-    assert none.timeline(ACME, since_us=0, until_us=60).troubles == (
+    assert none.clients.timeline(ACME, since_us=0, until_us=60).troubles == (
         "no decision log was given to the admin server; start it with --log",
     )
     with pytest.raises(NotFound, match="start it with --log"):
-        none.why(ACME)
+        none.clients.why(ACME)
 
 
 IN_CLICKHOUSE = """
@@ -604,76 +622,101 @@ def test_sqlite_and_clickhouse_find_the_newest_and_count_alike(here: World) -> N
 ])  # fmt: skip
 def test_times_that_are_none_are_refused(found_in: World, question: dict[str, int]) -> None:
     with pytest.raises(InvalidInput):
-        found_in.desk.timeline(ACME, **question)
+        found_in.service.clients.timeline(ACME, **question)
 
 
 # ------------------------------------------------------------------ roles
 
 
 CHANGES: dict[str, tuple[str, Callable[[AdminService, Actor], Any]]] = {
-    "add override": ("support", lambda desk, by: desk.add_override(by, ACME, "99/minute", limit="search", reason="r")),
+    "add override": (
+        "support",
+        lambda service, by: service.overrides.add(
+            ChangeContext(by, "r"), ACME, OverrideSpec("99/minute", limit="search")
+        ),
+    ),
     "change override": (
         "support",
-        lambda desk, by: desk.change_override(by, 1, "98/minute", limit="search", reason="r"),
+        lambda service, by: service.overrides.change(
+            ChangeContext(by, "r"), 1, OverrideSpec("98/minute", limit="search")
+        ),
     ),
-    "remove override": ("support", lambda desk, by: desk.remove_override(by, 1, reason="r")),
-    "block": ("support", lambda desk, by: desk.block(by, ClientRef("ip", "192.0.2.77"), reason="r")),
-    "unblock": ("support", lambda desk, by: desk.unblock(by, ClientRef("tenant", "kept-out"), reason="r")),
-    "reset": ("support", lambda desk, by: desk.reset(by, ACME, reason="r")),
-    "assign": ("support", lambda desk, by: desk.assign(by, ACME, "pro", reason="r")),
-    "unassign": ("support", lambda desk, by: desk.unassign(by, ClientRef("tenant", "put-in"), reason="r")),
-    "block network": ("operator", lambda desk, by: desk.block(by, ClientRef("ip", "192.0.2.0/24"), reason="r")),
-    "unblock network": ("operator", lambda desk, by: desk.unblock(by, ClientRef("ip", "198.51.100.0/28"), reason="r")),
-    "set tier": ("operator", lambda desk, by: desk.set_tier(by, "pro", "strangers", "7000/minute", reason="r")),
-    "remove tier": ("operator", lambda desk, by: desk.remove_tier(by, "free", reason="r")),
-    "set route": ("operator", lambda desk, by: desk.set_route(by, "/reports", 5, reason="r")),
-    "remove route": ("operator", lambda desk, by: desk.remove_route(by, "/exports", reason="r")),
-    "put policy": ("operator", lambda desk, by: desk.put_policy(by, POLICY + "# more", reason="r")),
-    "rollback": ("operator", lambda desk, by: desk.rollback(by, 1, reason="r", confirm=["policy"])),
+    "remove override": ("support", lambda service, by: service.overrides.remove(ChangeContext(by, "r"), 1)),
+    "block": ("support", lambda service, by: service.blocks.add(ChangeContext(by, "r"), ClientRef("ip", "192.0.2.77"))),
+    "unblock": (
+        "support",
+        lambda service, by: service.blocks.remove(ChangeContext(by, "r"), ClientRef("tenant", "kept-out")),
+    ),
+    "reset": ("support", lambda service, by: service.clients.reset(ChangeContext(by, "r"), ACME)),
+    "assign": ("support", lambda service, by: service.clients.assign_tier(ChangeContext(by, "r"), ACME, "pro")),
+    "unassign": (
+        "support",
+        lambda service, by: service.clients.unassign_tier(ChangeContext(by, "r"), ClientRef("tenant", "put-in")),
+    ),
+    "block network": (
+        "operator",
+        lambda service, by: service.blocks.add(ChangeContext(by, "r"), ClientRef("ip", "192.0.2.0/24")),
+    ),
+    "unblock network": (
+        "operator",
+        lambda service, by: service.blocks.remove(ChangeContext(by, "r"), ClientRef("ip", "198.51.100.0/28")),
+    ),
+    "set tier": (
+        "operator",
+        lambda service, by: service.policy.set_tier(ChangeContext(by, "r"), "pro", "strangers", "7000/minute"),
+    ),
+    "remove tier": ("operator", lambda service, by: service.policy.remove_tier(ChangeContext(by, "r"), "free")),
+    "set route": ("operator", lambda service, by: service.policy.set_route(ChangeContext(by, "r"), "/reports", 5)),
+    "remove route": ("operator", lambda service, by: service.policy.remove_route(ChangeContext(by, "r"), "/exports")),
+    "put policy": ("operator", lambda service, by: service.policy.put(ChangeContext(by, "r"), POLICY + "# more")),
+    "rollback": (
+        "operator",
+        lambda service, by: service.policy.rollback(ChangeContext(by, "r", confirmed=["policy"]), 1),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_made_by_those_who_may(furnished: AdminService, name: str) -> None:
-    desk = furnished
+    service = furnished
     needed, change = CHANGES[name]
-    desk._clock.advance(1)  # type: ignore[attr-defined]
-    before = (desk.version, len(desk.audit().items))
+    service._deps.clock.advance(1)  # type: ignore[attr-defined]
+    before = (service.version, len(service.audit.list().items))
     for role in ROLES[: ROLES.index(needed)]:
         with pytest.raises(NotAllowed) as error:
-            change(desk, Actor("somebody", role))
+            change(service, Actor("somebody", role))
     assert (error.value.needed, str(error.value)[-len(needed) - 1 :]) == (needed, f"{needed}.")
-    assert (desk.version, len(desk.audit().items)) == before
-    done = change(desk, Actor("somebody", needed))
-    (newest, *_) = desk.audit(most=1).items
+    assert (service.version, len(service.audit.list().items)) == before
+    done = change(service, Actor("somebody", needed))
+    (newest, *_) = service.audit.list(most=1).items
     assert (newest.author, newest.reason, newest.version) == ("somebody", "r", done.version and done.version.number)
     assert newest.version is None or newest.version == before[0] + 1
 
 
-# ------------------------------------------------------------------ dangers
+# ------------------------------------------------------------------ risks
 
 
-Asked = tuple[str, tuple[Any, ...], dict[str, Any]]
+Command = Callable[[AdminService, ChangeContext], Change]
 
 
-def override(bucket: str, who: ClientRef = ACME, **more: Any) -> Asked:
-    return "add_override", (who, bucket), {"limit": "search", **more}
+def override(bucket: str, who: ClientRef = ACME, **more: Any) -> Command:
+    return lambda service, change: service.overrides.add(change, who, OverrideSpec(bucket, limit="search", **more))
 
 
-def tier(limit: str, bucket: str) -> Asked:
-    return "set_tier", ("pro", limit, bucket), {}
+def tier(limit: str, bucket: str) -> Command:
+    return lambda service, change: service.policy.set_tier(change, "pro", limit, bucket)
 
 
-def block(kind: str, value: str) -> Asked:
-    return "block", (ClientRef(kind, value),), {}
+def block(kind: str, value: str) -> Command:
+    return lambda service, change: service.blocks.add(change, ClientRef(kind, value))
 
 
-def route(cost: int) -> Asked:
-    return "set_route", ("/search", cost), {}
+def route(cost: int, path: str = "/search", route_class: str | None = None) -> Command:
+    return lambda service, change: service.policy.set_route(change, path, cost, route_class=route_class)
 
 
-def document(text: str) -> Asked:
-    return "put_policy", (text,), {}
+def document(text: str) -> Command:
+    return lambda service, change: service.policy.put(change, text)
 
 
 def without(words: str) -> str:
@@ -686,7 +729,7 @@ def overriding(tenant: str, bucket: str) -> str:
 
 OPENED = POLICY.replace('"POST /login", on_failure: closed', '"POST /login"')
 
-DANGERS: dict[str, tuple[Asked, list[str]]] = {
+RISKS: dict[str, tuple[Command, list[str]]] = {
     "more than ten times": (override("1001/minute"), ["ten-times"]),
     "ten times": (override("1000/minute"), []),
     "less than a tenth": (override("9/minute"), ["tenth"]),
@@ -705,11 +748,8 @@ DANGERS: dict[str, tuple[Asked, list[str]]] = {
     "a route that costs nothing": (route(0), ["ten-times"]),
     "a dear route": (route(21), ["tenth"]),
     "a route that is not so dear": (route(20), []),
-    "some methods of a route out of its class": (
-        ("set_route", ("GET /search", 2), {}),
-        ["policy"],
-    ),
-    "some methods of a route in its class": (("set_route", ("GET /search", 2), {"route_class": "search"}), []),
+    "some methods of a route out of its class": (route(2, "GET /search"), ["policy"]),
+    "some methods of a route in its class": (route(2, "GET /search", "search"), []),
     "a document's route out of its class": (
         document(
             POLICY.replace("path: /search, class: search, ", "path: /search, ").replace(
@@ -733,58 +773,62 @@ DANGERS: dict[str, tuple[Asked, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DANGERS)
+@pytest.mark.parametrize("name", RISKS)
 def test_what_is_probably_a_mistake_wants_a_second_look(office: AdminService, name: str) -> None:
-    (method, arguments, given), dangers = DANGERS[name]
+    command, risks = RISKS[name]
     before = office.version
 
     def change(*confirm: str) -> Any:
-        return getattr(office, method)(OTTO, *arguments, **given, reason="r", confirm=confirm)
+        return command(office, ChangeContext(OTTO, "r", confirmed=confirm))
 
-    if dangers:
+    if risks:
         for confirm in ((), ("something-else",)):
             with pytest.raises(NeedsConfirmation) as error:
                 change(*confirm)
-            assert codes(error) == dangers
-            assert all(danger.text for danger in error.value.dangers)
+            assert codes(error) == risks
+            assert all(risk.text for risk in error.value.risks)
         assert office.version == before
-        assert not office.blocks(search="20").items
-    assert change(*dangers).version.number == before + 1
+        assert not office.blocks.list(search="20").items
+    assert change(*risks).version.number == before + 1
 
 
 def test_a_danger_says_what_is_and_what_would_be(office: AdminService) -> None:
     with pytest.raises(NeedsConfirmation) as error:
-        office.add_override(SUE, ACME, "2500/minute", limit="search", reason="r")
-    assert error.value.dangers == (
+        office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("2500/minute", limit="search"))
+    assert error.value.risks == (
         ("ten-times", "tenant acme has 100/minute on search now; 2500/minute is 25 times that"),
     )
 
 
 def test_what_an_override_is_compared_with_is_what_holds_now(office: AdminService) -> None:
-    desk = office
-    desk.add_override(SUE, ACME, "900/minute", limit="search", reason="r")
-    desk.change_override(SUE, 1, "8000/minute", limit="search", reason="r", confirm=["ten-times"])
+    service = office
+    service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("900/minute", limit="search"))
+    service.overrides.change(
+        ChangeContext(SUE, "r", confirmed=["ten-times"]), 1, OverrideSpec("8000/minute", limit="search")
+    )
     with pytest.raises(NeedsConfirmation) as error:
-        desk.change_override(SUE, 1, "700/minute", limit="search", reason="r")
+        service.overrides.change(ChangeContext(SUE, "r"), 1, OverrideSpec("700/minute", limit="search"))
     assert codes(error) == ["tenth"]
 
 
 def test_who_gives_an_override_twice_is_told_which_one_to_change(office: AdminService) -> None:
-    office.add_override(SUE, ACME, "900/minute", limit="search", reason="r")
+    office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("900/minute", limit="search"))
     with pytest.raises(InvalidInput, match="override 1 is for the same client, limit and time: change it, or remove"):
-        office.add_override(SUE, ACME, "800/minute", limit="search", reason="r")
-    for_a_time = {"limit": "search", "valid_until": datetime(2096, 1, 1, tzinfo=UTC), "reason": "r"}
-    office.add_override(SUE, ACME, "800/minute", **for_a_time)
+        office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("800/minute", limit="search"))
+    for_a_time: Any = {"limit": "search", "valid_until": datetime(2096, 1, 1, tzinfo=UTC)}
+    office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("800/minute", **for_a_time))
     with pytest.raises(InvalidInput, match="override 1 is for the same"):
-        office.change_override(SUE, 2, "800/minute", limit="search", reason="r")
-    office.change_override(SUE, 2, "700/minute", **for_a_time)
+        office.overrides.change(ChangeContext(SUE, "r"), 2, OverrideSpec("800/minute", limit="search"))
+    office.overrides.change(ChangeContext(SUE, "r"), 2, OverrideSpec("700/minute", **for_a_time))
 
 
 @pytest.mark.parametrize("bucket", ["0/minute", "0 per day"])
 def test_a_limit_of_nothing_is_a_block_and_refused(office: AdminService, bucket: str) -> None:
     for change in (
-        lambda: office.add_override(SUE, ACME, bucket, limit="search", reason="r", confirm=["tenth"]),
-        lambda: office.set_tier(OTTO, "pro", "search", bucket, reason="r", confirm=["tenth"]),
+        lambda: office.overrides.add(
+            ChangeContext(SUE, "r", confirmed=["tenth"]), ACME, OverrideSpec(bucket, limit="search")
+        ),
+        lambda: office.policy.set_tier(ChangeContext(OTTO, "r", confirmed=["tenth"]), "pro", "search", bucket),
     ):
         with pytest.raises(InvalidInput, match="block the client instead"):
             change()
@@ -793,27 +837,29 @@ def test_a_limit_of_nothing_is_a_block_and_refused(office: AdminService, bucket:
 @pytest.mark.parametrize("who", [("ip", "*"), ("tenant", "*"), ("ip", "0.0.0.0/0"), ("ip", "::/0")])
 def test_nobody_can_block_everybody(office: AdminService, who: tuple[str, str]) -> None:
     with pytest.raises(InvalidInput):
-        office.block(OTTO, ClientRef(*who), reason="r", confirm=["wildcard-block"])
-    assert office.blocks(search=who[1]).items == ()
+        office.blocks.add(ChangeContext(OTTO, "r", confirmed=["wildcard-block"]), ClientRef(*who))
+    assert office.blocks.list(search=who[1]).items == ()
 
 
 # ------------------------------------------------------------------ changes
 
 
 def test_an_override_takes_effect_at_the_gate(world: World) -> None:
-    desk = world.desk
+    service = world.service
     assert sum(world.send(60, path="/search", tenant="acme")) == 50
-    desk.add_override(SUE, ACME, "200/minute", limit="search", valid_until=in_days(world, 1), reason="launch")
-    desk.reset(SUE, ACME, limits=["search"], reason="start anew")
+    service.overrides.add(
+        ChangeContext(SUE, "launch"), ACME, OverrideSpec("200/minute", limit="search", valid_until=in_days(world, 1))
+    )
+    service.clients.reset(ChangeContext(SUE, "start anew"), ACME, limits=["search"])
     world.hear()
     assert sum(world.send(120, path="/search", tenant="acme", peer="192.0.2.5")) <= 100
     assert (
-        standing(desk, ACME, "search").used
-        == standing(desk, ACME, "search").capacity - standing(desk, ACME, "search").remaining
+        standing(service, ACME, "search").used
+        == standing(service, ACME, "search").capacity - standing(service, ACME, "search").remaining
     )  # type: ignore[operator]
     world.clock.advance(90_000)
-    assert standing(desk, ACME, "search").from_ == "policy"
-    (view,) = desk.overrides(who=ACME).items
+    assert standing(service, ACME, "search").from_ == "policy"
+    (view,) = service.overrides.list(client=ACME).items
     assert (view.state, view.bucket, view.author, view.reason) == ("expired", "200/minute", "sue", "launch")
 
 
@@ -839,11 +885,15 @@ def test_an_override_takes_effect_at_the_gate(world: World) -> None:
     ],
 )
 def test_a_typed_text_offers_every_client_that_it_can_mean(world: World, typed: str, kinds: list[str]) -> None:
-    assert [each.who.kind for each in world.desk.candidates(typed)] == kinds
+    assert [each.who.kind for each in world.service.clients.candidates(typed)] == kinds
 
 
 def test_candidates_say_what_a_block_of_them_matches(world: World) -> None:
-    told = {each.title: each.matches for text in ("203.0.113.9/24", "acme") for each in world.desk.candidates(text)}
+    told = {
+        each.title: each.matches
+        for text in ("203.0.113.9/24", "acme")
+        for each in world.service.clients.candidates(text)
+    }
     assert told["Network 203.0.113.0/24"] == "every address in 203.0.113.0/24 (256 addresses)"
     assert told["Address 203.0.113.9"] == "every request from this address"
     assert told["Tenant acme"] == "every request of the tenant “acme”"
@@ -851,7 +901,7 @@ def test_candidates_say_what_a_block_of_them_matches(world: World) -> None:
 
 def test_a_candidate_shows_an_api_key_masked(world: World) -> None:
     key = "sk_live_aaaa567890abcdef"
-    (found,) = world.desk.candidates(key)
+    (found,) = world.service.clients.candidates(key)
     assert found.title == "API key sk_live_…cdef"
     assert found.who.value == CLIENTS.written("api_key", key)
     assert key not in json.dumps(found.as_dict())
@@ -860,7 +910,7 @@ def test_a_candidate_shows_an_api_key_masked(world: World) -> None:
 @pytest.mark.parametrize("typed", ["", "a\nb", "x" * 5000, "hmac:123"])
 def test_a_text_that_can_mean_no_client_is_refused(world: World, typed: str) -> None:
     with pytest.raises(InvalidInput):
-        world.desk.candidates(typed)
+        world.service.clients.candidates(typed)
 
 
 @given(st.text(min_size=1, max_size=60))
@@ -872,70 +922,72 @@ def test_a_masked_key_gives_at_most_half_of_it_away(key: str) -> None:
 def test_a_client_of_which_only_a_hash_is_known_is_blocked_by_it(world: World) -> None:
     address = ClientRef("ip", CLIENTS.key("ip", "192.0.2.77"))
     assert world.send(peer="192.0.2.77", path="/login", method="POST") == [True]
-    world.desk.block(SUE, address, reason="tries passwords")
+    world.service.blocks.add(ChangeContext(SUE, "tries passwords"), address)
     assert world.send(peer="192.0.2.77") == [False]  # as soon as the live block is heard of
     assert world.send(peer="192.0.2.78") == [True]
     world.hear()
     world.counters.unblock(*address)
     assert world.send(peer="192.0.2.77") == [False]  # by the policy alone
     for who in (address, ClientRef("ip", "192.0.2.77")):
-        view = world.desk.client(who).block
+        view = world.service.clients.get(who).block
         assert view is not None
         assert (view.reason, view.who) == ("tries passwords", address)
-    world.desk.unblock(SUE, ClientRef("ip", "192.0.2.77"), reason="a mistake")  # by the address, whose hash it is
+    world.service.blocks.remove(
+        ChangeContext(SUE, "a mistake"), ClientRef("ip", "192.0.2.77")
+    )  # by the address, whose hash it is
     world.hear()
     assert world.send(peer="192.0.2.77") == [True]
 
 
 def test_a_hash_is_blocked_by_its_name_where_that_is_known(world: World) -> None:
     hashed = ClientRef("tenant", CLIENTS.key("tenant", "initech"))
-    assert "tenant initech" in world.desk.block(SUE, hashed, reason="unpaid").what
+    assert "tenant initech" in world.service.blocks.add(ChangeContext(SUE, "unpaid"), hashed).what
 
 
 def test_a_client_goes_by_the_same_name_on_the_overview_and_on_its_own_page(world: World) -> None:
     world.send(8, peer="192.0.2.77", path="/login", method="POST")
     world.clock.advance(1)
     world.pulse.beat()
-    (top,) = world.desk.overview().top_denied
+    (top,) = world.service.fleet.overview().top_denied
     shown = short_label(top.kind, top.key, top.label)
     assert re.fullmatch(r"192\.0\.2\.\* \([0-9a-f]{8}\)", shown)
-    assert world.desk.client(ClientRef(top.kind, top.key)).label == shown
-    world.desk.block(SUE, ClientRef(top.kind, top.key), reason="tries passwords")
-    assert [each.label for each in world.desk.blocks().items if each.source == "config"] == [shown]
+    assert world.service.clients.get(ClientRef(top.kind, top.key)).label == shown
+    world.service.blocks.add(ChangeContext(SUE, "tries passwords"), ClientRef(top.kind, top.key))
+    assert [each.label for each in world.service.blocks.list().items if each.source == "config"] == [shown]
 
 
 def test_a_rollback_is_previewed_with_everything_that_it_changes(world: World) -> None:
-    desk, before = world.desk, world.desk.version
-    desk.add_override(SUE, ACME, "200/minute", limit="search", reason="launch")
-    desk.block(OTTO, GLOBEX, reason="unpaid")
+    service, before = world.service, world.service.version
+    service.overrides.add(ChangeContext(SUE, "launch"), ACME, OverrideSpec("200/minute", limit="search"))
+    service.blocks.add(ChangeContext(OTTO, "unpaid"), GLOBEX)
     world.counters.block("tenant", "by-hand")
-    seen = desk.preview_rollback(OTTO, before)
+    seen = service.policy.preview_rollback(OTTO, before)
     assert [each.what.partition(" of ")[0] for each in seen.differences] == ["removed override", "removed block"]
     assert [each.author for each in seen.undone] == ["otto", "sue"]
     assert [each.who for each in seen.live] == [("tenant", "by-hand")]
-    assert desk.version == seen.version == before + 2  # nothing is done by looking
-    assert [each.section for each in desk.preview_rollback(OTTO, before, sections=["overrides"]).differences] == [
-        "overrides"
-    ]
+    assert service.version == seen.version == before + 2  # nothing is done by looking
+    assert [
+        each.section for each in service.policy.preview_rollback(OTTO, before, sections=["overrides"]).differences
+    ] == ["overrides"]
     with pytest.raises(NotAllowed):
-        desk.preview_rollback(SUE, before)
+        service.policy.preview_rollback(SUE, before)
 
 
 def test_live_blocks_follow_a_rollback_and_others_are_kept(world: World) -> None:
-    desk, before = world.desk, world.desk.version
-    desk.block(OTTO, GLOBEX, reason="unpaid")
-    blocked = desk.version
+    service, before = world.service, world.service.version
+    service.blocks.add(ChangeContext(OTTO, "unpaid"), GLOBEX)
+    blocked = service.version
     world.counters.block("tenant", "by-hand")
     world.hear()
     assert world.send(tenant="globex") == [False]
-    notes = desk.rollback(OTTO, before, reason="a mistake").notes
+    notes = service.policy.rollback(ChangeContext(OTTO, "a mistake"), before).notes
     assert notes == (
         "Blocks: 1 lifted, 0 active again.",
         "1 live block outside the configuration is kept: tenant by-hand.",
     )
     world.hear()
     assert (world.send(tenant="globex"), world.send(tenant="by-hand")) == ([True], [False])
-    desk.rollback(OTTO, blocked, reason="no mistake")
+    service.policy.rollback(ChangeContext(OTTO, "no mistake"), blocked)
     assert world.send(tenant="globex") == [False]  # before the policy is read
 
 
@@ -954,135 +1006,142 @@ def test_live_blocks_follow_a_rollback_and_others_are_kept(world: World) -> None
 )
 def test_a_part_of_a_name_finds_every_client_that_contains_it(world: World, typed: str, found: list[str]) -> None:
     for number in (1, 2):
-        world.desk.assign(
-            SUE, ClientRef("tenant", f"corner-{number}"), "pro", label=f"Corner Cafe {number}", reason="r"
+        world.service.clients.assign_tier(
+            ChangeContext(SUE, "r"), ClientRef("tenant", f"corner-{number}"), "pro", label=f"Corner Cafe {number}"
         )
     world.send(tenant="only-logged-tenant")
     assert world.log.flush()
-    assert [each.who.value for each in world.desk.matches(typed)] == found
+    assert [each.who.value for each in world.service.clients.matches(typed)] == found
 
 
 def test_a_client_that_was_never_seen_is_flagged(world: World) -> None:
     world.send(tenant="acme")
     assert world.log.flush()
-    assert (world.desk.client(ACME).is_seen, world.desk.client(ClientRef("tenant", "acmee")).is_seen) == (True, False)
-    assert world.desk.client(ClientRef("ip", "192.0.2.200")).is_seen is None  # most addresses were never heard of
-    add = {"limit": "search", "reason": "r"}
-    assert world.desk.add_override(SUE, ACME, "200/minute", **add).notes == ()
-    typo = world.desk.add_override(SUE, ClientRef("tenant", "acmee"), "200/minute", **add)
+    assert (
+        world.service.clients.get(ACME).is_seen,
+        world.service.clients.get(ClientRef("tenant", "acmee")).is_seen,
+    ) == (True, False)
+    assert (
+        world.service.clients.get(ClientRef("ip", "192.0.2.200")).is_seen is None
+    )  # most addresses were never heard of
+    spec = OverrideSpec("200/minute", limit="search")
+    assert world.service.overrides.add(ChangeContext(SUE, "r"), ACME, spec).notes == ()
+    typo = world.service.overrides.add(ChangeContext(SUE, "r"), ClientRef("tenant", "acmee"), spec)
     assert typo.notes == ("No tenant of this name was ever seen. Check the spelling.",)
 
 
 def test_limits_say_whether_they_can_be_overridden_for_a_client(world: World) -> None:
-    limits = {each.limit: each.can_override for each in world.desk.client(ACME).limits}
+    limits = {each.limit: each.can_override for each in world.service.clients.get(ACME).limits}
     assert {name for name, can in limits.items() if can} == {"search", "seats", "pages", "watched"}
     for name, can in limits.items():
         if can:
-            world.desk.add_override(SUE, ACME, "50/minute", limit=name, reason="r")
+            world.service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("50/minute", limit=name))
         else:
             with pytest.raises(InvalidInput, match="can't be overridden for a tenant"):
-                world.desk.add_override(SUE, ACME, "50/minute", limit=name, reason="r")
+                world.service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("50/minute", limit=name))
 
 
 def test_overrides_of_the_policy_document_are_listed_with_the_others(world: World) -> None:
     overrides = "overrides: [{tenant: globex, limit: search, bucket: 150/minute, reason: contract}]"
-    world.desk.put_policy(OTTO, f"{POLICY}\n{overrides}", reason="contract")
-    world.desk.add_override(SUE, ACME, "200/minute", limit="search", reason="launch")
-    listed = world.desk.overrides().items
+    world.service.policy.put(ChangeContext(OTTO, "contract"), f"{POLICY}\n{overrides}")
+    world.service.overrides.add(ChangeContext(SUE, "launch"), ACME, OverrideSpec("200/minute", limit="search"))
+    listed = world.service.overrides.list().items
     assert [(each.who.value, each.source, each.bucket) for each in listed] == [
         ("acme", "config", "200/minute"),
         ("globex", "policy", "150/minute"),
     ]
-    pages = world.desk.overrides(most=1)
-    assert [*pages.items, *world.desk.overrides(most=1, after=pages.next).items] == [*listed]
-    assert [each.source for each in world.desk.overrides(search="contract").items] == ["policy"]
-    assert [each.source for each in world.desk.overrides(who=GLOBEX).items] == ["policy"]
+    pages = world.service.overrides.list(most=1)
+    assert [*pages.items, *world.service.overrides.list(most=1, after=pages.next).items] == [*listed]
+    assert [each.source for each in world.service.overrides.list(search="contract").items] == ["policy"]
+    assert [each.source for each in world.service.overrides.list(client=GLOBEX).items] == ["policy"]
 
 
 def test_names_stand_in_the_place_of_hashes(world: World) -> None:
     hashed = CLIENTS.written("api_key", KEY)
-    world.desk.assign(SUE, ClientRef("api_key", KEY), "pro", label="Acme", reason="r")
-    assert world.desk.with_names(f"removed block of api_key {hashed}") == (
+    world.service.clients.assign_tier(ChangeContext(SUE, "r"), ClientRef("api_key", KEY), "pro", label="Acme")
+    assert world.service.clients.insert_names(f"removed block of api_key {hashed}") == (
         f"removed block of api_key Acme ({hashed[:13]}…)"
     )
     with pytest.raises(NeedsConfirmation, match="Acme has 1000/minute on search now"):
-        world.desk.add_override(SUE, ClientRef("api_key", KEY), "90000/minute", limit="search", reason="r")
+        world.service.overrides.add(
+            ChangeContext(SUE, "r"), ClientRef("api_key", KEY), OverrideSpec("90000/minute", limit="search")
+        )
 
 
 def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> None:
-    desk = world.desk
-    done = desk.block(SUE, ClientRef("api_key", KEY), valid_until=in_days(world, 1), reason="stolen")
+    service = world.service
+    done = service.blocks.add(ChangeContext(SUE, "stolen"), ClientRef("api_key", KEY), valid_until=in_days(world, 1))
     assert (done.version and done.version.number, done.notes) == (2, ())
     assert world.send(api_key=KEY) == [False]
     assert world.send(api_key="another") == [True]
     (live,) = world.counters.blocked()
     assert (live.reason, live.until_us) == ("stolen", START_US + 86_400_000_000)
-    view = desk.client(ClientRef("api_key", KEY)).block
+    view = service.clients.get(ClientRef("api_key", KEY)).block
     assert view is not None
     assert (view.source, view.id, view.author, view.reason, view.state) == ("config", 1, "sue", "stolen", "active")
     world.counters.unblock(*view.who)
     assert world.send(api_key=KEY) == [True]
     world.hear()
     assert world.send(api_key=KEY) == [False]
-    assert desk.unblock(SUE, 1, reason="found").version
+    assert service.blocks.remove(ChangeContext(SUE, "found"), 1).version
     world.hear()
     assert world.send(api_key=KEY) == [True]
-    assert desk.client(ClientRef("api_key", KEY)).block is None
+    assert service.clients.get(ClientRef("api_key", KEY)).block is None
     with pytest.raises(NotFound):
-        desk.unblock(SUE, 1, reason="again")
+        service.blocks.remove(ChangeContext(SUE, "again"), 1)
 
 
 def test_somebody_whom_only_nodes_were_told_of_is_seen_and_let_in(here: World) -> None:
     here.counters.block("ip", "192.0.2.0/28", reason="by hand")
     here.counters.block("tenant", "acme")
-    assert [(each.who, each.source, each.id) for each in here.desk.blocks().items] == [
+    assert [(each.who, each.source, each.id) for each in here.service.blocks.list().items] == [
         (("tenant", "evil"), "policy", None),
         (("ip", "192.0.2.0/28"), "live", None),
         (("tenant", "acme"), "live", None),
     ]
-    view = here.desk.client(ClientRef("ip", "192.0.2.3")).block
+    view = here.service.clients.get(ClientRef("ip", "192.0.2.3")).block
     assert view is not None
     assert (view.who.value, view.source, view.reason) == ("192.0.2.0/28", "live", "by hand")
     here.clock.advance(1)
-    done = here.desk.unblock(SUE, ACME, reason="no reason")
+    done = here.service.blocks.remove(ChangeContext(SUE, "no reason"), ACME)
     assert (done.version, done.what) == (None, "unblocked tenant acme")
-    assert here.desk.audit(most=1).items[0].what == "unblocked tenant acme"
-    with pytest.raises(NotFound, match="it stands in the policy document"):
-        here.desk.unblock(SUE, ClientRef("tenant", "evil"), reason="r")
-    with pytest.raises(NotFound, match="nobody blocks it"):
-        here.desk.unblock(SUE, ACME, reason="r")
+    assert here.service.audit.list(most=1).items[0].what == "unblocked tenant acme"
+    with pytest.raises(NotFound, match="the block is in the policy document"):
+        here.service.blocks.remove(ChangeContext(SUE, "r"), ClientRef("tenant", "evil"))
+    with pytest.raises(NotFound, match="none exists"):
+        here.service.blocks.remove(ChangeContext(SUE, "r"), ACME)
 
 
 def test_a_block_that_nodes_cannot_be_told_of_is_made_and_noted(here: World) -> None:
-    assert here.made(counters=None).block(SUE, ACME, reason="r").notes == (
-        "the admin server was given no counters: nodes hear of it from the config store, within a second",
+    assert here.made(counters=None).blocks.add(ChangeContext(SUE, "r"), ACME).notes == (
+        "the admin server was started without --store, so nodes apply this within a second, not at once",
     )
     with Limiter("redis://127.0.0.1:1/0", budget=0.05) as away:
-        desk = here.made(counters=away)
-        done = desk.block(SUE, ClientRef("tenant", "globex"), reason="r")
+        service = here.made(counters=away)
+        done = service.blocks.add(ChangeContext(SUE, "r"), ClientRef("tenant", "globex"))
         assert done.version
         assert "within a second" in done.notes[0]
-        ended = desk.unblock(SUE, ClientRef("tenant", "globex"), reason="r")
+        ended = service.blocks.remove(ChangeContext(SUE, "r"), ClientRef("tenant", "globex"))
         assert ended.version
-        assert "may keep it out until they are" in ended.notes[0]
+        assert "may still block this client" in ended.notes[0]
 
 
 def test_a_reset_forgets_what_this_client_has_used_and_nobody_else(here: World) -> None:
     here.send(50, path="/search", tenant="acme", peer="192.0.2.1")
     here.send(50, path="/search", tenant="globex", peer="192.0.2.1")
     here.clock.advance(0.001)
-    done = here.desk.reset(SUE, ACME, reason="our mistake")
+    done = here.service.clients.reset(ChangeContext(SUE, "our mistake"), ACME)
     assert done.what == "reset tenant acme: search, pages, watched"
-    assert done.notes == ("not reset, as they do not count this client alone: login, strangers, everybody, seats",)
-    assert [standing(here.desk, ClientRef("tenant", each), "search").used for each in ("acme", "globex")] == [0, 100]
-    assert standing(here.desk, ACME, "everybody").used == 199
-    assert here.desk.audit(most=1).items[0].about == "tenant acme: search, pages, watched"
-    with pytest.raises(NotFound, match="this client meets no such limit; it meets search"):
-        here.desk.reset(SUE, ACME, limits=["nothing"], reason="r")
-    with pytest.raises(NotFound, match="no limit counts this client by itself: not everybody"):
-        here.desk.reset(SUE, ACME, limits=["everybody"], reason="r")
+    assert done.notes == ("not reset, because other clients share the counter: login, strangers, everybody, seats",)
+    assert [standing(here.service, ClientRef("tenant", each), "search").used for each in ("acme", "globex")] == [0, 100]
+    assert standing(here.service, ACME, "everybody").used == 199
+    assert here.service.audit.list(most=1).items[0].about == "tenant acme: search, pages, watched"
+    with pytest.raises(NotFound, match="no such limit applies to this client; its limits are search"):
+        here.service.clients.reset(ChangeContext(SUE, "r"), ACME, limits=["nothing"])
+    with pytest.raises(NotFound, match="this client has no counter of its own in everybody"):
+        here.service.clients.reset(ChangeContext(SUE, "r"), ACME, limits=["everybody"])
     with pytest.raises(InvalidInput, match="start it with --store"):
-        here.made(counters=None).reset(SUE, ACME, reason="r")
+        here.made(counters=None).clients.reset(ChangeContext(SUE, "r"), ACME)
 
 
 def test_on_a_real_redis_blocks_usage_and_resets_are_those_of_the_gate(
@@ -1090,31 +1149,38 @@ def test_on_a_real_redis_blocks_usage_and_resets_are_those_of_the_gate(
 ) -> None:
     with closing(World(f"sqlite:///{tmp_path}/config.db", tmp_path, store=redis7.url, namespace=unique)) as world:
         assert all(world.send(10, path="/search", tenant="acme"))
-        assert (standing(world.desk, ACME, "search").used, standing(world.desk, ACME, "search").remaining) == (20, 80)
-        world.desk.reset(SUE, ACME, reason="r")
-        assert standing(world.desk, ACME, "search").used == 0
-        assert world.desk.block(SUE, ACME, reason="abuse").notes == ()
+        assert (standing(world.service, ACME, "search").used, standing(world.service, ACME, "search").remaining) == (
+            20,
+            80,
+        )
+        world.service.clients.reset(ChangeContext(SUE, "r"), ACME)
+        assert standing(world.service, ACME, "search").used == 0
+        assert world.service.blocks.add(ChangeContext(SUE, "abuse"), ACME).notes == ()
         assert [block.value for block in world.counters.blocked()] == ["acme"]
-        assert [each.source for each in world.desk.blocks(search="acme").items] == ["config"]
-        world.desk.unblock(SUE, ACME, reason="r")
+        assert [each.source for each in world.service.blocks.list(search="acme").items] == ["config"]
+        world.service.blocks.remove(ChangeContext(SUE, "r"), ACME)
         assert world.counters.blocked() == []
 
 
 def test_a_change_on_what_has_changed_meanwhile_is_refused(world: World) -> None:
-    desk = world.desk
-    desk.add_override(SUE, ACME, "200/minute", limit="search", reason="r")
-    seen = desk.version
-    desk.change_override(SUE, 1, "300/minute", limit="search", reason="r", based_on=seen)
+    service = world.service
+    service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("200/minute", limit="search"))
+    seen = service.version
+    service.overrides.change(ChangeContext(SUE, "r", based_on=seen), 1, OverrideSpec("300/minute", limit="search"))
     for change in (
-        lambda: desk.change_override(OTTO, 1, "400/minute", limit="search", reason="r", based_on=seen),
-        lambda: desk.remove_override(OTTO, 1, reason="r", based_on=seen),
-        lambda: desk.put_policy(OTTO, POLICY, reason="r", based_on=0),
+        lambda: service.overrides.change(
+            ChangeContext(OTTO, "r", based_on=seen), 1, OverrideSpec("400/minute", limit="search")
+        ),
+        lambda: service.overrides.remove(ChangeContext(OTTO, "r", based_on=seen), 1),
+        lambda: service.policy.put(ChangeContext(OTTO, "r", based_on=0), POLICY),
     ):
         with pytest.raises(Conflict) as error:
             change()
         assert error.value.version == seen + 1
-    assert desk.override(1).bucket == "300/minute"
-    assert desk.add_override(SUE, ACME, "70/minute", limit="watched", reason="r", based_on=seen).version
+    assert service.overrides.get(1).bucket == "300/minute"
+    assert service.overrides.add(
+        ChangeContext(SUE, "r", based_on=seen), ACME, OverrideSpec("70/minute", limit="watched")
+    ).version
 
 
 class Overtaken(ConfigStore):
@@ -1134,18 +1200,20 @@ def test_what_was_judged_is_what_is_written_over_two_admin_servers(world: World)
     mine, theirs = AdminService(store, secret=SECRET, clock=world.clock), world.made()
 
     def lower(number: int) -> Callable[[], Any]:
-        return lambda: theirs.set_tier(OTTO, "pro", "search", f"{number}/minute", reason="r")
+        return lambda: theirs.policy.set_tier(ChangeContext(OTTO, "r"), "pro", "search", f"{number}/minute")
 
     store.others = [lower(500)]
     with pytest.raises(NeedsConfirmation, match="500/minute on search now; 9000/minute is 18 times"):
-        mine.set_tier(OTTO, "pro", "search", "9000/minute", reason="r")  # nine times what it was
+        mine.policy.set_tier(ChangeContext(OTTO, "r"), "pro", "search", "9000/minute")  # nine times what it was
     assert [each.row.quota for each in store.tiers()] == [500]
 
-    store.others = [lambda: theirs.block(OTTO, GLOBEX, reason="r")]
-    assert mine.set_tier(OTTO, "pro", "search", "600/minute", reason="r").version, "looked at again, and harmless"
+    store.others = [lambda: theirs.blocks.add(ChangeContext(OTTO, "r"), GLOBEX)]
+    assert mine.policy.set_tier(ChangeContext(OTTO, "r"), "pro", "search", "600/minute").version, (
+        "looked at again, and harmless"
+    )
     store.others = [lower(600 + number) for number in range(10)]
     with pytest.raises(Conflict, match="all the while"):
-        mine.set_tier(OTTO, "pro", "search", "700/minute", reason="r")
+        mine.policy.set_tier(ChangeContext(OTTO, "r"), "pro", "search", "700/minute")
     assert len(store.others) == 5
     store.close()
 
@@ -1153,7 +1221,7 @@ def test_what_was_judged_is_what_is_written_over_two_admin_servers(world: World)
 def test_a_change_that_was_judged_by_an_older_version_is_not_written(world: World) -> None:
     store = world.config
     seen = store.version
-    world.desk.block(SUE, GLOBEX, reason="r")
+    world.service.blocks.add(ChangeContext(SUE, "r"), GLOBEX)
     by: Any = {"author": "ada", "reason": "r"}
     for change in (
         lambda: store.expecting(seen).assign(ACME, None, **by),
@@ -1169,132 +1237,144 @@ def test_a_change_that_was_judged_by_an_older_version_is_not_written(world: Worl
 
 @pytest.mark.parametrize("reason", ["", "  ", "x" * 501, "two\nlines"])
 def test_every_change_has_a_reason(found_in: World, reason: str) -> None:
-    before = found_in.desk.version
+    before = found_in.service.version
     with pytest.raises(InvalidInput, match="reason"):
-        found_in.desk.assign(SUE, ACME, "free", reason=reason)
-    assert found_in.desk.version == before
+        found_in.service.clients.assign_tier(ChangeContext(SUE, reason), ACME, "free")
+    assert found_in.service.version == before
 
 
 def test_what_is_not_there_cannot_be_changed(found_in: World) -> None:
-    desk, before = found_in.desk, found_in.desk.version
+    service, before = found_in.service, found_in.service.version
     for change in (
-        lambda: desk.override(99),
-        lambda: desk.change_override(SUE, 99, "10/minute", reason="r"),
-        lambda: desk.remove_override(SUE, 99, reason="r"),
-        lambda: desk.unblock(SUE, 99, reason="r"),
-        lambda: desk.unassign(SUE, ClientRef("tenant", "nobody"), reason="r"),
-        lambda: desk.remove_tier(OTTO, "pro", "strangers", reason="r"),
-        lambda: desk.remove_route(OTTO, "/nowhere", reason="r"),
-        lambda: desk.rollback(OTTO, 99, reason="r"),
-        lambda: desk.policy(99),
-        lambda: desk.diff(0, 99),
+        lambda: service.overrides.get(99),
+        lambda: service.overrides.change(ChangeContext(SUE, "r"), 99, OverrideSpec("10/minute")),
+        lambda: service.overrides.remove(ChangeContext(SUE, "r"), 99),
+        lambda: service.blocks.remove(ChangeContext(SUE, "r"), 99),
+        lambda: service.clients.unassign_tier(ChangeContext(SUE, "r"), ClientRef("tenant", "nobody")),
+        lambda: service.policy.remove_tier(ChangeContext(OTTO, "r"), "pro", "strangers"),
+        lambda: service.policy.remove_route(ChangeContext(OTTO, "r"), "/nowhere"),
+        lambda: service.policy.rollback(ChangeContext(OTTO, "r"), 99),
+        lambda: service.policy.get(99),
+        lambda: service.policy.diff(0, 99),
     ):
         with pytest.raises(NotFound):
             change()
     for change in (
-        lambda: desk.assign(SUE, ACME, "platinum", reason="r"),
-        lambda: desk.add_override(SUE, ACME, "10/minute", limit="no-such-limit", reason="r"),
-        lambda: desk.add_override(
-            SUE, ACME, "10/minute", limit="search", valid_until=in_days(found_in, -1), reason="r"
+        lambda: service.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "platinum"),
+        lambda: service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("10/minute", limit="no-such-limit")),
+        lambda: service.overrides.add(
+            ChangeContext(SUE, "r"), ACME, OverrideSpec("10/minute", limit="search", valid_until=in_days(found_in, -1))
         ),
-        lambda: desk.block(SUE, ACME, valid_until=in_days(found_in, -1), reason="r"),
-        lambda: desk.rollback(OTTO, 1, sections=["nonsense"], reason="r"),
+        lambda: service.blocks.add(ChangeContext(SUE, "r"), ACME, valid_until=in_days(found_in, -1)),
+        lambda: service.policy.rollback(ChangeContext(OTTO, "r"), 1, sections=["nonsense"]),
     ):
         with pytest.raises(InvalidInput):
             change()
-    assert desk.version == before
+    assert service.version == before
 
 
 def test_what_a_table_says_of_a_client_holds_before_the_document(office: AdminService) -> None:
     initech = ClientRef("tenant", "initech")
-    office.assign(SUE, initech, "free", reason="has not paid")
-    view = office.client(initech)
+    office.clients.assign_tier(ChangeContext(SUE, "has not paid"), initech, "free")
+    view = office.clients.get(initech)
     assert (view.tier, view.tier_from, view.label) == ("free", "assigned", "Initech")
     assert standing(office, initech, "search").bucket == "100/minute"
-    assert [(each.name, each.clients) for each in office.tiers()] == [("pro", 0), ("free", 1)]
+    assert [(each.name, each.clients) for each in office.policy.tiers()] == [("pro", 0), ("free", 1)]
 
 
 def test_a_name_stays_with_a_client_that_changes_its_tier(office: AdminService) -> None:
-    office.assign(SUE, ACME, "pro", label="Acme Inc", reason="r")
-    office.assign(SUE, ACME, "free", reason="r")
-    assert (office.client(ACME).label, office.client(ACME).tier) == ("Acme Inc", "free")
-    assert office.assign(SUE, ACME, "free", reason="r").notes == ("Nothing to change: it was already set.",)
+    office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "pro", label="Acme Inc")
+    office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "free")
+    assert (office.clients.get(ACME).label, office.clients.get(ACME).tier) == ("Acme Inc", "free")
+    assert office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "free").notes == (
+        "Nothing to change: it was already set.",
+    )
 
 
 # ------------------------------------------------------------------ the policy and its past
 
 
 def test_the_policy_is_shown_with_what_tables_add(world: World) -> None:
-    desk = world.desk
-    desk.set_tier(OTTO, "pro", "strangers", "7000/minute", reason="r")
-    desk.set_route(OTTO, "/search", 3, route_class="search", reason="r")
-    desk.assign(SUE, ACME, "pro", reason="r")
-    view = desk.policy()
+    service = world.service
+    service.policy.set_tier(ChangeContext(OTTO, "r"), "pro", "strangers", "7000/minute")
+    service.policy.set_route(ChangeContext(OTTO, "r"), "/search", 3, route_class="search")
+    service.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "pro")
+    view = service.policy.get()
     assert (view.version, view.since, view.format, view.text) == (4, 1, "yaml", POLICY)
     assert {rule.name: rule.tiers for rule in view.rules}["strangers"] == {"pro": "7000/minute"}
-    assert {rule.name: rule.tiers for rule in desk.policy(1).rules}["strangers"] == {}
-    (pro, free) = desk.tiers()
+    assert {rule.name: rule.tiers for rule in service.policy.get(1).rules}["strangers"] == {}
+    (pro, free) = service.policy.tiers()
     assert (pro.name, pro.clients, free.name, free.is_default) == ("pro", 2, "free", True)
     assert [(each.limit, each.bucket, each.from_, each.since) for each in pro.limits] == [
         ("search", "1000/minute", "policy", None), ("strangers", "7000/minute", "table", 2),
     ]  # fmt: skip
-    assert [(each.path, each.methods, each.cost, each.from_) for each in desk.routes()] == [
+    assert [(each.path, each.methods, each.cost, each.from_) for each in service.policy.routes()] == [
         ("/search", (), 3, "table"), ("/items/{id}", ("GET",), 1, "policy"), ("/login", ("POST",), 1, "policy"),
         ("/health", (), 0, "policy"),
     ]  # fmt: skip
-    desk.remove_tier(OTTO, "pro", "strangers", reason="r")
-    desk.remove_route(OTTO, "/search", reason="r")
-    assert desk.routes()[0].cost == 2
-    json.dumps([each.as_dict() for each in (*desk.tiers(), *desk.routes(), view)])
+    service.policy.remove_tier(ChangeContext(OTTO, "r"), "pro", "strangers")
+    service.policy.remove_route(ChangeContext(OTTO, "r"), "/search")
+    assert service.policy.routes()[0].cost == 2
+    json.dumps([each.as_dict() for each in (*service.policy.tiers(), *service.policy.routes(), view)])
 
 
 def test_a_document_is_checked_beside_the_rows_that_there_are(world: World) -> None:
-    desk = world.desk
-    desk.add_override(SUE, ACME, "200/minute", limit="seats", reason="r")
-    assert desk.check_policy(POLICY, file="policy.yaml") == []
-    (problem,) = desk.check_policy(without("name: seats"), file="policy.yaml")
+    service = world.service
+    service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("200/minute", limit="seats"))
+    assert service.policy.check(POLICY, file="policy.yaml") == []
+    (problem,) = service.policy.check(without("name: seats"), file="policy.yaml")
     assert problem.startswith("override of tenant acme on limit seats: 200/minute: no limit is called 'seats'")
-    assert desk.check_policy("limits: 5", file="policy.yaml")[0].startswith("policy.yaml:1")
-    assert desk.check_policy("limits: {", file="policy.yaml")
-    assert "cannot tell its format" in desk.check_policy(POLICY, file="policy.doc")[0]
-    (told,) = desk.check_policy(POLICY + f"  - {{api_key: {KEY}}}\n", file="policy.yaml")
+    assert service.policy.check("limits: 5", file="policy.yaml")[0].startswith("policy.yaml:1")
+    assert service.policy.check("limits: {", file="policy.yaml")
+    assert "cannot tell its format" in service.policy.check(POLICY, file="policy.doc")[0]
+    (told,) = service.policy.check(POLICY + f"  - {{api_key: {KEY}}}\n", file="policy.yaml")
     assert KEY not in told
     with pytest.raises(InvalidPolicy):
-        desk.put_policy(OTTO, without("name: seats"), reason="r", confirm=["policy"])
-    assert desk.version == 2
+        service.policy.put(ChangeContext(OTTO, "r", confirmed=["policy"]), without("name: seats"))
+    assert service.version == 2
 
 
 def test_going_back_is_compared_with_what_holds(world: World) -> None:
-    desk = world.desk
-    desk.put_policy(OTTO, POLICY.replace("100/minute", "900/minute"), reason="more")
-    desk.add_override(SUE, ACME, "1000/minute", limit="search", reason="r")
-    desk.put_policy(OTTO, POLICY.replace("100/minute", "5000/minute"), reason="more", confirm=["ten-times"])
+    service = world.service
+    service.policy.put(ChangeContext(OTTO, "more"), POLICY.replace("100/minute", "900/minute"))
+    service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("1000/minute", limit="search"))
+    service.policy.put(
+        ChangeContext(OTTO, "more", confirmed=["ten-times"]), POLICY.replace("100/minute", "5000/minute")
+    )
     with pytest.raises(NeedsConfirmation) as error:
-        desk.rollback(OTTO, 1, reason="all of it")
+        service.policy.rollback(ChangeContext(OTTO, "all of it"), 1)
     assert codes(error) == ["tenth"]
-    assert desk.rollback(OTTO, 3, reason="a little").version
-    assert [each.section for each in desk.diff(1, 3)] == ["documents", "overrides"]
-    assert desk.rollback(OTTO, 1, sections=["overrides"], reason="some of it").version
-    assert desk.overrides().items == ()
-    assert [version.restores for version in desk.versions(most=2)] == [1, 3]
-    assert desk.policy().text == POLICY.replace("100/minute", "900/minute")
+    assert service.policy.rollback(ChangeContext(OTTO, "a little"), 3).version
+    assert [each.section for each in service.policy.diff(1, 3)] == ["documents", "overrides"]
+    assert service.policy.rollback(ChangeContext(OTTO, "some of it"), 1, sections=["overrides"]).version
+    assert service.overrides.list().items == ()
+    assert [version.restores for version in service.policy.versions(most=2)] == [1, 3]
+    assert service.policy.get().text == POLICY.replace("100/minute", "900/minute")
 
 
 # ------------------------------------------------------------------ lists
 
 
 def test_overrides_are_searched_and_paged(world: World) -> None:
-    desk = world.desk
-    desk.assign(SUE, ACME, "pro", label="Acme_Inc 100%", reason="r")
-    desk.add_override(SUE, ACME, "200/minute", limit="search", valid_until=in_days(world, 1), reason="Contract 5%")
-    desk.add_override(
-        SUE, ClientRef("tenant", "ac"), "200/minute", limit="seats", valid_from=in_days(world, 2), reason="r"
+    service = world.service
+    service.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "pro", label="Acme_Inc 100%")
+    service.overrides.add(
+        ChangeContext(SUE, "Contract 5%"),
+        ACME,
+        OverrideSpec("200/minute", limit="search", valid_until=in_days(world, 1)),
     )
-    desk.add_override(OTTO, ClientRef("api_key", KEY), "200/minute", limit="search", reason="contract 50")
+    service.overrides.add(
+        ChangeContext(SUE, "r"),
+        ClientRef("tenant", "ac"),
+        OverrideSpec("200/minute", limit="seats", valid_from=in_days(world, 2)),
+    )
+    service.overrides.add(
+        ChangeContext(OTTO, "contract 50"), ClientRef("api_key", KEY), OverrideSpec("200/minute", limit="search")
+    )
     world.clock.advance(3600 * 30)
 
     def ids(**question: Any) -> list[int]:
-        return [each.id for each in desk.overrides(**question).items]
+        return [each.id for each in service.overrides.list(**question).items]
 
     assert ids() == [3, 2, 1]
     assert (ids(search="ac"), ids(search="CONTRACT"), ids(search="5%"), ids(search="5%0")) == (
@@ -1306,10 +1386,15 @@ def test_overrides_are_searched_and_paged(world: World) -> None:
     assert (ids(search="acme_inc"), ids(search="100%"), ids(search="otto"), ids(search="seats")) == ([1], [1], [3], [2])
     assert (ids(search=KEY), ids(search=CLIENTS.written("api_key", KEY))) == ([3], [3])
     assert (ids(state="active"), ids(state="future"), ids(state="expired")) == ([3], [2], [1])
-    assert (ids(who=ACME), ids(who=ClientRef("api_key", KEY)), ids(who=ClientRef("tenant", "x"))) == ([1], [3], [])
+    clients = (ACME, ClientRef("api_key", KEY), ClientRef("tenant", "x"))
+    assert tuple(ids(client=each) for each in clients) == (
+        [1],
+        [3],
+        [],
+    )
     pages, after = [], None
     while True:
-        page = desk.overrides(most=1, after=after)
+        page = service.overrides.list(most=1, after=after)
         pages += page.items
         if page.next is None:
             break
@@ -1330,9 +1415,11 @@ def test_overrides_are_searched_and_paged(world: World) -> None:
 
 
 def test_blocks_of_all_sources_are_one_list(world: World) -> None:
-    desk = world.desk
+    service = world.service
     for tenant in ("one", "two", "three"):
-        desk.block(SUE, ClientRef("tenant", tenant), valid_until=in_days(world, 1), reason=f"about {tenant}")
+        service.blocks.add(
+            ChangeContext(SUE, f"about {tenant}"), ClientRef("tenant", tenant), valid_until=in_days(world, 1)
+        )
     world.counters.block("user", "live-one")
     world.counters.block("user", "live-two", reason="told")
     expected = [
@@ -1342,29 +1429,33 @@ def test_blocks_of_all_sources_are_one_list(world: World) -> None:
     for most in (1, 2, 3, 4, 50):
         found, after = [], None
         while True:
-            page = desk.blocks(most=most, after=after)
+            page = service.blocks.list(most=most, after=after)
             assert len(page.items) <= most
             found += [(each.source, each.who.value) for each in page.items]
             if page.next is None:
                 break
             after = page.next
         assert found == expected
-    assert [each.who.value for each in desk.blocks(search="TWO").items] == ["two", "live-two"]
+    assert [each.who.value for each in service.blocks.list(search="TWO").items] == ["two", "live-two"]
     world.clock.advance(3600 * 30)
-    assert [each.who.value for each in desk.blocks(state="expired").items] == ["three", "two", "one"]
-    assert [each.who.value for each in desk.blocks(state="active").items] == ["evil", "live-one", "live-two"]
+    assert [each.who.value for each in service.blocks.list(state="expired").items] == ["three", "two", "one"]
+    assert [each.who.value for each in service.blocks.list(state="active").items] == ["evil", "live-one", "live-two"]
     for odd in ("x", "live:x", "live:[1,2]", "config:x", "nowhere:1"):
         with pytest.raises(InvalidInput):
-            desk.blocks(after=odd)
+            service.blocks.list(after=odd)
 
 
 def test_clients_of_document_and_tables_are_one_list(world: World) -> None:
-    desk = world.desk
-    desk.assign(SUE, ACME, "pro", label="Acme Inc", reason="r")
-    desk.add_override(SUE, ACME, "200/minute", limit="search", reason="r")
-    desk.add_override(SUE, ClientRef("tenant", "initech"), "2000/minute", limit="search", reason="r")
-    desk.add_override(SUE, ClientRef("api_key", KEY), "200/minute", limit="search", reason="r")
-    desk.block(SUE, ClientRef("user", "mallory"), reason="r")
+    service = world.service
+    service.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "pro", label="Acme Inc")
+    service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("200/minute", limit="search"))
+    service.overrides.add(
+        ChangeContext(SUE, "r"), ClientRef("tenant", "initech"), OverrideSpec("2000/minute", limit="search")
+    )
+    service.overrides.add(
+        ChangeContext(SUE, "r"), ClientRef("api_key", KEY), OverrideSpec("200/minute", limit="search")
+    )
+    service.blocks.add(ChangeContext(SUE, "r"), ClientRef("user", "mallory"))
     everybody = {
         ("ip", "198.51.100.0/24"): ("The office", None, 0, False),
         ("tenant", "evil"): (None, None, 0, True),
@@ -1376,7 +1467,7 @@ def test_clients_of_document_and_tables_are_one_list(world: World) -> None:
     for most in (1, 2, 3, 50):
         found, after = [], None
         while True:
-            page = desk.clients(most=most, after=after)
+            page = service.clients.list(most=most, after=after)
             assert len(page.items) <= most
             found += page.items
             if page.next is None:
@@ -1385,9 +1476,9 @@ def test_clients_of_document_and_tables_are_one_list(world: World) -> None:
         assert {tuple(each.who): (each.label, each.tier, each.overrides, each.blocked) for each in found} == everybody
         assert len(found) == len(everybody)
         assert [each.label for each in found] == ["Acme Inc", "Initech", "The office", None, None, None]
-    assert [each.who.value for each in desk.clients(search="ACME").items] == ["acme"]
-    assert [each.who.value for each in desk.clients(search="office").items] == ["198.51.100.0/24"]
-    assert [each.who.kind for each in desk.clients(search=KEY).items] == ["api_key"]
+    assert [each.who.value for each in service.clients.list(search="ACME").items] == ["acme"]
+    assert [each.who.value for each in service.clients.list(search="office").items] == ["198.51.100.0/24"]
+    assert [each.who.kind for each in service.clients.list(search=KEY).items] == ["api_key"]
 
 
 def test_clients_come_by_their_names_over_all_pages(world: World) -> None:
@@ -1400,7 +1491,7 @@ def test_clients_come_by_their_names_over_all_pages(world: World) -> None:
     found: list[Any] = []
     after = None
     while True:
-        page = world.desk.clients(most=2, after=after)
+        page = world.service.clients.list(most=2, after=after)
         found += page.items
         if page.next is None:
             break
@@ -1416,13 +1507,15 @@ def test_clients_come_by_their_names_over_all_pages(world: World) -> None:
 
 
 def test_the_audit_is_all_that_was_done_in_the_order_of_time(world: World) -> None:
-    desk = world.desk
+    service = world.service
     for number in range(3):
         world.clock.advance(1)
-        desk.note(VERA, "signed in", f"from 192.0.2.{number}")
-        desk.block(SUE, ClientRef("tenant", f"t{number}"), reason=f"reason {number}")  # in the same microsecond
-    desk.rollback(OTTO, 2, reason="back")
-    told = [(each.action, each.about, each.author, each.version) for each in desk.audit().items]
+        service.audit.record(VERA, "signed in", f"from 192.0.2.{number}")
+        service.blocks.add(
+            ChangeContext(SUE, f"reason {number}"), ClientRef("tenant", f"t{number}")
+        )  # in the same microsecond
+    service.policy.rollback(ChangeContext(OTTO, "back"), 2)
+    told = [(each.action, each.about, each.author, each.version) for each in service.audit.list().items]
     assert told == [
         ("restored", "version 2", "otto", 5),
         ("added", "block of tenant t2", "sue", 4), ("signed in", "from 192.0.2.2", "vera", None),
@@ -1433,21 +1526,21 @@ def test_the_audit_is_all_that_was_done_in_the_order_of_time(world: World) -> No
     for most in (1, 2, 3):
         found, before = [], None
         while True:
-            page = desk.audit(most=most, before=before)
+            page = service.audit.list(most=most, before=before)
             found += page.items
             if page.next is None:
                 break
             before = page.next
-            desk.note(VERA, "signed in", "while somebody reads")
+            service.audit.record(VERA, "signed in", "while somebody reads")
         seen = [each for each in found if each.about != "while somebody reads"]
         assert [(each.action, each.about, each.author, each.version) for each in seen] == told
         assert [each.id for each in found] == sorted((each.id for each in found), reverse=True)
-    assert {each.author for each in desk.audit(author="sue").items} == {"sue"}
-    assert [each.version for each in desk.audit(search="T1").items] == [3]
-    assert [each.version for each in desk.audit(search="reason 0").items] == [2]
+    assert {each.author for each in service.audit.list(author="sue").items} == {"sue"}
+    assert [each.version for each in service.audit.list(search="T1").items] == [3]
+    assert [each.version for each in service.audit.list(search="reason 0").items] == [2]
     for odd in ("x", "-", "00-v1", "0" * 16 + "-x1"):
         with pytest.raises(InvalidInput):
-            desk.audit(before=odd)
+            service.audit.list(before=odd)
 
 
 # ------------------------------------------------------------------ nothing secret
@@ -1455,39 +1548,60 @@ def test_the_audit_is_all_that_was_done_in_the_order_of_time(world: World) -> No
 
 def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pasted into every field there is: it is refused, or hashed, and never told again."""
-    desk, told = here.desk, []
+    service, told = here.service, []
     here.send(path="/search", api_key=KEY)
     assert here.log.flush()
     who = ClientRef("api_key", KEY)
+    sue, otto = ChangeContext(SUE, "r"), ChangeContext(OTTO, "r")
     questions: list[Callable[[], Any]] = [
-        lambda: desk.find(KEY), lambda: desk.client(who), lambda: desk.why(who), lambda: desk.decisions(who=who),
-        lambda: desk.overrides(search=KEY), lambda: desk.clients(search=KEY), lambda: desk.blocks(search=KEY),
-        lambda: desk.overrides(who=who), lambda: desk.audit(search=KEY, author=KEY), lambda: desk.overrides(after=KEY),
-        lambda: desk.blocks(after=f"live:{KEY}"), lambda: desk.decisions(outcome=KEY),
-        lambda: desk.decisions(after=KEY), lambda: desk.client(ClientRef(KEY, "x")),
-        lambda: desk.client(ClientRef("ip", KEY)), lambda: desk.client(ClientRef("subnet", KEY)),
-        lambda: desk.add_override(SUE, who, "200/minute", limit="search", reason="r"),
-        lambda: desk.add_override(SUE, ClientRef("tenant", KEY), "200/minute", limit="search", reason="r"),
-        lambda: desk.add_override(SUE, ACME, KEY, limit="search", reason="r"),
-        lambda: desk.add_override(SUE, ACME, "200/minute", limit=KEY, reason="r"),
-        lambda: desk.add_override(SUE, ACME, "200/minute", route_class=KEY, reason="r"),
-        lambda: desk.add_override(SUE, ACME, "200/minute", limit="search", reason=f"key={KEY}, see mail"),
-        lambda: desk.assign(SUE, who, "pro", reason="r"), lambda: desk.assign(SUE, ACME, KEY, reason="r"),
-        lambda: desk.assign(SUE, ACME, "pro", label=f"has {KEY}.", reason="r"),
-        lambda: desk.block(SUE, who, reason=f"stolen ({KEY})"), lambda: desk.block(SUE, who, reason="r"),
-        lambda: desk.block(SUE, ClientRef("user", KEY), reason="r"),
-        lambda: desk.block(SUE, ClientRef("ip", KEY), reason="r"),
-        lambda: desk.reset(SUE, who, reason="r"), lambda: desk.reset(SUE, ACME, limits=[KEY], reason="r"),
-        lambda: desk.set_tier(OTTO, KEY, "search", "200/minute", reason="r"),
-        lambda: desk.set_tier(OTTO, "pro", KEY, "2000/minute", reason="r"),
-        lambda: desk.set_tier(OTTO, "pro", "search", KEY, reason="r"),
-        lambda: desk.set_route(OTTO, f"/{KEY} ", 1, reason=KEY), lambda: desk.set_route(OTTO, KEY, 1, reason="r"),
-        lambda: desk.put_policy(OTTO, POLICY + f"  - {{api_key: {KEY}}}\n", reason="r"),
-        lambda: desk.put_policy(OTTO, POLICY, file=KEY, reason="r"),
-        lambda: desk.unblock(SUE, who, reason="r"), lambda: desk.unassign(SUE, who, reason="r"),
-        lambda: desk.timeline(who, since_us=0, until_us=START_US + 10**9), desk.overview,
-        lambda: desk.blocks(), lambda: desk.clients(), lambda: desk.audit(),
-    ]  # fmt: skip
+        lambda: service.clients.find(KEY),
+        lambda: service.clients.get(who),
+        lambda: service.clients.why(who),
+        lambda: service.clients.decisions(client=who),
+        lambda: service.overrides.list(search=KEY),
+        lambda: service.clients.list(search=KEY),
+        lambda: service.blocks.list(search=KEY),
+        lambda: service.overrides.list(client=who),
+        lambda: service.audit.list(search=KEY, author=KEY),
+        lambda: service.overrides.list(after=KEY),
+        lambda: service.blocks.list(after=f"live:{KEY}"),
+        lambda: service.clients.decisions(outcome=KEY),
+        lambda: service.clients.decisions(after=KEY),
+        lambda: service.clients.get(ClientRef(KEY, "x")),
+        lambda: service.clients.get(ClientRef("ip", KEY)),
+        lambda: service.clients.get(ClientRef("subnet", KEY)),
+        lambda: service.overrides.add(sue, who, OverrideSpec("200/minute", limit="search")),
+        lambda: service.overrides.add(sue, ClientRef("tenant", KEY), OverrideSpec("200/minute", limit="search")),
+        lambda: service.overrides.add(sue, ACME, OverrideSpec(KEY, limit="search")),
+        lambda: service.overrides.add(sue, ACME, OverrideSpec("200/minute", limit=KEY)),
+        lambda: service.overrides.add(sue, ACME, OverrideSpec("200/minute", route_class=KEY)),
+        lambda: service.overrides.add(
+            ChangeContext(SUE, f"key={KEY}, see mail"), ACME, OverrideSpec("200/minute", limit="search")
+        ),
+        lambda: service.clients.assign_tier(sue, who, "pro"),
+        lambda: service.clients.assign_tier(sue, ACME, KEY),
+        lambda: service.clients.assign_tier(sue, ACME, "pro", label=f"has {KEY}."),
+        lambda: service.blocks.add(ChangeContext(SUE, f"stolen ({KEY})"), who),
+        lambda: service.blocks.add(sue, who),
+        lambda: service.blocks.add(sue, ClientRef("user", KEY)),
+        lambda: service.blocks.add(sue, ClientRef("ip", KEY)),
+        lambda: service.clients.reset(sue, who),
+        lambda: service.clients.reset(sue, ACME, limits=[KEY]),
+        lambda: service.policy.set_tier(otto, KEY, "search", "200/minute"),
+        lambda: service.policy.set_tier(otto, "pro", KEY, "2000/minute"),
+        lambda: service.policy.set_tier(otto, "pro", "search", KEY),
+        lambda: service.policy.set_route(ChangeContext(OTTO, KEY), f"/{KEY} ", 1),
+        lambda: service.policy.set_route(otto, KEY, 1),
+        lambda: service.policy.put(otto, POLICY + f"  - {{api_key: {KEY}}}\n"),
+        lambda: service.policy.put(otto, POLICY, file=KEY),
+        lambda: service.blocks.remove(sue, who),
+        lambda: service.clients.unassign_tier(sue, who),
+        lambda: service.clients.timeline(who, since_us=0, until_us=START_US + 10**9),
+        service.fleet.overview,
+        lambda: service.blocks.list(),
+        lambda: service.clients.list(),
+        lambda: service.audit.list(),
+    ]
     done = 0
     for question in questions:
         try:
@@ -1497,7 +1611,7 @@ def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.Log
             told.append(f"{error!r} {error}")
     assert done > 15
     assert not [each for each in told if KEY in each]
-    assert KEY not in repr(desk) + repr(here.config) + caplog.text
+    assert KEY not in repr(service) + repr(here.config) + caplog.text
     here.config.close()
     with suppress(sqlite3.Error), closing(sqlite3.connect(tmp_path / "config.db")) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -1506,11 +1620,11 @@ def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.Log
 
 
 def test_a_key_that_only_the_configuration_knows_is_no_reason_nor_a_name(office: AdminService) -> None:
-    office.block(SUE, ClientRef("api_key", KEY), reason="r")
+    office.blocks.add(ChangeContext(SUE, "r"), ClientRef("api_key", KEY))
     for change in (
-        lambda: office.assign(SUE, ACME, "pro", reason=f"see '{KEY}'"),
-        lambda: office.assign(SUE, ACME, "pro", label=KEY, reason="r"),
-        lambda: office.block(SUE, ClientRef("tenant", KEY), reason="r"),
+        lambda: office.clients.assign_tier(ChangeContext(SUE, f"see '{KEY}'"), ACME, "pro"),
+        lambda: office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "pro", label=KEY),
+        lambda: office.blocks.add(ChangeContext(SUE, "r"), ClientRef("tenant", KEY)),
     ):
         with pytest.raises(InvalidInput, match="there is an API key among the words"):
             change()
@@ -1520,28 +1634,30 @@ def test_the_key_that_a_change_is_about_is_not_kept_beside_it(office: AdminServi
     """Also one that nobody has heard of before."""
     fresh, who = "fresh-and-plain-0042", ClientRef("api_key", "fresh-and-plain-0042")
     for change in (
-        lambda: office.add_override(SUE, who, "50/minute", limit="search", reason=f"for {fresh}"),
-        lambda: office.assign(SUE, who, "pro", label=f"customer/{fresh}", reason="r"),
-        lambda: office.block(SUE, who, reason=f"leaked: {fresh}"),
+        lambda: office.overrides.add(
+            ChangeContext(SUE, f"for {fresh}"), who, OverrideSpec("50/minute", limit="search")
+        ),
+        lambda: office.clients.assign_tier(ChangeContext(SUE, "r"), who, "pro", label=f"customer/{fresh}"),
+        lambda: office.blocks.add(ChangeContext(SUE, f"leaked: {fresh}"), who),
     ):
         with pytest.raises(InvalidInput, match="there is an API key among the words"):
             change()
-    assert office.block(SUE, who, reason="leaked").version is not None
+    assert office.blocks.add(ChangeContext(SUE, "leaked"), who).version is not None
 
 
 def test_a_text_that_may_be_a_key_is_not_shown_though_nobody_knows_it(office: AdminService) -> None:
     unknown = "sk_live_nobody_knows_this"
     for change in (
-        lambda: office.add_override(SUE, ACME, unknown, limit="search", reason="r"),
-        lambda: office.add_override(SUE, ACME, "10/minute", limit=unknown, reason="r"),
-        lambda: office.set_tier(OTTO, "pro", unknown, "10/minute", reason="r"),
-        lambda: office.block(SUE, ClientRef("ip", unknown), reason="r"),
+        lambda: office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec(unknown, limit="search")),
+        lambda: office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("10/minute", limit=unknown)),
+        lambda: office.policy.set_tier(ChangeContext(OTTO, "r"), "pro", unknown, "10/minute"),
+        lambda: office.blocks.add(ChangeContext(SUE, "r"), ClientRef("ip", unknown)),
     ):
         with pytest.raises(InvalidInput) as error:
             change()
         assert unknown not in str(error.value)
     with pytest.raises(InvalidInput, match="cannot read the limit 'ten a day'"):
-        office.add_override(SUE, ACME, "ten a day", limit="search", reason="r")
+        office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("ten a day", limit="search"))
 
 
 # ------------------------------------------------------------------ the fleet
@@ -1555,7 +1671,7 @@ def test_the_overview_is_what_the_nodes_said(here: World) -> None:
     here.clock.advance(2)
     here.pulse.beat()
     assert here.log.flush()
-    view = here.desk.overview()
+    view = here.service.fleet.overview()
     assert [(node.name.partition(":")[0], node.state, node.policy_version) for node in view.nodes] == [
         ("web-1", "ready", "1")
     ]
@@ -1566,24 +1682,24 @@ def test_the_overview_is_what_the_nodes_said(here: World) -> None:
     assert [(each.kind, each.key, each.label) for each in view.top_denied] == [
         ("tenant", CLIENTS.written("tenant", "acme"), "tenant acme")
     ]
-    assert here.desk.find(view.top_denied[0].key) == ACME
+    assert here.service.clients.find(view.top_denied[0].key) == ACME
     assert (view.version, view.troubles) == (1, ())
     json.dumps(view.as_dict())
 
 
 def test_the_overview_never_fails(here: World, tmp_path: Path) -> None:
-    desk = here.made(board=None, log=None)
-    assert len(desk.overview().troubles) == 2
+    service = here.made(status_store=None, log=None)
+    assert len(service.fleet.overview().troubles) == 2
     here.config.close()
     (tmp_path / "config.db").rename(tmp_path / "gone.db")
     for leftover in tmp_path.glob("config.db*"):
         leftover.unlink()
     (tmp_path / "config.db").write_bytes(b"no database at all, but long enough to be looked at" * 100)
-    view = desk.overview()
+    view = service.fleet.overview()
     assert (view.version, view.nodes, view.series) == (None, (), None)
     assert any("config store" in trouble for trouble in view.troubles)
     with pytest.raises(ConfigUnavailable):
-        desk.client(ACME)
+        service.clients.get(ACME)
 
 
 def test_many_threads_share_a_desk(here: World) -> None:
@@ -1593,10 +1709,14 @@ def test_many_threads_share_a_desk(here: World) -> None:
         try:
             who = ClientRef("tenant", f"t{number}")
             for round in range(2):
-                here.desk.add_override(SUE, who, f"{200 + round}/minute", limit="search", reason="r", confirm=())
-                here.desk.client(who)
-                here.desk.decisions(who=who)
-                here.desk.remove_override(SUE, here.desk.overrides(who=who).items[0].id, reason="r")
+                here.service.overrides.add(
+                    ChangeContext(SUE, "r", confirmed=()), who, OverrideSpec(f"{200 + round}/minute", limit="search")
+                )
+                here.service.clients.get(who)
+                here.service.clients.decisions(client=who)
+                here.service.overrides.remove(
+                    ChangeContext(SUE, "r"), here.service.overrides.list(client=who).items[0].id
+                )
         except BaseException as error:
             failures.append(error)
 
@@ -1606,4 +1726,4 @@ def test_many_threads_share_a_desk(here: World) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert here.desk.version == 1 + 4 * 2 * 2
+    assert here.service.version == 1 + 4 * 2 * 2

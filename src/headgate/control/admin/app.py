@@ -49,7 +49,7 @@ Everything that people do to a running fleet. Reads of the configuration carry i
 
 
 def create_app(
-    desk: AdminService,
+    service: AdminService,
     tokens: Tokens,
     *,
     pages: bool = True,
@@ -58,7 +58,7 @@ def create_app(
     proxies: Sequence[str] = (),
     clock: Any = None,
 ) -> FastAPI:
-    """An ASGI app that serves this desk to who has one of these tokens.
+    """An ASGI app that serves this service to who has one of these tokens.
 
     `secure`: browsers reach it by HTTPS alone. `hosts`: the names that it is called by; None for any. `proxies`: whose
     word on a client's address is taken. `clock` is for tests of its own limits.
@@ -71,7 +71,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.parts = Parts(desk, tokens, IdempotencyStore(tokens))
+    app.state.parts = Parts(service, tokens, IdempotencyStore(tokens))
     app.state.failures = FailedAttempts(proxies, clock=clock)
     app.state.credentials = credentials = Credentials(tokens)
     app.state.sessions = sessions = Sessions(tokens, secure=secure)
@@ -86,8 +86,8 @@ def create_app(
         from headgate.control.admin.pages import PageRenderer
         from headgate.control.admin.pages import router as pages_router
 
-        tokens.check_name = desk.refuse_keys
-        app.state.pages = frame = PageRenderer(desk, sessions, tokens, secure=secure)
+        tokens.check_name = service.refuse_keys
+        app.state.pages = frame = PageRenderer(service, sessions, tokens, secure=secure)
         app.include_router(pages_router(frame), include_in_schema=False)
     app.openapi = lambda: _described(app)  # type: ignore[method-assign] # as FastAPI's docs want it
     # The last one added is the first that a request meets.

@@ -106,7 +106,7 @@ class ProblemDetails(NamedTuple):
 
 
 class RequestRejected(HeadgateError):
-    """A request that is refused before the desk hears of it."""
+    """A request that is refused before the service hears of it."""
 
     def __init__(self, problem: ProblemDetails) -> None:
         super().__init__(problem.detail)
@@ -175,7 +175,7 @@ def _store(error: Any) -> ProblemDetails:
 
 
 def _dangerous(error: Any) -> ProblemDetails:
-    dangers = [{"code": each.code, "text": each.text} for each in error.dangers]
+    dangers = [{"code": each.code, "text": each.text} for each in error.risks]
     codes = ", ".join(f'"{each["code"]}"' for each in dangers)
     return ProblemDetails(
         "confirmation-needed",

@@ -49,7 +49,7 @@ MAX_CONNECTIONS_PER_ADDRESS: Final = 100
 
 
 class AdminServer:
-    """The admin server of a desk.
+    """The admin server of a service.
 
     It listens on loopback. On any other address it wants a certificate (`cert` and `key`), or the word that a proxy
     which speaks TLS stands before it (`behind_tls`): tokens must not travel in clear. `names` are what browsers may
@@ -59,7 +59,7 @@ class AdminServer:
 
     def __init__(
         self,
-        desk: AdminService,
+        service: AdminService,
         tokens: Tokens,
         *,
         host: str = "127.0.0.1",
@@ -91,7 +91,7 @@ class AdminServer:
         self.port: int = self._socket.getsockname()[1]
         # Behind a proxy that keeps the name nobody can say which names are right, unless they are given.
         hosts = None if not (_is_loopback(host) or names) else {*LOOPBACK, _written(host), *names}
-        app = create_app(desk, tokens, pages=pages, secure=self._is_tls or behind_tls, hosts=hosts, proxies=proxies)
+        app = create_app(service, tokens, pages=pages, secure=self._is_tls or behind_tls, hosts=hosts, proxies=proxies)
         # Behind a proxy whose address nobody has named, all connections come from one address.
         per_address = None if behind_tls and not proxies else MAX_CONNECTIONS_PER_ADDRESS
         registry = _Connections(proxies, most=MAX_CONNECTIONS, per_address=per_address)

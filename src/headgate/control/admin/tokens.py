@@ -96,7 +96,7 @@ class Tokens:
         weakref.finalize(self, self.engine.dispose)
         self.clock = clock or SystemClock()
         self.check_name: Callable[[str], None] = lambda name: None
-        """Raises InvalidInput for a name that must not be kept: the desk knows which words are API keys."""
+        """Raises InvalidInput for a name that must not be kept: the service knows which words are API keys."""
         self.changes = 0
         """Rises with each token and session that begins in this process."""
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""All that people do to a running fleet: look, change, and be told what that would break; each change is signed."""
+"""The services behind the admin API, pages and CLI: views of a running fleet, and changes to its configuration."""
 
 from headgate.control.service.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound, Risk
-from headgate.control.service.models import ROLES, Actor, Change, ClientRef, Page
+from headgate.control.service.models import ROLES, Actor, Change, ChangeContext, ClientRef, OverrideSpec, Page
 from headgate.control.service.service import AdminService
 
 __all__ = [
@@ -9,11 +9,13 @@ __all__ = [
     "Actor",
     "AdminService",
     "Change",
+    "ChangeContext",
     "ClientRef",
     "LogUnavailable",
     "NeedsConfirmation",
     "NotAllowed",
     "NotFound",
+    "OverrideSpec",
     "Page",
     "Risk",
 ]

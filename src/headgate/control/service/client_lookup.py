@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate.control.config.engine import read_transaction
 from headgate.control.config.queries import find_by_label, labels_of, rows_of_clients
-from headgate.control.service.candidates import describe, short_label
+from headgate.control.service.candidates import describe, noun_of, short_label
 from headgate.control.service.errors import LogUnavailable, NotFound
 from headgate.control.service.models import ClientRef
 from headgate.control.service.redaction import LOOKS_SECRET, SHORTEST_HIDDEN, looks_secret, may_be_key, words_like_keys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from headgate.control.service.candidates import Candidate
     from headgate.control.service.effective_policy import BasePolicy, BasePolicyCache
     from headgate.control.service.log_reader import DecisionLogReader
+    from headgate.control.service.models import Actor, Page
     from headgate.policy.model import Policy
     from headgate.telemetry.decision_log.record import DecisionRecord
 
@@ -39,8 +41,10 @@ __all__ = [
     "is_hash",
     "is_network",
     "is_wide_network",
+    "label_keys",
     "network_of",
-    "opened_clients",
+    "open_pseudonymizer",
+    "require_network_role",
 ]
 
 KINDS: Final = ("tenant", "user", "api_key", "ip", "subnet")
@@ -93,35 +97,41 @@ class ClientLookup:
     """Finds out who is meant."""
 
     def __init__(
-        self, config: ConfigStore, grounds: BasePolicyCache, log: DecisionLogReader, clients: Pseudonymizer | None
+        self,
+        config: ConfigStore,
+        policies: BasePolicyCache,
+        log: DecisionLogReader,
+        clients: Pseudonymizer | None,
+        *,
+        status_label: Callable[[str], str | None],
     ) -> None:
+        """`status_label` returns the label under which nodes report the client with a hash."""
         self._config = config
-        self._grounds = grounds
+        self._policies = policies
         self._log = log
         self._clients = clients
-        self.status_label: Callable[[str], str | None] = lambda key: None
-        """The label by which nodes report a client now, by its hash."""
+        self._status_label = status_label
 
-    def checked(
-        self, who: tuple[str, str], *, beside: Sequence[str | None] | None = None, by_hash: bool = False
+    def canonical(
+        self, who: tuple[str, str], *, texts: Sequence[str | None] | None = None, allow_hash: bool = False
     ) -> ClientRef:
         """A client in its canonical spelling.
 
-        With texts that are kept `beside` a change: none of them may contain this very API key, and the client must be
-        more than a hash, by which nobody is counted. A block can be `by_hash`.
+        `texts` are the texts that are stored with a change of this client: they must not contain its API key, and the
+        client must not be a hash, which has no limits, unless `allow_hash` is true, as for blocks.
         """
         kind, value = who
         if not isinstance(kind, str) or not isinstance(value, str):
             raise InvalidInput("a client is a kind and a value, both text")
         kind = self._checked_kind(kind)
         if kind != "api_key" and is_hash(value):
-            if beside is not None and not by_hash:
+            if texts is not None and not allow_hash:
                 raise InvalidInput(f"we only store a hash of this {kind}: give the {kind} itself to change its limits")
             return ClientRef(kind, self._hash(value))
         match kind:
             case "api_key":
                 found = ClientRef(kind, self._fingerprint(value))
-                if found.value in self._hashes(words_like_keys(beside or ())):
+                if found.value in self._hashes(words_like_keys(texts or ())):
                     raise InvalidInput(KEY_AMONG_WORDS)
                 return found
             case "ip" | "subnet":
@@ -135,6 +145,12 @@ class ClientLookup:
         except InvalidInput:
             raise InvalidInput(f"this is no {kind}: give up to 500 characters that can be printed") from None
 
+    def resolve(
+        self, client: ClientRef, *, texts: Sequence[str | None] | None = None, allow_hash: bool = False
+    ) -> ClientRef:
+        """The canonical client, by its name where only a hash was given and the name is known."""
+        return self.reveal(self.canonical(client, texts=texts, allow_hash=allow_hash))
+
     def find(self, text: str) -> ClientRef:
         """The client that somebody means by a text.
 
@@ -147,17 +163,17 @@ class ClientLookup:
         if not 0 < len(text) <= LONGEST or not text.isprintable():
             raise InvalidInput(f"say who is meant, in up to {LONGEST} characters that can be printed")
         if is_hash(text):
-            return self.named(self._of_hash(self._hash(text)))
-        ground = self._grounds.current()
-        kinds = _kinds(ground.base)
+            return self.reveal(self._of_hash(self._hash(text)))
+        base = self._policies.current()
+        kinds = _kinds(base.policy)
         kind, sign, value = text.partition("=")
         if sign and kind == LABEL:
-            return self._called(value.strip(), ground)
+            return self._called(value.strip(), base)
         if sign and kind in kinds:
-            return self.named(self.checked((kind, value.strip())))
+            return self.reveal(self.canonical((kind, value.strip())))
         if canonical(text) is not None or _is_network(text):
-            return self.checked(("ip", text if "/" in text else canonical(text) or text))
-        return self._guessed(text, kinds, ground)
+            return self.canonical(("ip", text if "/" in text else canonical(text) or text))
+        return self._guessed(text, kinds, base)
 
     def candidates(self, text: str) -> list[Candidate]:
         """All clients that a text can mean, known or not, the likeliest first.
@@ -173,33 +189,33 @@ class ClientLookup:
             raise InvalidInput(f"enter an address, a network, a name or an API key of up to {LONGEST} characters")
         if text == "*":
             raise InvalidInput("* is not a client: block one client or one network")
-        ground = self._grounds.current()
-        kinds = _kinds(ground.base)
+        base = self._policies.current()
+        kinds = _kinds(base.policy)
         kind, sign, value = (part.strip() for part in text.partition("="))
         if is_hash(text) or (sign and kind in (LABEL, *kinds)):
             key = value if kind == "api_key" and not is_hash(value) else None
             who = self.find(text)
             if key is None:
                 self.refuse_known_keys(who.value)
-            return [self._described(who, ground, key=key)]
+            return [self._described(who, base, key=key)]
         if (address := canonical(text)) is not None:
-            return [self._described(ClientRef("ip", each), ground) for each in _networks_of_client(address)]
+            return [self._described(ClientRef("ip", each), base) for each in _networks_of_client(address)]
         if _is_network(text):
             network = ip_network(text, strict=False)
             written = [text.partition("/")[0]] if str(network) != text.lower() and "/" in text else []
-            networks = [self.checked(("ip", each)) for each in (str(network), *written)]
-            return [self._described(each, ground) for each in networks]
+            networks = [self.canonical(("ip", each)) for each in (str(network), *written)]
+            return [self._described(each, base) for each in networks]
         readings = self._readings(text, kinds)
-        known = [who for who in readings if self._is_seen(who, ground)]
+        known = [who for who in readings if self._is_seen(who, base)]
         with suppress(NotFound):
-            known.append(self._called(text, ground))
+            known.append(self._called(text, base))
         if not known:
             if not readings:
                 raise InvalidInput(
                     NO_SECRET if self._clients is None else "this is not the name of a client, nor a key"
                 )
             known = readings
-        return [self._described(who, ground, key=text) for who in dict.fromkeys(known)]
+        return [self._described(who, base, key=text) for who in dict.fromkeys(known)]
 
     def matches(self, text: str, partial: Callable[[str], Iterable[ClientRef]]) -> list[Candidate]:
         """The known clients that a text means, or else those that it is a part of: of a label, a name or an address.
@@ -213,9 +229,9 @@ class ClientLookup:
         exact = [each for each in found if each.is_known or is_exact]
         if exact:
             return exact[:1] if is_exact else exact
-        ground = self._grounds.current()
+        base = self._policies.current()
         others = dict.fromkeys(partial(typed)) | dict.fromkeys(self._logged_labels(typed))
-        return [self._described(who, ground) for who in others]
+        return [self._described(who, base) for who in others]
 
     def _logged_labels(self, text: str) -> list[ClientRef]:
         """Clients in the newest records of the log whose label contains a text."""
@@ -229,9 +245,9 @@ class ClientLookup:
             for record in reversed(records)
             if sought in record.label.removeprefix(f"{record.client_kind} ").casefold()
         }
-        return list(dict.fromkeys(self.named(who) for who in list(found)[:MAX_MATCHES]))
+        return list(dict.fromkeys(self.reveal(who) for who in list(found)[:MAX_MATCHES]))
 
-    def with_names(self, text: str) -> str:
+    def insert_names(self, text: str) -> str:
         """A text about clients, with their names in place of full hashes: "api_key Acme (hmac:12ab34cd…)"."""
         for kind, value in dict.fromkeys(_NAMED_HASH.findall(text)):
             label = self.label_of(ClientRef(kind, value))
@@ -241,7 +257,7 @@ class ClientLookup:
 
     def label_of(self, who: ClientRef) -> str | None:
         """The label of a client, or the pseudonym that the overview shows for a hash."""
-        label = self._label_of(who, self._grounds.current())
+        label = self._label_of(who, self._policies.current())
         return label or (None if who.kind == "api_key" else self.pseudonym(who))
 
     def is_seen(self, who: ClientRef) -> bool | None:
@@ -249,15 +265,15 @@ class ClientLookup:
         addresses, of which most are never heard of before, and without a log."""
         if who.kind in ("ip", "subnet") or is_hash(who.value):
             return None
-        if self._is_seen(who, self._grounds.current()):
+        if self._is_seen(who, self._policies.current()):
             return True
         if self._clients is None or self._log.trouble is not None:
             return None
-        return self.status_label(self._key(who)) is not None
+        return self._status_label(self._key(who)) is not None
 
     def name_of(self, who: ClientRef) -> str:
         """The name of a client in a sentence: its label, or "tenant acme", "address 203.0.113.9", "API key hmac:…"."""
-        label = self._label_of(who, self._grounds.current()) or self.pseudonym(who)
+        label = self._label_of(who, self._policies.current()) or self.pseudonym(who)
         title = describe(who).title
         return label or (title if who.kind == "api_key" else title[:1].lower() + title[1:])
 
@@ -265,7 +281,7 @@ class ClientLookup:
         """The same client by its keyed hashes, under which a block may name it. Nothing for API keys and networks."""
         if who.kind in ("api_key", "subnet") or is_hash(who.value) or is_network(who):
             return ()
-        identities = self.known(who, self._grounds.current().base).identities.get(who.kind, ())
+        identities = self.facts(who, self._policies.current().policy).identities.get(who.kind, ())
         return tuple([ClientRef(who.kind, value) for value in identities if is_hash(value)])
 
     def pseudonym(self, who: ClientRef) -> str | None:
@@ -273,29 +289,29 @@ class ClientLookup:
         if not is_hash(who.value):
             return None
         record = self._record(who.value)
-        label = self.status_label(who.value) or (None if record is None else record.label)
+        label = self._status_label(who.value) or (None if record is None else record.label)
         return None if label is None else short_label(who.kind, who.value, label)
 
-    def named(self, who: ClientRef) -> ClientRef:
+    def reveal(self, who: ClientRef) -> ClientRef:
         """The client itself, where only a hash of it was given and it can be told who that is; else as it was."""
         if who.kind == "api_key" or not is_hash(who.value) or self._clients is None:
             return who
         with read_transaction(self._config.engine) as connection:
-            ground = self._grounds.now(connection)
-            may_be = [value for kind, value in ground.entries if kind == who.kind]
+            base = self._policies.get(connection)
+            may_be = [value for kind, value in base.entries if kind == who.kind]
             record = self._record(who.value)
             if record is not None:
                 # Shown labels are "tenant acme"; others are names that the configuration gives.
                 may_be.append(record.label.removeprefix(f"{who.kind} "))
                 may_be += [value for kind, value in find_by_label(connection, record.label) if kind == who.kind]
-            if (label := self.status_label(who.value)) is not None:
+            if (label := self._status_label(who.value)) is not None:
                 may_be.append(label.removeprefix(f"{who.kind} "))
         for value in may_be:
             if not is_hash(value) and self._clients.written(who.kind, value) == who.value:
                 return ClientRef(who.kind, value)
         return who
 
-    def known(self, who: ClientRef, policy: Policy | None = None) -> ClientFacts:
+    def facts(self, who: ClientRef, policy: Policy | None = None) -> ClientFacts:
         """All that is known of somebody."""
         kind, value = who
         keys = () if self._clients is None and not is_hash(value) else (self._key(who),)
@@ -316,6 +332,20 @@ class ClientLookup:
         if network.num_addresses > 1:  # nobody's own: what the log knows of it goes by its label
             return ClientFacts(who, around, said, (), can_count=False)
         return ClientFacts(who, around, said | {"subnet": subnet[0]} if subnet else said, keys, can_count=True)
+
+    def unseen_note(self, client: ClientRef) -> tuple[str, ...]:
+        """A note for a change of a client that was never seen, whose name may be mistyped."""
+        if self.is_seen(client) is not False:
+            return ()
+        return (f"No {noun_of(client.kind)} of this name was ever seen. Check the spelling.",)
+
+    def with_pseudonyms(self, page: Page[Any]) -> Page[Any]:
+        """The same page with pseudonyms as the labels of clients of which only a hash is known."""
+        items = [
+            each if each.label or each.who.kind == "api_key" else replace(each, label=self.pseudonym(each.who))
+            for each in page.items
+        ]
+        return replace(page, items=tuple(items))
 
     def refuse_known_keys(self, *texts: str | None) -> None:
         """InvalidInput, if one of the words is an API key that the configuration or the log knows."""
@@ -358,8 +388,8 @@ class ClientLookup:
             return False
         with read_transaction(self._config.engine) as connection:
             rows = rows_of_clients(connection, {"api_key": hashes})
-            ground = self._grounds.now(connection)
-        return any(rows.values()) or any(("api_key", each) in ground.entries for each in hashes) or self._logged(hashes)
+            base = self._policies.get(connection)
+        return any(rows.values()) or any(("api_key", each) in base.entries for each in hashes) or self._logged(hashes)
 
     def _hashes(self, texts: Iterable[str]) -> list[str]:
         """Of those that could be API keys."""
@@ -370,11 +400,7 @@ class ClientLookup:
                     found.append(self._clients.written("api_key", word))
         return found
 
-    def label_key_of(self, label: str | None) -> tuple[str, ...]:
-        """Under which the log knows all that go by a label."""
-        return () if label is None else (label_key(label),)
-
-    def hashed(self, text: str) -> str | None:
+    def hash_as_key(self, text: str) -> str | None:
         """What a text would be as an API key; None if it can be none."""
         if self._clients is None or not text:
             return None
@@ -387,7 +413,7 @@ class ClientLookup:
 
     def _readings(self, text: str, kinds: Iterable[str]) -> list[ClientRef]:
         """The clients that a text would be if it were an API key, a tenant, a user, and so on."""
-        hashed = self.hashed(text)
+        hashed = self.hash_as_key(text)
         readings = [] if hashed is None else [ClientRef("api_key", hashed)]
         if looks_secret(text) or may_be_key(text, shortest=SHORTEST_HIDDEN):
             return readings
@@ -395,51 +421,51 @@ class ClientLookup:
         is_name = len(text) <= scalars.LONGEST_LABEL and not self._is_known(self._hashes(words_like_keys([text])))
         return [*(ClientRef(kind, text) for kind in others if is_name), *readings]
 
-    def _is_seen(self, who: ClientRef, ground: BasePolicy) -> bool:
+    def _is_seen(self, who: ClientRef, base: BasePolicy) -> bool:
         """True if the configuration or the log knows this client."""
-        return self._is_configured(who, ground) or (self._clients is not None and self._logged([self._key(who)]))
+        return self._is_configured(who, base) or (self._clients is not None and self._logged([self._key(who)]))
 
-    def _described(self, who: ClientRef, ground: BasePolicy, *, key: str | None = None) -> Candidate:
-        label = self._label_of(who, ground) or self.pseudonym(who)
-        return describe(who, label=label, key=key, is_known=self._is_seen(who, ground))
+    def _described(self, who: ClientRef, base: BasePolicy, *, key: str | None = None) -> Candidate:
+        label = self._label_of(who, base) or self.pseudonym(who)
+        return describe(who, label=label, key=key, is_known=self._is_seen(who, base))
 
-    def _label_of(self, who: ClientRef, ground: BasePolicy) -> str | None:
+    def _label_of(self, who: ClientRef, base: BasePolicy) -> str | None:
         with read_transaction(self._config.engine) as connection:
             label = labels_of(connection, [who]).get(who)
-        return label or next((each.label for each in ground.entries_of({who.kind: (who.value,)}, "clients")), None)
+        return label or base.label_of(who)
 
-    def _guessed(self, text: str, kinds: Iterable[str], ground: BasePolicy) -> ClientRef:
+    def _guessed(self, text: str, kinds: Iterable[str], base: BasePolicy) -> ClientRef:
         # The hash first: a key that is known goes no further as it is.
         candidates = []
-        if (hashed := self.hashed(text)) is not None:
+        if (hashed := self.hash_as_key(text)) is not None:
             candidates.append(ClientRef("api_key", hashed))
         others = [kind for kind in kinds if kind not in ("api_key", "ip", "subnet")]
         candidates += [
             ClientRef(kind, text) for kind in others if len(text) <= scalars.LONGEST_LABEL and text.isprintable()
         ]
         for who in candidates:
-            if self._is_configured(who, ground):
+            if self._is_configured(who, base):
                 return who
         with suppress(NotFound):
-            return self._called(text, ground, in_log=False)
+            return self._called(text, base, in_log=False)
         for who in candidates:
             if self._clients is not None and self._record(self._key(who)) is not None:
                 return who
         with suppress(NotFound):
-            return self._called(text, ground)
+            return self._called(text, base)
         raise NotFound(NOBODY if self._clients is not None else f"{NOBODY}. {NO_SECRET}")
 
-    def _is_configured(self, who: ClientRef, ground: BasePolicy) -> bool:
-        if who in ground.entries:
+    def _is_configured(self, who: ClientRef, base: BasePolicy) -> bool:
+        if who in base.entries:
             return True
         with read_transaction(self._config.engine) as connection:
             return any(rows_of_clients(connection, {who.kind: [who.value]}).values())
 
-    def _called(self, label: str, ground: BasePolicy, *, in_log: bool = True) -> ClientRef:
+    def _called(self, label: str, base: BasePolicy, *, in_log: bool = True) -> ClientRef:
         """The client with a label."""
         key = label_key(label)
-        for client in ground.labelled:
-            if label_key(client.label or "") == key:
+        for client in base.policy.clients:
+            if client.label and label_key(client.label) == key:
                 return ClientRef(*client.identity)
         with read_transaction(self._config.engine) as connection:
             for who in find_by_label(connection, label):
@@ -447,7 +473,7 @@ class ClientLookup:
         record = self._record(key) if in_log else None
         if record is None:
             raise NotFound("nobody goes by that label here")
-        return self.named(ClientRef(record.client_kind, record.client))
+        return self.reveal(ClientRef(record.client_kind, record.client))
 
     def _of_hash(self, value: str) -> ClientRef:
         """Of what kind a hash is, by the log and the configuration; an API key's, if neither knows it."""
@@ -456,7 +482,7 @@ class ClientLookup:
             kind = next((kind for kind, key in zip(record.kinds, record.clients, strict=True) if key == value), None)
             if kind is not None and kind != LABEL:
                 return ClientRef(kind, value)
-        for who in self._grounds.current().entries:
+        for who in self._policies.current().entries:
             if self._clients is not None and who[0] != "api_key" and self._clients.written(*who) == value:
                 return ClientRef(*who)
         return ClientRef("api_key", value)
@@ -489,9 +515,20 @@ class ClientLookup:
             raise InvalidInput("this is no hash; write hmac: and 32 hexadecimal digits") from None
 
     def _checked_kind(self, kind: str) -> str:
-        if kind not in KINDS and kind not in (known := _kinds(self._grounds.current().base)):
+        if kind not in KINDS and kind not in (known := _kinds(self._policies.current().policy)):
             raise InvalidInput(f"a client is of one of the kinds {', '.join(known)}")
         return kind
+
+
+def label_keys(label: str | None) -> tuple[str, ...]:
+    """The keys under which the decision log records the clients with a label."""
+    return () if label is None else (label_key(label),)
+
+
+def require_network_role(actor: Actor, client: ClientRef, action: str) -> None:
+    """Raise NotAllowed if a network, which may be all clients, is changed by an actor who is not an operator."""
+    if is_network(client):
+        actor.require("operator", f"{action} of networks")
 
 
 def is_hash(value: str) -> bool:
@@ -519,7 +556,7 @@ def is_wide_network(who: ClientRef) -> bool:
     return network.version == 4 or network.prefixlen < CUSTOMER_PREFIX or holds_ipv4
 
 
-def opened_clients(secret: str | bytes | None) -> Pseudonymizer | None:
+def open_pseudonymizer(secret: str | bytes | None) -> Pseudonymizer | None:
     """What names clients by keyed hashes; None without a secret."""
     try:
         return Pseudonymizer(secret)

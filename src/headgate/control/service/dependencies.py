@@ -1,16 +1,17 @@
-"""What all work at the desk needs: the configuration, the counters, the log, the board, and a clock."""
+"""The dependencies that all topic services share."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate._fork import reinit_after_fork
 from headgate.clock import SystemClock
 from headgate.control.config.engine import read_transaction
-from headgate.control.service.client_lookup import ClientLookup, opened_clients
-from headgate.control.service.effective_policy import BasePolicyCache
-from headgate.control.service.errors import NotAllowed, NotFound, discreet
+from headgate.control.config.queries import find_row
+from headgate.control.service.client_lookup import ClientLookup, open_pseudonymizer
+from headgate.control.service.effective_policy import BasePolicyCache, effective_policy
+from headgate.control.service.errors import NotFound, discreet
 from headgate.control.service.log_reader import DecisionLogReader
 from headgate.errors import HeadgateError
 from headgate.telemetry.fleet.aggregator import FleetAggregator
@@ -23,102 +24,108 @@ if TYPE_CHECKING:
 
     from headgate.clock import Clock
     from headgate.control.anomalies.detector import AnomalyLog
+    from headgate.control.config.queries import LabelledRow
     from headgate.control.config.store import ConfigStore
     from headgate.control.service.client_lookup import ClientFacts
-    from headgate.control.service.effective_policy import BasePolicy, EffectivePolicy
-    from headgate.control.service.models import Actor, ClientRef, Role
+    from headgate.control.service.effective_policy import EffectivePolicy
+    from headgate.control.service.models import ClientRef
     from headgate.limiter import Limiter
     from headgate.local.block_list import LiveBlock
     from headgate.telemetry.fleet.status_store import StatusStore
 
-__all__ = ["LARGEST", "ServiceDependencies"]
+__all__ = ["MAX_ID", "ResolvedClient", "ServiceDependencies"]
 
-LARGEST: Final = 2**63 - 1
-"""What databases can number."""
+MAX_ID: Final = 2**63 - 1
+"""The largest integer that the databases store."""
+
+
+class ResolvedClient(NamedTuple):
+    """A client and the policy that applies to it."""
+
+    facts: ClientFacts
+    effective: EffectivePolicy
+
+    @property
+    def label(self) -> str | None:
+        """The client's own label, or that of the smallest network that contains it."""
+        labels = {(each.identity.kind, each.identity.value): each.label for each in self.effective.policy.clients}
+        found = (labels.get((kind, value)) for kind, values in self.facts.identities.items() for value in values)
+        return next((label for label in found if label), None)
 
 
 class ServiceDependencies:
-    """All of the desk but what can be asked of it."""
+    """Config store, counters, decision log, node status and client lookup, as the topic services use them."""
 
     def __init__(
         self,
         config: ConfigStore,
         *,
-        counters: Limiter | None = None,
-        log: str | None = None,
-        board: StatusStore | None = None,
-        secret: str | bytes | None = None,
-        clock: Clock | None = None,
-        steps: AnomalyLog | None = None,
+        counters: Limiter | None,
+        log: str | None,
+        status_store: StatusStore | None,
+        secret: str | bytes | None,
+        clock: Clock | None,
+        anomalies: AnomalyLog | None,
     ) -> None:
-        """`counters` is a limiter on the store that the gates count in, and `board` one beside it; `log` is the URL of
-        the decision log. What is not given is told among the troubles. `secret` is the gates' own, or HEADGATE_SECRET.
-        """
-        self._config = config
-        self._counters = counters
-        self._clock = clock or SystemClock()
-        self._grounds = BasePolicyCache(config.engine)
-        self._log = DecisionLogReader(log)
-        self._finder = ClientLookup(config, self._grounds, self._log, opened_clients(secret))
-        self._beats = None if board is None else FleetAggregator(board, clock=clock)
-        self._finder.status_label = self._status_label
-        self._steps = steps
-        self._writing = threading.Lock()
-        """What is checked against what holds is written before anybody else here writes."""
+        self.config = config
+        self.counters = counters
+        self.clock = clock or SystemClock()
+        self.policies = BasePolicyCache(config.engine)
+        self.log = DecisionLogReader(log)
+        self.fleet = None if status_store is None else FleetAggregator(status_store, clock=clock)
+        self.lookup = ClientLookup(
+            config, self.policies, self.log, open_pseudonymizer(secret), status_label=self._status_label
+        )
+        self.anomalies = anomalies
+        self.write_lock = threading.Lock()
+        """Held from the checks of a change to its write, so that no other change of this process comes between."""
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """Whoever held the lock is not in the child to release it."""
-        self._writing = threading.Lock()
+        """Replace the lock, whose owner may not exist in the child."""
+        self.write_lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._config!r})"
+    def now_us(self) -> int:
+        return self.clock.now_us()
 
-    def _now_us(self) -> int:
-        return self._clock.now_us()
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A read transaction on the config store."""
+        return read_transaction(self.config.engine)
 
-    def _ground(self) -> BasePolicy:
-        return self._grounds.current()
+    def resolve(self, client: ClientRef) -> ResolvedClient:
+        """The facts about a client in its canonical spelling, and its effective policy, as one consistent read."""
+        with self.reading() as connection:
+            base = self.policies.get(connection)
+            facts = self.lookup.facts(client, base.policy)
+            return ResolvedClient(facts, effective_policy(connection, base, facts.identities))
 
-    def _holding(self, who: ClientRef) -> tuple[ClientFacts, EffectivePolicy]:
-        """What is known of somebody, and what holds for it."""
-        known = self._finder.known(who, self._ground().base)
-        return known, self._grounds.holding(known.identities)
+    def find_row(self, connection: Connection, section: str, noun: str, id: int) -> LabelledRow:
+        """The current row with this id; raise NotFound if there is none."""
+        found = find_row(connection, section, id) if 0 <= id <= MAX_ID else None
+        if found is None:
+            raise NotFound(f"there is no {noun} {id}")
+        return found
 
-    def _live_blocks(self) -> tuple[Sequence[LiveBlock], str | None]:
-        """Whom nodes were told to keep out; and the trouble there was in asking."""
-        if self._counters is None:
-            return (), None
-        try:
-            return self._counters.blocked(), None
-        except HeadgateError as error:
-            return (), discreet("live blocks cannot be read", error)
-
-    def _status_label(self, key: str) -> str | None:
-        """The label by which nodes report a client now, by its hash; None for clients that they don't report."""
-        if self._beats is None:
-            return None
-        found = self._beats.gather()
-        labels = {each.key: each.label for each in found.near} | {each.key: each.label for each in found.top_denied}
-        return labels.get(key)
-
-    def _existing(self, version: int) -> int:
-        """NotFound for a version that is none."""
-        newest = self._config.version
+    def require_version(self, version: int) -> int:
+        """Return the version; raise NotFound if it does not exist."""
+        newest = self.config.version
         if not 0 <= version <= newest:
             raise NotFound(f"there is no version {version}; the newest is {newest}")
         return version
 
-    @staticmethod
-    def _possible(id: int, what: str) -> None:
-        """NotFound for what no row can be."""
-        if not 0 <= id <= LARGEST:
-            raise NotFound(f"there is no such {what}")
+    def live_blocks(self) -> tuple[Sequence[LiveBlock], str | None]:
+        """The blocks that are active on the nodes, and the error message if they could not be read."""
+        if self.counters is None:
+            return (), None
+        try:
+            return self.counters.blocked(), None
+        except HeadgateError as error:
+            return (), discreet("live blocks cannot be read", error)
 
-    @staticmethod
-    def _allow(actor: Actor, role: Role, what: str) -> None:
-        if not actor.may(role):
-            raise NotAllowed(what, role=actor.role, needed=role)
-
-    def _reading(self) -> AbstractContextManager[Connection]:
-        return read_transaction(self._config.engine)
+    def _status_label(self, key: str) -> str | None:
+        """The label under which nodes report the client with this hash; None if no node reports it."""
+        if self.fleet is None:
+            return None
+        found = self.fleet.gather()
+        labels = {each.key: each.label for each in found.near} | {each.key: each.label for each in found.top_denied}
+        return labels.get(key)

@@ -1,7 +1,7 @@
-"""What every client stands on: the policy document with its tiers and routes, read once for as long as it is the same.
+"""The base policy, which is the same for all clients, and the effective policy of one client.
 
-A hundred thousand overrides are no part of it. What holds for one client is put together from the ground and that
-client's own rows.
+The base policy is the policy document with the tiers and routes of the tables, and is cached. The tables may hold a
+hundred thousand overrides, so the effective policy of a client is composed from the base policy and that client's rows.
 """
 
 from __future__ import annotations
@@ -29,157 +29,167 @@ if TYPE_CHECKING:
     from headgate.control.config.rows import OverrideRow, PolicyDocument, RouteCost, StoredRow, TierLimit
     from headgate.policy.model import Block, Client, Override
 
-__all__ = ["BasePolicy", "BasePolicyCache", "EffectivePolicy", "changed", "ground_at", "held"]
+__all__ = [
+    "BasePolicy",
+    "BasePolicyCache",
+    "EffectivePolicy",
+    "base_policy_at",
+    "compose_effective",
+    "effective_policy",
+]
 
 EMPTY: Final = Policy()
 
 
 @dataclass(frozen=True, slots=True)
 class BasePolicy:
-    """A document with the tiers and the routes of the tables."""
+    """The policy document with the tiers and routes of the tables, without rows about single clients."""
 
-    frame: PolicyTemplate
-    base: Policy
-    """What it says without the rows of clients, overrides and blocks; nothing, if it cannot be read."""
+    template: PolicyTemplate
+    policy: Policy
+    """Empty if the document is invalid."""
     problems: tuple[str, ...]
-    """Why it cannot be read."""
+    """The reasons why the document is invalid."""
     document: StoredRow[PolicyDocument] | None
     tiers: tuple[StoredRow[TierLimit], ...]
     routes: tuple[StoredRow[RouteCost], ...]
     entries: Mapping[tuple[str, str], Mapping[str, list[Any]]]
-    """What the document itself says of clients: by identity, and by section of the policy."""
+    """The document's own entries about clients, by identity and section."""
 
     def entries_of(self, identities: Mapping[str, Collection[str]], section: str) -> Iterator[Any]:
-        """What the document says of whoever has one of these identities."""
+        """The document's entries about a client with any of these identities."""
         for kind, values in identities.items():
             for value in values:
                 yield from self.entries.get((kind, value), {}).get(section, ())
 
-    @property
-    def labelled(self) -> Iterator[Client]:
-        """The clients to whom the document gives a name."""
-        return (client for client in self.base.clients if client.label)
+    def label_of(self, client: tuple[str, str]) -> str | None:
+        """The label that the document gives a client."""
+        return next((each.label for each in self.entries_of({client[0]: (client[1],)}, "clients")), None)
+
+    def require_valid(self) -> BasePolicy:
+        """Return self; raise InvalidPolicy if the document is invalid."""
+        if self.problems:
+            raise InvalidPolicy(self.problems)
+        return self
+
+    def recompose(
+        self, *, tiers: Iterable[TierLimit] | None = None, routes: Iterable[RouteCost] | None = None
+    ) -> Policy:
+        """Compose the policy with other tiers or routes; raise InvalidPolicy if the result is invalid."""
+        return PolicyTemplate(
+            None if self.document is None else self.document.row,
+            [each.row for each in self.tiers] if tiers is None else tiers,
+            [each.row for each in self.routes] if routes is None else routes,
+        ).read({})
 
 
 class EffectivePolicy(NamedTuple):
-    """What holds for one client, and where each of it comes from."""
+    """The policy that applies to one client, with the source of each entry."""
 
-    ground: BasePolicy
+    base: BasePolicy
     version: int
     policy: Policy
-    """The document without what it says of others."""
+    """The base policy and the entries about this client."""
     snapshot: Snapshot
     rows: Mapping[str, Sequence[StoredRow[Any]]]
-    ids: Mapping[int, int]
-    """The ids of rows by what was made of them, which is known by its own id()."""
+    row_ids: Mapping[int, int]
+    """Row ids by the `id()` of the policy entry that was built from the row."""
 
-    def row_of(self, made: Override | Block | Client | None) -> int | None:
-        """The id of the row that something was made of; None if it stands in the document."""
-        return self.ids.get(id(made))
+    def row_of(self, entry: Override | Block | Client | None) -> int | None:
+        """The id of the row that an entry was built from; None for an entry of the document."""
+        return self.row_ids.get(id(entry))
 
-    def same_override(self, made: OverrideRow, *, but: int | None) -> int | None:
-        """The id of another row for the same client, limit and time."""
-        same = [each.id for each in self.rows["overrides"] if _of_what(each.row) == _of_what(made)]
-        return next((each for each in same if each != but), None)
+    def find_duplicate(self, override: OverrideRow, *, ignore: int | None) -> int | None:
+        """The id of another override with the same client, limit, class and validity."""
+        same = [each.id for each in self.rows["overrides"] if _override_key(each.row) == _override_key(override)]
+        return next((each for each in same if each != ignore), None)
 
 
-def _of_what(row: OverrideRow) -> tuple[Any, ...]:
+def _override_key(row: OverrideRow) -> tuple[Any, ...]:
     return row.kind, row.value, row.limit_name, row.route_class, row.valid_from_us, row.valid_until_us
 
 
 class BasePolicyCache:
-    """The newest ground, read again when it has changed."""
+    """Caches the newest base policy until the document, a tier or a route changes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._kept: tuple[BaseStamp, BasePolicy] | None = None
+        self._cached: tuple[BaseStamp, BasePolicy] | None = None
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """Whoever held the lock is not in the child to release it."""
+        """Replace the lock, whose owner may not exist in the child."""
         self._lock = threading.Lock()
 
-    def now(self, connection: Connection) -> BasePolicy:
-        """The newest."""
+    def get(self, connection: Connection) -> BasePolicy:
+        """The newest base policy."""
         mark = base_stamp(connection)
-        kept = self._kept
-        if kept is None or kept[0] != mark:
-            with self._lock:  # one reads it, the others wait for that: it may take a while
-                kept = self._kept
-                if kept is None or kept[0] != mark:
-                    kept = self._kept = mark, ground_at(connection, newest_version(connection))
-        return kept[1]
+        cached = self._cached
+        if cached is None or cached[0] != mark:
+            with self._lock:  # composing can be slow: one thread does it, the others wait
+                cached = self._cached
+                if cached is None or cached[0] != mark:
+                    cached = self._cached = mark, base_policy_at(connection, newest_version(connection))
+        return cached[1]
 
     def current(self) -> BasePolicy:
-        """The same, for who asks nothing else of the database."""
+        """The newest base policy, on a connection of its own."""
         with read_transaction(self._engine) as connection:
-            return self.now(connection)
-
-    def holding(self, identities: Mapping[str, Collection[str]]) -> EffectivePolicy:
-        """What holds now for whoever has these identities."""
-        with read_transaction(self._engine) as connection:
-            version = newest_version(connection)
-            ground = self.now(connection)
-            rows = rows_of_clients(connection, identities)
-        return held(ground, version, rows, identities)
+            return self.get(connection)
 
 
-def held(
-    ground: BasePolicy,
+def effective_policy(
+    connection: Connection, base: BasePolicy, identities: Mapping[str, Collection[str]]
+) -> EffectivePolicy:
+    """The policy that applies now to a client with these identities."""
+    return compose_effective(base, newest_version(connection), rows_of_clients(connection, identities), identities)
+
+
+def compose_effective(
+    base: BasePolicy,
     version: int,
     rows: Mapping[str, Sequence[StoredRow[Any]]],
     identities: Mapping[str, Collection[str]],
 ) -> EffectivePolicy:
-    """What holds with these rows."""
+    """Compose the effective policy of a client from the base policy and these rows."""
     plain = {section: [each.row for each in rows.get(section, ())] for section in LIST_SECTIONS}
-    made: Policy = EMPTY
-    if not ground.problems and any(plain.values()):
-        made = ground.frame.read(plain, alone=True)
-    ids: dict[int, int] = {}
+    own: Policy = EMPTY
+    if not base.problems and any(plain.values()):
+        own = base.template.read(plain, alone=True)
+    row_ids: dict[int, int] = {}
     for section in LIST_SECTIONS:
-        entries = getattr(made, section)
+        entries = getattr(own, section)
         if len(entries) == len(plain[section]):
-            ids |= {id(entry): each.id for entry, each in zip(entries, rows.get(section, ()), strict=True)}
-    own = {each.identity for each in made.clients}
+            row_ids |= {id(entry): each.id for entry, each in zip(entries, rows.get(section, ()), strict=True)}
+    assigned = {each.identity for each in own.clients}
     policy = replace(
-        ground.base,
+        base.policy,
         clients=(
-            *(each for each in ground.entries_of(identities, "clients") if each.identity not in own),
-            *made.clients,
+            *(each for each in base.entries_of(identities, "clients") if each.identity not in assigned),
+            *own.clients,
         ),
-        overrides=(*ground.entries_of(identities, "overrides"), *made.overrides),
-        blocked=(*ground.entries_of(identities, "blocked"), *made.blocked),
+        overrides=(*base.entries_of(identities, "overrides"), *own.overrides),
+        blocked=(*base.entries_of(identities, "blocked"), *own.blocked),
     )
-    return EffectivePolicy(ground, version, policy, Snapshot(policy), rows, ids)
+    return EffectivePolicy(base, version, policy, Snapshot(policy), rows, row_ids)
 
 
-def ground_at(connection: Connection, version: int, document: PolicyDocument | None = None) -> BasePolicy:
-    """The ground of a version, or with another document in place of its own."""
+def base_policy_at(connection: Connection, version: int, document: PolicyDocument | None = None) -> BasePolicy:
+    """The base policy at a version, optionally with another document in place of the stored one."""
     found = {section: list(rows_at(connection, section, version)) for section in BASE_SECTIONS}
-    own = next(iter(found["documents"]), None)
-    given = document if document is not None else None if own is None else own.row
-    frame = PolicyTemplate(given, [each.row for each in found["tiers"]], [each.row for each in found["routes"]])
-    base: Policy = EMPTY
+    stored = next(iter(found["documents"]), None)
+    given = document if document is not None else None if stored is None else stored.row
+    template = PolicyTemplate(given, [each.row for each in found["tiers"]], [each.row for each in found["routes"]])
+    policy: Policy = EMPTY
     problems: tuple[str, ...] = ("there is no policy yet",)
     if given is not None or found["tiers"] or found["routes"]:
         try:
-            base, problems = frame.read({}), ()
+            policy, problems = template.read({}), ()
         except InvalidPolicy as error:
             problems = error.problems
     entries: dict[tuple[str, str], dict[str, list[Any]]] = {}
     for section in LIST_SECTIONS:
-        for entry in getattr(base, section):
+        for entry in getattr(policy, section):
             entries.setdefault(tuple(entry.identity), {}).setdefault(section, []).append(entry)
-    return BasePolicy(frame, base, problems, own, tuple(found["tiers"]), tuple(found["routes"]), entries)
-
-
-def changed(
-    ground: BasePolicy, *, tiers: Iterable[TierLimit] | None = None, routes: Iterable[RouteCost] | None = None
-) -> Policy:
-    """What would hold with other tiers or routes; InvalidPolicy, if that could not be read."""
-    return PolicyTemplate(
-        None if ground.document is None else ground.document.row,
-        [each.row for each in ground.tiers] if tiers is None else tiers,
-        [each.row for each in ground.routes] if routes is None else routes,
-    ).read({})
+    return BasePolicy(template, policy, problems, stored, tuple(found["tiers"]), tuple(found["routes"]), entries)

@@ -3,7 +3,7 @@
 HeadgateError
 ├── NotAllowed                            the role is too low; `needed` is the one that may
 ├── NotFound                              there is no such client, override, block or version
-├── NeedsConfirmation                     it can be done, and is probably a mistake; `dangers` says why
+├── NeedsConfirmation                     it can be done, and is probably a mistake; `risks` says why
 └── LogUnavailable                        the decision log cannot be read now
 """
 
@@ -57,9 +57,9 @@ class NotFound(HeadgateError):
 class NeedsConfirmation(HeadgateError):
     """A change that is probably a mistake, and was not confirmed; nothing was done."""
 
-    def __init__(self, dangers: Iterable[Risk]) -> None:
-        self.dangers = tuple(dangers)
-        super().__init__("; ".join(danger.text for danger in self.dangers))
+    def __init__(self, risks: Iterable[Risk]) -> None:
+        self.risks = tuple(risks)
+        super().__init__("; ".join(risk.text for risk in self.risks))
 
 
 class LogUnavailable(HeadgateError):

@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.control.config import queries
-from headgate.control.config.rows import format_bucket, microseconds
+from headgate.control.config.rows import format_bucket as format_row_bucket
+from headgate.control.config.rows import microseconds
 from headgate.control.service.models import (
     BlockView,
     ClientRef,
@@ -14,7 +15,7 @@ from headgate.control.service.models import (
     OverrideView,
     Page,
 )
-from headgate.control.service.usage import bucket_of
+from headgate.control.service.usage import format_bucket
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = [
     "STATES",
     "block_view",
     "blocks",
-    "checked_page",
+    "check_page",
     "clients",
     "live_view",
     "override_view",
@@ -44,24 +45,24 @@ __all__ = [
 ]
 
 STATES: Final = ("all", "active", "future", "expired")
-MOST: Final = 200
+MAX_PAGE: Final = 200
 """On one page."""
-LONGEST_SEARCH: Final = 500
-LONGEST_CURSOR: Final = 4000
+MAX_SEARCH_LENGTH: Final = 500
+MAX_CURSOR_LENGTH: Final = 4000
 
 
-def checked_page(search: str, state: str, most: int) -> None:
+def check_page(search: str, state: str, most: int) -> None:
     """InvalidInput for what no page can be of."""
     if state not in STATES:
         raise InvalidInput(f"there is no such state; known are {', '.join(STATES)}")
-    if not 1 <= most <= MOST:
-        raise InvalidInput(f"a page has 1 to {MOST} lines, not {most}")
-    if len(search) > LONGEST_SEARCH or "\0" in search:
-        raise InvalidInput(f"search for at most {LONGEST_SEARCH} characters that can be printed")
+    if not 1 <= most <= MAX_PAGE:
+        raise InvalidInput(f"a page has 1 to {MAX_PAGE} lines, not {most}")
+    if len(search) > MAX_SEARCH_LENGTH or "\0" in search:
+        raise InvalidInput(f"search for at most {MAX_SEARCH_LENGTH} characters that can be printed")
 
 
 def overrides(
-    connection: Connection, ground: BasePolicy, *, now_us: int, most: int, after: str | None, **question: Any
+    connection: Connection, base: BasePolicy, *, now_us: int, most: int, after: str | None, **question: Any
 ) -> Page[OverrideView]:
     """The rows, the newest first; then those of the policy document."""
     place, last = ("config", after) if after is None or after.isdigit() else _cut(after)
@@ -69,14 +70,14 @@ def overrides(
     if place == "config":
         before = None if last is None else _number(last)
         found = queries.list_rows(connection, "overrides", now_us=now_us, most=most + 1, before=before, **question)
-        views = [(str(each.id), override_view(each, ground, now_us)) for each in found]
+        views = [(str(each.id), override_view(each, base, now_us)) for each in found]
         last = None
     if len(views) <= most:
         start = -1 if last is None else _number(last)
         views += [
             (f"policy:{index}", view)
-            for index, each in enumerate(ground.base.overrides)
-            if index > start and _is_asked_for(view := policy_override_view(each, ground, now_us), **question)
+            for index, each in enumerate(base.policy.overrides)
+            if index > start and _is_asked_for(view := policy_override_view(each, base, now_us), **question)
         ]
     return Page(tuple(view for _, view in views[:most]), views[most - 1][0] if len(views) > most else None)
 
@@ -92,7 +93,7 @@ def _is_asked_for(
 
 def blocks(
     connection: Connection,
-    ground: BasePolicy,
+    base: BasePolicy,
     live: Sequence[LiveBlock],
     *,
     now_us: int,
@@ -109,22 +110,22 @@ def blocks(
         before = None if last is None else _number(last)
         question: Any = {"search": search, "hashed": hashed, "state": state, "before": before}
         found = queries.list_rows(connection, "blocked", now_us=now_us, most=most + 1, **question)
-        views = [(f"config:{each.id}", block_view(each, ground, now_us)) for each in found]
+        views = [(f"config:{each.id}", block_view(each, base, now_us)) for each in found]
         place, last = "policy", None
     if len(views) <= most and place == "policy":
         start = -1 if last is None else _number(last)
         views += [
-            (f"policy:{index}", policy_block_view(each, ground, now_us))
-            for index, each in enumerate(ground.base.blocked)
+            (f"policy:{index}", policy_block_view(each, base, now_us))
+            for index, each in enumerate(base.policy.blocked)
             if index > start
         ]
         place, last = "live", None
     if len(views) <= most:
         seen = None if last is None else tuple(_pair(last))
-        alone = [each for each in _alone(connection, ground, live) if seen is None or each[:2] > seen]
+        alone = [each for each in _alone(connection, base, live) if seen is None or each[:2] > seen]
         labels = queries.labels_of(connection, [each[:2] for each in alone[: most + 1]])
         views += [
-            (f"live:{_spelled(each[:2])}", live_view(each, _label(ground, each[:2], labels.get(each[:2])), now_us))
+            (f"live:{_spelled(each[:2])}", live_view(each, _label(base, each[:2], labels.get(each[:2])), now_us))
             for each in alone
         ]
     fitting = [each for each in views if _fits(each[1], search, state, hashed)]
@@ -134,7 +135,7 @@ def blocks(
 
 def clients(
     connection: Connection,
-    ground: BasePolicy,
+    base: BasePolicy,
     *,
     search: str,
     hashed: str | None,
@@ -147,14 +148,14 @@ def clients(
     place, rest = ("names", None) if after is None else _cut(after)
     found: list[tuple[str, queries.ClientEntry]] = []
     if place == "names":
-        found = _with_names(connection, ground, after=_key(rest), most=most + 1, **asked)
+        found = _with_names(connection, base, after=_key(rest), most=most + 1, **asked)
         place, rest = "document", None
     if len(found) <= most and place == "document":
-        found += _of_document(connection, ground, start=-1 if rest is None else _number(rest), **asked)
+        found += _of_document(connection, base, start=-1 if rest is None else _number(rest), **asked)
         place, rest = "tables", None
     if len(found) <= most and place == "tables":
         last = None if rest is None else _pair(rest)
-        found += _of_tables(connection, ground, after=last, most=most + 1 - len(found), **asked)
+        found += _of_tables(connection, base, after=last, most=most + 1 - len(found), **asked)
     shown = [each for _, each in found[:most]]
     named = [(each.kind, each.value) for each in shown]
     counts = queries.count_overrides(connection, named)
@@ -163,13 +164,13 @@ def clients(
         for each in queries.rows_of_clients(connection, _by_kind(shown), ["blocked"])["blocked"]
         if state_of(each.row, now_us) == "active"
     }
-    blocked |= {(each.identity.kind, each.identity.value) for each in ground.base.blocked}
+    blocked |= {(each.identity.kind, each.identity.value) for each in base.policy.blocked}
     rows = [
         ClientRow(
             ClientRef(each.kind, each.value),
-            _label(ground, (each.kind, each.value), each.label),
-            each.tier or _tier(ground, (each.kind, each.value)),
-            counts.get((each.kind, each.value), 0) + len(_entries(ground, (each.kind, each.value), "overrides")),
+            _label(base, (each.kind, each.value), each.label),
+            each.tier or _tier(base, (each.kind, each.value)),
+            counts.get((each.kind, each.value), 0) + len(_entries(base, (each.kind, each.value), "overrides")),
             (each.kind, each.value) in blocked,
         )
         for each in shown
@@ -180,16 +181,16 @@ def clients(
 # ------------------------------------------------------------------ one line each
 
 
-def override_view(each: LabelledRow, ground: BasePolicy, now_us: int) -> OverrideView:
+def override_view(each: LabelledRow, base: BasePolicy, now_us: int) -> OverrideView:
     row: OverrideRow = each.row
     return OverrideView(
         id=each.id,
         since=each.since,
         who=ClientRef(row.kind, row.value),
-        label=_label(ground, (row.kind, row.value), each.label),
+        label=_label(base, (row.kind, row.value), each.label),
         limit=row.limit_name,
         route_class=row.route_class,
-        bucket=format_bucket(row),
+        bucket=format_row_bucket(row),
         valid_from_us=row.valid_from_us,
         valid_until_us=row.valid_until_us,
         reason=row.reason,
@@ -199,7 +200,7 @@ def override_view(each: LabelledRow, ground: BasePolicy, now_us: int) -> Overrid
     )
 
 
-def policy_override_view(override: Override, ground: BasePolicy, now_us: int) -> OverrideView:
+def policy_override_view(override: Override, base: BasePolicy, now_us: int) -> OverrideView:
     """An override of the policy document."""
     since, until = (
         None if each is None else microseconds(each) for each in (override.validity.since, override.validity.until)
@@ -209,10 +210,10 @@ def policy_override_view(override: Override, ground: BasePolicy, now_us: int) ->
         id=None,
         since=None,
         who=who,
-        label=_label(ground, who, None),
+        label=_label(base, who, None),
         limit=override.rule,
         route_class=override.route_class,
-        bucket=bucket_of(override.limit),
+        bucket=format_bucket(override.limit),
         valid_from_us=since,
         valid_until_us=until,
         reason=override.reason,
@@ -222,13 +223,13 @@ def policy_override_view(override: Override, ground: BasePolicy, now_us: int) ->
     )
 
 
-def block_view(each: LabelledRow, ground: BasePolicy, now_us: int) -> BlockView:
+def block_view(each: LabelledRow, base: BasePolicy, now_us: int) -> BlockView:
     row: BlockRow = each.row
     return BlockView(
         id=each.id,
         since=each.since,
         who=ClientRef(row.kind, row.value),
-        label=_label(ground, (row.kind, row.value), each.label),
+        label=_label(base, (row.kind, row.value), each.label),
         valid_from_us=row.valid_from_us,
         valid_until_us=row.valid_until_us,
         reason=row.reason,
@@ -238,13 +239,13 @@ def block_view(each: LabelledRow, ground: BasePolicy, now_us: int) -> BlockView:
     )
 
 
-def policy_block_view(block: Block, ground: BasePolicy, now_us: int) -> BlockView:
+def policy_block_view(block: Block, base: BasePolicy, now_us: int) -> BlockView:
     since, until = (
         None if each is None else microseconds(each) for each in (block.validity.since, block.validity.until)
     )
     state = _state(since, until, now_us)
     who = ClientRef(*block.identity)
-    return BlockView(None, None, who, _label(ground, who, None), since, until, block.reason, None, state, "policy")
+    return BlockView(None, None, who, _label(base, who, None), since, until, block.reason, None, state, "policy")
 
 
 def live_view(block: LiveBlock, label: str | None, now_us: int) -> BlockView:
@@ -267,13 +268,13 @@ def _state(since_us: int | None, until_us: int | None, now_us: int) -> State:
 # ------------------------------------------------------------------ within
 
 
-def _alone(connection: Connection, ground: BasePolicy, live: Sequence[LiveBlock]) -> list[LiveBlock]:
+def _alone(connection: Connection, base: BasePolicy, live: Sequence[LiveBlock]) -> list[LiveBlock]:
     """The live blocks that are neither a row nor a line of the document, in order."""
     by_kind: dict[str, list[str]] = {}
     for block in live:
         by_kind.setdefault(block.kind, []).append(block.value)
     rows = queries.rows_of_clients(connection, by_kind, ["blocked"])["blocked"]
-    taken = {(each.row.kind, each.row.value) for each in rows} | {tuple(each.identity) for each in ground.base.blocked}
+    taken = {(each.row.kind, each.row.value) for each in rows} | {tuple(each.identity) for each in base.policy.blocked}
     return sorted([block for block in live if block[:2] not in taken], key=lambda block: block[:2])
 
 
@@ -285,25 +286,25 @@ def _fits(view: BlockView, search: str, state: str, hashed: str | None) -> bool:
     return (is_found or (view.who.kind == "api_key" and view.who.value == hashed)) and state in ("all", view.state)
 
 
-def _entries(ground: BasePolicy, who: tuple[str, str], section: str) -> Sequence[Any]:
-    return ground.entries.get(who, {}).get(section, ())
+def _entries(base: BasePolicy, who: tuple[str, str], section: str) -> Sequence[Any]:
+    return base.entries.get(who, {}).get(section, ())
 
 
-def _label(ground: BasePolicy, who: tuple[str, str], given: str | None) -> str | None:
-    return given or next((each.label for each in _entries(ground, (who[0], who[1]), "clients")), None)
+def _label(base: BasePolicy, who: tuple[str, str], given: str | None) -> str | None:
+    return given or next((each.label for each in _entries(base, (who[0], who[1]), "clients")), None)
 
 
-def _tier(ground: BasePolicy, who: tuple[str, str]) -> str | None:
-    return next((each.tier for each in _entries(ground, who, "clients")), None)
+def _tier(base: BasePolicy, who: tuple[str, str]) -> str | None:
+    return next((each.tier for each in _entries(base, who, "clients")), None)
 
 
-def _in_document(ground: BasePolicy) -> list[queries.ClientEntry]:
-    return [queries.ClientEntry(*who, _label(ground, who, None), _tier(ground, who)) for who in ground.entries]
+def _in_document(base: BasePolicy) -> list[queries.ClientEntry]:
+    return [queries.ClientEntry(*who, _label(base, who, None), _tier(base, who)) for who in base.entries]
 
 
 def _with_names(
     connection: Connection,
-    ground: BasePolicy,
+    base: BasePolicy,
     *,
     search: str,
     hashed: str | None,
@@ -312,7 +313,7 @@ def _with_names(
 ) -> list[tuple[str, queries.ClientEntry]]:
     """Those to whom a row gives a name, and those to whom only the document does; each with its place."""
     found = queries.labelled_clients(connection, search=search, hashed=hashed, after=after, most=most)
-    labelled = [each for each in _in_document(ground) if each.label and _is_meant(each, search, hashed)]
+    labelled = [each for each in _in_document(base) if each.label and _is_meant(each, search, hashed)]
     rows = queries.rows_of_clients(connection, _by_kind(labelled), ["clients"])["clients"]
     in_rows = {(each.row.kind, each.row.value): each.row for each in rows}
     for each in labelled:
@@ -324,12 +325,12 @@ def _with_names(
 
 
 def _of_document(
-    connection: Connection, ground: BasePolicy, *, search: str, hashed: str | None, start: int
+    connection: Connection, base: BasePolicy, *, search: str, hashed: str | None, start: int
 ) -> list[tuple[str, queries.ClientEntry]]:
     """Those without a name of whom no row says anything."""
     found = [
         (f"document:{index}", each)
-        for index, each in enumerate(_in_document(ground))
+        for index, each in enumerate(_in_document(base))
         if index > start and not each.label and _is_meant(each, search, hashed)
     ]
     in_rows = queries.rows_of_clients(connection, _by_kind(each for _, each in found))
@@ -339,7 +340,7 @@ def _of_document(
 
 def _of_tables(
     connection: Connection,
-    ground: BasePolicy,
+    base: BasePolicy,
     *,
     search: str,
     hashed: str | None,
@@ -349,14 +350,14 @@ def _of_tables(
     """Those without a name of whom a row says something."""
     found: list[tuple[str, queries.ClientEntry]] = []
     while len(found) < most:
-        some = queries.unlabelled_clients(connection, search=search, hashed=hashed, after=after, most=MOST)
+        some = queries.unlabelled_clients(connection, search=search, hashed=hashed, after=after, most=MAX_PAGE)
         named = [(each.kind, each.value) for each in some]
         found += [
             (f"tables:{_spelled(who)}", each)
             for who, each in zip(named, some, strict=True)
-            if _label(ground, who, None) is None  # else it has stood among the names
+            if _label(base, who, None) is None  # else it has stood among the names
         ]
-        if len(some) < MOST:
+        if len(some) < MAX_PAGE:
             break
         after = named[-1]
     return found[:most]
@@ -380,7 +381,7 @@ def _place(after: str | None) -> tuple[str, str | None]:
 
 
 def _cut(cursor: str) -> tuple[str, str | None]:
-    place, _, rest = cursor[:LONGEST_CURSOR].partition(":")
+    place, _, rest = cursor[:MAX_CURSOR_LENGTH].partition(":")
     if place not in ("config", "policy", "live", "names", "document", "tables") or not rest:
         raise _no_cursor()
     return place, rest

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
+from headgate.control.service.errors import NotAllowed
 from headgate.telemetry.fleet.model import ClientCount, HotKey, MinuteTotals, NearLimit, Series
 from headgate.telemetry.fleet.model import NodeStatus as NodeView
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+    from datetime import datetime
+
     from headgate.control.anomalies.detector import Anomaly
     from headgate.control.config.history import Difference, Version
     from headgate.control.service.errors import Risk
@@ -20,6 +24,7 @@ __all__ = [
     "AuditEntry",
     "BlockView",
     "Change",
+    "ChangeContext",
     "ClientCount",
     "ClientRef",
     "ClientRow",
@@ -29,6 +34,7 @@ __all__ = [
     "MinuteTotals",
     "NearLimit",
     "NodeView",
+    "OverrideSpec",
     "OverrideView",
     "Overview",
     "Page",
@@ -40,7 +46,7 @@ __all__ = [
     "Series",
     "Slot",
     "State",
-    "TierLimit",
+    "TierLimitView",
     "TierView",
     "Timeline",
     "View",
@@ -56,25 +62,59 @@ Item = TypeVar("Item")
 
 
 class Actor(NamedTuple):
-    """Who does something."""
+    """The author of a change, and the role that decides what they may do."""
 
     name: str
-    """What versions are signed with."""
     role: Role
 
     def may(self, role: Role) -> bool:
-        """Whether this one may do what somebody of that role may."""
+        """True if the actor's role includes this one."""
         return ROLES.index(self.role) >= ROLES.index(role)
+
+    def require(self, role: Role, action: str) -> None:
+        """Raise NotAllowed if the actor's role does not include this one: `require("operator", "roll back")`."""
+        if not self.may(role):
+            raise NotAllowed(action, role=self.role, needed=role)
 
 
 class ClientRef(NamedTuple):
-    """A client, by one of its identities: Who("tenant", "acme"). An API key is named by its keyed hash."""
+    """A client by one of its identities: ClientRef("tenant", "acme"). An API key is identified by its keyed hash."""
 
     kind: str
     value: str
 
     def __str__(self) -> str:
         return f"{self.kind} {self.value}"
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that are stored as they are: the value, unless it is an API key, which is hashed."""
+        return () if self.kind == "api_key" else (str(self.value),)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeContext:
+    """The part that all changes have in common."""
+
+    actor: Actor
+    reason: str
+    confirmed: Collection[str] = ()
+    """The codes of the risks that the actor has confirmed."""
+    based_on: int | None = None
+    """The version that the actor has seen; the change fails with Conflict if its target changed since. None skips the
+    check."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverrideSpec:
+    """A custom limit: the rate of an override, the limit or route class that it replaces, and its validity."""
+
+    bucket: str
+    """The rate in the syntax of policies: "1000/minute, burst 200"."""
+    limit: str | None = None
+    route_class: str | None = None
+    valid_from: datetime | None = None
+    valid_until: datetime | None = None
 
 
 class View:
@@ -276,18 +316,18 @@ class RollbackPreview(View):
     differences: tuple[Difference, ...]
     undone: tuple[Version, ...]
     """The versions since then, the newest first; at most 50."""
-    dangers: tuple[Risk, ...]
+    risks: tuple[Risk, ...]
     live: tuple[BlockView, ...]
     """Live blocks outside the configuration, which a rollback keeps."""
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The codes that confirm the dangers."""
-        return tuple(dict.fromkeys(danger.code for danger in self.dangers))
+        """The codes that confirm the risks."""
+        return tuple(dict.fromkeys(risk.code for risk in self.risks))
 
 
 @dataclass(frozen=True, slots=True)
-class TierLimit(View):
+class TierLimitView(View):
     """The numbers of a tier on one limit."""
 
     limit: str
@@ -303,7 +343,7 @@ class TierView(View):
 
     name: str
     is_default: bool
-    limits: tuple[TierLimit, ...]
+    limits: tuple[TierLimitView, ...]
     clients: int
     """How many are assigned to it."""
 

@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from headgate.policy.routes import Template
     from headgate.policy.snapshot import CompiledRule, RoutePlan, Who
 
-__all__ = ["ApplicableLimit", "CounterReading", "bucket_of", "faced", "rounds", "said_by", "standings", "uses"]
+__all__ = [
+    "ApplicableLimit",
+    "CounterReading",
+    "applicable_limits",
+    "format_bucket",
+    "key_batches",
+    "limit_usages",
+    "read_counters",
+    "request_identities",
+]
 
 BUDGET: Final = 0.5
 """Seconds for all that is asked of the counters."""
@@ -52,7 +61,7 @@ class ApplicableLimit:
     key: Key
     origin: Override | str | None
     """Why these numbers: the client's override, its tier, or None for those of everybody."""
-    lacks: tuple[str, ...]
+    missing: tuple[str, ...]
     """The identities that it also counts by, and that are not known of the client."""
     own: bool
     """Whether it counts this client, and nobody else."""
@@ -68,19 +77,19 @@ class CounterReading(NamedTuple):
     unknown: str | None = None
 
 
-def faced(
-    holding: EffectivePolicy, known: Mapping[str, str], *, kind: str, now_us: int
+def applicable_limits(
+    effective: EffectivePolicy, known: Mapping[str, str], *, kind: str, now_us: int
 ) -> tuple[str | None, list[ApplicableLimit]]:
     """The tier of a client, and all limits that its requests may meet, by what is known of it."""
-    snapshot, policy = holding.snapshot, holding.policy
-    who = said_by(known)
+    snapshot, policy = effective.snapshot, effective.policy
+    who = request_identities(known)
     found: dict[tuple[str, Key], ApplicableLimit] = {}
     tier: str | None = None
-    for plan in _plans(holding):
+    for plan in _plans(effective):
         resolution = snapshot.resolve(plan, who, now_us)
         tier = resolution.tier
         for rule in (*plan.rules, *plan.shadows):
-            if (each := _faced(rule, plan, known, kind, resolution)) is not None:
+            if (each := _applicable_limit(rule, plan, known, kind, resolution)) is not None:
                 at = found.setdefault((rule.rule.name, each.key), each)
                 at.routes |= dict.fromkeys(_places(rule.rule, plan))
     if not policy.rules:
@@ -89,13 +98,13 @@ def faced(
     return tier, sorted(found.values(), key=lambda each: order[each.rule.name])
 
 
-def said_by(known: Mapping[str, str]) -> dict[str, str]:
+def request_identities(known: Mapping[str, str]) -> dict[str, str]:
     """What requests of a client say of themselves, as far as is known: each has an address."""
     return {"address": "", "ip": SOMEBODY, **known}
 
 
-def standings(
-    holding: EffectivePolicy, met: Sequence[ApplicableLimit], used: Mapping[Key, CounterReading]
+def limit_usages(
+    effective: EffectivePolicy, met: Sequence[ApplicableLimit], used: Mapping[Key, CounterReading]
 ) -> Iterator[LimitUsage]:
     """The same for people, with what the counters said."""
     several = {each.rule.name for each in met if sum(other.rule is each.rule for other in met) > 1}
@@ -110,10 +119,10 @@ def standings(
         yield LimitUsage(
             limit=each.rule.name,
             by="+".join(each.rule.by) or "global",
-            bucket=bucket_of(limit),
+            bucket=format_bucket(limit),
             algorithm=limit.algorithm,
             from_="override" if override is not None else "tier" if isinstance(origin, str) else "policy",
-            override_id=holding.row_of(override),
+            override_id=effective.row_of(override),
             valid_until_us=None if until is None else microseconds(until),
             reason=None if override is None else override.reason,
             routes=(f"{methods}{EVERYWHERE}",) if anywhere else tuple(each.routes),
@@ -129,9 +138,11 @@ def standings(
         )
 
 
-def uses(counters: Limiter | None, met: Iterable[ApplicableLimit]) -> tuple[dict[Key, CounterReading], str | None]:
+def read_counters(
+    counters: Limiter | None, met: Iterable[ApplicableLimit]
+) -> tuple[dict[Key, CounterReading], str | None]:
     """What the counters say of these limits, within a budget; and the trouble there was in asking."""
-    keys = [each.key for each in met if not each.lacks][:MOST_SHOWN]
+    keys = [each.key for each in met if not each.missing][:MOST_SHOWN]
     if counters is None:
         why = "the admin server was given no counters"
         return {
@@ -139,7 +150,7 @@ def uses(counters: Limiter | None, met: Iterable[ApplicableLimit]) -> tuple[dict
         }, f"{why}, so that it cannot tell what is used" if keys else None
     found: dict[Key, CounterReading] = {}
     ends = time.monotonic() + BUDGET
-    for some in rounds(keys):
+    for some in key_batches(keys):
         if time.monotonic() > ends:
             return found | _left(keys, found, "the counters took too long"), "the counters take too long to answer"
         try:
@@ -151,7 +162,7 @@ def uses(counters: Limiter | None, met: Iterable[ApplicableLimit]) -> tuple[dict
     return found, None
 
 
-def bucket_of(limit: Limit) -> str:
+def format_bucket(limit: Limit) -> str:
     """Its numbers in the words of policies; the algorithm is told apart."""
     burst = f", burst {limit.burst}" if limit.burst != limit.quota else ""
     return f"{limit.quota}/{spell(limit.period)}{burst}"
@@ -160,9 +171,9 @@ def bucket_of(limit: Limit) -> str:
 # ------------------------------------------------------------------ where
 
 
-def _plans(holding: EffectivePolicy) -> Iterator[RoutePlan]:
+def _plans(effective: EffectivePolicy) -> Iterator[RoutePlan]:
     """What there is for requests to meet: each route that the policy names, and any other path."""
-    policy, snapshot = holding.policy, holding.snapshot
+    policy, snapshot = effective.policy, effective.snapshot
     templates = dict.fromkeys(
         [*(route.template for route in policy.routes), *(each for rule in policy.rules for each in rule.templates)]
     )
@@ -194,14 +205,16 @@ def _places(rule: Rule, plan: RoutePlan) -> list[str]:
 # ------------------------------------------------------------------ who
 
 
-def _faced(rule: CompiledRule, plan: RoutePlan, known: Who, kind: str, met: Resolution) -> ApplicableLimit | None:
+def _applicable_limit(
+    rule: CompiledRule, plan: RoutePlan, known: Who, kind: str, met: Resolution
+) -> ApplicableLimit | None:
     by = rule.rule.by
     counted_as = next((each for each in CLIENT_KINDS if known.get(each)), None)
-    lacks = tuple(
+    missing = tuple(
         each for each in by if each != "endpoint" and not (counted_as if each == "client" else known.get(each))
     )
     # With somebody in place of whom we don't know, the rule says what numbers there are for each of them.
-    who = {**said_by(known), **{each: SOMEBODY for each in lacks if each != "client"}}
+    who = {**request_identities(known), **{each: SOMEBODY for each in missing if each != "client"}}
     key = rule.key(who, met.tier, met.now_us)
     if key is None:
         return None
@@ -209,20 +222,20 @@ def _faced(rule: CompiledRule, plan: RoutePlan, known: Who, kind: str, met: Reso
     kinds = {counted_as if each == "client" else each for each in by}
     can_override = kind in by or ("client" in by and kind in CLIENT_KINDS)
     return ApplicableLimit(
-        rule.rule, key, found.origin, lacks, own=kind in kinds and not lacks, can_override=can_override
+        rule.rule, key, found.origin, missing, own=kind in kinds and not missing, can_override=can_override
     )
 
 
 def _unknown(each: ApplicableLimit) -> str:
     names = {"ip": "IP", "api_key": "API key"}
-    kinds = " and ".join(names.get(kind, kind.replace("_", " ")) for kind in each.lacks)
-    return f"counted per {kinds}" if each.lacks else "not asked"
+    kinds = " and ".join(names.get(kind, kind.replace("_", " ")) for kind in each.missing)
+    return f"counted per {kinds}" if each.missing else "not asked"
 
 
 # ------------------------------------------------------------------ how much
 
 
-def rounds(keys: Sequence[Key]) -> Iterator[list[Key]]:
+def key_batches(keys: Sequence[Key]) -> Iterator[list[Key]]:
     """The keys in pieces. Two that are one counter under different numbers cannot be asked about at once."""
     left = list(dict.fromkeys(keys))
     while left:

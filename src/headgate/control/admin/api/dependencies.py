@@ -12,13 +12,13 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from headgate.control.admin.api.schemas import Reason
+from headgate.control.admin.api.schemas import AttributedBody, ClientFilter, Reason, RemovalBody, WhoBody
 from headgate.control.admin.idempotency import IdempotencyStore, RecordedResponse, fingerprint
 from headgate.control.admin.middleware import BODY, FAILED_TOKENS
 from headgate.control.admin.problems import ProblemDetails, RequestRejected, too_many_failures
 from headgate.control.admin.tokens import Token, Tokens
-from headgate.control.service.errors import NotAllowed, NotFound
-from headgate.control.service.models import Actor, Change, ClientRef, Role
+from headgate.control.service.errors import NotFound
+from headgate.control.service.models import Actor, Change, ChangeContext, ClientRef
 from headgate.control.service.redaction import may_be_key
 from headgate.errors import InvalidInput
 
@@ -30,12 +30,11 @@ __all__ = [
     "Asking",
     "Caller",
     "ChangeRequest",
+    "HeaderReason",
     "Parts",
-    "Said",
     "Write",
     "WriteAnswer",
     "answer",
-    "meant",
 ]
 
 REASON_FIELD: Final = "Headgate-Reason"
@@ -47,7 +46,7 @@ LARGEST: Final = 2**53 - 1
 class Parts(NamedTuple):
     """What endpoints are made of; `app.state.parts` holds it."""
 
-    desk: "AdminService"
+    service: "AdminService"
     tokens: Tokens
     replays: IdempotencyStore
 
@@ -67,12 +66,18 @@ class Caller(NamedTuple):
         return self.token.actor
 
     @property
-    def desk(self) -> "AdminService":
-        return self.parts.desk
+    def service(self) -> "AdminService":
+        return self.parts.service
 
-    def must_be(self, role: Role, what: str) -> None:
-        if not self.actor.may(role):
-            raise NotAllowed(what, role=self.actor.role, needed=role)
+    def client(self, given: WhoBody | ClientFilter) -> ClientRef:
+        """The client that a request names, in its canonical spelling. NotFound for a kind that no limit counts by.
+        InvalidInput for a known API key given as another kind, which would be stored and shown as it is."""
+        kind, value = given.ref()
+        if kind != "api_key" and may_be_key(value):
+            with suppress(NotFound):
+                if self.service.clients.find(value).kind == "api_key":
+                    raise InvalidInput("who: this is an API key; give it with the kind api_key")
+        return self.service.clients.find(f"{kind}={value}")
 
 
 _reason: Final[TypeAdapter[str]] = TypeAdapter(Reason)
@@ -136,30 +141,38 @@ class ChangeRequest:
         self._request = request
         self._caller = caller
         self._key = idempotency_key
-        self.desk = caller.desk
+        self.service = caller.service
         self.tokens = caller.parts.tokens
         self.actor = caller.actor
         self.based_on = _version(if_match)
         """The version that was looked at; None for whatever holds now."""
 
-    def must_be(self, role: Role, what: str) -> None:
-        self._caller.must_be(role, what)
+    def context(self, given: AttributedBody | RemovalBody, header_reason: str | None = None) -> ChangeContext:
+        """The attribution, confirmed risks and base version of the change."""
+        reason = given.reason if header_reason is None else header_reason
+        if reason is None:
+            told = f"reason: say it in the header field {REASON_FIELD}, or in the query"
+            raise RequestRejected(ProblemDetails("invalid", told, {"problems": [told]}))
+        return ChangeContext(self.actor, reason, confirmed=tuple(given.confirm), based_on=self.based_on)
 
-    def must_be_based(self) -> None:
-        """For what is too large to be written over unseen."""
+    def client(self, given: WhoBody | ClientFilter) -> ClientRef:
+        return self._caller.client(given)
+
+    def require_if_match(self) -> None:
+        """Reject a request without If-Match, for content too large to overwrite without having read it."""
         if self.based_on is None:
             detail = (
                 "Send If-Match with the ETag of GET /api/v1/policy, so that nobody's change is written over unseen."
             )
             raise RequestRejected(ProblemDetails("if-match-needed", detail))
 
-    def done(self, work: Callable[[], Change]) -> Response:
+    def run(self, work: Callable[[], Change]) -> Response:
         """Carry it out, and answer."""
 
         def changed() -> RecordedResponse:
             change = work()
             made = change.version
-            told = {**change.as_dict(), "what": self.desk.with_names(change.what)}
+            told = {**change.as_dict(), "what": self.service.clients.insert_names(change.what)}
             body = {**told, "ids": [] if made is None else list(made.ids)}
             return RecordedResponse(200, json.dumps(body), None if made is None else made.number)
 
@@ -216,18 +229,8 @@ def _said(
         raise RequestRejected(ProblemDetails("invalid", told, {"problems": [told]})) from None
 
 
-Said = Annotated[str | None, Depends(_said)]
+HeaderReason = Annotated[str | None, Depends(_said)]
 """The reason of a write that has no body, out of a header field: proxies keep addresses in their logs."""
-
-
-def meant(desk: "AdminService", who: ClientRef) -> ClientRef:
-    """A client in its one spelling; NotFound for a kind that nobody is counted by, which is not repeated. An API key
-    that is known, and was given as something else, is refused: it would come back as it is."""
-    if who.kind != "api_key" and may_be_key(who.value):
-        with suppress(NotFound):
-            if desk.find(who.value).kind == "api_key":
-                raise InvalidInput("who: this is an API key; say so by its kind, api_key")
-    return desk.find(f"{who.kind}={who.value}")
 
 
 def answer(value: Any, version: int | None = None) -> JSONResponse:

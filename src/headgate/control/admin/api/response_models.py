@@ -1,4 +1,4 @@
-"""What answers look like, for OpenAPI: made from the desk's own views, so that the description cannot lag behind."""
+"""What answers look like, for OpenAPI: made from the service's own views, so that the description cannot lag behind."""
 
 import types
 from dataclasses import is_dataclass

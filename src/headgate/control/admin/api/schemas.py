@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from headgate.control.service.models import ClientRef, Role
+from headgate.control.service.models import ClientRef, OverrideSpec, Role
 from headgate.control.service.redaction import looks_secret
 from headgate.errors import InvalidInput
 from headgate.policy import scalars
@@ -131,7 +131,7 @@ class WhoBody(Body):
                 raise ValueError("the value looks like an API key; say so: kind api_key")
         return self
 
-    def who(self) -> ClientRef:
+    def ref(self) -> ClientRef:
         return ClientRef(self.kind, self.value)
 
 
@@ -170,6 +170,9 @@ class ChangeBody(AttributedBody):
     route_class: Annotated[Name | None, Field(alias="class")] = None
     valid_from: Instant | None = None
     valid_until: Instant | None = None
+
+    def spec(self) -> OverrideSpec:
+        return OverrideSpec(self.bucket, self.limit, self.route_class, self.valid_from, self.valid_until)
 
 
 class OverrideBody(ChangeBody):
@@ -223,7 +226,7 @@ class ClientFilter(Query):
             raise ValueError("an API key must not stand in a URL; send it to POST /api/v1/find, which tells its hash")
         return self
 
-    def who(self) -> ClientRef:
+    def ref(self) -> ClientRef:
         return ClientRef(self.kind, self.value)
 
 
@@ -282,8 +285,8 @@ class OfClient(Query):
             raise ValueError("kind and value belong together; give both, or neither")
         return self
 
-    def who(self) -> ClientRef | None:
-        return None if self.kind is None or self.value is None else ClientRef(self.kind, self.value)
+    def client_filter(self) -> ClientFilter | None:
+        return None if self.kind is None or self.value is None else ClientFilter(kind=self.kind, value=self.value)
 
 
 class OverridesQuery(BlocksQuery, OfClient):

@@ -51,7 +51,7 @@ class MadeModel(TokenModel):
 @router.get("/tokens", response_model=None, responses={200: {"model": listed(TokenModel)}})
 def tokens(caller: Asking) -> JSONResponse:
     """All tokens, the newest first; not the tokens themselves, which nobody knows but who has them."""
-    caller.must_be("admin", "see the tokens")
+    caller.actor.require("admin", "see the tokens")
     now_us = caller.parts.tokens.clock.now_us()
     return answer({"items": [_shown(each, now_us) for each in caller.parts.tokens.list()], "next": None})
 
@@ -59,12 +59,12 @@ def tokens(caller: Asking) -> JSONResponse:
 @router.post("/tokens", response_model=None, responses={**_WRITES, 200: {"model": MadeModel, "headers": REPEATABLE}})
 def make_token(write: Write, body: schemas.TokenBody) -> Response:
     """Make a token for a person or a program. It is in this answer, and nowhere else."""
-    write.must_be("admin", "make tokens")
+    write.actor.require("admin", "make tokens")
 
     def made() -> RecordedResponse:
-        write.desk.refuse_keys(body.name)
+        write.service.refuse_keys(body.name)
         token, text = write.tokens.make(body.name, body.role, by=write.actor.name, days=body.days)
-        write.desk.note(write.actor, "made token", f"{token.name} ({token.role}, {token.id})")
+        write.service.audit.record(write.actor, "made token", f"{token.name} ({token.role}, {token.id})")
         return RecordedResponse(200, json.dumps({**_shown(token, token.made_us), "token": text}))
 
     def without_token(answered: RecordedResponse) -> RecordedResponse:
@@ -80,11 +80,11 @@ def make_token(write: Write, body: schemas.TokenBody) -> Response:
 )
 def revoke_token(write: Write, id: Annotated[str, Path(), StringConstraints(pattern=r"^[0-9a-z]{1,20}$")]) -> Response:
     """End a token, and all sessions that began with it, at once."""
-    write.must_be("admin", "revoke tokens")
+    write.actor.require("admin", "revoke tokens")
 
     def revoked() -> RecordedResponse:
         token = write.tokens.revoke(id, by=write.actor.name)
-        write.desk.note(write.actor, "revoked token", f"{token.name} ({token.role}, {token.id})")
+        write.service.audit.record(write.actor, "revoked token", f"{token.name} ({token.role}, {token.id})")
         told: dict[str, Any] = {"version": None, "notes": [], "what": f"revoked token {token.name}", "ids": []}
         return RecordedResponse(200, json.dumps(told))
 

@@ -57,7 +57,7 @@ WRITES: Final[dict[str, Handler]] = {
 
 
 def router(frame: PageRenderer) -> APIRouter:
-    """All pages of a desk. They are plain functions, which the server runs in threads."""
+    """All pages of a service. They are plain functions, which the server runs in threads."""
     found = APIRouter()
     for path, handler in READS.items():
         found.add_route(path, frame.endpoint(handler), methods=["GET"], include_in_schema=False)

@@ -31,7 +31,7 @@ def audit(visit: Visit) -> Response:
     if (elsewhere := readdressed(visit)) is not None:
         return elsewhere
     search, author, before = (visit.query.get(name, "") for name in ("search", "author", "before"))
-    found = visit.desk.audit(before=before or None, author=author or None, search=search)
+    found = visit.service.audit.list(before=before or None, author=author or None, search=search)
     return visit.page("audit.html", here="/audit", found=found, search=search, author=author, after=before)
 
 
@@ -53,7 +53,7 @@ def make_token(visit: Visit) -> Response:
         made = visit.frame.tokens.make(name, role, by=visit.actor.name, days=int(days[:6]))  # type: ignore[arg-type] # checked there
     except InvalidInput as error:
         return _tokens(visit, entered._replace(problems=(f"{error}",)))
-    visit.desk.note(visit.actor, "made token", f"{made.token.name} ({made.token.role}, {made.token.id})")
+    visit.service.audit.record(visit.actor, "made token", f"{made.token.name} ({made.token.role}, {made.token.id})")
     return _tokens(visit, made=made)
 
 
@@ -66,7 +66,7 @@ def revoke_token(visit: Visit) -> Response:
     if found is not None and "sure" not in visit.form:
         return visit.page("revoke.html", here="/tokens", token=found, is_mine=found.id == visit.session.token.id)
     token = visit.frame.tokens.revoke(visit.request.path_params["id"], by=visit.actor.name)
-    visit.desk.note(visit.actor, "revoked token", f"{token.name} ({token.role}, {token.id})")
+    visit.service.audit.record(visit.actor, "revoked token", f"{token.name} ({token.role}, {token.id})")
     return visit.go("/tokens", f"Token of {token.name} revoked. All of its sessions have ended.")
 
 

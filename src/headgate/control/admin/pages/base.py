@@ -102,8 +102,8 @@ class Visit(NamedTuple):
         return self.session.actor
 
     @property
-    def desk(self) -> AdminService:
-        return self.frame.desk
+    def service(self) -> AdminService:
+        return self.frame.service
 
     @property
     def query(self) -> Form:
@@ -121,7 +121,7 @@ class Visit(NamedTuple):
     def name_of(self, who: ClientRef) -> str:
         """The name of a client for people; a client that can't be read goes by its kind."""
         try:
-            return self.desk.name_of(who)
+            return self.service.clients.name_of(who)
         except HeadgateError:
             return f"this {who.kind}"
 
@@ -145,8 +145,8 @@ Endpoint: TypeAlias = Callable[..., Response]
 class PageRenderer:
     """Makes endpoints out of what a page does for somebody who has signed in."""
 
-    def __init__(self, desk: AdminService, sessions: Sessions, tokens: Tokens, *, secure: bool = False) -> None:
-        self.desk = desk
+    def __init__(self, service: AdminService, sessions: Sessions, tokens: Tokens, *, secure: bool = False) -> None:
+        self.service = service
         self.sessions = sessions
         self.tokens = tokens
         self.cookie: Final[dict[str, Any]] = {"secure": secure, "httponly": True, "samesite": "strict"}
@@ -260,13 +260,13 @@ class PageRenderer:
 
     def _label_of(self, kind: str, value: str) -> str | None:
         try:
-            return self.desk.label_of(ClientRef(kind, value))
+            return self.service.clients.label_of(ClientRef(kind, value))
         except HeadgateError:
             return None
 
     def _version(self) -> int | None:
         try:
-            return self.desk.version
+            return self.service.version
         except HeadgateError:
             return None  # the page itself says what is away
 

@@ -11,9 +11,19 @@ from starlette.responses import RedirectResponse
 
 from headgate.control.admin.pages import charts, filters
 from headgate.control.admin.pages.charts import Band
-from headgate.control.admin.pages.forms import Entered, attempt, bucket, given, reason, sentence, until, until_text
+from headgate.control.admin.pages.forms import (
+    Entered,
+    attempt,
+    bucket,
+    change_context,
+    reason,
+    sentence,
+    until,
+    until_text,
+)
 from headgate.control.admin.pages.overrides import client_of, readdressed
 from headgate.control.admin.problems import of_error
+from headgate.control.service import ChangeContext, OverrideSpec
 from headgate.control.service.redaction import SHORTEST_HIDDEN, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.human_time import span
@@ -66,10 +76,10 @@ class WhyForm(NamedTuple):
 def find(visit: Visit) -> Response:
     """From whatever was typed to the page of that client. It came in a form's body, as it may be an API key."""
     typed = visit.form.get("client", "")
-    found = visit.desk.matches(typed)
+    found = visit.service.clients.matches(typed)
     if len(found) == 1:
         return RedirectResponse(filters.client_url(*found[0].who), 303)
-    others = [] if found else visit.desk.candidates(typed)
+    others = [] if found else visit.service.clients.candidates(typed)
     is_key = any(each.who.kind == "api_key" for each in others) and (
         looks_secret(typed) or may_be_key(typed, shortest=SHORTEST_HIDDEN)
     )
@@ -89,7 +99,7 @@ def clients(visit: Visit) -> Response:
     if (elsewhere := readdressed(visit)) is not None:
         return elsewhere
     search, after = visit.query.get("search", ""), visit.query.get("after") or None
-    found = visit.desk.clients(search=search, after=after)
+    found = visit.service.clients.list(search=search, after=after)
     return visit.page("clients.html", here="/clients", found=found, search=search, after=after)
 
 
@@ -118,8 +128,8 @@ def override(visit: Visit) -> Response:
             visit,
             who,
             limit,
-            visit.desk.add_override(
-                visit.actor, who, bucket(visit), limit=limit, valid_until=until(visit), **given(visit)
+            visit.service.overrides.add(
+                change_context(visit), who, OverrideSpec(bucket(visit), limit=limit, valid_until=until(visit))
             ),
         ),
         question=f"Allow {_called(visit, who)} {numbers} on {limit}{until_text(visit)}?",
@@ -135,7 +145,7 @@ def block(visit: Visit) -> Response:
     return attempt(
         visit,
         "block",
-        lambda: visit.desk.block(visit.actor, who, valid_until=until(visit), **given(visit)),
+        lambda: visit.service.blocks.add(change_context(visit), who, valid_until=until(visit)),
         question=f"Block {_called(visit, who)}{until_text(visit)}?",
         said=f"{sentence(_called(visit, who))} is blocked{until_text(visit)}.",
         back=filters.client_url(*who),
@@ -148,7 +158,7 @@ def unblock(visit: Visit) -> Response:
     return attempt(
         visit,
         "unblock",
-        lambda: visit.desk.unblock(visit.actor, who, **given(visit)),
+        lambda: visit.service.blocks.remove(change_context(visit), who),
         question=f"Unblock {_called(visit, who)}?",
         said="Block removed.",
         back=filters.client_url(*who),
@@ -162,7 +172,9 @@ def reset(visit: Visit) -> Response:
     return attempt(
         visit,
         "reset",
-        lambda: visit.desk.reset(visit.actor, who, limits=[limit] if limit else None, reason=reason(visit)),
+        lambda: visit.service.clients.reset(
+            ChangeContext(visit.actor, reason(visit)), who, limits=[limit] if limit else None
+        ),
         question=f"Reset the counters of {_called(visit, who)}?",
         said=f"Counters of {limit or 'all limits'} reset.",
         back=filters.client_url(*who),
@@ -177,9 +189,9 @@ def tier(visit: Visit) -> Response:
         visit,
         "tier",
         lambda: (
-            visit.desk.assign(visit.actor, who, name, label=label, **given(visit))
+            visit.service.clients.assign_tier(change_context(visit), who, name, label=label)
             if name
-            else visit.desk.unassign(visit.actor, who, **given(visit))
+            else visit.service.clients.unassign_tier(change_context(visit), who)
         ),
         question=f"Move {_called(visit, who)} to tier {name}?" if name else f"Reset the tier of {_called(visit, who)}?",
         said=f"{sentence(_called(visit, who))} is now in tier {name}."
@@ -198,21 +210,21 @@ def _with_reset(visit: Visit, who: ClientRef, limit: str | None, given_one: Chan
     if "reset" not in visit.form or limit is None:
         return given_one
     try:
-        done = visit.desk.reset(visit.actor, who, limits=[limit], reason=reason(visit))
+        done = visit.service.clients.reset(ChangeContext(visit.actor, reason(visit)), who, limits=[limit])
     except HeadgateError as error:  # the override holds all the same
         return replace(given_one, notes=(*given_one.notes, f"The counter was not reset: {of_error(error).detail}"))
     return replace(given_one, notes=(*given_one.notes, f"The counter of {limit} was reset.", *done.notes))
 
 
 def _page(visit: Visit, who: ClientRef, entered: Entered | None = None) -> Response:
-    view = visit.desk.client(who)
+    view = visit.service.clients.get(who)
     reach, why = _reach(visit), _why(visit, who)
     values: dict[str, Any] = {
         "view": view,
         "entered": entered,
         "reach": reach,
         "reaches": REACHES,
-        "tiers": visit.desk.tiers(),
+        "tiers": visit.service.policy.tiers(),
         "overridable": list({each.limit: each for each in reversed(view.limits) if each.can_override}.values())[::-1],
         "own_limits": list(dict.fromkeys(each.limit for each in view.limits if each.own)),
         "why": why,
@@ -230,7 +242,7 @@ def _reach(visit: Visit) -> Reach:
 def _timeline(visit: Visit, who: ClientRef, reach: Reach) -> dict[str, Any]:
     until_us = visit.now_us
     try:
-        found = visit.desk.timeline(
+        found = visit.service.clients.timeline(
             who, since_us=until_us - reach.seconds * SECOND_US, until_us=until_us, slots=reach.slots
         )
     except HeadgateError as error:
@@ -266,7 +278,7 @@ def _why(visit: Visit, who: ClientRef) -> WhyForm | None:
     if not at:
         return None
     try:
-        answer = visit.desk.why(who, at=at, until=visit.query.get("to") or None, zone=visit.zone)
+        answer = visit.service.clients.why(who, at=at, until=visit.query.get("to") or None, zone=visit.zone)
     except HeadgateError as error:
         return WhyForm("" if may_be_key(at) else at, error=of_error(error).detail)
     return WhyForm(at, mail(answer, zone=visit.zone), details(answer, zone=visit.zone))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD
 from headgate.control.config import ConfigUnavailable, Conflict
-from headgate.control.service import ClientRef
+from headgate.control.service import ChangeContext, ClientRef
 from headgate.control.service.errors import NeedsConfirmation, NotAllowed, NotFound
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy
 from headgate.limits import Limit
@@ -30,8 +30,8 @@ __all__ = [
     "Mistake",
     "attempt",
     "bucket",
+    "change_context",
     "confirmation",
-    "given",
     "reason",
     "sentence",
     "until",
@@ -108,7 +108,7 @@ def attempt(
     except Mistake as mistake:
         return again(entered._replace(errors={mistake.field: f"{mistake}"}))
     except NeedsConfirmation as doubt:
-        return confirmation(visit, question=question, dangers=doubt.dangers)
+        return confirmation(visit, question=question, dangers=doubt.risks)
     except Conflict as conflict:
         return again(entered._replace(changes=_since(visit, conflict), status=409))
     except InvalidPolicy as invalid:
@@ -150,13 +150,14 @@ def _facts(visit: Visit) -> Iterator[tuple[str, str]]:
             yield title, until_text(visit).removeprefix(" until ") or form[name] if name == "until" else form[name]
 
 
-def given(visit: Visit) -> dict[str, Any]:
-    """What all changes of the configuration take: why, what is confirmed, and the version that was looked at."""
-    return {
-        "reason": reason(visit),
-        "confirm": frozenset(visit.form.all("confirm")),
-        "based_on": visit.form.number("based_on"),
-    }
+def change_context(visit: Visit) -> ChangeContext:
+    """The actor, reason, confirmed risks and base version of a submitted form."""
+    return ChangeContext(
+        visit.actor,
+        reason(visit),
+        confirmed=frozenset(visit.form.all("confirm")),
+        based_on=visit.form.number("based_on"),
+    )
 
 
 def reason(visit: Visit) -> str:
@@ -176,7 +177,7 @@ def bucket(visit: Visit) -> str:
     try:
         Limit.parse(written, name="check")
     except HeadgateError as error:
-        if not written.startswith("0"):  # what to do instead of a limit of 0, the desk says
+        if not written.startswith("0"):  # what to do instead of a limit of 0, the service says
             raise Mistake("bucket", f"{error}") from None
     return written
 
@@ -224,5 +225,5 @@ def sentence(text: str) -> str:
 
 def _since(visit: Visit, conflict: Conflict) -> tuple[Version, ...]:
     based_on = visit.form.number("based_on") or 0
-    found = visit.desk.versions(most=MOST_CHANGES)
+    found = visit.service.policy.versions(most=MOST_CHANGES)
     return tuple(version for version in found if version.number > based_on)

@@ -79,7 +79,7 @@ def sign_out(frame: PageRenderer, request: Request) -> Response:
 def _in(frame: PageRenderer, token: Token, next: str, how: str) -> Response:
     response = RedirectResponse(next, 303)
     frame.sessions.begin(token, response)
-    frame.desk.note(token.actor, "signed in", f"{how} {token.name} ({token.role}, {token.id})")
+    frame.service.audit.record(token.actor, "signed in", f"{how} {token.name} ({token.role}, {token.id})")
     return response
 
 

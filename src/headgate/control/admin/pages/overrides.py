@@ -15,7 +15,7 @@ from headgate.control.admin.pages.forms import (
     Mistake,
     attempt,
     bucket,
-    given,
+    change_context,
     reason,
     sentence,
     until,
@@ -23,7 +23,7 @@ from headgate.control.admin.pages.forms import (
     until_us,
 )
 from headgate.control.admin.problems import of_error
-from headgate.control.service import ClientRef, NotAllowed, NotFound
+from headgate.control.service import ClientRef, NotAllowed, NotFound, OverrideSpec
 from headgate.control.service.redaction import SHORTEST_HIDDEN, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 
@@ -89,19 +89,20 @@ def override(visit: Visit) -> Response:
 
 def change_override(visit: Visit) -> Response:
     id = _id(visit)
-    before = visit.desk.override(id)
+    before = visit.service.overrides.get(id)
     return attempt(
         visit,
         "override",
-        lambda: visit.desk.change_override(
-            visit.actor,
+        lambda: visit.service.overrides.change(
+            change_context(visit),
             id,
-            bucket(visit),
-            limit=visit.form.get("limit") or None,
-            route_class=before.route_class,
-            valid_from=_moment(before.valid_from_us),
-            valid_until=_kept_until(visit, before),
-            **given(visit),
+            OverrideSpec(
+                bucket(visit),
+                limit=visit.form.get("limit") or None,
+                route_class=before.route_class,
+                valid_from=_moment(before.valid_from_us),
+                valid_until=_kept_until(visit, before),
+            ),
         ),
         question=f"Change the override of {visit.name_of(before.who)} to {visit.form.get('bucket', '')}"
         f"{until_text(visit)}?",
@@ -114,11 +115,11 @@ def change_override(visit: Visit) -> Response:
 
 def remove_override(visit: Visit) -> Response:
     id = _id(visit)
-    before = visit.desk.override(id)
+    before = visit.service.overrides.get(id)
     return attempt(
         visit,
         "remove",
-        lambda: visit.desk.remove_override(visit.actor, id, **given(visit)),
+        lambda: visit.service.overrides.remove(change_context(visit), id),
         question=f"Remove the override of {visit.name_of(before.who)}?",
         said=f"Override of {visit.name_of(before.who)} removed.",
         back=filters.client_url(*before.who),
@@ -149,12 +150,12 @@ def new_block(visit: Visit) -> Response:
     if not visit.actor.may("support"):
         raise NotAllowed("block clients", role=visit.actor.role, needed="support")
     who = client_of(visit.query)
-    (found,) = visit.desk.candidates(f"{who.kind}={who.value}")
+    (found,) = visit.service.clients.candidates(f"{who.kind}={who.value}")
     return visit.page(
         "block.html",
         here="/blocks",
         found=[found],
-        dangers=visit.desk.block_dangers(found.who),
+        dangers=visit.service.blocks.risks(found.who),
         until_us=None,
         asks=True,
         suggested=_suggested_reason(visit, who),
@@ -164,7 +165,7 @@ def new_block(visit: Visit) -> Response:
 
 def _suggested_reason(visit: Visit, who: ClientRef) -> str:
     """What the overview shows of a client that is denied: a reason that somebody in a hurry need not type."""
-    denied = next((each.denied for each in visit.desk.overview().top_denied if each.key == who.value), None)
+    denied = next((each.denied for each in visit.service.fleet.overview().top_denied if each.key == who.value), None)
     return "" if denied is None else f"{filters.count(denied, 'request', 'requests')} denied in the last minute"
 
 
@@ -172,7 +173,7 @@ def _hide_key(visit: Visit, typed: str) -> None:
     """Replace what may be an API key by its hash, so that no page that shows the form again contains it."""
     if typed:
         with suppress(HeadgateError):
-            first = visit.desk.candidates(typed)[0].who
+            first = visit.service.clients.candidates(typed)[0].who
             if first.kind == "api_key":
                 visit.form.put("client", f"api_key={first.value}")
                 return
@@ -185,8 +186,8 @@ def _preview_block(visit: Visit, typed: str) -> Response:
     if not typed:
         raise Mistake("client", WHOM_TO_BLOCK)
     try:
-        found = visit.desk.candidates(typed)
-        dangers = visit.desk.block_dangers(found[0].who) if len(found) == 1 else []
+        found = visit.service.clients.candidates(typed)
+        dangers = visit.service.blocks.risks(found[0].who) if len(found) == 1 else []
     except (InvalidInput, NotFound) as error:
         raise Mistake("client", of_error(error).detail) from None
     reason(visit)
@@ -208,7 +209,7 @@ def _block_target(visit: Visit) -> Response:
     return attempt(
         visit,
         "block",
-        lambda: visit.desk.block(visit.actor, who, valid_until=until(visit), **given(visit)),
+        lambda: visit.service.blocks.add(change_context(visit), who, valid_until=until(visit)),
         question=f"Block {name}?",
         said=f"{sentence(name)} is blocked{until_text(visit)}.",
         back="/blocks",
@@ -220,7 +221,7 @@ def remove_block(visit: Visit) -> Response:
     return attempt(
         visit,
         f"remove-{_id(visit)}",
-        lambda: visit.desk.unblock(visit.actor, _id(visit), **given(visit)),
+        lambda: visit.service.blocks.remove(change_context(visit), _id(visit)),
         question="Remove this block?",
         said="Block removed.",
         back="/blocks",
@@ -233,12 +234,12 @@ def remove_block(visit: Visit) -> Response:
 
 def _overrides(visit: Visit) -> Response:
     asked = _asked(visit)
-    return visit.page("overrides.html", here="/overrides", found=visit.desk.overrides(**asked), **_shown(asked))
+    return visit.page("overrides.html", here="/overrides", found=visit.service.overrides.list(**asked), **_shown(asked))
 
 
 def _override(visit: Visit, entered: Entered | None = None) -> Response:
-    view = visit.desk.override(_id(visit))
-    standing = visit.desk.client(view.who).limits
+    view = visit.service.overrides.get(_id(visit))
+    standing = visit.service.clients.get(view.who).limits
     limits = list(dict.fromkeys([*filter(None, [view.limit]), *(each.limit for each in standing if each.can_override)]))
     return visit.page(
         "override.html",
@@ -257,7 +258,7 @@ def _blocks(visit: Visit, entered: Entered | None = None) -> Response:
         "blocks.html",
         status=entered.status if entered else 200,
         here="/blocks",
-        found=visit.desk.blocks(**asked),
+        found=visit.service.blocks.list(**asked),
         entered=entered,
         **_shown(asked),
     )
@@ -266,7 +267,7 @@ def _blocks(visit: Visit, entered: Entered | None = None) -> Response:
 def _hidden(visit: Visit, typed: Form) -> dict[str, str]:
     """What stands in the place of texts that may be API keys, by the names of their fields."""
     texts = {name: typed[name] for name in TYPED if typed.get(name)}
-    return {name: found for name, text in texts.items() if (found := visit.desk.searchable(text)) != text}
+    return {name: found for name, text in texts.items() if (found := visit.service.searchable(text)) != text}
 
 
 def _to(path: str, query: Mapping[str, str], hidden: Mapping[str, str]) -> Response:

@@ -44,7 +44,7 @@ def live(visit: Visit) -> Response:
 
 
 def _values(visit: Visit) -> dict[str, Any]:
-    view = visit.desk.overview(visit.actor)
+    view = visit.service.fleet.overview(visit.actor)
     series = _Lines(view.series)
     shown = [(name, css) for name, css in BANDS if css in ("allowed", "denied") or any(series.of(css))]
     bands = [Band(name, css, series.of(css)) for name, css in shown]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate.control.admin.pages.forms import Entered, Mistake, attempt, given, reason
+from headgate.control.admin.pages.forms import Entered, Mistake, attempt, change_context, reason
 from headgate.control.service.errors import NotAllowed, NotFound
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from starlette.responses import Response
 
@@ -58,7 +58,7 @@ class Section(NamedTuple):
 
 
 def policy(visit: Visit, entered: Entered | None = None) -> Response:
-    view = visit.desk.policy()
+    view = visit.service.policy.get()
     classes = [each for rule in view.rules for each in rule.classes]
     return visit.page(
         "policy.html",
@@ -69,14 +69,14 @@ def policy(visit: Visit, entered: Entered | None = None) -> Response:
         limits=list(dict.fromkeys([*(rule.name for rule in view.rules), *classes])),
         classes=list(dict.fromkeys(classes)),
         lines=view.text.splitlines(),
-        tiers=visit.desk.tiers(),
-        routes=visit.desk.routes(),
-        versions=visit.desk.versions(most=8),
+        tiers=visit.service.policy.tiers(),
+        routes=visit.service.policy.routes(),
+        versions=visit.service.policy.versions(most=8),
     )
 
 
 def versions(visit: Visit) -> Response:
-    found = visit.desk.versions(before=visit.query.number("before"), most=MOST)
+    found = visit.service.policy.versions(before=visit.query.number("before"), most=MOST)
     return visit.page(
         "versions.html", here="/policy", versions=found, before=visit.query.number("before"), is_more=len(found) == MOST
     )
@@ -90,7 +90,7 @@ def diff(visit: Visit) -> Response:
     one, other = visit.query.number("one"), visit.query.number("other")
     if one is None or other is None:
         raise InvalidInput("enter two versions to compare")
-    sections, left_out = _sections(visit.desk.diff(one, other))
+    sections, left_out = _sections(visit.service.policy.diff(one, other))
     return visit.page("diff.html", here="/policy", one=one, other=other, sections=sections, left_out=left_out)
 
 
@@ -107,7 +107,7 @@ def restore(visit: Visit) -> Response:
         if "sure" not in visit.form:
             reason(visit)
             raise _Unseen
-        return visit.desk.rollback(visit.actor, number, sections=sections, **given(visit))
+        return visit.service.policy.rollback(change_context(visit), number, sections=sections)
 
     what = "Everything" if is_whole else " and ".join(SECTIONS[name] for name in chosen)
     try:
@@ -122,7 +122,7 @@ class _Unseen(Exception):
 
 def _preview(visit: Visit, number: int, chosen: list[str]) -> Response:
     """The confirmation of a rollback: every row that it changes, whoever wrote it, and what happens to blocks."""
-    preview = visit.desk.preview_rollback(visit.actor, number, sections=chosen)
+    preview = visit.service.policy.preview_rollback(visit.actor, number, sections=chosen)
     sections, left_out = _sections(list(preview.differences))
     return visit.page(
         "rollback.html",
@@ -158,13 +158,13 @@ def edit(visit: Visit) -> Response:
 def put(visit: Visit) -> Response:
     file, text = visit.form.get("file", ""), _document(visit)
     if "check" in visit.form:
-        problems = visit.desk.check_policy(text, file=file)
+        problems = visit.service.policy.check(text, file=file)
         return _edit(visit, Entered("policy", visit.form, status=200), problems=problems, is_checked=True)
 
     return attempt(
         visit,
         "policy",
-        lambda: visit.desk.put_policy(visit.actor, text, file=file, **given(visit)),
+        lambda: visit.service.policy.put(change_context(visit), text, file=file),
         question="Save this policy?",
         said="Policy saved. All servers use it within a second.",
         back="/policy",
@@ -177,11 +177,11 @@ def put(visit: Visit) -> Response:
 
 def _version(visit: Visit, entered: Entered | None = None) -> Response:
     number: int = visit.request.path_params["version"]
-    found = next(iter(visit.desk.versions(before=number + 1, most=1)), None)
+    found = next(iter(visit.service.policy.versions(before=number + 1, most=1)), None)
     if found is None or found.number != number:
         raise NotFound(f"version {number} does not exist")
-    sections, left_out = _sections(visit.desk.diff(number - 1, number))
-    view = visit.desk.policy(number)
+    sections, left_out = _sections(visit.service.policy.diff(number - 1, number))
+    view = visit.service.policy.get(number)
     return visit.page(
         "version.html",
         status=entered.status if entered else 200,
@@ -200,7 +200,7 @@ def _version(visit: Visit, entered: Entered | None = None) -> Response:
 def _edit(
     visit: Visit, entered: Entered | None = None, *, problems: Iterable[str] = (), is_checked: bool = False
 ) -> Response:
-    view = visit.desk.policy()
+    view = visit.service.policy.get()
     told = [*map(_problem, problems)]
     if entered is not None:
         entered = entered._replace(problems=())  # they stand beside the document, each with its line
@@ -236,7 +236,7 @@ def _marked(problems: Iterable[DocumentProblem], lines: list[str]) -> Iterator[t
             yield problem.line, lines[problem.line - 1]
 
 
-def _sections(differences: list[Difference]) -> tuple[list[Section], int]:
+def _sections(differences: Sequence[Difference]) -> tuple[list[Section], int]:
     """What changed, by section, and how much more there is."""
     shown = differences[:MOST_DIFFERENCES]
     sections = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headgate.control.admin.pages.forms import Mistake, attempt, bucket, given
+from headgate.control.admin.pages.forms import Mistake, attempt, bucket, change_context
 from headgate.control.admin.pages.policy import policy
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def set_tier(visit: Visit) -> Response:
     def do() -> Change:
         if not tier:
             raise Mistake("tier", "Enter the name of an existing or a new tier.")
-        return visit.desk.set_tier(visit.actor, tier, limit, bucket(visit), **given(visit))
+        return visit.service.policy.set_tier(change_context(visit), tier, limit, bucket(visit))
 
     question = f"Set tier {tier} to {numbers} on {limit}?"
     return _attempt(visit, "tier", do, question=question, said=f"Tier {tier} is now allowed {numbers} on {limit}.")
@@ -37,7 +37,7 @@ def remove_tier(visit: Visit) -> Response:
     return _attempt(
         visit,
         f"untier-{visit.form.number('row')}",
-        lambda: visit.desk.remove_tier(visit.actor, tier, limit, **given(visit)),
+        lambda: visit.service.policy.remove_tier(change_context(visit), tier, limit),
         question=f"Remove the limit of tier {tier} on {limit}?",
         said=TAKEN_BACK,
     )
@@ -52,7 +52,7 @@ def set_route(visit: Visit) -> Response:
         if cost is None:
             raise Mistake("cost", "Enter a whole number, for example 5.")
         route_class = visit.form.get("class") or None
-        return visit.desk.set_route(visit.actor, path, cost, route_class=route_class, **given(visit))
+        return visit.service.policy.set_route(change_context(visit), path, cost, route_class=route_class)
 
     return _attempt(visit, "route", do, question=f"Set the cost of {path} to {cost}?", said=f"{path} now costs {cost}.")
 
@@ -62,7 +62,7 @@ def remove_route(visit: Visit) -> Response:
     return _attempt(
         visit,
         f"unroute-{visit.form.number('row')}",
-        lambda: visit.desk.remove_route(visit.actor, path, **given(visit)),
+        lambda: visit.service.policy.remove_route(change_context(visit), path),
         question=f"Remove the cost of {path}?",
         said=TAKEN_BACK,
     )
