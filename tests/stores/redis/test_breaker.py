@@ -112,7 +112,7 @@ def test_whoever_is_turned_away_is_told_why_and_was_not_charged(breaker: Watched
 
 def test_each_server_has_its_own_and_sentinels_have_none() -> None:
     breakers, opened = CircuitBreakers(), []
-    breakers.opened = opened.append
+    breakers.on_open = opened.append
     one, other, sentinel = Node("a", 1), Node("b", 2), Node("c", 3, "sentinel")
     clock = Stopwatch()
     for node in (one, other, sentinel):
