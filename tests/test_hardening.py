@@ -21,9 +21,9 @@ from headgate.stores.operations import Check, Refund
 from headgate.stores.redis import encoding as wire_module
 from headgate.stores.redis.background_client import read_block
 from headgate.stores.redis.batch_protocol import NotSent, run_batch
+from headgate.stores.redis.connection_pool import PendingConnection
 from headgate.stores.redis.decoding import accept
 from headgate.stores.redis.encoding import NO_KEYS, Command, CommandEncoder, Keys, Node
-from headgate.stores.redis.sync_connection import PendingConnection
 from headgate.stores.redis.topology import Cluster
 from headgate.testing import FakeClock
 

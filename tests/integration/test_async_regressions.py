@@ -90,10 +90,10 @@ def test_requests_cancelled_at_any_moment_leave_nothing_behind(
                 assert not late
                 admitted += sum([not task.cancelled() and task.result().allowed for task in done])
             await asyncio.sleep(0.1)
-            (desk,) = limiter._store._desks.values()
-            lane = desk._lane
-            assert (lane.on_the_way, lane._waiting, lane._futures, lane._arrivals) == (0, [], [], [])
-            assert [len(line._asked) for line in desk.lines.values()] == [0]
+            (batcher,) = limiter._store.batchers.values()
+            lane = batcher.lanes.default
+            assert (lane.in_flight, lane.waiting, lane.futures, lane.arrivals) == (0, [], [], [])
+            assert [len(connection.pending) for connection in batcher.connections.values()] == [0]
             assert admitted <= 2_000
             assert admitted + (await limiter.peek(limit.by("a"))).remaining <= 2_000
 

@@ -95,7 +95,7 @@ def test_a_leader_that_vanishes_without_cleaning_up_is_replaced(
 
         def vanish(*_: object) -> Any:
             """Once the others wait for this thread."""
-            wait_until(lambda: len(store._lane.next.turns) == 2, "two who wait")
+            wait_until(lambda: len(store.lanes.default.next.waiters) == 2, "two who wait")
             raise Interrupted
 
         def lead() -> None:
@@ -103,10 +103,10 @@ def test_a_leader_that_vanishes_without_cleaning_up_is_replaced(
                 limiter.check(key)
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, "_ask_shortly", vanish)
+            patch.setattr(store, "_run_lone", vanish)
             leading = threading.Thread(target=lead)
             leading.start()
-            wait_until(lambda: store._lane.leader, "a leader")
+            wait_until(lambda: store.lanes.default.leader, "a leader")
         told: list[Any] = []
         others = [threading.Thread(target=lambda: told.append(timed(lambda: limiter.check(key)))) for _ in range(2)]
         for thread in others:

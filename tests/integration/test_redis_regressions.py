@@ -208,7 +208,7 @@ def test_a_server_that_was_not_there_yet_is_not_held_against_it(unique: str) -> 
     server = RedisServer()
     try:
         with Limiter(server.url, on_failure="closed", budget=0.5) as limiter:
-            wait_until(lambda: limiter._store._openings[None].is_over, "the first attempt to fail")
+            wait_until(lambda: limiter._store._pool._pending[None].is_done, "the first attempt to fail")
             server.start()
             time.sleep(0.2)
             assert limiter.check(key_of(unique)).degraded is None
@@ -278,7 +278,7 @@ def test_a_child_forked_at_the_worst_moment_works_and_ends(server: RedisServer, 
         wait_until(lambda: kept._thread is not None and kept.has_beaten, "the keeper")
         farewell = kept._farewell
         locks = [front.blocks._mutex, front.denials._lock, front.purses._lock, front.ledger._lock]
-        locks += [kept._lock, kept._companion._turn]
+        locks += [kept._lock, kept._companion._lock]
         for lock in locks:
             with lock:
                 pid = os.fork()

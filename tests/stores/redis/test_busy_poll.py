@@ -10,7 +10,7 @@ import pytest
 
 from headgate import AsyncLimiter, Limit
 from headgate.stores.redis import async_store
-from headgate.stores.redis.busy_poll import IN_VAIN, REST, BusyPoll
+from headgate.stores.redis.busy_poll import MAX_MISSES, PAUSE_REPLIES, BusyPoll
 
 if TYPE_CHECKING:
     from headgate import Key
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 def test_after_a_few_answers_in_vain_many_are_slept_for() -> None:
-    vigil = BusyPoll()
+    busy_poll = BusyPoll()
     for _ in range(2):
-        for _ in range(IN_VAIN):
-            assert vigil.is_due()
-            vigil.ended(in_vain=True)
-        assert [vigil.is_due() for _ in range(REST)] == [False] * REST
+        for _ in range(MAX_MISSES):
+            assert busy_poll.should_poll()
+            busy_poll.record(is_hit=False)
+        assert [busy_poll.should_poll() for _ in range(PAUSE_REPLIES)] == [False] * PAUSE_REPLIES
 
 
 def test_an_answer_that_comes_begins_the_count_anew() -> None:
-    vigil = BusyPoll()
-    for in_vain in (True, False) * IN_VAIN:
-        assert vigil.is_due()
-        vigil.ended(in_vain=in_vain)
-    assert vigil.is_due()
+    busy_poll = BusyPoll()
+    for is_hit in (False, True) * MAX_MISSES:
+        assert busy_poll.should_poll()
+        busy_poll.record(is_hit=is_hit)
+    assert busy_poll.should_poll()
 
 
 class Sleeper(asyncio.SelectorEventLoop):
@@ -67,9 +67,9 @@ def test_a_loop_that_watches_does_not_sleep(
 
     async def main() -> tuple[list[float | None], list[float | None]]:
         async with AsyncLimiter(redis7.url) as limiter:
-            monkeypatch.setattr(async_store, "WATCH", 60.0)
+            monkeypatch.setattr(async_store, "BUSY_POLL_S", 60.0)
             watched = await naps_of_a_check(limiter, *keys)
-            monkeypatch.setattr(BusyPoll, "is_due", lambda _: False)
+            monkeypatch.setattr(BusyPoll, "should_poll", lambda _: False)
             return watched, await naps_of_a_check(limiter, *keys)
 
     with asyncio.Runner(loop_factory=Sleeper) as runner:
@@ -91,7 +91,7 @@ def test_others_run_while_a_loop_watches(redis7: RedisServer, unique: str, monke
     async def main() -> None:
         async with AsyncLimiter(redis7.url) as limiter:
             await limiter.check(key)
-            monkeypatch.setattr(async_store, "WATCH", 60.0)
+            monkeypatch.setattr(async_store, "BUSY_POLL_S", 60.0)
             with redis7.client() as client:
                 client.client_pause(50)
             ticking = asyncio.create_task(tick())

@@ -18,7 +18,7 @@ import redis
 from headgate import AsyncLimiter, Decision, Key, Limit, Limiter, ScriptError, StoreUnavailable
 from headgate.algorithms import ALGORITHMS as ALGORITHM_MODULES
 from headgate.stores.redis import async_store
-from headgate.stores.redis.sync_store import _Waiter
+from headgate.stores.redis.sync_store import Waiter
 from headgate.testing import FakeClock
 from support.servers import wait_until
 
@@ -170,7 +170,9 @@ def test_the_handler_of_a_signal_that_asks_in_between_gets_an_answer_or_an_error
             limiter.check(limit.by("ada"))
             told["answered"] += 1
         except StoreUnavailable as error:
-            told["refused" if "asking Redis already" in str(error) and not error.may_have_happened else "failed"] += 1
+            told[
+                "refused" if "waiting for Redis already" in str(error) and not error.may_have_happened else "failed"
+            ] += 1
 
     def work(number: int) -> None:
         for _ in range(number):
@@ -197,10 +199,10 @@ def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_
 ) -> None:
     """As a signal's handler may, just before the thread goes to sleep: whoever leads would let it lead next, and wake
     only the call that it is not waiting for."""
-    key, wait = Limit(50, HOUR, name=unique).by("ada"), _Waiter.wait
+    key, wait = Limit(50, HOUR, name=unique).by("ada"), Waiter.wait
     refused: list[str] = []
 
-    def wait_after_another(turn: _Waiter, seconds: float) -> bool:
+    def wait_after_another(turn: Waiter, seconds: float) -> bool:
         if not refused:
             with pytest.raises(StoreUnavailable) as refusal:
                 limiter.check(key)
@@ -208,14 +210,14 @@ def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_
         return wait(turn, seconds)
 
     limiter.check(key)
-    monkeypatch.setattr(_Waiter, "wait", wait_after_another)
+    monkeypatch.setattr(Waiter, "wait", wait_after_another)
     client.execute_command("CLIENT", "PAUSE", 300, "WRITE")
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(limiter.check, key)
-        wait_until(lambda: limiter._store._lane.leader, "somebody to lead")
+        wait_until(lambda: limiter._store.lanes.default.leader, "somebody to lead")
         assert limiter.check(key).allowed
         assert leading.result().allowed
-    assert refused == ["this thread is asking Redis already, and cannot ask for whoever came between"]
+    assert refused == ["this thread is waiting for Redis already, and cannot wait for a nested call"]
     assert limiter.peek(key).remaining == 47
 
 
@@ -729,12 +731,12 @@ def test_a_batch_is_split_only_by_a_process_that_waits_for_it(
                 assert all(await asyncio.gather(*tasks))
                 return limiter.stats["round_trips"] - before
 
-            monkeypatch.setattr(async_store, "PROMPT", 60.0)
+            monkeypatch.setattr(async_store, "PROMPT_S_PER_CALL", 60.0)
             await trips()
             assert await trips() == 2
-            monkeypatch.setattr(async_store, "PROMPT", 0.00004)
+            monkeypatch.setattr(async_store, "PROMPT_S_PER_CALL", 0.00004)
             await trips(working=0.05)
-            monkeypatch.setattr(async_store, "PROMPT", 60.0)
+            monkeypatch.setattr(async_store, "PROMPT_S_PER_CALL", 60.0)
             assert [await trips(), await trips()] == [1, 2]
 
     asyncio.run(main())

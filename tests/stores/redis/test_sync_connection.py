@@ -13,14 +13,14 @@ import pytest
 from headgate.errors import StoreTimeout
 from headgate.stores.redis import sync_connection as lines
 from headgate.stores.redis.batch_protocol import ConnectionLost
-from headgate.stores.redis.busy_poll import IN_VAIN, REST, WATCH
+from headgate.stores.redis.busy_poll import BUSY_POLL_S, MAX_MISSES, PAUSE_REPLIES
 from headgate.stores.redis.sync_connection import SyncConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BUDGET = 5.0
-LATE = 200 * WATCH
+LATE = 200 * BUSY_POLL_S
 
 
 class Ends:
@@ -52,7 +52,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    ends = Ends(watched=True)
+    ends = Ends(can_busy_poll=True)
     read = os.readv
 
     def counted(*args: Any) -> int:
@@ -71,20 +71,20 @@ def test_an_answer_that_is_there_is_seen_at_the_first_look(ends: Ends) -> None:
 
 
 def test_who_has_watched_in_vain_a_few_times_sleeps_for_a_while(ends: Ends) -> None:
-    for late in (LATE, 0, *[LATE] * IN_VAIN):  # one that came at once begins the count anew
+    for late in (LATE, 0, *[LATE] * MAX_MISSES):  # one that came at once begins the count anew
         ends.looks = 0
         assert ends.ask(after=late) == 7
         assert ends.looks > (late > 0)
     ends.looks = 0
-    assert [ends.ask() for _ in range(REST)] == [7] * REST
+    assert [ends.ask() for _ in range(PAUSE_REPLIES)] == [7] * PAUSE_REPLIES
     assert ends.looks == 0
     assert ends.ask() == 7
     assert ends.looks == 1
 
 
 def test_to_watch_takes_no_longer_than_the_deadline(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "WATCH", 60.0)
-    ends.line.allow(0.01)
+    monkeypatch.setattr(lines, "BUSY_POLL_S", 60.0)
+    ends.line.set_budget(0.01)
     ends.put()
     with pytest.raises(StoreTimeout, match="Redis did not answer within the budget of 10 ms"):
         ends.line.receive(time.monotonic() + 0.01)
@@ -101,7 +101,9 @@ class Cooperative(socket.socket):
     """As a library for green threads puts it in the place of Python's own."""
 
 
-@pytest.mark.parametrize("options", [{}, {"watched": True, "kind": Cooperative}], ids=["in the background", "green"])
+@pytest.mark.parametrize(
+    "options", [{}, {"can_busy_poll": True, "kind": Cooperative}], ids=["in the background", "green"]
+)
 def test_nobody_watches_where_nobody_waits_or_others_could_run(ends: Ends, options: Any) -> None:
     others = Ends(**options)
     with others.server:

@@ -1,9 +1,6 @@
-"""The Redis store for asyncio: calls that arrive in one turn of the loop, or while others are on their way, travel
-together.
+"""The Redis store for asyncio: calls made in one iteration of the loop, or while others are in flight, are batched.
 
-Nothing waits for a timer: a call that finds the line free leaves at the end of this turn of the loop. Replies come
-in through a protocol of our own on the transport that redis-py has opened, so that a batch costs one write and one
-read. Calls travel, and wait, only with those that need the same servers: one that does not answer delays nobody else.
+No batch waits for a timer: a call that finds nothing in flight is sent at the end of this iteration of the loop.
 """
 
 from __future__ import annotations
@@ -16,461 +13,355 @@ from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from hiredis import ReplyError
-
 from headgate._fork import reinit_after_fork
 from headgate.decisions import Decision
 from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.operations import Check
 from headgate.stores.redis.async_connection import AsyncConnection
-from headgate.stores.redis.base import FIRST_CONNECTION_S, RedisStoreBase
-from headgate.stores.redis.batch_protocol import (
-    BudgetExhausted,
-    NotSent,
-    deadline,
-    deadline_of_round,
-    public,
-    refusal,
-    run_batch,
-    servers_of,
-)
+from headgate.stores.redis.base import RedisStoreBase
+from headgate.stores.redis.batch_protocol import BudgetExhausted, NotSent, public
 from headgate.stores.redis.breaker import CircuitOpen
-from headgate.stores.redis.busy_poll import WATCH, BusyPoll
-from headgate.stores.redis.decoding import decode_alone, unexpected
-from headgate.stores.redis.topology import Cluster, Standalone
+from headgate.stores.redis.busy_poll import BUSY_POLL_S, BusyPoll
+from headgate.stores.redis.exchange import FIRST_CONNECTION_S, MAX_BATCH, Lanes, LoneCheck
+from headgate.stores.redis.topology import Cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Hashable
+    from collections.abc import Callable
 
     from headgate.stores.operations import Call
     from headgate.stores.redis.connection_factory import ConnectionFactory
-    from headgate.stores.redis.encoding import Command, CommandEncoder, Node
+    from headgate.stores.redis.encoding import CommandEncoder, Node
+    from headgate.stores.redis.exchange import ServerRequest
 
-__all__ = ["AsyncRedisStore", "maker_of_futures", "self_aware"]
+__all__ = ["AsyncRedisStore"]
 
-LARGEST_BATCH: Final = 256
-MOST_ON_THE_WAY: Final = 2
-"""Batches under way at the same time: Redis works on one while this process makes and reads the other."""
-MAX_LANES: Final = 1_000
-"""Sets of servers whose lanes are kept, where there are many servers."""
-WORTH_SPLITTING: Final = 16
-"""Calls that are better sent as two batches than as one, where this process waits for the answers."""
-PROMPT: Final = 0.00004
-"""Seconds a call for whoever waits for answers. One that reads them later has other work to do, as servers have: two
-batches would cost it the more, and win nothing."""
+MAX_IN_FLIGHT: Final = 2
+"""Batches in flight per lane: Redis works on one while this process encodes and decodes the other."""
+MIN_SPLIT: Final = 16
+"""Calls that are better sent as two batches than as one, if this process is idle until the replies arrive."""
+PROMPT_S_PER_CALL: Final = 0.00004
+"""Duration of a batch, per call, up to which this process was idle meanwhile. A busy one gains nothing from two."""
 
 
 class AsyncRedisStore(RedisStoreBase):
-    """Counts in Redis. Nothing is connected before the first call; each event loop gets connections of its own."""
+    """Counters in Redis, for asyncio. Connects on the first call; each event loop has connections of its own."""
 
     def __init__(self, factory: ConnectionFactory, encoder: CommandEncoder, *, budget: float) -> None:
-        super().__init__(factory, encoder)
-        self.budget = budget
-        """Seconds that a call may take."""
-        self._desk: _LoopBatcher | None = None
-        """That of the loop that called last."""
-        self._desks: dict[asyncio.AbstractEventLoop, _LoopBatcher] = {}
-        self._patience = FIRST_CONNECTION_S
-        """Seconds that the next loop may take to connect, beyond the budget."""
+        super().__init__(factory, encoder, budget=budget)
+        self._start()
         reinit_after_fork(self)
 
-    def reset_after_fork(self) -> None:
-        """A child has loops of its own, and finds out by itself how the servers are."""
-        self._desk, self._desks = None, {}
-        self._patience = FIRST_CONNECTION_S
-        self.breakers.reset()
+    def _start(self) -> None:
+        self._last: LoopBatcher | None = None
+        """The batcher of the loop that called last."""
+        self.batchers: dict[asyncio.AbstractEventLoop, LoopBatcher] = {}
+        self._grace_s = FIRST_CONNECTION_S
+        """Time beyond the budget that the next loop may take to connect."""
 
-    @property
-    def stats(self) -> dict[str, int]:
-        """The number of calls and of the round trips that carried them, by the loops that are still there, and of
-        connections that were out of step."""
-        desks = list(self._desks.values())
-        return {
-            "calls": sum(desk.calls for desk in desks),
-            "round_trips": sum(desk.round_trips for desk in desks),
-            "unexpected_replies": self.unexpected_replies,
-        }
+    def reset_after_fork(self) -> None:
+        super().reset_after_fork()
+        self._start()
 
     def run(self, call: Call) -> asyncio.Future[Any]:
-        """Carry out a call, together with those of other tasks that wait at this moment."""
-        if self._only is not None and self._only.is_open:
-            raise public(self._only.refusal())
-        desk = self._desk
-        if desk is None or desk.aware._thread_id != get_ident():  # noqa: SLF001 - see self_aware
+        """Carry out a call, together with those of other tasks that are waiting."""
+        if self.only_breaker is not None and self.only_breaker.is_open:
+            raise public(self.only_breaker.refusal())
+        batcher = self._last
+        if batcher is None or batcher.thread_of._thread_id != get_ident():  # noqa: SLF001 - see _ThreadUnknown
             loop = asyncio.get_running_loop()
-            if desk is None or desk.loop is not loop:
-                desk = self._desk = self._desk_of(loop)
-        return desk.ask(call)
+            if batcher is None or batcher.loop is not loop:
+                batcher = self._last = self._batcher_of(loop)
+        return batcher.submit(call)
 
     def warm(self, *, wait: float = 0) -> None:
-        """Begin to connect, if there is a loop to do it in, for which nobody can wait here: the first call needs it
-        within its budget."""
+        """Start to connect, if a loop is running: the first call needs a connection within its budget."""
         with suppress(RuntimeError):
-            self._desk_of(asyncio.get_running_loop()).warm()
+            self._batcher_of(asyncio.get_running_loop()).warm()
 
     async def warm_up(self, *, wait: float) -> None:
-        """Connect, and wait so many seconds for it."""
-        opening = self._desk_of(asyncio.get_running_loop()).warm()
+        """Connect, and wait that many seconds for it."""
+        opening = self._batcher_of(asyncio.get_running_loop()).warm()
         if opening is not None:
             await asyncio.wait([opening], timeout=wait)
 
     def preconnect(self, node: Node | None, *, wait: float) -> None:
-        """Connect to a server that serves again before requests go there; called from another thread, which waits."""
-        desks = [desk for desk in list(self._desks.values()) if not desk.loop.is_closed()]
-        for desk in desks:
-            with suppress(RuntimeError):  # its loop was closed meanwhile
-                desk.loop.call_soon_threadsafe(desk.warm, node)
+        """Connect to a recovered server before requests are sent there; called from another thread, which waits."""
+        batchers = [batcher for batcher in list(self.batchers.values()) if not batcher.loop.is_closed()]
+        for batcher in batchers:
+            with suppress(RuntimeError):  # its loop has been closed meanwhile
+                batcher.loop.call_soon_threadsafe(batcher.warm, node)
         end = time.monotonic() + wait
-        while time.monotonic() < end and not all(desk.is_warm(node) for desk in desks if desk.loop.is_running()):
+        while time.monotonic() < end and not all(each.is_warm(node) for each in batchers if each.loop.is_running()):
             time.sleep(0.002)
 
     def drop_preconnected(self, node: Node | None) -> None:
-        """What was prepared is closed with its loop's other connections."""
+        """Do nothing: the connections of a loop are closed together."""
 
     def set_budget(self, budget: float) -> None:
-        """Give each call so many seconds from now on."""
+        """Change the number of seconds that a call may take."""
         self.budget = budget
-        for desk in list(self._desks.values()):
-            desk.set_budget(budget)
+        for batcher in list(self.batchers.values()):
+            for connection in list(batcher.connections.values()):
+                connection.budget_s = budget
 
     async def close(self) -> None:
-        """Close the connections of this loop; what is still waiting fails."""
-        desk = self._desks.pop(asyncio.get_running_loop(), None)
-        self._desk = None
-        if desk is not None:
-            await desk.close()
+        """Close the connections of the running loop; calls that are waiting fail."""
+        batcher = self.batchers.pop(asyncio.get_running_loop(), None)
+        self._last = None
+        if batcher is not None:
+            await batcher.close()
 
-    def _desk_of(self, loop: asyncio.AbstractEventLoop) -> _LoopBatcher:
-        desk = self._desks.get(loop)
-        if desk is None:
-            for other in [other for other in list(self._desks) if other.is_closed()]:
-                self._desks.pop(other, None)
-            desk = self._desks[loop] = _LoopBatcher(loop, self, self.factory, self.encoder, self._patience)
-            self._patience = 0.0
-        return desk
+    def _batcher_of(self, loop: asyncio.AbstractEventLoop) -> LoopBatcher:
+        batcher = self.batchers.get(loop)
+        if batcher is None:
+            for other in [other for other in list(self.batchers) if other.is_closed()]:
+                self.batchers.pop(other, None)
+            batcher = self.batchers[loop] = LoopBatcher(loop, self, self._grace_s)
+            self._grace_s = 0.0
+        return batcher
 
 
-class _LoopBatcher:
-    """The connections of one event loop, and the lanes in which calls wait for each other."""
+class LoopBatcher:
+    """The connections and lanes of one event loop."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        store: AsyncRedisStore,
-        factory: ConnectionFactory,
-        encoder: CommandEncoder,
-        patience: float,
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, store: AsyncRedisStore, grace_s: float) -> None:
         self.loop = loop
-        self.aware = self_aware(loop)
-        self.calls = self.round_trips = 0
-        self.breakers = store.breakers
-        self.budget = store.budget
-        self.encoder = encoder
-        self.topology = factory.topology
-        self.lines: dict[Node | None, AsyncConnection] = {}
-        self._note_failure = store.note_failure
-        self.factory = factory
-        self._closed = False
-        self._patient_until = loop.time() + patience if patience else 0.0
-        """Until when connections may take longer than the budget."""
-        self._lane = _Lane(self)
-        """For all calls, unless there are several servers that have keys."""
-        self._lanes: dict[Hashable, _Lane] = {None: self._lane}
-        self.ask: Callable[[Call], asyncio.Future[Any]] = (
-            self._ask_its_servers if isinstance(factory.topology, Cluster) else self._lane.ask
-        )
-
-    def _ask_its_servers(self, call: Call) -> asyncio.Future[Any]:
-        servers = servers_of(call, self.encoder, self.topology)
-        lane = self._lanes.get(servers)
-        if lane is None:
-            if len(self._lanes) >= MAX_LANES:  # those who wait in one of them still know it
-                self._lanes = {None: self._lane}
-            lane = self._lanes[servers] = _Lane(self)
-        return lane.ask(call)
+        self.thread_of: Any = loop if isinstance(loop, asyncio.BaseEventLoop) else _ThreadUnknown
+        self.store = store
+        self.connections: dict[Node | None, AsyncConnection] = {}
+        self._is_closed = False
+        self._grace_until = loop.time() + grace_s if grace_s else 0.0
+        """Until when connecting may take longer than the budget."""
+        self.lanes = Lanes(lambda: LoopLane(self), store.encoder, store.factory.topology)
+        self.submit: Callable[[Call], asyncio.Future[Any]] = self.lanes.default.submit
+        if isinstance(store.factory.topology, Cluster):
+            self.submit = lambda call: self.lanes.find(call).submit(call)
 
     def warm(self, node: Node | None = None) -> asyncio.Task[None] | None:
-        """Begin to connect, whatever the breaker says; what is over when that is, where it is known whom to."""
-        if self._closed or (node is None and not isinstance(self.factory.topology, Standalone)):
+        """Start to connect, even if the breaker is open; None if it is not known where to."""
+        if self._is_closed or (node is None and self.store.only_breaker is None):
             return None
-        line = self.lines.get(node)
-        if line is None or line.closed:
-            line = self._open_line(node)
-        return line.open()
+        connection = self.connections.get(node)
+        if connection is None or connection.is_closed:
+            connection = self._connect(node)
+        return connection.open()
 
     def is_warm(self, node: Node | None) -> bool:
-        line = self.lines.get(node)
-        return self._closed or (line is not None and line.is_open())
-
-    def set_budget(self, budget: float) -> None:
-        self.budget = budget
-        for line in list(self.lines.values()):
-            line.budget = budget
+        connection = self.connections.get(node)
+        return self._is_closed or (connection is not None and connection.is_open)
 
     async def close(self) -> None:
-        self._closed = True
-        for lane in list(self._lanes.values()):
+        self._is_closed = True
+        for lane in self.lanes.all():
             lane.fail_waiting(StoreUnavailable("the limiter was closed"))
-        for line in list(self.lines.values()):
-            await line.close()
+        for connection in list(self.connections.values()):
+            await connection.close()
 
-    def exchange(self, commands: list[Command], go_on: Callable[[], None], end: float) -> None:
-        """One round trip to every server concerned, all at the same time, and over by then; then `go_on`."""
-        self.round_trips += 1
-        by_node: dict[Node | None, list[Command]] = {}
-        for command in commands:
-            by_node.setdefault(command.node, []).append(command)
-        missing = len(by_node)
-
-        def answered() -> None:
-            nonlocal missing
-            missing -= 1
-            if not missing:
-                for node, its in by_node.items():
-                    self._note(node, its)
-                go_on()
-
-        for node, its in by_node.items():
+    def send(self, requests: list[ServerRequest]) -> None:
+        """Send the requests of one round trip."""
+        for request in requests:
             try:
-                line = self._line(node)
-                until = end if line.is_open() else max(end, self._patient_until)
-                if self.loop.time() >= until:
-                    raise BudgetExhausted("cannot reach Redis: the budget was used up before it was its turn")
-                line.ask(its, answered, until)
+                connection = self._connection(request.node)
+                if not connection.is_open:
+                    request.deadline = max(request.deadline, self._grace_until)
+                if self.loop.time() >= request.deadline:
+                    raise BudgetExhausted("cannot reach Redis: the budget was spent before its turn")
+                connection.send(request)
             except (NotSent, CircuitOpen) as error:
-                for command in its:
-                    command.reply = error
-                # Not before this function is left: the conversation must not go on inside itself.
-                self.loop.call_soon(answered)
+                # Later: the exchange must not continue inside itself.
+                self.loop.call_soon(request.fail, error)
 
-    def _line(self, node: Node | None) -> AsyncConnection:
-        line = self.lines.get(node)
-        if line is None or line.closed:
-            if self._closed:
+    def _connection(self, node: Node | None) -> AsyncConnection:
+        connection = self.connections.get(node)
+        if connection is None or connection.is_closed:
+            if self._is_closed:
                 raise NotSent("the limiter was closed")
-            breaker = self.breakers[node]
+            breaker = self.store.breakers[node]
             if breaker.is_open:
                 raise breaker.refusal()
-            line = self._open_line(node)
-        return line
+            connection = self._connect(node)
+        return connection
 
-    def _open_line(self, node: Node | None) -> AsyncConnection:
-        connection = self.factory.connection(node, asynchronous=True)
-        line = self.lines[node] = AsyncConnection(connection, self.budget, lambda error: self._failed(node, error))
-        return line
+    def _connect(self, node: Node | None) -> AsyncConnection:
+        def report(error: StoreError) -> None:
+            if not self._is_closed:
+                self.store.report_failure(node, error)
 
-    def _note(self, node: Node | None, commands: list[Command]) -> None:
-        """Tell the breaker how the server is; lines tell it themselves when they fail."""
-        for command in commands:
-            refused = refusal(command.reply)
-            if refused is not None:
-                self.breakers.fail(node, refused)
-                return
-            if isinstance(command.reply, StoreError):
-                return
-        self.breakers.succeed(node)
-
-    def _failed(self, node: Node | None, error: StoreError) -> None:
-        if not self._closed:
-            self._note_failure(node, error)
+        opened = self.store.factory.connection(node, asynchronous=True)
+        connection = self.connections[node] = AsyncConnection(opened, self.store.budget, report)
+        return connection
 
 
-class _Lane:
-    """Where calls to the same servers wait for each other."""
+class LoopLane:
+    """A queue of calls to the same servers."""
 
-    def __init__(self, desk: _LoopBatcher) -> None:
-        self._desk = desk
-        self._loop = desk.loop
-        self._create_future = maker_of_futures(desk.loop)
-        self._waiting: list[Call] = []
-        self._futures: list[asyncio.Future[Any]] = []
-        self._arrivals: list[float] = []
-        """Of those who wait, in the same order; when each has come."""
-        self._flushing = False
-        self.on_the_way = 0
-        self.waits = self._alone = True
-        """True if the answers to the last batch were waited for, and it was of one call: then nobody is likely
-        to join the next one, either."""
+    def __init__(self, batcher: LoopBatcher) -> None:
+        self.batcher = batcher
+        self.waiting: list[Call] = []
+        self.futures: list[asyncio.Future[Any]] = []
+        self.arrivals: list[float] = []
+        """Arrival times of the waiting calls, in the same order."""
+        self.in_flight = 0
+        self.is_prompt = True
+        """True if this process was idle until the replies to the last batch arrived."""
         self.has_failed = False
-        """True if the last batch did."""
-        self._vigil = BusyPoll()
+        """True if the last exchange did."""
+        self._loop = batcher.loop
+        self._store = batcher.store
+        self._create_future = _future_factory(batcher.loop)
+        self._is_flush_scheduled = False
+        self._is_lone = True
+        """True if the last batch had one call: then another is unlikely to join the next one, either."""
+        self._busy_poll = BusyPoll()
 
-    def ask(self, call: Call) -> asyncio.Future[Any]:
+    def submit(self, call: Call) -> asyncio.Future[Any]:
+        """Queue a call; the future gets its answer."""
         future = self._create_future()
         if type(call) is Check or not getattr(call, "goes_first", False):
-            self._waiting.append(call)
-            self._futures.append(future)
-            self._arrivals.append(monotonic())
+            self._append(call, future)
         else:
-            self._waiting.insert(0, call)
-            self._futures.insert(0, future)
-            self._arrivals.insert(0, monotonic())
-        if not self._flushing:
-            if self._alone and not self.on_the_way:
-                if not self._ask_shortly():
+            self.waiting.insert(0, call)
+            self.futures.insert(0, future)
+            self.arrivals.insert(0, monotonic())
+        if not self._is_flush_scheduled:
+            if self._is_lone and not self.in_flight:
+                if not self._send_lone():
                     self._flush()
             else:
-                self._flushing = True
+                self._is_flush_scheduled = True
                 self._loop.call_soon(self._flush)
         return future
 
     def fail_waiting(self, error: StoreError) -> None:
-        waiting, self._waiting, self._futures, self._arrivals = self._futures, [], [], []
+        waiting, self.waiting, self.futures, self.arrivals = self.futures, [], [], []
         for future in waiting:
-            _tell(future, error)
+            _resolve(future, error)
+
+    def end_batch(self, *, has_failed: bool) -> None:
+        """Continue with the calls that have arrived while a batch was in flight."""
+        self.in_flight -= 1
+        self.has_failed = has_failed
+        if self.waiting and not self._is_flush_scheduled:
+            self._flush()
+
+    def end_lone(self, check: LoneCheck, future: asyncio.Future[Any]) -> None:
+        """Deliver the answer to a lone check, or send it again as a batch."""
+        if check.answer is not None:
+            self._store.breakers.succeed(None)
+            _resolve(future, check.answer)
+            self.end_batch(has_failed=False)
+        else:
+            self.end_batch(has_failed=False)
+            self._append(check.call, future)
+            self._flush()
+
+    def _append(self, call: Call, future: asyncio.Future[Any]) -> None:
+        self.waiting.append(call)
+        self.futures.append(future)
+        self.arrivals.append(monotonic())
 
     def _flush(self) -> None:
-        self._flushing = False
-        desk = self._desk
-        while self._waiting and self.on_the_way < MOST_ON_THE_WAY:
-            size = min(len(self._waiting), LARGEST_BATCH)
-            if self.waits and not self.on_the_way and size >= WORTH_SPLITTING:
-                size = (size + 1) // 2  # else all callers would wait for one batch, and Redis for all callers, in turn
-            calls, futures, oldest = self._waiting[:size], self._futures[:size], min(self._arrivals[:size])
-            del self._waiting[:size], self._futures[:size], self._arrivals[:size]
-            if any(map(_is_done, futures)):  # who was cancelled while waiting asks for nothing
+        self._is_flush_scheduled = False
+        while self.waiting and self.in_flight < MAX_IN_FLIGHT:
+            size = min(len(self.waiting), MAX_BATCH)
+            if self.is_prompt and not self.in_flight and size >= MIN_SPLIT:
+                size = (size + 1) // 2  # so that this process and Redis do not wait for each other in turn
+            calls, futures, arrived = self.waiting[:size], self.futures[:size], min(self.arrivals[:size])
+            del self.waiting[:size], self.futures[:size], self.arrivals[:size]
+            if any(map(_is_done, futures)):  # cancelled while they waited
                 kept = [index for index, future in enumerate(futures) if not future.done()]
                 calls, futures = [calls[index] for index in kept], [futures[index] for index in kept]
             if calls:
-                self.on_the_way += 1
-                self._alone = len(calls) == 1
-                desk.calls += len(calls)
-                now = self._loop.time()
-                end = deadline(now - (monotonic() - oldest), now, desk.budget, after_failure=self.has_failed)
-                _InFlightBatch(desk, self, run_batch(calls, desk.encoder, desk.topology), futures, end).go_on()
+                self.in_flight += 1
+                self._is_lone = len(calls) == 1
+                InFlightBatch(self, calls, futures, arrived).advance()
 
-    def _ask_shortly(self) -> bool:
-        """Send a check that goes alone; false if it has to go the long way."""
-        desk = self._desk
-        line = desk.lines.get(None)
-        packed = desk.encoder.pack_alone(self._waiting[0])
-        if line is None or packed is None or len(self._waiting) > 1 or not line.is_open():
+    def _send_lone(self) -> bool:
+        """Send a check that travels alone; False if it has to be sent as a batch."""
+        connection = self.batcher.connections.get(None)
+        packed = self._store.encoder.pack_alone(self.waiting[0])
+        if connection is None or packed is None or len(self.waiting) > 1 or not connection.is_open:
             return False
-        self.on_the_way += 1
-        desk.calls += 1
-        desk.round_trips += 1
-        self._arrivals.clear()
-        end = self._loop.time() + desk.budget
-        line.send(_InFlightCheck(self, packed, self._waiting.pop(), self._futures.pop(), end))
-        if self._vigil.is_due():
-            self._watch(desk.round_trips, self._loop.time() + WATCH)
+        self.in_flight += 1
+        self._store.calls += 1
+        self._store.round_trips += 1
+        self.arrivals.clear()
+        check = _InFlightCheck(self.waiting.pop(), packed, self, self.futures.pop())
+        check.deadline = self._loop.time() + self._store.budget
+        connection.send(check)
+        if self._busy_poll.should_poll():
+            self._poll(check, self._loop.time() + BUSY_POLL_S)
         return True
 
-    def _watch(self, round_trip: int, end: float) -> None:
-        """Keep the loop awake until the answer is there: a loop that has something to do looks for answers, and lets
-        all others run, before it comes back to this."""
-        if not self.on_the_way or self._desk.round_trips != round_trip:
-            self._vigil.ended(in_vain=False)
+    def _poll(self, check: _InFlightCheck, end: float) -> None:
+        """Keep the loop from sleeping until the reply arrives: with a callback scheduled it polls, and runs others."""
+        if check.is_done or self.in_flight > 1:
+            self._busy_poll.record(is_hit=True)
         elif self._loop.time() >= end:
-            self._vigil.ended(in_vain=True)
+            self._busy_poll.record(is_hit=False)
         else:
-            self._loop.call_soon(self._watch, round_trip, end)
-
-    def back(self, *, has_failed: bool) -> None:
-        """A batch has been answered, or has failed."""
-        self.on_the_way -= 1
-        self.has_failed = has_failed
-        if self._waiting and not self._flushing:
-            self._flush()
-
-    def succeeded(self) -> None:
-        """The only server has answered."""
-        self._desk.breakers.succeed(None)
-
-    def take_long_way(self, call: Call, future: asyncio.Future[Any]) -> None:
-        self._waiting.append(call)
-        self._futures.append(future)
-        self._arrivals.append(monotonic())
-        self._flush()
+            self._loop.call_soon(self._poll, check, end)
 
 
-class _InFlightBatch:
-    """A conversation under way: driven by the replies as they come in, without a task of its own."""
+class InFlightBatch:
+    """An exchange in an event loop: driven by replies as they arrive, without a task of its own."""
 
-    __slots__ = ("_began", "_commands", "_conversation", "_desk", "_end", "_futures", "_lane")
+    __slots__ = ("_exchange", "_futures", "_lane", "_started")
 
-    def __init__(
-        self,
-        desk: _LoopBatcher,
-        lane: _Lane,
-        conversation: Generator[list[Command], None, list[Any]],
-        futures: list[asyncio.Future[Any]],
-        end: float,
-    ) -> None:
-        self._desk = desk
+    def __init__(self, lane: LoopLane, calls: list[Call], futures: list[asyncio.Future[Any]], arrived: float) -> None:
+        store, now = lane.batcher.store, lane.batcher.loop.time()
+        arrived += now - monotonic()  # on the clock of the loop
+        self._exchange = store.start_exchange(calls, arrived, now, after_failure=lane.has_failed)
+        self._exchange.on_round_done = self.advance
         self._lane = lane
-        self._conversation = conversation
         self._futures = futures
-        self._commands: list[Command] = []
-        self._end = end
-        self._began = time.perf_counter()
+        self._started = time.perf_counter()
 
-    def go_on(self) -> None:
-        desk, lane = self._desk, self._lane
-        has_failed = any([isinstance(command.reply, StoreError) for command in self._commands])  # noqa: C419
+    def advance(self) -> None:
+        """Send the next round, or deliver the answers."""
+        exchange, lane = self._exchange, self._lane
         try:
-            commands = self._commands = self._conversation.send(None)
-        except StopIteration as last:
-            answers: list[Any] = last.value
+            requests = exchange.next_round(lane.batcher.loop.time())
         except Exception as error:
-            answers = [error] * len(self._futures)
-        else:
-            now = desk.loop.time()
-            end = deadline_of_round(commands, now, self._end, desk.budget, after_failure=has_failed)
-            desk.exchange(commands, self.go_on, end)
+            requests, exchange.answers = [], [error] * len(self._futures)
+        if requests:
+            lane.batcher.send(requests)
             return
-        lane.waits = time.perf_counter() - self._began < PROMPT * len(answers)
-        for future, answer in zip(self._futures, answers, strict=True):
-            # The common case by itself: this runs for every request.
+        exchange.on_round_done = None  # it refers to this object
+        lane.batcher.store.round_trips += exchange.round_trips
+        lane.is_prompt = time.perf_counter() - self._started < PROMPT_S_PER_CALL * len(self._futures)
+        for future, answer in zip(self._futures, exchange.answers, strict=True):
+            # The common case without a call, as this runs for every request.
             if type(answer) is Decision and not future.done():
                 future.set_result(answer)
             else:
-                _tell(future, answer)
-        lane.back(has_failed=has_failed)
+                _resolve(future, answer)
+        lane.end_batch(has_failed=exchange.has_failed)
 
 
-class _InFlightCheck:
-    """A check, sent by itself."""
+class _InFlightCheck(LoneCheck):
+    """A lone check, whose answer is delivered as soon as it arrives."""
 
-    __slots__ = ("_answer", "_call", "_future", "_lane", "_packed", "deadline")
+    __slots__ = ("_future", "_lane", "is_done")
 
-    def __init__(self, lane: _Lane, packed: bytes, call: Any, future: asyncio.Future[Any], deadline: float) -> None:
+    def __init__(self, call: Call, packed: bytes, lane: LoopLane, future: asyncio.Future[Any]) -> None:
+        super().__init__(call, packed)
+        self.is_done = False
         self._lane = lane
-        self._packed = packed
-        self._call = call
         self._future = future
-        self._answer: Any = None
-        self.deadline = deadline
-
-    def pack(self) -> bytes:
-        return self._packed
-
-    def take(self, reply: Any) -> bool:
-        if type(reply) is list:
-            self._answer = decode_alone(self._call, reply)
-        elif not isinstance(reply, ReplyError):
-            raise unexpected(reply)
-        return True
 
     def finish(self) -> None:
-        lane = self._lane
-        if self._answer is not None:
-            lane.succeeded()
-            _tell(self._future, self._answer)
-            lane.back(has_failed=False)
-        else:
-            # An error of the server's: nothing was done, and the long way knows what to do about each.
-            lane.back(has_failed=False)
-            lane.take_long_way(self._call, self._future)
+        self.is_done = True
+        self._lane.end_lone(self, self._future)
 
     def fail(self, error: StoreError) -> None:
-        _tell(self._future, public(error))
-        self._lane.back(has_failed=True)
+        self.is_done = True
+        _resolve(self._future, public(error))
+        self._lane.end_batch(has_failed=True)
 
 
-def _tell(future: asyncio.Future[Any], answer: Any) -> None:
-    """Give the answer to whoever still waits for it."""
+def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
+    """Set the result of a future, unless it was cancelled."""
     if not future.done():
         if isinstance(answer, Exception):
             future.set_exception(answer)
@@ -481,21 +372,18 @@ def _tell(future: asyncio.Future[Any], answer: Any) -> None:
 _is_done = asyncio.Future.done
 
 
-class _LoopUnaware:
+class _ThreadUnknown:
+    """In place of a loop that does not tell its thread, as asyncio's own loops do by `_thread_id`.
+
+    Comparing that with the current thread shows which loop runs in a fifth of the time of `get_running_loop`, which is
+    a system call on Python 3.11.
+    """
+
     _thread_id: Final = None
 
 
-def self_aware(loop: asyncio.AbstractEventLoop) -> Any:
-    """What has the thread that the loop runs in as its `_thread_id`: asyncio's own loops do, those of others never say.
-
-    Whoever finds its own thread there knows which loop runs. To ask for that takes five times as long, as it is a call
-    of the system on Python 3.11.
-    """
-    return loop if isinstance(loop, asyncio.BaseEventLoop) else _LoopUnaware
-
-
-def maker_of_futures(loop: asyncio.AbstractEventLoop) -> Callable[[], asyncio.Future[Any]]:
-    """The loop's own, without the step of Python that is around it in asyncio's."""
+def _future_factory(loop: asyncio.AbstractEventLoop) -> Callable[[], asyncio.Future[Any]]:
+    """The loop's `create_future`, without asyncio's wrapper in Python around it."""
     if type(loop).create_future is asyncio.BaseEventLoop.create_future:
         return partial(asyncio.Future, loop=loop)
     return loop.create_future

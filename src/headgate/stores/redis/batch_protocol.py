@@ -1,8 +1,7 @@
-"""One batch of calls from first byte to last answer: what to send, what to send again, what to give back.
+"""The batch protocol: which commands to send for a batch of calls, which to send again, and which charges to undo.
 
-Pure: a generator that yields the commands of one round trip at a time and finds their replies in them. The drivers in
-`sync.py` and `aio.py` only move bytes, so every rule about NOSCRIPT, MOVED or a denial on another shard stands
-here, once.
+Pure: generators yield the commands of one round trip at a time and read their replies from them, so that every rule
+about NOSCRIPT, MOVED or a denial by another shard is here, once. `exchange` runs them.
 """
 
 from __future__ import annotations
@@ -21,137 +20,94 @@ from headgate.stores.redis.encoding import Command, Node, Undo
 from headgate.stores.redis.topology import Cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Hashable, Sequence
+    from collections.abc import Generator, Sequence
 
     from headgate.stores.operations import Call
     from headgate.stores.redis.encoding import CommandEncoder
     from headgate.stores.redis.topology import Topology
 
 __all__ = [
-    "LEAST_TIME_S",
     "BudgetExhausted",
     "ConnectionLost",
     "NotSent",
-    "deadline",
-    "deadline_of_round",
     "deliver",
-    "gives_back",
+    "is_undo",
     "public",
     "refusal",
     "run_batch",
-    "servers_of",
 ]
 
-MOST_ROUNDS: Final = 6
-"""How often a command may be sent, with the redirections of a cluster that is being resharded."""
-
-LEAST_TIME_S: Final = 0.002
-"""Seconds that calls have which have spent their budget on waiting for a batch that failed."""
-LEAST_SHARE: Final = 0.5
-"""The part of the budget that is left to calls which have waited for a batch that was answered."""
-UNDO_TIME_S: Final = 0.02
-UNDO_SHARE: Final = 0.25
-"""Seconds, and the part of the budget, for giving back; the longer one of them, and at most the budget."""
+MAX_ROUNDS: Final = 6
+"""Round trips of a command, including redirections in a cluster that is being resharded."""
 
 _REFUSALS: Final = (
     *("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOAUTH", "NOPERM", "NOREPLICAS", "OOM", "READONLY"),
-    *("WRONGPASS", "ERR The user executing the script"),  # so Redis 7.0 says NOPERM inside a script
+    *("WRONGPASS", "ERR The user executing the script"),  # NOPERM inside a script of Redis 7.0
 )
-"""Errors by which a server says that it does not serve now: nothing is wrong with what was asked."""
+"""Errors of a server that does not serve at the moment, whatever the command."""
 
 _MOVED: Final = re.compile(r"([0-9]{1,5}) (\S*):([0-9]{1,5})(?: .*)?")
-"""A redirection: the slot, and the host and port of the server that has it."""
+"""A redirection: slot, host and port."""
 
-_CHARGED_FOR: Final = {"fixed_window": 1, "sliding_log": 1, "sliding_window": 2}
-"""For how many periods after the instant that was charged to, or after the beginning of its window, a key is not as
-new. For the others the instant does not matter, or is the clock's."""
+_PERIODS_UNTIL_RESET: Final = {"fixed_window": 1, "sliding_log": 1, "sliding_window": 2}
+"""Periods from the instant of a charge, or the start of its window, until the key is as new. For other algorithms the
+instant does not matter, or is that of the clock."""
 
 
 class NotSent(StoreUnavailable):
-    """The server could not be reached; not a byte was sent, so it is safe to ask another."""
+    """The server could not be reached. Nothing was sent, so it is safe to try another."""
 
 
 class BudgetExhausted(NotSent):
-    """Others have used up the budget before this server's turn came: nothing is known of it."""
+    """The budget was spent on other servers; says nothing about this one."""
 
 
 class ConnectionLost(StoreUnavailable):
-    """The connection broke while the answer was on its way."""
+    """The connection broke after the command was sent."""
 
     may_have_happened = True
 
 
 def public(error: StoreError) -> StoreError:
-    """The error as callers know it: how a server could not be reached matters only in here."""
+    """The error as callers see it: the reason for which a server is unavailable matters only in this package."""
     if not isinstance(error, NotSent | ConnectionLost | CircuitOpen | UnexpectedReply):
         return error
-    told = StoreUnavailable(str(error))
-    told.may_have_happened = error.may_have_happened
-    return told
+    unavailable = StoreUnavailable(str(error))
+    unavailable.may_have_happened = error.may_have_happened
+    return unavailable
 
 
-def deadline(began: float, now: float, budget: float, *, after_failure: bool) -> float:
-    """When a batch must be answered, of which the oldest call has arrived at `began`.
-
-    The budget of a call includes the time in which it waited for other batches. If those were answered, a part of it is
-    left in any case: the time may have passed in this process, and says nothing about the store.
-    """
-    return max(began + budget, now + (min(LEAST_TIME_S, budget) if after_failure else budget * LEAST_SHARE))
-
-
-def deadline_of_round(
-    commands: list[Command], now: float, end: float, budget: float, *, after_failure: bool = False
-) -> float:
-    """When one round trip must be over, in a conversation that has until `end`."""
-    if gives_back(commands):
-        # The servers that have charged do answer: they get time for it, however much the others have used up.
-        return now + min(budget, max(UNDO_TIME_S, budget * UNDO_SHARE))
-    if commands[0].script is None and end > now:
-        # A server is asked where the keys live. If it does not answer, there is time left to ask another.
-        return now + (end - now) / 2
-    return end if after_failure else max(end, now + min(LEAST_TIME_S, budget))
-
-
-def gives_back(commands: list[Command]) -> bool:
-    """Whether these only take back what other commands have charged."""
+def is_undo(commands: list[Command]) -> bool:
+    """True if these only take back what other commands have charged."""
     return all(isinstance(call, Undo) for command in commands for call in command.calls) and bool(commands[0].calls)
 
 
 def refusal(reply: Any) -> StoreUnavailable | None:
-    """The error in a reply by which a server says that it does not serve, if it is one."""
+    """The error for a reply of a server that does not serve at the moment; None for other replies."""
     if isinstance(reply, ReplyError) and str(reply).startswith(_REFUSALS):
         return StoreUnavailable(f"the store answered: {reply}")
     return None
 
 
-def servers_of(call: Call, encoder: CommandEncoder, topology: Topology) -> Hashable:
-    """The servers that a call needs, as far as they are known. Calls travel only with those of the same servers: one
-    that does not answer delays nobody who does not need it."""
-    if not isinstance(topology, Cluster):
-        return None
-    keys = call.keys if isinstance(call, Check | Reset) else (call.key,)
-    return topology.servers_of([encoder.name(key) for key in keys])
-
-
 def run_batch(
     calls: Sequence[Call], encoder: CommandEncoder, topology: Topology
 ) -> Generator[list[Command], None, list[Any]]:
-    """The answers to the calls, in their order; an exception among them is that call's alone."""
+    """The answers to the calls, in their order; an exception among them belongs to that call alone."""
     if isinstance(topology, Cluster):
-        return (yield from _converse_with_shards(calls, encoder, topology))
+        return (yield from _run_on_shards(calls, encoder, topology))
     commands = encoder.encode(calls)
     yield from deliver(commands, topology)
     if len(commands) == 1:
-        return _told(commands[0])
+        return _read_answers(commands[0])
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
     return [answers[id(call)] for call in calls]
 
 
-def _converse_with_shards(
+def _run_on_shards(
     calls: Sequence[Call], encoder: CommandEncoder, cluster: Cluster
 ) -> Generator[list[Command], None, list[Any]]:
-    """Each key on its own shard. A request over several is asked of all at once, and given back where another one
-    denied."""
+    """Check each key on its shard. A check over several shards is sent to all at once, and undone on those that allowed
+    it if another did not."""
     by_key: dict[str, list[Check]] = {}
     commands: list[Command] = []
     parts: list[list[Any]] = []
@@ -165,23 +121,23 @@ def _converse_with_shards(
                     by_key.setdefault(name, []).append(piece)
             parts.append(list(pieces.values()))
         elif isinstance(call, Reset):
-            pieces_of_reset = [Reset((key,)) for key in call.keys]
-            commands += map(encoder.encode_other, pieces_of_reset)
-            parts.append(pieces_of_reset)
+            resets = [Reset((key,)) for key in call.keys]
+            commands += map(encoder.encode_other, resets)
+            parts.append(resets)
         else:
             commands.append(encoder.encode_other(call))
             parts.append([call])
     commands += [encoder.encode_checks(checks) for checks in by_key.values()]
     yield from deliver(commands, cluster)
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
-    undone = yield from _give_back(calls, parts, answers, encoder, cluster)
+    undone = yield from _undo_denied(calls, parts, answers, encoder, cluster)
     return [
         _join(call, [answers[id(piece)] for piece in pieces], undone) for call, pieces in zip(calls, parts, strict=True)
     ]
 
 
 def _split(check: Check, encoder: CommandEncoder) -> dict[str, Check]:
-    """A check for each key: only commands of one key are answered at any moment while slots are moved."""
+    """One check per key: while slots migrate, servers accept only commands of a single key at any time."""
     if len(check.keys) == 1:
         return {encoder.name(check.keys[0]): check}
     is_idempotent = isinstance(check, IdempotentCheck)
@@ -193,16 +149,16 @@ def _split(check: Check, encoder: CommandEncoder) -> dict[str, Check]:
     }
 
 
-def _give_back(
+def _undo_denied(
     calls: Sequence[Call], parts: list[list[Any]], answers: dict[int, Any], encoder: CommandEncoder, cluster: Cluster
 ) -> Generator[list[Command], None, dict[tuple[int, str, str], Any]]:
-    """What requests took on one shard while another denied or failed; answered by how the limits stand then."""
+    """Undo charges on shards where another one denied or failed; returns the verdicts after that."""
     undos: list[tuple[tuple[int, str, str], Command]] = []
     for call, pieces in zip(calls, parts, strict=True):
-        told = [answers[id(piece)] for piece in pieces]
-        if isinstance(call, Check) and not all(isinstance(one, Decision) and one.allowed for one in told):
-            for piece, decision in zip(pieces, told, strict=True):
-                # Also where an id costs nothing: it has a record.
+        decisions = [answers[id(piece)] for piece in pieces]
+        if isinstance(call, Check) and not all(isinstance(one, Decision) and one.allowed for one in decisions):
+            for piece, decision in zip(pieces, decisions, strict=True):
+                # Even at no cost, a check with an id has a record.
                 is_charged = piece.cost or isinstance(piece, IdempotentCheck)
                 if is_charged and isinstance(decision, Decision) and decision.allowed:
                     (key,) = piece.keys
@@ -216,30 +172,30 @@ def _give_back(
 
 
 def _charged_us(decision: Decision) -> int:
-    """The instant to which a shard charged one limit: a clock that has gone back charges to the last request's. When
-    the key is as new tells it, as that is always so long after the charge, or after the beginning of its window."""
+    """The instant to which a shard charged a limit, derived from the reset time: if the clock was set back, that is the
+    instant of the last request."""
     limit = decision.keys[0].limit
     _, _, reset_us, _ = decision.verdicts[0]
-    periods = _CHARGED_FOR.get(limit.algorithm)
+    periods = _PERIODS_UNTIL_RESET.get(limit.algorithm)
     return decision.at_us if periods is None else decision.at_us + reset_us - periods * limit.period_us
 
 
-def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) -> Any:
-    """One answer from those of the shards."""
-    errors = [answer for answer in told if isinstance(answer, StoreError)]
+def _join(call: Call, parts: list[Any], undone: dict[tuple[int, str, str], Any]) -> Any:
+    """Combine the answers of the shards."""
+    errors = [answer for answer in parts if isinstance(answer, StoreError)]
     if errors:
-        return _joined_error(call, told, errors, undone)
-    if not isinstance(call, Check) or len(told) == 1:
-        return told[0]
+        return _join_errors(call, parts, errors, undone)
+    if not isinstance(call, Check) or len(parts) == 1:
+        return parts[0]
     verdicts = {
         (key.limit.space, key.identity): verdict
-        for decision in told
+        for decision in parts
         for key, verdict in zip(decision.keys, decision.verdicts, strict=True)
     }
     for key in call.keys:
         name = (key.limit.space, key.identity)
         verdicts[name] = undone.get((id(call), *name), verdicts[name])
-    allowed = all(decision.allowed for decision in told)
+    allowed = all(decision.allowed for decision in parts)
     can_wait = allowed and all(key.limit.algorithm != "concurrency" for key in call.keys)
     return Decision(
         allowed,
@@ -247,21 +203,21 @@ def _join(call: Call, told: list[Any], undone: dict[tuple[int, str, str], Any]) 
         tuple(verdicts[key.limit.space, key.identity] for key in call.keys),
         call.id,
         None,
-        max(decision.at_us for decision in told),
-        max(decision.again_us for decision in told) if can_wait else 0,
-        joined_costs([decision.cost for decision in told]) if allowed else call.cost,  # with an id, those recorded
+        max(decision.at_us for decision in parts),
+        max(decision.again_us for decision in parts) if can_wait else 0,
+        joined_costs([decision.cost for decision in parts]) if allowed else call.cost,  # with an id, those recorded
     )
 
 
-def _joined_error(
-    call: Call, told: list[Any], errors: list[StoreError], undone: dict[tuple[int, str, str], Any]
+def _join_errors(
+    call: Call, parts: list[Any], errors: list[StoreError], undone: dict[tuple[int, str, str], Any]
 ) -> StoreError:
-    """The error of a call that some shards did not answer. If one may have charged it all the same, or has, and could
-    not be made to give it back, it may have happened: whoever is told must not charge it again."""
+    """The error of a call that some shards did not answer. If a shard may have charged it, or has and the charge could
+    not be undone, it may have happened, and must not be charged again."""
     worst = max(errors, key=lambda error: error.may_have_happened)
     taken = [
         (id(call), key.limit.space, key.identity)
-        for decision in told
+        for decision in parts
         if isinstance(call, Check) and isinstance(decision, Decision) and decision.allowed
         for key, cost in zip(call.keys, call.costs, strict=True)
         if cost and key in decision.keys
@@ -274,29 +230,29 @@ def _joined_error(
 
 
 def deliver(commands: list[Command], topology: Topology) -> Generator[list[Command], None, None]:
-    """Sends the commands until each has a reply that is final; afterwards each has one."""
-    pending, asked_anew = commands, False
+    """Send commands until each has a final reply."""
+    pending, has_rediscovered = commands, False
     try:
-        if not gives_back(pending):  # that is for where it was taken, and not worth looking for
+        if not is_undo(pending):  # an undo is for the server that charged, wherever its keys are now
             yield from topology.discover()
         for command in pending:
             topology.locate(command)
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             yield pending
             again = [command for command in pending if _redirect(command, topology)]
             stale = [command for command in pending if _is_stale(command)]
             if stale:
-                # One that hangs would use up the time of a request that others could serve.
+                # Ask other servers first: one that hangs would use up the budget.
                 topology.forget([command.node for command in stale])
-            # What may have happened is never asked twice.
-            unheard = [command for command in stale if not getattr(command.reply, "may_have_happened", False)]
-            if unheard and topology.moves and not asked_anew:
-                asked_anew = True
-                pending = [*again, *unheard]  # whose answer it is if nobody can be found
+            # A command that may have been carried out is never sent again.
+            unsent = [command for command in stale if not getattr(command.reply, "may_have_happened", False)]
+            if unsent and topology.moves and not has_rediscovered:
+                has_rediscovered = True
+                pending = [*again, *unsent]  # which fail if discovery does
                 yield from topology.discover()
-                for command in unheard:
+                for command in unsent:
                     topology.locate(command)
-                again += unheard
+                again += unsent
             pending = again
             if not pending:
                 return
@@ -306,7 +262,7 @@ def deliver(commands: list[Command], topology: Topology) -> Generator[list[Comma
 
 
 def _redirect(command: Command, topology: Topology) -> bool:
-    """Whether the server wants the command again: with its text, or at another place."""
+    """True if the command must be sent again: with its text, or to another server."""
     if not isinstance(command.reply, ReplyError):
         return False
     kind, _, rest = str(command.reply).partition(" ")
@@ -315,10 +271,10 @@ def _redirect(command: Command, topology: Topology) -> bool:
         return True
     command.asking = kind == "ASK"
     if kind in ("MOVED", "ASK") and isinstance(topology, Cluster) and command.node is not None:
-        found = _MOVED.fullmatch(rest)
-        if found is None:
+        match = _MOVED.fullmatch(rest)
+        if match is None:
             return False
-        slot, host, port = found.groups()
+        slot, host, port = match.groups()
         command.node = Node(host.strip("[]") or command.node.host, int(port))
         if kind == "MOVED":
             topology.moved(int(slot), command.node)
@@ -327,26 +283,25 @@ def _redirect(command: Command, topology: Topology) -> bool:
 
 
 def _is_stale(command: Command) -> bool:
-    """Whether the reply says that the servers are not where they were thought to be."""
+    """True if the reply suggests that the servers have moved."""
     if isinstance(command.reply, ReplyError):
         return str(command.reply).startswith("READONLY")
-    # Where a breaker is open, the servers are asked anew by whoever looks after it, and not by every request.
+    # While a breaker is open, the maintenance thread rediscovers the servers, and not every request.
     return isinstance(command.reply, StoreError) and not isinstance(command.reply, CircuitOpen)
 
 
 def _answers(command: Command) -> list[tuple[Any, Any]]:
-    """Each call of the command with its answer."""
-    return list(zip(command.calls, _told(command), strict=True))
+    """Pairs of call and answer."""
+    return list(zip(command.calls, _read_answers(command), strict=True))
 
 
-def _told(command: Command) -> list[Any]:
-    """The answers to a command's calls, in their order."""
+def _read_answers(command: Command) -> list[Any]:
+    """The answers to the calls of a command, in their order."""
     reply = command.reply
     if isinstance(reply, ReplyError):
-        # A slot on its way to another server, that could not be asked for in time, is nobody's mistake either.
-        moving = str(reply).startswith(("TRYAGAIN", "MOVED", "ASK "))
-        told = f"the store answered: {reply}"
-        reply = refusal(reply) or (StoreUnavailable(told) if moving else ScriptError(told))
+        is_moving = str(reply).startswith(("TRYAGAIN", "MOVED", "ASK "))  # a slot that migrates for too long
+        message = f"the store answered: {reply}"
+        reply = refusal(reply) or (StoreUnavailable(message) if is_moving else ScriptError(message))
     elif isinstance(reply, StoreError):
         reply = public(reply)
     return [reply] * len(command.calls) if isinstance(reply, StoreError) else command.answers

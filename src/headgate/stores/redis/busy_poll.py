@@ -1,46 +1,38 @@
-"""Whether to watch for an answer, or to sleep for it: pure, for threads and asyncio alike.
+"""Adaptive busy polling: decides when to poll for a reply instead of sleeping.
 
-On a virtual machine, to be put to sleep and woken takes longer than a server that is near takes to answer, and as much
-of the processor. So who has nothing else to do looks again and again for a moment. Where that was in vain a few times,
-it is left for a while.
+On a virtual machine, being put to sleep and woken takes longer than a nearby server takes to reply, and as much CPU
+time. After a few polls without a reply, polling pauses: the server is far away, or was asleep itself.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["IN_VAIN", "REST", "WATCH", "BusyPoll"]
+__all__ = ["BUSY_POLL_S", "MAX_MISSES", "PAUSE_REPLIES", "BusyPoll"]
 
-WATCH: Final = 0.00015
-"""Seconds for which an answer is watched for."""
-IN_VAIN: Final = 4
-REST: Final = 256
-"""After so many answers in a row that did not come meanwhile, so many are slept for: a server that is far away is
-hardly watched for, and one that was asleep itself has time to wake up."""
+BUSY_POLL_S: Final = 0.00015
+"""Time for which a reply is polled for."""
+MAX_MISSES: Final = 4
+"""Misses in a row that pause polling."""
+PAUSE_REPLIES: Final = 256
+"""Replies for which polling pauses."""
 
 
 class BusyPoll:
-    """Of one connection. Each answer that `is_due` must be told to have `ended`."""
+    """The polling state of one connection. Call `record` after every reply for which `should_poll` was true."""
 
-    __slots__ = ("_in_vain", "_rest")
+    __slots__ = ("_misses", "_paused")
 
     def __init__(self) -> None:
-        self._in_vain = 0
-        self._rest = 0
-        """How many answers are to be slept for."""
+        self._misses = self._paused = 0
 
-    def is_due(self) -> bool:
-        """Whether to watch for the next answer."""
-        if self._rest:
-            self._rest -= 1
+    def should_poll(self) -> bool:
+        if self._paused:
+            self._paused -= 1
             return False
         return True
 
-    def ended(self, *, in_vain: bool) -> None:
-        """It has come, or it has not."""
-        if not in_vain:
-            self._in_vain = 0
-            return
-        self._in_vain += 1
-        if self._in_vain == IN_VAIN:
-            self._rest, self._in_vain = REST, 0
+    def record(self, *, is_hit: bool) -> None:
+        self._misses = 0 if is_hit else self._misses + 1
+        if self._misses == MAX_MISSES:
+            self._paused, self._misses = PAUSE_REPLIES, 0

@@ -23,10 +23,10 @@ from hiredis import ReplyError
 
 from headgate._fork import reinit_after_fork
 from headgate.errors import StoreError, StoreUnavailable
-from headgate.stores.redis.background_client import CONNECT, PATIENCE, BackgroundClient, read_block
+from headgate.stores.redis.background_client import REPLY_TIMEOUT_S, BackgroundClient, read_block
 from headgate.stores.redis.batch_protocol import NotSent
+from headgate.stores.redis.connection_pool import CONNECT_TIMEOUT_S, PendingConnection
 from headgate.stores.redis.encoding import NO_KEYS, Command
-from headgate.stores.redis.sync_connection import PendingConnection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -153,14 +153,14 @@ class Subscriber:
         chosen: list[Node | None] = []
         opening = PendingConnection(lambda: self._connection(chosen))
         try:
-            late = time.monotonic() + PATIENCE
+            late = time.monotonic() + REPLY_TIMEOUT_S
             while True:
                 if self._stopped:
                     raise _Stopped
                 try:
                     return _SubscriberConnection(opening.wait(GLANCE), ear)
                 except NotSent:
-                    if opening.is_over or time.monotonic() > late:
+                    if opening.is_done or time.monotonic() > late:
                         raise
         except BaseException:
             opening.abandon()
@@ -174,7 +174,7 @@ class Subscriber:
             chosen.append(self._choose())
         except StoreError as error:
             raise OSError(str(error)) from error  # as one that cannot be connected to
-        return self.factory.connection(chosen[0], asynchronous=False, timeout=CONNECT)
+        return self.factory.connection(chosen[0], asynchronous=False, timeout=CONNECT_TIMEOUT_S)
 
     def _choose(self) -> Node | None:
         """A primary: in a cluster, all of them hear everything. The one that was lost is not asked again, if there are
@@ -413,7 +413,7 @@ class _SubscriberConnection:
 
     def subscribe(self, channel: str) -> None:
         self._send(Command(None, NO_KEYS, ("SUBSCRIBE", channel)).pack())
-        reply = self._next(time.monotonic() + PATIENCE)
+        reply = self._next(time.monotonic() + REPLY_TIMEOUT_S)
         if isinstance(reply, ReplyError):
             raise StoreUnavailable(f"the store answered: {reply}")
         if reply is None:

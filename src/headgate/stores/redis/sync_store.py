@@ -1,518 +1,302 @@
-"""The Redis store for threads: round trips that threads share, on connections that each round trip has to itself.
+"""The Redis store for threads: calls that wait at the same time share a round trip.
 
-A thread that finds no other talking to the servers that its call needs is the leader: it takes all calls that wait for
-the same servers, its own among them, and carries them there in one round trip; the others wait for it. When it is back,
-the first that came meanwhile leads next. With one thread nothing is added; with many, Redis sees few and full round
-trips, and the interpreter lock is fought over less.
+A thread that finds no other talking to the servers that its call needs becomes the leader: it takes all calls waiting
+for the same servers, its own among them, and carries them out in one exchange; the other threads wait for it. Then the
+first call that has arrived meanwhile leads. With one thread nothing is added; with many, Redis sees few and full round
+trips, and the interpreter lock is contended less.
 
-No call takes longer than the budget: connections are opened by threads of their own, a call that finds a server's
-breaker open does not wait at all, and nobody relies on a leader to come back. Signal handlers may raise between any two
-steps of a leader, and again while it cleans up; daemon threads stop for ever when the interpreter ends. So there is no
-lock that a thread could take along. All changes to what threads share are single steps, which neither an exception nor
-another thread can divide, and whoever waits looks now and then whether its leader is still there.
+No call takes longer than its budget, and none relies on the leader to return: signal handlers may raise between any
+two of its steps, and again while it cleans up, and daemon threads stop for ever when the interpreter exits. So there is
+no lock that a thread could leave locked. Every change to shared state is a single step, which neither an exception nor
+another thread can divide, and waiting threads check from time to time that their leader is still there.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
-
-from hiredis import ReplyError
 
 from headgate._fork import reinit_after_fork
 from headgate._interrupts import wake
 from headgate.errors import StoreError, StoreTimeout, StoreUnavailable
-from headgate.stores.redis.base import FIRST_CONNECTION_S, RedisStoreBase
-from headgate.stores.redis.batch_protocol import (
-    LEAST_TIME_S,
-    BudgetExhausted,
-    NotSent,
-    deadline,
-    deadline_of_round,
-    public,
-    refusal,
-    run_batch,
-    servers_of,
-)
-from headgate.stores.redis.decoding import decode_alone, unexpected
-from headgate.stores.redis.sync_connection import PendingConnection, SyncConnection
+from headgate.stores.redis.base import RedisStoreBase
+from headgate.stores.redis.batch_protocol import public
+from headgate.stores.redis.connection_pool import ConnectionPool, ConnectionUser
+from headgate.stores.redis.exchange import MAX_BATCH, Lanes, LoneCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Hashable, Sequence
-
     from headgate.stores.operations import Call
     from headgate.stores.redis.connection_factory import ConnectionFactory
-    from headgate.stores.redis.encoding import Command, CommandEncoder, Node
+    from headgate.stores.redis.encoding import CommandEncoder, Node
 
 __all__ = ["RedisStore"]
 
-LARGEST_BATCH: Final = 256
-MAX_IDLE: Final = 4
-"""Connections to one server that are kept while nobody uses them."""
-MAX_LANES: Final = 1_000
-"""Sets of servers whose lanes are kept, where there are many servers."""
-FIRST_LOOK_S: Final = 0.001
-LONGEST_LOOK_S: Final = 0.05
-"""Seconds between two looks at the leader by those who wait for it; they double from the one to the other."""
+FIRST_LEADER_CHECK_S: Final = 0.001
+LEADER_CHECK_INTERVAL_S: Final = 0.05
+"""Time after which waiting threads look at their leader: it doubles from the first to the second."""
 OVERDUE_S: Final = 0.25
-"""Seconds after its deadline at which a leader counts as gone: it may have waited for the interpreter before that."""
+"""Time after its deadline at which a leader is considered lost; it may have waited for the interpreter before."""
 LEADER: Final = 0
-"""The only key of a lane's `leader`."""
+"""The only key of `ThreadLane.leader`."""
 
 
 class RedisStore(RedisStoreBase):
-    """Counts in Redis. Nothing is connected before the first call."""
+    """Counters in Redis, for threads. Connects on the first call."""
 
     def __init__(self, factory: ConnectionFactory, encoder: CommandEncoder, *, budget: float) -> None:
-        super().__init__(factory, encoder)
-        self.budget = budget
-        """Seconds that a call may take."""
-        self._begin()
+        super().__init__(factory, encoder, budget=budget)
+        self._start(is_forked=False)
         reinit_after_fork(self)
 
-    def _begin(self) -> None:
-        self._lane = _Lane()
-        """For all calls, unless there are several servers that have keys."""
-        self._lanes: dict[Hashable, _Lane] = {None: self._lane}
-        self._idle: dict[Node | None, list[SyncConnection]] = {}
-        """Connections that nobody uses. One that is used is its leader's alone, so that it cannot be returned by
-        anybody else, and never is if the leader is interrupted."""
-        self._openings: dict[Node | None, PendingConnection] = {}
-        self._calls = self._round_trips = 0
-        self._patient_until: float | None = None
-        """Until when calls may exceed the budget to connect; None if that begins with the next connection. It ends with
-        the first one, except in a forked process, which starts together with many others."""
-        self._is_forked = False
+    def _start(self, *, is_forked: bool) -> None:
+        self.lanes = Lanes(ThreadLane, self.encoder, self.factory.topology)
+        self._pool = ConnectionPool(
+            self.factory, self.budget, breakers=self.breakers, on_failure=self.report_failure, is_forked=is_forked
+        )
 
     @property
     def stats(self) -> dict[str, int]:
-        """The number of calls, of the round trips that carried them, and of connections that were out of step."""
-        return {"calls": self._calls, "round_trips": self._round_trips, "unexpected_replies": self.unexpected_replies}
+        return {**super().stats, "unexpected_replies": self.unexpected_replies + self._pool.unexpected_replies}
 
     def run(self, call: Call) -> Any:
-        """Carry out a call, together with those of other threads that wait at this moment."""
-        lane = self._lane
-        if self._only is None:
-            lane = self._lane_of(call)
-        elif self._only.is_open:
-            raise public(self._only.refusal())
-        turn = _Waiter(call, self.budget)
+        """Carry out a call, together with those of other threads that are waiting."""
+        lane = self.lanes.default
+        if self.only_breaker is None:
+            lane = self.lanes.find(call)
+        elif self.only_breaker.is_open:
+            raise public(self.only_breaker.refusal())
+        waiter = Waiter(call, self.budget)
         try:
-            leading = lane.leader.setdefault(LEADER, turn)
-            answer = self._lead_alone(lane, turn) if leading is turn else self._follow(lane, turn, leading)
+            leader = lane.leader.setdefault(LEADER, waiter)
+            answer = self._lead_first(lane, waiter) if leader is waiter else self._follow(lane, waiter, leader)
         except BaseException:  # an interrupt, which may come between any two steps
-            # Before anything that could be interrupted itself: those who wait for this thread look at it.
-            turn.is_over = True
-            self._leave(lane, turn)
+            # First of all, as this may be interrupted as well: the waiting threads look at it.
+            waiter.is_gone = True
+            self._leave(lane, waiter)
             raise
         if isinstance(answer, StoreError):
             raise answer
         return answer
 
     def warm(self, *, wait: float = 0) -> None:
-        """Begin to connect, and wait so many seconds for it: the first call needs it within its budget."""
-        if self._only is not None and not self._openings and not self._idle:
-            self._openings[None] = self._opening(None)
-            if wait:
-                with suppress(StoreError):
-                    self._openings[None].wait(wait)
+        """Start to connect, and wait that many seconds for it: the first call needs a connection within its budget."""
+        if self.only_breaker is not None:
+            self._pool.preconnect(None, wait_s=wait)
 
     def preconnect(self, node: Node | None, *, wait: float) -> None:
-        """Connect to a server that serves again before requests go there; called from another thread, which waits."""
-        if not self._idle.get(node):
-            opening = self._openings.get(node)
-            if opening is None or opening.has_failed or opening.is_claimed:
-                # Requests find its breaker open still, and none of them looks here.
-                opening = self._openings[node] = self._opening(node)
-            with suppress(StoreError):
-                opening.wait(wait)
+        """Connect to a recovered server before requests are sent there; called from another thread, which waits."""
+        self._pool.preconnect(node, wait_s=wait)
 
     def drop_preconnected(self, node: Node | None) -> None:
-        """Nobody needs the connection that was prepared."""
-        opening = self._openings.pop(node, None)
-        if opening is not None:
-            opening.abandon()
+        """Close a connection that was opened by `preconnect`."""
+        self._pool.drop_preconnected(node)
 
     def set_budget(self, budget: float) -> None:
-        """Give each call so many seconds from now on."""
-        self.budget = budget
+        """Change the number of seconds that a call may take."""
+        self.budget = self._pool.budget_s = budget
 
     def close(self) -> None:
-        idle, openings = self._idle, self._openings
-        self._idle, self._openings = {}, {}
-        lines = [line for its in idle.values() for line in its]
-        for lane in list(self._lanes.values()):
-            leading = lane.leader.get(LEADER)
-            lines += leading.lines if leading is not None else ()
-        for line in lines:
-            line.close()
-        for opening in openings.values():
-            opening.abandon()
+        self._pool.close()
+        for lane in self.lanes.all():
+            leader = lane.leader.get(LEADER)
+            if leader is not None:
+                leader.close_connections()
 
     def reset_after_fork(self) -> None:
-        """A child must not talk on its parent's connections, and no thread waits in it."""
-        self._begin()
-        self._is_forked = True
-        self.breakers.reset()
+        super().reset_after_fork()
+        self._start(is_forked=True)
 
-    def _lane_of(self, call: Call) -> _Lane:
-        """Where calls wait that need the same servers."""
-        servers = servers_of(call, self.encoder, self.factory.topology)
-        lane = self._lanes.get(servers)
-        if lane is None:
-            if len(self._lanes) >= MAX_LANES:  # those who wait in one of them still know it
-                self._lanes = {None: self._lane}
-            lane = self._lanes.setdefault(servers, _Lane())
-        return lane
-
-    def _lead_alone(self, lane: _Lane, turn: _Waiter) -> Any:
-        """The answer to a call that found no other thread talking to Redis."""
-        answer = self._ask_shortly(lane, turn)
+    def _lead_first(self, lane: ThreadLane, waiter: Waiter) -> Any:
+        """The answer to a call that found no leader."""
+        answer = self._run_lone(lane, waiter)
         if answer is None:
-            return self._lead(lane, turn, lane.take(turn) or NO_BATCH)
-        self._calls += 1
-        self._let_next_lead(lane, turn)
+            return self._lead(lane, waiter, lane.take(waiter) or NO_BATCH)
+        self._pass_lead(lane, waiter)
         return answer
 
-    def _follow(self, lane: _Lane, turn: _Waiter, leading: _Waiter) -> Any:
-        """The answer to a call that found another thread talking to Redis, which brings it, or lets this one lead."""
-        if turn.thread in [other.thread for other in (leading, *lane.next.turns) if not other.is_over]:
-            # It would wait for itself. Finalizers and signals' handlers come between any two steps.
-            return StoreUnavailable("this thread is asking Redis already, and cannot ask for whoever came between")
-        lane.join(turn)
-        pause = FIRST_LOOK_S
-        while not turn.is_answered:
-            taker = turn.batch.taker
+    def _follow(self, lane: ThreadLane, waiter: Waiter, leader: Waiter) -> Any:
+        """The answer to a call that found a leader, which carries it out, or lets this thread lead next."""
+        if waiter.thread in [other.thread for other in (leader, *lane.next.waiters) if not other.is_gone]:
+            # A finalizer or signal handler has interrupted this thread, which would wait for itself.
+            return StoreUnavailable("this thread is waiting for Redis already, and cannot wait for a nested call")
+        lane.join(waiter)
+        timeout_s = FIRST_LEADER_CHECK_S
+        while not waiter.is_answered:
+            taker = waiter.batch.taker
             if taker is None:
-                if self._may_lead(lane, turn):
-                    batch = lane.take(turn)
+                if self._try_lead(lane, waiter):
+                    batch = lane.take(waiter)
                     if batch is not None:
-                        return self._lead(lane, turn, batch)
-                    self._let_next_lead(lane, turn)
-            elif taker.is_over:
+                        return self._lead(lane, waiter, batch)
+                    self._pass_lead(lane, waiter)
+            elif taker.is_gone:
                 if taker.has_sent:
                     return _Interrupted("the thread that carried the call was interrupted")
-                lane.join(turn)
+                lane.join(waiter)
                 continue
             elif time.monotonic() > taker.deadline + OVERDUE_S:
-                turn.is_over = True
+                waiter.is_gone = True
                 error = StoreTimeout("the thread that carried the call did not come back within the budget")
                 error.may_have_happened = True
                 return error
-            if not turn.wait(pause):
-                pause = min(2 * pause, LONGEST_LOOK_S)
-        return turn.answer
+            if not waiter.wait(timeout_s):
+                timeout_s = min(2 * timeout_s, LEADER_CHECK_INTERVAL_S)
+        return waiter.answer
 
-    def _may_lead(self, lane: _Lane, turn: _Waiter) -> bool:
-        """True if the turn is the leader, or has become so because there is none that will come back."""
-        leading = lane.leader.setdefault(LEADER, turn)
-        if leading is turn:
+    def _try_lead(self, lane: ThreadLane, waiter: Waiter) -> bool:
+        """True if this thread is the leader, or replaces one that will not return."""
+        leader = lane.leader.setdefault(LEADER, waiter)
+        if leader is waiter:
             return True
-        if leading.is_over or time.monotonic() > leading.deadline + OVERDUE_S:
-            # Two of those who wait may both come here. Each would carry other calls, on a connection of its own.
-            lane.leader[LEADER] = turn
+        if leader.is_gone or time.monotonic() > leader.deadline + OVERDUE_S:
+            # Two waiting threads may both get here. Each carries other calls, on connections of its own.
+            lane.leader[LEADER] = waiter
             return True
         return False
 
-    def _lead(self, lane: _Lane, mine: _Waiter, batch: _Batch) -> Any:
-        """Carry all that wait, then let the next one lead."""
-        turns = [mine, *[turn for turn in batch.turns if turn is not mine and not turn.is_over]]
-        for start in range(0, len(turns), LARGEST_BATCH):
-            part, now = turns[start : start + LARGEST_BATCH], time.monotonic()
-            oldest = min([turn.began for turn in part])
-            mine.deadline = end = deadline(oldest, now, self.budget, after_failure=lane.has_failed)
-            conversation = run_batch([turn.call for turn in part], self.encoder, self.factory.topology)
-            answers = self._drive(lane, mine, conversation, end)
-            self._calls += len(part)
-            for turn, answer in zip(part, answers, strict=True):
-                turn.finish(answer, wake_it=turn is not mine)
-        self._let_next_lead(lane, mine)
+    def _lead(self, lane: ThreadLane, mine: Waiter, batch: Batch) -> Any:
+        """Carry out all waiting calls, then let the next thread lead."""
+        waiters = [mine, *[waiter for waiter in batch.waiters if waiter is not mine and not waiter.is_gone]]
+        for start in range(0, len(waiters), MAX_BATCH):
+            part, now = waiters[start : start + MAX_BATCH], time.monotonic()
+            arrived = min([waiter.arrived for waiter in part])
+            calls = [waiter.call for waiter in part]
+            exchange = self.start_exchange(calls, arrived, now, after_failure=lane.has_failed)
+            mine.deadline = exchange.end
+            answers = self._pool.run(exchange, mine)
+            self.round_trips += exchange.round_trips
+            lane.has_failed = exchange.has_failed
+            for waiter, answer in zip(part, answers, strict=True):
+                waiter.finish(answer, needs_wake=waiter is not mine)
+        self._pass_lead(lane, mine)
         return mine.answer
 
-    def _let_next_lead(self, lane: _Lane, turn: _Waiter) -> None:
-        if lane.leader.get(LEADER) is not turn:  # it took too long, and another has begun
+    def _pass_lead(self, lane: ThreadLane, waiter: Waiter) -> None:
+        if lane.leader.get(LEADER) is not waiter:  # it was overdue, and has been replaced
             return
         following = lane.first_waiting()
         if following is None:
             lane.leader.pop(LEADER, None)
-            # One that has come since may believe that this one leads.
+            # A call that has arrived since then may believe that this thread still leads.
             following = lane.first_waiting()
         else:
             lane.leader[LEADER] = following
         if following is not None:
-            wake(following.gate)
+            wake(following.lock)
 
-    def _leave(self, lane: _Lane, turn: _Waiter) -> None:
-        """Leave without an answer. If this is interrupted, too, those who wait find out by themselves."""
-        for line in turn.lines:  # the answer that is on its way must not be taken for another
-            line.close()
-        if turn.batch.taker is turn:
-            for other in turn.batch.turns.copy():
-                wake(other.gate)
-        self._let_next_lead(lane, turn)
+    def _leave(self, lane: ThreadLane, waiter: Waiter) -> None:
+        """Leave without an answer. If this is interrupted as well, the waiting threads find out by themselves."""
+        waiter.close_connections()
+        if waiter.batch.taker is waiter:
+            for other in waiter.batch.waiters.copy():
+                wake(other.lock)
+        self._pass_lead(lane, waiter)
 
-    def _ask_shortly(self, lane: _Lane, turn: _Waiter) -> Any:
-        """The answer to a check that goes alone; None if it has to go the long way.
-
-        An error of the server's means that nothing was done, and the long way knows what to do about each.
-        """
-        only, idle = self._only, self._idle.get(None)
-        if not idle or only is None or lane.next.turns or (packed := self.encoder.pack_alone(turn.call)) is None:
+    def _run_lone(self, lane: ThreadLane, waiter: Waiter) -> Any:
+        """The answer to a check that travels alone; None if it has to be sent as a batch."""
+        if self.only_breaker is None or lane.next.waiters or (packed := self.encoder.pack_alone(waiter.call)) is None:
             return None
+        connection = self._pool.take_idle(None)
+        if connection is None:
+            return None
+        waiter.connections = [connection]
+        waiter.has_sent = True
+        self.round_trips += 1
+        check = LoneCheck(waiter.call, packed)
         try:
-            line = idle.pop()
-        except IndexError:
-            return None
-        if not line.is_usable():
-            self._discard(line)
-            return None
-        turn.lines = [line]
-        turn.has_sent = True
-        self._round_trips += 1
-        try:
-            line.set_budget(self.budget)
-            line.send(packed)
-            turn.deadline = end = time.monotonic() + self.budget
-            reply = line.receive(end)
-            answer = decode_alone(turn.call, reply) if type(reply) is list else None  # type: ignore[arg-type] # a Check
-            if answer is None and not isinstance(reply, ReplyError):
-                raise unexpected(reply)
-            line.check_in_step()
+            connection.send(packed)
+            waiter.deadline = deadline = time.monotonic() + self.budget
+            connection.read(check, deadline)
         except StoreError as error:
-            line.close()
+            connection.close()
             lane.has_failed = True
-            self.note_failure(None, error)
+            self.calls += 1
+            self.report_failure(None, error)
             return public(error)
-        turn.lines = []
-        idle.append(line)
-        if answer is None:
-            return None
-        only.succeed()
-        lane.has_failed = False
-        return answer
-
-    def _drive(
-        self, lane: _Lane, turn: _Waiter, conversation: Generator[list[Command], None, list[Any]], end: float
-    ) -> list[Any]:
-        try:
-            commands, has_failed = next(conversation), lane.has_failed
-            while True:
-                now = time.monotonic()
-                until = deadline_of_round(commands, now, end, self.budget, after_failure=has_failed)
-                has_failed = lane.has_failed = self._exchange(turn, commands, until)
-                commands = conversation.send(None)
-        except StopIteration as end_of_it:
-            answers: list[Any] = end_of_it.value
-            return answers
-
-    def _exchange(self, turn: _Waiter, commands: list[Command], end: float) -> bool:
-        """One round trip to every server concerned, all at the same time, and over by then; whether one failed."""
-        self._round_trips += 1
-        by_node: dict[Node | None, list[Command]] = {}
-        for command in commands:
-            command.reply = None
-            by_node.setdefault(command.node, []).append(command)
-        sent: list[tuple[Node | None, SyncConnection, list[Command]]] = []
-        has_failed, connects_first = False, self._patient_until != 0.0
-        for node, its in by_node.items():
-            try:
-                line = self._line(node, end)
-            except StoreError as error:
-                has_failed = True
-                self._fail(node, its, error)
-                continue
-            turn.lines = [*turn.lines, line]
-            turn.has_sent = True
-            try:
-                line.send(b"".join([command.pack() for command in its]))
-                sent.append((node, line, its))
-            except StoreError as error:
-                has_failed = True
-                self._drop(turn, line)
-                self._fail(node, its, error)
-        # A server that could not be reached has used the time of the others, too; the first connection needs longer.
-        least = self.budget if connects_first else min(LEAST_TIME_S, self.budget)
-        end = max(end, self._patient_until or 0.0, time.monotonic() + least)
-        for node, line, its in sent:
-            try:
-                line.hurry(end)
-                line.answer(its, end)
-            except StoreError as error:
-                has_failed = True
-                self._drop(turn, line)
-                self._fail(node, [command for command in its if command.reply is None], error)
-            else:
-                self._keep(turn, node, line)
-                self._note(node, its)
-        return has_failed
-
-    def _line(self, node: Node | None, end: float) -> SyncConnection:
-        """A connection for the caller alone."""
-        idle = self._idle.get(node)
-        while idle:
-            try:
-                line = idle.pop()
-            except IndexError:  # another thread was quicker
-                break
-            if line.is_usable():
-                line.set_budget(self.budget)
-                return line
-            self._discard(line)
-        breaker = self.breakers[node]
-        if breaker.is_open:
-            raise breaker.refusal()
-        now = time.monotonic()
-        if self._patient_until is None:
-            self._patient_until = now + FIRST_CONNECTION_S
-        end = max(end, self._patient_until)
-        if now >= end:
-            raise BudgetExhausted("cannot reach Redis: the budget was used up before it was its turn")
-        while True:
-            line = SyncConnection(self._connect(node, end), self.budget, watched=True)
-            if line.is_usable():
-                if not self._is_forked:
-                    self._patient_until = 0.0
-                return line
-            line.close()  # it was closed again before anybody needed it
-
-    def _connect(self, node: Node | None, end: float) -> Any:
-        """A connection that no other thread has."""
-        while True:
-            opening = self._openings.get(node)
-            if opening is None or opening.is_old_news or opening.is_claimed:
-                opening = self._openings[node] = self._opening(node)
-            try:
-                connection = opening.wait(end - time.monotonic())
-            except NotSent:
-                # One that comes a moment later is for the next who needs it.
-                if opening.has_failed and self._openings.get(node) is opening:
-                    self._openings.pop(node, None)
-                raise
-            if opening.claim():
-                if self._openings.get(node) is opening:
-                    self._openings.pop(node, None)
-                return connection
-
-    def _opening(self, node: Node | None) -> PendingConnection:
-        return PendingConnection(lambda: self.factory.connection(node, asynchronous=False))
-
-    def _keep(self, turn: _Waiter, node: Node | None, line: SyncConnection) -> None:
-        """Let others use a connection. It has one user at any moment, or is dropped."""
-        turn.lines = [one for one in turn.lines if one is not line]
-        idle = self._idle.setdefault(node, [])
-        if len(idle) < MAX_IDLE:
-            idle.append(line)
-        else:
-            line.close()
-
-    def _drop(self, turn: _Waiter, line: SyncConnection) -> None:
-        """A line that failed once is not trusted again: what comes in on it late would answer the wrong question."""
-        turn.lines = [one for one in turn.lines if one is not line]
-        line.close()
-
-    def _discard(self, line: SyncConnection) -> None:
-        """Close a connection on which something has come in that nobody asked for, or that the server has closed."""
-        self.unexpected_replies += line.has_stray_bytes()
-        line.close()
-
-    def _note(self, node: Node | None, commands: list[Command]) -> None:
-        """Tell the breaker how the server is."""
-        for command in commands:
-            refused = refusal(command.reply)
-            if refused is not None:
-                self.breakers.fail(node, refused)
-                return
-        self.breakers.succeed(node)
-
-    def _fail(self, node: Node | None, commands: list[Command], error: StoreError) -> None:
-        if not isinstance(error, BudgetExhausted):  # else nothing was found out about this one
-            self.note_failure(node, error)
-        for command in commands:
-            command.reply = error
+        waiter.connections = ()
+        self._pool.release(None, connection)
+        if check.answer is not None:
+            self.only_breaker.succeed()
+            lane.has_failed = False
+            self.calls += 1
+        return check.answer
 
 
 class _Interrupted(StoreError):
-    """Whoever carried the call was interrupted on the way: nobody knows how far it came."""
+    """The thread that carried the call was interrupted; the call may have been carried out."""
 
     may_have_happened = True
 
 
-class _Waiter:
-    """A call that waits for its answer, or for its turn to carry the others'."""
+class Waiter(ConnectionUser):
+    """A call that waits for its answer, or for its thread to lead."""
 
-    is_over = False
-    """True if the thread has left without an answer. It is the last thing that is known of it."""
+    is_gone = False
+    """True if the thread has left without an answer."""
     is_answered = False
     answer: Any = None
-    has_sent = False
-    """True if anything may have been sent to a server."""
-    lines: Sequence[SyncConnection] = ()
-    """The connections that it uses."""
-    batch: _Batch
-    gate: threading.Lock
-    """Released to wake the thread that waits."""
+    batch: Batch
+    lock: threading.Lock
+    """Released to wake the waiting thread."""
 
     def __init__(self, call: Call, budget: float) -> None:
         self.call = call
         self.thread = get_ident()
-        self.began = now = time.monotonic()
+        self.arrived = now = time.monotonic()
         self.deadline = now + budget
-        """When the round trip that it leads must be over."""
+        """When the exchange that this thread leads must be over."""
 
-    def wait(self, seconds: float) -> bool:
-        """Wait so many seconds to be woken; whether that has happened."""
-        return self.gate.acquire(timeout=seconds)
+    def wait(self, timeout_s: float) -> bool:
+        """Wait to be woken; False after the timeout."""
+        return self.lock.acquire(timeout=timeout_s)
 
-    def finish(self, answer: Any, *, wake_it: bool) -> None:
-        # No interrupt comes between these: Python looks for them after calls only.
+    def finish(self, answer: Any, *, needs_wake: bool) -> None:
+        # No interrupt comes between these two: Python checks for them after calls only.
         self.answer = answer
         self.is_answered = True
-        if wake_it:
-            wake(self.gate)
+        if needs_wake:
+            wake(self.lock)
 
 
-class _Batch:
+class Batch:
     """Calls that wait for the same leader."""
 
-    __slots__ = ("taker", "turns")
+    __slots__ = ("taker", "waiters")
 
     def __init__(self) -> None:
-        self.turns: list[_Waiter] = []
-        self.taker: _Waiter | None = None
-        """The leader that carries them. Who is not among them by then joins the next batch."""
+        self.waiters: list[Waiter] = []
+        self.taker: Waiter | None = None
+        """The leader that carries them out; calls that arrive later join the next batch."""
 
 
-class _Lane:
-    """Where calls to the same servers wait for each other.
+class ThreadLane:
+    """A queue of calls to the same servers, without locks.
 
-    Nothing in here is locked. The interpreter runs other threads, and signal handlers, only after a call and where a
-    loop begins again: what is written below without a call in between is one step.
+    The interpreter switches threads and runs signal handlers only after a call and at the start of a loop: statements
+    below without a call between them are one step.
     """
 
     __slots__ = ("has_failed", "leader", "next")
 
     def __init__(self) -> None:
-        self.leader: dict[int, _Waiter] = {}
-        """The turn of the thread that talks to Redis, if there is one: `setdefault` finds or sets it in one step."""
-        self.next = _Batch()
-        """Those who wait for it."""
+        self.leader: dict[int, Waiter] = {}
+        """The waiter of the leading thread, if any: `setdefault` finds or sets it in one step."""
+        self.next = Batch()
         self.has_failed = False
-        """True if the last round trip did."""
+        """True if the last exchange did."""
 
-    def join(self, turn: _Waiter) -> None:
-        """Wait with the others."""
-        gate = threading.Lock()
-        gate.acquire()
-        turn.gate = gate
-        turn.batch = self.next
-        turn.batch.turns.append(turn)
+    def join(self, waiter: Waiter) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        waiter.lock = lock
+        waiter.batch = self.next
+        waiter.batch.waiters.append(waiter)
 
-    def take(self, leader: _Waiter) -> _Batch | None:
-        """All who wait, for the leader alone; None if it is among those whom another has taken."""
-        following = _Batch()
+    def take(self, leader: Waiter) -> Batch | None:
+        """All waiting calls, for the leader alone; None if another thread has taken its own call along."""
+        following = Batch()
         if leader.batch.taker is not None:
             return None
         batch = leader.batch = self.next
@@ -520,12 +304,12 @@ class _Lane:
         self.next = following
         return batch
 
-    def first_waiting(self) -> _Waiter | None:
-        for turn in self.next.turns.copy():
-            if not turn.is_over:
-                return turn
+    def first_waiting(self) -> Waiter | None:
+        for waiter in self.next.waiters.copy():
+            if not waiter.is_gone:
+                return waiter
         return None
 
 
-NO_BATCH: Final = _Batch()
-_Waiter.batch, _Waiter.gate = NO_BATCH, threading.Lock()  # of those who do not wait
+NO_BATCH: Final = Batch()
+Waiter.batch, Waiter.lock = NO_BATCH, threading.Lock()  # defaults of calls that do not wait

@@ -1,0 +1,290 @@
+"""Blocking connections to the servers, and the driver that runs exchanges on them.
+
+Connections are opened in threads of their own, so that no caller waits for longer than its budget. A connection in use
+belongs to one thread, and is closed if that thread is interrupted: a late reply would be taken for that of another
+command. Nothing is locked, as signal handlers may raise between any two steps of the main thread.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from headgate._interrupts import BackgroundThread, InterruptSafeEvent
+from headgate.errors import StoreError
+from headgate.stores.redis.batch_protocol import BudgetExhausted, NotSent
+from headgate.stores.redis.exchange import FIRST_CONNECTION_S
+from headgate.stores.redis.reply_reader import MAX_REPLY_BYTES
+from headgate.stores.redis.sync_connection import SyncConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headgate.stores.redis.breaker import CircuitBreakers
+    from headgate.stores.redis.connection_factory import ConnectionFactory
+    from headgate.stores.redis.encoding import Node
+    from headgate.stores.redis.exchange import Exchange, ServerRequest
+
+__all__ = ["CONNECT_TIMEOUT_S", "ConnectionPool", "ConnectionUser", "PendingConnection"]
+
+MAX_IDLE: Final = 4
+"""Idle connections kept per server."""
+RECONNECT_AFTER_S: Final = 0.1
+"""Age at which a failed attempt to connect says nothing about the next one."""
+CONNECT_TIMEOUT_S: Final = 0.25
+"""For background work."""
+MAX_BACKGROUND_REPLY_BYTES: Final = 256 * 1024 * 1024
+"""The status documents of all nodes of a fleet are one reply."""
+
+
+class PendingConnection:
+    """A connection being opened in a thread. It stays available after a caller has stopped waiting for it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._connection: Any = None
+        self._error: Exception | None = None
+        self._is_abandoned = False
+        self._done = InterruptSafeEvent()
+        self._done_at = 0.0
+        self._unclaimed = [True]
+        try:
+            BackgroundThread("headgate-connecting", self._open, failed=self._fail)
+        except RuntimeError as error:  # too many threads, or the interpreter is shutting down
+            self._fail(error)
+
+    @property
+    def is_done(self) -> bool:
+        """True once there is a connection, or the reason why there is none."""
+        return self._done.is_set()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def is_reusable(self) -> bool:
+        """True unless a caller has claimed the connection, or it failed some time ago."""
+        is_outdated = self.is_done and self.has_failed and time.monotonic() - self._done_at > RECONNECT_AFTER_S
+        return bool(self._unclaimed) and not is_outdated
+
+    def claim(self) -> bool:
+        """Reserve the connection for the caller; False if another caller was quicker."""
+        try:
+            return self._unclaimed.pop()
+        except IndexError:
+            return False
+
+    def wait(self, timeout_s: float) -> Any:
+        """The connection once it is open; raises NotSent."""
+        if not self._done.wait(max(timeout_s, 0)):
+            raise NotSent("cannot reach Redis: there is no connection within the budget")
+        if self._error is not None:
+            raise NotSent(f"cannot reach Redis: {self._error}") from self._error
+        return self._connection
+
+    def abandon(self) -> None:
+        """Close the connection, now or when it is open."""
+        self._is_abandoned = True
+        if self._done.is_set() and self._connection is not None:
+            self._connection.disconnect()
+
+    def _open(self) -> None:
+        connection = None
+        try:
+            connection = self._make()
+            connection.connect()
+            self._connection = connection
+            self._done_at = time.monotonic()
+            self._done.set()
+        except Exception as error:  # including those of a credential provider: a caller is waiting
+            if connection is not None:
+                connection.disconnect()
+            self._fail(error)
+        if self._is_abandoned:
+            self.abandon()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._done_at = time.monotonic()
+        self._done.set()
+
+
+class ConnectionUser:
+    """The connections that one thread is using."""
+
+    connections: Sequence[SyncConnection] = ()
+    has_sent = False
+    """True if anything may have been sent to a server."""
+
+    def close_connections(self) -> None:
+        """Close connections on which a reply may still arrive."""
+        for connection in self.connections:
+            connection.close()
+
+
+class ConnectionPool:
+    """Connections for requests, or, without breakers, for background work: those wait longer and accept large replies.
+
+    `on_failure` is called with each failure of a connection or server.
+    """
+
+    def __init__(
+        self,
+        factory: ConnectionFactory,
+        budget_s: float,
+        *,
+        breakers: CircuitBreakers | None = None,
+        on_failure: Callable[[Node | None, StoreError], None] = lambda node, error: None,
+        is_forked: bool = False,
+    ) -> None:
+        self.budget_s = budget_s
+        self.unexpected_replies = 0
+        """Idle connections that were closed because something arrived on them."""
+        self._factory = factory
+        self._breakers = breakers
+        self._on_failure = on_failure
+        self._is_forked = is_forked
+        self._idle: dict[Node | None, list[SyncConnection]] = {}
+        self._pending: dict[Node | None, PendingConnection] = {}
+        self._grace_until: float | None = 0.0 if breakers is None else None
+        """Until when calls may exceed their budget to connect; None before the first attempt. It ends with the first
+        connection, except in a forked process, which starts together with many others."""
+
+    def run(self, exchange: Exchange, user: ConnectionUser) -> Any:
+        """Run an exchange to its end; returns its answers."""
+        while requests := exchange.next_round(time.monotonic()):
+            is_first_connection = self._grace_until != 0.0
+            sent = []
+            for request in requests:
+                connection = self._send(request, exchange.deadline, user)
+                if connection is not None:
+                    sent.append((request, connection))
+            deadline = exchange.extend_deadline(time.monotonic(), is_first_connection=is_first_connection)
+            deadline = max(deadline, self._grace_until or 0.0)
+            for request, connection in sent:
+                try:
+                    connection.set_deadline(deadline)
+                    connection.read(request, deadline)
+                except StoreError as error:
+                    self._fail(request, error, user, connection)
+                else:
+                    user.connections = [one for one in user.connections if one is not connection]
+                    self.release(request.node, connection)
+                    request.finish()
+        return exchange.answers
+
+    def take_idle(self, node: Node | None) -> SyncConnection | None:
+        """An idle connection on which nothing has arrived, for the caller alone."""
+        idle = self._idle.get(node)
+        while idle:
+            try:
+                connection = idle.pop()
+            except IndexError:  # another thread was quicker
+                return None
+            if connection.is_usable():
+                connection.set_budget(self.budget_s)
+                return connection
+            self.unexpected_replies += connection.has_stray_bytes()
+            connection.close()
+        return None
+
+    def release(self, node: Node | None, connection: SyncConnection) -> None:
+        """Return a connection that has read all its replies."""
+        idle = self._idle.setdefault(node, [])
+        if len(idle) < MAX_IDLE:
+            idle.append(connection)
+        else:
+            connection.close()
+
+    def preconnect(self, node: Node | None, *, wait_s: float) -> None:
+        """Open a connection ahead of the first request, unless there is one."""
+        if self._idle.get(node):
+            return
+        pending = self._pending.get(node)
+        if pending is None or pending.has_failed or not pending.is_reusable:
+            pending = self._pending[node] = self._open(node)
+        if wait_s:
+            with suppress(StoreError):
+                pending.wait(wait_s)
+
+    def drop_preconnected(self, node: Node | None) -> None:
+        pending = self._pending.pop(node, None)
+        if pending is not None:
+            pending.abandon()
+
+    def close(self) -> None:
+        """Close all connections that are not in use."""
+        idle, self._idle = self._idle, {}
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
+        pending, self._pending = self._pending, {}
+        for each in pending.values():
+            each.abandon()
+
+    def _send(self, request: ServerRequest, deadline: float, user: ConnectionUser) -> SyncConnection | None:
+        """Send a request; None if it has failed."""
+        connection = None
+        try:
+            connection = self.take_idle(request.node) or self._connect(request.node, deadline)
+            user.connections = [*user.connections, connection]
+            user.has_sent = True
+            connection.send(request.pack())
+        except StoreError as error:
+            self._fail(request, error, user, connection)
+            return None
+        return connection
+
+    def _fail(
+        self, request: ServerRequest, error: StoreError, user: ConnectionUser, connection: SyncConnection | None
+    ) -> None:
+        if connection is not None:
+            user.connections = [one for one in user.connections if one is not connection]
+            connection.close()
+        if not isinstance(error, BudgetExhausted):  # which says nothing about this server
+            self._on_failure(request.node, error)
+        request.fail(error)
+
+    def _connect(self, node: Node | None, deadline: float) -> SyncConnection:
+        is_background = self._breakers is None
+        if self._breakers is not None and self._breakers[node].is_open:
+            raise self._breakers[node].refusal()
+        now = time.monotonic()
+        if self._grace_until is None:
+            self._grace_until = now + FIRST_CONNECTION_S
+        deadline = max(deadline, now + CONNECT_TIMEOUT_S if is_background else self._grace_until)
+        if now >= deadline:
+            raise BudgetExhausted("cannot reach Redis: the budget was spent before its turn")
+        max_bytes = MAX_BACKGROUND_REPLY_BYTES if is_background else MAX_REPLY_BYTES
+        while True:
+            opened = self._await_connection(node, deadline)
+            connection = SyncConnection(opened, self.budget_s, can_busy_poll=not is_background, max_bytes=max_bytes)
+            if connection.is_usable():
+                if not self._is_forked:
+                    self._grace_until = 0.0
+                return connection
+            connection.close()  # the server has closed it meanwhile
+
+    def _await_connection(self, node: Node | None, deadline: float) -> Any:
+        """A redis-py connection for the caller alone."""
+        while True:
+            pending = self._pending.get(node)
+            if pending is None or not pending.is_reusable:
+                pending = self._pending[node] = self._open(node)
+            try:
+                connection = pending.wait(deadline - time.monotonic())
+            except NotSent:
+                # One that is still being opened stays for the next caller.
+                if pending.has_failed and self._pending.get(node) is pending:
+                    self._pending.pop(node, None)
+                raise
+            if pending.claim():
+                if self._pending.get(node) is pending:
+                    self._pending.pop(node, None)
+                return connection
+
+    def _open(self, node: Node | None) -> PendingConnection:
+        options = {"timeout": CONNECT_TIMEOUT_S} if self._breakers is None else {}
+        return PendingConnection(lambda: self._factory.connection(node, asynchronous=False, **options))
