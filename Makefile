@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-BUILT  := pyproject.toml setup.py $(wildcard src/headgate/*.h src/headgate/*/*.[ch] src/headgate/*/*/*.[ch])
+BUILT  := pyproject.toml setup.py $(wildcard src/headgate/*.c src/headgate/algorithms/*.h)
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check bench chaos mutate format clean servers

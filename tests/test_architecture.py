@@ -63,8 +63,8 @@ LAYERS = (
     {"local"},
     {"failure", "flow", "leases"},
     {"stores"},
-    {"_limit_syntax", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits"},
-    {"_fork", "_speedups", "_interrupts", "_pace", "_sqlite", "algorithms", "errors"},
+    {"_limit_syntax", "clock", "decisions", "events", "health", "keyed_hashes", "keys", "limits", "speedups"},
+    {"_fork", "_interrupts", "_pace", "_sqlite", "algorithms", "errors"},
 )
 """Packages and modules from top to bottom. A module imports only from its own layer and from lower ones."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,8 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import headgate
-from headgate import InvalidLimit, Key, Limit
-from headgate.adapters import wsgi
+from headgate import InvalidLimit, Key, Limit, speedups
 from headgate.algorithms import NEVER
 from headgate.gate import headers
 from headgate.stores.memory import MemoryStore
@@ -29,66 +30,107 @@ from support.growth import assert_nothing_grows
 from support.paths import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from headgate.algorithms import Verdict
 
 NOW = 1_763_251_200_000_000
 MINUTE = timedelta(minutes=1)
 
-COMPILED = {
-    *("headgate.adapters._fields", "headgate.stores._meter", "headgate.stores.redis._wire"),
-}
 METERED = ("token_bucket", "gcra", "leaky_bucket", "fixed_window", "sliding_window")
 
 
 @pytest.fixture
-def meter() -> Any:
-    return import_module("headgate.stores._meter")
+def native() -> Any:
+    return import_module("headgate._native")
 
 
-@pytest.mark.parametrize("name", sorted(COMPILED))
-def test_the_parts_in_c_are_built_where_the_tests_run(name: str) -> None:
+def test_the_extension_is_built_where_the_tests_run(native: Any) -> None:
     """Else these tests would compare Python with itself. If this fails: `scripts/install-packages compiler`, then
     remove .venv/.test and run `make test` again."""
-    built = Path(import_module(name).__file__ or "")
-    package = Path(headgate.__file__).parent
-    source = package.parent.joinpath(*name.split(".")).with_suffix(".c")
+    built, package = Path(native.__file__), Path(headgate.__file__).parent
     assert built.suffix == ".so"
-    assert all(built.stat().st_mtime >= file.stat().st_mtime for file in (source, *package.rglob("*.h"))), "older"
+    sources = [*package.rglob("*.[ch]")]
+    assert all(built.stat().st_mtime >= file.stat().st_mtime for file in sources), "older than its sources"
 
 
-def test_all_are_listed_here() -> None:
-    package = Path(headgate.__file__).parent
-    files = [file.relative_to(package.parent).with_suffix("") for file in package.rglob("_*.c")]
-    assert {".".join(file.parts) for file in files} == COMPILED
-
-
-def test_they_are_what_runs(meter: Any) -> None:
-    assert headers.RateLimitHeaders.__module__ == "headgate.adapters._fields"
-    assert {encoding.pack_keys.__module__, decoding.answers.__module__} == {"headgate.stores.redis._wire"}  # type: ignore[attr-defined]
+def test_the_compiled_functions_are_used(native: Any) -> None:
+    assert speedups.active
+    assert speedups.reason == ""
+    assert all(hasattr(native, name) for name in speedups.functions)
+    assert headers.RateLimitHeaders is native.RateLimitHeaders
+    assert encoding.pack_keys is native.pack_keys
+    assert decoding.answers is native.decode_allowed
     store = MemoryStore(FakeClock())
     store.check(Limit(3, MINUTE).by("ada"))
-    assert [type(space.meter) for space in store._spaces.values()] == [meter.Meter]
+    assert [type(meter) for meter in store._meters.values()] == [native.Meter]
 
 
-def test_each_formula_in_c_stands_beside_its_namesake(meter: Any) -> None:
-    assert meter.METERED == METERED
-    here = {file.stem for file in Path(headgate.__file__).parent.glob("algorithms/[!_]*.h")}
-    assert here == {*METERED}
+def test_the_tuples_have_the_layout_that_the_extension_reads() -> None:
+    assert Key._fields == ("limit", "parts", "identity")
+    assert Check._fields == ("keys", "cost", "id")
+    assert len(headgate.Decision._fields) == 8
+    assert headgate.Decision._fields[:6] == ("allowed", "keys", "verdicts", "id", "degraded", "at_us")
+    assert headgate.Decision._fields[7] == "cost"
+
+
+def test_only_the_public_api_of_python_is_used() -> None:
+    for file in Path(headgate.__file__).parent.rglob("*.[ch]"):
+        assert not re.findall(r"\b_Py\w+|ob_digit|structmember|PyCapsule", file.read_text("ascii")), file
+
+
+def test_each_algorithm_in_c_is_next_to_its_python_version(native: Any) -> None:
+    assert [*METERED] == native.ALGORITHMS
+    assert {file.stem for file in Path(headgate.__file__).parent.glob("algorithms/[!_]*.h")} == {*METERED}
 
 
 @pytest.mark.parametrize("switch", ["1", "yes"])
-def test_plain_python_can_be_asked_for(switch: str) -> None:
+def test_speedups_can_be_turned_off(switch: str) -> None:
     program = (
-        "from headgate.gate import headers; from headgate.stores import _counter_table;"
+        "from headgate import speedups; from headgate.gate.headers import RateLimitHeaders;"
         "from headgate.stores.redis.encoding import pack_keys;"
-        "print([each.__module__ for each in (headers.RateLimitHeaders, pack_keys)], _counter_table._meter is None)"
+        "print(speedups.active, speedups.functions, speedups.reason, RateLimitHeaders.__module__, pack_keys.__module__)"
     )
-    modules = ["headgate.gate.headers", "headgate.stores.redis.encoding"]
-    assert printed(program, HEADGATE_PLAIN=switch) == f"{modules} True"
-    modules = ["headgate.adapters._fields", "headgate.stores.redis._wire"]
-    assert printed(program, HEADGATE_PLAIN="0") == f"{modules} False"
+    off = "False () turned off by HEADGATE_PLAIN headgate.gate.headers headgate.stores.redis.encoding"
+    assert printed(program, HEADGATE_PLAIN=switch) == off
+    on = f"True {speedups.functions}  headgate._native headgate._native"
+    assert printed(program, HEADGATE_PLAIN="0") == on
+
+
+def test_the_reason_says_whether_the_extension_is_missing_or_broken() -> None:
+    program = (
+        "import sys; sys.modules['headgate._native'] = None; from headgate import speedups; print(speedups.reason)"
+    )
+    assert printed(program).startswith("not built: install a C compiler")
+    program = (
+        "import importlib\n"
+        "def fail(name): raise ImportError('undefined symbol')\n"
+        "importlib.import_module = fail\n"
+        "from headgate import speedups; print(speedups.reason)"
+    )
+    assert printed(program) == "cannot be loaded: undefined symbol"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "speedups: active (charge, pack_keys, decode_allowed, RateLimitHeaders)"),
+        ({"HEADGATE_PLAIN": "1"}, "speedups: turned off by HEADGATE_PLAIN"),
+    ],
+)
+def test_the_version_says_whether_speedups_are_active(environment: dict[str, str], expected: str) -> None:
+    program = "import sys; sys.argv = ['headgate', '--version']; from headgate.cli import main; main()"
+    assert printed(program, COLUMNS="200", **environment) == f"headgate {headgate.__version__} ({expected})"
+
+
+def test_a_failed_build_names_the_error_and_what_is_lost(tmp_path: Path) -> None:
+    shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".git", ".venv", "*.so", "build", ".*"))
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tmp_path / "source",
+        env={**os.environ, "CC": "no-such-compiler"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: the C extension headgate._native was not built" in done.stderr
+    assert "no-such-compiler" in done.stderr
+    assert "takes about three times as long" in done.stderr
 
 
 def printed(program: str, **environment: str) -> str:
@@ -216,6 +258,8 @@ class Text(str):
         pytest.param((Limit(3, MINUTE).by("ada"),), 1, NOW, False, id="another limit of that name"),
         pytest.param((Limit(3, MINUTE, name="else").by("ada"),), 1, NOW, False, id="another name"),
         pytest.param((KEY,) * 17, 0, NOW, False, id="many keys"),
+        pytest.param((KEY, KEY), 1, NOW, False, id="the same key twice"),
+        pytest.param(((LIMIT, ("ada",), "ada"),), 1, NOW, False, id="a tuple for a key"),
         pytest.param((Key(LIMIT, ("ada",), Text("ada")),), 1, NOW, False, id="text of another type"),
         pytest.param((Key(LIMIT, ("ada",), 7),), 1, NOW, False, id="a number for text"),  # type: ignore[arg-type]
         pytest.param(("ada",), 1, NOW, False, id="no key at all"),
@@ -232,58 +276,56 @@ class Text(str):
         pytest.param((KEY,), 1, 1.5, False, id="half an instant"),
     ],
 )
-def test_what_is_unusual_is_left_to_python(meter: Any, keys: Any, cost: Any, now_us: Any, is_busy: Any) -> None:
+def test_what_is_unusual_is_left_to_python(native: Any, keys: Any, cost: Any, now_us: Any, is_busy: Any) -> None:
     store = MemoryStore(FakeClock(NOW))
     store.check(KEY)
     before = {name: {**space.states} for name, space in store._spaces.items()}
-    assert meter.charge(store._spaces, keys, cost, None, now_us, is_busy) is None
+    assert native.charge(store._meters, keys, cost, now_us * 1000, is_busy) is None
     assert {name: space.states for name, space in store._spaces.items()} == before
-    assert meter.charge(store._spaces, (KEY,), 1, None, NOW, False).allowed
+    assert native.charge(store._meters, (KEY,), 1, NOW * 1000, False).allowed
 
 
 @pytest.mark.parametrize("state", ["text", None, 1.5, (1,), (1, 2, 3), 2**130], ids=repr)
-def test_a_state_of_another_kind_is_left_to_python(meter: Any, state: Any) -> None:
+def test_a_state_of_another_kind_is_left_to_python(native: Any, state: Any) -> None:
     store = MemoryStore(FakeClock(NOW))
     store.check(KEY)
     store._spaces[LIMIT.space].states["ada"] = state
-    assert meter.charge(store._spaces, (KEY,), 1, None, NOW, False) is None
+    assert native.charge(store._meters, (KEY,), 1, NOW * 1000, False) is None
 
 
-@pytest.mark.parametrize(
-    "args", [(), ({},), ([], (KEY,), 1, None, NOW, False), ({}, [KEY], 1, None, NOW, False)], ids=len
-)
-def test_a_wrong_call_is_told_so(meter: Any, args: Any) -> None:
+@pytest.mark.parametrize("args", [(), ({},), ([], (KEY,), 1, NOW, False), ({}, [KEY], 1, NOW, False)], ids=len)
+def test_a_wrong_call_is_told_so(native: Any, args: Any) -> None:
     with pytest.raises(TypeError, match="charge"):
-        meter.charge(*args)
+        native.charge(*args)
 
 
-def test_only_its_own_algorithms_have_meters(meter: Any) -> None:
+def test_only_its_own_algorithms_have_meters(native: Any) -> None:
     with pytest.raises(LookupError, match="concurrency"):
-        meter.Meter(Limit(3, MINUTE, algorithm="concurrency"), {})
+        native.Meter(Limit(3, MINUTE, algorithm="concurrency"), {})
     with pytest.raises(AttributeError):
-        meter.Meter(object(), {})
+        native.Meter(object(), {})
     with pytest.raises(TypeError):
-        meter.Meter(LIMIT, [])
+        native.Meter(LIMIT, [])
 
 
 HOSTILE = {
     "a meter of a limit whose numbers are 0": """
-from headgate.stores import _meter
+from headgate import _native
 
 class Zeros:
     def __init__(self, algorithm):
         self.algorithm = algorithm
         self.quota = self.period_us = self.tokens = self.ticks = self.full = 0
 
-for algorithm in _meter.METERED:
+for algorithm in _native.ALGORITHMS:
     for name in ("quota", "period_us", "tokens", "ticks", "full"):
         limit = Zeros(algorithm)
         vars(limit).update(quota=1, period_us=1, tokens=1, ticks=1, full=1)
         setattr(limit, name, 0)
         try:
-            _meter.Meter(limit, {})
+            _native.Meter(limit, {})
         except OverflowError as error:
-            assert "is not a whole number from 1" in str(error)
+            assert "is not a positive integer" in str(error)
         else:
             raise AssertionError("it was taken")
 """,
@@ -291,7 +333,7 @@ for algorithm in _meter.METERED:
 from datetime import timedelta
 from headgate import Limit
 from headgate.stores.operations import Check
-from headgate.stores.redis._wire import pack_keys
+from headgate._native import pack_keys
 
 limit = Limit(5, timedelta(hours=1))
 short, long = limit.by("a"), limit.by("b" * 40_000)
@@ -406,7 +448,7 @@ def test_what_is_no_verdict_is_refused(verdict: Any) -> None:
     tell = headers.RateLimitHeaders(
         (b'"a"',), ((b"x-ratelimit-limit", b"3"),), (0,), (1,), (PACE,), (b"ratelimit-policy", b"p"), True, True
     )
-    with pytest.raises(TypeError, match="no verdict"):
+    with pytest.raises(TypeError, match="not a verdict"):
         tell.headers([verdict], NOW)
     with pytest.raises(TypeError):
         tell.headers([(1, 0, 0, 0)], "now")  # type: ignore[arg-type]
@@ -419,24 +461,6 @@ def test_fields_of_different_lengths_are_refused() -> None:
         headers.RateLimitHeaders(("a",), ((b"x", b"1"),), (0,), (1,), (PACE,), (b"p", b"p"), True, True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="paces"):
         headers.RateLimitHeaders((b"a",), ((b"x", b"1"),), (0,), (1,), ((0, 1, True),), (b"p", b"p"), True, True)  # type: ignore[arg-type]
-
-
-@given(st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=9) | st.just(b"\xc3\xa9")), max_size=6))
-def test_header_fields_as_text_are_those_of_python(those: list[tuple[bytes, bytes]]) -> None:
-    def told(how: Callable[[list[tuple[bytes, bytes]]], Any]) -> Any:
-        try:
-            return how(those)
-        except UnicodeDecodeError as error:
-            return error.object, error.reason
-
-    assert wsgi.native_headers is not wsgi.plain_native_headers
-    assert told(wsgi.native_headers) == told(wsgi.plain_native_headers)
-
-
-@pytest.mark.parametrize("headers", [None, "", [b"a"], [(b"a",)], [("a", b"b")], [(b"a", "b")], ((b"a", b"b"),)])
-def test_what_is_no_list_of_header_fields_has_no_text(headers: Any) -> None:
-    with pytest.raises(TypeError):
-        wsgi.native_headers(headers)
 
 
 def test_the_sources_in_c_keep_to_the_form_of_the_house() -> None:

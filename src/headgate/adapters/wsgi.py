@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from http.client import responses
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
-from headgate._speedups import speedup
 from headgate.errors import InvalidConfiguration
 from headgate.gate.admission import UNLIMITED, enter_context
 from headgate.gate.base import OPTIONS, check_options
@@ -200,14 +199,9 @@ def _filters_underscores(environ: Mapping[str, Any]) -> bool:
     return False
 
 
-def plain_native_headers(headers: list[Header], /) -> list[tuple[str, str]]:
+def native_headers(headers: list[Header], /) -> list[tuple[str, str]]:
     """Header fields as text: ours are ASCII."""
     return [(name.decode(), value.decode()) for name, value in headers]
-
-
-native_headers: Callable[[list[Header]], list[tuple[str, str]]] = getattr(
-    speedup("headgate.adapters._fields"), "native_headers", plain_native_headers
-)
 
 
 def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -> None:

@@ -1,51 +1,52 @@
-/* Whole numbers for the formulas in C, exact as Python's: they are 128 bits wide, and nothing that a limit lets in
- * needs more. Numbers below are under 2**53 (see `Limit`), instants and costs under 2**63, so that a product of two
- * always fits. Who has a number that does not fit leaves the whole request to Python. */
+/* 128-bit arithmetic for the algorithms in C, with the results that Python's integers give.
+ *
+ * A limit's numbers are below 2**53 (see `Limit`), and instants and costs below 2**63, so products of two fit. The
+ * callers leave requests with larger numbers to Python. */
 #ifndef HEADGATE_EXACT_H
 #define HEADGATE_EXACT_H
 
 #ifndef __SIZEOF_INT128__
-#error "this compiler has no whole numbers of 128 bits: headgate runs as plain Python instead"
+#error "this compiler has no 128-bit integers (__int128); use gcc or clang on a 64-bit platform"
 #endif
 
-__extension__ typedef __int128 whole;
+__extension__ typedef __int128 int128;
 
 enum { NEVER = -1 };
 
-/* Each formula NAME comes with NAME_is_ahead: whether a state lies more than a period in the future, because the clock
- * was set back. Python re-dates it then; a formula in C is never applied to it. */
+/* Each algorithm NAME has NAME_is_ahead: true if a state is more than a period in the future because the clock was set
+ * back. Only the Python version migrates such states. */
 
-/* The numbers of a limit, as in LimitNumbers. */
+/* The same as LimitNumbers in _shape.py. */
 typedef struct {
-    whole quota, period_us, tokens, ticks, full;
-} Numbers;
+    int128 quota, period_us, tokens, ticks, full;
+} LimitNumbers;
 
 typedef struct {
-    whole remaining, retry_us, reset_us, delay_us;
+    int128 remaining, retry_us, reset_us, delay_us;
 } Verdict;
 
-/* Rounded down, as Python does; `by` is more than 0. */
-static inline whole
-floor_div(whole number, whole by)
+/* Rounds down, as Python does; `by` is positive. */
+static inline int128
+floor_div(int128 number, int128 by)
 {
-    whole quotient = number / by;
+    int128 quotient = number / by;
     return quotient - (quotient * by > number);
 }
 
-static inline whole
-ceil_div(whole number, whole by)
+static inline int128
+ceil_div(int128 number, int128 by)
 {
     return -floor_div(-number, by);
 }
 
-static inline whole
-larger(whole one, whole other)
+static inline int128
+larger(int128 one, int128 other)
 {
     return one > other ? one : other;
 }
 
-static inline whole
-smaller(whole one, whole other)
+static inline int128
+smaller(int128 one, int128 other)
 {
     return one < other ? one : other;
 }

@@ -1,18 +1,18 @@
-/* Mirrors fixed_window.py, for a client that is there. */
+/* The same as fixed_window.py, for an existing counter. */
 
 static bool
-fixed_window_is_ahead(const whole *state, whole now_us, const Numbers *limit)
+fixed_window_is_ahead(const int128 *state, int128 now_us, const LimitNumbers *limit)
 {
     return state[0] - now_us > limit->period_us;
 }
 
 static Verdict
-fixed_window(whole *state, whole now_us, whole cost, const Numbers *limit)
+fixed_window(int128 *state, int128 now_us, int128 cost, const LimitNumbers *limit)
 {
-    whole ts_us = state[0], te_us = larger(now_us, ts_us);
-    whole window = floor_div(te_us, limit->period_us);
-    whole used = window == floor_div(ts_us, limit->period_us) ? state[1] : 0;
-    whole to_next_us = (window + 1) * limit->period_us - now_us, retry_us = 0;
+    int128 ts_us = state[0], te_us = larger(now_us, ts_us);
+    int128 window = floor_div(te_us, limit->period_us);
+    int128 used = window == floor_div(ts_us, limit->period_us) ? state[1] : 0;
+    int128 to_next_us = (window + 1) * limit->period_us - now_us, retry_us = 0;
     if (used + cost <= limit->quota || !cost) {
         if (cost) {
             used += cost;

@@ -1,17 +1,17 @@
-/* Mirrors gcra.py, for a client that is there. */
+/* The same as gcra.py, for an existing counter. */
 
 static bool
-gcra_is_ahead(const whole *state, whole now_us, const Numbers *limit)
+gcra_is_ahead(const int128 *state, int128 now_us, const LimitNumbers *limit)
 {
     return *state - now_us * limit->tokens > 2 * limit->full;
 }
 
 static Verdict
-gcra(whole *state, whole now_us, whole cost, const Numbers *limit)
+gcra(int128 *state, int128 now_us, int128 cost, const LimitNumbers *limit)
 {
-    whole now = now_us * limit->tokens;
-    whole debt = larger(*state - now, 0);
-    whole need = cost * limit->ticks, retry_us = 0;
+    int128 now = now_us * limit->tokens;
+    int128 debt = larger(*state - now, 0);
+    int128 need = cost * limit->ticks, retry_us = 0;
     if (debt + need <= limit->full || !cost) {
         if (cost) {
             debt += need;
@@ -24,6 +24,6 @@ gcra(whole *state, whole now_us, whole cost, const Numbers *limit)
     else {
         retry_us = ceil_div(debt + need - limit->full, limit->tokens);
     }
-    whole remaining = larger(limit->full - debt, 0) / limit->ticks;
+    int128 remaining = larger(limit->full - debt, 0) / limit->ticks;
     return (Verdict){remaining, retry_us, ceil_div(debt, limit->tokens), 0};
 }

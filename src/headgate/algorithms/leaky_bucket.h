@@ -1,9 +1,9 @@
-/* Mirrors leaky_bucket.py, for a queue that is there. */
+/* The same as leaky_bucket.py, for an existing queue. */
 
 static Verdict
-leaky_bucket(whole *state, whole now_us, whole cost, const Numbers *limit)
+leaky_bucket(int128 *state, int128 now_us, int128 cost, const LimitNumbers *limit)
 {
-    whole waiting = larger(*state - now_us * limit->tokens, 0);
+    int128 waiting = larger(*state - now_us * limit->tokens, 0);
     Verdict verdict = gcra(state, now_us, cost, limit);
     if (!verdict.retry_us) {
         verdict.delay_us = ceil_div(waiting, limit->tokens);

@@ -1,21 +1,21 @@
-/* Mirrors sliding_window.py, for a client that is there. */
+/* The same as sliding_window.py, for an existing counter. */
 
 static bool
-sliding_window_is_ahead(const whole *state, whole now_us, const Numbers *limit)
+sliding_window_is_ahead(const int128 *state, int128 now_us, const LimitNumbers *limit)
 {
     return state[0] - now_us > limit->period_us;
 }
 
 static Verdict
-sliding_window(whole *state, whole now_us, whole cost, const Numbers *limit)
+sliding_window(int128 *state, int128 now_us, int128 cost, const LimitNumbers *limit)
 {
-    const whole quota = limit->quota, period_us = limit->period_us;
-    whole ts_us = state[0], te_us = larger(now_us, ts_us);
-    whole window = floor_div(te_us, period_us), age = window - floor_div(ts_us, period_us);
-    whole current = age == 0 ? state[1] : 0;
-    whole previous = age == 0 ? state[2] : age == 1 ? state[1] : 0;
-    whole start_us = window * period_us, retry_us = 0;
-    whole share = ceil_div(previous * (period_us - (te_us - start_us)), period_us);
+    const int128 quota = limit->quota, period_us = limit->period_us;
+    int128 ts_us = state[0], te_us = larger(now_us, ts_us);
+    int128 window = floor_div(te_us, period_us), age = window - floor_div(ts_us, period_us);
+    int128 current = age == 0 ? state[1] : 0;
+    int128 previous = age == 0 ? state[2] : age == 1 ? state[1] : 0;
+    int128 start_us = window * period_us, retry_us = 0;
+    int128 share = ceil_div(previous * (period_us - (te_us - start_us)), period_us);
     if (current + share + cost <= quota || !cost) {
         if (cost) {
             current += cost;
@@ -33,7 +33,7 @@ sliding_window(whole *state, whole now_us, whole cost, const Numbers *limit)
     else {
         retry_us = start_us + 2 * period_us - floor_div((quota - cost) * period_us, current) - now_us;
     }
-    whole weighs_for = current ? 2 : previous ? 1 : 0;
-    whole reset_us = weighs_for ? start_us + weighs_for * period_us - now_us : 0;
+    int128 weighs_for = current ? 2 : previous ? 1 : 0;
+    int128 reset_us = weighs_for ? start_us + weighs_for * period_us - now_us : 0;
     return (Verdict){larger(quota - current - share, 0), retry_us, reset_us, 0};
 }

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import headgate
+from headgate import speedups
 from headgate.cli import check, explain
 from headgate.cli.options import Parser, add_json, add_secret, described
 from headgate.cli.request import given_secret
@@ -146,7 +147,9 @@ def _parser(*, only: str | None = None) -> ArgumentParser:
         description="Check and explain rate limiting policies before they meet a request, and operate what runs.",
         epilog="`headgate COMMAND --help` shows each command with examples.",
     )
-    parser.add_argument("--version", action="version", version=f"headgate {headgate.__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"headgate {headgate.__version__} ({speedups.describe()})"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(

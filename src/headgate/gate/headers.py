@@ -1,11 +1,11 @@
-"""RateLimit header fields (docs/http.md) in Python; `_fields.c` is the same in C."""
+"""RateLimit header fields (docs/http.md); `RateLimitHeaders` is compiled where possible."""
 
 from __future__ import annotations
 
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from headgate._speedups import speedup
+from headgate import speedups
 from headgate.algorithms import NEVER
 
 if TYPE_CHECKING:
@@ -134,6 +134,4 @@ class SeparateFields(PlainRateLimitHeaders):
         ]
 
 
-RateLimitHeaders: type[PlainRateLimitHeaders] = getattr(
-    speedup("headgate.adapters._fields"), "RateLimitHeaders", PlainRateLimitHeaders
-)
+RateLimitHeaders: type[PlainRateLimitHeaders] = speedups.pick("RateLimitHeaders", PlainRateLimitHeaders)

@@ -6,7 +6,7 @@ import sys
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate._speedups import speedup
+from headgate import speedups
 from headgate.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SECOND_BITS", "CounterTable", "Debt"]
 
-_meter = speedup("headgate.stores._meter")
+_Meter = speedups.pick("Meter")
+_METERED: Final = speedups.pick("ALGORITHMS", ())
 
 SECOND_BITS: Final = 20
 """A bucket of the schedule is 2**20 microseconds wide."""
@@ -68,10 +69,10 @@ class CounterTable:
     """The counters of one limit name and algorithm."""
 
     __slots__ = (
-        "_blocked", "_due", "adopt", "decide", "limit", "meter", "only", "refund", "states", "was_reset", "writers",
+        "_blocked", "_due", "_meters", "adopt", "decide", "limit", "only", "refund", "states", "was_reset", "writers",
     )  # fmt: skip
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: Limit, meters: dict[str, Any]) -> None:
         algorithm = ALGORITHMS[limit.algorithm]
         self.decide = algorithm.decide
         self.refund = algorithm.refund
@@ -80,8 +81,8 @@ class CounterTable:
         """Under whose numbers the states were written, but for those in `writers`."""
         self.only: LimitNumbers | None
         """The same while there are no others: the one comparison of the short path."""
-        self.meter: Any
-        """The same for the compiled `charge`: the limit, with its states. None while there are others, too."""
+        self._meters = meters
+        """Where the compiled `charge` finds these counters, while `only` is set."""
         self.states: dict[str, Any] = {}
         self.writers: dict[str, LimitNumbers] = {}
         self._due = _Schedule()
@@ -95,7 +96,8 @@ class CounterTable:
     def obey(self, limit: Limit) -> None:
         """Begin with the numbers of that limit."""
         self.limit = self.only = limit
-        self.meter = _meter.Meter(limit, self.states) if _meter and limit.algorithm in _meter.METERED else None
+        if limit.algorithm in _METERED:
+            self._meters[limit.space] = _Meter(limit, self.states)
 
     def is_written_by(self, limit: LimitNumbers, identity: str) -> bool:
         """Whether the state can be read with the numbers of `limit` as it stands."""
@@ -107,7 +109,8 @@ class CounterTable:
             if _numbers(key.limit) == _numbers(self.limit):
                 self.writers.pop(key.identity, None)
             else:
-                self.only = self.meter = None
+                self.only = None
+                self._meters.pop(key.limit.space, None)
                 self.writers[key.identity] = key.limit
         self.states[key.identity] = state
 

@@ -24,8 +24,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from headgate import speedups
 from headgate._fork import reinit_after_fork
-from headgate._speedups import speedup
 from headgate.algorithms import concurrency
 from headgate.clock import in_ns
 from headgate.decisions import Decision
@@ -72,7 +72,7 @@ NOTHING: Final[Any] = object()
 """Where no key is given."""
 
 _new_decision = tuple.__new__
-_charge = getattr(speedup("headgate.stores._meter"), "charge", None)
+_charge = speedups.pick("charge")
 
 
 class MemoryStats(NamedTuple):
@@ -88,7 +88,7 @@ class MemoryStore:
 
     __slots__ = (
         *("__weakref__", "_busy", "_evicted", "_forgiven", "_ids", "_keys", "_lock", "_locks_always", "_max_keys"),
-        *("_now_us", "_shared", "_short", "_spaces", "_time_ns", "_turn"),
+        *("_meters", "_now_us", "_shared", "_short", "_spaces", "_time_ns", "_turn"),
     )
 
     def __init__(self, clock: Clock, *, max_keys: int = 1_000_000) -> None:
@@ -96,6 +96,8 @@ class MemoryStore:
         self._time_ns = in_ns(clock)
         self._max_keys = max_keys
         self._spaces: dict[str, CounterTable] = {}
+        self._meters: dict[str, Any] = {}
+        """By limit space, the counters that the compiled `charge` may change; maintained by their tables."""
         self._short: dict[str, CounterTable] = {}
         """Those that the short path may use."""
         self._ids: ExpiringTable[IdRecord] = ExpiringTable(max_keys)
@@ -123,11 +125,12 @@ class MemoryStore:
         self, key: Key | Limit = NOTHING, /, *others: Key | Limit, cost: Cost = 1, id: str | None = None
     ) -> Decision:
         """Charge all keys or none."""
+        if _charge is not None and id is None and type(cost) is int:
+            keys = (key, *others) if others else (key,)
+            decision: Decision | None = _charge(self._meters, keys, cost, self._time_ns(), self._busy)
+            if decision is not None:
+                return decision
         if not others and id is None and type(cost) is int and cost >= 0 and type(key) is Key:
-            if _charge is not None:
-                answer: Decision | None = _charge(self._spaces, (key,), cost, None, self._time_ns() // 1000, self._busy)
-                if answer is not None:
-                    return answer
             limit = key.limit
             space = self._short.get(limit.space)
             if space is not None:
@@ -171,6 +174,7 @@ class MemoryStore:
         """Forget everything."""
         with self._alone():
             self._spaces.clear()
+            self._meters.clear()
             self._short.clear()
             self._ids.clear()
             self._keys = 0
@@ -181,8 +185,8 @@ class MemoryStore:
     def decide(self, call: Check) -> Decision:
         """The answer to a check: by the compiled charge, if it is a common one, else behind the lock."""
         keys, cost, id = call
-        if _charge is not None:
-            answer: Decision | None = _charge(self._spaces, keys, cost, id, self._time_ns() // 1000, self._busy)
+        if _charge is not None and id is None:
+            answer: Decision | None = _charge(self._meters, keys, cost, self._time_ns(), self._busy)
             if answer is not None:
                 return answer
         if type(call) is IdempotentCheck:
@@ -382,7 +386,7 @@ class MemoryStore:
         limit, _, identity = key
         space = self._spaces.get(limit.space)
         if space is None:
-            space = self._spaces[limit.space] = CounterTable(limit)
+            space = self._spaces[limit.space] = CounterTable(limit, self._meters)
             if limit.algorithm != "concurrency":  # whose ids are given out behind the lock
                 self._short[limit.space] = space
         elif not space.states:

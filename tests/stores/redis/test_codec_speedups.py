@@ -115,7 +115,7 @@ def test_an_empty_batch_is_left_to_python() -> None:
 def test_a_wrong_call_is_told_so(args: tuple[Any, ...]) -> None:
     with pytest.raises(TypeError, match="pack_keys"):
         pack_keys(*args)
-    with pytest.raises(TypeError, match="answers"):
+    with pytest.raises(TypeError, match="decode_allowed"):
         answers(*args[:1])
 
 

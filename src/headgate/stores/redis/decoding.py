@@ -4,7 +4,7 @@ A reply is trusted only as far as it was checked: its shape, its types and the r
 the answer to its command means that the connection is out of step, or that the server is not a Redis: `accept` raises
 an UnexpectedReply, and the connection must be closed.
 
-What every request of a batch needs is here as Python; `_wire.c` is the same, compiled.
+The reply to a batch of which every check is allowed is decoded in C where possible.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hiredis import ReplyError
 
-from headgate._speedups import speedup
+from headgate import speedups
 from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreUnavailable
 from headgate.limits import EXACT
@@ -186,6 +186,4 @@ def _foreign(*keys: Key) -> ScriptError:
     return ScriptError(f"a stored value of {names} is not headgate's: reset the key, or use a namespace of your own")
 
 
-answers: Final[Callable[..., list[Any] | None]] = getattr(
-    speedup("headgate.stores.redis._wire"), "answers", plain_answers
-)
+answers: Final[Callable[..., list[Any] | None]] = speedups.pick("decode_allowed", plain_answers)

@@ -1,6 +1,6 @@
 """Calls as commands for Redis: pure, no connection in sight.
 
-What every request of a batch needs is here as Python; `_wire.c` is the same, compiled.
+`pack_keys` is compiled where possible.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from hiredis import pack_command
 
-from headgate._speedups import speedup
+from headgate import speedups
 from headgate.algorithms import ALGORITHMS
 from headgate.limits import EXACT, Limit
 from headgate.stores.operations import (
@@ -390,6 +390,4 @@ def _safe(key: str) -> str:
     return key
 
 
-pack_keys: Final[Callable[..., Packed | None]] = getattr(
-    speedup("headgate.stores.redis._wire"), "pack_keys", plain_pack_keys
-)
+pack_keys: Final[Callable[..., Packed | None]] = speedups.pick("pack_keys", plain_pack_keys)
