@@ -382,7 +382,7 @@ PyDoc_STRVAR(charge_doc,
              "charge(meters, keys, cost, now_ns, is_busy, /)\n--\n\n"
              "Charge all keys or none and return the Decision.\n\n"
              "Return None, with nothing changed, unless all keys are different, exist and were written under the\n"
-             "same numbers. `meters` are the Meters by limit space; `is_busy` is True while a thread changes counters.");
+             "same numbers. `meters` are the Meters by limit space; `is_busy` is True while counters change.");
 
 /* No other thread or finalizer runs between reading the states and storing the new ones: the GIL is held, nothing
  * that is called runs Python code, and the garbage collector is off. */
