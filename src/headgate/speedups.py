@@ -48,5 +48,5 @@ def pick(name: str, fallback: Any = None) -> Any:
 
 
 def describe() -> str:
-    """One line for people: "speedups: active (charge, ...)" or the reason why not."""
-    return f"speedups: active ({', '.join(functions)})" if active else f"speedups: {reason}"
+    """Return "speedups: active", or the reason why they are not, for people."""
+    return "speedups: active" if active else f"speedups: {reason}"
