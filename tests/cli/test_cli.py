@@ -221,7 +221,8 @@ def test_a_process_ends_likewise_and_without_a_traceback(
 
 def test_it_is_known_by_three_names(run: Callable[..., Any]) -> None:
     names = [COMMAND, [sys.executable, "-m", "headgate"], [sys.executable, "-c", "import headgate.cli as c; c.main()"]]
-    assert {run("--version", command=name).stdout for name in names} == {f"headgate {headgate.__version__} (speedups: active)\n"}
+    expected = f"headgate {headgate.__version__} (speedups: active)\n"
+    assert {run("--version", command=name).stdout for name in names} == {expected}
 
 
 def test_several_files_end_with_the_highest_code(call: Callable[..., tuple[int, str, str]]) -> None:
