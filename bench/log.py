@@ -71,7 +71,7 @@ class Request(NamedTuple):
     peer: str
     key: str
     native: Any = None
-    below: str | None = None
+    mounted_path: str | None = None
 
     def header(self, name: str) -> list[str]:
         return [self.key] if name == "x-api-key" else []

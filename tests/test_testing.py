@@ -47,7 +47,7 @@ class Request(NamedTuple):
     path: str
     peer: str = "203.0.113.9"
     native: Any = None
-    below: str | None = None
+    mounted_path: str | None = None
 
     def header(self, name: str) -> list[str]:
         return []
@@ -174,7 +174,7 @@ def test_gates_that_are_off_count_nothing(gate: Gate) -> None:
 def test_costs_can_be_committed_where_nothing_is_counted() -> None:
     UNLIMITED.commit(5)
     UNLIMITED.commit(5, "tokens")
-    assert UNLIMITED.is_over
+    assert not UNLIMITED.needs_finish
 
 
 def test_a_gate_that_was_off_before_stays_off(gate: Gate) -> None:

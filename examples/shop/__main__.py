@@ -90,7 +90,7 @@ def _counters(options: argparse.Namespace) -> Limiter:
         return Limiter(options.store)
     from examples.shop.gate import gate
 
-    return gate.beside()  # counts in memory are in this process alone
+    return gate.limiter_view()  # counts in memory are in this process alone
 
 
 def _send_crowd(port: int) -> subprocess.Popen[bytes]:

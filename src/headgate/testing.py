@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from headgate.decisions import Decision
-    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.gate.admission import Admission
+    from headgate.gate.request import RequestInfo
     from headgate.stores.operations import Cost
 
 __all__ = ["FakeClock", "IsolatedLimits", "RecordedRequest", "isolated_limits", "limits_off"]
@@ -66,7 +67,7 @@ def _everywhere(
 
     with ExitStack() as undoing:
         for change, existing, created in (
-            (change_gate, Gate.doors, Gate.newcomers),
+            (change_gate, Gate.instances, Gate.creation_hooks),
             (change_limiter, LimiterBase._limiters, LimiterBase._on_created),  # noqa: SLF001
         ):
 
@@ -166,7 +167,7 @@ class IsolatedLimits:
         gates, limiters = len(self._gates), len(self._limiters)
         with ExitStack() as undoing:
             for gate in self._gates:
-                undoing.callback(gate.use, *gate.use_no_store(self.clock))
+                undoing.callback(gate.replace_limiter, *gate.use_unavailable_store(self.clock))
             for limiter in self._limiters:
                 undoing.callback(_exchange(limiter, self._fresh_limiter(limiter, is_down=True)))
             self._is_down = True
@@ -216,7 +217,7 @@ class IsolatedLimits:
             self.decisions.append(RecordedRequest(arrival.method, arrival.path, admission))
 
         def put_back() -> None:
-            gate.use(*before)
+            gate.replace_limiter(*before)
             gate.remove_decision_hook(record)
 
         gate.add_decision_hook(record)
@@ -231,7 +232,7 @@ class IsolatedLimits:
             _exchange(limiter, self._fresh_limiter(limiter, is_down=self._is_down))
 
     def _use_fresh_counts(self, gate: Any) -> Any:
-        return gate.use_no_store(self.clock) if self._is_down else gate.use_memory(self.clock)
+        return gate.use_unavailable_store(self.clock) if self._is_down else gate.use_memory_store(self.clock)
 
     def _fresh_limiter(self, limiter: Any, *, is_down: bool) -> Any:
         fresh = _fresh(limiter, self.clock)
@@ -254,8 +255,8 @@ class IsolatedLimits:
 
     def _names(self) -> list[str]:
         """The names of all limits that may have denied a request, those of views as far as they were asked."""
-        snapshots = [rules.snapshot for gate in self._gates for rules in (gate.rules, *gate.all_view_rules())]
-        return list(dict.fromkeys(rule.name for snapshot in snapshots for rule in snapshot.policy.rules))
+        policies = [each for gate in self._gates for each in (gate.active_policy, *gate.cached_view_policies())]
+        return list(dict.fromkeys(rule.name for policy in policies for rule in policy.snapshot.policy.rules))
 
 
 class FakeClock:

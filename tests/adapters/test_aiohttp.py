@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 from headgate import Limit
 from headgate.adapters.aiohttp import ADMISSION, exempt, limit, setup
 from headgate.errors import InvalidConfiguration
-from headgate.gate.admission import UNLIMITED, RequestInfo, current_admission
+from headgate.gate.admission import UNLIMITED, current_admission
 from headgate.gate.gate import AsyncGate
 from headgate.policy.loader import read
 from headgate.policy.model import Policy, Rule
@@ -22,6 +22,8 @@ from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from headgate.gate.request import RequestInfo
 
 LIMIT_FIELDS = {"x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset", "ratelimit-policy", "ratelimit"}
 
@@ -447,8 +449,8 @@ def test_paths_of_sub_applications_without_their_prefix_are_warned_of_at_the_sta
     app = application(sub=application(web.get("/items/{id}", hello), deep=application(web.get("/x", hello))))
     setup(app, read('limits: [{path: ["/items/{id}", "/deep/x", "/sub/deep/x"], by: ip, bucket: 1/hour}]'))
     run(app, nothing)
-    warned = [record.getMessage() for record in caplog.records if "which matches nothing" in record.getMessage()]
+    warned = [record.getMessage() for record in caplog.records if "never matches" in record.getMessage()]
     assert [text.partition(" have the path ")[2] for text in warned] == [
-        "/sub/items/{id}; write that",
-        "/sub/deep/x; write that",
+        "/sub/items/{id}; use that",
+        "/sub/deep/x; use that",
     ]

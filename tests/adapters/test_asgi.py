@@ -29,7 +29,7 @@ from headgate.adapters.fastapi import FastAPILimits
 from headgate.adapters.grpc import AsyncHeadgateInterceptor, HeadgateInterceptor
 from headgate.adapters.wsgi import HeadgateMiddleware as WsgiMiddleware
 from headgate.errors import InvalidConfiguration, InvalidPolicy
-from headgate.gate.admission import UNLIMITED, RequestInfo, current_admission
+from headgate.gate.admission import UNLIMITED, current_admission
 from headgate.gate.gate import AsyncGate
 from headgate.policy.loader import read
 from headgate.policy.model import Policy
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from headgate.gate.admission import Admission
+    from headgate.gate.request import RequestInfo
     from support.servers import RedisServer
 
 LIMIT_FIELDS = {"x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset", "ratelimit-policy", "ratelimit"}
@@ -61,7 +62,7 @@ def per_ip(text: str, **more: Any) -> str:
 
 @pytest.mark.parametrize("policy", [{"limits": []}, b"limits.yaml", 5])
 def test_what_is_no_policy_is_refused_by_name(policy: Any) -> None:
-    told = f"^{type(policy).__name__} is no policy: give a file's path, or what headgate.policy.read"
+    told = f"^expected a policy file path or a Policy, got {type(policy).__name__}$"
     with pytest.raises(InvalidConfiguration, match=told):
         HeadgateMiddleware(starlette_app(), policy)
 
@@ -92,9 +93,9 @@ def test_an_unknown_option_is_named_with_the_nearest_one(make: Any, message: str
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"reload_every": "1"}, "reload_every '1' is no number of seconds above 0; None never looks again"),
-        ({"reload_every": 0}, "reload_every 0 is no number of seconds above 0; None never looks again"),
-        ({"reload_every": True}, "reload_every True is no number of seconds above 0; None never looks again"),
+        ({"reload_every": "1"}, "reload_every '1': give seconds above 0, or None to disable reloading"),
+        ({"reload_every": 0}, "reload_every 0: give seconds above 0, or None to disable reloading"),
+        ({"reload_every": True}, "reload_every True: give seconds above 0, or None to disable reloading"),
         ({"on_decision": "print"}, "on_decision 'print' cannot be called: give a function"),
         ({"refusal_body": b"no"}, "refusal_body b'no' cannot be called: give a function"),
         ({"identities": {"user": "ada"}}, "identities['user'] 'ada' cannot be called: give a function"),
@@ -581,7 +582,7 @@ def test_what_is_said_of_the_cost_after_the_answer_is_told_to_come_too_late(capl
 
     gate = gated(app, per_ip("10/minute", reserve=5))
     assert statuses(ask(gate, "/", "/", "/")) == [200, 200, 429]
-    too_late = "commit(1) comes too late: the answer was out, and the cost of its request settled"
+    too_late = "commit(1) ignored: the response was already sent and the request settled"
     assert caplog.messages == [too_late] * 2
 
 

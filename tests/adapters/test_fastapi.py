@@ -367,7 +367,7 @@ def test_a_websocket_is_told_of_its_limits_and_refused() -> None:
     ("arguments", "options", "error", "message"),
     [
         ((), {}, InvalidConfiguration, "one or more limits"),
-        (("1/minute", "1/minute"), {}, InvalidConfiguration, "each of its own name"),
+        (("1/minute", "1/minute"), {}, InvalidConfiguration, "limits with distinct names"),
         (("1/fortnight",), {}, InvalidLimit, "unknown unit"),
         (("1/minute",), {"by": "tenant"}, InvalidConfiguration, r"give identities=\{'tenant': function\}"),
         (("1/minute",), {"by": "usr"}, InvalidConfiguration, "did you mean 'user'"),

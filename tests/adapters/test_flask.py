@@ -644,7 +644,7 @@ def test_limits_of_views_go_by_the_policy_in_force(tmp_path: Path) -> None:
     client = app.test_client()
     assert "x-ratelimit-limit" not in client.get("/").headers
     gate = app.extensions["headgate"].gate
-    gate._swap(read("{identity: {proxies: [127.0.0.0/8]}, limits: [{name: all, by: ip, bucket: 9/minute}]}"))
+    gate._activate(read("{identity: {proxies: [127.0.0.0/8]}, limits: [{name: all, by: ip, bucket: 9/minute}]}"))
     answer = client.get("/", headers={"x-forwarded-for": "203.0.113.7"})
     assert answer.headers["x-ratelimit-remaining"] == "4", "a new address, and fields as the new policy wants them"
 
@@ -676,7 +676,7 @@ def test_a_view_that_counts_by_an_unknown_identity_says_so() -> None:
     ("make", "message"),
     [
         (lambda: limit()(len), "one or more limits"),
-        (lambda: limit("1/minute")(limit("1/minute")(lambda: "here")), "each of its own name"),
+        (lambda: limit("1/minute")(limit("1/minute")(lambda: "here")), "limits with distinct names"),
         (lambda: limit("1/minute", cost=0), "needs no limit"),
         (lambda: limit("1/minute", on_failure="opne"), "did you mean 'open'"),  # type: ignore[arg-type]
         (lambda: limit("1/minute", by=7), "give a kind of identity"),  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ ONE_AN_HOUR = "limits: [{name: requests, by: ip, bucket: 1/hour}]"
 
 
 class FakeArrival:
-    method, path, below, peer = "GET", "/", None, "192.0.2.7"
+    method, path, mounted_path, peer = "GET", "/", None, "192.0.2.7"
     native: Any = None
 
     def header(self, name: str) -> list[str]:
@@ -92,7 +92,7 @@ def test_one_option_connects_policy_log_status_and_metrics(
         assert (node.state, node.policy_version) == ("ready", "1")
         assert b"rate_limiter_decisions_total" in generate_latest(registry)
         config.put_policy(ONE_AN_HOUR, author="ada", reason="less")
-        gate._watch.look()
+        gate.policy_watcher.look()
         assert gate.policy_version == "2"
     assert not [name for name in board.read("beats/") if "plane-test" in name], "a node that has left is not shown"
     assert denied_in_log(url) == 1, "closing the gate flushes the log"

@@ -188,7 +188,7 @@ class Yesterday:
         if redis is not None:
             redis.start()
         assert kept.flush(20)
-        counters = gate.beside() if redis is None else Limiter(redis.url, namespace="yesterday", budget=1.0)
+        counters = gate.limiter_view() if redis is None else Limiter(redis.url, namespace="yesterday", budget=1.0)
         stack.enter_context(closing(counters))
         self.service = AdminService(store, counters=counters, log=log, secret=SECRET)
         tokens = stack.enter_context(closing(Tokens(self.config)))

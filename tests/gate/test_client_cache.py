@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.gate.admission import MOST_KNOWN, PATIENCE, ActivePolicy, ClientCache
+from headgate.gate.active_policy import MAX_CLIENTS, MAX_MISSES, ActivePolicy, ClientCache
 from headgate.gate.identity import IdentityExtractor
 from headgate.gate.responses import ResponseBuilder
 from headgate.policy.api_keys import ApiKeyHasher
@@ -34,7 +34,7 @@ class Arrival(NamedTuple):
     native: Any = None
     path: str = "/"
     method: str = "GET"
-    below: str | None = None
+    mounted_path: str | None = None
 
     def header(self, name: str) -> list[str]:
         return self.sent.get(name, [])
@@ -78,11 +78,11 @@ def made(settings: IdentitySettings, functions: Any = None) -> ActivePolicy:
 def who(rules: ActivePolicy, arrival: Arrival, kinds: frozenset[str] = ALL) -> Who:
     """As whom the request is counted."""
     route = rules.snapshot.route("GET", "/")
-    return rules.meet(route, arrival, kinds, rules.identities.told(arrival, kinds), 0)[0].who
+    return rules.resolve(route, arrival, kinds, rules.identities.from_app(arrival, kinds)[0], 0)[0].who
 
 
 def known(rules: ActivePolicy) -> dict[Any, Any]:
-    return rules._period[2]
+    return rules.cached_clients
 
 
 @given(settings, st.lists(st.tuples(arrivals, st.sampled_from(KIND_SETS)), min_size=1, max_size=20))
@@ -118,7 +118,7 @@ def test_clients_that_are_remembered_are_bounded_in_number_and_size() -> None:
     rules = made(IdentitySettings(proxies=("10.0.0.0/8",)))
     for number in range(5000):
         who(rules, Arrival({"x-api-key": [f"key-{number}"]}))
-    assert len(known(rules)) == MOST_KNOWN
+    assert len(known(rules)) == MAX_CLIENTS
     rules = made(IdentitySettings(proxies=("10.0.0.0/8",)))
     for sent in ({"x-forwarded-for": ["x" * 600]}, {"x-forwarded-for": ["x"] * 600}, {"x-api-key": ["x"] * 300}):
         who(rules, Arrival(sent))
@@ -156,7 +156,7 @@ def rules() -> ActivePolicy:
 
 def check(rules: ActivePolicy, user: str, now_us: int) -> Check | None:
     route = rules.snapshot.route("GET", "/posts")
-    return rules.meet(route, Arrival({}), route.kinds, {"user": user}, now_us)[1]
+    return rules.resolve(route, Arrival({}), route.kinds, {"user": user}, now_us)[1]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -180,18 +180,18 @@ def test_routes_and_kinds_are_told_apart() -> None:
     rules = ActivePolicy(Snapshot(policy), ResponseBuilder(policy.answers), IdentityExtractor(policy.identity, KEYS))
     for path, kind, met in [("/a", "user", 1), ("/b", "user", 0), ("/b", "tenant", 1), ("/a", "tenant", 1)] * 2:
         route = rules.snapshot.route("GET", path)
-        found, _, _ = rules.meet(route, Arrival({}), route.kinds, {kind: "acme"}, START_US)
+        found, _, _ = rules.resolve(route, Arrival({}), route.kinds, {kind: "acme"}, START_US)
         assert len(found.keys) == met
         assert all((key.parts == ("acme",)) is (kind == found.rules[0].rule.by[0]) for key in found.keys)
 
 
 def test_after_many_strangers_the_busy_are_known_again() -> None:
     busy: Any = ClientCache()
-    for number in range(MOST_KNOWN):
+    for number in range(MAX_CLIENTS):
         assert busy.has_room()
         busy[number] = "busy"
-    assert not any(busy.has_room() for _ in range(PATIENCE - 1))
-    assert len(busy) == MOST_KNOWN
+    assert not any(busy.has_room() for _ in range(MAX_MISSES - 1))
+    assert len(busy) == MAX_CLIENTS
     assert not busy.has_room()
     assert busy.has_room()
     assert not busy
@@ -202,7 +202,7 @@ def test_what_they_meet_is_bounded_in_number_and_size(rules: ActivePolicy) -> No
     assert not known(rules)
     for number in range(5000):
         check(rules, f"user-{number}", START_US)
-    assert len(known(rules)) == MOST_KNOWN
+    assert len(known(rules)) == MAX_CLIENTS
 
 
 def test_nothing_of_a_period_that_is_over_is_kept(rules: ActivePolicy) -> None:

@@ -251,7 +251,7 @@ def test_who_cannot_be_told_is_counted_by_address_and_not_shown(
     site = make(policy({"by": "tenant", "bucket": "1/hour"}), identities={"tenant": function})
     assert site.statuses(*[{}] * 3, {"peer": "198.51.100.1"}) == [200, 429, 429, 200]
     assert "sk_live_secret" not in caplog.text
-    assert ("the function for 'tenant'" in caplog.text) == (not isinstance(value, str))
+    assert ("identities['tenant']" in caplog.text) == (not isinstance(value, str))
 
 
 def test_text_of_any_type_is_the_text(make: Make) -> None:
@@ -271,7 +271,7 @@ def test_a_function_that_fails_on_every_request_does_not_fill_the_log(
 
 @pytest.mark.parametrize("kind", ["ip", "subnet", "address", "endpoint", "client", "global"])
 def test_no_function_can_take_the_place_of_an_address(make: Make, kind: str) -> None:
-    with pytest.raises(InvalidConfiguration, match=f"no function is asked for '{kind}'"):
+    with pytest.raises(InvalidConfiguration, match=rf"identities\['{kind}'\]: this kind is built in"):
         make(PER_IP, identities={kind: failing})
 
 
@@ -394,7 +394,7 @@ def test_paths_and_methods_that_are_made_up_share_counters_and_take_no_memory(ma
     got = site.statuses(*requests)
     site.app.app = app
     assert (got.count(200), got.count(429)) == (5, len(requests) - 5)
-    snapshot = site.gate.rules.snapshot
+    snapshot = site.gate.active_policy.snapshot
     assert len(snapshot._routes) < 10
     assert len(snapshot._matcher._states) < 10
     assert site.gate._limiter.stats.keys < 3
@@ -419,7 +419,7 @@ def test_keys_that_are_made_up_have_no_counters_where_only_known_ones_count(make
     assert site.statuses({"headers": [("x-api-key", "sk_stolen")]}) == [403]
     assert site.statuses({"headers": [("x-api-key", "sk_1"), ("authorization", "Bearer sk_other")]}) == [429]
     assert site.gate._limiter.stats.keys == 3
-    assert len(site.gate.rules._period[2]) <= 3, "nor are they remembered as clients"
+    assert len(site.gate.active_policy.cached_clients) <= 3, "nor are they remembered as clients"
 
 
 SECRET = b"sixteen bytes or more"
@@ -537,8 +537,8 @@ def test_made_up_keys_leave_no_more_state_than_the_net_admits(make: Make) -> Non
     assert site.statuses(*requests_with_new_keys(6_000)).count(200) == 50
     site.app.app = app
     assert site.gate._limiter.stats.keys == 51
-    assert len(site.gate.rules._period[2]) <= 4096
-    assert len(site.gate.rules._descriptions) == 1
+    assert len(site.gate.active_policy.cached_clients) <= 4096
+    assert len(site.gate.active_policy._header_templates) == 1
 
 
 def test_what_unknown_keys_reserve_is_settled_on_the_net_as_well(make: Make, served: Served) -> None:
@@ -553,7 +553,7 @@ def test_what_unknown_keys_reserve_is_settled_on_the_net_as_well(make: Make, ser
     site = make(policy(limit), on_decision=commit)
     assert site.statuses(*requests_with_new_keys(30)) == [200] * 30
     net = seen[-1].resolution.keys[1]
-    assert site.gate.beside().peek(net).remaining == 170
+    assert site.gate.limiter_view().peek(net).remaining == 170
 
 
 def test_a_gate_logs_the_warnings_of_each_version_that_it_loads(
@@ -566,7 +566,7 @@ def test_a_gate_logs_the_warnings_of_each_version_that_it_loads(
     assert [(record.levelname, record.name) for record in warned] == [("WARNING", "headgate")]
     site.statuses({}, {})
     file.write_text('{"limits": {"default": "6/day"}}')
-    assert site.gate._watch.look()
+    assert site.gate.policy_watcher.look()
     assert sum("unknown API keys also count by address" in record.getMessage() for record in caplog.records) == 2
 
 
@@ -849,7 +849,7 @@ def test_the_health_path_quotes_nothing_of_an_invalid_policy(make: Make, tmp_pat
     other.write_text('{"limits": [{"by": "ip", "bucket": "root:$6$secret"}], "blocked": [{"ip": "sk_live_secret"}]}')
     path.unlink()
     path.symlink_to(other)
-    assert not site.gate._watch.look()
+    assert not site.gate.policy_watcher.look()
     assert "secret" in site.gate.policy_error
     answer = site.ask("/health")
     assert b"secret" not in answer.body
@@ -959,7 +959,7 @@ def swap(site: Site, path: Path, text: str) -> None:
     new = path.with_name("new")
     new.write_text(text)
     new.replace(path)
-    assert site.gate._watch.look()
+    assert site.gate.policy_watcher.look()
 
 
 def asked_during(

@@ -30,7 +30,7 @@ def status(gate: AsyncGate | Gate) -> int:
 
 
 def key(gate: AsyncGate | Gate) -> Key:
-    snapshot = gate.rules.snapshot
+    snapshot = gate.active_policy.snapshot
     who = {"ip": "203.0.113.9", "address": "203.0.113.9"}
     return snapshot.resolve(snapshot.route("GET", "/"), who, 0).keys[0]
 
@@ -38,7 +38,7 @@ def key(gate: AsyncGate | Gate) -> Key:
 @pytest.mark.parametrize("kind", [Gate, AsyncGate])
 def test_it_reads_what_the_gate_has_counted_and_resets_it(kind: type[Gate] | type[AsyncGate]) -> None:
     gate = kind(POLICY, clock=FakeClock())
-    beside = gate.beside()
+    beside = gate.limiter_view()
     assert [status(gate) for _ in range(4)] == [200, 200, 200, 429]
     assert beside.peek(key(gate)).remaining == 0
     beside.reset(key(gate))
@@ -58,7 +58,7 @@ def test_what_is_given_back_can_be_spent_by_whoever_was_denied_before() -> None:
 
 def test_its_blocks_are_those_of_the_gate() -> None:
     gate = AsyncGate(POLICY, clock=FakeClock())
-    beside = gate.beside()
+    beside = gate.limiter_view()
     beside.block("ip", "203.0.113.0/24", reason="attack")
     assert status(gate) == 403
     asyncio.run(gate.unblock("ip", "203.0.113.0/24"))
@@ -69,7 +69,7 @@ def test_its_blocks_are_those_of_the_gate() -> None:
 def test_its_clock_is_that_of_the_gate() -> None:
     clock = FakeClock()
     gate = AsyncGate(POLICY, clock=clock)
-    beside = gate.beside()
+    beside = gate.limiter_view()
     assert beside.check(key(gate), cost=3).remaining == 0
     clock.advance(20)
     assert beside.peek(key(gate)).remaining == 1
@@ -78,7 +78,7 @@ def test_its_clock_is_that_of_the_gate() -> None:
 def test_to_close_it_leaves_the_gate_alone() -> None:
     gate = AsyncGate(POLICY, clock=FakeClock())
     assert [status(gate) for _ in range(3)] == [200, 200, 200]
-    with gate.beside():
+    with gate.limiter_view():
         pass
     assert status(gate) == 429
 
@@ -86,7 +86,7 @@ def test_to_close_it_leaves_the_gate_alone() -> None:
 def test_a_gate_on_redis_is_looked_after_by_its_url(redis7: RedisServer) -> None:
     gate = AsyncGate(POLICY, redis7.url, secret="sixteen bytes or more")
     try:
-        with pytest.raises(InvalidConfiguration, match="make a Limiter on the same URL and namespace"):
-            gate.beside()
+        with pytest.raises(InvalidConfiguration, match="create a Limiter with the same URL and namespace"):
+            gate.limiter_view()
     finally:
         asyncio.run(gate.close())

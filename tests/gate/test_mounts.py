@@ -109,7 +109,7 @@ def test_wsgi_servers_split_the_path(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "root", "whole", "below"),
+    ("path", "root", "whole", "mounted_path"),
     [
         ("/api/login", "/api", "/api/login", "/login"),
         ("/login", "/api", "/api/login", "/login"),
@@ -119,9 +119,9 @@ def test_wsgi_servers_split_the_path(policy: str) -> None:
         ("/login", "/", "/login", None),
     ],
 )
-def test_the_names_of_a_path(path: str, root: str, whole: str, below: str | None) -> None:
+def test_the_names_of_a_path(path: str, root: str, whole: str, mounted_path: str | None) -> None:
     arrival = AsgiRequest({"type": "http", "path": path, "root_path": root, "headers": []})
-    assert (arrival.path, arrival.below) == (whole, below)
+    assert (arrival.path, arrival.mounted_path) == (whole, mounted_path)
 
 
 TEMPLATES = [Template.parse(text) for text in ("*", "/a", "/a/*", "/{x}", "/a/{x}", "/{x}/b", "/b", "/b/*")]
@@ -129,12 +129,12 @@ paths = st.lists(st.sampled_from("abc"), max_size=3).map(lambda words: "/" + "/"
 
 
 @given(paths, paths)
-def test_both_names_together_fit_what_either_fits_the_most_specific_first(path: str, below: str) -> None:
+def test_both_names_together_fit_what_either_fits_the_most_specific_first(path: str, mounted_path: str) -> None:
     matcher = Matcher(TEMPLATES)
-    either = {*matcher.match(path), *matcher.match(below)}
+    either = {*matcher.match(path), *matcher.match(mounted_path)}
     everything = sorted(range(len(TEMPLATES)), key=matcher._ranks.__getitem__)
-    assert matcher.match(path, below) == tuple(index for index in everything if index in either)
-    assert matcher.match(path, below) is matcher.match(below, path)
+    assert matcher.match(path, mounted_path) == tuple(index for index in everything if index in either)
+    assert matcher.match(path, mounted_path) is matcher.match(mounted_path, path)
 
 
 # ------------------------------------------------------------------ apps inside the app behind the gate
@@ -180,10 +180,9 @@ def test_paths_that_match_only_below_a_mount_are_warned_of_at_the_start(
     mount: Callable[..., Any], path: str, has_own_items: bool, warned: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     asyncio.run(live(mount(shop(has_own_items=has_own_items), ITEMS % f'"{path}"')))
-    found = [record.getMessage() for record in caplog.records if "which matches nothing" in record.getMessage()]
+    found = [record.getMessage() for record in caplog.records if "never matches" in record.getMessage()]
     assert found == [
-        f"the policy names the path {path}, which matches nothing: the app serves it below a mount, where requests "
-        f"have the path {meant}; write that"
+        f"the policy path {path} never matches: the app is mounted, and its requests have the path {meant}; use that"
         for meant in warned
     ]
 

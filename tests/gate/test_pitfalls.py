@@ -303,7 +303,7 @@ def test_a_changed_plan_keeps_what_was_used(make: Make, tmp_path: Path) -> None:
     assert left(site.ask("/items/1")) == [40]
     for quota, expected in ((80, 19), (200, 138)):
         plan(quota)
-        assert site.gate._watch.look()
+        assert site.gate.policy_watcher.look()
         assert left(site.ask("/items/1")) == [expected]
 
 

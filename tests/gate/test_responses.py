@@ -51,7 +51,7 @@ def fields(
     costs: Sequence[int] | None = None,
 ) -> dict[str, str]:
     limits, verdicts = zip(*judged, strict=True) if judged else ((), ())
-    description = ResponseBuilder(settings or AnswerSettings()).describe(limits, [unit] * len(limits), costs)
+    description = ResponseBuilder(settings or AnswerSettings()).header_template(limits, [unit] * len(limits), costs)
     return as_text(description.headers(verdicts, now_us))
 
 
@@ -73,7 +73,7 @@ def denial(*judged: tuple[Limit, Verdict], at_us: int = NOW, degraded: str | Non
 def refuse(decision: Decision, settings: AnswerSettings | None = None, body: RejectionBody | None = None) -> Rejection:
     answers = ResponseBuilder(settings or AnswerSettings(), body=body)
     limits = [key.limit for key in decision.keys]
-    return answers.denied(decision, answers.describe(limits, ["requests"] * len(limits)))
+    return answers.denied(decision, answers.header_template(limits, ["requests"] * len(limits)))
 
 
 def body_of(refusal: Rejection) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def test_what_cannot_stand_in_a_header_never_gets_there(text: str) -> None:
 
 @pytest.mark.parametrize("verdicts", [[(1, 0, 0, 0)], [(1, 0, 0, 0)] * 3])
 def test_verdicts_of_other_limits_are_an_error(verdicts: list[Verdict]) -> None:
-    description = ResponseBuilder(AnswerSettings()).describe([PER_IP, SEARCH], ["requests"] * 2)
+    description = ResponseBuilder(AnswerSettings()).header_template([PER_IP, SEARCH], ["requests"] * 2)
     with pytest.raises((IndexError, TypeError)):
         description.headers(verdicts, NOW)
 
@@ -388,7 +388,7 @@ def test_retry_after_is_whole_seconds_and_never_early(
 ) -> None:
     answers = ResponseBuilder(AnswerSettings(jitter=timedelta(seconds=jitter)), chance=lambda: chance)
     decision = denial((PER_IP, (0, wait_us, wait_us, 0)))
-    description = answers.describe([PER_IP], ["requests"])
+    description = answers.header_template([PER_IP], ["requests"])
     for refusal in (
         answers.denied(decision, description),
         answers.unavailable(decision),
@@ -415,7 +415,7 @@ def test_a_denial_by_a_concurrency_limit_reports_the_expected_wait(
 
     answers = ResponseBuilder(AnswerSettings(), expected_wait_us=expected_wait_us)
     decision = denial((streams, (2, bound_us, 60 * SECOND, 0)))._replace(cost=5)
-    refusal = answers.denied(decision, answers.describe([streams], ["requests"]))
+    refusal = answers.denied(decision, answers.header_template([streams], ["requests"]))
     headers = as_text(refusal.headers)
     assert (headers["retry-after"], body_of(refusal)["retry_after_seconds"]) == (str(seconds), seconds)
     assert parse_list(headers["ratelimit"]) == [("streams", {"r": 2, "t": seconds})]
@@ -428,7 +428,7 @@ def test_limits_that_are_no_concurrency_limits_keep_their_exact_wait() -> None:
     streams = Limit(5, timedelta(minutes=1), algorithm="concurrency", name="streams")
     answers = ResponseBuilder(AnswerSettings(), expected_wait_us=lambda limit, places: SECOND)
     decision = denial((PER_IP, (0, 42 * SECOND, 42 * SECOND, 0)), (streams, (0, 60 * SECOND, 60 * SECOND, 0)))
-    refusal = answers.denied(decision, answers.describe([PER_IP, streams], ["requests"] * 2))
+    refusal = answers.denied(decision, answers.header_template([PER_IP, streams], ["requests"] * 2))
     assert as_text(refusal.headers)["retry-after"] == "42"
 
 
@@ -625,7 +625,7 @@ def test_a_hook_is_told_the_facts() -> None:
     answers = ResponseBuilder(AnswerSettings(), body=body)
     decision = denial((PER_IP, (0, SECOND, SECOND, 0)), (SEARCH, (1, 0, SECOND, 0)))
     refusals = [
-        answers.denied(decision, answers.describe([PER_IP, SEARCH], ["requests"] * 2)),
+        answers.denied(decision, answers.header_template([PER_IP, SEARCH], ["requests"] * 2)),
         answers.unavailable(decision),
         answers.blocked(),
     ]
@@ -660,7 +660,7 @@ def test_a_hook_that_fails_is_logged_once_and_the_usual_body_goes_out(
 ) -> None:
     decision = denial((PER_IP, (0, SECOND, SECOND, 0)))
     answers = ResponseBuilder(AnswerSettings(), body=body)
-    description = answers.describe([PER_IP], ["requests"])
+    description = answers.header_template([PER_IP], ["requests"])
     with caplog.at_level(logging.ERROR, "headgate"):
         assert [answers.denied(decision, description) for _ in range(3)] == [refuse(decision)] * 3
     assert [record.getMessage() for record in caplog.records] == [
@@ -707,7 +707,7 @@ def test_any_decision_makes_fields_that_can_be_read_and_are_true(
 ) -> None:
     answers = ResponseBuilder(AnswerSettings(jitter=timedelta(microseconds=jitter_us)))
     limits, decision = [limit for limit, _ in judged], denial(*judged, at_us=now_us)
-    refusal = answers.denied(decision, answers.describe(limits, [unit] * len(limits)))
+    refusal = answers.denied(decision, answers.header_template(limits, [unit] * len(limits)))
     told, body = as_text(refusal.headers), body_of(refusal)
 
     policies, states = parse_list(told["ratelimit-policy"]), parse_list(told["ratelimit"])

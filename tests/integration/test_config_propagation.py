@@ -171,7 +171,7 @@ def test_a_node_holds_what_the_store_would_compile(store: ConfigStore, is_whole:
 
 def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
     gate = Gate(read("limits: [{by: ip, bucket: 1/hour}]"), identities={"tenant": lambda _: "acme"})
-    following = ConfigSource(url_of(files)).follow(gate._swap, every=None)
+    following = ConfigSource(url_of(files)).follow(gate._activate, every=None)
 
     def passes() -> bool:
         return gate.admit(Request()).allowed
@@ -179,7 +179,7 @@ def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
     assert [passes() for _ in range(11)] == [True] * 10 + [False]
     files.override(("tenant", "acme"), "12/minute", limit="search", **BY)
     following.look()
-    assert [limit.quota for limit in (each.limit for each in gate.rules.snapshot.policy.overrides)] == [12]
+    assert [limit.quota for limit in (each.limit for each in gate.active_policy.snapshot.policy.overrides)] == [12]
     files.block(("ip", "192.0.2.0/24"), **BY)
     following.look()
     assert not passes()
@@ -187,7 +187,7 @@ def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
 
 
 class Request:
-    method, path, below, peer, native = "GET", "/", None, "192.0.2.7", None
+    method, path, mounted_path, peer, native = "GET", "/", None, "192.0.2.7", None
 
     def header(self, _: str) -> list[str]:
         return []

@@ -85,7 +85,7 @@ def test_the_first_request_of_a_gate_is_decided_by_a_busy_store(server: RedisSer
 
 
 class FakeRequest:
-    method, path, below, native, peer = "GET", "/", None, None, "192.0.2.1"
+    method, path, mounted_path, native, peer = "GET", "/", None, None, "192.0.2.1"
 
     def header(self, name: str) -> list[str]:
         return []

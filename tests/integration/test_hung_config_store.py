@@ -54,7 +54,7 @@ def url_of(store: ConfigStore) -> str:
 
 
 class Arrival:
-    method, path, below, peer, native = "GET", "/", None, "192.0.2.7", None
+    method, path, mounted_path, peer, native = "GET", "/", None, "192.0.2.7", None
 
     def header(self, _: str) -> list[str]:
         return []
@@ -128,7 +128,7 @@ def test_a_gate_goes_on_and_says_how_old_its_policy_is(
 ) -> None:
     feed: Any = ConfigSource(url_of(store))
     gate = Gate(feed, identities={"tenant": lambda _: "acme"}, health_path="/headgate/health")
-    following: Any = gate._watch
+    following: Any = gate.policy_watcher
     wait_until(lambda: following.age < 1, "the gate to follow")
     server.pause()
     waits = []

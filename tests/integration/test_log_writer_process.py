@@ -120,7 +120,7 @@ def test_a_scribe_learns_the_labels_of_a_policy_that_is_swapped(
     log = open_log(sample=1)
     traffic = Traffic(POLICY, log)
     for name in ("Acme Corp", "Acme Ltd", "Acme SE"):
-        traffic.gate._swap(read(POLICY.replace("Acme Corp", name)))
+        traffic.gate._activate(read(POLICY.replace("Acme Corp", name)))
         traffic.send(tenant="acme")
         traffic.clock.advance(1)
         assert log.flush(30)

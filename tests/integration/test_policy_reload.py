@@ -17,7 +17,7 @@ LONGEST_HOLD_S = 0.1
 
 
 class Request:
-    method, path, below, peer, native = "GET", "/", None, "203.0.113.9", None
+    method, path, mounted_path, peer, native = "GET", "/", None, "203.0.113.9", None
 
     def header(self, name: str) -> list[str]:
         return []
@@ -39,7 +39,7 @@ def test_requests_are_not_held_up_by_the_reload_of_a_large_file(tmp_path: Path) 
     def reload() -> None:
         for bucket in ("10/minute", "11/minute"):
             file.write_text(large_policy(bucket))
-            looked.append(gate._watch.look())
+            looked.append(gate.policy_watcher.look())
 
     thread = threading.Thread(target=reload)
     thread.start()

@@ -211,7 +211,7 @@ class Visit(NamedTuple):
     method: str = "GET"
     path: str = "/"
     native: object = None
-    below: str | None = None
+    mounted_path: str | None = None
 
     def header(self, name: str) -> list[str]:
         return []

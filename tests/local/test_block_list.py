@@ -246,7 +246,7 @@ def test_a_gate_refuses_a_client_that_is_blocked_by_its_hash(live: bool, secret:
         if live:
             gate.block("ip", hashed)
         else:
-            gate._swap(read(f"{text}\nblocked: [{{ip: '{hashed}'}}]"))
+            gate._activate(read(f"{text}\nblocked: [{{ip: '{hashed}'}}]"))
         assert not gate.admit(Request(peer="192.0.2.77")).allowed
         assert gate.admit(Request(peer="192.0.2.78")).allowed
         if live:

@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
     method: str = "GET"
     peer: str | None = "203.0.113.9"
     native: Any = None
-    below: str | None = None
+    mounted_path: str | None = None
 
     def header(self, name: str) -> list[str]:
         value = self.sent.get(name)
@@ -39,7 +39,7 @@ class Arrival(NamedTuple):
 def read(api_key: str | None, authorization: str | None, settings: IdentitySettings | None = None) -> str | None:
     """The key of such a request, as it is counted by."""
     arrival = Arrival({"x-api-key": api_key, "authorization": authorization})
-    who, _ = IdentityExtractor(settings or IdentitySettings(), KEYS).read(arrival, frozenset({"api_key"}))
+    who, _ = IdentityExtractor(settings or IdentitySettings(), KEYS).extract(arrival, frozenset({"api_key"}))
     return who.get("api_key")
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import Limit
-from headgate.gate.admission import ActivePolicy
+from headgate.gate.active_policy import ActivePolicy
 from headgate.gate.identity import IdentityExtractor
 from headgate.gate.responses import ResponseBuilder
 from headgate.policy.api_keys import ApiKeyHasher
@@ -228,7 +228,7 @@ class Sender(NamedTuple):
     peer: str
     method: str = "GET"
     path: str = "/"
-    below: str | None = None
+    mounted_path: str | None = None
     native: Any = None
 
     def header(self, name: str) -> list[str]:
@@ -246,7 +246,7 @@ def test_who_comes_again_meets_what_the_docs_say(policy: Policy, asked: list[Req
         arrival = Sender(request.who["address"])
         told = {kind: value for kind, value in request.who.items() if kind not in ("address", "ip")}
         route = snapshot.route(request.method, request.path)
-        found, check, description = known.meet(route, arrival, frozenset({"ip"}), told, request.now_us)
+        found, check, description = known.resolve(route, arrival, frozenset({"ip"}), told, request.now_us)
         agrees_with_the_docs(policy, request, found)
         assert found.who == request.who
         assert check == (None if found.block or not found.keys else (found.keys, found.cost, None))

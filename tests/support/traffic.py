@@ -34,7 +34,7 @@ class Request(NamedTuple):
     user: str | None = None
     tenant: str | None = None
     native: Any = None
-    below: str | None = None
+    mounted_path: str | None = None
 
     def header(self, name: str) -> list[str]:
         return [self.api_key] if name == "x-api-key" and self.api_key is not None else []

@@ -1,7 +1,8 @@
-"""The front doors: each framework's requests through one shared way."""
+"""Adapters: one module per framework."""
 
 from __future__ import annotations
 
-from headgate.gate.admission import Admission, RequestInfo, current_admission
+from headgate.gate.admission import Admission, current_admission
+from headgate.gate.request import RequestInfo
 
 __all__ = ["Admission", "RequestInfo", "current_admission"]

@@ -15,8 +15,8 @@ from headgate.gate.gate import AsyncGate
 from headgate.gate.mounts import AppRoute
 from headgate.gate.view_limits import (
     ViewAdmissions,
-    ViewArrival,
     ViewLimit,
+    ViewRequest,
     exempt,
     has_exempt_views,
     is_exempt,
@@ -50,7 +50,7 @@ class AiohttpRequest:
     """A request. `native` is aiohttp's own."""
 
     __slots__ = ("method", "native", "path", "peer")
-    below = None
+    mounted_path = None
 
     def __init__(self, request: web.Request) -> None:
         self.native = request
@@ -136,22 +136,22 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
     the request, and may be asynchronous.
     """
 
-    dispatch = "__await__"
+    dispatch_method = "__await__"
 
     def __call__(self, view: View) -> View:
         if not isinstance(view, type):
             return super().__call__(view)
-        dispatched = getattr(view, self.dispatch)
+        dispatched = getattr(view, self.dispatch_method)
 
         async def respond(instance: Any) -> web.StreamResponse:
             response: web.StreamResponse = await _Awaitable(dispatched(instance))
             return response
 
         guard = super().__call__(respond)
-        setattr(view, self.dispatch, lambda instance: guard(instance).__await__())
+        setattr(view, self.dispatch_method, lambda instance: guard(instance).__await__())
         return view
 
-    def guarded(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
+    def guard(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
         name = getattr(view, "__qualname__", "view")
 
         async def guard(*args: Any, **kwargs: Any) -> web.StreamResponse:
@@ -163,7 +163,7 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
                     "headgate.policy if there are no others"
                 )
             handler = view_name(request.match_info.handler)
-            arrival = ViewArrival(AiohttpRequest(request), f"{handler} {name}", request)
+            arrival = ViewRequest(AiohttpRequest(request), f"{handler} {name}", request)
             refusal = (await admissions.gate.admit_to_view(arrival, declarations, admissions)).refusal
             if refusal is not None:
                 return _response(admissions.refusal_headers(refusal), refusal)

@@ -26,8 +26,8 @@ from headgate.gate.admission import UNLIMITED, enter_context
 from headgate.gate.gate import AsyncGate, Gate
 from headgate.gate.view_limits import (
     ViewAdmissions,
-    ViewArrival,
     ViewLimit,
+    ViewRequest,
     exempt,
     has_exempt_views,
     is_exempt,
@@ -68,13 +68,13 @@ FUNCTIONS: Final = ("on_decision", "on_event", "refusal_body")
 class DjangoRequest:
     """A request. `native` is Django's own."""
 
-    __slots__ = ("below", "method", "native", "path", "peer")
+    __slots__ = ("method", "mounted_path", "native", "path", "peer")
 
     def __init__(self, request: HttpRequest) -> None:
         self.native = request
         self.method: str = request.method or "GET"
         self.path: str = request.path
-        self.below = request.path_info if request.path_info != request.path else None
+        self.mounted_path = request.path_info if request.path_info != request.path else None
         self.peer: str | None = request.META.get("REMOTE_ADDR")
 
     def header(self, name: str) -> list[str]:
@@ -144,9 +144,9 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
     gets the request.
     """
 
-    dispatch = "dispatch"
+    dispatch_method = "dispatch"
 
-    def guarded(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
+    def guard(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
         name = getattr(view, "__qualname__", "view")
 
         def guard(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def look_at_settings(**_: Any) -> list[checks.CheckMessage]:
         return [checks.Error(str(error), hint=hint, id="headgate.E001")]
     trial.close()
     told: list[checks.CheckMessage] = [
-        checks.Warning(text, id="headgate.W002") for text in trial.rules.snapshot.policy.warnings
+        checks.Warning(text, id="headgate.W002") for text in trial.active_policy.snapshot.policy.warnings
     ]
     if not is_used:
         hint = "Add 'headgate.adapters.django.HeadgateMiddleware' to MIDDLEWARE."
@@ -227,10 +227,10 @@ def _asked(args: tuple[Any, ...]) -> tuple[HttpRequest, ViewAdmissions]:
     return request, admissions
 
 
-def _view_arrival(request: HttpRequest, name: str) -> ViewArrival:
+def _view_arrival(request: HttpRequest, name: str) -> ViewRequest:
     match = request.resolver_match
     view = "" if match is None else view_name(match.func)
-    return ViewArrival(DjangoRequest(request), f"{view} {name}", request)
+    return ViewRequest(DjangoRequest(request), f"{view} {name}", request)
 
 
 def _is_exempt(request: HttpRequest) -> bool:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 from fastapi import HTTPException, Response
 from starlette.requests import HTTPConnection  # noqa: TC002 - FastAPI reads the annotations of dependencies
 
-from headgate.adapters.asgi import BODIES, TRY_AGAIN_LATER, AsgiRequest, refuse, run_lifespan, serve, signed_in_user
+from headgate.adapters.asgi import TRY_AGAIN_LATER, AsgiRequest, HeaderSend, refuse, run_lifespan, signed_in_user
 from headgate.errors import InvalidConfiguration
-from headgate.gate.admission import NOT_SERVED, UNLIMITED, Admission, current_admission, enter_context, leave_context
+from headgate.gate.admission import NOT_SERVED, UNLIMITED, Admission, current_admission, enter_context
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
-from headgate.gate.view_limits import REPORTED_ONCE, LimitDeclaration, bind, bound
+from headgate.gate.view_limits import RATELIMIT_PREFIXES, LimitDeclaration
 from headgate.policy.model import AnswerSettings, IdentitySettings, Policy
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI, WebSocket
 
-    from headgate.adapters.asgi import App, Message, Receive, Scope, Send
+    from headgate.adapters.asgi import App, Receive, Scope, Send
     from headgate.gate.base import GateOptions
     from headgate.gate.responses import Header, Rejection
     from headgate.gate.view_limits import By
@@ -47,7 +47,7 @@ class RateLimited(HTTPException):
 
     def __init__(self, refusal: Rejection) -> None:
         self.refusal = refusal
-        self.fields = [field for field in refusal.headers if not field[0].startswith(REPORTED_ONCE)]
+        self.fields = [field for field in refusal.headers if not field[0].startswith(RATELIMIT_PREFIXES)]
         headers = {name.decode(): value.decode() for name, value in self.fields if not name.startswith(b"content-")}
         super().__init__(refusal.status, "this request may not pass now", headers)
 
@@ -95,14 +95,15 @@ class FastAPILimits:
         declaration = LimitDeclaration(
             limits, by=by, name=name, cost=cost, count_when=count_when, on_failure=on_failure
         )
-        bind(self.gate, (declaration,), "a route")  # reports mistakes here
+        declarations = (declaration,)
+        self.gate.compile_view(declarations, "a route")  # raises errors here, not in requests
 
         async def allowed(connection: HTTPConnection) -> Admission:
             admissions: Granted | None = connection.scope.get(ADMISSIONS)
             if admissions is None:
                 raise InvalidConfiguration("the app does not know its limits: call limits.install(app) once")
-            arrival = _FastAPIRequest(connection)
-            admission = await self.gate.admit(arrival, bound(self.gate, (declaration,), arrival.view))
+            request = _FastAPIRequest(connection)
+            admission = await self.gate.admit(request, self.gate.view_policy(declarations, request.view))
             if admission.refusal is not None:
                 for gate, earlier in admissions:
                     await gate.finish(earlier, NOT_SERVED)
@@ -126,13 +127,13 @@ class FastAPILimits:
         granted = [each for _, each in admissions]
         if not any(each.headers for each in granted):
             return []
-        headers = self.gate.rules.headers_of([policy, *granted])
-        policy.hush()
+        headers = self.gate.active_policy.headers_of([policy, *granted])
+        policy.suppress_headers()
         return headers
 
     async def health_page(self, arrival: AsgiRequest) -> Rejection | None:
         """What is answered at `health_path`, where no dependency is asked; None at every other path."""
-        is_there = self.health_path in (arrival.path, arrival.below)
+        is_there = self.health_path in (arrival.path, arrival.mounted_path)
         return (await self.gate.admit(arrival)).refusal if is_there else None
 
 
@@ -187,26 +188,14 @@ class _LimitsMiddleware:
         admissions: Granted = []
         scope[ADMISSIONS] = admissions
         scope[MOUNT] = _mount(scope)
-        context = enter_context(current_admission())
-
-        async def leaving_send(message: Message) -> None:
-            """Not with what the dependencies were granted in the context, for the reason that `TellingSend` gives."""
-            nonlocal context
-            if message["type"] not in BODIES or message.get("more_body", False):
-                return await send(message)
-            admission = current_admission()
-            leave_context(context)
-            try:
-                return await send(message)
-            finally:
-                context = enter_context(admission)
-
+        policy_admission = current_admission()
+        headers = partial(self._limits.headers, admissions, policy_admission)
         try:
-            headers = partial(self._limits.headers, admissions, current_admission())
-            return await serve(self._app, scope, receive, leaving_send, partial(_finish, admissions), headers)
+            await HeaderSend(send, policy_admission, partial(_finish, admissions), headers).serve(
+                self._app, scope, receive
+            )
         finally:
-            leave_context(context)
-            scope.pop(ADMISSIONS, None)  # servers keep the scope, too
+            scope.pop(ADMISSIONS, None)  # servers keep the scope
 
 
 async def _finish(admissions: Granted, status: int) -> None:

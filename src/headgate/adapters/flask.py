@@ -16,8 +16,8 @@ from headgate.errors import InvalidConfiguration
 from headgate.gate.admission import current_admission
 from headgate.gate.view_limits import (
     ViewAdmissions,
-    ViewArrival,
     ViewLimit,
+    ViewRequest,
     exempt,
     has_exempt_views,
     is_exempt,
@@ -100,7 +100,7 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
     `by` gets `flask.request`.
     """
 
-    dispatch = "dispatch_request"
+    dispatch_method = "dispatch_request"
 
     def __call__(self, view: View) -> View:
         if isinstance(view, Blueprint):
@@ -108,7 +108,7 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
             return view
         return super().__call__(view)
 
-    def guarded(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
+    def guard(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
         name = getattr(view, "__qualname__", "view").rpartition("<locals>.")[2]
 
         def guard(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def _refused(declarations: tuple[LimitDeclaration, ...], name: str) -> Response 
         after_this_request(partial(_report, admissions))
     app: Any = current_app
     view = name if request.endpoint in (None, name) else f"{request.endpoint} {name}"
-    arrival = ViewArrival(FlaskRequest(app, environ), view, request)
+    arrival = ViewRequest(FlaskRequest(app, environ), view, request)
     refusal = gate.admit_to_view(arrival, declarations, admissions).refusal
     if refusal is None:
         return None
@@ -145,7 +145,7 @@ def _report(admissions: ViewAdmissions, response: Response) -> Response:
     """Add the header fields to the app's answer, and settle the admissions when it is out."""
     for name, value in native_headers(admissions.headers()):
         response.headers[name] = value
-    admissions.policy.hush()  # the middleware in front would add them once more
+    admissions.policy.suppress_headers()  # the middleware in front would add them once more
     granted, admissions.granted = admissions.granted, []
     if granted:
         response.call_on_close(partial(_finish, admissions.gate, granted, response.status_code))
@@ -162,7 +162,7 @@ def _finish_unanswered(error: BaseException | None) -> None:
 
 def _finish(gate: Any, admissions: list[Admission], status: int) -> None:
     for each in admissions:
-        if not each.is_over:
+        if each.needs_finish:
             gate.finish(each, status)
 
 

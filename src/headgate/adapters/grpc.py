@@ -73,7 +73,7 @@ class GrpcRequest:
     """An RPC. `native` is its context."""
 
     __slots__ = ("_metadata", "method", "native", "path", "peer")
-    below = None
+    mounted_path = None
 
     def __init__(self, details: grpc.HandlerCallDetails, context: Any) -> None:
         self.native = context
@@ -143,7 +143,7 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
             raise
         finally:
             _tell(context, admission)
-            if not admission.is_over:
+            if admission.needs_finish:
                 self.gate.finish(admission, _status(context, failure))
 
 
@@ -226,7 +226,7 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
             raise
         finally:
             _tell(context, admission)
-            if not admission.is_over:
+            if admission.needs_finish:
                 await finish_shielded(self.gate.finish(admission, _status(context, failure)))
 
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from os import PathLike
 
-    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.gate.admission import Admission
     from headgate.gate.base import GateOptions
+    from headgate.gate.request import RequestInfo
     from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 
@@ -49,14 +50,14 @@ _complained: list[bool] = []
 class WsgiRequest:
     """A request. `native` is its environ."""
 
-    __slots__ = ("below", "method", "native", "path", "peer")
+    __slots__ = ("method", "mounted_path", "native", "path", "peer")
 
     def __init__(self, environ: Environ) -> None:
         self.native = environ
         self.method: str = environ["REQUEST_METHOD"]
         root, path = environ.get("SCRIPT_NAME"), environ.get("PATH_INFO", "")
         self.path = _decoded(root + path if root else path) or "/"
-        self.below = _decoded(path) or "/" if root else None
+        self.mounted_path = _decoded(path) or "/" if root else None
         self.peer: str | None = environ.get("REMOTE_ADDR")
 
     def header(self, name: str) -> list[str]:
@@ -103,7 +104,7 @@ class HeadgateMiddleware:
             return _refuse(admission.refusal, environ, start_response)
         if admission is UNLIMITED:
             return self.app(environ, start_response)
-        if admission.is_over:
+        if not admission.needs_finish:
             return self.app(environ, partial(_start, start_response, admission))
         answer = _ResponseBody(self.gate, admission, start_response)
         try:

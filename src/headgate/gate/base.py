@@ -1,4 +1,4 @@
-"""What both gates are made of: the policy in force, the store, and what they say of themselves."""
+"""GateBase: admission control without waiting, shared by `Gate` and `AsyncGate`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Never, TypedDict, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Never, TypedDict, cast
 from uuid import uuid4
 from weakref import WeakSet
 
 from headgate._pace import release
 from headgate.clock import SystemClock, in_ns
-from headgate.errors import InvalidConfiguration
+from headgate.errors import InvalidConfiguration, StoreError
 from headgate.failure import FailurePolicy
-from headgate.gate.admission import ActivePolicy, Admission
+from headgate.gate.active_policy import ActivePolicy
+from headgate.gate.admission import UNLIMITED, Admission, Shadow
 from headgate.gate.event_stream import EventStream, is_observer
 from headgate.gate.identity import IdentityExtractor
 from headgate.gate.mounts import unreachable_paths
 from headgate.gate.responses import ResponseBuilder, health_response
+from headgate.gate.settlement import EnterLease, ExitLease
+from headgate.gate.view_limits import view_rules
 from headgate.keyed_hashes import is_keyed_hash
 from headgate.limiter import Limiter
 from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
@@ -36,60 +39,71 @@ if TYPE_CHECKING:
 
     from headgate.clock import Clock
     from headgate.decisions import Decision
-    from headgate.errors import StoreError
     from headgate.events import Event
-    from headgate.gate.admission import RequestInfo
     from headgate.gate.event_stream import DecisionHook, Observer
     from headgate.gate.identity import AppIdentities, IdentityFunction
     from headgate.gate.mounts import AppRoute
+    from headgate.gate.request import RequestInfo
     from headgate.gate.responses import HeaderTemplate, RejectionBody
+    from headgate.gate.settlement import Steps
+    from headgate.gate.view_limits import LimitDeclaration
     from headgate.health import Health
     from headgate.keys import Key
     from headgate.limits import Limit
     from headgate.local.tier import LocalTier
-    from headgate.policy.model import Rule
     from headgate.policy.snapshot import Resolution, RoutePlan
     from headgate.stores.memory import MemoryStore
 
-__all__ = ["OPTIONS", "SECRET_VARIABLE", "GateBase", "GateOptions", "check_options"]
+__all__ = [
+    "OPTIONS",
+    "SECRET_VARIABLE",
+    "GateBase",
+    "GateOptions",
+    "PendingCheck",
+    "PendingIdentities",
+    "check_options",
+]
 
 logger = logging.getLogger("headgate")
 
-BUILT_IN: Final = ("ip", "subnet", "api_key", "client", "endpoint")
-"""The identities that a gate finds out by itself."""
+BUILT_IN_KINDS: Final = ("ip", "subnet", "api_key", "client", "endpoint")
+"""The identities that a gate extracts by itself."""
 
 SECRET_VARIABLE: Final = "HEADGATE_SECRET"
 
 MAX_LOGGED_WARNINGS: Final = 10
 
+MAX_VIEW_POLICIES: Final = 4096
+"""Compiled limits of views that are cached; exceeded only by an app that creates limits for each request."""
+
 INVALID_POLICY: Final = "the newest version of the policy is invalid; the log of this process says why"
 
 
 class GateOptions(TypedDict, total=False):
-    """The options of a gate beside its policy and its store; every adapter takes these."""
+    """The options of a gate besides its policy and store; every adapter accepts them."""
 
     control: Any
     """The control plane: the config store's URL, or a `ControlPlane`. It supplies the policy and connects the decision
     log, node status and metrics."""
     identities: Mapping[str, IdentityFunction] | None
-    """Functions that say who sends a request, by kind of identity: {"user": ..., "tenant": ...}."""
+    """Functions that return the identity of a request, by kind: {"user": ..., "tenant": ...}."""
     secret: str | bytes | None
-    """What API keys are hashed with: 16 bytes or more, the same on all machines. HEADGATE_SECRET, if not given."""
+    """Key of the API key hashes: 16 bytes or more, the same on all machines. Defaults to HEADGATE_SECRET."""
     refusal_body: RejectionBody | None
-    """Makes the bodies of refusals."""
+    """Builds the bodies of refusals."""
     on_decision: DecisionHook | Observer | None
     """Called inside each request with its decision; or an observer, such as a `DecisionLog`."""
     reload_every: float | None
-    """Seconds between looks at the policy file; None never to look again."""
+    """Seconds between checks of the policy file for changes; None disables reloading."""
     clock: Clock | None
     namespace: str
     budget: float | None
-    """Seconds that the store may take before a route's failure mode answers; None for what the policy says."""
+    """Seconds that the store may take before a route's failure mode applies; None for the policy's setting."""
     max_keys: int
     on_event: Callable[[Event], Any] | None
-    """Told when the store is lost, and back, and what became of it."""
+    """Called when the store is lost or recovered."""
     health_path: str | None
-    """A path at which the gate itself says how it is: 200 while requests are decided by the store, 503 while not."""
+    """Path of a health endpoint served by the gate: 200 while the store decides, else 503."""
 
 
 OPTIONS: Final = ("policy", "store", *GateOptions.__annotations__)
@@ -97,7 +111,7 @@ OPTIONS: Final = ("policy", "store", *GateOptions.__annotations__)
 
 
 def check_options(owner: str, options: Iterable[str], known: Sequence[str] = (*OPTIONS, "gate")) -> None:
-    """Raise InvalidConfiguration for options that no gate has; `owner` is the class or function that was called.
+    """Raise InvalidConfiguration for unknown options; `owner` is the class or function that was called.
 
     >>> check_options("HeadgateMiddleware", ["storage"])
     Traceback (most recent call last):
@@ -111,18 +125,68 @@ def check_options(owner: str, options: Iterable[str], known: Sequence[str] = (*O
             raise InvalidConfiguration(f"{owner} has no option {name!r}; {remedy}")
 
 
+class PendingCheck:
+    """A request whose limits are known, and that waits for the decision of the store."""
+
+    __slots__ = ("check", "header_template", "policy", "received_us", "request", "resolution", "route")
+
+    def __init__(
+        self,
+        request: RequestInfo,
+        policy: ActivePolicy,
+        resolution: Resolution,
+        check: Check | None,
+        header_template: HeaderTemplate,
+        received_us: int,
+    ) -> None:
+        self.request = request
+        self.policy = policy
+        self.resolution = resolution
+        self.route = resolution.route
+        self.check: Any = check
+        """None if only shadow limits apply."""
+        self.header_template = header_template
+        self.received_us = received_us
+
+
+class PendingIdentities(NamedTuple):
+    """A request some of whose identities come from asynchronous functions of the app."""
+
+    request: RequestInfo
+    policy: ActivePolicy
+    route: RoutePlan
+    kinds: frozenset[str]
+    identities: AppIdentities
+    awaitables: AppIdentities
+
+    async def wait(self) -> tuple[RequestInfo, ActivePolicy, RoutePlan, frozenset[str], AppIdentities]:
+        """Await the functions; returns the arguments of `GateBase.resolve`."""
+        found = await self.policy.identities.wait_for(self.awaitables)
+        return self.request, self.policy, self.route, self.kinds, {**self.identities, **found}
+
+    def cancel(self) -> InvalidConfiguration:
+        """Close the coroutines; returns the error for a gate that cannot await them."""
+        for awaitable in self.awaitables.values():
+            if hasattr(awaitable, "close"):  # avoids "coroutine was never awaited"
+                awaitable.close()
+        return InvalidConfiguration(
+            f"identities[{next(iter(self.awaitables))!r}] is asynchronous, but this app runs with threads: "
+            "give a plain function"
+        )
+
+
 class GateBase:
-    """What both gates are made of."""
+    """Admission control without waiting: what precedes and follows the check of a request, and the policy in force."""
 
     _limiter_type: type[Any]
 
     is_closed = False
 
-    doors: ClassVar[WeakSet[Any]] = WeakSet()
-    """All gates of this process, for tests that take hold of them."""
+    instances: ClassVar[WeakSet[Any]] = WeakSet()
+    """All gates of this process, for the fixtures of `headgate.testing`."""
 
-    newcomers: ClassVar[list[Callable[[Any], None]]] = []
-    """Told of each gate as it is made, for the same tests."""
+    creation_hooks: ClassVar[list[Callable[[Any], None]]] = []
+    """Called with each gate when it is created, for the same fixtures."""
 
     def __init__(
         self,
@@ -160,76 +224,160 @@ class GateBase:
         self.is_on = True
         """Set to False to admit every request without counting it."""
         options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
-        self.use(self._limiter_type._for_gate(store, clock=clock, **options), clock)  # noqa: SLF001
+        self.replace_limiter(self._limiter_type._for_gate(store, clock=clock, **options), clock)  # noqa: SLF001
         self._random_secret = secrets.token_bytes(32)
-        given = self._given_secret or self._random_secret
-        self._hash_identity = IdentityHashes(given.encode() if isinstance(given, str) else given)
-        """Keyed hashes of clients, as the decision log and the status of the fleet have them."""
-        self._watch: Any = None
-        self.view_rules: dict[Any, tuple[ActivePolicy, ActivePolicy]] = {}
-        """Rules of limits that are declared on views, by declaration, each with the policy's rules it was made for."""
-        self.rules: ActivePolicy
-        """What holds for requests that begin now."""
+        key = self.identity_secret
+        self._hash_identity = IdentityHashes(key.encode() if isinstance(key, str) else key)
+        """Keyed hashes of clients, as in the decision log and the status of the fleet."""
+        self.policy_watcher: Any = None
+        """Follows the policy file or the config store; None for a fixed policy."""
+        self._view_policies: dict[Any, tuple[ActivePolicy, ActivePolicy]] = {}
+        """Compiled limits of views by declaration and view, each with the policy that it was compiled for."""
+        self.active_policy: ActivePolicy
+        """The policy in force for requests that begin now."""
         plane = None if control is None else _control_plane(control)
         if plane is not None:
             policy = plane.policy_source(policy, secret=self._given_secret)
         if isinstance(policy, Policy):
-            self._swap(policy)
+            self._activate(policy)
+        elif (follow := getattr(policy, "follow", None)) is not None:  # a source of policies, as the config store
+            self.policy_watcher = follow(self._activate, every=reload_every)
+        elif isinstance(policy, str | os.PathLike):
+            self.policy_watcher = PolicyWatcher(policy, self._activate, every=reload_every)
         else:
-            follow = getattr(policy, "follow", None)  # a source of policies of its own, as the config store has one
-            if follow is not None:
-                self._watch = follow(self._swap, every=reload_every)
-            elif not isinstance(policy, str | os.PathLike):
-                raise InvalidConfiguration(
-                    f"{type(policy).__name__} is no policy: give a file's path, or what headgate.policy.read makes"
-                )
-            else:
-                self._watch = PolicyWatcher(policy, self._swap, every=reload_every)
+            raise InvalidConfiguration(f"expected a policy file path or a Policy, got {type(policy).__name__}")
         self.control: Any = None
         """The parts of the control plane that are attached to this gate: its decision log and node status."""
         if plane is not None:
             try:
                 self.control = plane.connect(self, store=store, namespace=namespace, secret=self._given_secret)
             except BaseException:
-                if self._watch is not None:
-                    self._watch.close()
+                if self.policy_watcher is not None:
+                    self.policy_watcher.close()
                 raise
-        self.doors.add(self)
-        for tell in self.newcomers:
-            tell(self)
+        self.instances.add(self)
+        for hook in self.creation_hooks:
+            hook(self)
 
-    @property
-    def policy_version(self) -> str | None:
-        """A hash of the policy file's content in force; None for a policy that is no file."""
-        return None if self._watch is None else self._watch.version
+    # ------------------------------------------------------------------------------------ the path of a request
 
-    @property
-    def policy_error(self) -> str | None:
-        """Why the newest content of the policy file is not in force; None if it is."""
-        return None if self._watch is None or self._watch.error is None else str(self._watch.error)
+    def prepare(
+        self, request: RequestInfo, policy: ActivePolicy | None = None
+    ) -> Admission | PendingCheck | PendingIdentities:
+        """Begin admission: an Admission if no check is needed, else what the gate must wait for."""
+        if not self.is_on:
+            return UNLIMITED
+        if self._health_path is not None and self._health_path in (request.path, request.mounted_path):
+            return self._health_page()
+        policy = policy or self.active_policy
+        route = policy.snapshot.route(request.method, request.path, request.mounted_path)
+        if route.is_exempt:
+            return UNLIMITED
+        kinds, blocks = route.kinds, self._blocks
+        if blocks.are_there and not blocks.kinds <= kinds:
+            kinds = kinds | blocks.kinds
+        from_app, awaitables = policy.identities.from_app(request, kinds)
+        if awaitables:
+            return PendingIdentities(request, policy, route, kinds, from_app, awaitables)
+        return self.resolve(request, policy, route, kinds, from_app)
 
-    @property
-    def policy_age_s(self) -> float | None:
-        """Seconds since the policy was last known to be the newest of its config store; None for a policy file."""
-        return getattr(self._watch, "age", None)
+    def resolve(
+        self,
+        request: RequestInfo,
+        policy: ActivePolicy,
+        route: RoutePlan,
+        kinds: frozenset[str],
+        from_app: AppIdentities,
+    ) -> Admission | PendingCheck:
+        """Continue admission once all identities are known."""
+        now_us = self._time_ns() // 1000
+        resolution, check, header_template = policy.resolve(route, request, kinds, from_app, now_us)
+        if self._blocks.are_there and resolution.block is None:
+            resolution = self._apply_live_block(resolution, now_us)
+        pending = PendingCheck(request, policy, resolution, check, header_template, now_us)
+        if resolution.block is not None or (check is None and not route.shadows):
+            return self.complete(pending, None)
+        return pending
 
-    @property
-    def identity_secret(self) -> str | bytes:
-        """The secret that identities are hashed with; without a given one, random and known to this process only."""
-        return self._given_secret or self._random_secret
+    def complete(
+        self, pending: PendingCheck, decision: Decision | None, lease: Any = None, shadows: Sequence[Shadow] = ()
+    ) -> Admission:
+        """End admission with the decision of the store; None if no check was needed."""
+        admission = pending.policy.conclude(pending.resolution, decision, pending.header_template, pending.received_us)
+        if lease is not None:
+            admission.hold(lease)
+        if shadows:
+            admission.shadows = shadows
+        if self._is_observed:
+            self._emit(pending.request, admission)
+        return admission
 
-    @property
-    def store_stats(self) -> Any:
-        """The statistics of the store and the local tier, as `Limiter.stats`."""
-        return self._limiter.stats
+    def complete_in_steps(self, pending: PendingCheck) -> Steps:
+        """End admission of a request with concurrency limits or shadow limits, which takes several operations."""
+        lease: Any = None
+        decision: Decision | None = None
+        if pending.route.leases:
+            resolution = pending.resolution
+            try:
+                lease = self._limiter.hold(*resolution.keys, cost=resolution.cost)
+                decision = yield EnterLease(lease)
+            except StoreError as error:
+                lease, decision = self._hold_without_store(resolution, error)
+            if not decision.allowed and lease is not None:
+                yield ExitLease(lease)
+                lease = None
+        elif pending.check is not None:
+            decision = yield pending
+        shadows: list[Shadow] = []
+        if pending.route.shadows and (decision is None or decision.allowed):
+            try:
+                for applied in pending.resolution.shadows:
+                    shadow_decision = yield Check((applied.key,), applied.cost)
+                    shadows.append(Shadow(applied, shadow_decision))
+            except StoreError:  # nothing depends on them
+                shadows = []
+        return self.complete(pending, decision, lease, shadows)
 
-    def add_store_listener(self, listener: Callable[[Event], Any]) -> None:
-        """Call a function with each event of the store: losses, recoveries, moves to other servers."""
-        self._front.outage._herald.add_listener(listener)  # noqa: SLF001
+    def _emit(self, request: RequestInfo, admission: Admission) -> None:
+        """Run the decision hooks, and put the event of the decision into the stream. For use while `_is_observed`."""
+        for hook in self._decision_hooks:
+            try:
+                hook(request, admission)
+            except Exception:
+                logger.exception("on_decision failed; the request continues")
+        if self._events.observers:
+            self._events.emit(request, admission, self._time_ns() // 1000)
 
-    def hot_counters(self) -> list[tuple[Key, int]]:
-        """The counters with prepaid tokens, and their requests per second."""
-        return [(each.key, each.per_second) for each in list(self._front.purses._purses.values())]  # noqa: SLF001
+    def _apply_live_block(self, resolution: Resolution, now_us: int) -> Resolution:
+        """Add the block of a client that was blocked on the live block list."""
+        who = resolution.who
+        found = self._blocks.find(who, now_us, self._hash_identity)
+        if found is None and OTHER_API_KEYS in who:
+            keys = who[OTHER_API_KEYS].split()
+            found = next(filter(None, [self._blocks.find({"api_key": key}, now_us) for key in keys]), None)
+        if found is None:
+            return resolution
+        until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)
+        return resolution._replace(block=Block(Identity(found.kind, found.value), Validity(until=until), found.reason))
+
+    def _hold_without_store(self, resolution: Resolution, error: StoreError) -> tuple[Any, Decision]:
+        """The lease and the decision by the failure mode of the route."""
+        failure_policy = self._failure_policies[resolution.route.on_failure]
+        check = Check(resolution.keys, resolution.cost, uuid4().hex)
+        decision = self._local.without_store(check, error, failure_policy)
+        return (_LocalLease(failure_policy, check, error) if decision.allowed else None), decision
+
+    def _defer(self, operation: Any, error: StoreError) -> None:
+        """Save an operation of a settlement that failed until the store is back."""
+        self._local.keep(operation, error)
+
+    def _health_page(self) -> Admission:
+        # Public: details of the config store and the policy go to the log and `policy_error` only.
+        error = self.policy_error and getattr(self.policy_watcher.error, "discreet", INVALID_POLICY)
+        health = {**self.health().as_dict(), "policy_version": self.policy_version, "policy_error": error}
+        return Admission(None, None, health_response(health, ready=health["state"] == "ready"), None, 0)
+
+    # ------------------------------------------------------------------------------------ observers
 
     @property
     def on_decision(self) -> DecisionHook | Observer | None:
@@ -280,58 +428,68 @@ class GateBase:
         self._decision_hooks = tuple([each for each in self._decision_hooks if each is not hook])
         self._is_observed = bool(self._decision_hooks or self._events.observers)
 
-    def now_us(self) -> int:
-        """The instant, by the clock that requests are resolved by."""
-        return self._time_ns() // 1000
+    # ------------------------------------------------------------------------------------ the policy in force
 
-    def use(self, limiter: Any, clock: Clock | None) -> tuple[Any, Clock | None]:
-        """Count with another limiter from now on, by that clock; the ones before."""
-        before = getattr(self, "_limiter", None), getattr(self, "_clock", None)
-        self._limiter, self._clock = limiter, clock
-        self._decide: Callable[..., Any] = limiter._decide  # noqa: SLF001 - as close to the store as the limiters' own way
-        self._answer: Callable[..., Any] = limiter._answer  # noqa: SLF001
-        self._time_ns = in_ns(clock)
-        self._memory: MemoryStore | None = limiter._memory  # noqa: SLF001
-        self._front: LocalTier = limiter._front  # noqa: SLF001
-        self._blocks = self._front.blocks
-        fleet = limiter._guard_routes()  # noqa: SLF001
-        self._fallbacks = {mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in STRICTNESS}
-        return before
+    @property
+    def policy_version(self) -> str | None:
+        """Hash of the content of the policy file in force; None for a policy that is not a file."""
+        return None if self.policy_watcher is None else self.policy_watcher.version
 
-    def use_memory(self, clock: Clock) -> tuple[Any, Clock | None]:
-        """Count afresh from now on, in memory and by that clock; what counted before, as `use` takes it."""
-        return self.use(self._limiter_type._for_gate(clock=clock), clock)  # noqa: SLF001
+    @property
+    def policy_error(self) -> str | None:
+        """The reason why the newest content of the policy file is not in force; None if it is."""
+        error = None if self.policy_watcher is None else self.policy_watcher.error
+        return None if error is None else str(error)
 
-    def use_no_store(self, clock: Clock) -> tuple[Any, Clock | None]:
-        """Answer by the failure modes of the policy from now on, as if the store were unavailable: for tests."""
-        limiter = self._limiter_type._for_gate(clock=clock)  # noqa: SLF001
-        limiter._lose_store()  # noqa: SLF001
-        before = self.use(limiter, clock)
-        self._front.fleet.share = self.rules.snapshot.policy.store.share
-        return before
+    @property
+    def policy_age_s(self) -> float | None:
+        """Seconds since the policy was last known to be the newest of its config store; None for a policy file."""
+        return getattr(self.policy_watcher, "age", None)
 
-    def beside(self) -> Limiter:
-        """A limiter for threads on the counts and the live blocks of this gate: for who looks after it.
+    @property
+    def identity_secret(self) -> str | bytes:
+        """The secret that identities are hashed with; without a given one, random and known to this process only."""
+        return self._given_secret or self._random_secret
 
-        Counts in memory are reached in no other way. To close it leaves the gate's counts alone.
-        """
-        if self._memory is None:
-            raise InvalidConfiguration("this gate counts in Redis: make a Limiter on the same URL and namespace")
-        limiter = Limiter._for_gate(clock=self._clock)  # noqa: SLF001
-        limiter._store, limiter._memory = _BorrowedStore(self._memory), self._memory  # noqa: SLF001 - as `use` does
-        limiter._front.blocks = self._blocks  # noqa: SLF001
-        limiter._make_ready()  # noqa: SLF001
-        return limiter
+    @property
+    def identity_kinds(self) -> list[str]:
+        """The identities that limits can count by."""
+        return [*BUILT_IN_KINDS, *self._functions]
 
-    def warm(self) -> None:
-        """Begin to connect, so that the first request need not wait for it; asynchronous gates want a running loop."""
-        self._limiter._guard_routes()  # noqa: SLF001
+    def view_policy(self, declarations: tuple[LimitDeclaration, ...], view: str) -> ActivePolicy:
+        """The compiled limits of a view, cached until the policy in force changes."""
+        cached = self._view_policies.get((declarations, view))
+        if cached is None or cached[0] is not self.active_policy:
+            if len(self._view_policies) >= MAX_VIEW_POLICIES:
+                self._view_policies.clear()
+            cached = self.active_policy, self.compile_view(declarations, view)
+            self._view_policies[declarations, view] = cached
+        return cached[1]
 
-    def made(self, policy: Policy) -> ActivePolicy:
-        """The policy, ready for requests."""
-        wanted = {kind for rule in policy.rules for kind in rule.by}
-        for kind in sorted(wanted - {*self.identity_kinds}):
-            near = get_close_matches(kind, {*self._functions} - wanted, n=1)
+    def cached_view_policies(self) -> list[ActivePolicy]:
+        """The compiled limits of the views that have received requests."""
+        return [policy for _, policy in self._view_policies.values()]
+
+    def compile_view(self, declarations: Iterable[LimitDeclaration], view: str) -> ActivePolicy:
+        """Compile the limits declared on a view, with the settings of the policy in force."""
+        rules, functions = view_rules(declarations, self.identity_kinds)
+        active = self.active_policy.snapshot
+        policy = Policy(
+            rules=tuple(rules),
+            identity=active.policy.identity,
+            answers=active.policy.answers,
+            on_failure=active.policy.on_failure,
+            name=active.policy.name,
+        )
+        api_keys = ApiKeyHasher(self._secret(policy))
+        snapshot = Snapshot(policy, api_keys.fingerprint, trusts_keys="api_key" in self._functions, view=view)
+        snapshot.vouched_keys = active.vouched_keys
+        return self._compiled(snapshot, api_keys, {**self._functions, **functions}, active)
+
+    def _compile(self, policy: Policy) -> ActivePolicy:
+        counted_by = {kind for rule in policy.rules for kind in rule.by}
+        for kind in sorted(counted_by - {*self.identity_kinds}):
+            near = get_close_matches(kind, {*self._functions} - counted_by, n=1)
             logger.warning(
                 "The policy has limits by %s, but no identities[%r] function was given%s; "
                 "those limits will count by IP address instead",
@@ -346,77 +504,23 @@ class GateBase:
                 SECRET_VARIABLE,
             )
         snapshot = Snapshot(policy, api_keys.fingerprint, self._hash_identity, trusts_keys="api_key" in self._functions)
+        return self._compiled(snapshot, api_keys, self._functions, snapshot)
+
+    def _compiled(
+        self, snapshot: Snapshot, api_keys: ApiKeyHasher, functions: Mapping[str, IdentityFunction], keys: Snapshot
+    ) -> ActivePolicy:
+        settings = snapshot.policy
         return ActivePolicy(
             snapshot,
-            ResponseBuilder(policy.answers, body=self._refusal_body, expected_wait_us=self._expected_wait_us),
-            IdentityExtractor(policy.identity, api_keys, self._functions, snapshot.api_keys, snapshot.vouched_keys),
-        )
-
-    @property
-    def identity_kinds(self) -> list[str]:
-        """The identities that limits can count by here."""
-        return [*BUILT_IN, *self._functions]
-
-    def all_view_rules(self) -> list[ActivePolicy]:
-        """The rules of all views that requests have reached so far."""
-        return [rules for _, rules in self.view_rules.values()]
-
-    def rules_for(self, rules: Sequence[Rule], functions: Mapping[str, IdentityFunction], view: str) -> ActivePolicy:
-        """Rules of limits that the app declares on a view, under the settings of the policy in force.
-
-        `functions` supply identities that only these rules count by.
-        """
-        policy, known = self.rules.snapshot.policy, self.rules.snapshot
-        own = Policy(
-            rules=tuple(rules),
-            identity=policy.identity,
-            answers=policy.answers,
-            on_failure=policy.on_failure,
-            name=policy.name,
-        )
-        api_keys = ApiKeyHasher(self._secret(own))
-        snapshot = Snapshot(own, api_keys.fingerprint, trusts_keys="api_key" in self._functions, view=view)
-        snapshot.vouched_keys = known.vouched_keys
-        return ActivePolicy(
-            snapshot,
-            ResponseBuilder(policy.answers, body=self._refusal_body, expected_wait_us=self._expected_wait_us),
-            IdentityExtractor(
-                policy.identity, api_keys, {**self._functions, **functions}, known.api_keys, known.vouched_keys
-            ),
+            ResponseBuilder(settings.answers, body=self._refusal_body, expected_wait_us=self._expected_wait_us),
+            IdentityExtractor(settings.identity, api_keys, functions, keys.api_keys, keys.vouched_keys),
         )
 
     def _expected_wait_us(self, limit: Limit, places: int) -> int:
         return self._limiter._hold_times.expected_wait_us(limit, places)  # type: ignore[no-any-return] # noqa: SLF001
 
-    def warn_of_mounts(self, routes: Sequence[AppRoute]) -> None:
-        """Log the paths of the policy that no request can have, given the app's routes: those of mounted apps."""
-        for path, meant in unreachable_paths(self.rules.snapshot.policy, routes):
-            logger.warning(
-                "the policy names the path %s, which matches nothing: the app serves it below a mount, where requests "
-                "have the path %s; write that",
-                path,
-                meant,
-            )
-
-    def health(self) -> Health:
-        """Whether requests are decided by the store, and what is known of its servers."""
-        health: Health = self._limiter.health()
-        return health
-
-    def _say_how_it_is(self) -> Admission:
-        """The answer at `health_path`: for load balancers, who take out a node without a store, and for people."""
-        # Anybody may ask here. Only the log and `policy_error` say where the config store is, and quote the policy.
-        error = self.policy_error and getattr(self._watch.error, "discreet", INVALID_POLICY)
-        health = {**self.health().as_dict(), "policy_version": self.policy_version, "policy_error": error}
-        page = health_response(health, ready=health["state"] == "ready")
-        return Admission(None, None, page, None, 0)
-
-    def _stored(self, kind: str, value: str) -> str:
-        """Whom a block is about, as it is stored: of API keys only their hashes."""
-        return self.rules.identities.fingerprint(value) if kind == "api_key" else value
-
-    def _swap(self, policy: Policy) -> None:
-        rules = self.made(policy)
+    def _activate(self, policy: Policy) -> None:
+        active = self._compile(policy)
         _log_warnings(policy)
         settings = policy.store
         self._limiter._configure(  # noqa: SLF001
@@ -425,18 +529,18 @@ class GateBase:
             nodes=settings.nodes,
             remember=settings.remember,
             lease_us=settings.lease // timedelta(microseconds=1),
-            announced=rules.snapshot.announced(self.now_us()),
-            never_leased=rules.snapshot.never_leased,
+            announced=active.snapshot.announced(self.now_us()),
+            never_leased=active.snapshot.never_leased,
         )
-        before = getattr(self, "rules", None)
-        self.rules = rules
+        before = getattr(self, "active_policy", None)
+        self.active_policy = active
         if before is not None:
             parts = before.snapshot.parts()
             del before
             release(parts)
 
     def _secret(self, policy: Policy) -> bytes:
-        """What API keys are hashed with: the same on all machines that count together."""
+        """The key of API key hashes: the same on all machines that share a store."""
         given = self._given_secret
         if given is not None:
             return given.encode() if isinstance(given, str) else given
@@ -447,58 +551,96 @@ class GateBase:
             )
         return self._random_secret
 
-    def _held_without_store(self, met: Resolution, error: StoreError) -> tuple[Any, Decision]:
-        """What a request that takes leases is told by its route's failure mode, and what it holds then."""
-        fallback = self._fallbacks[met.route.on_failure]
-        check = Check(met.keys, met.cost, uuid4().hex)
-        decision = self._front.without_store(check, error, fallback)
-        return (_LocalLease(fallback, check, error) if decision.allowed else None), decision
+    def _stored_value(self, kind: str, value: str) -> str:
+        """The value of a block as it is stored: API keys only as hashes."""
+        return self.active_policy.identities.fingerprint(value) if kind == "api_key" else value
 
-    def _failed(self, route: RoutePlan, check: Check, error: StoreError) -> Decision:
-        """What a request is told by its route's failure mode."""
-        return self._front.failed(check, error, self._fallbacks[route.on_failure])
+    def warn_of_mounts(self, routes: Sequence[AppRoute]) -> None:
+        """Log the paths of the policy that match no request, because the app is mounted under a prefix."""
+        for path, full_path in unreachable_paths(self.active_policy.snapshot.policy, routes):
+            logger.warning(
+                "the policy path %s never matches: the app is mounted, and its requests have the path %s; use that",
+                path,
+                full_path,
+            )
 
-    def _kinds(self, route: RoutePlan) -> frozenset[str]:
-        """All kinds of identity that may matter to a request of the route: also those by which somebody is blocked."""
-        blocks = self._blocks
-        return route.kinds | blocks.kinds if blocks.are_there and not blocks.kinds <= route.kinds else route.kinds
+    # ------------------------------------------------------------------------------------ the limiter
 
-    def _meet(
-        self, rules: ActivePolicy, route: RoutePlan, arrival: RequestInfo, kinds: frozenset[str], told: AppIdentities
-    ) -> tuple[Resolution, Check | None, HeaderTemplate, int]:
-        """What the request meets, what the store is asked, how the client is told, and the instant."""
-        now_us = self._time_ns() // 1000
-        met, check, described = rules.meet(route, arrival, kinds, told, now_us)
-        if self._blocks.are_there and met.block is None:
-            met = self._live_block(met, now_us)
-        return met, check, described, now_us
+    def replace_limiter(self, limiter: Any, clock: Clock | None) -> tuple[Any, Clock | None]:
+        """Use another limiter and clock from now on; returns the previous ones."""
+        before = getattr(self, "_limiter", None), getattr(self, "_clock", None)
+        self._limiter, self._clock = limiter, clock
+        self._decide: Callable[..., Any] = limiter._decide  # noqa: SLF001
+        self._answer: Callable[..., Any] = limiter._answer  # noqa: SLF001
+        self._time_ns = in_ns(clock)
+        self._memory: MemoryStore | None = limiter._memory  # noqa: SLF001
+        self._local: LocalTier = limiter._front  # noqa: SLF001
+        self._blocks = self._local.blocks
+        fleet = limiter._guard_routes()  # noqa: SLF001
+        self._failure_policies = {mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in STRICTNESS}
+        return before
 
-    def _live_block(self, met: Resolution, now_us: int) -> Resolution:
-        """The same, blocked if somebody has blocked the client since the policy was written."""
-        who = met.who
-        found = self._blocks.find(who, now_us, self._hash_identity)
-        if found is None and OTHER_API_KEYS in who:
-            keys = who[OTHER_API_KEYS].split()
-            found = next(filter(None, [self._blocks.find({"api_key": key}, now_us) for key in keys]), None)
-        if found is None:
-            return met
-        until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)
-        return met._replace(block=Block(Identity(found.kind, found.value), Validity(until=until), found.reason))
+    def use_memory_store(self, clock: Clock) -> tuple[Any, Clock | None]:
+        """Use a new memory store from now on; returns the previous limiter and clock."""
+        return self.replace_limiter(self._limiter_type._for_gate(clock=clock), clock)  # noqa: SLF001
 
-    def _emit(self, request: RequestInfo, admission: Admission) -> Admission:
-        """Run the decision hooks, and put the event of the decision into the stream. For use while `_is_observed`."""
-        for hook in self._decision_hooks:
-            try:
-                hook(request, admission)
-            except Exception:
-                logger.exception("on_decision failed; the request goes on")
-        if self._events.observers:
-            self._events.emit(request, admission, self._time_ns() // 1000)
-        return admission
+    def use_unavailable_store(self, clock: Clock) -> tuple[Any, Clock | None]:
+        """Apply the failure modes of the policy from now on; returns the previous limiter and clock."""
+        limiter = self._limiter_type._for_gate(clock=clock)  # noqa: SLF001
+        limiter._lose_store()  # noqa: SLF001
+        before = self.replace_limiter(limiter, clock)
+        self._local.fleet.share = self.active_policy.snapshot.policy.store.share
+        return before
+
+    def limiter_view(self) -> Limiter:
+        """A limiter for threads that shares the memory store and the block list of this gate. Closing it has no effect.
+
+        For the admin service; a gate on Redis needs none.
+        """
+        if self._memory is None:
+            raise InvalidConfiguration("this gate counts in Redis: create a Limiter with the same URL and namespace")
+        limiter = Limiter._for_gate(clock=self._clock)  # noqa: SLF001
+        limiter._store, limiter._memory = _BorrowedStore(self._memory), self._memory  # noqa: SLF001
+        limiter._front.blocks = self._blocks  # noqa: SLF001
+        limiter._make_ready()  # noqa: SLF001
+        return limiter
+
+    @property
+    def store_stats(self) -> Any:
+        """The statistics of the store and the local tier, as `Limiter.stats`."""
+        return self._limiter.stats
+
+    def add_store_listener(self, listener: Callable[[Event], Any]) -> None:
+        """Call a function with each event of the store: losses, recoveries, moves to other servers."""
+        self._local.outage._herald.add_listener(listener)  # noqa: SLF001
+
+    def hot_counters(self) -> list[tuple[Key, int]]:
+        """The counters with prepaid tokens, and their requests per second."""
+        return [(each.key, each.per_second) for each in list(self._local.purses._purses.values())]  # noqa: SLF001
+
+    def preconnect(self) -> None:
+        """Open connections before the first request; an AsyncGate needs a running event loop."""
+        self._limiter._guard_routes()  # noqa: SLF001
+
+    def now_us(self) -> int:
+        """Current time by the gate's clock."""
+        return self._time_ns() // 1000
+
+    def _stop(self) -> None:
+        """Stop following the policy and deliver the last events, before the control plane and the store are closed."""
+        if self.policy_watcher is not None:
+            self.policy_watcher.close()
+        self.is_closed = True
+        self.flush_events()
+
+    def health(self) -> Health:
+        """The state of the store and of its servers."""
+        health: Health = self._limiter.health()
+        return health
 
 
 class _BorrowedStore:
-    """The gate's own store in memory, in the hands of a limiter beside it."""
+    """The memory store of a gate, for a limiter that must not close it."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -508,28 +650,28 @@ class _BorrowedStore:
         return self._store.stats
 
     def close(self) -> None:
-        """Not theirs to close."""
+        """Leave the store open."""
 
 
 class _LocalLease:
-    """The leases of one request that were taken while the store was away."""
+    """Context manager of leases that were granted by a failure mode while the store was unavailable."""
 
-    def __init__(self, fallback: FailurePolicy, check: Check, error: StoreError) -> None:
-        self._fallback = fallback
+    def __init__(self, failure_policy: FailurePolicy, check: Check, error: StoreError) -> None:
+        self._failure_policy = failure_policy
         self._check = check
         self._error = error
 
     def __exit__(self, *_: object) -> None:
         for key in self._check.keys:
             if key.limit.algorithm == "concurrency":
-                self._fallback.tell(Leave(key, self._check.id or ""), self._error)
+                self._failure_policy.tell(Leave(key, self._check.id or ""), self._error)
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
 
 
 def _control_plane(control: Any) -> Any:
-    """The control plane that an app names. It is loaded by name: gates work without it, and below it."""
+    """The control plane named by the app; imported lazily, as gates work without it."""
     if isinstance(control, str):
         return importlib.import_module("headgate.control.plane").ControlPlane(control)
     if not hasattr(control, "connect"):
@@ -553,18 +695,17 @@ def _checked_function(name: str, function: Any) -> Any:
 
 def _checked_interval(seconds: float | None) -> float | None:
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
-        raise InvalidConfiguration(f"reload_every {seconds!r} is no number of seconds above 0; None never looks again")
+        raise InvalidConfiguration(f"reload_every {seconds!r}: give seconds above 0, or None to disable reloading")
     return seconds
 
 
 def _checked_path(path: str | None) -> str | None:
     if path is not None and (not isinstance(path, str) or not path.startswith("/")):
-        raise InvalidConfiguration(f"health_path {path!r} is no path: it starts with a slash, like '/headgate/health'")
+        raise InvalidConfiguration(f"health_path {path!r}: give a path with a leading slash, like '/headgate/health'")
     return path
 
 
 def _log_warnings(policy: Policy) -> None:
-    """Log what `headgate check` warns of, as a gate loads a version of a policy."""
     for warning in policy.warnings[:MAX_LOGGED_WARNINGS]:
         logger.warning("policy %s: %s", policy.name, warning)
     if (more := len(policy.warnings) - MAX_LOGGED_WARNINGS) > 0:
@@ -576,5 +717,5 @@ def _is_hashed(block: Block) -> bool:
 
 
 def _counts_api_keys(policy: Policy) -> bool:
-    reads = policy.identity.api_key_header is not None or policy.identity.bearer_token
-    return reads and any({"api_key", "client"} & {*rule.by} for rule in policy.rules)
+    accepts_keys = policy.identity.api_key_header is not None or policy.identity.bearer_token
+    return accepts_keys and any({"api_key", "client"} & {*rule.by} for rule in policy.rules)

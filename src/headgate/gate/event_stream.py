@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from headgate.decisions import Decision
-    from headgate.gate.admission import Admission, RequestInfo, Shadow
+    from headgate.gate.admission import Admission, Shadow
+    from headgate.gate.request import RequestInfo
     from headgate.policy.snapshot import Resolution
 
 __all__ = [
@@ -127,7 +128,7 @@ class EventStream:
         if len(events) >= MAX_EVENTS:
             self._drop()
             return
-        received_us = admission.came_us
+        received_us = admission.received_us
         events.append(
             _new_tuple(
                 DecisionEvent,

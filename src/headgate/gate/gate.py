@@ -1,240 +1,176 @@
-"""The gate that adapters put in front of an app: two drivers of the one way of a request."""
+"""Gate and AsyncGate: admission control for threads and for asyncio.
+
+Both run the same code of `GateBase` and differ only in how they wait for the store.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from headgate.errors import InvalidConfiguration, StoreError
-from headgate.gate.admission import NOT_SERVED, UNLIMITED, ActivePolicy, Admission, Shadow, settle
-from headgate.gate.base import GateBase
-from headgate.gate.identity import PENDING
-from headgate.gate.view_limits import bound
+from headgate.errors import StoreError
+from headgate.gate.admission import NOT_SERVED, Admission
+from headgate.gate.base import GateBase, PendingCheck, PendingIdentities
+from headgate.gate.settlement import EnterLease, ExitLease, finish, settle
 from headgate.limiter import AsyncLimiter, Limiter
-from headgate.stores.operations import Check
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from headgate.gate.admission import RequestInfo
-    from headgate.gate.identity import AppIdentities
-    from headgate.gate.responses import HeaderTemplate
-    from headgate.gate.view_limits import LimitDeclaration, ViewAdmissions
-    from headgate.policy.snapshot import Resolution
+    from headgate.decisions import Decision
+    from headgate.gate.active_policy import ActivePolicy
+    from headgate.gate.request import RequestInfo
+    from headgate.gate.settlement import Steps
+    from headgate.gate.view_limits import LimitDeclaration, ViewAdmissions, ViewRequest
 
 __all__ = ["AsyncGate", "Gate"]
 
 
 class Gate(GateBase):
-    """Lets requests in, or not, for code with threads. Adapters make one from their own arguments."""
+    """Admission control for threads. Adapters create one from their own arguments."""
 
     _limiter_type = Limiter
 
-    def admit(self, arrival: RequestInfo, rules: ActivePolicy | None = None) -> Admission:
-        """The admission of a request, or its refusal: by the policy, or by the rules of a view that it is going to."""
-        if not self.is_on:
-            return UNLIMITED
-        if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
-            return self._say_how_it_is()
-        rules = rules or self.rules
-        route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
-        if route.is_exempt:
-            return UNLIMITED
-        kinds = self._kinds(route)
-        told = rules.identities.told(arrival, kinds)
-        if told and PENDING in told:
-            raise _asynchronous_function(told)
-        met, check, described, now_us = self._meet(rules, route, arrival, kinds, told)
-        if check is None or met.block is not None:
-            admission = rules.unasked(met, now_us)
-        elif route.leases:
-            admission = self._entered(rules, met, described, now_us)
-        else:
-            if self._memory is not None:  # what is remembered or prepaid spares no round trip here
-                decision = self._memory.decide(check)
-            else:
-                decision = self._decide(check, self._fallbacks[route.on_failure])
-            admission = rules.conclude(met, decision, described, now_us)
-        if route.shadows and admission.allowed:
-            with suppress(StoreError):  # nothing depends on it
-                admission.shadows = [Shadow(one, self._answer(Check((one.key,), one.cost))) for one in met.shadows]
-        return self._emit(arrival, admission) if self._is_observed else admission
+    def admit(self, request: RequestInfo, policy: ActivePolicy | None = None) -> Admission:
+        """Admit or refuse a request, by the policy in force or by the compiled limits of a view."""
+        pending = self.prepare(request, policy)
+        if isinstance(pending, Admission):
+            return pending
+        if isinstance(pending, PendingIdentities):
+            raise pending.cancel()
+        if pending.route.leases or pending.route.shadows:
+            admission: Admission = self._drive(self.complete_in_steps(pending))
+            return admission
+        return self.complete(pending, self._check(pending))
 
     def finish(self, admission: Admission, status: int) -> None:
-        """The answer is out: leave what was held, settle what was reserved."""
-        if admission.held is not None:
-            admission.held.__exit__(None, None, None)
-        self._settle(admission, status)
+        """Release leases and settle the cost of a request, after its response was sent with this status."""
+        self._drive(finish(admission, status, self._defer))
 
     def admit_to_view(
-        self, arrival: Any, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
+        self, request: ViewRequest, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
     ) -> Admission:
-        """The admission of a request by the limits of its view, beside those that it has; a refusal settles these."""
-        admission = self.admit(arrival, bound(self, declarations, arrival.view))
-        if admission.refusal is None:
-            admissions.grant(admission)
-        else:
-            for earlier in admissions.refuse(admission):
-                self._settle(earlier, NOT_SERVED)
+        """Admit or refuse a request by the limits of its view. A refusal refunds its earlier admissions."""
+        admission = self.admit(request, self.view_policy(declarations, request.view))
+        for earlier in admissions.add(admission):
+            self._drive(settle(earlier, NOT_SERVED, self._defer))
         return admission
 
-    def _settle(self, admission: Admission, status: int) -> None:
-        steps = settle(admission, status)
-        with suppress(StopIteration):
-            step = next(steps)
-            while True:
-                try:
-                    answer = self._answer(step)
-                except StoreError as error:
-                    self._front.keep(step, error)
-                    step = steps.throw(error)
-                else:
-                    step = steps.send(answer)
-
     def block(self, kind: str, value: str, *, until: datetime | None = None, reason: str | None = None) -> None:
-        """Keep somebody out from now on, on all nodes within milliseconds: block("ip", "203.0.113.0/24")."""
-        self._limiter.block(kind, self._stored(kind, value), until=until, reason=reason)
+        """Block a client on all nodes, within milliseconds: block("ip", "203.0.113.0/24")."""
+        self._limiter.block(kind, self._stored_value(kind, value), until=until, reason=reason)
 
     def unblock(self, kind: str, value: str) -> bool:
-        """Let somebody in again; whether there was such a block. Those of the policy file stay."""
-        ended: bool = self._limiter.unblock(kind, self._stored(kind, value))
-        return ended
+        """End a block; True if there was one. Blocks of the policy file are not affected."""
+        existed: bool = self._limiter.unblock(kind, self._stored_value(kind, value))
+        return existed
 
     def close(self) -> None:
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
-        if self._watch is not None:
-            self._watch.close()
-        self.is_closed = True
-        self.flush_events()
+        self._stop()
         if self.control is not None:
             self.control.close()
         self._limiter.close()
 
-    def _entered(self, rules: ActivePolicy, met: Resolution, described: HeaderTemplate, now_us: int) -> Admission:
-        """The same for requests that take leases, which the admission holds until `finish`."""
+    def _check(self, pending: PendingCheck) -> Decision:
+        if self._memory is not None:
+            return self._memory.decide(pending.check)
+        decision: Decision = self._decide(pending.check, self._failure_policies[pending.route.on_failure])
+        return decision
+
+    def _drive(self, steps: Steps) -> Any:
         try:
-            held: Any = self._limiter.hold(*met.keys, cost=met.cost)
-            decision = held.__enter__()
-        except StoreError as error:
-            held, decision = self._held_without_store(met, error)
-        admission = rules.conclude(met, decision, described, now_us)
-        if admission.allowed:
-            admission.hold(held)
-        elif held is not None:
-            held.__exit__(None, None, None)
-        return admission
-
-
-class AsyncGate(GateBase):
-    """The same as `Gate`, with methods to await; nothing in it blocks the event loop."""
-
-    _limiter_type = AsyncLimiter
-
-    async def admit(self, arrival: RequestInfo, rules: ActivePolicy | None = None) -> Admission:
-        """The admission of a request, or its refusal: by the policy, or by the rules of a view that it is going to."""
-        if not self.is_on:
-            return UNLIMITED
-        if self._health_path is not None and self._health_path in (arrival.path, arrival.below):
-            return self._say_how_it_is()
-        rules = rules or self.rules
-        route = rules.snapshot.route(arrival.method, arrival.path, arrival.below)
-        if route.is_exempt:
-            return UNLIMITED
-        kinds = self._kinds(route)
-        told = rules.identities.told(arrival, kinds)
-        if told and PENDING in told:
-            for kind in told.pop(PENDING):
-                told[kind] = await rules.identities.awaited(kind, told[kind])
-        met, check, described, now_us = self._meet(rules, route, arrival, kinds, told)
-        if check is None or met.block is not None:
-            admission = rules.unasked(met, now_us)
-        elif route.leases:
-            admission = await self._entered(rules, met, described, now_us)
-        else:
-            if self._memory is not None:
-                decision = self._memory.decide(check)
-            else:
-                decision = await self._decide(check, self._fallbacks[route.on_failure])
-            admission = rules.conclude(met, decision, described, now_us)
-        if route.shadows and admission.allowed:
-            with suppress(StoreError):  # nothing depends on it
-                admission.shadows = [
-                    Shadow(one, await self._answer(Check((one.key,), one.cost))) for one in met.shadows
-                ]
-        return self._emit(arrival, admission) if self._is_observed else admission
-
-    async def finish(self, admission: Admission, status: int) -> None:
-        """The answer is out: leave what was held, settle what was reserved."""
-        if admission.held is not None:
-            await admission.held.__aexit__(None, None, None)
-        await self._settle(admission, status)
-
-    async def admit_to_view(
-        self, arrival: Any, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
-    ) -> Admission:
-        """The admission of a request by the limits of its view, beside those that it has; a refusal settles these."""
-        admission = await self.admit(arrival, bound(self, declarations, arrival.view))
-        if admission.refusal is None:
-            admissions.grant(admission)
-        else:
-            for earlier in admissions.refuse(admission):
-                await self._settle(earlier, NOT_SERVED)
-        return admission
-
-    async def _settle(self, admission: Admission, status: int) -> None:
-        steps = settle(admission, status)
-        with suppress(StopIteration):
             step = next(steps)
             while True:
                 try:
-                    answer = await self._answer(step)
+                    result = self._run(step)
                 except StoreError as error:
-                    self._front.keep(step, error)
                     step = steps.throw(error)
                 else:
-                    step = steps.send(answer)
+                    step = steps.send(result)
+        except StopIteration as end:
+            return end.value
+
+    def _run(self, step: Any) -> Any:
+        if type(step) is PendingCheck:
+            return self._check(step)
+        if type(step) is EnterLease:
+            return step.hold.__enter__()
+        if type(step) is ExitLease:
+            return step.hold.__exit__(None, None, None)
+        return self._answer(step)
+
+
+class AsyncGate(GateBase):
+    """Admission control for asyncio: `Gate` with methods to await, which never block the event loop."""
+
+    _limiter_type = AsyncLimiter
+
+    async def admit(self, request: RequestInfo, policy: ActivePolicy | None = None) -> Admission:
+        """Admit or refuse a request, by the policy in force or by the compiled limits of a view."""
+        pending = self.prepare(request, policy)
+        if isinstance(pending, PendingIdentities):
+            pending = self.resolve(*await pending.wait())
+        if isinstance(pending, Admission):
+            return pending
+        if pending.route.leases or pending.route.shadows:
+            admission: Admission = await self._drive(self.complete_in_steps(pending))
+            return admission
+        return self.complete(pending, await self._check(pending))
+
+    async def finish(self, admission: Admission, status: int) -> None:
+        """Release leases and settle the cost of a request, after its response was sent with this status."""
+        await self._drive(finish(admission, status, self._defer))
+
+    async def admit_to_view(
+        self, request: ViewRequest, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
+    ) -> Admission:
+        """Admit or refuse a request by the limits of its view. A refusal refunds its earlier admissions."""
+        admission = await self.admit(request, self.view_policy(declarations, request.view))
+        for earlier in admissions.add(admission):
+            await self._drive(settle(earlier, NOT_SERVED, self._defer))
+        return admission
 
     async def block(self, kind: str, value: str, *, until: datetime | None = None, reason: str | None = None) -> None:
-        """Keep somebody out from now on, on all nodes within milliseconds: block("ip", "203.0.113.0/24")."""
-        await self._limiter.block(kind, self._stored(kind, value), until=until, reason=reason)
+        """Block a client on all nodes, within milliseconds: block("ip", "203.0.113.0/24")."""
+        await self._limiter.block(kind, self._stored_value(kind, value), until=until, reason=reason)
 
     async def unblock(self, kind: str, value: str) -> bool:
-        """Let somebody in again; whether there was such a block. Those of the policy file stay."""
-        ended: bool = await self._limiter.unblock(kind, self._stored(kind, value))
-        return ended
+        """End a block; True if there was one. Blocks of the policy file are not affected."""
+        existed: bool = await self._limiter.unblock(kind, self._stored_value(kind, value))
+        return existed
 
     async def close(self) -> None:
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
-        if self._watch is not None:
-            self._watch.close()
-        self.is_closed = True
-        self.flush_events()
+        self._stop()
         if self.control is not None:
-            await asyncio.to_thread(self.control.close)  # the log is flushed, which may take seconds
+            await asyncio.to_thread(self.control.close)  # flushing the decision log may take seconds
         await self._limiter.close()
 
-    async def _entered(self, rules: ActivePolicy, met: Resolution, described: HeaderTemplate, now_us: int) -> Admission:
-        """The same for requests that take leases, which the admission holds until `finish`."""
+    async def _check(self, pending: PendingCheck) -> Decision:
+        if self._memory is not None:
+            return self._memory.decide(pending.check)
+        decision: Decision = await self._decide(pending.check, self._failure_policies[pending.route.on_failure])
+        return decision
+
+    async def _drive(self, steps: Steps) -> Any:
         try:
-            held: Any = self._limiter.hold(*met.keys, cost=met.cost)
-            decision = await held.__aenter__()
-        except StoreError as error:
-            held, decision = self._held_without_store(met, error)
-        admission = rules.conclude(met, decision, described, now_us)
-        if admission.allowed:
-            admission.hold(held)
-        elif held is not None:
-            await held.__aexit__(None, None, None)
-        return admission
+            step = next(steps)
+            while True:
+                try:
+                    result = await self._run(step)
+                except StoreError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(result)
+        except StopIteration as end:
+            return end.value
 
-
-def _asynchronous_function(told: AppIdentities) -> InvalidConfiguration:
-    kinds = told[PENDING]
-    for kind in kinds:
-        close = getattr(told[kind], "close", None)
-        if close is not None:  # so that nobody is warned of what was never awaited
-            close()
-    return InvalidConfiguration(
-        f"the function for {kinds[0]!r} is asynchronous, but this app runs with threads: give a plain function"
-    )
+    async def _run(self, step: Any) -> Any:
+        if type(step) is PendingCheck:
+            return await self._check(step)
+        if type(step) is EnterLease:
+            return await step.hold.__aenter__()
+        if type(step) is ExitLease:
+            return await step.hold.__aexit__(None, None, None)
+        return await self._answer(step)

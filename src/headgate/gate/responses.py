@@ -86,7 +86,7 @@ RejectionBody: TypeAlias = Callable[[RejectionInfo], tuple[bytes | str | dict[st
 
 @dataclass(frozen=True, slots=True)
 class HeaderTemplate:
-    """The limits of one kind of request, as they are told. Made once by `ResponseBuilder.describe`."""
+    """The limits of one kind of request, as they are told. Made once by `ResponseBuilder.header_template`."""
 
     names: tuple[str, ...]
     headers: Callable[[Sequence[Verdict], int], list[Header]]
@@ -100,7 +100,7 @@ class ResponseBuilder:
     >>> from headgate import Limit
     >>> from headgate.policy.model import AnswerSettings
     >>> responses = ResponseBuilder(AnswerSettings(x_ratelimit=False))
-    >>> search = responses.describe([Limit(1000, timedelta(minutes=1), name="search")], ["requests"])
+    >>> search = responses.header_template([Limit(1000, timedelta(minutes=1), name="search")], ["requests"])
     >>> search.headers([(50, 0, 57_000_000, 0)], 0)
     [(b'ratelimit-policy', b'"search";q=1000;w=60'), (b'ratelimit', b'"search";r=50;t=57')]
     """
@@ -124,7 +124,7 @@ class ResponseBuilder:
         self._chance = chance
         self._expected_wait_us = expected_wait_us
 
-    def describe(
+    def header_template(
         self, limits: Sequence[Limit], units: Sequence[str], costs: Sequence[int] | None = None
     ) -> HeaderTemplate:
         """What `headers` and `denied` need to know of the limits of a request: what each counts, and what the request

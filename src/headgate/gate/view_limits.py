@@ -1,8 +1,8 @@
-"""Limits declared on views, `@limit` and `@exempt`: the part that is the same in every framework.
+"""Limits declared on views with `@limit` and `@exempt`: the part that all frameworks share.
 
-Limits are parsed when a view is defined, and bound to a gate by its first request: identities, answers and the failure
-mode are those of the gate's policy. All limits of a view are charged together, or none of them; a refusal also gives
-back what the policy in front has charged.
+Limits are parsed when a view is defined and compiled for a gate on its first request, with the identities, responses
+and failure mode of the gate's policy. All limits of a view are charged together or not at all; a refusal also refunds
+what the policy has charged before.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from headgate.policy.snapshot import STRICTNESS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from headgate.gate.admission import ActivePolicy, Admission, RequestInfo
-    from headgate.gate.base import GateBase
+    from headgate.gate.admission import Admission
+    from headgate.gate.request import RequestInfo
     from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import RouteMode
 
 __all__ = [
+    "RATELIMIT_PREFIXES",
     "LimitDeclaration",
     "ViewAdmissions",
-    "ViewArrival",
     "ViewLimit",
-    "bind",
-    "bound",
+    "ViewRequest",
     "exempt",
     "has_exempt_views",
     "is_exempt",
     "view_name",
+    "view_rules",
 ]
 
 By: TypeAlias = str | Callable[[Any], Any]
@@ -49,23 +49,19 @@ By: TypeAlias = str | Callable[[Any], Any]
 View = TypeVar("View")
 
 CALLER: Final = "headgate:caller"
-"""Stands in rules for the identity that a function of the declaration returns; replaced when they are bound."""
+"""Placeholder in `Rule.by` for the kind of identity that the declaration's function returns."""
 
-REPORTED_ONCE: Final = (b"x-ratelimit-", b"ratelimit")
-"""Prefixes of the fields that are reported once for all limits of a request."""
+RATELIMIT_PREFIXES: Final = (b"x-ratelimit-", b"ratelimit")
+"""Prefixes of the header fields that are merged over all limits of a request."""
 
 DECLARED: Final = "__headgate_limits__"
 EXEMPT: Final = "__headgate_exempt__"
-
-MAX_BOUND: Final = 4096
-"""Bound declarations that a gate keeps. A module declares a few; only limits that are made anew for every request
-could be more, and those are bound anew each time."""
 
 _exempt_views: WeakSet[Any] = WeakSet()
 
 
 class LimitDeclaration:
-    """The limits of one `@limit(...)` or one dependency, as rules that are not bound to a gate yet."""
+    """The limits of one `@limit(...)` or dependency, as rules that are not yet compiled for a gate."""
 
     __slots__ = ("caller", "caller_kind", "rules")
 
@@ -91,87 +87,76 @@ class LimitDeclaration:
                 f"by={by!r}: give a kind of identity like 'ip' or 'user', or a function of the request"
             )
         self.caller = None if isinstance(by, str) else by
-        word = by if isinstance(by, str) else _name_of(by)
-        self.caller_kind = word
+        self.caller_kind = by if isinstance(by, str) else _kind_of(by)
         kinds = scalars.by(by) if isinstance(by, str) else (CALLER,)
         only = frozenset(scalars.method(each) for each in ([methods] if isinstance(methods, str) else methods))
         prefix = f"{'|'.join(sorted(only))} " if only else ""
         test = None if count_when is None else scalars.status_test(count_when)
-        given: list[str | Limit] = []
+        declared: list[str | Limit] = []
         for each in limits:
-            given += [each] if isinstance(each, Limit) else _limit_syntax.split(each)
+            declared += [each] if isinstance(each, Limit) else _limit_syntax.split(each)
         rules = []
-        for limit in given:
-            counted = kinds
+        for limit in declared:
+            rule_kinds = kinds
             if not isinstance(limit, Limit):
                 if name is None:
-                    own, counted = (
-                        f"{prefix}{limit} by {word}",
-                        ("endpoint", *[kind for kind in kinds if kind != "endpoint"]),
-                    )
+                    limit_name = f"{prefix}{limit} by {self.caller_kind}"
+                    rule_kinds = ("endpoint", *[kind for kind in kinds if kind != "endpoint"])
                 else:
-                    own = name if len(given) == 1 else f"{name} {limit}"
-                limit = Limit.parse(limit, name=own)
+                    limit_name = name if len(declared) == 1 else f"{name} {limit}"
+                limit = Limit.parse(limit, name=limit_name)
             if limit.algorithm == "concurrency" and test is not None:
                 raise InvalidConfiguration(
-                    f"limit {limit.name!r} counts leases, which end with the answer: no count_when"
+                    f"limit {limit.name!r} counts leases, which end with the response: no count_when"
                 )
             rules.append(
-                Rule(limit.name, limit, counted, methods=only, cost=cost, count_when=test, on_failure=on_failure)
+                Rule(limit.name, limit, rule_kinds, methods=only, cost=cost, count_when=test, on_failure=on_failure)
             )
         _check_names(rules)
         self.rules = tuple(rules)
 
 
-def bind(gate: GateBase, declarations: Iterable[LimitDeclaration], view: str) -> ActivePolicy:
-    """The limits of one view as rules of a gate; InvalidConfiguration, if they need an identity that it lacks."""
+def view_rules(
+    declarations: Iterable[LimitDeclaration], known_kinds: list[str]
+) -> tuple[list[Rule], dict[str, Callable[[Any], Any]]]:
+    """The rules of one view, and the identity functions that they need; raises InvalidConfiguration if an identity is
+    not among `known_kinds`."""
     rules: list[Rule] = []
     functions: dict[str, Callable[[Any], Any]] = {}
-    known = gate.identity_kinds
     for each in declarations:
-        caller = each.caller_kind
-        while each.caller is not None and (caller in functions or caller in (*known, *scalars.IDENTITIES, "tier")):
-            caller += "_"  # so that it is never mistaken for an identity of the policy
+        kind = each.caller_kind
         if each.caller is not None:
-            functions[caller] = _calling(each.caller)
+            while kind in functions or kind in (*known_kinds, *scalars.IDENTITIES, "tier"):
+                kind += "_"  # distinct from all identities of the policy
+            functions[kind] = _of_view_request(each.caller)
         for rule in each.rules:
-            for kind in rule.by:
-                if kind != CALLER and kind not in known:
+            for by in rule.by:
+                if by != CALLER and by not in known_kinds:
                     raise InvalidConfiguration(
-                        f"nobody says who the {kind!r} of a request is: give identities={{{kind!r}: function}}, "
-                        f"or {suggest(kind, known)}"
+                        f"no function returns the {by!r} of a request: give identities={{{by!r}: function}}, "
+                        f"or {suggest(by, known_kinds)}"
                     )
-            rules.append(replace(rule, by=tuple(caller if kind == CALLER else kind for kind in rule.by)))
+            rules.append(replace(rule, by=tuple(kind if by == CALLER else by for by in rule.by)))
     _check_names(rules)
-    return gate.rules_for(rules, functions, view)
+    return rules, functions
 
 
-def bound(gate: GateBase, declarations: tuple[LimitDeclaration, ...], view: str) -> ActivePolicy:
-    """The same, kept for as long as the gate's policy stays."""
-    kept = gate.view_rules.get((declarations, view))
-    if kept is None or kept[0] is not gate.rules:
-        if len(gate.view_rules) >= MAX_BOUND:
-            gate.view_rules.clear()
-        kept = gate.view_rules[declarations, view] = gate.rules, bind(gate, declarations, view)
-    return kept[1]
+class ViewRequest:
+    """A request at a view: the adapter's RequestInfo, with the name of the view and the framework's request."""
 
+    __slots__ = ("_request", "view", "view_request")
 
-class ViewArrival:
-    """A request on its way to a view: the adapter's arrival, with the view's name and the framework's request."""
-
-    __slots__ = ("_arrival", "view", "view_request")
-
-    def __init__(self, arrival: RequestInfo, view: str, request: Any) -> None:
-        self._arrival = arrival
+    def __init__(self, request: RequestInfo, view: str, view_request: Any) -> None:
+        self._request = request
         self.view = view
-        self.view_request = request
+        self.view_request = view_request
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._arrival, name)
+        return getattr(self._request, name)
 
 
 class ViewAdmissions:
-    """The admissions of one request: the policy's, and those by the limits of its view."""
+    """The admissions of one request: by the policy, and by the limits of its views."""
 
     __slots__ = ("_reported", "gate", "granted", "policy")
 
@@ -179,40 +164,37 @@ class ViewAdmissions:
         self.gate = gate
         self.policy = policy
         self.granted: list[Admission] = []
-        """To be finished when the answer is out."""
+        """Allowed by the limits of views."""
         self._reported = [policy]
 
+    def add(self, admission: Admission) -> list[Admission]:
+        """Add an admission by the limits of a view; if it is a refusal, returns the earlier admissions to refund."""
+        if admission.refusal is not None:
+            self._reported = [admission]
+            return [each for each in (self.policy, *self.granted) if each is not UNLIMITED]
+        if admission is not UNLIMITED:
+            self.granted.append(admission)
+            self._reported.append(admission)
+            if current_admission().decision is None:  # no limit of the policy applies
+                enter_context(admission)
+        return []
+
     def refusal_headers(self, refusal: Rejection) -> list[Header]:
-        """The fields of a refusal by the view's limits, but for those that `headers` has."""
-        return [field for field in refusal.headers if not field[0].startswith(REPORTED_ONCE)]
-
-    def grant(self, admission: Admission) -> None:
-        """The view's limits allow the request."""
-        if admission is UNLIMITED:
-            return
-        self.granted.append(admission)
-        self._reported.append(admission)
-        if current_admission().decision is None:  # the policy has no limits for this request
-            enter_context(admission)
-
-    def refuse(self, admission: Admission) -> list[Admission]:
-        """The view's limits refuse the request: the admissions whose charges are to be given back."""
-        earlier = [each for each in (self.policy, *self.granted) if each is not UNLIMITED]
-        self._reported = [admission]
-        return earlier
+        """The header fields of a refusal, except those that `headers` returns."""
+        return [field for field in refusal.headers if not field[0].startswith(RATELIMIT_PREFIXES)]
 
     def headers(self) -> list[Header]:
-        """The header fields of all admissions, as if they were one."""
-        headers: list[Header] = self.gate.rules.headers_of(self._reported)
+        """The RateLimit header fields of all admissions, merged."""
+        headers: list[Header] = self.gate.active_policy.headers_of(self._reported)
         return headers
 
     def unfinished(self) -> list[Admission]:
-        """Those that have something to settle, or a lease to leave, when the answer is out."""
-        return [each for each in (self.policy, *self.granted) if not each.is_over]
+        """The admissions that need `finish` after the response was sent."""
+        return [each for each in (self.policy, *self.granted) if each.needs_finish]
 
 
-class _Declared(NamedTuple):
-    """The limits of a view that `@limit` has wrapped: another `@limit` right above joins them."""
+class _GuardedView(NamedTuple):
+    """A view wrapped by `@limit`, so that another `@limit` directly above joins its declarations."""
 
     guard: Any
     function: Any
@@ -222,13 +204,13 @@ class _Declared(NamedTuple):
 class ViewLimit:
     """Base of the frameworks' `@limit` decorators.
 
-    `limits` are texts like "5/minute" or "5/minute; 100/hour", or `Limit`s. `by` is a kind of identity ("ip", "user",
-    "tenant+user", "global"), or a function of the request. A text counts each view for itself; with a `name`, or as a
-    `Limit`, which has one, it counts all views together that use the name. `methods` restricts it to some methods.
+    `limits` are strings like "5/minute" or "5/minute; 100/hour", or `Limit`s. `by` is a kind of identity ("ip", "user",
+    "tenant+user", "global"), or a function of the request. A string counts each view separately; with a `name`, or as a
+    `Limit`, which has one, all views with that name share a counter. `methods` restricts the limits to some methods.
     """
 
-    dispatch: ClassVar[str]
-    """The method of a class-based view that answers requests."""
+    dispatch_method: ClassVar[str]
+    """The method of a class-based view that handles requests."""
 
     def __init__(
         self,
@@ -245,24 +227,24 @@ class ViewLimit:
         )
 
     def __call__(self, view: View) -> View:
-        """The view, which answers only requests that all of its limits allow."""
+        """Wrap a view, so that it handles only requests that all of its limits allow."""
         function: Any = view
         if isinstance(function, type):
-            setattr(function, self.dispatch, self(getattr(function, self.dispatch)))
+            setattr(function, self.dispatch_method, self(getattr(function, self.dispatch_method)))
             return view
         if not callable(function):
             raise InvalidConfiguration(f"{view!r} is not a view: put @limit right above a function or a class")
-        declared: _Declared | None = getattr(function, DECLARED, None)
+        wrapped: _GuardedView | None = getattr(function, DECLARED, None)
         declarations: tuple[LimitDeclaration, ...] = (self.declaration,)
-        if declared is not None and declared.guard is function:
-            function, declarations = declared.function, (self.declaration, *declared.declarations)
+        if wrapped is not None and wrapped.guard is function:
+            function, declarations = wrapped.function, (self.declaration, *wrapped.declarations)
             _check_names([rule for each in declarations for rule in each.rules])
-        guard: Any = wraps(function)(self.guarded(function, declarations))
-        setattr(guard, DECLARED, _Declared(guard, function, declarations))
+        guard: Any = wraps(function)(self.guard(function, declarations))
+        setattr(guard, DECLARED, _GuardedView(guard, function, declarations))
         return guard  # type: ignore[no-any-return]
 
-    def guarded(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
-        """A function that asks the gate, and then the view."""
+    def guard(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
+        """Return a function that calls the view after the gate has admitted the request."""
         raise NotImplementedError
 
 
@@ -277,7 +259,7 @@ def exempt(view: View) -> View:
 
 
 def has_exempt_views() -> bool:
-    """Return True if any view of the process is exempt; else no adapter needs to find the view before the policy."""
+    """Return True if any view of the process is exempt; otherwise adapters need not look up the view."""
     return bool(_exempt_views)
 
 
@@ -287,7 +269,7 @@ def is_exempt(view: Any) -> bool:
 
 
 def view_name(view: Any) -> str:
-    """The name of a function or class, with that of its module."""
+    """The qualified name of a function or class, with its module."""
     found = getattr(view, "view_class", view)
     name = getattr(found, "__qualname__", None) or type(found).__qualname__
     return f"{getattr(found, '__module__', '')}.{name}"
@@ -296,13 +278,13 @@ def view_name(view: Any) -> str:
 def _check_names(rules: list[Rule]) -> None:
     names = [rule.name for rule in rules]
     if not names or len(set(names)) < len(names):
-        raise InvalidConfiguration(f"give one or more limits, each of its own name, not {names}")
+        raise InvalidConfiguration(f"give one or more limits with distinct names, not {names}")
 
 
-def _name_of(function: Any) -> str:
+def _kind_of(function: Any) -> str:
     name = getattr(function, "__name__", "")
     return name if name.isidentifier() and name.isascii() and len(name) <= 50 else "caller"
 
 
-def _calling(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda arrival: function(arrival.view_request)
+def _of_view_request(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda request: function(request.view_request)

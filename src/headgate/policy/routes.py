@@ -93,18 +93,18 @@ class Matcher:
         self._states: dict[frozenset[_TrieNode], _PathState] = {}
         self._start = self._state(frozenset([_tree(templates)]))
 
-    def match(self, path: str, below: str | None = None) -> tuple[int, ...]:
+    def match(self, path: str, mounted_path: str | None = None) -> tuple[int, ...]:
         """The indices of all templates that fit, the most specific first; equal answers are one object.
 
-        Where the path has a second name, `below` the place at which an app is mounted, those that fit either.
+        Where the path has a second name, `mounted_path` the place at which an app is mounted, those that fit either.
 
         Segment by segment from the left, a word is more specific than a parameter, and a parameter than `*`.
 
         >>> Matcher([Template.parse(text) for text in ("*", "/users/{id}", "/users/me")]).match("/users/me")
         (2, 1, 0)
         """
-        if below is not None:
-            found = tuple(sorted({*self.match(path), *self.match(below)}, key=self._ranks.__getitem__))
+        if mounted_path is not None:
+            found = tuple(sorted({*self.match(path), *self.match(mounted_path)}, key=self._ranks.__getitem__))
             return self._results.setdefault(found, found)
         state, spelled = self._start, normal(path.removesuffix("\n"))
         if spelled != "/":

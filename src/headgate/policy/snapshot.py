@@ -222,10 +222,10 @@ class Snapshot:
         self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks))
         self.tiers = frozenset([*policy.tiers, *([] if policy.default_tier is None else [policy.default_tier])])
 
-    def route(self, method: str, path: str, below: str | None = None) -> RoutePlan:
-        """The plan for requests of this method to this path, which in a mounted app has a name `below` that, too."""
-        plan = self._known.get(method, {}).get(path if below is None else (path, below))
-        return plan or self._found(method, path, below)
+    def route(self, method: str, path: str, mounted_path: str | None = None) -> RoutePlan:
+        """The plan for a method and path; in a mounted app, routes may also match the `mounted_path`."""
+        plan = self._known.get(method, {}).get(path if mounted_path is None else (path, mounted_path))
+        return plan or self._found(method, path, mounted_path)
 
     def resolve(self, route: RoutePlan, who: Who, now_us: int) -> Resolution:
         """Which limits the request meets; `who` has those of the route's `kinds` that the request has."""
@@ -317,8 +317,8 @@ class Snapshot:
             made = self._net_limits[limit] = _multiplied(limit, self.unknown_key_factor or 1)
         return made
 
-    def _found(self, method: str, path: str, below: str | None) -> RoutePlan:
-        matched, known = self._matcher.match(path, below), normal_method(method)
+    def _found(self, method: str, path: str, mounted_path: str | None) -> RoutePlan:
+        matched, known = self._matcher.match(path, mounted_path), normal_method(method)
         known = known if known in self._methods else "UNKNOWN"
         plan = self._routes.get((matched, known))
         if plan is None:
@@ -328,7 +328,7 @@ class Snapshot:
             if sum(map(len, self._known.values())) >= MOST_PATHS:
                 for plans in self._known.values():
                     plans.clear()
-            self._known[method][path if below is None else (path, below)] = plan
+            self._known[method][path if mounted_path is None else (path, mounted_path)] = plan
         return plan
 
     def _block(self, who: Who, now_us: int) -> Block | None:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Histogram, MeterProvider, Observation
     from opentelemetry.trace import TracerProvider
 
-    from headgate.gate.admission import Admission, RequestInfo
+    from headgate.gate.admission import Admission
     from headgate.gate.base import GateBase
     from headgate.gate.event_stream import DecisionEvent
+    from headgate.gate.request import RequestInfo
     from headgate.telemetry.metrics.families import Family, Sample
 
 __all__ = ["Instruments", "instrument", "trace"]
@@ -166,7 +167,7 @@ def _stopwatch(gate: GateBase) -> Callable[[Admission], int]:
         gate = there()
         if gate is None or admission.resolution is None:
             return 0
-        return max(0, gate.now_us() - admission.came_us)
+        return max(0, gate.now_us() - admission.received_us)
 
     return elapsed_us
 

@@ -1031,7 +1031,7 @@ def test_the_overview_says_where_stores_are_to_operators_alone(place: Place) -> 
 
 
 class Arrival:
-    method, path, below, peer, native = "GET", "/", None, "192.0.2.7", None
+    method, path, mounted_path, peer, native = "GET", "/", None, "192.0.2.7", None
 
     def header(self, _: str) -> list[str]:
         return []

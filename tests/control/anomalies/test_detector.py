@@ -414,7 +414,7 @@ def test_a_step_change_is_told_once_signed_and_with_its_id(any_fleet: AnomalyFle
 class Visit:
     """A request as a gate sees it."""
 
-    method, native, below = "GET", None, None
+    method, native, mounted_path = "GET", None, None
 
     def __init__(self, number: int, *, alike: bool) -> None:
         self.path = "/prices" if alike else f"/items/{number % 7}"

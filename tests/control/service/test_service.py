@@ -107,7 +107,7 @@ class World:
         )
         self.board = MemoryStatusStore()
         self.pulse = StatusReporter(self.gate, self.board, secret=SECRET, node="web-1", every=None)
-        self.counters = self.gate.beside() if store == "memory://" else Limiter(store, **options)
+        self.counters = self.gate.limiter_view() if store == "memory://" else Limiter(store, **options)
         self.service = self.made()
 
     def made(self, **other: Any) -> AdminService:
@@ -119,7 +119,7 @@ class World:
 
     def hear(self) -> None:
         """What the gate does within a second by itself."""
-        self.gate._watch.look()
+        self.gate.policy_watcher.look()
 
     def close(self) -> None:
         self.pulse.close()
@@ -330,7 +330,7 @@ def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, wh
         for route in each.routes
     }
     address = value if kind == "ip" else "192.0.2.1"
-    snapshot, met = here.gate.rules.snapshot, set()
+    snapshot, met = here.gate.active_policy.snapshot, set()
     for method, path, name in (
         ("GET", "/search", "/search"),
         ("GET", "/items/5", "/items/{id}"),

@@ -451,7 +451,9 @@ def event_of(admission: Admission, who: dict[str, str] | None = None, method: st
     if who is not None:
         resolution = resolution._replace(who=who)
     outcome = outcome_of(admission)
-    return DecisionEvent(admission.came_us, 0, method, outcome, resolution, admission.decision, admission.shadows, None)
+    return DecisionEvent(
+        admission.received_us, 0, method, outcome, resolution, admission.decision, admission.shadows, None
+    )
 
 
 def test_a_decision_that_cannot_be_made_into_a_record_costs_no_other(
@@ -597,7 +599,7 @@ def test_what_is_known_of_policies_is_forgotten_when_they_are_gone(
     log = open_log(sample=1)
     traffic = Traffic(POLICY, log)
     for name in ("one", "two", "three"):
-        traffic.gate._swap(read(POLICY.replace("Acme Corp", name)))
+        traffic.gate._activate(read(POLICY.replace("Acme Corp", name)))
         traffic.send(tenant="acme")
         assert log.flush()
     assert [each.label for each in sink.records] == ["one", "two", "three"]

@@ -413,13 +413,13 @@ def test_a_refused_policy_is_told_with_how_long(tmp_path: Path, monkeypatch: pyt
     assert numbers(counted)["config_refresh_lag_seconds"] == 0
     version = gate.policy_version
     file.write_text("limits: [{by: ip}]")
-    assert gate._watch is not None
-    gate._watch.look()
+    assert gate.policy_watcher is not None
+    gate.policy_watcher.look()
     for lag in (0, 90):
         now[0] += lag
         assert numbers(counted)["config_refresh_lag_seconds"] == lag
     file.write_text("limits: [{by: ip, bucket: 8/minute}]")
-    gate._watch.look()
+    gate.policy_watcher.look()
     told = numbers(counted)
     assert told["config_refresh_lag_seconds"] == 0
     assert told["config_info", gate.policy_version] == 1
@@ -575,7 +575,7 @@ for _ in range(int(sys.argv[1])):
     gate.admit(AsgiRequest({"type": "http", "method": "GET", "path": "/", "client": ("203.0.113.9", 1), "headers": []}))
 mirror.write()
 file.write_text("limits: [{name: a, by: ip, bucket: 3/day}]")
-gate._watch.look()
+gate.policy_watcher.look()
 mirror.write()
 """
 

@@ -246,7 +246,7 @@ class StatusReporter:
         return zlib.compress(_written({"v": 1, "at_us": now_us, "beats": list(self._history)}), 1)
 
     def _document(self, gate: GateBase, now_us: int) -> bytes:
-        snapshot = gate.rules.snapshot
+        snapshot = gate.active_policy.snapshot
         self._naming.use(snapshot.policy)
         health, log = gate.health(), None if self._log is None else self._log.stats
         age = gate.policy_age_s
