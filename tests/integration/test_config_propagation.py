@@ -60,7 +60,7 @@ def files(tmp_path: Path) -> ConfigStore:
 
 
 def url_of(store: ConfigStore) -> str:
-    return store._engine.url.render_as_string(hide_password=False).replace("+psycopg", "")
+    return store.engine.url.render_as_string(hide_password=False).replace("+psycopg", "")
 
 
 def follow(store: ConfigStore, make: Any = overridden, **options: Any) -> ConfigWatcher[Any]:
@@ -91,8 +91,8 @@ def test_what_is_not_told_is_found_by_polling(
     postgres: PostgresServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notifications, "CHANNEL", "elsewhere")
-    monkeypatch.setattr(watcher, "POLL", 0.3)
+    monkeypatch.setattr(notifications, "NOTIFY_CHANNEL", "elsewhere")
+    monkeypatch.setattr(watcher, "POLL_INTERVAL_S", 0.3)
     store = ConfigStore(postgres.fresh_url())
     store.put_policy(POLICY, **BY)
     following = follow(store, quota, every=1.0)
@@ -105,20 +105,20 @@ def test_what_is_not_told_is_found_by_polling(
 def test_a_node_that_waits_for_news_knows_that_there_are_none(
     store: ConfigStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifications, "ASK_EVERY", 0.1)
+    monkeypatch.setattr(notifications, "VERSION_CHECK_INTERVAL_S", 0.1)
     following = follow(store, every=1.0)
     looks: list[int] = []
-    monkeypatch.setattr(following, "look", lambda: looks.append(following.seen_us))
+    monkeypatch.setattr(following, "look", lambda: looks.append(following.checked_us))
     for _ in range(3):
-        before_us = following.seen_us
+        before_us = following.checked_us
         wait_until(
-            lambda before_us=before_us: following.seen_us > before_us, "the store to be known to have nothing newer"
+            lambda before_us=before_us: following.checked_us > before_us, "the store to be known to have nothing newer"
         )
     assert len(looks) <= 1, "only who has just begun to listen looks"
     following.error = ConfigUnavailable("away")
-    before_us = following.seen_us
+    before_us = following.checked_us
     time.sleep(0.5)
-    assert following.seen_us == before_us, "who could not look does not know what is newest"
+    assert following.checked_us == before_us, "who could not look does not know what is newest"
     following.close()
 
 
@@ -126,8 +126,8 @@ def test_what_postgresql_could_not_tell_is_asked_for(
     postgres: PostgresServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notifications, "CHANNEL", "elsewhere")
-    monkeypatch.setattr(notifications, "ASK_EVERY", 0.1)
+    monkeypatch.setattr(notifications, "NOTIFY_CHANNEL", "elsewhere")
+    monkeypatch.setattr(notifications, "VERSION_CHECK_INTERVAL_S", 0.1)
     store = ConfigStore(postgres.fresh_url())
     store.put_policy(POLICY, **BY)
     following = follow(store, quota, every=1.0)
@@ -206,7 +206,7 @@ def test_what_a_gate_cannot_use_changes_nothing(files: ConfigStore, caplog: pyte
     assert (following.current, following.version, str(following.error)) == (10, "1", "twenty is too many")
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
-    assert "version 2 is refused, 1 stays in force:\ntwenty is too many" in errors[0]
+    assert "version 2 is invalid, 1 stays in force:\ntwenty is too many" in errors[0]
     files.override(("tenant", "acme"), "5/hour", limit="search", **BY)
     assert not following.look()
     files.put_policy(POLICY.replace("10/", "30/"), **BY)
@@ -246,7 +246,7 @@ def test_while_the_store_is_down_the_last_version_holds_and_says_how_old_it_is(
         store.put_policy(POLICY, **BY)
         copy = tmp_path / "copy.db"
         following = follow(store, quota, cache=copy, every=1.0)
-        wait_until(lambda: copy.exists() and following.age < 1 and following._unkept is None, "the copy to be kept")
+        wait_until(lambda: copy.exists() and following.age < 1 and following._uncached is None, "the copy to be kept")
         server.kill()
         assert not following.look()
         assert (following.current, following.version) == (10, "1")
@@ -258,7 +258,7 @@ def test_while_the_store_is_down_the_last_version_holds_and_says_how_old_it_is(
         again = follow(store, quota, cache=copy)  # a node that starts now
         assert (again.current, again.version, again.source) == (10, "1", "copy")
         assert 7199 < again.age < 7300
-        assert "running on version 1 of 2:00:0" in caplog.text
+        assert "running on version 1 from the local cache, 2:00:0" in caplog.text
         assert isinstance(again.error, ConfigUnavailable)
         with pytest.raises(ConfigUnavailable):
             follow(store, quota)
@@ -283,7 +283,7 @@ def test_a_node_is_in_touch_again_also_when_nothing_has_changed(
     (tmp_path / "config.db").rename(tmp_path / "away")
     for _ in range(3):
         assert not following.look()
-    assert "there is no such file" in str(following.error)
+    assert "file does not exist" in str(following.error)
     assert not (tmp_path / "config.db").exists(), "who only reads makes no file"
     (tmp_path / "away").rename(tmp_path / "config.db")
     assert not following.look()
@@ -291,7 +291,7 @@ def test_a_node_is_in_touch_again_also_when_nothing_has_changed(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "version 1 stays in force" in told[0]
-    assert "answers again" in told[1]
+    assert "is available again" in told[1]
 
 
 def test_the_copy_holds_every_version_and_the_workers_of_a_machine_share_it(files: ConfigStore, tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_copy_that_is_no_database_any_more_is_made_anew(
     copy.write_bytes(b"what is this?" * 1000)
     with pytest.raises(ConfigUnavailable):
         ConfigWatcher(f"sqlite:///{tmp_path}/nowhere.db", quota, cache=copy, every=None)
-    assert "the copy on disk cannot be read" in caplog.text
+    assert "the local cache cannot be read" in caplog.text
     follow(files, cache=copy)
     assert started_from(copy) == files.policy()
 
@@ -362,7 +362,7 @@ def test_a_disk_that_takes_nothing_is_told_and_harms_nobody(
 ) -> None:
     following = follow(files, quota, cache=tmp_path / "no" / "such" / "copy.db")
     assert following.current == 10
-    assert "version 1 is in force, but not kept on disk" in caplog.text
+    assert "version 1 is in force, but could not be cached" in caplog.text
 
 
 # ------------------------------------------------------------------ threads, children, pace
@@ -450,13 +450,13 @@ def test_one_change_among_many_rows_reads_one_row(files: ConfigStore, monkeypatc
     following = follow(files)
     files.override(("tenant", "acme"), "6/hour", limit="search", **BY)
     made: list[int] = []
-    whole = watcher.PolicyAssembly.changed
+    whole = watcher.PolicyAssembly.with_changes
 
     def counted(self: Any, changed: Any) -> Any:
         made.append(sum(len(each) for each in changed.values()))
         return whole(self, changed)
 
-    monkeypatch.setattr(watcher.PolicyAssembly, "changed", counted)
+    monkeypatch.setattr(watcher.PolicyAssembly, "with_changes", counted)
     assert following.look()
     assert made == [1]
     assert len(following.current) == 3001

@@ -118,11 +118,11 @@ def test_any_key_that_a_client_can_send_is_found_in_quotes(keys: list[str]) -> N
     [
         (
             f"# {KEY} is hers\nclients: [{{api_key: {KEY}}}]\n",
-            "policy.yaml:1:3: the API key of clients[0] stands here, too; take it out",
+            "policy.yaml:1:3: the API key of clients[0] appears here too; remove it",
         ),
         (
             f"clients:\n  - api_key: >-\n      {KEY}\n",
-            f"policy.yaml: clients[0].api_key: a key is stored as its fingerprint; write {HASH}",
+            f"policy.yaml: clients[0].api_key: API keys are stored as hashes; write {HASH}",
         ),
         (
             "clients: {api_key: ]",
@@ -139,7 +139,7 @@ def test_what_cannot_be_replaced_is_refused(written: str, told: str) -> None:
 
 
 def test_a_document_that_would_say_something_else_is_refused() -> None:
-    with pytest.raises(InvalidPolicy, match="a key is stored as its fingerprint"):
+    with pytest.raises(InvalidPolicy, match="API keys are stored as hashes"):
         hash_raw_keys(PolicyDocument(f"clients: [{{api_key: {KEY}}}]", "yaml", "p.yaml"), lambda _: 'hmac:"')
 
 
@@ -153,7 +153,7 @@ def test_short_keys_may_be_words_of_a_comment() -> None:
 def test_the_store_keeps_fingerprints_and_all_else(tmp_path: Path) -> None:
     text = f"{LIMITS}clients:  # ours\n  - {{api_key: {KEY}, tier: pro, label: Acme}}\n"
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
-    with pytest.raises(InvalidPolicy, match="a key is stored as its fingerprint; write hmac:"):
+    with pytest.raises(InvalidPolicy, match="API keys are stored as hashes; write hmac:"):
         store.put_policy(text, **BY)
     unknowing = ConfigStore(f"sqlite:///{tmp_path}/config.db")
     with pytest.raises(InvalidPolicy, match="write its hmac: hash, which `headgate hash-key` prints"):
@@ -180,6 +180,6 @@ def test_what_can_be_no_key_is_told_with_its_place(tmp_path: Path, entry: str) -
 def test_without_a_secret_there_is_nothing_to_hash_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADGATE_SECRET", raising=False)
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db")
-    with pytest.raises(InvalidConfiguration, match="there is no secret to key it with"):
+    with pytest.raises(InvalidConfiguration, match="there is no secret to hash with"):
         store.put_policy(f"{LIMITS}clients: [{{api_key: {KEY}}}]\n", hash_keys=True, **BY)
     store.close()

@@ -191,15 +191,18 @@ def test_what_is_taken_out_of_a_table_holds_as_the_document_says(store: ConfigSt
     [
         (lambda store: store.unblock(("user", "7"), **BY), "the tables have no blocked of user 7"),
         (lambda store: store.unblock(("api_key", KEY), **BY), "the tables have no blocked of api_key"),
-        (lambda store: store.remove_override(9, **BY), "there is no overrides 9 to remove"),
+        (lambda store: store.remove_override(9, **BY), "overrides 9 does not exist"),
         (lambda store: store.remove_tier("pro", "search", **BY), "the tables have no tiers of tier 'pro'"),
         (
             lambda store: store.override(("tenant", "a"), "1/hour", limit="search", id=9, **BY),
-            "there is no overrides 9",
+            "overrides 9 does not exist",
         ),
-        (lambda store: store.policy(2), "there is no version 2; the newest is 1"),
-        (lambda store: store.rollback(1, sections=["overides"], **BY), "there are no overides; known are documents"),
-        (lambda store: store.block(("global", "x"), **BY), "'global' is no kind of identity"),
+        (lambda store: store.policy(2), "version 2 does not exist; the newest is 1"),
+        (
+            lambda store: store.rollback(1, sections=["overides"], **BY),
+            "unknown sections overides; known are",
+        ),
+        (lambda store: store.block(("global", "x"), **BY), "'global' is not a single kind of identity"),
         (lambda store: store.block(("user", "7"), author="ada", reason=""), "the text is empty"),
     ],
 )
@@ -304,17 +307,15 @@ def test_many_changes_are_one_version(store: ConfigStore) -> None:
 
 def test_every_version_says_who_when_why_and_what(store: ConfigStore) -> None:
     made = store.override(("tenant", "acme"), "5/hour", limit="search", valid_until=UNTIL, **BY)
-    newest_revision, first = store.history()
-    assert made == newest_revision._replace(ids=(1,))
-    assert newest_revision.number == 2
-    assert newest_revision.at_us == 1_000_000
-    assert (newest_revision.author, newest_revision.reason) == ("ada@example.com", "contract 4711")
-    assert (
-        newest_revision.what == "added override of tenant acme on limit search: 5/hour until 2096-05-28T02:01:00+00:00"
-    )
+    newest, first = store.history()
+    assert made == newest._replace(ids=(1,))
+    assert newest.number == 2
+    assert newest.at_us == 1_000_000
+    assert (newest.author, newest.reason) == ("ada@example.com", "contract 4711")
+    assert newest.what == "added override of tenant acme on limit search: 5/hour until 2096-05-28T02:01:00+00:00"
     assert first.what == "added policy document policy.yaml"
     assert store.history(before=2) == [first]
-    assert store.history(most=1) == [newest_revision]
+    assert store.history(most=1) == [newest]
     assert store.overrides()[0].row.author == "ada@example.com"
 
 
@@ -353,7 +354,7 @@ def test_a_rollback_is_a_new_version_with_the_old_contents(store: ConfigStore) -
     back = store.rollback(4, author="eve", reason="it was wrong")
     assert back is not None
     assert (back.number, back.restores, back.author) == (8, 4, "eve")
-    assert back.what == "went back to version 4: 3 changes"
+    assert back.what == "rolled back to version 4: 3 changes"
     assert store.policy() == wanted
     assert store.diff(4, 8) == []
     assert store.rollback(7, author="eve", reason="it was right") is not None
@@ -383,7 +384,7 @@ def test_who_is_based_on_what_others_have_changed_is_told(store: ConfigStore) ->
     seen = store.version
     store.assign(("tenant", "acme"), None, based_on=seen, **BY)
     store.assign(("tenant", "acme"), "pro", based_on=seen + 1, **BY)
-    with pytest.raises(Conflict, match=r"^clients 1 has changed in version 3, after version 2 ") as conflict:
+    with pytest.raises(Conflict, match=r"^clients 1 was changed in version 3, after version 2 ") as conflict:
         store.assign(("tenant", "acme"), None, based_on=seen + 1, **BY)
     assert conflict.value.version == store.version == 3
 
@@ -493,8 +494,8 @@ def dump(url: str) -> list[Any]:
 def test_a_document_with_keys_in_it_is_refused_and_says_what_to_write(store: ConfigStore) -> None:
     with pytest.raises(InvalidPolicy) as refused:
         store.put_policy(f"{POLICY}  - {{api_key: {KEY}, tier: pro}}\n", **BY)
-    assert str(refused.value) == f"policy.yaml: clients[2].api_key: a key is stored as its fingerprint; write {HASH}"
-    assert KEY not in str(dump(store._engine.url.render_as_string(hide_password=False).replace("+psycopg", "")))
+    assert str(refused.value) == f"policy.yaml: clients[2].api_key: API keys are stored as hashes; write {HASH}"
+    assert KEY not in str(dump(store.engine.url.render_as_string(hide_password=False).replace("+psycopg", "")))
     assert store.put_policy(f'{POLICY}  - {{api_key: "{HASH}", tier: pro}}\n', **BY) is not None
 
 
@@ -502,7 +503,7 @@ def test_without_a_secret_no_key_is_taken(config_url: str, monkeypatch: pytest.M
     monkeypatch.delenv("HEADGATE_SECRET", raising=False)
     store = ConfigStore(config_url)
     store.put_policy(POLICY, **BY)
-    with pytest.raises(InvalidConfiguration, match="there is no secret to key it with") as refused:
+    with pytest.raises(InvalidConfiguration, match="there is no secret to hash with") as refused:
         store.block(("api_key", KEY), **BY)
     assert KEY not in str(refused.value)
     assert store.block(("api_key", HASH), **BY) is not None
@@ -523,9 +524,9 @@ def test_changed_rows_alone_give_the_same_policy_as_all_rows(store: ConfigStore)
     """What nodes do: they read what has changed, and keep what they have made of the rest."""
     for number in range(6):
         store.override(("tenant", f"t{number}"), "5/hour", limit="search", **BY)
-    with read_transaction(store._engine) as connection:
+    with read_transaction(store.engine) as connection:
         first = read_contents(connection, VersionStamp(store.version, 1_000_000))
-    assembly = PolicyAssembly(first.frame, first.rows)
+    assembly = PolicyAssembly(first.template, first.rows)
     store.override(("tenant", "t2"), "6/hour", limit="search", id=3, **BY)
     store.remove_override(5, **BY)
     store.override(("tenant", "new"), "7/hour", limit="search", **BY)
@@ -533,14 +534,14 @@ def test_changed_rows_alone_give_the_same_policy_as_all_rows(store: ConfigStore)
     store.block(("user", "7"), **BY)
     store.unassign(("tenant", "acme"), **BY)
     store.assign(("tenant", "initech"), None, label="Initech", **BY)
-    with read_transaction(store._engine) as connection:
+    with read_transaction(store.engine) as connection:
         found = read_changes(connection, first.stamp, VersionStamp(store.version, 1_000_000))
     assert found is not None
-    assert not found.touch_frame
+    assert not found.affect_template
     assert {section: len(rows) for section, rows in found.rows.items() if rows} == {
         "clients": 2, "overrides": 3, "blocked": 1,
     }  # fmt: skip
-    after, wanted = assembly.changed(found.rows).policy, store.policy()
+    after, wanted = assembly.with_changes(found.rows).policy, store.policy()
     assert set(after.overrides) == set(wanted.overrides)
     assert (after.clients, after.blocked, after.rules) == (wanted.clients, wanted.blocked, wanted.rules)
     assert len(assembly.policy.overrides) == 6, "the one before is as it was"
@@ -597,7 +598,7 @@ def test_the_three_tables_are_read_as_they_stand(seeds: str, caplog: pytest.LogC
     assert search.valid_until_us == UNTIL.timestamp() * 1_000_000
     assert (default.valid_until_us, default.value) == (None, HASH)
     assert [row.route_class for row in found.unused] == ["nowhere"]
-    assert "1 overrides are on classes that no route has: nowhere" in caplog.text
+    assert "1 overrides are on classes without routes: nowhere" in caplog.text
     assert KEY not in caplog.text + str(found)
 
 
@@ -641,7 +642,7 @@ def test_migrations_lead_to_the_tables_that_are_used(store: ConfigStore) -> None
         # The index of names is another expression in each database: the test after this one sees that it is used.
         return (kind, name) not in {("table", VERSION_TABLE), ("index", "headgate_clients_label")}
 
-    with read_transaction(store._engine) as connection:
+    with read_transaction(store.engine) as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "include_object": ours})
         assert compare_metadata(context, [METADATA, ACCESS, STEPS]) == []
 
@@ -654,7 +655,7 @@ def test_pages_of_names_are_found_by_an_index(store: ConfigStore) -> None:
         asked.append((statement, parameters))
 
     names = ("kind", "value", "label")
-    engine = store._engine
+    engine = store.engine
     is_sqlite = engine.dialect.name == "sqlite"
     with write_transaction(engine) as connection:
         who = [("tenant", f"t{number}", f"Acme {number}") for number in range(5000)]
@@ -691,7 +692,7 @@ def test_migrations_run_once_and_lose_nothing(store: ConfigStore, store_url: str
 
 def test_tables_of_a_newer_headgate_are_left_alone(store: ConfigStore, store_url: str) -> None:
     run(store_url, f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
-    with pytest.raises(InvalidConfiguration, match="shape 9999, which a newer headgate has made; upgrade this one"):
+    with pytest.raises(InvalidConfiguration, match="schema revision 9999 of a newer headgate version; upgrade"):
         ConfigStore(store_url)
     run(store_url, f"UPDATE {VERSION_TABLE} SET version_num = '{newest_revision()}'")
 
@@ -749,9 +750,9 @@ def test_who_opens_a_new_file_waits_for_others_who_do(
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("headgate.db", "the config store's URL cannot be read"),
-        ("mysql://127.0.0.1/x", "cannot keep a configuration in mysql"),
-        ("sqlite://", "a config store in memory would be lost; name a file"),
+        ("headgate.db", "invalid config store URL"),
+        ("mysql://127.0.0.1/x", "unsupported config store database mysql"),
+        ("sqlite://", "the config store cannot be in memory; name a file"),
     ],
 )
 def test_a_url_that_means_nothing_is_refused(url: str, told: str) -> None:
@@ -775,12 +776,12 @@ def test_a_nodes_copy_stays_where_it_was_named(
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()
-    with read_transaction(untouched._engine) as connection:
+    with read_transaction(untouched.engine) as connection:
         found = read_contents(connection, VersionStamp(untouched.version, 1_000_000))
     monkeypatch.chdir(here)
     copy = DiskCache("copy.db")
     monkeypatch.chdir(elsewhere)
-    assert copy.keep(found)
+    assert copy.update(found)
     assert "copy.db" in [file.name for file in here.iterdir()]
     assert [*elsewhere.iterdir()] == []
 
@@ -790,7 +791,7 @@ def test_an_app_that_starts_before_its_config_store_is_told_what_to_do(tmp_path:
     with pytest.raises(ConfigUnavailable) as missing:
         ConfigSource(url).follow(lambda policy: policy, every=None)
     assert str(missing.value) == (
-        f"config store {url}: there is no such file; start `headgate admin --config {url}` first, which creates it, or "
+        f"config store {url}: file does not exist; start `headgate admin --config {url}` first, which creates it, or "
         "give the app a policy file and control=, which creates it with that policy"
     )
     with closing(ConfigStore(url, secret=SECRET)), pytest.raises(InvalidConfiguration) as empty:
@@ -814,7 +815,7 @@ def test_a_deleted_config_store_is_reported_and_not_replaced_by_an_empty_one(tmp
     store.put_policy("limits: [{by: ip, bucket: 1/minute}]", **BY)
     (tmp_path / "config.db").unlink()
     for use in (lambda: store.version, lambda: store.set_route("/a", 2, **BY)):
-        with pytest.raises(ConfigUnavailable, match="there is no such file"):
+        with pytest.raises(ConfigUnavailable, match="file does not exist"):
             use()
     assert not (tmp_path / "config.db").exists()
 

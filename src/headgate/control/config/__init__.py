@@ -1,4 +1,4 @@
-"""The config store: tiers, assignments, overrides, route costs, blocks and the policy itself, each change a version."""
+"""The versioned config store: tiers, assignments, overrides, route costs, blocks and the policy document."""
 
 from headgate.errors import InvalidConfiguration
 

@@ -1,4 +1,4 @@
-"""Who did what: the versions, and what is no version, as one list in the order of time."""
+"""The audit log: versions and other audited actions, merged in order of time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["AuditRecord", "list_entries", "record"]
 
-NOTE: Final = "n"
+ACTION: Final = "n"
 VERSION: Final = "v"
-"""What stands before the number in the id of a deed; of one moment, notes come before versions."""
+"""Prefixes of the number in an entry's id. At the same time, actions sort before versions."""
 
 
 class AuditRecord(NamedTuple):
-    """What somebody did: a version, or what was noted."""
+    """An entry of the audit log: a version or another audited action."""
 
     at_us: int
     source: str
@@ -34,49 +34,46 @@ class AuditRecord(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Sorts by time; the same deed always has the same."""
+        """Stable, and sorts by time."""
         return f"{max(0, self.at_us):016x}-{self.source}{self.number:012d}"
 
 
 def record(connection: Connection, *, at_us: int, author: str, action: str, about: str, reason: str) -> None:
-    """Keep what somebody did that is no version."""
+    """Log an action other than a version."""
     connection.execute(insert(AUDIT).values(at_us=at_us, author=author, action=action, about=about, reason=reason))
 
 
 def list_entries(
     connection: Connection, *, before: str | None, most: int, author: str | None = None, search: str = ""
 ) -> list[AuditRecord]:
-    """The newest first; `before` is the id of the last one that was seen."""
-    place = None if before is None else _place(before)
-    versions = _some(
-        connection, VERSIONS, VERSION, ("version", "author", "reason", "what", "restores"), place, most, author, search
-    )
-    notes = _some(
-        connection, AUDIT, NOTE, ("number", "author", "reason", "action", "about"), place, most, author, search
-    )
+    """Entries, newest first; `before` is the id of the last entry of the previous page."""
+    position = None if before is None else _parse_id(before)
+    given = position, most, author, search
+    versions = _rows(connection, VERSIONS, VERSION, ("version", "author", "reason", "what", "restores"), *given)
+    actions = _rows(connection, AUDIT, ACTION, ("number", "author", "reason", "action", "about"), *given)
     found = [
         AuditRecord(at_us, VERSION, number, by, why, "", what, back) for at_us, number, by, why, what, back in versions
     ]
     found += [
-        AuditRecord(at_us, NOTE, number, by, why, action, about) for at_us, number, by, why, action, about in notes
+        AuditRecord(at_us, ACTION, number, by, why, action, about) for at_us, number, by, why, action, about in actions
     ]
-    return sorted(found, key=lambda deed: deed[:3], reverse=True)[:most]
+    return sorted(found, key=lambda entry: entry[:3], reverse=True)[:most]
 
 
-def _some(
+def _rows(
     connection: Connection,
     table: Table,
     source: str,
     names: tuple[str, ...],
-    place: tuple[int, str, int] | None,
+    position: tuple[int, str, int] | None,
     most: int,
     author: str | None,
     search: str,
 ) -> list[tuple[Any, ...]]:
     number = table.c[names[0]]
     query = select(table.c.at_us, *[table.c[name] for name in names])
-    if place is not None:
-        query = query.where(_is_before(table, source, number, place))
+    if position is not None:
+        query = query.where(_is_before(table, source, number, position))
     if author is not None:
         query = query.where(table.c.author == author)
     if search:
@@ -87,21 +84,26 @@ def _some(
 
 
 def _is_before(
-    table: Table, source: str, number: ColumnElement[int], place: tuple[int, str, int]
+    table: Table, source: str, number: ColumnElement[int], position: tuple[int, str, int]
 ) -> ColumnElement[bool]:
-    at_us, of, last = place
+    at_us, last_source, last_number = position
     earlier = table.c.at_us < at_us
-    if source < of:
+    if source < last_source:
         return table.c.at_us <= at_us
-    return earlier if source > of else or_(earlier, and_(table.c.at_us == at_us, number < last))
+    return earlier if source > last_source else or_(earlier, and_(table.c.at_us == at_us, number < last_number))
 
 
-def _place(id: str) -> tuple[int, str, int]:
+def _parse_id(id: str) -> tuple[int, str, int]:
     at, _, rest = id.partition("-")
     try:
-        place = int(at, 16), rest[:1], int(rest[1:])
+        position = int(at, 16), rest[:1], int(rest[1:])
     except ValueError:
-        place = 0, "", -1
-    if len(at) != 16 or place[1] not in (NOTE, VERSION) or not 0 <= place[0] < 2**63 or not 0 <= place[2] < 2**63:
-        raise InvalidInput("before is no id of an audit entry; give the `next` of the page before")
-    return place
+        position = 0, "", -1
+    if (
+        len(at) != 16
+        or position[1] not in (ACTION, VERSION)
+        or not 0 <= position[0] < 2**63
+        or not 0 <= position[2] < 2**63
+    ):
+        raise InvalidInput("before is not the id of an audit entry; pass the `next` of the previous page")
+    return position

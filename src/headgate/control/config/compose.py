@@ -1,11 +1,12 @@
-"""From a document and the rows of the tables to one policy, by the strict reader of policies.
+"""Composes a policy from the document and the rows of the tables.
 
-The rows of `LISTS` don't depend on each other, but only on the frame: the document with the tiers and the routes. So
-a few that have changed are read by themselves, and take milliseconds where a hundred thousand take seconds.
+The rows of `LIST_SECTIONS` depend only on the template, which is the document with tiers and routes. So a few changed
+rows are built alone, in milliseconds, where a hundred thousand take seconds.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,55 +26,53 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyAssembly", "PolicyTemplate"]
 
-AT_ONCE: Final = 5000
-"""Rows that are read in one go: what is made of them on the way is freed in one go, too."""
+BATCH_SIZE: Final = 5000
+"""Rows built at a time, so that their intermediate values are freed in batches."""
 
 _NO_DOCUMENT: Final = PolicyDocument("{}", "json", "config store")
 
 
 class PolicyTemplate:
-    """What rows are read against: a document, with the tiers and the routes of the tables merged into it.
-
-    What a table says goes before what the document says of the same route, or of the same tier and limit.
-    """
+    """The policy document merged with the tiers and routes of the tables, which take precedence."""
 
     def __init__(
         self, document: PolicyDocument | None, tiers: Iterable[TierLimit], routes: Iterable[RouteCost]
     ) -> None:
-        self._source = Source(*_arguments(document or _NO_DOCUMENT))
+        document = document or _NO_DOCUMENT
+        self._source = Source(document.text, document.name, document.format)
         self._owners: dict[tuple[str | int, ...], Row] = {}
-        """The rows, by their places in the policy."""
+        """Rows by their position in the policy, for error messages."""
         value = self._source.value
         self._is_readable = value is None or isinstance(value, dict)
         self._value: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
-        self._lists = {section: self._taken(section) for section in LIST_SECTIONS}
+        self._lists = {section: self._value.pop(section, None) for section in LIST_SECTIONS}
         if self._is_readable:
             self._add_routes(list(routes))
             self._add_tiers(list(tiers))
 
-    def read(self, rows: Mapping[str, Sequence[Row]], *, alone: bool = False) -> Policy:
-        """The policy with these rows in its lists; without those of the document, if the rows are read alone.
+    def compose(self, rows: Mapping[str, Sequence[Row]], *, rows_only: bool = False) -> Policy:
+        """The policy with these rows in its lists; `rows_only` omits the lists of the document.
 
-        InvalidPolicy, if it has mistakes: those of the document by their places, those of rows by who they are about.
+        Raises InvalidPolicy with the line for a problem in the document, or the row for a problem in a row.
         """
         value = dict(self._value)
         owners: dict[tuple[str | int, ...], Any] = dict(self._owners)
         for section in LIST_SECTIONS:
             own, added = self._lists[section], rows.get(section, ())
-            if own is not None and not isinstance(own, list) and not alone:
-                value[section] = own  # its reader says what is wrong with it
+            if own is not None and not isinstance(own, list) and not rows_only:
+                value[section] = own  # reported by the builder
                 continue
-            kept = list(own) if own and not alone else []
-            if section == "clients" and kept:
-                added = _replaced(kept, added, owners)
-            if kept or added:
-                value[section] = [*kept, *map(policy_entry, added)]
-                owners[section,] = _Rows(len(kept), added)
+            entries = list(own) if own and not rows_only else []
+            if section == "clients" and entries:
+                added = _replace_entries(entries, added, owners)
+            if entries or added:
+                value[section] = [*entries, *map(policy_entry, added)]
+                owners[section,] = _AppendedRows(len(entries), added)
         problems, warnings = PolicyProblems(), PolicyProblems()
         with no_search_for_cycles():
             policy = build(value if self._is_readable else self._source.value, problems, warnings)
-        if refusal := self._refusal(problems, owners):
-            raise refusal
+        if error := self._error(problems, owners):
+            raise error
         return replace(policy, warnings=tuple(self._lines(warnings, owners))) if warnings else policy
 
     # ------------------------------------------------------------------ routes and tiers
@@ -83,11 +82,11 @@ class PolicyTemplate:
             return
         entries = self._value.get("routes")
         if entries is not None and not isinstance(entries, list):
-            return  # its reader says so
+            return  # reported by the builder
         entries = list(entries or ())
-        places = {_place(entry): index for index, entry in enumerate(entries)}
+        positions = {_route_key(entry): index for index, entry in enumerate(entries)}
         for row in rows:
-            index = places.get(_place({"path": row.path}))
+            index = positions.get(_route_key({"path": row.path}))
             if index is None:
                 entries.append(policy_entry(row))
                 self._owners["routes", len(entries) - 1] = row
@@ -98,18 +97,18 @@ class PolicyTemplate:
 
     def _add_tiers(self, rows: list[TierLimit]) -> None:
         for row in rows:
-            self._without_numbers(row)
+            self._remove_inline_tier(row)
             tiers = self._value.setdefault("tiers", {})
             limits = tiers.get(row.tier, {}) if isinstance(tiers, dict) else None
             named = limits.get("limits", {}) if isinstance(limits, dict) else None
             if not isinstance(named, dict) or not isinstance(tiers, dict):
-                return  # its reader says so
+                return  # reported by the builder
             merged = {**(limits or {}), "limits": {**named, row.limit_name: format_bucket(row)}}
             self._value["tiers"] = {**tiers, row.tier: merged}
             self._owners["tiers", row.tier, "limits", row.limit_name] = row
 
-    def _without_numbers(self, row: TierLimit) -> None:
-        """Numbers for the same tier that stand with the limit itself make way."""
+    def _remove_inline_tier(self, row: TierLimit) -> None:
+        """Remove the value for the same tier from the definition of the limit."""
         limits = self._value.get("limits")
         if isinstance(limits, dict) and self._value.get("tier") == row.tier and row.limit_name in limits:
             self._value["limits"] = {name: each for name, each in limits.items() if name != row.limit_name}
@@ -124,20 +123,17 @@ class PolicyTemplate:
                 self._value["limits"] = [*limits[:index], changed, *limits[index + 1 :]]
                 return
 
-    def _taken(self, section: str) -> Any:
-        return self._value.pop(section, None)
+    # ------------------------------------------------------------------ errors
 
-    # ------------------------------------------------------------------ mistakes
-
-    def _refusal(self, problems: PolicyProblems, owners: Mapping[tuple[str | int, ...], Any]) -> InvalidPolicy | None:
-        own = self._source.refusal(PolicyProblems())  # what the format itself has found, and nothing else
-        told = [*(own.problems if own else ()), *self._lines(problems, owners)]
+    def _error(self, problems: PolicyProblems, owners: Mapping[tuple[str | int, ...], Any]) -> InvalidPolicy | None:
+        own = self._source.refusal(PolicyProblems())  # problems of the format itself only
+        lines = [*(own.problems if own else ()), *self._lines(problems, owners)]
         if problems.full:
-            told.append(f"{self._source.file}: these are the first {len(told)} mistakes; there may be more")
-        return InvalidPolicy(told) if told else None
+            lines.append(f"{self._source.file}: these are the first {len(lines)} mistakes; there may be more")
+        return InvalidPolicy(lines) if lines else None
 
     def _lines(self, problems: PolicyProblems, owners: Mapping[tuple[str | int, ...], Any]) -> list[str]:
-        """Each mistake on a line: by its place in the document, or by the row that it is in."""
+        """One line per problem, with its position in the document or its row."""
         of_document, lines = PolicyProblems(), []
         for problem in problems.kept:
             row = _owner(problem, owners)
@@ -150,56 +146,55 @@ class PolicyTemplate:
 
 
 class PolicyAssembly:
-    """A policy that is put together again when rows change, from what was read of the others before."""
+    """A composed policy that can be updated incrementally."""
 
-    def __init__(self, frame: PolicyTemplate, rows: Mapping[str, Mapping[int, Row]]) -> None:
-        self._frame = frame
-        self._base = frame.read({})
-        self._made: dict[str, dict[int, Any]] = {section: {} for section in LIST_SECTIONS}
-        self._made = self._with(rows)
+    def __init__(self, template: PolicyTemplate, rows: Mapping[str, Mapping[int, Row]]) -> None:
+        self._template = template
+        self._base = template.compose({})
+        self._built: dict[str, dict[int, Any]] = {section: {} for section in LIST_SECTIONS}
+        self._built = self._build(rows)
 
     @property
     def policy(self) -> Policy:
-        made = self._made
-        clients = {client.identity: client for client in (*self._base.clients, *made["clients"].values())}
+        built = self._built
+        clients = {client.identity: client for client in (*self._base.clients, *built["clients"].values())}
         return replace(
             self._base,
             clients=tuple(clients.values()),
-            overrides=(*self._base.overrides, *made["overrides"].values()),
-            blocked=(*self._base.blocked, *made["blocked"].values()),
+            overrides=(*self._base.overrides, *built["overrides"].values()),
+            blocked=(*self._base.blocked, *built["blocked"].values()),
         )
 
-    def changed(self, rows: Mapping[str, Mapping[int, Row | None]]) -> PolicyAssembly:
-        """The same with other rows in place of those of the same id, or with none where there is None."""
-        other = object.__new__(PolicyAssembly)
-        other._frame, other._base, other._made = self._frame, self._base, self._made
-        other._made = other._with(rows)
+    def with_changes(self, rows: Mapping[str, Mapping[int, Row | None]]) -> PolicyAssembly:
+        """An assembly with these rows replaced, or removed where None."""
+        other = copy(self)
+        other._built = self._build(rows)  # noqa: SLF001 - the same class
         return other
 
     def release(self) -> None:
-        """Let go of what it is made of, some at a time: to free all of it at once would stop every thread."""
-        for made in self._made.values():
-            release(made)
+        """Free its parts in batches; freeing all at once would stall every thread."""
+        for built in self._built.values():
+            release(built)
 
-    def _with(self, rows: Mapping[str, Mapping[int, Row | None]]) -> dict[str, dict[int, Any]]:
-        made = {}
+    def _build(self, rows: Mapping[str, Mapping[int, Row | None]]) -> dict[str, dict[int, Any]]:
+        built = {}
         for section in LIST_SECTIONS:
-            after = dict(self._made[section])
-            put = []
+            after = dict(self._built[section])
+            changed = []
             for id, row in rows.get(section, {}).items():
                 after.pop(id, None)
                 if row is not None:
-                    put.append((id, row))
-            for start in range(0, len(put), AT_ONCE):
-                some = put[start : start + AT_ONCE]
-                policy = self._frame.read({section: [row for _, row in some]}, alone=True)
+                    changed.append((id, row))
+            for start in range(0, len(changed), BATCH_SIZE):
+                some = changed[start : start + BATCH_SIZE]
+                policy = self._template.compose({section: [row for _, row in some]}, rows_only=True)
                 after.update(zip([id for id, _ in some], getattr(policy, section), strict=True))
-            made[section] = after
-        return made
+            built[section] = after
+        return built
 
 
-class _Rows:
-    """The rows at the end of a list."""
+class _AppendedRows:
+    """Rows at the end of a list of the document."""
 
     def __init__(self, first: int, rows: Sequence[Row]) -> None:
         self._first = first
@@ -214,31 +209,27 @@ def _owner(problem: PolicyProblem, owners: Mapping[tuple[str | int, ...], Any]) 
     path = getattr(problem.spot, "path", ())
     for length in range(len(path), 0, -1):
         found = owners.get(path[:length])
-        if isinstance(found, _Rows):
+        if isinstance(found, _AppendedRows):
             return found.at(path[length]) if len(path) > length else None
         if found is not None:
             return found  # type: ignore[no-any-return] # a row
     return None
 
 
-def _arguments(document: PolicyDocument) -> tuple[str, str, str]:
-    return document.text, document.name, document.format
-
-
-def _replaced(entries: list[Any], rows: Sequence[Any], owners: dict[tuple[str | int, ...], Any]) -> list[Any]:
-    """Puts rows in place of the document's entries for the same clients; the rows that are left."""
-    left = {(row.kind, row.value): row for row in rows}
+def _replace_entries(entries: list[Any], rows: Sequence[Any], owners: dict[tuple[str | int, ...], Any]) -> list[Any]:
+    """Replace the document's entries of the same clients; returns the remaining rows."""
+    remaining = {(row.kind, row.value): row for row in rows}
     for index, entry in enumerate(entries):
         named = entry.items() if isinstance(entry, dict) else ()
-        who = next(((kind, str(value)) for kind, value in named if (kind, str(value)) in left), None)
+        who = next(((kind, str(value)) for kind, value in named if (kind, str(value)) in remaining), None)
         if who is not None:
-            owners["clients", index] = row = left.pop(who)
+            owners["clients", index] = row = remaining.pop(who)
             entries[index] = policy_entry(row)
-    return list(left.values())
+    return list(remaining.values())
 
 
-def _place(entry: object) -> object:
-    """The route that an entry is about, however it is spelled; something that is no route's, if it cannot be read."""
+def _route_key(entry: object) -> object:
+    """A key equal for entries of the same route; unique if the entry cannot be parsed."""
     if isinstance(entry, dict):
         try:
             method, template = route(

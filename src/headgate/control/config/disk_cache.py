@@ -1,4 +1,4 @@
-"""The copy that a node keeps on its disk: what it runs on after a restart while the config store is down."""
+"""A local copy of the configuration, for starting a node while the config store is down."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskCache"]
 
-AT_ONCE: Final = 200
-"""Rows that are written in one go, while others wait."""
+BATCH_SIZE: Final = 200
+"""Rows written at a time; other threads wait meanwhile."""
 
 
 class DiskCache:
-    """A file with the newest contents that were seen. The workers of one machine may share it."""
+    """A SQLite file with the newest known configuration. The workers of a machine may share it."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self._path = Path(path).absolute()  # it is written in the background, by when the process may have moved
+        self._path = Path(path).absolute()  # the process may change its directory
 
     @property
-    def seen_us(self) -> int:
-        """When the store was last known to have nothing newer: the time of the file, which `touch` sets."""
+    def checked_us(self) -> int:
+        """When the store was last known to have nothing newer; the modification time set by `touch`."""
         return self._path.stat().st_mtime_ns // 1000
 
     def read(self) -> ConfigContents | None:
-        """What is kept; None if there is nothing. ConfigUnavailable, if it cannot be read."""
+        """The stored configuration, or None. Raises ConfigUnavailable if the file cannot be read."""
         if not self._path.exists() or self._path.stat().st_size == 0:
             return None
         with read_transaction(self._engine(create=False)) as connection:
             stamp = newest_stamp(connection)
             return read_contents(connection, stamp) if stamp.version else None
 
-    def keep(self, found: ConfigContents | ConfigChanges) -> bool:
-        """Bring the copy to this version; False, if it is too old for these changes, and wants the contents."""
+    def update(self, found: ConfigContents | ConfigChanges) -> bool:
+        """Store a version. Returns False if the copy is too old for these changes and needs the whole contents."""
         try:
-            return self._keep(found)
+            return self._update(found)
         except ConfigUnavailable as error:
-            # Not SQLite's OperationalError, of which it is the parent: the file is no database any more.
+            # DatabaseError itself, not a subclass such as OperationalError, means that the file is corrupt.
             if type(getattr(error.__cause__, "orig", None)) is not sqlite3.DatabaseError:
                 raise
             self._path.unlink(missing_ok=True)
-            return self._keep(found)
+            return self._update(found)
 
     def touch(self) -> bool:
-        """Note that the store has nothing newer. Return False if the copy was deleted, and has to be written again."""
+        """Record that the store has nothing newer. Returns False if the file is missing and must be written again."""
         try:
             os.utime(self._path)
         except FileNotFoundError:
@@ -67,16 +67,16 @@ class DiskCache:
             pass
         return True
 
-    def _keep(self, found: ConfigContents | ConfigChanges) -> bool:
+    def _update(self, found: ConfigContents | ConfigChanges) -> bool:
         with write_transaction(self._engine(create=True)) as connection:
             migrate(connection)
-            kept = newest_stamp(connection)
-            if kept == found.stamp:
-                return True  # another worker was here
-            if isinstance(found, ConfigChanges) and kept != found.since:
+            stored = newest_stamp(connection)
+            if stored == found.stamp:
+                return True  # written by another worker
+            if isinstance(found, ConfigChanges) and stored != found.since:
                 return False
             for section in SECTIONS:
-                _put(connection, section, found)
+                _write_section(connection, section, found)
             connection.execute(delete(VERSIONS))
             version, at_us = found.stamp
             connection.execute(
@@ -88,15 +88,15 @@ class DiskCache:
         return open_engine(URL.create("sqlite", database=str(self._path)), create=create, journal="delete")
 
 
-def _put(connection: Connection, section: str, found: ConfigContents | ConfigChanges) -> None:
+def _write_section(connection: Connection, section: str, found: ConfigContents | ConfigChanges) -> None:
     table, rows = TABLES[section], found.rows[section]
     if isinstance(found, ConfigContents):
         connection.execute(delete(table))
     elif rows:
         connection.exec_driver_sql(f"DELETE FROM {table.name} WHERE id = ?", [(id,) for id in rows])
-    # The driver itself takes tuples as they are, which is three times as fast.
+    # Passing tuples to the driver directly is three times as fast.
     names = ("id", "since", *SECTIONS[section]._fields)
     statement = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    made = ((id, found.stamp.version, *row) for id, row in rows.items() if row is not None)
-    while some := list(islice(made, AT_ONCE)):
+    values = ((id, found.stamp.version, *row) for id, row in rows.items() if row is not None)
+    while some := list(islice(values, BATCH_SIZE)):
         connection.exec_driver_sql(statement, some)

@@ -1,4 +1,4 @@
-"""Opens the database that a URL names: a file of SQLite's, or PostgreSQL."""
+"""Database engines and transactions of the config store, on SQLite or PostgreSQL."""
 
 from __future__ import annotations
 
@@ -33,53 +33,54 @@ __all__ = [
 ]
 
 NOTIFY_CHANNEL: Final = "headgate_config"
-"""On which PostgreSQL tells of new versions."""
+"""The PostgreSQL channel for new versions."""
 
 WRITES: Final = "headgate_writes"
 
 LOCK_TIMEOUT_S: Final = 10.0
-"""Seconds to wait for another writer. PostgreSQL itself gives up what takes longer."""
+"""Limit for waiting for another writer, and for any statement on PostgreSQL."""
 SILENCE_TIMEOUT_S: Final = 4.0
-"""Seconds after which a server that says nothing at all is taken for hung, whatever TCP still hopes for."""
+"""Time without a response after which a server is considered hung, regardless of TCP."""
 COOLDOWN_S: Final = 2.0
-"""Seconds for which a server that was silent is not asked: nobody else need find out by waiting."""
+"""Time for which a hung server is not contacted, so that only one caller waits for it."""
 IDLE_TRANSACTION_TIMEOUT_S: Final = 60.0
-"""Seconds after which PostgreSQL ends a transaction in which nobody says anything: a client that the network has cut
-off would keep all writers waiting until TCP notices, which may take hours."""
+"""Time after which PostgreSQL aborts an idle transaction: a disconnected client would block all writers until TCP
+notices, which may take hours."""
 
 
 class ConfigUnavailable(HeadgateError):
-    """The config store could not be reached, or it refused. The message says where it is: it is for operators."""
+    """The config store cannot be reached or has failed. The message contains its URL and is meant for operators."""
 
-    discreet: Final = "the config store cannot be asked"
-    """What everybody may read of it."""
+    discreet: Final = "the config store is unavailable"
+    """A message without internals, for any reader."""
 
 
 class ConfigMissing(ConfigUnavailable):
-    """There is no file at the config store's URL."""
+    """The file of a SQLite config store does not exist."""
 
 
 def open_engine(url: str | URL, *, create: bool = True, keep: int = 0, journal: str = "wal") -> Engine:
-    """An engine. What it opens is closed after use, so that nothing is left for a forked child; but for up to `keep`
-    connections to PostgreSQL, where opening takes longer than most questions.
+    """An engine for a database URL.
 
-    With `create`, the first connection creates a missing file, with mode 0600. Later ones do not: an empty config store
-    in place of one that was deleted would be wrong, not just unavailable. `journal` is SQLite's journal mode.
+    Connections are closed after use, so that forked children inherit none; on PostgreSQL, where connecting takes longer
+    than most queries, up to `keep` stay open. With `create`, the first connection creates a missing SQLite file with
+    mode 0600. Later ones do not: an empty store in place of a deleted one would be wrong, not just unavailable.
+    `journal` is SQLite's journal mode.
     """
     try:
         parsed = make_url(url)
     except ArgumentError:
         raise InvalidConfiguration(
-            "the config store's URL cannot be read; write it like sqlite:///headgate.db or postgresql://host/name"
+            "invalid config store URL; write it like sqlite:///headgate.db or postgresql://host/name"
         ) from None
     if parsed.drivername in ("postgresql", "postgres", "postgresql+psycopg"):
-        return _opened_postgresql(parsed.set(drivername="postgresql+psycopg"), keep)
+        return _open_postgresql(parsed.set(drivername="postgresql+psycopg"), keep)
     if parsed.drivername not in ("sqlite", "sqlite+pysqlite"):
         raise InvalidConfiguration(
-            f"cannot keep a configuration in {parsed.drivername}; use sqlite:///headgate.db or postgresql://host/name"
+            f"unsupported config store database {parsed.drivername}; use sqlite:///headgate.db or postgresql://host/name"
         )
     if not parsed.database or parsed.database == ":memory:":
-        raise InvalidConfiguration("a config store in memory would be lost; name a file, like sqlite:///headgate.db")
+        raise InvalidConfiguration("the config store cannot be in memory; name a file, like sqlite:///headgate.db")
     file = Path(parsed.database)
     engine = create_engine(parsed, poolclass=NullPool, hide_parameters=True, connect_args={"timeout": LOCK_TIMEOUT_S})
 
@@ -92,16 +93,16 @@ def open_engine(url: str | URL, *, create: bool = True, keep: int = 0, journal: 
             create_file(file)
             may_create = False
         elif not file.exists():
-            raise ConfigMissing(f"config store {display_url(engine)}: there is no such file")
+            raise ConfigMissing(f"config store {display_url(engine)}: file does not exist")
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # transactions begin where we say, and not where the driver guesses
+        connection.isolation_level = None  # begin transactions explicitly
         set_journal_mode(connection, journal, timeout=LOCK_TIMEOUT_S)
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        # A transaction that reads first and writes then may find that another one was faster: writers wait at once.
+        # A transaction that reads before it writes could not be upgraded: writers take the lock first.
         immediate = connection.get_execution_options().get(WRITES, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
@@ -110,24 +111,28 @@ def open_engine(url: str | URL, *, create: bool = True, keep: int = 0, journal: 
 
 @contextmanager
 def read_transaction(engine: Engine) -> Iterator[Connection]:
-    """A connection that sees one state of the database."""
-    with _told(engine), engine.connect() as connection:
+    """A connection with a consistent view of the database."""
+    with _translate_errors(engine), engine.connect() as connection:
         yield connection
 
 
 @contextmanager
 def write_transaction(engine: Engine) -> Iterator[Connection]:
-    """A transaction, the only one that writes now; undone if the block fails."""
-    with _told(engine), engine.connect().execution_options(**{WRITES: True}) as connection, connection.begin():
+    """The only writing transaction; rolled back if the block raises."""
+    with (
+        _translate_errors(engine),
+        engine.connect().execution_options(**{WRITES: True}) as connection,
+        connection.begin(),
+    ):
         if engine.dialect.name == "postgresql":
-            # One at a time, also while there are no tables yet; readers are not kept waiting.
-            with _patiently(connection):
+            # Serializes writers even before the tables exist, and does not block readers.
+            with _lock_timeout(connection):
                 connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('headgate config'))")
         file = _file_of(engine)
         yield connection
     if _file_of(engine) != file:
         raise ConfigUnavailable(
-            f"config store {display_url(engine)}: the file was deleted or replaced during the change, which is lost"
+            f"config store {display_url(engine)}: the file was deleted or replaced during the change, which was lost"
         )
 
 
@@ -137,9 +142,9 @@ def _file_of(engine: Engine) -> FileId | None:
 
 
 def default_decision_log_url(url: str) -> str | None:
-    """The URL of the decision log that belongs to a config store in SQLite; None for any other database.
+    """The URL of the decision log next to a SQLite config store; None for other databases.
 
-    >>> decision_log_beside("sqlite:///headgate.db")
+    >>> default_decision_log_url("sqlite:///headgate.db")
     'sqlite:///headgate-decisions.db'
     """
     parsed = make_url(url)
@@ -150,14 +155,14 @@ def default_decision_log_url(url: str) -> str | None:
 
 
 def display_url(engine: Engine) -> str:
-    """The URL as it may be told: without its password."""
+    """The URL without its password."""
     return engine.url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
 
 
-def _opened_postgresql(url: URL, keep: int) -> Engine:
-    patience = {
+def _open_postgresql(url: URL, keep: int) -> Engine:
+    timeouts = {
         "connect_timeout": str(int(SILENCE_TIMEOUT_S)),
-        # A host that is gone does not say so: without these a listener would wait for hours.
+        # Without keepalives, a listener would wait for hours for a host that is gone.
         "keepalives_idle": "10",
         "keepalives_interval": "5",
         "keepalives_count": "3",
@@ -171,8 +176,8 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
             url,
             **pool,
             hide_parameters=True,
-            use_native_hstore=False,  # else each connection begins with a question about a type that we don't use
-            connect_args={name: value for name, value in patience.items() if name not in url.query},
+            use_native_hstore=False,  # avoids a query per connection for an unused type
+            connect_args={name: value for name, value in timeouts.items() if name not in url.query},
         )
     except ModuleNotFoundError as missing:
         if missing.name != "psycopg":
@@ -181,51 +186,52 @@ def _opened_postgresql(url: URL, keep: int) -> Engine:
             "a config store in PostgreSQL needs the package 'psycopg': pip install 'headgate[postgres]'"
         ) from None
     driver: Any = engine.dialect.dbapi
-    rest, hosts = _Cooldown(), BoundedResolver()
-    connection_class = _watched(driver, rest)
+    cooldown, resolver = _Cooldown(), BoundedResolver()
+    connection_class = _with_silence_timeout(driver, cooldown)
 
     @event.listens_for(engine, "do_connect")
     def _connect(_: Any, __: Any, arguments: Any, options: Any) -> Any:
-        if not rest.is_over():
+        if not cooldown.is_over():
             raise ConfigUnavailable(f"config store {display_url(engine)}: {SILENT}")
         try:
-            made = connection_class.connect(*arguments, **hosts.found(options, SILENCE_TIMEOUT_S))
+            connection = connection_class.connect(*arguments, **resolver.resolve(options, SILENCE_TIMEOUT_S))
         except TimeoutError:
-            rest.begin()
+            cooldown.begin()
             raise driver.OperationalError(UNRESOLVED) from None
         except Unresolved as unknown:
-            rest.end()
+            cooldown.end()
             raise driver.OperationalError(str(unknown)) from None
         except driver.errors.ConnectionTimeout:
-            rest.begin()
+            cooldown.begin()
             raise
         except driver.Error:
-            rest.end()  # it has answered, or somebody did for it
+            cooldown.end()  # the server has responded
             raise
-        rest.end()
-        return made
+        cooldown.end()
+        return connection
 
     bounds = {"statement_timeout": LOCK_TIMEOUT_S, "idle_in_transaction_session_timeout": IDLE_TRANSACTION_TIMEOUT_S}
     given = str(url.query.get("options", ""))
-    set_here = "; ".join(f"SET {name} = '{most:.0f}s'" for name, most in bounds.items() if name not in given)
+    settings = "; ".join(f"SET {name} = '{most:.0f}s'" for name, most in bounds.items() if name not in given)
 
     @event.listens_for(engine, "connect")
     def _bound(connection: Any, _: Any) -> None:
         connection.autocommit = True
-        connection.execute(set_here)  # not among the options, which poolers refuse
+        connection.execute(settings)  # connection poolers reject these as startup options
         connection.autocommit = False
 
     return engine
 
 
-SILENT: Final = f"the server has said nothing for {SILENCE_TIMEOUT_S:.0f} seconds"
-UNRESOLVED: Final = f"nobody has said for {SILENCE_TIMEOUT_S:.0f} seconds which address the server's name has"
+SILENT: Final = f"no response from the server for {SILENCE_TIMEOUT_S:.0f} seconds"
+UNRESOLVED: Final = f"the name of the server was not resolved within {SILENCE_TIMEOUT_S:.0f} seconds"
 
 
 class _Cooldown:
-    """Whether a server that was silent is left alone; then one asks it again, and the others go by what it hears."""
+    """Keeps callers from a hung server for a while; after that, one of them probes it.
 
-    # Without a lock, which a fork could leave taken for ever: at worst two ask where one would do.
+    Has no lock, which a fork could leave locked: at worst, two callers probe.
+    """
 
     def __init__(self) -> None:
         self._until: float | None = None
@@ -234,7 +240,7 @@ class _Cooldown:
         self._until = time.monotonic() + COOLDOWN_S
 
     def is_over(self) -> bool:
-        """Whether the caller may ask."""
+        """True if the caller may connect."""
         now, until = time.monotonic(), self._until
         if until is None or now < until:
             return until is None
@@ -245,29 +251,29 @@ class _Cooldown:
         self._until = None
 
 
-def _watched(driver: Any, rest: _Cooldown) -> Any:
-    """The driver's connections, of which no wait is longer than a server may be silent."""
+def _with_silence_timeout(driver: Any, cooldown: _Cooldown) -> Any:
+    """A connection class that fails when the server does not respond for too long."""
 
-    class Watched(driver.Connection):  # type: ignore[misc] # the driver is imported by who needs it
-        patience = SILENCE_TIMEOUT_S
+    class TimedConnection(driver.Connection):  # type: ignore[misc] # the driver is optional
+        silence_timeout_s = SILENCE_TIMEOUT_S
 
         def wait(self, steps: Any, *arguments: Any, **options: Any) -> Any:
             try:
-                return super().wait(_heard(steps, self.patience), *arguments, **options)
+                return super().wait(_limit_silence(steps, self.silence_timeout_s), *arguments, **options)
             except _ServerSilence:
-                rest.begin()
-                self.pgconn.finish()  # else what follows would wait again, to take back what was begun
+                cooldown.begin()
+                self.pgconn.finish()  # otherwise the rollback would wait again
                 raise driver.OperationalError(SILENT) from None
 
-    return Watched
+    return TimedConnection
 
 
 class _ServerSilence(Exception):
-    """A server has said nothing for too long."""
+    """The server has not responded for too long."""
 
 
-def _heard(steps: Any, patience: float) -> Generator[Any, Any, Any]:
-    """The same steps of the driver, as long as the server goes on to say something."""
+def _limit_silence(steps: Any, timeout_s: float) -> Generator[Any, Any, Any]:
+    """Run the driver's I/O generator; raise _ServerSilence if nothing is received for `timeout_s`."""
     last = time.monotonic()
     try:
         wanted = next(steps)
@@ -275,7 +281,7 @@ def _heard(steps: Any, patience: float) -> Generator[Any, Any, Any]:
             ready = yield wanted
             if ready:
                 last = time.monotonic()
-            elif time.monotonic() - last >= patience:
+            elif time.monotonic() - last >= timeout_s:
                 raise _ServerSilence
             wanted = steps.send(ready)
     except StopIteration as end:
@@ -283,25 +289,27 @@ def _heard(steps: Any, patience: float) -> Generator[Any, Any, Any]:
 
 
 @contextmanager
-def _patiently(connection: Connection) -> Iterator[None]:
-    """While another one may write: nobody says anything then, and that is right."""
+def _lock_timeout(connection: Connection) -> Iterator[None]:
+    """Allow for silence while another writer holds the lock."""
     driver: Any = connection.connection.driver_connection
-    driver.patience = LOCK_TIMEOUT_S + SILENCE_TIMEOUT_S
+    driver.silence_timeout_s = LOCK_TIMEOUT_S + SILENCE_TIMEOUT_S
     try:
         yield
     finally:
-        driver.patience = SILENCE_TIMEOUT_S
+        driver.silence_timeout_s = SILENCE_TIMEOUT_S
 
 
 @contextmanager
-def _told(engine: Engine) -> Iterator[None]:
+def _translate_errors(engine: Engine) -> Iterator[None]:
     try:
         yield
     except (DataError, OverflowError) as error:
-        # A number or a letter that it cannot hold. Whoever takes input refuses such, and says which.
-        raise InvalidInput("there is a number or a letter in this that the config store cannot keep") from error
+        # Values are validated where they are entered; this is the last resort.
+        raise InvalidInput(
+            "the change contains a number or character that the config store cannot represent"
+        ) from error
     except PoolTimeout as error:
-        raise ConfigUnavailable(f"config store {display_url(engine)}: all connections are taken") from error
+        raise ConfigUnavailable(f"config store {display_url(engine)}: all connections are in use") from error
     except DBAPIError as error:
         reason = str(error.orig).strip().partition("\n")[0]
         raise ConfigUnavailable(f"config store {display_url(engine)}: {reason}") from error

@@ -1,4 +1,4 @@
-"""Who changed what, when and why."""
+"""Versions and the differences between them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Difference", "Version", "diff_versions", "list_versions"]
 
 
 class Version(NamedTuple):
-    """A change that was made as a whole."""
+    """One atomic change of the configuration."""
 
     number: int
     at_us: int
     author: str
     reason: str
     what: str
-    """What was done, in words."""
+    """A one-line summary."""
     restores: int | None = None
-    """The version that it went back to, if it did."""
+    """The version that a rollback restored."""
     ids: tuple[int, ...] = ()
-    """Of the rows that it has put or removed; only known to who made it."""
+    """Ids of the changed rows; only set on the result of a write."""
 
 
 class Difference(NamedTuple):
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
     @property
     def what(self) -> str:
-        """On one line."""
+        """A one-line summary."""
         if self.before is None:
             return f"added {self.after}"
         if self.after is None:
@@ -51,13 +51,13 @@ class Difference(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """As `diff -u` shows it: a document line by line, any other row as a line."""
+        """The difference as in `diff -u`; a row other than the document is one line."""
         before, after = ([] if each is None else _lines(each) for each in (self.before, self.after))
         return list(unified_diff(before, after, lineterm="", n=2))[2:]
 
 
 def list_versions(connection: Connection, *, before: int | None, most: int) -> list[Version]:
-    """The newest first."""
+    """Versions, newest first."""
     query = select(VERSIONS).order_by(VERSIONS.c.version.desc()).limit(most)
     if before is not None:
         query = query.where(VERSIONS.c.version < before)
@@ -65,13 +65,13 @@ def list_versions(connection: Connection, *, before: int | None, most: int) -> l
 
 
 def diff_versions(connection: Connection, one: int, other: int) -> list[Difference]:
-    """What is different at the second version from the first, which may be the later one."""
+    """The differences from one version to another, in either direction."""
     first, last = sorted((one, other))
     found: list[Difference] = []
     for section in SECTIONS:
         table = TABLES[section]
-        # Only rows that began or ended in between can differ.
         ends = table.c.until_version
+        # Only rows that began or ended in between can differ.
         touched = or_(
             and_(table.c.since > first, table.c.since <= last), and_(ends.is_not(None), ends > first, ends <= last)
         )

@@ -1,7 +1,7 @@
-"""Reads tables that other limiters keep: rate_limit_tiers, rate_limit_overrides and rate_limit_route_costs.
+"""Imports the tables rate_limit_tiers, rate_limit_overrides and rate_limit_route_costs of another limiter.
 
-They are read as they stand, and never written. What they mean: a client has one counter for each class of routes, by
-the numbers of its tier, unless there is an override for its key on that class.
+The tables are only read. A client has one counter per route class, with the limit of its tier unless its API key has an
+override on that class.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ImportedTables", "read_tables"]
 logger = logging.getLogger("headgate")
 
 DEFAULT_CLASS: Final = "default"
-"""The class of routes that no row names."""
+"""The class of all other routes."""
 
 SECOND_US: Final = 1_000_000
 
@@ -44,23 +44,22 @@ ROUTES: Final = table("rate_limit_route_costs", *map(column, ("route_pattern", "
 
 
 class ImportedTables(NamedTuple):
-    """What the three tables say, as rows of the config store, and the document that the rows belong to."""
+    """The three tables as rows of the config store, and a document for them."""
 
     document: PolicyDocument
     tiers: tuple[TierLimit, ...]
     routes: tuple[RouteCost, ...]
     overrides: tuple[OverrideRow, ...]
     unused: tuple[OverrideRow, ...]
-    """Overrides on classes that no route has: they would never be met."""
+    """Overrides on classes without routes, which would never apply."""
 
 
 def read_tables(
     url: str, *, fingerprint: Callable[[str], str], default_tier: str | None = None, author: str | None = None
 ) -> ImportedTables:
-    """The three tables, in the database that a URL names.
+    """Read the three tables from the database at a URL.
 
-    `fingerprint` makes keyed hashes of the API keys, which are kept nowhere else. Clients of whom no tier is known are
-    in `default_tier`: that of the fewest per second, if not given.
+    `fingerprint` hashes API keys. Clients without a tier get `default_tier`, or else the slowest one.
     """
     engine = open_engine(url, create=False)
     with read_transaction(engine) as connection:
@@ -68,16 +67,16 @@ def read_tables(
         if missing:
             raise InvalidConfiguration(f"{display_url(engine)} has no table {', '.join(sorted(missing))}")
         routes = _routes(connection)
-        numbers = _numbers(connection)
+        limits = _limits(connection)
         found = _overrides(connection, fingerprint, author)
     classes = {route.route_class: None for route in routes}
     unused = tuple(override for override in found if override.route_class not in classes)
     if unused:
         names = sorted({str(override.route_class) for override in unused})
-        logger.warning("%d overrides are on classes that no route has: %s", len(unused), ", ".join(names))
-    tiers = [TierLimit(name, str(each), *rate) for each in classes for name, rate in numbers.items()]
-    slowest = min(numbers, key=lambda name: numbers[name][0] / numbers[name][1], default=None)
-    is_window = all(burst is None for _, _, burst in numbers.values())
+        logger.warning("%d overrides are on classes without routes: %s", len(unused), ", ".join(names))
+    tiers = [TierLimit(name, str(each), *rate) for each in classes for name, rate in limits.items()]
+    slowest = min(limits, key=lambda name: limits[name][0] / limits[name][1], default=None)
+    is_window = all(burst is None for _, _, burst in limits.values())
     document = {
         "name": "rate_limit tables",
         **({} if slowest is None else {"tier": default_tier or slowest}),
@@ -86,7 +85,7 @@ def read_tables(
                 "name": each,
                 "class": each,
                 "by": "client",
-                # Without bursts, the window that slides is what such tables are made for.
+                # Without bursts, these tables describe a sliding window.
                 "algorithm": "sliding_window" if is_window else "token_bucket",
             }
             for each in classes
@@ -109,13 +108,13 @@ def _routes(connection: Connection) -> list[RouteCost]:
     return routes
 
 
-def _numbers(connection: Connection) -> dict[str, tuple[int, int, int | None]]:
+def _limits(connection: Connection) -> dict[str, tuple[int, int, int | None]]:
     """Quota, period and burst by tier."""
-    made: dict[str, tuple[int, int, int | None]] = {}
+    found: dict[str, tuple[int, int, int | None]] = {}
     for name, quota, seconds, multiplier in connection.execute(select(TIERS).order_by(TIERS.c.tier_name)):
         times = Decimal(str(multiplier))
-        made[name] = (quota, seconds * SECOND_US, None if times == 1 else int(quota * times))
-    return made
+        found[name] = (quota, seconds * SECOND_US, None if times == 1 else int(quota * times))
+    return found
 
 
 def _overrides(connection: Connection, fingerprint: Callable[[str], str], author: str | None) -> list[OverrideRow]:
@@ -126,7 +125,7 @@ def _overrides(connection: Connection, fingerprint: Callable[[str], str], author
             value = fingerprint(key)
         except InvalidInput as error:
             raise InvalidInput(f"rate_limit_overrides, row {number}: {error}") from None
-        # Tables that cannot say "for ever" say it with a year like 9999.
+        # Tables without NULL use a year like 9999 for "no end".
         ends = None if until is None or _moment(until) >= scalars.HORIZON else microseconds(_moment(until))
         made.append(
             OverrideRow(
@@ -145,8 +144,8 @@ def _overrides(connection: Connection, fingerprint: Callable[[str], str], author
 
 
 def _moment(value: Any) -> datetime:
-    """SQLite has no times: what stands there is text, UTC if it names no zone, as with SQLite's functions."""
+    """A time; text in SQLite, which means UTC without a zone, as in SQLite's functions."""
     moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     if not isinstance(moment, datetime):
-        raise InvalidInput(f"rate_limit_overrides: valid_until {value!r} is no time; write it like 2026-05-28 02:01:00")
+        raise InvalidInput(f"rate_limit_overrides: valid_until {value!r} is not a time like 2026-05-28 02:01:00")
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""Waits until the config store has something new: PostgreSQL tells, a file of SQLite's is looked at."""
+"""Waits for new versions: LISTEN on PostgreSQL, polling on SQLite."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ if TYPE_CHECKING:
 
 __all__ = ["RETRY_INTERVAL_S", "ChangeNotifications", "open_notifications"]
 
-LOOK_EVERY: Final = 0.2
-"""Seconds between looks at a file's counter of changes, which cost microseconds."""
+SQLITE_POLL_INTERVAL_S: Final = 0.2
+"""Polling reads the change counter of the file, which takes microseconds."""
 
-SLICE: Final = 0.5
-"""Seconds after which a waiting thread sees whether it is still wanted."""
+STOP_CHECK_INTERVAL_S: Final = 0.5
+"""How often a waiting thread checks whether it should stop."""
 
 RETRY_INTERVAL_S: Final = 1.0
-"""Seconds before a store is asked again that could not be."""
+"""Pause after a failed attempt."""
 
-ASK_EVERY: Final = 5.0
-"""Seconds after which PostgreSQL is asked for its newest version, though it would tell: a connection that is dead says
-nothing either."""
+VERSION_CHECK_INTERVAL_S: Final = 5.0
+"""How often PostgreSQL is queried while listening: a dead connection sends no notifications either."""
 
 
 class ChangeNotifications(Protocol):
-    """Something to wait for. Belongs to one thread."""
+    """A source of change notifications, for use by one thread."""
 
-    def wait(self, seconds: float, wanted: Callable[[float], bool], nothing: Callable[[], None]) -> None:
-        """Return when there may be something new, or when the time is over; `wanted` waits so many seconds, and says
-        whether somebody still listens. `nothing` is told whenever it is known that there is nothing new since."""
+    def wait(self, seconds: float, pause: Callable[[float], bool], on_unchanged: Callable[[], None]) -> None:
+        """Return when there may be a new version, or after `seconds`.
+
+        `pause` waits so many seconds and returns False to stop. `on_unchanged` is called whenever the store is known to
+        have nothing new.
+        """
 
     def close(self) -> None: ...
 
@@ -52,31 +54,31 @@ def open_notifications(engine: Engine) -> ChangeNotifications:
 
 
 class _PostgresListen:
-    """PostgreSQL says so, on a connection that is kept open for it."""
+    """LISTEN on a dedicated connection."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._connection: Connection | None = None
         self._newest: VersionStamp | None = None
-        """When the caller looked last, or before."""
+        """The newest version when the caller last checked, or earlier."""
 
-    def wait(self, seconds: float, wanted: Callable[[float], bool], nothing: Callable[[], None]) -> None:
+    def wait(self, seconds: float, pause: Callable[[float], bool], on_unchanged: Callable[[], None]) -> None:
         if self._connection is None:
-            # What came between the last look and now has been told to nobody: who has just begun to listen looks again.
+            # Versions written before LISTEN send no notification: return, so that the caller checks.
             if not self._listen():
-                wanted(min(seconds, RETRY_INTERVAL_S))
+                pause(min(seconds, RETRY_INTERVAL_S))
             return
-        began = asked = time.monotonic()
+        began = checked = time.monotonic()
         driver: Any = self._connection.connection.driver_connection
         try:
-            while time.monotonic() < began + seconds and wanted(0):
-                is_told = bool(list(driver.notifies(timeout=SLICE, stop_after=1)))
-                if is_told or time.monotonic() >= asked + ASK_EVERY:
-                    before, self._newest = self._newest, self._ask(self._connection)
-                    if is_told or self._newest != before:
+            while time.monotonic() < began + seconds and pause(0):
+                is_notified = bool(list(driver.notifies(timeout=STOP_CHECK_INTERVAL_S, stop_after=1)))
+                if is_notified or time.monotonic() >= checked + VERSION_CHECK_INTERVAL_S:
+                    before, self._newest = self._newest, self._read_stamp(self._connection)
+                    if is_notified or self._newest != before:
                         return
-                    asked = time.monotonic()
-                    nothing()
+                    checked = time.monotonic()
+                    on_unchanged()
         except (driver.Error, DBAPIError):
             self.close()
 
@@ -90,43 +92,43 @@ class _PostgresListen:
         try:
             self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             self._connection.exec_driver_sql(f"LISTEN {NOTIFY_CHANNEL}")
-            self._newest = self._ask(self._connection)
+            self._newest = self._read_stamp(self._connection)
         except (DBAPIError, ConfigUnavailable):
             self.close()
             return False
         return True
 
     @staticmethod
-    def _ask(connection: Connection) -> VersionStamp:
+    def _read_stamp(connection: Connection) -> VersionStamp:
         with at_work():
             return newest_stamp(connection)
 
 
 class _SqlitePoll:
-    """SQLite counts the changes of others in each connection."""
+    """Polls the change counter that SQLite keeps for each connection."""
 
     def __init__(self, engine: Engine) -> None:
         self._file = str(engine.url.database)
         self._url = f"file:{quote(self._file)}?mode=ro"
         self._connection: sqlite3.Connection | None = None
-        self._counted: tuple[int, ...] | None = None
+        self._counter: tuple[int, ...] | None = None
 
-    def wait(self, seconds: float, wanted: Callable[[float], bool], nothing: Callable[[], None]) -> None:
+    def wait(self, seconds: float, pause: Callable[[float], bool], on_unchanged: Callable[[], None]) -> None:
         end = time.monotonic() + seconds
         try:
             if self._connection is None:
                 with at_work():
                     self._connection = sqlite3.connect(self._url, uri=True, timeout=RETRY_INTERVAL_S)
-                self._counted = self._count()
-                return  # what came before is counted nowhere: look again
-            while time.monotonic() < end and wanted(LOOK_EVERY):
-                if (now := self._count()) != self._counted:
-                    self._counted = now
+                self._counter = self._read_counter()
+                return  # earlier changes are not counted: the caller has to check
+            while time.monotonic() < end and pause(SQLITE_POLL_INTERVAL_S):
+                if (now := self._read_counter()) != self._counter:
+                    self._counter = now
                     return
-                nothing()
+                on_unchanged()
         except (sqlite3.Error, OSError):
             self.close()
-            wanted(min(seconds, RETRY_INTERVAL_S))
+            pause(min(seconds, RETRY_INTERVAL_S))
         else:
             self.close()
 
@@ -136,8 +138,8 @@ class _SqlitePoll:
                 self._connection.close()
             self._connection = None
 
-    def _count(self) -> tuple[int, ...]:
-        """Another for each change; also if there is another file of that name, as after a backup was put back."""
+    def _read_counter(self) -> tuple[int, ...]:
+        """A value that changes with every commit, and when the file is replaced, as by a restored backup."""
         assert self._connection is not None
         with at_work():
             changes = int(self._connection.execute("PRAGMA data_version").fetchone()[0])

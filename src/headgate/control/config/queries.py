@@ -1,4 +1,4 @@
-"""Questions about the configuration, a page at a time: the database answers them, however much there is."""
+"""Paged and searchable queries on the configuration, answered by the database at any size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import Select, and_, collate, exists, func, literal, or_, select, tuple_, union
 
-from headgate.control.config.reading import in_force
+from headgate.control.config.reading import in_force, select_rows
 from headgate.control.config.rows import BASE_SECTIONS, LIST_SECTIONS, SECTIONS, BlockRow, OverrideRow, StoredRow
 from headgate.control.config.tables import TABLES, VERSIONS
 
@@ -35,21 +35,21 @@ __all__ = [
     "version_at",
 ]
 
-_SMALL: Final = str.maketrans(ascii_uppercase, ascii_lowercase)
-"""What databases take for small letters without knowing a language."""
-AT_ONCE: Final = 400
-"""Values in one question: SQLite takes 999 in its older versions."""
+_ASCII_LOWER: Final = str.maketrans(ascii_uppercase, ascii_lowercase)
+"""The lower case of databases without a locale: ASCII only."""
+MAX_PARAMETERS: Final = 400
+"""Values in one query; older SQLite versions accept 999."""
 
 
 class BaseStamp(NamedTuple):
-    """What tells one frame from another: as long as it is the same, so are document, tiers and routes."""
+    """Identifies a state of document, tiers and routes: they are unchanged while it is equal."""
 
     changes: tuple[int, ...]
     at_us: int
 
 
 class LabelledRow(NamedTuple):
-    """A row, and what its client is called."""
+    """A row with the label of its client."""
 
     id: int
     since: int
@@ -58,7 +58,7 @@ class LabelledRow(NamedTuple):
 
 
 class ClientEntry(NamedTuple):
-    """A client of whom a row says something."""
+    """A client with at least one row."""
 
     kind: str
     value: str
@@ -67,7 +67,7 @@ class ClientEntry(NamedTuple):
 
 
 def base_stamp(connection: Connection) -> BaseStamp:
-    """Found by the indices alone."""
+    """The current state of document, tiers and routes; reads indexes only."""
     ends = [
         select(func.max(column)).where(column.is_not(None)).scalar_subquery()
         for section in BASE_SECTIONS
@@ -86,22 +86,24 @@ def rows_of_clients(
     *,
     version: int | None = None,
 ) -> dict[str, list[StoredRow[Any]]]:
-    """The rows of whoever has one of these identities, given by kind: those of a version, or the current ones."""
+    """The rows of clients with any of these identities, given by kind; current ones, or those of a version."""
     found: dict[str, list[StoredRow[Any]]] = {}
     for section in sections:
         table = TABLES[section]
         rows = [
             each
             for kind, values in identities.items()
-            for some in _pieces(list(values))
-            for each in _kept(connection, section, table.c.kind == kind, table.c.value.in_(some), version=version)
+            for some in _chunks(list(values))
+            for each in select_rows(
+                connection, section, _is_held(section, version), table.c.kind == kind, table.c.value.in_(some)
+            )
         ]
         found[section] = sorted(rows)
     return found
 
 
 def find_row(connection: Connection, section: str, id: int) -> LabelledRow | None:
-    """The row with an id, if it holds now."""
+    """The current row with an id, or None."""
     found = _listed(connection, _with_label(section).where(TABLES[section].c.id == id), section)
     return found[0] if found else None
 
@@ -118,13 +120,13 @@ def list_rows(
     before: int | None = None,
     who: tuple[str, str] | None = None,
 ) -> list[LabelledRow]:
-    """Overrides or blocks, the newest first. `hashed` is what the text that is searched for would be as an API key."""
+    """Overrides or blocks, newest first. `hashed` is the search text hashed as an API key."""
     table = TABLES[section]
     query = _with_label(section)
     if search:
         names = ("value", "reason", "author", *(("limit_name", "route_class") if section == "overrides" else ()))
         query = query.where(
-            or_(_found(connection, table, names, search, hashed), _is_called(connection, table, search))
+            or_(_matches_text(connection, table, names, search, hashed), _matches_label(connection, table, search))
         )
     if state != "all":
         query = query.where(_in_state(table, state, now_us))
@@ -136,8 +138,8 @@ def list_rows(
 
 
 def label_sort_key(label: str, kind: str, value: str) -> tuple[str, str, str]:
-    """Where a client with a name stands among the others; the same in Python and in every database."""
-    return label.translate(_SMALL), kind, value
+    """The sort key of a labelled client, identical in Python and in every database."""
+    return label.translate(_ASCII_LOWER), kind, value
 
 
 def labelled_clients(
@@ -148,7 +150,7 @@ def labelled_clients(
     after: tuple[str, str, str] | None,
     most: int,
 ) -> list[ClientEntry]:
-    """The clients to whom a row gives a name, by their names: in the order of `name_key`."""
+    """Labelled clients in the order of `label_sort_key`."""
     clients = TABLES["clients"]
 
     def in_order(column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -158,17 +160,17 @@ def labelled_clients(
     query = select(clients.c.kind, clients.c.value, clients.c.label, clients.c.tier)
     query = query.where(clients.c.until_version.is_(None), clients.c.label.is_not(None))
     if after is not None:
-        # The first test says no more than the second, but SQLite finds its way by it.
+        # Implied by the second condition, but lets SQLite use its index.
         query = query.where(key[0] >= after[0], tuple_(*key) > tuple_(*[literal(each) for each in after]))
     if search:
-        query = query.where(_found(connection, clients, ("value", "label"), search, hashed))
+        query = query.where(_matches_text(connection, clients, ("value", "label"), search, hashed))
     return [ClientEntry(*each) for each in connection.execute(query.order_by(*key).limit(most))]
 
 
 def unlabelled_clients(
     connection: Connection, *, search: str = "", hashed: str | None = None, after: tuple[str, str] | None, most: int
 ) -> list[ClientEntry]:
-    """Everybody else of whom a row says something, in the database's own order of kinds and values."""
+    """Clients with rows but no label, in the database's order of kind and value."""
     clients = TABLES["clients"]
     parts = []
     for section in LIST_SECTIONS:
@@ -179,8 +181,8 @@ def unlabelled_clients(
         if after is not None:
             query = query.where(tuple_(table.c.kind, table.c.value) > tuple_(literal(after[0]), literal(after[1])))
         if search:
-            query = query.where(_found(connection, table, ("value",), search, hashed))
-        # Each part is cut by its index: else the database would put all of them together first.
+            query = query.where(_matches_text(connection, table, ("value",), search, hashed))
+        # Limit each part by its index; otherwise the database would merge all rows first.
         parts.append(select(query.order_by(table.c.kind, table.c.value).limit(most).subquery()))
     everybody = union(*parts).subquery()
     query_all = (
@@ -193,22 +195,19 @@ def unlabelled_clients(
 
 
 def labels_of(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """What clients are called, as far as rows say."""
-    by_kind: dict[str, list[str]] = {}
-    for kind, value in who:
-        by_kind.setdefault(kind, []).append(value)
-    found = rows_of_clients(connection, by_kind, ["clients"])["clients"]
+    """The labels of clients that have one."""
+    found = rows_of_clients(connection, _by_kind(who), ["clients"])["clients"]
     return {(each.row.kind, each.row.value): each.row.label for each in found if each.row.label}
 
 
 def find_by_label(connection: Connection, label: str) -> list[tuple[str, str]]:
-    """The clients with a label, however it is spelled, as far as the database can tell."""
+    """Clients with this label, ignoring case as far as the database can."""
     table = TABLES["clients"]
     query = (
         select(table.c.kind, table.c.value)
         .where(
             table.c.until_version.is_(None),
-            table.c.label.is_not(None),  # said for SQLite, which else does not see that the index has them all
+            table.c.label.is_not(None),  # lets SQLite use the partial index
             func.lower(table.c.label) == func.lower(label),
         )
         .order_by(table.c.id)
@@ -218,13 +217,10 @@ def find_by_label(connection: Connection, label: str) -> list[tuple[str, str]]:
 
 
 def count_overrides(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """How many overrides these clients have."""
+    """The number of overrides of each client."""
     table = TABLES["overrides"]
-    by_kind: dict[str, list[str]] = {}
-    for kind, value in who:
-        by_kind.setdefault(kind, []).append(value)
     found: dict[tuple[str, str], int] = {}
-    for kind, values in by_kind.items():
+    for kind, values in _by_kind(who).items():
         query = (
             select(table.c.value, func.count())
             .where(table.c.until_version.is_(None), table.c.kind == kind, table.c.value.in_(values))
@@ -235,7 +231,7 @@ def count_overrides(connection: Connection, who: Iterable[tuple[str, str]]) -> d
 
 
 def count_assignments(connection: Connection) -> dict[str, int]:
-    """How many clients rows put into each tier."""
+    """The number of clients assigned to each tier."""
     table = TABLES["clients"]
     query = (
         select(table.c.tier, func.count())
@@ -246,7 +242,7 @@ def count_assignments(connection: Connection) -> dict[str, int]:
 
 
 def sample_rows(connection: Connection) -> dict[str, list[Any]]:
-    """One row of each sort: whether a document fits all rows is seen by these."""
+    """One row of each distinct shape: enough to validate a document against all rows."""
     found: dict[str, list[Any]] = {"blocked": []}
     for section, alike in (
         ("clients", ("tier",)),
@@ -258,29 +254,27 @@ def sample_rows(connection: Connection) -> dict[str, list[Any]]:
             .where(table.c.until_version.is_(None))
             .group_by(*[table.c[name] for name in alike])
         )
-        found[section] = [each.row for each in _kept(connection, section, table.c.id.in_(first))]
+        found[section] = [
+            each.row for each in select_rows(connection, section, _is_held(section, None), table.c.id.in_(first))
+        ]
     return found
 
 
-# ------------------------------------------------------------------ within
-
-
 def version_at(connection: Connection, at_us: int) -> int:
-    """The version that was current at a time; the oldest, if there was none yet; 0 if there is none at all."""
+    """The version current at a time; before the first version that one, and 0 in an empty store."""
     then = select(func.max(VERSIONS.c.version)).where(VERSIONS.c.at_us <= at_us)
     return int(connection.scalar(then) or connection.scalar(select(func.min(VERSIONS.c.version))) or 0)
 
 
-def _kept(
-    connection: Connection, section: str, *where: ColumnElement[bool], version: int | None = None
-) -> list[StoredRow[Any]]:
-    table, kind = TABLES[section], SECTIONS[section]
-    columns = [table.c[name] for name in kind._fields]
-    is_held = table.c.until_version.is_(None) if version is None else in_force(section, version)
-    query = select(table.c.id, table.c.since, *columns).where(is_held, *where)
-    return [
-        StoredRow(id, since, kind(*fields)) for id, since, *fields in connection.execute(query.order_by(table.c.id))
-    ]
+def _is_held(section: str, version: int | None) -> ColumnElement[bool]:
+    return TABLES[section].c.until_version.is_(None) if version is None else in_force(section, version)
+
+
+def _by_kind(who: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    by_kind: dict[str, list[str]] = {}
+    for kind, value in who:
+        by_kind.setdefault(kind, []).append(value)
+    return by_kind
 
 
 def _with_label(section: str) -> Select[Any]:
@@ -302,25 +296,25 @@ def _same_client(one: Any, clients: Any) -> ColumnElement[bool]:
     return and_(clients.c.kind == one.c.kind, clients.c.value == one.c.value, clients.c.until_version.is_(None))
 
 
-def _found(
+def _matches_text(
     connection: Connection, table: Table, names: Iterable[str], search: str, hashed: str | None
 ) -> ColumnElement[bool]:
-    """Whether a text stands in one of these columns."""
-    tests = [_holds(connection, table.c[name], search) for name in names]
+    """Matches rows that contain a text in one of these columns."""
+    tests = [_contains(connection, table.c[name], search) for name in names]
     if hashed is not None:
         tests.append(and_(table.c.kind == "api_key", table.c.value == hashed))
     return or_(*tests)
 
 
-def _is_called(connection: Connection, table: Table, search: str) -> ColumnElement[bool]:
-    """Whether a text stands in the label of the client."""
+def _matches_label(connection: Connection, table: Table, search: str) -> ColumnElement[bool]:
+    """Matches rows whose client has a text in its label."""
     clients = TABLES["clients"]
-    labels = (clients.c.until_version.is_(None), _holds(connection, clients.c.label, search))
+    labels = (clients.c.until_version.is_(None), _contains(connection, clients.c.label, search))
     return tuple_(table.c.kind, table.c.value).in_(select(clients.c.kind, clients.c.value).where(*labels))
 
 
-def _holds(connection: Connection, column: ColumnElement[Any], search: str) -> ColumnElement[bool]:
-    # SQLite's LIKE takes capitals for small letters by itself, in a third of the time.
+def _contains(connection: Connection, column: ColumnElement[Any], search: str) -> ColumnElement[bool]:
+    # SQLite's LIKE ignores case already, in a third of the time.
     if connection.dialect.name == "sqlite":
         return column.contains(search, autoescape=True)
     return column.icontains(search, autoescape=True)
@@ -337,5 +331,5 @@ def _in_state(table: Table, state: str, now_us: int) -> ColumnElement[bool]:
     return and_(or_(since.is_(None), since <= now_us), or_(until.is_(None), until > now_us))
 
 
-def _pieces(values: list[str]) -> list[list[str]]:
-    return [values[start : start + AT_ONCE] for start in range(0, len(values), AT_ONCE)]
+def _chunks(values: list[str]) -> list[list[str]]:
+    return [values[start : start + MAX_PARAMETERS] for start in range(0, len(values), MAX_PARAMETERS)]

@@ -1,4 +1,4 @@
-"""API keys that stand in a policy document: refused, or each replaced by its fingerprint, exactly where it stands."""
+"""Raw API keys in a policy document: rejected, or replaced by their hashes in place."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["hash_raw_keys", "reject_raw_keys"]
 FINGERPRINT: Final = "hmac:"
 SECTIONS: Final = ("clients", "overrides", "blocked")
 
-SHORTEST_FOUND: Final = 8
-"""Characters of a key that is looked for in comments: what is shorter may be any word."""
+MIN_SEARCHED_LENGTH: Final = 8
+"""Keys at least this long are searched in comments; a shorter one may be any word."""
 
 _DOUBLE: Final = r'"(?:[^"\\]|\\.)*"'
 _QUOTED: Final = {
@@ -31,18 +31,18 @@ _QUOTED: Final = {
     "toml": re.compile(rf'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|{_DOUBLE}|\'[^\'\n]*\'', re.DOTALL),
     "json": re.compile(_DOUBLE, re.DOTALL),
 }
-_BREAK: Final = {
+_LINE_BREAK: Final = {
     "yaml": re.compile("\r\n|[\n\r\x85\u2028\u2029]"),
     "toml": re.compile("\n"),
     "json": re.compile("\n"),
 }
-"""What ends a line, as the places of each format count them."""
-ASK_FOR_IT: Final = "its hmac: hash, which `headgate hash-key` prints"
+"""Line breaks as counted by the positions of each format."""
+HASH_HINT: Final = "its hmac: hash, which `headgate hash-key` prints"
 _WORD: Final = re.compile(r"[\w-]+")
 
 
-class _Raw(NamedTuple):
-    """A key as it stands in a document."""
+class _RawKey(NamedTuple):
+    """A raw key in a document."""
 
     section: str
     position: int
@@ -57,17 +57,17 @@ class _Raw(NamedTuple):
 
 
 def reject_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str] | None) -> None:
-    """InvalidPolicy, if there are any; it says what to write, where there is a `fingerprint` to tell it."""
-    told = [
-        _told(document, raw, f"; write {ASK_FOR_IT if fingerprint is None else fingerprint(raw.key)}")
+    """Raise InvalidPolicy for raw keys, with the hash to write instead if there is a `fingerprint` function."""
+    problems = [
+        _problem(document, raw, f"; write {HASH_HINT if fingerprint is None else fingerprint(raw.key)}")
         for raw in _raw_keys(_value(document))
     ]
-    if told:
-        raise InvalidPolicy(told)
+    if problems:
+        raise InvalidPolicy(problems)
 
 
 def hash_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -> PolicyDocument:
-    """The document with the fingerprint in place of each key; all else in it is as it was, down to the last blank."""
+    """The document with each raw key replaced by its hash and all other text unchanged."""
     value = _value(document)
     raws = list(_raw_keys(value))
     if not raws:
@@ -83,59 +83,63 @@ def hash_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -
         pieces += [document.text[ends:start], f'"{hashed}"']
         ends = _end(document, raw, start, instead=hashed)
         value[raw.section][raw.position]["api_key"] = hashed
-    made = document._replace(text="".join([*pieces, document.text[ends:]]))
-    if not _says(made, value):  # whatever the reason: a document that says something else is never stored
+    hashed_document = document._replace(text="".join([*pieces, document.text[ends:]]))
+    if not _has_value(hashed_document, value):  # never store a document with another meaning
         reject_raw_keys(document, fingerprint)
-    _refuse_remains(made, raws)
-    return made
+    _reject_remains(hashed_document, raws)
+    return hashed_document
 
 
 def _value(document: PolicyDocument) -> Any:
     return Source(document.text, document.name, document.format).value
 
 
-def _says(document: PolicyDocument, value: Any) -> bool:
+def _has_value(document: PolicyDocument, value: Any) -> bool:
     with suppress(InvalidPolicy):
         return bool(_value(document) == value)
     return False
 
 
-def _raw_keys(value: Any) -> Iterator[_Raw]:
+def _raw_keys(value: Any) -> Iterator[_RawKey]:
     for section in SECTIONS:
         entries = value.get(section) if isinstance(value, dict) else None
         for position, entry in enumerate(entries if isinstance(entries, list) else ()):
             key = entry.get("api_key") if isinstance(entry, dict) else None
-            with suppress(InvalidInput):  # what no key can be is told, with its place, by the reader of policies
+            with suppress(InvalidInput):  # invalid keys are reported by the policy loader
                 if not scalars.api_key(key).startswith(FINGERPRINT):
-                    yield _Raw(section, position, str(key))
+                    yield _RawKey(section, position, str(key))
 
 
 def _line_starts(document: PolicyDocument) -> list[int]:
-    return [0, *(found.end() for found in _BREAK[document.format].finditer(document.text))]
+    return [0, *(found.end() for found in _LINE_BREAK[document.format].finditer(document.text))]
 
 
-def _end(document: PolicyDocument, raw: _Raw, start: int, *, instead: str) -> int:
-    """Where a key ends that starts there: with its quotes; or after its last letter, as a key has no blanks in it."""
+def _end(document: PolicyDocument, raw: _RawKey, start: int, *, instead: str) -> int:
+    """The end of the key at `start`, including its quotes."""
     if quoted := _QUOTED[document.format].match(document.text, start):
         return quoted.end()
     if document.text.startswith(raw.key, start):
         return start + len(raw.key)
-    raise InvalidPolicy([_told(document, raw, f"; write {instead}")])  # of several lines, or in some other disguise
+    raise InvalidPolicy([_problem(document, raw, f"; write {instead}")])  # for example a multi-line scalar
 
 
-def _refuse_remains(document: PolicyDocument, raws: list[_Raw]) -> None:
-    """A key that a comment still tells is as good as stored."""
-    by_word = {max(_WORD.findall(raw.key), key=len, default=""): raw for raw in raws if len(raw.key) >= SHORTEST_FOUND}
-    told = {}
-    for found in _WORD.finditer(document.text):  # once for all keys: there may be as many as there are words
+def _reject_remains(document: PolicyDocument, raws: list[_RawKey]) -> None:
+    """Raise InvalidPolicy if a comment still contains a key."""
+    by_word = {
+        max(_WORD.findall(raw.key), key=len, default=""): raw for raw in raws if len(raw.key) >= MIN_SEARCHED_LENGTH
+    }
+    problems = {}
+    for found in _WORD.finditer(document.text):  # one pass for all keys: there may be many
         raw = by_word.get(found[0])
-        if raw is not None and raw not in told:
+        if raw is not None and raw not in problems:
             start = found.start() - raw.key.index(found[0])
             if document.text.startswith(raw.key, start):
-                told[raw] = f"{document.name}:{place_of(document.text, start)}: the API key of {raw} stands here, too"
-    if told:
-        raise InvalidPolicy([f"{each}; take it out" for each in told.values()])
+                problems[raw] = (
+                    f"{document.name}:{place_of(document.text, start)}: the API key of {raw} appears here too"
+                )
+    if problems:
+        raise InvalidPolicy([f"{each}; remove it" for each in problems.values()])
 
 
-def _told(document: PolicyDocument, raw: _Raw, remedy: str) -> str:
-    return f"{document.name}: {raw}.api_key: a key is stored as its fingerprint{remedy}"
+def _problem(document: PolicyDocument, raw: _RawKey, remedy: str) -> str:
+    return f"{document.name}: {raw}.api_key: API keys are stored as hashes{remedy}"

@@ -1,4 +1,4 @@
-"""What the tables hold at a version, and what has changed since one."""
+"""Rows in force at a version, and the changes between two versions."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ __all__ = [
     "select_rows",
 ]
 
-AT_ONCE: Final = 500
-"""Rows that are fetched in one go: few enough that other threads need not wait for it."""
+FETCH_SIZE: Final = 500
+"""Rows fetched at a time, few enough that other threads get their turn."""
 
 
 class VersionStamp(NamedTuple):
-    """A version, and when it was made: two stores that were one once may have the same version, but not of one time."""
+    """A version and its time. Stores that diverged, as after a restored backup, differ in the time of a version."""
 
     version: int
     at_us: int
 
 
 class ConfigContents(NamedTuple):
-    """All that holds at a version."""
+    """All rows in force at a version."""
 
     stamp: VersionStamp
     rows: Mapping[str, dict[int, Any]]
     """By section and id."""
 
     @property
-    def frame(self) -> PolicyTemplate:
+    def template(self) -> PolicyTemplate:
         document: PolicyDocument | None = next(iter(self.rows["documents"].values()), None)
         return PolicyTemplate(document, self.rows["tiers"].values(), self.rows["routes"].values())
 
@@ -57,20 +57,20 @@ class ConfigContents(NamedTuple):
 
 
 class ConfigChanges(NamedTuple):
-    """What is different at a version from one before it."""
+    """Rows that differ between two versions."""
 
     since: VersionStamp
     stamp: VersionStamp
     rows: Mapping[str, dict[int, Any]]
-    """By section and id; None for those that are no more."""
+    """By section and id; None for removed rows."""
 
     @property
-    def touch_frame(self) -> bool:
+    def affect_template(self) -> bool:
         return any(self.rows[section] for section in BASE_SECTIONS)
 
 
 def newest_version(connection: Connection) -> int:
-    """0 while nothing was ever written."""
+    """The newest version; 0 for an empty store."""
     return newest_stamp(connection).version
 
 
@@ -79,14 +79,18 @@ def newest_stamp(connection: Connection) -> VersionStamp:
     return VersionStamp(*next(iter(connection.execute(query)), (0, 0)))
 
 
-def read_contents(connection: Connection, stamp: VersionStamp) -> ConfigContents:
-    """All rows that hold at a version. Whatever is written meanwhile, they are those of that version."""
-    sections = {section: rows_at(connection, section, stamp.version) for section in SECTIONS}
-    return ConfigContents(stamp, {section: {each.id: each.row for each in rows} for section, rows in sections.items()})
+def read_contents(
+    connection: Connection, stamp: VersionStamp, sections: Iterable[str] = tuple(SECTIONS)
+) -> ConfigContents:
+    """All rows in force at a version, whatever is written meanwhile."""
+    rows = {
+        section: {each.id: each.row for each in rows_at(connection, section, stamp.version)} for section in sections
+    }
+    return ConfigContents(stamp, rows)
 
 
 def read_changes(connection: Connection, since: VersionStamp, stamp: VersionStamp) -> ConfigChanges | None:
-    """What the versions after `since`, up to and with `stamp`, have changed; None if that one is not of their past."""
+    """The changes after `since`, up to and including `stamp`; None if `since` is not in this store's past."""
     is_past = VERSIONS.c.version == since.version, VERSIONS.c.at_us == since.at_us
     if since.version > stamp.version or connection.scalar(select(VERSIONS.c.version).where(*is_past)) is None:
         return None
@@ -95,8 +99,8 @@ def read_changes(connection: Connection, since: VersionStamp, stamp: VersionStam
         table = TABLES[section]
         ends = table.c.until_version
         ended = select(table.c.id).where(ends > since.version, ends <= stamp.version)
-        made = select_rows(connection, section, and_(table.c.since > since.version, in_force(section, stamp.version)))
-        found[section] = {id: None for (id,) in connection.execute(ended)} | {each.id: each.row for each in made}
+        added = select_rows(connection, section, and_(table.c.since > since.version, in_force(section, stamp.version)))
+        found[section] = {id: None for (id,) in connection.execute(ended)} | {each.id: each.row for each in added}
     return ConfigChanges(since, stamp, found)
 
 
@@ -107,12 +111,11 @@ def rows_at(
 
 
 def select_rows(connection: Connection, section: str, *where: ColumnElement[bool]) -> Iterator[StoredRow[Any]]:
-    """The rows of a section for which all of this is true, in the order of their ids."""
+    """The rows of a section that match all conditions, ordered by id."""
     table, kind = TABLES[section], SECTIONS[section]
     columns = [table.c[name] for name in kind._fields]
     query = select(table.c.id, table.c.since, *columns).where(*where).order_by(table.c.id)
-    found: Iterable[Any] = connection.execute(query.execution_options(yield_per=AT_ONCE))
-    for id, since, *fields in found:
+    for id, since, *fields in connection.execute(query.execution_options(yield_per=FETCH_SIZE)):
         yield StoredRow(id, since, kind(*fields))
 
 

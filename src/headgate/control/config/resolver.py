@@ -1,5 +1,4 @@
-"""Finds the addresses of the config store's hosts in bounded time: a resolver that hangs would keep everybody waiting,
-as neither the system nor the driver puts an end to that."""
+"""Name resolution with a timeout, which neither the system nor the driver offers."""
 
 from __future__ import annotations
 
@@ -16,26 +15,27 @@ if TYPE_CHECKING:
 __all__ = ["BoundedResolver", "Unresolved"]
 
 DEFAULT_PORT: Final = "5432"
-SOCKETS: Final = ("/", "@")
-"""How a host begins that is a socket of this machine."""
+SOCKET_PREFIXES: Final = ("/", "@")
+"""Prefixes of Unix socket paths."""
 
 
 class Unresolved(Exception):
-    """No host has an address."""
+    """None of the hosts has an address."""
 
 
 class BoundedResolver:
-    """Resolves names, each in a thread that may be left behind; who asks meanwhile waits for the same one."""
+    """Resolves names in daemon threads; concurrent callers share a lookup.
 
-    # Without a lock, which a fork could leave taken for ever: at worst two ask where one would do.
+    Has no lock, which a fork could leave locked: at worst, a name is looked up twice.
+    """
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[str, str], _Lookup] = {}
+        self._lookups: dict[tuple[str, str], _Lookup] = {}
 
-    def found(self, options: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The options of a connection, with an address for each host that is a name, or several.
+    def resolve(self, options: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Connection options with the addresses of all host names.
 
-        TimeoutError if the resolver says nothing for so long; Unresolved if it knows none of the names.
+        Raises TimeoutError if resolution takes longer than `seconds`, and Unresolved if all names are unknown.
         """
         given = str(options.get("host") or os.environ.get("PGHOST") or "")
         is_resolved = options.get("hostaddr") or os.environ.get("PGHOSTADDR")
@@ -45,51 +45,51 @@ class BoundedResolver:
             return dict(options)
         end = time.monotonic() + seconds
         pairs = list(zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=True))
-        asked = {pair: self._ask(*pair) for pair in pairs if _is_name(pair[0])}  # all of them at once
-        ways: list[tuple[str, str, str]] = []
+        lookups = {pair: self._lookup(*pair) for pair in pairs if _is_name(pair[0])}  # in parallel
+        endpoints: list[tuple[str, str, str]] = []
         for host, port in pairs:
             if _is_name(host):
-                asked[host, port].thread.join(max(0.0, end - time.monotonic()))
-                ways += [(host, address, port) for address in asked[host, port].addresses]
+                lookups[host, port].thread.join(max(0.0, end - time.monotonic()))
+                endpoints += [(host, address, port) for address in lookups[host, port].addresses]
             else:
-                ways.append((host, "" if host.startswith(SOCKETS) else host, port))
-        if not ways:
-            failures = [each.failure for each in asked.values()]
+                endpoints.append((host, "" if host.startswith(SOCKET_PREFIXES) else host, port))
+        if not endpoints:
+            failures = [each.failure for each in lookups.values()]
             if None in failures:
                 raise TimeoutError
             raise Unresolved(f"failed to resolve host {given!r}: {failures[-1]}")
-        names, addresses, numbers = (",".join(each) for each in zip(*ways, strict=True))
+        names, addresses, numbers = (",".join(each) for each in zip(*endpoints, strict=True))
         return {**options, "host": names, "hostaddr": addresses, **({"port": numbers} if any(ports) else {})}
 
-    def _ask(self, host: str, port: str) -> _Lookup:
-        asked = self._asked.get((host, port))
-        if asked is None or not asked.thread.is_alive():  # what was said before may be true no more
-            asked = self._asked[host, port] = _Lookup(host, port)
-        return asked
+    def _lookup(self, host: str, port: str) -> _Lookup:
+        lookup = self._lookups.get((host, port))
+        if lookup is None or not lookup.thread.is_alive():  # earlier results may be outdated
+            lookup = self._lookups[host, port] = _Lookup(host, port)
+        return lookup
 
 
 class _Lookup:
-    """A name whose addresses somebody is asked for."""
+    """A lookup in progress or done."""
 
     def __init__(self, host: str, port: str) -> None:
         self.addresses: list[str] = []
         self.failure: OSError | None = None
         self.name = host, port
-        self.thread = threading.Thread(target=self._ask, name=f"headgate-resolve {host}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"headgate-resolve {host}", daemon=True)
         self.thread.start()
 
-    def _ask(self) -> None:
+    def _run(self) -> None:
         host, port = self.name
         try:
             found = socket.getaddrinfo(host, port or DEFAULT_PORT, proto=socket.IPPROTO_TCP, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # a name that cannot be one is a UnicodeError
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             self.failure = error if isinstance(error, OSError) else OSError(str(error))
         else:
             self.addresses = [str(each[4][0]) for each in found]
 
 
 def _is_name(host: str) -> bool:
-    if not host or host.startswith(SOCKETS):
+    if not host or host.startswith(SOCKET_PREFIXES):
         return False
     try:
         ip_address(host)

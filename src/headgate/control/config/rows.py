@@ -1,4 +1,4 @@
-"""What the config store keeps, as values: one kind of row for each of its tables, and how a policy would say it."""
+"""Row types of the config store, one for each table, and their form in a policy document."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class PolicyDocument(NamedTuple):
-    """A policy as somebody wrote it; the tables add to it."""
+    """The policy document as written; the other tables add to it."""
 
     text: str
     format: str
     """"yaml", "toml" or "json"."""
     name: str
-    """What its mistakes are told about: the name of the file that it came from."""
+    """The file name shown in error messages."""
 
     def __str__(self) -> str:
         return f"policy document {self.name}"
 
 
 class TierLimit(NamedTuple):
-    """The numbers of one limit for the clients of a tier."""
+    """A limit of one tier."""
 
     tier: str
     limit_name: str
-    """The name of a limit, or of a class of routes."""
+    """The name of a limit or of a route class."""
     quota: int
     period_us: int
     burst: int | None = None
@@ -64,10 +64,10 @@ class TierLimit(NamedTuple):
 
 
 class RouteCost(NamedTuple):
-    """What a route is: its class, and what a request to it costs."""
+    """The cost and class of a route."""
 
     path: str
-    """A template, perhaps with a method in front: "GET /search"."""
+    """A template, optionally after a method: "GET /search"."""
     cost: int
     route_class: str | None = None
 
@@ -77,11 +77,11 @@ class RouteCost(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The tier that a client is in."""
+    """The tier and label of a client."""
 
     kind: str
     value: str
-    """Of an API key only its keyed hash."""
+    """The keyed hash in case of an API key."""
     tier: str | None = None
     label: str | None = None
 
@@ -90,7 +90,7 @@ class Assignment(NamedTuple):
 
 
 class OverrideRow(NamedTuple):
-    """Other numbers for one client, perhaps for a time."""
+    """An override of a limit for one client, optionally limited in time."""
 
     kind: str
     value: str
@@ -115,7 +115,7 @@ class OverrideRow(NamedTuple):
 
 
 class BlockRow(NamedTuple):
-    """Somebody who does not get in."""
+    """A blocked client."""
 
     kind: str
     value: str
@@ -133,7 +133,7 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 class StoredRow(NamedTuple, Generic[AnyRow]):
-    """A row, the name that it goes by through all of its changes, and the version that it is from."""
+    """A row with its id, which is stable across changes, and the version that wrote it."""
 
     id: int
     since: int
@@ -141,10 +141,10 @@ class StoredRow(NamedTuple, Generic[AnyRow]):
 
 
 BASE_SECTIONS: Final[Mapping[str, type[Any]]] = {"documents": PolicyDocument, "tiers": TierLimit, "routes": RouteCost}
-"""What everything else is read against; there is little of it."""
+"""Small sections that all others are validated against."""
 
 LIST_SECTIONS: Final[Mapping[str, type[Any]]] = {"clients": Assignment, "overrides": OverrideRow, "blocked": BlockRow}
-"""The lists of a policy, of which each may hold a hundred thousand rows that don't depend on each other."""
+"""Lists of up to hundreds of thousands of rows that are independent of each other."""
 
 SECTIONS: Final[Mapping[str, type[Any]]] = {**BASE_SECTIONS, **LIST_SECTIONS}
 
@@ -156,11 +156,11 @@ UNIQUE_KEYS: Final[Mapping[str, tuple[str, ...] | None]] = {
     "overrides": None,
     "blocked": ("kind", "value"),
 }
-"""What there is one row of: one document, one of each of these, or None for any number of them."""
+"""The columns that identify a row: () for a single row, None if rows may repeat."""
 
 
 def bucket_columns(phrase: Phrase) -> dict[str, Any]:
-    """The text of a limit as columns."""
+    """The columns of a limit."""
     period_us = microseconds(EPOCH + phrase.period)
     return {"quota": phrase.quota, "period_us": period_us, "burst": phrase.burst, "algorithm": phrase.algorithm}
 
@@ -171,7 +171,7 @@ def microseconds(instant: datetime) -> int:
 
 
 def policy_entry(row: Row) -> dict[str, Any]:
-    """A row as it would stand in a policy."""
+    """The entry of a row in a policy document."""
     match row:
         case Assignment(kind, value, tier, label):
             return {kind: value} | _given({"tier": tier, "label": label})
@@ -189,15 +189,15 @@ def policy_entry(row: Row) -> dict[str, Any]:
             return {"path": path, "cost": cost} | _given({"class": route_class})
         case TierLimit():
             return {"tiers": {row.tier: {"limits": {row.limit_name: format_bucket(row)}}}}
-    raise TypeError(f"a {type(row).__name__} is a whole policy, and no entry of one")
+    raise TypeError(f"a {type(row).__name__} is not an entry of a policy")
 
 
 def format_bucket(row: TierLimit | OverrideRow) -> str:
-    """The numbers of a row in the words of policies."""
+    """The limit of a row in policy syntax, like "100/minute, burst 20"."""
     return _phrase(row.quota, row.period_us, row.burst, row.algorithm)
 
 
-@lru_cache(maxsize=8192)  # a hundred thousand overrides hold a handful of different numbers
+@lru_cache(maxsize=8192)  # a hundred thousand overrides have a handful of different limits
 def _phrase(quota: int, period_us: int, burst: int | None, algorithm: str | None) -> str:
     options = f"{'' if burst is None else f', burst {burst}'}{'' if algorithm is None else f', {algorithm}'}"
     return f"{quota}/{_limit_syntax.spell(timedelta(microseconds=period_us))}{options}"

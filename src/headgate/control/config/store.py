@@ -1,11 +1,11 @@
-"""The config store: what people change while the API runs. Each change is a version that can be told, and undone."""
+"""The config store: versioned tiers, assignments, overrides, route costs, blocks and the policy document."""
 
 from __future__ import annotations
 
 import copy
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict, Unpack
 
 from sqlalchemy.exc import IntegrityError
 
@@ -39,11 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement
+    from sqlalchemy import ColumnElement, Connection
 
     from headgate.clock import Clock
     from headgate.control.config.history import Difference, Version
-    from headgate.control.config.import_tables import ImportedTables
     from headgate.control.config.rows import StoredRow
     from headgate.control.config.writing import Change
     from headgate.policy.model import Policy
@@ -51,59 +50,65 @@ if TYPE_CHECKING:
 __all__ = ["ConfigStore"]
 
 SECRET_VARIABLE: Final = "HEADGATE_SECRET"
-FINGERPRINT: Final = "hmac:"
+HASH_PREFIX: Final = "hmac:"
+MAX_AUTHOR_LENGTH: Final = 200
+
+
+class _ChangeInfo(TypedDict):
+    author: str
+    reason: str
+    based_on: NotRequired[int | None]
 
 
 class ConfigStore:
     """Tiers, assignments, overrides, route costs, blocks and the policy document, in SQLite or PostgreSQL.
 
-    Every method that changes something takes who does it and why, and the version that it is `based_on`: `Conflict`, if
-    the same was changed since then; None for whatever holds now. It gives the new version; None, if all was so already.
-    What would not load is refused with `InvalidPolicy`, and nothing of it is written.
+    Every change takes its `author`, a `reason`, and optionally the version it is `based_on`: it raises `Conflict` if
+    the same rows have changed since then. It returns the new version, or None if nothing had to change. A change that
+    would make the policy invalid raises `InvalidPolicy` and writes nothing.
     """
 
     def __init__(self, url: str, *, secret: str | bytes | None = None, clock: Clock | None = None) -> None:
-        """Opens the database, and makes or upgrades its tables. `secret` is what API keys are hashed with: that of the
-        gates, or HEADGATE_SECRET."""
-        self.engine = self._engine = open_engine(url, keep=2)
-        weakref.finalize(self, self._engine.dispose)
+        """Open the database and create or upgrade its tables.
+
+        `secret` is the key for hashing API keys, the same as in the gates; default: HEADGATE_SECRET.
+        """
+        self.engine = open_engine(url, keep=2)
+        weakref.finalize(self, self.engine.dispose)
         self._clock = clock or SystemClock()
         self._expected_version: int | None = None
         given = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
-        self._secret = given.encode() if isinstance(given, str) else given
-        self._keys = None if self._secret is None else ApiKeyHasher(self._secret)
-        with write_transaction(self._engine) as connection:
+        self._hasher = None if given is None else ApiKeyHasher(given.encode() if isinstance(given, str) else given)
+        with write_transaction(self.engine) as connection:
             migrate(connection)
         reinit_after_fork(self)
 
     def close(self) -> None:
-        """Close the connections that are kept open; the next question opens another."""
-        self._engine.dispose()
+        """Close pooled connections; the store opens new ones if it is used again."""
+        self.engine.dispose()
 
     def reset_after_fork(self) -> None:
-        """Connections stay with the parent."""
-        self._engine.dispose(close=False)
+        """Leave the parent's connections alone."""
+        self.engine.dispose(close=False)
 
     def __repr__(self) -> str:
-        return f"ConfigStore({display_url(self._engine)!r})"
+        return f"ConfigStore({display_url(self.engine)!r})"
 
-    # ------------------------------------------------------------------ what holds
+    # ------------------------------------------------------------------ reads
 
     @property
     def version(self) -> int:
-        """The newest; 0 while nothing was written."""
-        with read_transaction(self._engine) as connection:
+        """The newest version; 0 for an empty store."""
+        with read_transaction(self.engine) as connection:
             return newest_version(connection)
 
     def policy(self, version: int | None = None) -> Policy:
-        """The document with all that the tables add to it, now or at a version."""
-        with read_transaction(self._engine) as connection:
-            at = self._existing(version, newest_version(connection))
-            found = read_contents(connection, VersionStamp(at, 0))
-        return found.frame.read(found.lists)
+        """The policy composed of the document and the tables, now or at a version."""
+        with read_transaction(self.engine) as connection:
+            found = read_contents(connection, VersionStamp(_existing(connection, version), 0))
+        return found.template.compose(found.lists)
 
     def document(self, version: int | None = None) -> PolicyDocument | None:
-        """The policy document; None while there is none."""
         found = self._rows("documents", version)
         return found[0].row if found else None
 
@@ -119,124 +124,83 @@ class ConfigStore:
     def overrides(
         self, version: int | None = None, *, who: tuple[str, str] | None = None
     ) -> list[StoredRow[OverrideRow]]:
-        """All, or those of one client: overrides(who=("tenant", "acme"))."""
+        """All overrides, or those of one client: overrides(who=("tenant", "acme"))."""
         return self._rows("overrides", version, who)
 
     def blocks(self, version: int | None = None, *, who: tuple[str, str] | None = None) -> list[StoredRow[BlockRow]]:
         return self._rows("blocked", version, who)
 
-    # ------------------------------------------------------------------ what was
-
     def history(self, *, before: int | None = None, most: int = 100) -> list[Version]:
-        """The versions, the newest first; `before` one of them, to page on."""
-        with read_transaction(self._engine) as connection:
+        """Versions, newest first; for the next page, pass the oldest seen as `before`."""
+        with read_transaction(self.engine) as connection:
             return list_versions(connection, before=before, most=most)
 
     def diff(self, one: int, other: int) -> list[Difference]:
-        """What is different at the second version from the first."""
-        with read_transaction(self._engine) as connection:
-            newest = newest_version(connection)
-            return diff_versions(connection, self._existing(one, newest), self._existing(other, newest))
-
-    def rollback(
-        self,
-        version: int,
-        *,
-        author: str,
-        reason: str,
-        sections: Collection[str] | None = None,
-        based_on: int | None = None,
-    ) -> Version | None:
-        """Make everything as it was at a version, or only these sections of it. That is a version of its own."""
-        unknown = set(sections or ()) - set(SECTIONS)
-        if unknown:
-            raise InvalidInput(f"there are no {', '.join(sorted(unknown))}; known are {', '.join(SECTIONS)}")
-        with write_transaction(self._engine) as connection:
-            newest = newest_version(connection)
-            self._existing(version, newest)
-            back: list[Change] = [
-                Remove(each.section, each.id) if each.after is None else Put(each.section, each.after, each.id)
-                for each in diff_versions(connection, newest, version)
-                if sections is None or each.section in sections
-            ]
-            signed = self._signed(author, reason)
-            return write(
-                connection, back, **signed, based_on=based_on, restores=version, expected_version=self._expected_version
-            )
+        """The differences from one version to another."""
+        with read_transaction(self.engine) as connection:
+            return diff_versions(connection, _existing(connection, one), _existing(connection, other))
 
     # ------------------------------------------------------------------ changes
 
-    def put_policy(
-        self,
-        text: str,
-        *,
-        author: str,
-        reason: str,
-        file: str = "policy.yaml",
-        hash_keys: bool = False,
-        based_on: int | None = None,
+    def rollback(
+        self, version: int, *, sections: Collection[str] | None = None, **by: Unpack[_ChangeInfo]
     ) -> Version | None:
-        """Take another policy document: YAML, TOML or JSON, by the name of the `file`. It holds no API keys but as
-        their fingerprints; with `hash_keys`, each key in it is replaced by its fingerprint first."""
+        """Restore everything, or some sections, as of a version. The rollback is a new version."""
+        if unknown := set(sections or ()) - set(SECTIONS):
+            raise InvalidInput(f"unknown sections {', '.join(sorted(unknown))}; known are {', '.join(SECTIONS)}")
+        with write_transaction(self.engine) as connection:
+            undo: list[Change] = [
+                Remove(each.section, each.id) if each.after is None else Put(each.section, each.after, each.id)
+                for each in diff_versions(connection, newest_version(connection), _existing(connection, version))
+                if sections is None or each.section in sections
+            ]
+            return self._write(connection, undo, restores=version, **by)
+
+    def put_policy(
+        self, text: str, *, file: str = "policy.yaml", hash_keys: bool = False, **by: Unpack[_ChangeInfo]
+    ) -> Version | None:
+        """Replace the policy document. The suffix of `file` gives its format: YAML, TOML or JSON.
+
+        API keys may appear in it as hashes only; `hash_keys` replaces raw keys by their hashes first.
+        """
         document = PolicyDocument(text, _format(file), scalars.label(file))
         if hash_keys:
             document = raw_keys.hash_raw_keys(document, self._fingerprint)
-        raw_keys.reject_raw_keys(document, None if self._keys is None else self._fingerprint)
-        return self.write([Put("documents", document)], author=author, reason=reason, based_on=based_on)
+        raw_keys.reject_raw_keys(document, None if self._hasher is None else self._fingerprint)
+        return self.write([Put("documents", document)], **by)
 
-    def set_tier(
-        self, tier: str, limit: str, bucket: str, *, author: str, reason: str, based_on: int | None = None
-    ) -> Version | None:
-        """Give the clients of a tier these numbers on a limit: set_tier("pro", "search", "1000/minute", ...)."""
+    def set_tier(self, tier: str, limit: str, bucket: str, **by: Unpack[_ChangeInfo]) -> Version | None:
+        """Set a limit of a tier: set_tier("pro", "search", "1000/minute", ...)."""
         row = TierLimit(scalars.name(tier), scalars.name(limit), **bucket_columns(parse(bucket)))
-        return self.write([Put("tiers", row)], author=author, reason=reason, based_on=based_on)
+        return self.write([Put("tiers", row)], **by)
 
-    def remove_tier(
-        self, tier: str, limit: str | None = None, *, author: str, reason: str, based_on: int | None = None
-    ) -> Version | None:
-        """Take the numbers of a tier out of the table: on one limit, or on all."""
+    def remove_tier(self, tier: str, limit: str | None = None, **by: Unpack[_ChangeInfo]) -> Version | None:
+        """Remove one or all limits of a tier from the table; those in the document apply again."""
         mine = [each for each in self.tiers() if each.row.tier == tier and limit in (None, each.row.limit_name)]
-        return self._remove("tiers", mine, f"tier {tier!r}", author, reason, based_on)
+        return self._remove("tiers", mine, f"tier {tier!r}", **by)
 
     def set_route(
-        self,
-        path: str,
-        cost: int,
-        *,
-        author: str,
-        reason: str,
-        route_class: str | None = None,
-        based_on: int | None = None,
+        self, path: str, cost: int, *, route_class: str | None = None, **by: Unpack[_ChangeInfo]
     ) -> Version | None:
-        """Say what a request to a route costs, and perhaps of which class the route is."""
-        row = RouteCost(
-            scalars.text(path), scalars.whole(0, example=5)(cost), route_class and scalars.name(route_class)
-        )
-        return self.write([Put("routes", row)], author=author, reason=reason, based_on=based_on)
+        """Set the cost of a request to a route, and optionally the class of the route."""
+        cost = scalars.whole(0, example=5)(cost)
+        row = RouteCost(scalars.text(path), cost, route_class and scalars.name(route_class))
+        return self.write([Put("routes", row)], **by)
 
-    def remove_route(self, path: str, *, author: str, reason: str, based_on: int | None = None) -> Version | None:
+    def remove_route(self, path: str, **by: Unpack[_ChangeInfo]) -> Version | None:
         mine = [each for each in self.routes() if each.row.path == path]
-        return self._remove("routes", mine, f"route {path!r}", author, reason, based_on)
+        return self._remove("routes", mine, f"route {path!r}", **by)
 
     def assign(
-        self,
-        who: tuple[str, str],
-        tier: str | None,
-        *,
-        author: str,
-        reason: str,
-        label: str | None = None,
-        based_on: int | None = None,
+        self, who: tuple[str, str], tier: str | None, *, label: str | None = None, **by: Unpack[_ChangeInfo]
     ) -> Version | None:
-        """Put a client into a tier: assign(("tenant", "acme"), "pro", ...)."""
+        """Assign a client to a tier: assign(("tenant", "acme"), "pro", ...)."""
         row = Assignment(*self.normalize_client(who), tier and scalars.name(tier), label and scalars.label(label))
-        return self.write([Put("clients", row)], author=author, reason=reason, based_on=based_on)
+        return self.write([Put("clients", row)], **by)
 
-    def unassign(
-        self, who: tuple[str, str], *, author: str, reason: str, based_on: int | None = None
-    ) -> Version | None:
-        """Let the document, or the tier of everybody, say again in which tier a client is."""
-        return self._remove("clients", self.clients(who=who), _named(who), author, reason, based_on)
+    def unassign(self, who: tuple[str, str], **by: Unpack[_ChangeInfo]) -> Version | None:
+        """Remove an assignment; the document or the default tier applies again."""
+        return self._remove("clients", self.clients(who=who), _described(who), **by)
 
     def override(
         self,
@@ -252,24 +216,24 @@ class ConfigStore:
         id: int | None = None,
         based_on: int | None = None,
     ) -> Version | None:
-        """Give a client numbers of its own: override(("tenant", "acme"), "10000/minute", limit="search", ...).
+        """Override a limit of a client: override(("tenant", "acme"), "10000/minute", limit="search", ...).
 
-        In addition to those that it has; or in place of the one with this `id`.
+        Adds an override, or replaces the one with this `id`.
         """
         row = OverrideRow(
             *self.normalize_client(who),
             limit and scalars.name(limit),
             route_class and scalars.name(route_class),
             **bucket_columns(parse(bucket)),
-            valid_from_us=_us(valid_from),
-            valid_until_us=_us(valid_until),
+            valid_from_us=_microseconds(valid_from),
+            valid_until_us=_microseconds(valid_until),
             reason=reason,
             author=author,
         )
         return self.write([Put("overrides", row, id)], author=author, reason=reason, based_on=based_on)
 
-    def remove_override(self, id: int, *, author: str, reason: str, based_on: int | None = None) -> Version | None:
-        return self.write([Remove("overrides", id)], author=author, reason=reason, based_on=based_on)
+    def remove_override(self, id: int, **by: Unpack[_ChangeInfo]) -> Version | None:
+        return self.write([Remove("overrides", id)], **by)
 
     def block(
         self,
@@ -281,55 +245,52 @@ class ConfigStore:
         valid_until: datetime | None = None,
         based_on: int | None = None,
     ) -> Version | None:
-        """Keep somebody out, as part of the policy. To keep somebody out within milliseconds, tell a gate, too."""
-        row = BlockRow(*self.normalize_client(who), _us(valid_from), _us(valid_until), reason, author)
+        """Block a client as part of the policy. For effect within milliseconds, also block it on a gate."""
+        validity = _microseconds(valid_from), _microseconds(valid_until)
+        row = BlockRow(*self.normalize_client(who), *validity, reason, author)
         return self.write([Put("blocked", row)], author=author, reason=reason, based_on=based_on)
 
-    def unblock(self, who: tuple[str, str], *, author: str, reason: str, based_on: int | None = None) -> Version | None:
-        return self._remove("blocked", self.blocks(who=who), _named(who), author, reason, based_on)
+    def unblock(self, who: tuple[str, str], **by: Unpack[_ChangeInfo]) -> Version | None:
+        return self._remove("blocked", self.blocks(who=who), _described(who), **by)
 
     def import_seed_tables(
         self, url: str, *, author: str, reason: str, default_tier: str | None = None
     ) -> Version | None:
-        """Take over rate_limit_tiers, rate_limit_overrides and rate_limit_route_costs. A document that is here stays.
+        """Import rate_limit_tiers, rate_limit_overrides and rate_limit_route_costs from another database.
 
-        What was imported before is brought up to date: of overrides, those on the same key and class are replaced.
+        An existing policy document stays. A repeated import updates the overrides on the same key and class.
         """
-        found: ImportedTables = import_tables.read_tables(
-            url, fingerprint=self._fingerprint, default_tier=default_tier, author=author
-        )
-        before = {
+        found = import_tables.read_tables(url, fingerprint=self._fingerprint, default_tier=default_tier, author=author)
+        ids = {
             (each.row.value, each.row.route_class): each.id for each in self.overrides() if each.row.limit_name is None
         }
-        rows = [Put("overrides", row, before.get((row.value, row.route_class))) for row in found.overrides]
-        document = [] if self.document() else [Put("documents", found.document)]
-        tables = [*(Put("tiers", row) for row in found.tiers), *(Put("routes", row) for row in found.routes)]
-        return self.write([*document, *tables, *rows], author=author, reason=reason)
+        changes = [
+            *([] if self.document() else [Put("documents", found.document)]),
+            *(Put("tiers", row) for row in found.tiers),
+            *(Put("routes", row) for row in found.routes),
+            *(Put("overrides", row, ids.get((row.value, row.route_class))) for row in found.overrides),
+        ]
+        return self.write(changes, author=author, reason=reason)
 
-    def write(
-        self, changes: Sequence[Change], *, author: str, reason: str, based_on: int | None = None
-    ) -> Version | None:
-        """Make several changes as one version: all of them, or none. Rows are taken as they are."""
-        signed = self._signed(author, reason)
-        with write_transaction(self._engine) as connection:
+    def write(self, changes: Sequence[Change], **by: Unpack[_ChangeInfo]) -> Version | None:
+        """Apply several changes as one version, all or none. Rows are stored as given."""
+        with write_transaction(self.engine) as connection:
             try:
-                return write(connection, changes, **signed, based_on=based_on, expected_version=self._expected_version)
+                return self._write(connection, changes, **by)
             except IntegrityError as error:
-                raise InvalidInput("two rows would be about the same; change the one that is there") from error
+                raise InvalidInput("two rows have the same key; change the existing one") from error
 
     def expecting(self, version: int) -> ConfigStore:
-        """The same store for one change that was judged by what held at a version: `Moved`, if that is not the newest
-        any more when the change is written, by whichever process."""
-        same = copy.copy(self)
-        same._expected_version = version  # noqa: SLF001 - it is one of us
-        return same
+        """A view of this store whose changes raise `ConcurrentChange` unless `version` is still the newest."""
+        view = copy.copy(self)
+        view._expected_version = version  # noqa: SLF001 - the same class
+        return view
 
     def normalize_client(self, who: tuple[str, str]) -> tuple[str, str]:
-        """Whom a row is about, as it is stored: addresses in their one spelling, of API keys only the hash."""
+        """A client as stored: addresses in canonical form, API keys hashed."""
         kind, value = who
-        kinds = scalars.by(kind)
-        if kinds != (kind,):
-            raise InvalidInput(f"{kind!r} is no kind of identity; give one, like ('tenant', 'acme')")
+        if scalars.by(kind) != (kind,):
+            raise InvalidInput(f"{kind!r} is not a single kind of identity; give one, like ('tenant', 'acme')")
         match kind:
             case "api_key":
                 return kind, self._fingerprint(scalars.api_key(value))
@@ -339,7 +300,7 @@ class ConfigStore:
                 return kind, scalars.subnet(value)
         return kind, scalars.identity(value)
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ internals
 
     def _rows(self, section: str, version: int | None, who: tuple[str, str] | None = None) -> list[StoredRow[Any]]:
         table = TABLES[section]
@@ -347,39 +308,55 @@ class ConfigStore:
         if who is not None:
             kind, value = self.normalize_client(who)
             where = [table.c.kind == kind, table.c.value == value]
-        with read_transaction(self._engine) as connection:
-            at = self._existing(version, newest_version(connection))
-            return list(rows_at(connection, section, at, *where))
+        with read_transaction(self.engine) as connection:
+            return list(rows_at(connection, section, _existing(connection, version), *where))
 
-    def _remove(
-        self, section: str, rows: list[Any], what: str, author: str, reason: str, based_on: int | None
-    ) -> Version | None:
+    def _remove(self, section: str, rows: list[Any], what: str, **by: Unpack[_ChangeInfo]) -> Version | None:
         if not rows:
             raise InvalidInput(f"the tables have no {section} of {what}")
-        changes = [Remove(section, each.id) for each in rows]
-        return self.write(changes, author=author, reason=reason, based_on=based_on)
+        return self.write([Remove(section, each.id) for each in rows], **by)
 
-    def _signed(self, author: str, reason: str) -> dict[str, Any]:
-        if len(scalars.label(author)) > 200:
-            raise InvalidInput("an author has at most 200 characters")
-        return {"author": author, "reason": scalars.label(reason), "at_us": self._clock.now_us()}
-
-    def _existing(self, version: int | None, newest: int) -> int:
-        if version is None:
-            return newest
-        if not 0 <= version <= newest:
-            raise InvalidInput(f"there is no version {version}; the newest is {newest}")
-        return version
+    def _write(
+        self,
+        connection: Connection,
+        changes: Sequence[Change],
+        *,
+        author: str,
+        reason: str,
+        based_on: int | None = None,
+        restores: int | None = None,
+    ) -> Version | None:
+        if len(scalars.label(author)) > MAX_AUTHOR_LENGTH:
+            raise InvalidInput(f"an author has at most {MAX_AUTHOR_LENGTH} characters")
+        return write(
+            connection,
+            changes,
+            author=author,
+            reason=scalars.label(reason),
+            at_us=self._clock.now_us(),
+            based_on=based_on,
+            restores=restores,
+            expected_version=self._expected_version,
+        )
 
     def _fingerprint(self, key: str) -> str:
-        if self._keys is None:
-            if key.startswith(FINGERPRINT):
-                return ApiKeyHasher(bytes(32)).fingerprint(key)  # nothing is hashed: it is one already
-            raise InvalidConfiguration(
-                "an API key is stored as a keyed hash, and there is no secret to key it with: give secret=, or set "
-                f"{SECRET_VARIABLE}, to what the gates have"
-            )
-        return self._keys.fingerprint(key)
+        if self._hasher is not None:
+            return self._hasher.fingerprint(key)
+        if key.startswith(HASH_PREFIX):
+            return ApiKeyHasher(bytes(32)).fingerprint(key)  # only validates the hash; no secret is needed
+        raise InvalidConfiguration(
+            f"API keys are stored as keyed hashes, and there is no secret to hash with: pass secret= or set "
+            f"{SECRET_VARIABLE}, the same as in the gates"
+        )
+
+
+def _existing(connection: Connection, version: int | None) -> int:
+    newest = newest_version(connection)
+    if version is None:
+        return newest
+    if not 0 <= version <= newest:
+        raise InvalidInput(f"version {version} does not exist; the newest is {newest}")
+    return version
 
 
 def _format(file: str) -> str:
@@ -390,9 +367,9 @@ def _format(file: str) -> str:
     return found
 
 
-def _us(moment: datetime | None) -> int | None:
+def _microseconds(moment: datetime | None) -> int | None:
     return None if moment is None else microseconds(scalars.instant(moment))
 
 
-def _named(who: tuple[str, str]) -> str:
+def _described(who: tuple[str, str]) -> str:
     return who[0] if who[0] == "api_key" else f"{who[0]} {who[1]}"

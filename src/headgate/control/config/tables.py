@@ -1,7 +1,7 @@
-"""The tables of the config store. A row holds from version `since` on, and until before version `until_version`.
+"""The tables of the config store. A row is in force from version `since` until before `until_version`.
 
-So nothing is ever lost: what held at a version, what a version changed, and what has changed since one are questions
-that the rows answer. Migrations bring a database to this shape.
+Rows are never overwritten, so that the state at any version and the changes of a version can be queried. Migrations
+bring a database to this schema.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["AUDIT", "METADATA", "TABLES", "VERSIONS"]
 
 METADATA: Final = MetaData()
 
-_ROW_NUMBER: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers only plain INTEGER keys by itself
+_ROW_NUMBER: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite autoincrements only INTEGER keys
 
 
 def _text(name: str, length: int | None = None, *, nullable: bool = False) -> Column[str]:
@@ -31,7 +31,7 @@ def _number(name: str, *, nullable: bool = False) -> Column[int]:
     return Column(name, BigInteger, nullable=nullable)
 
 
-def _numbers() -> list[Column[int] | Column[str]]:
+def _limit() -> list[Column[int] | Column[str]]:
     return [
         _number("quota"),
         _number("period_us"),
@@ -40,11 +40,11 @@ def _numbers() -> list[Column[int] | Column[str]]:
     ]
 
 
-def _who() -> list[Column[str]]:
+def _client() -> list[Column[str]]:
     return [_text("kind", 50), _text("value", 500)]
 
 
-def _while() -> list[Column[int] | Column[str]]:
+def _validity() -> list[Column[int] | Column[str]]:
     return [
         _number("valid_from_us", nullable=True),
         _number("valid_until_us", nullable=True),
@@ -76,21 +76,21 @@ AUDIT: Final = Table(
     _text("reason", 500),
     Index("headgate_audit_at", "at_us", "number"),
 )
-"""What people did that is no version."""
+"""Audited actions other than versions."""
 
 _COLUMNS: Final[dict[str, list[Column[int] | Column[str]]]] = {
     "documents": [_text("text"), _text("format", 10), _text("name", 500)],
-    "tiers": [_text("tier", 100), _text("limit_name", 100), *_numbers()],
+    "tiers": [_text("tier", 100), _text("limit_name", 100), *_limit()],
     "routes": [_text("path", 1100), _number("cost"), _text("route_class", 100, nullable=True)],
-    "clients": [*_who(), _text("tier", 100, nullable=True), _text("label", 500, nullable=True)],
+    "clients": [*_client(), _text("tier", 100, nullable=True), _text("label", 500, nullable=True)],
     "overrides": [
-        *_who(),
+        *_client(),
         _text("limit_name", 100, nullable=True),
         _text("route_class", 100, nullable=True),
-        *_numbers(),
-        *_while(),
+        *_limit(),
+        *_validity(),
     ],
-    "blocked": [*_who(), *_while()],
+    "blocked": [*_client(), *_validity()],
 }
 
 

@@ -80,7 +80,7 @@ class BasePolicy:
             None if self.document is None else self.document.row,
             [each.row for each in self.tiers] if tiers is None else tiers,
             [each.row for each in self.routes] if routes is None else routes,
-        ).read({})
+        ).compose({})
 
 
 class EffectivePolicy(NamedTuple):
@@ -156,7 +156,7 @@ def compose_effective(
     plain = {section: [each.row for each in rows.get(section, ())] for section in LIST_SECTIONS}
     own: Policy = EMPTY
     if not base.problems and any(plain.values()):
-        own = base.template.read(plain, alone=True)
+        own = base.template.compose(plain, rows_only=True)
     row_ids: dict[int, int] = {}
     for section in LIST_SECTIONS:
         entries = getattr(own, section)
@@ -185,7 +185,7 @@ def base_policy_at(connection: Connection, version: int, document: PolicyDocumen
     problems: tuple[str, ...] = ("there is no policy yet",)
     if given is not None or found["tiers"] or found["routes"]:
         try:
-            policy, problems = template.read({}), ()
+            policy, problems = template.compose({}), ()
         except InvalidPolicy as error:
             problems = error.problems
     entries: dict[tuple[str, str], dict[str, list[Any]]] = {}

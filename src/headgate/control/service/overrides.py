@@ -87,7 +87,7 @@ class OverrideService:
         """The risks of an override, compared with the limits that the client has now and had an hour ago."""
         facts, effective = resolved
         base = effective.base.require_valid()
-        (override,) = base.template.read({"overrides": [row]}, alone=True).overrides
+        (override,) = base.template.compose({"overrides": [row]}, rows_only=True).overrides
         now_us = self._deps.now_us()
 
         def replaced_limits(policy: EffectivePolicy, at_us: int) -> list[Limit]:

@@ -277,7 +277,7 @@ class PolicyService:
         raw_keys.reject_raw_keys(document, None)
         with self._deps.reading() as connection:
             base = base_policy_at(connection, newest_version(connection), document).require_valid()
-            base.template.read(queries.sample_rows(connection))
+            base.template.compose(queries.sample_rows(connection))
         return base
 
     def _risks(self, before: Policy, after: Policy, *, is_document: bool = True) -> Iterator[Risk]:

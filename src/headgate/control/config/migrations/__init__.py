@@ -1,4 +1,4 @@
-"""The shapes that the tables have had, and the steps from each to the next. They run from the package, as Alembic's."""
+"""Schema migrations of the config store, run with Alembic from the package."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ VERSION_TABLE: Final = "headgate_schema"
 
 
 def migrate(connection: Connection) -> None:
-    """Bring the tables to the newest shape, in the transaction that the connection is in."""
+    """Upgrade the tables to the newest revision, within the current transaction."""
     scripts = _scripts()
     if _is_newest(connection, scripts):
         return
 
     def steps(revision: Any, _: MigrationContext) -> list[Any]:
-        return scripts._upgrade_revs("head", revision)  # noqa: SLF001 - what `alembic upgrade` itself asks for
+        return scripts._upgrade_revs("head", revision)  # noqa: SLF001 - as `alembic upgrade` does
 
     with EnvironmentContext(Config(), scripts, fn=steps) as environment:
-        # On SQLite, too, a step is done whole or not at all.
+        # Each migration is atomic on SQLite, too.
         environment.configure(connection=connection, version_table=VERSION_TABLE, transactional_ddl=True)
         environment.run_migrations()
 
 
 def newest_revision() -> str:
-    """The name of the newest shape."""
+    """The newest schema revision."""
     return str(_scripts().get_current_head())
 
 
@@ -44,7 +44,7 @@ def _is_newest(connection: Connection, scripts: ScriptDirectory) -> bool:
     found = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
     if found is not None and found not in {script.revision for script in scripts.walk_revisions()}:
         raise InvalidConfiguration(
-            f"the config store has tables of shape {found}, which a newer headgate has made; upgrade this one"
+            f"the config store has schema revision {found} of a newer headgate version; upgrade headgate"
         )
     return found == scripts.get_current_head()
 

@@ -1,4 +1,4 @@
-"""The first tables."""
+"""Create the versioned tables."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What people did that is no version: sign-ins, tokens, resets. And lists are read a page at a time.
+"""Add the audit log, and indexes for paged lists.
 
-Versions are found by their time. The index by the end of rows leaves out those that have none: SQLite would use it for
-every question about what holds now, and sort all of that for a page.
+The index on the end of rows excludes current rows: SQLite would use it for every query on those, and sort all of them
+for one page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens, sessions, one-time codes, and answers to writes that may be repeated."""
+"""Add tokens, sessions, one-time codes and idempotent responses."""
 
 from __future__ import annotations
 

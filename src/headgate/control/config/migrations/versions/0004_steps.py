@@ -1,4 +1,4 @@
-"""What is usual for each client, and step changes."""
+"""Add traffic baselines and anomalies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Clients are listed by their names, a page at a time: an index finds the first of them, and those after another.
+"""Add an index for paging clients by label.
 
-By the name alone: with the value beside it, the longest ones would not fit into PostgreSQL's indices.
+On the label alone: with the value, the longest rows would exceed the size limit of PostgreSQL indexes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # To the letter what queries sort by: else the index is not used.
+    # Must equal the ORDER BY expression of the queries to be used.
     is_sqlite = op.get_context().dialect.name == "sqlite"
     small = sa.text("lower(label)" if is_sqlite else 'lower(label COLLATE "C") COLLATE "C"')
     has_name = sa.text("until_version IS NULL AND label IS NOT NULL")

@@ -1,3 +1,3 @@
-"""One file for each step. What has been released is never changed: another step is added."""
+"""One file per migration. Released migrations never change."""
 
 __all__: list[str] = []
