@@ -380,7 +380,7 @@ def change_things(town: Town) -> None:
             town.ask("/items/1", x_api_key=HEADER)
         town.clock.set_us((town.clock.now_us() // MINUTE_US + 1) * MINUTE_US + 20_000_000)
         town.pulse.beat()
-        town.watcher.look()
+        town.watcher.check()
     assert town.watcher._webhook.deliver(town.config.engine, town.clock) == 1
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from headgate.control.anomalies.baseline import DAY, Baseline
 from headgate.control.anomalies.detector import Anomaly, AnomalyDetector, AnomalyLog
-from headgate.control.anomalies.tables import STEPS, WATCH
+from headgate.control.anomalies.tables import ANOMALIES, WATCHED_DAYS
 from headgate.control.config import ConfigStore
 from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.telemetry.fleet.status_store import MemoryStatusStore
@@ -55,10 +55,10 @@ class AnomalyFleet:
                 minute = self.minute + index
                 today = minute // DAY
                 if (not index or minute % DAY == 0) and not connection.scalar(
-                    select(WATCH).where(WATCH.c.day == today)
+                    select(WATCHED_DAYS).where(WATCHED_DAYS.c.day == today)
                 ):
                     row = {"day": today, "minutes": 0, "last_minute": self.minute - 1}
-                    connection.execute(WATCH.insert().values(row))
+                    connection.execute(WATCHED_DAYS.insert().values(row))
                 learnt.add(minute, {client: numbers[index]} if index < len(numbers) else {})
             learnt.write(connection)
         self.clock.advance(60 * minutes)
@@ -80,8 +80,8 @@ class AnomalyFleet:
         """A minute with so many requests of the client passes; what is found when it is over."""
         self.tell({} if count is None else {CLIENT: count}, look=look)
         self.clock.set_us((self.minute + 1) * MINUTE_US + 20_000_000)
-        return self.watcher.look()
+        return self.watcher.check()
 
     def rows(self) -> list[Any]:
         with read_transaction(self.store.engine) as connection:
-            return list(connection.execute(select(STEPS).order_by(STEPS.c.minute)))
+            return list(connection.execute(select(ANOMALIES).order_by(ANOMALIES.c.minute)))

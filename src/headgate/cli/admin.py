@@ -198,7 +198,7 @@ def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[Any]:
-    """What looks for step changes, if there are nodes to look at."""
+    """The anomaly detector, if nodes report their status."""
     if (arguments.webhook is None) != (arguments.webhook_secret_file is None):
         raise InvalidInput("--webhook and --webhook-secret-file belong together: who is told must know that it is us")
     if "status_store" not in fleet:

@@ -144,7 +144,7 @@ def frame(found: dict[str, Any], desk: CommandContext, *, width: int) -> Iterato
         yield "Connect each app with control=URL (of the config store), and give it the store of `headgate admin`."
         yield ""
         if not found["nodes"]:
-            yield from _list("step changes", ["when", "client", "what"], _steps(found, desk), out)
+            yield from _list("anomalies", ["when", "client", "what"], _steps(found, desk), out)
             return
     yield ""
     yield from _rates(found, out, width)
@@ -158,7 +158,7 @@ def frame(found: dict[str, Any], desk: CommandContext, *, width: int) -> Iterato
     yield from _list("denied most", ["client", "denied", "allowed", ""], _denied(found), out)
     yield from _list("near their limit", ["client", "limit", "used", "left"], _near(found), out)
     yield from _list("hot keys", ["client", "limit", "a second"], _hot(found), out)
-    yield from _list("step changes", ["when", "client", "what"], _steps(found, desk), out)
+    yield from _list("anomalies", ["when", "client", "what"], _steps(found, desk), out)
 
 
 def _rates(found: dict[str, Any], out: Terminal, width: int) -> Iterator[str]:

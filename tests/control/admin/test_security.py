@@ -26,7 +26,7 @@ from headgate.control.admin import AdminServer, Tokens, create_app, serve
 from headgate.control.admin.middleware import HostAndSecurityHeaders, who_asks
 from headgate.control.admin.sessions import Sessions
 from headgate.control.anomalies.detector import AnomalyDetector
-from headgate.control.anomalies.tables import STEPS
+from headgate.control.anomalies.tables import ANOMALIES
 from headgate.control.anomalies.webhook import Webhook
 from headgate.control.config import ConfigStore, ConfigUnavailable
 from headgate.control.config.engine import read_transaction, write_transaction
@@ -806,7 +806,7 @@ def test_hostile_words_on_the_board_stop_nobody(place: Place, caplog: pytest.Log
     place.clock.advance(80)
     watcher = AnomalyDetector(board, place.config, clock=place.clock)
     with caplog.at_level(logging.WARNING, logger="headgate"):
-        assert watcher.look() == []
+        assert watcher.check() == []
     sums = watcher._sums(place.clock.now_us())
     assert {client for each in sums.values() for client in each} == {("tenant", "hmac:a")}
     watcher.stop()
@@ -819,7 +819,7 @@ def test_a_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: py
         "paths": 1, "looked_at": 1, "last_over": 1, "attempts": 0, "next_us": START_US,
     }  # fmt: skip
     with write_transaction(place.config.engine) as connection:
-        connection.execute(STEPS.insert().values(row))
+        connection.execute(ANOMALIES.insert().values(row))
     webhook = Webhook("http://127.0.0.1:9/hook", "a secret of 16 bytes or more")
 
     def answered(*_: Any, **__: Any) -> None:
@@ -832,7 +832,7 @@ def test_a_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: py
     assert told.isprintable()
     assert len(told) < 400
     with read_transaction(place.config.engine) as connection:
-        assert str(connection.scalar(select(STEPS.c.error))).isprintable()
+        assert str(connection.scalar(select(ANOMALIES.c.error))).isprintable()
 
 
 # ------------------------------------------------------------------ addresses

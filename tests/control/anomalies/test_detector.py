@@ -1,4 +1,4 @@
-"""Step changes are raised once, of clients who do ten times their usual, and told to a webhook until it takes them."""
+"""Anomaly detection: raised once per client at ten times its baseline, and delivered to a webhook until accepted."""
 
 from __future__ import annotations
 
@@ -21,9 +21,17 @@ from headgate import InvalidConfiguration, StoreError
 from headgate.control.admin import Tokens
 from headgate.control.admin.app import create_app
 from headgate.control.anomalies import baseline, webhook
-from headgate.control.anomalies.baseline import DAY, Baseline, TrafficHistory, histories, most_of, percentile, step_of
-from headgate.control.anomalies.detector import Anomaly, AnomalyDetector, AnomalyLog, Sum, judged
-from headgate.control.anomalies.tables import METADATA, MINUTES, STEPS, WATCH
+from headgate.control.anomalies.baseline import (
+    DAY,
+    Baseline,
+    TrafficHistory,
+    bucket_maximum,
+    bucket_of,
+    percentile,
+    read_histories,
+)
+from headgate.control.anomalies.detector import Anomaly, AnomalyDetector, AnomalyLog, MinuteTotal, detect
+from headgate.control.anomalies.tables import ANOMALIES, CLIENT_DAYS, METADATA, WATCHED_DAYS
 from headgate.control.anomalies.webhook import Webhook, sign, verify
 from headgate.control.config import ConfigStore
 from headgate.control.config.engine import read_transaction, write_transaction
@@ -69,22 +77,22 @@ def any_fleet(config_url: str) -> Iterator[AnomalyFleet]:
     made.store.close()
 
 
-# ------------------------------------------------------------------ what is a step change
+# ------------------------------------------------------------------ detection
 
 
-def test_ten_times_the_usual_for_two_minutes_is_a_step_change(any_fleet: AnomalyFleet) -> None:
+def test_ten_times_the_usual_for_two_minutes_is_an_anomaly(any_fleet: AnomalyFleet) -> None:
     any_fleet.learn({20: 200, 7: 2000}, minutes=7 * DAY)
     assert any_fleet.next_minute(210) == []  # one minute may be a slip
-    (step,) = any_fleet.next_minute(230)
-    assert (step.kind, step.key, step.label) == ("tenant", "hmac:acme", "acme")
-    assert (step.before, step.count, step.usual, step.times) == (210, 230, 7, 32.9)
-    assert step.at_us == any_fleet.minute * MINUTE_US
-    assert any_fleet.log.recent() == [step]
-    assert step.text == (
-        "acme sent 230 requests in a minute, and 210 in the one before: 33 times its usual 7. It looks like one bot: "
-        "1 user agent, 1 address and 1 path in 16 requests that were looked at."
+    (anomaly,) = any_fleet.next_minute(230)
+    assert (anomaly.kind, anomaly.key, anomaly.label) == ("tenant", "hmac:acme", "acme")
+    assert (anomaly.before, anomaly.count, anomaly.usual, anomaly.times) == (210, 230, 7, 32.9)
+    assert anomaly.at_us == any_fleet.minute * MINUTE_US
+    assert any_fleet.log.recent() == [anomaly]
+    assert anomaly.text == (
+        "acme sent 230 requests in a minute and 210 in the minute before, 33 times its usual 7. It looks like one bot: "
+        "1 user agent, 1 address and 1 path in 16 sampled requests."
     )
-    assert step.as_dict()["text"] == step.text
+    assert anomaly.as_dict()["text"] == anomaly.text
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,7 @@ def test_ten_times_the_usual_for_two_minutes_is_a_step_change(any_fleet: Anomaly
         ({7: 2000}, 70, 69, False),
         ({100: 500}, 59, 59, False),  # 500 of 10,080 are less than a twentieth: it is mostly silent
         ({100: 500}, 60, 60, True),
-        ({100: 510}, 999, 999, False),  # now they are more, and stand on a step of up to 103
+        ({100: 510}, 999, 999, False),  # now they are more, and are in a bucket of up to 103
         ({100: 510}, 1030, 1030, True),
         ({1: 10_000}, 59, 59, False),
         ({1: 10_000}, 60, 60, True),  # six a minute are usual for everybody
@@ -104,8 +112,10 @@ def test_ten_times_the_usual_for_two_minutes_is_a_step_change(any_fleet: Anomaly
 def test_both_minutes_must_have_ten_times_the_95th_percentile(
     counts: dict[int, int], first: int, second: int, is_one: bool
 ) -> None:
-    history = TrafficHistory({step_of(number): times for number, times in counts.items()}, 7 * DAY)
-    assert (judged(CLIENT, history, Sum("acme", second), Sum("acme", first), START) is not None) is is_one
+    history = TrafficHistory({bucket_of(number): times for number, times in counts.items()}, 7 * DAY)
+    assert (
+        detect(CLIENT, history, MinuteTotal("acme", second), MinuteTotal("acme", first), START) is not None
+    ) is is_one
 
 
 def test_a_pause_between_two_minutes_is_none(fleet: AnomalyFleet) -> None:
@@ -126,7 +136,7 @@ def test_a_client_is_known_since_it_was_first_seen_and_not_since_others_were(fle
     fleet.learn({1: 50}, minutes=3 * DAY + 400, client=("tenant", "hmac:other"))
     fleet.learn({1: 50}, minutes=DAY)
     with read_transaction(fleet.store.engine) as connection:
-        known = histories(connection, [CLIENT, ("tenant", "hmac:other"), ("ip", "new")], fleet.minute // DAY)
+        known = read_histories(connection, [CLIENT, ("tenant", "hmac:other"), ("ip", "new")], fleet.minute // DAY)
     assert {client: history.minutes for client, history in known.items()} == {
         CLIENT: DAY,
         ("tenant", "hmac:other"): 4 * DAY + 400,
@@ -139,7 +149,7 @@ def test_it_is_told_again_only_after_ten_minutes_below(fleet: AnomalyFleet) -> N
     raised = [len(fleet.next_minute(count)) for count in counts]
     assert raised == [0, 1, *[0] * 23, 1]
     assert len(fleet.rows()) == 2
-    assert [step.over for step in fleet.log.recent()] == [False, True]
+    assert [anomaly.over for anomaly in fleet.log.recent()] == [False, True]
     assert fleet.log.recent(1)[0].at_us > fleet.log.recent()[1].at_us
 
 
@@ -149,8 +159,8 @@ def test_what_several_nodes_tell_is_summed_and_looks_are_joined(fleet: AnomalyFl
         fleet.tell({CLIENT: 35}, node="web:1:a", look=(10, 5, 6, 7))
         fleet.tell({CLIENT: 35, ("ip", "hmac:other"): 9}, node="web:2:b", look=(10, 3, 8, 2))
         fleet.clock.set_us((fleet.minute + 1) * MINUTE_US + 20_000_000)
-        found = fleet.watcher.look()
-    assert [(step.count, step.before, step.looked_at) for step in found] == [(70, 70, 40)]
+        found = fleet.watcher.check()
+    assert [(anomaly.count, anomaly.before, anomaly.looked_at) for anomaly in found] == [(70, 70, 40)]
     assert (found[0].agents, found[0].addresses, found[0].paths) == (5, 8, 7)
 
 
@@ -168,11 +178,11 @@ def test_what_several_nodes_tell_is_summed_and_looks_are_joined(fleet: AnomalyFl
     ],
 )
 def test_people_are_told_from_bots(kind: str, agents: int, addresses: int, paths: int, verdict: str) -> None:
-    now, history = Sum("x", 100), TrafficHistory({step_of(1): 50}, 2 * DAY)
+    now, history = MinuteTotal("x", 100), TrafficHistory({bucket_of(1): 50}, 2 * DAY)
     now.traits = TrafficSketch(50, *[(1 << number) - 1 for number in (agents, addresses, paths)])
-    step = judged((kind, "hmac:x"), history, now, Sum("x", 100), START)
-    assert step is not None
-    assert step.verdict == verdict
+    anomaly = detect((kind, "hmac:x"), history, now, MinuteTotal("x", 100), START)
+    assert anomaly is not None
+    assert anomaly.verdict == verdict
 
 
 def test_a_node_with_a_wrong_clock_is_counted_in_the_right_minute(fleet: AnomalyFleet) -> None:
@@ -191,8 +201,8 @@ def test_a_node_with_a_wrong_clock_is_counted_in_the_right_minute(fleet: Anomaly
         fleet.clock.set_us(at_us)
         fleet.board.put(f"minutes/late:2:b:{fleet.minute + 90}", said.encode(), keep=300)
         fleet.clock.advance(20)
-        found = fleet.watcher.look()
-    assert [step.count for step in found] == [80]
+        found = fleet.watcher.check()
+    assert [anomaly.count for anomaly in found] == [80]
 
 
 # ------------------------------------------------------------------ several, and troubles
@@ -206,7 +216,7 @@ def test_of_several_watchers_one_tells(any_fleet: AnomalyFleet) -> None:
         any_fleet.tell({CLIENT: 300})
         any_fleet.clock.set_us((any_fleet.minute + 1) * MINUTE_US + 20_000_000)
         threads = [
-            threading.Thread(target=lambda watcher=watcher: found.extend(watcher.look()))
+            threading.Thread(target=lambda watcher=watcher: found.extend(watcher.check()))
             for watcher in (*others, any_fleet.watcher)
         ]
         for thread in threads:
@@ -219,8 +229,8 @@ def test_of_several_watchers_one_tells(any_fleet: AnomalyFleet) -> None:
     with read_transaction(
         any_fleet.store.engine
     ) as connection:  # each minute is in the history once, whoever looked at it
-        history = histories(connection, [CLIENT], any_fleet.minute // DAY)[CLIENT]
-    assert history.steps == {step_of(1): 50, step_of(300): 3}
+        history = read_histories(connection, [CLIENT], any_fleet.minute // DAY)[CLIENT]
+    assert history.histogram == {bucket_of(1): 50, bucket_of(300): 3}
     assert history.minutes == 2 * DAY + 3
 
 
@@ -228,26 +238,26 @@ def test_what_was_learnt_is_written_and_found_after_a_restart(fleet: AnomalyFlee
     for _ in range(12):
         fleet.next_minute(3)
     with read_transaction(fleet.store.engine) as connection:
-        assert [row.counts for row in connection.execute(select(MINUTES))] == ["3:10"]
+        assert [row.counts for row in connection.execute(select(CLIENT_DAYS))] == ["3:10"]
     fleet.watcher.stop()
     fleet.watcher = AnomalyDetector(fleet.board, fleet.store, clock=fleet.clock)
-    assert fleet.watcher.look() == []  # nothing is counted twice
+    assert fleet.watcher.check() == []  # nothing is counted twice
     fleet.next_minute(40)
     fleet.watcher.stop()
     with read_transaction(fleet.store.engine) as connection:
-        history = histories(connection, [CLIENT], fleet.minute // DAY)[CLIENT]
-    assert history.steps == {3: 12, step_of(40): 1}
+        history = read_histories(connection, [CLIENT], fleet.minute // DAY)[CLIENT]
+    assert history.histogram == {3: 12, bucket_of(40): 1}
     assert history.minutes == 13
 
 
 def test_minutes_that_nobody_has_told_of_are_not_silent_ones(fleet: AnomalyFleet) -> None:
     fleet.next_minute(3)
     fleet.clock.advance(3600)
-    assert fleet.watcher.look() == []
+    assert fleet.watcher.check() == []
     fleet.next_minute(3)
     fleet.watcher.stop()
     with read_transaction(fleet.store.engine) as connection:
-        assert connection.execute(select(WATCH.c.minutes)).scalar() == 2
+        assert connection.execute(select(WATCHED_DAYS.c.minutes)).scalar() == 2
 
 
 def test_troubles_are_told_once_and_end(fleet: AnomalyFleet, caplog: pytest.LogCaptureFixture) -> None:
@@ -260,13 +270,13 @@ def test_troubles_are_told_once_and_end(fleet: AnomalyFleet, caplog: pytest.LogC
         fleet.board.put("minutes/junk:1", b"junk", keep=300)
         fleet.next_minute(3)
     assert [record.message for record in caplog.records] == [
-        "step changes cannot be looked for: away",
-        "what is on the board as 'minutes/junk:1' is no word of a node",
-        "step changes are looked for again",
+        "anomaly detection is unavailable: away",
+        "ignoring an invalid document in the status store: 'minutes/junk:1'",
+        "anomaly detection is available again",
     ]
     fleet.watcher.stop()
     with read_transaction(fleet.store.engine) as connection:
-        assert connection.execute(select(WATCH.c.minutes)).scalar() == 4  # what was missed is still on the board
+        assert connection.execute(select(WATCHED_DAYS.c.minutes)).scalar() == 4  # what was missed is still on the board
 
 
 def _away(*_: Any) -> Any:
@@ -274,56 +284,56 @@ def _away(*_: Any) -> Any:
 
 
 def test_history_is_bounded_in_days_and_clients(fleet: AnomalyFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline, "MOST_CLIENTS", 5)
+    monkeypatch.setattr(baseline, "MAX_CLIENTS_PER_DAY", 5)
     for _ in range(12):
         fleet.learn({1: 3}, minutes=DAY)
     with write_transaction(fleet.store.engine) as connection:
         learnt = Baseline()
         learnt.add(fleet.minute - 1, {("ip", f"hmac:{number}"): 1 for number in range(9)})
         learnt.write(connection)
-        days = connection.execute(select(MINUTES.c.day).order_by(MINUTES.c.day)).scalars().all()
-        assert len(connection.execute(select(WATCH)).all()) == 8
+        days = connection.execute(select(CLIENT_DAYS.c.day).order_by(CLIENT_DAYS.c.day)).scalars().all()
+        assert len(connection.execute(select(WATCHED_DAYS)).all()) == 8
     assert sorted(set(days)) == [START // DAY + number for number in range(4, 12)]
     assert days.count(START // DAY + 11) == 5
 
 
 def test_a_watcher_runs_by_itself_and_leaves_no_thread(fleet: AnomalyFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headgate.control.anomalies.detector.LOOK_EVERY", 0.01)
+    monkeypatch.setattr("headgate.control.anomalies.detector.CHECK_INTERVAL_S", 0.01)
     fleet.learn({1: 50}, minutes=2 * DAY)
     fleet.watcher.start().start()
     for _ in range(2):
         fleet.tell({CLIENT: 300})
         fleet.clock.set_us((fleet.minute + 1) * MINUTE_US + 20_000_000)
-        wait_until(lambda: fleet.watcher._looked_at == fleet.minute - 1, "a look")
-    wait_until(fleet.log.recent, "the step change")
+        wait_until(lambda: fleet.watcher._last_minute == fleet.minute - 1, "a look")
+    wait_until(fleet.log.recent, "the anomaly")
     fleet.watcher.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name == "headgate-steps"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "headgate-anomalies"]
 
 
-def test_a_step_log_is_opened_by_a_url_too(tmp_path: Path) -> None:
+def test_an_anomaly_log_is_opened_by_a_url_too(tmp_path: Path) -> None:
     assert AnomalyLog(f"sqlite:///{tmp_path}/new.db").recent() == []
 
 
 # ------------------------------------------------------------------ what is usual
 
 
-def test_steps_of_the_scale_are_an_eighth_wide_at_most() -> None:
+def test_buckets_are_an_eighth_wide_at_most() -> None:
     before = -1
     for requests in [*range(3000), 10**6, 10**9]:
-        step, most = step_of(requests), most_of(step_of(requests))
+        bucket, most = bucket_of(requests), bucket_maximum(bucket_of(requests))
         assert requests <= most <= requests * 9 / 8
-        assert step - before in (0, 1) or requests >= 10**6
-        before = step
+        assert bucket - before in (0, 1) or requests >= 10**6
+        before = bucket
 
 
 def test_the_percentile_is_that_of_all_minutes() -> None:
     assert percentile({}, 1000) == 0
-    assert percentile({step_of(n): 1 for n in range(1, 11)}, 10) == 10
+    assert percentile({bucket_of(n): 1 for n in range(1, 11)}, 10) == 10
     for silent in range(0, 3000, 100):
         numbers = [0] * silent + [n % 15 for n in range(600)]
         steps: dict[int, int] = {}
         for number in filter(None, numbers):
-            steps[step_of(number)] = steps.get(step_of(number), 0) + 1
+            steps[bucket_of(number)] = steps.get(bucket_of(number), 0) + 1
         assert percentile(steps, len(numbers)) == sorted(numbers)[-(-len(numbers) * 95 // 100) - 1]
 
 
@@ -388,22 +398,22 @@ def receiver() -> Iterator[Receiver]:
 
 
 def raised(fleet: AnomalyFleet) -> Anomaly:
-    """A step change that waits for its webhook."""
+    """An anomaly that waits for its webhook."""
     fleet.learn({1: 50}, minutes=2 * DAY)
     fleet.next_minute(300)
-    (step,) = fleet.next_minute(400)
-    return step
+    (anomaly,) = fleet.next_minute(400)
+    return anomaly
 
 
-def test_a_step_change_is_told_once_signed_and_with_its_id(any_fleet: AnomalyFleet, receiver: Receiver) -> None:
-    step, webhook = raised(any_fleet), Webhook(receiver.url, SECRET)
+def test_an_anomaly_is_sent_once_signed_and_with_its_id(any_fleet: AnomalyFleet, receiver: Receiver) -> None:
+    anomaly, webhook = raised(any_fleet), Webhook(receiver.url, SECRET)
     assert webhook.deliver(any_fleet.store.engine, any_fleet.clock) == 1
     assert webhook.deliver(any_fleet.store.engine, any_fleet.clock) == 0
     (call,) = receiver.calls
     said = json.loads(call.body)
-    assert (call.path, said["type"], said["id"]) == ("/hook", "step-change", step.id)
-    assert said["step"] == step.as_dict()
-    assert call.headers["headgate-event-id"] == step.id
+    assert (call.path, said["type"], said["id"]) == ("/hook", "step-change", anomaly.id)
+    assert said["step"] == anomaly.as_dict()
+    assert call.headers["headgate-event-id"] == anomaly.id
     assert call.headers["content-type"] == "application/json"
     now = any_fleet.clock.now_us() / 1_000_000
     assert verify(call.body, call.headers["headgate-signature"], SECRET, now=now)
@@ -446,7 +456,7 @@ def test_from_a_request_to_the_webhook_and_the_overview(
         fleet.clock.set_us((fleet.minute + 1) * MINUTE_US)
         pulse.beat()
         fleet.clock.advance(20)
-        found.extend(fleet.watcher.look())
+        found.extend(fleet.watcher.check())
 
     with closing(gate), closing(pulse):
         fleet.learn({1: 2 * DAY}, minutes=2 * DAY, client=("tenant", Pseudonymizer(SECRET).written("tenant", "acme")))
@@ -454,12 +464,12 @@ def test_from_a_request_to_the_webhook_and_the_overview(
         assert not found
         minute(900)
         minute(1000)
-        (step,) = found
-        assert (step.kind, step.label, step.count, step.usual) == ("tenant", "tenant acme", 1000, 1)
-        assert step.verdict == verdict
+        (anomaly,) = found
+        assert (anomaly.kind, anomaly.label, anomaly.count, anomaly.usual) == ("tenant", "tenant acme", 1000, 1)
+        assert anomaly.verdict == verdict
         assert webhook.deliver(fleet.store.engine, fleet.clock) == 1
         said = json.loads(receiver.calls[0].body)
-        assert said["step"] == step.as_dict()
+        assert said["step"] == anomaly.as_dict()
         assert said["step"]["verdict"] == verdict
         service = AdminService(
             fleet.store, status_store=fleet.board, anomalies=fleet.log, secret=SECRET, clock=fleet.clock
@@ -478,10 +488,10 @@ def test_from_a_request_to_the_webhook_and_the_overview(
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ((500, {}), "it answered 500"),
-        ((404, {}), "it answered 404"),
-        ((302, {"Location": "/other"}), "it answered 302"),
-        ((307, {"Location": "/other"}), "it answered 307"),
+        ((500, {}), "HTTP status 500"),
+        ((404, {}), "HTTP status 404"),
+        ((302, {"Location": "/other"}), "HTTP status 302"),
+        ((307, {"Location": "/other"}), "HTTP status 307"),
         ((0, {}), "Remote end closed connection without response"),
     ],
 )
@@ -510,13 +520,13 @@ def test_what_is_not_taken_is_sent_again_later(
     assert len({call.headers["headgate-event-id"] for call in receiver.calls}) == 1
     assert (1 + 2 + 4 + 8) * 1_000_000 <= fleet.clock.now_us() - before <= (2 + 4 + 8 + 16) * 1_000_000
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "the webhook did not take a step change",
-        "the webhook is answered again",
+        "the webhook did not accept an anomaly",
+        "the webhook accepts requests again",
     ]
 
 
 def test_pauses_grow_up_to_an_hour_and_are_spread() -> None:
-    pauses = [[webhook.pause(attempts) for _ in range(50)] for attempts in range(40)]
+    pauses = [[webhook.backoff_s(attempts) for _ in range(50)] for attempts in range(40)]
     for attempts, each in enumerate(pauses):
         longest = min(2.0 * 2**attempts, 3600.0)
         assert longest / 2 <= min(each) < max(each) <= longest
@@ -527,9 +537,9 @@ def test_after_a_day_or_when_the_receiver_is_gone_it_is_given_up(fleet: AnomalyF
     receiver.answers = [(410, {})]
     webhook, engine = Webhook(receiver.url, SECRET), fleet.store.engine
     webhook.deliver(engine, fleet.clock)
-    assert [(row.next_us, row.error) for row in fleet.rows()] == [(None, "it answered 410")]
+    assert [(row.next_us, row.error) for row in fleet.rows()] == [(None, "HTTP status 410")]
     with write_transaction(engine) as connection:
-        connection.execute(update(STEPS).values(next_us=0))
+        connection.execute(update(ANOMALIES).values(next_us=0))
     fleet.clock.advance(86_400)
     assert webhook.deliver(engine, fleet.clock) == 0
     assert [(row.next_us, row.attempts) for row in fleet.rows()] == [(None, 1)]
@@ -539,18 +549,18 @@ def test_after_a_day_or_when_the_receiver_is_gone_it_is_given_up(fleet: AnomalyF
 def test_of_too_many_that_wait_the_oldest_are_given_up(
     fleet: AnomalyFleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook, "MOST_WAITING", 3)
-    step = raised(fleet)
+    monkeypatch.setattr(webhook, "MAX_PENDING", 3)
+    anomaly = raised(fleet)
     (row,) = fleet.rows()
     with write_transaction(fleet.store.engine) as connection:
         for number in range(1, 6):
             values = {
                 **row._mapping,
-                "id": f"{step.id[:-1]}{number}x",
+                "id": f"{anomaly.id[:-1]}{number}x",
                 "minute": row.minute - number,
                 "key": f"{number}",
             }
-            connection.execute(STEPS.insert().values(values))
+            connection.execute(ANOMALIES.insert().values(values))
     assert Webhook(receiver.url, SECRET).deliver(fleet.store.engine, fleet.clock) == 3
     assert len(receiver.calls) == 3
 
@@ -571,7 +581,7 @@ def test_two_senders_never_send_the_same_at_the_same_time(any_fleet: AnomalyFlee
 def test_what_waits_is_sent_after_a_restart_by_a_watcher(
     fleet: AnomalyFleet, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(webhook, "CHECK_INTERVAL_S", 0.01)
     raised(fleet)
     watcher = AnomalyDetector(fleet.board, fleet.store, webhook=Webhook(receiver.url, SECRET), clock=fleet.clock)
     watcher.start()

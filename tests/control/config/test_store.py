@@ -18,7 +18,7 @@ from sqlalchemy import event, insert
 
 from headgate import InvalidConfiguration, InvalidInput, InvalidPolicy
 from headgate.control.admin.tables import METADATA as ACCESS
-from headgate.control.anomalies.tables import METADATA as STEPS
+from headgate.control.anomalies.tables import METADATA as ANOMALY_TABLES
 from headgate.control.config import (
     Assignment,
     ConfigStore,
@@ -644,7 +644,7 @@ def test_migrations_lead_to_the_tables_that_are_used(store: ConfigStore) -> None
 
     with read_transaction(store.engine) as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "include_object": ours})
-        assert compare_metadata(context, [METADATA, ACCESS, STEPS]) == []
+        assert compare_metadata(context, [METADATA, ACCESS, ANOMALY_TABLES]) == []
 
 
 def test_pages_of_names_are_found_by_an_index(store: ConfigStore) -> None:

@@ -1,227 +1,215 @@
-"""What is usual for a client: how many requests its minutes have seen in seven days, and their 95th percentile.
+"""Traffic baselines: per client, the 95th percentile of requests per minute over seven days.
 
-Of each client and day there is one row: how many minutes had how many requests, in steps of an eighth at most. Minutes
-without a request are not written down: they are those that were watched and have no number.
+One row per client and day holds a histogram of requests per minute, with buckets at most an eighth wide. Minutes
+without requests are not stored: they are the watched minutes that the histogram does not count.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from sqlalchemy import bindparam, delete, func, insert, select, tuple_, update
 
-from headgate.control.anomalies.tables import MINUTES, WATCH
+from headgate.control.anomalies.tables import CLIENT_DAYS, WATCHED_DAYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection
 
-__all__ = ["DAY", "Baseline", "Client", "TrafficHistory", "histories", "percentile"]
+__all__ = ["DAY", "Baseline", "Client", "TrafficHistory", "percentile", "read_histories"]
 
 logger = logging.getLogger("headgate")
 
 DAY: Final = 1440
 """Minutes."""
-DAYS: Final = 7
+HISTORY_DAYS: Final = 7
 """Before today."""
-MOST_CLIENTS: Final = 20_000
-"""Of one day; those who come after that have no history of it."""
-AT_ONCE: Final = 300
-"""Clients in one question to the database."""
-EXACTLY: Final = 16
+MAX_CLIENTS_PER_DAY: Final = 20_000
+"""Clients beyond this have no history of the day."""
+MAX_CLIENTS_PER_QUERY: Final = 300
+EXACT_BUCKETS: Final = 16
 
 Client: TypeAlias = tuple[str, str]
 """A kind of identity and a keyed hash."""
-Steps: TypeAlias = dict[int, int]
-"""How many minutes there were in each step of the scale."""
+Histogram: TypeAlias = Counter[int]
+"""Minutes by bucket."""
 
 
-def step_of(requests: int) -> int:
-    """The step of the scale on which so many requests stand: each is its own below 16, then eight for each doubling."""
-    if requests < EXACTLY:
+def bucket_of(requests: int) -> int:
+    """The bucket of a number of requests: exact below 16, then eight buckets per doubling."""
+    if requests < EXACT_BUCKETS:
         return requests
     doublings = requests.bit_length() - 4
-    return EXACTLY + 8 * (doublings - 1) + (requests >> doublings) - 8
+    return EXACT_BUCKETS + 8 * (doublings - 1) + (requests >> doublings) - 8
 
 
-def most_of(step: int) -> int:
-    """The most requests that stand on a step."""
-    if step < EXACTLY:
-        return step
-    doublings, part = divmod(step - EXACTLY, 8)
+def bucket_maximum(bucket: int) -> int:
+    """The largest number of requests in a bucket."""
+    if bucket < EXACT_BUCKETS:
+        return bucket
+    doublings, part = divmod(bucket - EXACT_BUCKETS, 8)
     return ((9 + part) << (doublings + 1)) - 1
 
 
-def percentile(steps: Mapping[int, int], minutes: int, share: int = 95) -> int:
-    """What so many of a hundred minutes had at most; all minutes that stand on no step had no request.
+def percentile(histogram: Mapping[int, int], minutes: int, share: int = 95) -> int:
+    """A percentile of requests per minute; minutes outside of the histogram had none.
 
-    >>> percentile({step_of(3): 4, step_of(12): 1}, 20)
+    >>> percentile({bucket_of(3): 4, bucket_of(12): 1}, 20)
     3
-    >>> percentile({step_of(3): 4, step_of(12): 1}, 1000)
+    >>> percentile({bucket_of(3): 4, bucket_of(12): 1}, 1000)
     0
     """
     rank = -(-minutes * share // 100)
-    below = minutes - sum(steps.values())
-    if below >= rank:
+    seen = minutes - sum(histogram.values())
+    if seen >= rank:
         return 0
-    for step in sorted(steps):
-        below += steps[step]
-        if below >= rank:
-            return most_of(step)
-    return most_of(max(steps)) if steps else 0
+    for bucket in sorted(histogram):
+        seen += histogram[bucket]
+        if seen >= rank:
+            return bucket_maximum(bucket)
+    return bucket_maximum(max(histogram)) if histogram else 0
 
 
 class TrafficHistory:
-    """The minutes of one client."""
+    """The watched minutes of one client."""
 
-    __slots__ = ("minutes", "steps")
+    __slots__ = ("histogram", "minutes")
 
-    def __init__(self, steps: Steps, minutes: int) -> None:
-        self.steps = steps
+    def __init__(self, histogram: Mapping[int, int], minutes: int) -> None:
+        self.histogram = Counter(histogram)
         self.minutes = minutes
-        """How many were watched since it was first seen, those without a request included."""
+        """Watched since the client was first seen, including minutes without requests."""
 
     @property
     def usual(self) -> int:
-        """The 95th percentile."""
-        return percentile(self.steps, self.minutes)
+        """The 95th percentile of requests per minute."""
+        return percentile(self.histogram, self.minutes)
 
 
 class Baseline:
-    """Minutes on their way into the tables: they are gathered, and written now and then. Belongs to one thread."""
+    """Collects minutes in memory and writes them to the tables from time to time. Not thread-safe."""
 
     def __init__(self) -> None:
         self._days: dict[int, _Day] = {}
-        self._told: int | None = None
-        """The last day of which was told that it has too many clients."""
+        self._full_day: int | None = None
+        """The last day for which a warning about too many clients was logged."""
 
     def add(self, minute: int, counts: Mapping[Client, int]) -> None:
-        """A minute was watched: clients that are not named here have sent nothing."""
+        """Add a watched minute; clients not in `counts` sent nothing."""
         self._days.setdefault(minute // DAY, _Day()).add(counts)
 
     @property
-    def waiting(self) -> int:
-        """Minutes that are not written yet."""
-        return sum([day.minutes for day in self._days.values()])
+    def pending_minutes(self) -> int:
+        return sum(day.minutes for day in self._days.values())
 
     def write(self, connection: Connection) -> None:
-        """Add them to what others have written."""
+        """Merge the pending minutes into the tables. Call `clear` after the commit."""
         for number, day in sorted(self._days.items()):
             self._write_day(connection, number, day)
         if self._days:
-            before = max(self._days) - DAYS
-            for table in (MINUTES, WATCH):
-                connection.execute(delete(table).where(table.c.day < before))
+            oldest = max(self._days) - HISTORY_DAYS
+            for table in (CLIENT_DAYS, WATCHED_DAYS):
+                connection.execute(delete(table).where(table.c.day < oldest))
 
-    def written(self) -> None:
-        """The transaction has ended well."""
+    def clear(self) -> None:
         self._days = {}
 
     def _write_day(self, connection: Connection, number: int, day: _Day) -> None:
-        watched = connection.execute(select(WATCH.c.minutes).where(WATCH.c.day == number)).scalar() or 0
-        known = _known(connection, day.clients)
-        rows: dict[Client, Steps] = {}
-        for clients in _parts([*day.clients]):
-            asked = select(MINUTES).where(MINUTES.c.day == number, _is_one_of(clients))
-            rows.update({(row.kind, row.key): _read(row.counts) for row in connection.execute(asked)})
-        new = [client for client in day.clients if client not in rows]
-        room = MOST_CLIENTS - self._number_of_clients(connection, number)
-        if len(new) > room and self._told != number:
-            self._told = number
-            logger.warning("more than %d clients today: what is usual is not learnt of all of them", MOST_CLIENTS)
-        changed = [
-            {"of_kind": client[0], "of_key": client[1], "counts": _written(_sum(rows[client], day.clients[client][1]))}
-            for client in rows
+        watched = WATCHED_DAYS.c.day == number
+        watched_minutes = connection.execute(select(WATCHED_DAYS.c.minutes).where(watched)).scalar() or 0
+        known = _known_clients(connection, day.clients)
+        stored: dict[Client, Histogram] = {}
+        for clients in _chunks(day.clients):
+            query = select(CLIENT_DAYS).where(CLIENT_DAYS.c.day == number, _is_one_of(clients))
+            stored.update({(row.kind, row.key): _decode(row.counts) for row in connection.execute(query)})
+        new = [client for client in day.clients if client not in stored]
+        count = select(func.count()).select_from(CLIENT_DAYS).where(CLIENT_DAYS.c.day == number)
+        room = max(MAX_CLIENTS_PER_DAY - connection.execute(count).scalar_one(), 0)
+        if len(new) > room and self._full_day != number:
+            self._full_day = number
+            logger.warning("more than %d clients today: not all of them get a traffic baseline", MAX_CLIENTS_PER_DAY)
+        updates = [
+            {"of_kind": client[0], "of_key": client[1], "counts": _encode(histogram + day.clients[client][1])}
+            for client, histogram in stored.items()
         ]
-        if changed:
+        if updates:
             where = (
-                MINUTES.c.day == number,
-                MINUTES.c.kind == bindparam("of_kind"),
-                MINUTES.c.key == bindparam("of_key"),
+                CLIENT_DAYS.c.day == number,
+                CLIENT_DAYS.c.kind == bindparam("of_kind"),
+                CLIENT_DAYS.c.key == bindparam("of_key"),
             )
-            connection.execute(update(MINUTES).where(*where).values(counts=bindparam("counts")), changed)
-        made = [
+            connection.execute(update(CLIENT_DAYS).where(*where).values(counts=bindparam("counts")), updates)
+        inserts = [
             {
                 "day": number,
                 "kind": client[0],
                 "key": client[1],
-                "missing": 0 if client in known else watched + day.clients[client][0],
-                "counts": _written(day.clients[client][1]),
+                "missing": 0 if client in known else watched_minutes + day.clients[client][0],
+                "counts": _encode(day.clients[client][1]),
             }
-            for client in new[: max(room, 0)]
+            for client in new[:room]
         ]
-        if made:
-            connection.execute(insert(MINUTES), made)
-        connection.execute(update(WATCH).where(WATCH.c.day == number).values(minutes=WATCH.c.minutes + day.minutes))
-
-    @staticmethod
-    def _number_of_clients(connection: Connection, number: int) -> int:
-        asked = select(func.count()).select_from(MINUTES).where(MINUTES.c.day == number)
-        return connection.execute(asked).scalar_one()
+        if inserts:
+            connection.execute(insert(CLIENT_DAYS), inserts)
+        connection.execute(update(WATCHED_DAYS).where(watched).values(minutes=WATCHED_DAYS.c.minutes + day.minutes))
 
 
 class _Day:
     def __init__(self) -> None:
         self.minutes = 0
-        self.clients: dict[Client, tuple[int, Steps]] = {}
-        """After how many of these minutes each was first seen, and its own."""
+        self.clients: dict[Client, tuple[int, Histogram]] = {}
+        """Per client, the number of these minutes before it was first seen, and its histogram."""
 
     def add(self, counts: Mapping[Client, int]) -> None:
         for client, requests in counts.items():
-            known = self.clients.get(client)
-            if known is None:
-                known = self.clients[client] = self.minutes, {}
-            step = step_of(requests)
-            known[1][step] = known[1].get(step, 0) + 1
+            _, histogram = self.clients.setdefault(client, (self.minutes, Counter()))
+            histogram[bucket_of(requests)] += 1
         self.minutes += 1
 
 
-def histories(connection: Connection, clients: Iterable[Client], today: int) -> dict[Client, TrafficHistory]:
-    """What is known of these clients, over today and the seven days before; nothing of those who are new."""
-    since = today - DAYS
-    watched = {row.day: row.minutes for row in connection.execute(select(WATCH).where(WATCH.c.day >= since))}
+def read_histories(connection: Connection, clients: Iterable[Client], today: int) -> dict[Client, TrafficHistory]:
+    """The histories of clients over today and the seven days before; new clients have none."""
+    since = today - HISTORY_DAYS
+    watched = {
+        row.day: row.minutes for row in connection.execute(select(WATCHED_DAYS).where(WATCHED_DAYS.c.day >= since))
+    }
     found: dict[Client, TrafficHistory] = {}
-    for some in _parts([*clients]):
-        asked = select(MINUTES).where(MINUTES.c.day >= since, _is_one_of(some)).order_by(MINUTES.c.day)
-        for row in connection.execute(asked):
+    for some in _chunks(clients):
+        query = select(CLIENT_DAYS).where(CLIENT_DAYS.c.day >= since, _is_one_of(some)).order_by(CLIENT_DAYS.c.day)
+        for row in connection.execute(query):
             client = row.kind, row.key
-            if client not in found:  # the first of its days
-                minutes = sum([number for day, number in watched.items() if day >= row.day])
+            if client not in found:  # its first day
+                minutes = sum(number for day, number in watched.items() if day >= row.day)
                 found[client] = TrafficHistory({}, minutes - row.missing)
-            history = found[client]
-            history.steps = _sum(history.steps, _read(row.counts))
+            found[client].histogram += _decode(row.counts)
     return found
 
 
-def _known(connection: Connection, clients: Iterable[Client]) -> set[Client]:
-    """Those of whom there is anything."""
+def _known_clients(connection: Connection, clients: Iterable[Client]) -> set[Client]:
     found: set[Client] = set()
-    for some in _parts([*clients]):
-        asked = select(MINUTES.c.kind, MINUTES.c.key).where(_is_one_of(some)).distinct()
-        found |= {(row.kind, row.key) for row in connection.execute(asked)}
+    for some in _chunks(clients):
+        query = select(CLIENT_DAYS.c.kind, CLIENT_DAYS.c.key).where(_is_one_of(some)).distinct()
+        found |= {(row.kind, row.key) for row in connection.execute(query)}
     return found
 
 
 def _is_one_of(clients: Sequence[Client]):  # type: ignore[no-untyped-def] # SQLAlchemy's own
-    return tuple_(MINUTES.c.kind, MINUTES.c.key).in_(clients)
+    return tuple_(CLIENT_DAYS.c.kind, CLIENT_DAYS.c.key).in_(clients)
 
 
-def _parts(clients: list[Client]) -> Iterator[list[Client]]:
-    for start in range(0, len(clients), AT_ONCE):
-        yield clients[start : start + AT_ONCE]
+def _chunks(clients: Iterable[Client]) -> Iterator[list[Client]]:
+    everyone = list(clients)
+    for start in range(0, len(everyone), MAX_CLIENTS_PER_QUERY):
+        yield everyone[start : start + MAX_CLIENTS_PER_QUERY]
 
 
-def _sum(one: Steps, other: Mapping[int, int]) -> Steps:
-    return {step: one.get(step, 0) + other.get(step, 0) for step in {**one, **other}}
+def _encode(histogram: Histogram) -> str:
+    return " ".join(f"{bucket}:{histogram[bucket]}" for bucket in sorted(histogram))
 
 
-def _written(steps: Steps) -> str:
-    """Steps and minutes in turn."""
-    return " ".join([f"{step}:{steps[step]}" for step in sorted(steps)])
-
-
-def _read(text: str) -> Steps:
+def _decode(text: str) -> Histogram:
     pairs = [pair.partition(":") for pair in text.split()]
-    return {int(step): int(minutes) for step, _, minutes in pairs}
+    return Counter({int(bucket): int(minutes) for bucket, _, minutes in pairs})

@@ -1,4 +1,4 @@
-"""A step change, as a value: what it is, what it looks like, and how that is said."""
+"""A traffic anomaly as a value, and its classification."""
 
 from __future__ import annotations
 
@@ -7,70 +7,68 @@ from typing import Any, Final, Literal
 
 from headgate.telemetry.fleet.rollups import MINUTE_US
 
-__all__ = ["BELOW", "FLOOR", "TIMES", "Anomaly", "step_of_row", "verdict_on"]
+__all__ = ["COOLDOWN_MINUTES", "MIN_BASELINE", "THRESHOLD_FACTOR", "Anomaly", "anomaly_from_row", "classify"]
 
-TIMES: Final = 10
-"""How many times the usual a minute must have."""
-FLOOR: Final = 6
-"""Requests a minute that are usual for everybody: whoever sends one a day does not alarm with ten."""
-BELOW: Final = 10
-"""Minutes for which a client is back below before it can alarm again."""
-MANY: Final = 4
-"""Different user agents, paths and addresses that one program does not have."""
+THRESHOLD_FACTOR: Final = 10
+"""A minute is anomalous from this multiple of the baseline."""
+MIN_BASELINE: Final = 6
+"""The least baseline, in requests per minute, so that ten requests of a rare client are no anomaly."""
+COOLDOWN_MINUTES: Final = 10
+"""Minutes below the threshold after which an anomaly is over."""
+MIN_DISTINCT: Final = 4
+"""Distinct user agents, addresses and paths from which traffic is taken for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """A client that does ten times what it usually does at most."""
+    """A client whose traffic is at least ten times its baseline for two minutes."""
 
     id: str
     at_us: int
     """The end of the second minute."""
     kind: str
     key: str
-    """Its keyed hash."""
+    """The keyed hash of the client."""
     label: str
     count: int
-    """Requests in the second of the two minutes."""
+    """Requests in the second minute."""
     before: int
-    """Requests in the first of them."""
+    """Requests in the first minute."""
     usual: int
-    """What 95 of 100 of its minutes had at most, in the seven days before."""
+    """The baseline: the 95th percentile of requests per minute over seven days."""
     times: float
-    """How many times that `count` is; at least 6 a minute are taken as usual for everybody."""
+    """`count` as a multiple of the baseline, which is at least 6 requests per minute here."""
     verdict: Literal["one bot", "people"]
-    """What it looks like."""
     agents: int
-    """Different user agents among the requests that were looked at."""
+    """Distinct user agents among the sampled requests."""
     addresses: int
     paths: int
     looked_at: int
-    """How many requests these numbers are from."""
+    """The number of sampled requests."""
     over: bool = False
-    """Whether it has been back below for ten minutes."""
+    """True after ten minutes below the threshold."""
 
     @property
     def text(self) -> str:
-        """The same in words."""
-        if self.looked_at:
-            seen = (
-                f"{_of(self.agents, 'user agent')}, {_of(self.addresses, 'address', 'addresses')} and "
-                f"{_of(self.paths, 'path')} in {_of(self.looked_at, 'request')} that {_were(self.looked_at)} looked at"
-            )
-        else:
-            seen = "none of its requests were looked at"
+        """A description in two sentences."""
+        sample = (
+            f"{_count(self.agents, 'user agent')}, {_count(self.addresses, 'address', 'addresses')} and "
+            f"{_count(self.paths, 'path')} in {_count(self.looked_at, 'sampled request')}"
+            if self.looked_at
+            else "no requests were sampled"
+        )
+        usual = max(self.usual, MIN_BASELINE)
         return (
-            f"{self.label} sent {self.count:,} requests in a minute, and {self.before:,} in the one before: "
-            f"{self.times:,.0f} times its usual {max(self.usual, FLOOR):,}. It looks like {self.verdict}: {seen}."
+            f"{self.label} sent {self.count:,} requests in a minute and {self.before:,} in the minute before, "
+            f"{self.times:,.0f} times its usual {usual:,}. It looks like {self.verdict}: {sample}."
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """All fields and the text, for JSON."""
         return {**asdict(self), "text": self.text}
 
 
-def step_of_row(row: Any, now_minute: int) -> Anomaly:
-    """A step change as it is kept."""
+def anomaly_from_row(row: Any, now_minute: int) -> Anomaly:
     return Anomaly(
         id=row.id,
         at_us=(row.minute + 1) * MINUTE_US,
@@ -80,26 +78,21 @@ def step_of_row(row: Any, now_minute: int) -> Anomaly:
         count=row.requests,
         before=row.requests_before,
         usual=row.usual,
-        times=round(row.requests / max(row.usual, FLOOR), 1),
+        times=round(row.requests / max(row.usual, MIN_BASELINE), 1),
         verdict=row.verdict,
         agents=row.agents,
         addresses=row.addresses,
         paths=row.paths,
         looked_at=row.looked_at,
-        over=now_minute - row.last_over > BELOW,
+        over=now_minute - row.last_over > COOLDOWN_MINUTES,
     )
 
 
-def verdict_on(kind: str, agents: int, addresses: int, paths: int) -> Literal["one bot", "people"]:
-    """Many programs, from many places, that want different things, are people. Whoever is known by its address has one
-    in any case."""
-    mixed = [agents, paths] if kind == "ip" else [agents, addresses, paths]
-    return "people" if min(mixed) >= MANY else "one bot"
+def classify(kind: str, agents: int, addresses: int, paths: int) -> Literal["one bot", "people"]:
+    """Mixed traffic is from people. A client identified by its address has only one of those."""
+    distinct = [agents, paths] if kind == "ip" else [agents, addresses, paths]
+    return "people" if min(distinct) >= MIN_DISTINCT else "one bot"
 
 
-def _of(number: int, one: str, many: str | None = None) -> str:
+def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def _were(number: int) -> str:
-    return "was" if number == 1 else "were"

@@ -1,4 +1,4 @@
-"""What is usual for each client, and step changes: tables beside those of the config store, made by its migrations."""
+"""Tables of traffic baselines and anomalies, created by the migrations of the config store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from sqlalchemy import BigInteger, Column, Index, MetaData, String, Table, Text
 
-__all__ = ["METADATA", "MINUTES", "STEPS", "WATCH"]
+__all__ = ["ANOMALIES", "CLIENT_DAYS", "METADATA", "WATCHED_DAYS"]
 
 METADATA: Final = MetaData()
 
@@ -15,7 +15,7 @@ def _number(name: str, *, nullable: bool = False) -> Column[int]:
     return Column(name, BigInteger, nullable=nullable)
 
 
-MINUTES: Final = Table(
+CLIENT_DAYS: Final = Table(
     "headgate_minutes",
     METADATA,
     Column("day", BigInteger, primary_key=True, autoincrement=False),
@@ -25,19 +25,19 @@ MINUTES: Final = Table(
     Column("counts", Text, nullable=False),
     Index("headgate_minutes_client", "kind", "key"),
 )
-"""How many requests clients have sent in the minutes of a day (since 1970, UTC); `missing` are the minutes of the day
-before a client was first seen."""
+"""A client's histogram of requests per minute on a day (since 1970, UTC). `missing` is the number of watched minutes of
+that day before the client was first seen."""
 
-WATCH: Final = Table(
+WATCHED_DAYS: Final = Table(
     "headgate_watch",
     METADATA,
     Column("day", BigInteger, primary_key=True, autoincrement=False),
     _number("minutes"),
     _number("last_minute"),
 )
-"""How many minutes of a day are counted in the other table, and the last that somebody has looked at."""
+"""The number of watched minutes of a day, and the last minute that a detector has processed."""
 
-STEPS: Final = Table(
+ANOMALIES: Final = Table(
     "headgate_steps",
     METADATA,
     Column("id", String(40), primary_key=True),
@@ -62,4 +62,4 @@ STEPS: Final = Table(
     Index("headgate_steps_minute", "minute"),
     Index("headgate_steps_next", "next_us"),
 )
-"""Step changes, and how far their webhook has come: `next_us` is when it is tried next, None if never."""
+"""Anomalies and the state of their delivery; `next_us` is the time of the next webhook attempt, or None."""

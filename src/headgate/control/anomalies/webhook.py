@@ -1,6 +1,6 @@
-"""Tells a URL of step changes: signed, tried again until somebody takes them, and kept over restarts.
+"""Delivers anomalies to a webhook: signed, retried until accepted, and persistent across restarts.
 
-A receiver checks that a request is ours, and new, with `verify`.
+Receivers authenticate requests with `verify`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from sqlalchemy import select, update
 
 from headgate._fork import at_work
-from headgate.control.anomalies.model import step_of_row
-from headgate.control.anomalies.tables import STEPS
+from headgate.control.anomalies.model import anomaly_from_row
+from headgate.control.anomalies.tables import ANOMALIES
 from headgate.control.config.engine import ConfigUnavailable, read_transaction, write_transaction
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.fleet.rollups import MINUTE_US
@@ -36,27 +36,26 @@ if TYPE_CHECKING:
     from headgate.clock import Clock
     from headgate.control.anomalies.model import Anomaly
 
-__all__ = ["SIGNATURE", "Webhook", "sign", "verify"]
+__all__ = ["SIGNATURE_HEADER", "Webhook", "sign", "verify"]
 
 logger = logging.getLogger("headgate")
 
-SIGNATURE: Final = "Headgate-Signature"
-EVENT_ID: Final = "Headgate-Event-Id"
-FIRST_PAUSE: Final = 2.0
-LONGEST_PAUSE: Final = 3600.0
-"""Seconds between two attempts; they double from the one to the other."""
-GIVEN_UP_US: Final = 86_400_000_000
-"""After a day nobody wants to know any more."""
-MOST_WAITING: Final = 1_000
-"""Of those that were not taken: the oldest are given up."""
-AT_ONCE: Final = 10
-LOOK_EVERY: Final = 1.0
-LEAST_SECRET: Final = 16
-GONE: Final = 410
+SIGNATURE_HEADER: Final = "Headgate-Signature"
+EVENT_ID_HEADER: Final = "Headgate-Event-Id"
+MIN_BACKOFF_S: Final = 2.0
+MAX_BACKOFF_S: Final = 3600.0
+MAX_AGE_US: Final = 86_400_000_000
+"""Older anomalies are not delivered."""
+MAX_PENDING: Final = 1_000
+"""Beyond this, the oldest undelivered anomalies are dropped."""
+BATCH_SIZE: Final = 10
+CHECK_INTERVAL_S: Final = 1.0
+MIN_SECRET_BYTES: Final = 16
+HTTP_GONE: Final = 410
 
 
 def sign(body: bytes, secret: str | bytes, *, at: int) -> str:
-    """What stands in the header: when it was signed, and the keyed hash of that and the body.
+    """The value of the Headgate-Signature header: the time, and an HMAC of the time and the body.
 
     >>> sign(b"{}", "a secret of 16 bytes or more", at=1700000000)[:30]
     't=1700000000,v1=00a0525359907c'
@@ -65,10 +64,10 @@ def sign(body: bytes, secret: str | bytes, *, at: int) -> str:
 
 
 def verify(body: bytes, header: str, secret: str | bytes, *, tolerance: float = 300, now: float | None = None) -> bool:
-    """Whether a request is from whoever has the secret, and at most `tolerance` seconds old.
+    """True if a request was signed with the secret and is at most `tolerance` seconds old.
 
-    `body` are the bytes as they came, `header` is the value of Headgate-Signature. Answer 400 if it is not, and do
-    nothing. A request that was sent twice has the same Headgate-Event-Id.
+    `body` is the raw request body, `header` the value of Headgate-Signature. Otherwise respond with 400. A retried
+    request has the same Headgate-Event-Id.
     """
     fields: dict[str, list[str]] = {}
     for part in header.split(",")[:10]:
@@ -77,11 +76,13 @@ def verify(body: bytes, header: str, secret: str | bytes, *, tolerance: float = 
     stamp = fields.get("t", [""])[0]
     if not (stamp.isascii() and stamp.isdigit() and len(stamp) <= 12):
         return False
-    # There may be two, while a secret is changed.
-    wanted = _hash(body, secret, int(stamp)).encode()
-    is_ours = any(hmac.compare_digest(wanted, value.encode("utf-8", "replace")) for value in fields.get("v1", ()))
+    # Two signatures are allowed, for rotating the secret.
+    expected = _hash(body, secret, int(stamp)).encode()
+    is_authentic = any(
+        hmac.compare_digest(expected, value.encode("utf-8", "replace")) for value in fields.get("v1", ())
+    )
     age = (time.time() if now is None else now) - int(stamp)
-    return is_ours and abs(age) <= tolerance
+    return is_authentic and abs(age) <= tolerance
 
 
 def _hash(body: bytes, secret: str | bytes, at: int) -> str:
@@ -90,10 +91,10 @@ def _hash(body: bytes, secret: str | bytes, at: int) -> str:
 
 
 class Webhook:
-    """Where step changes are told: give it to a `Watcher`."""
+    """A webhook that receives anomalies; pass it to an `AnomalyDetector`."""
 
     def __init__(self, url: str, secret: str | bytes, *, timeout: float = 10.0) -> None:
-        """`secret` is what requests are signed with: 16 bytes or more, which the receiver has, too."""
+        """`secret` signs the requests: at least 16 bytes, shared with the receiver."""
         parts = urlsplit(url)
         try:
             is_url = (
@@ -102,12 +103,12 @@ class Webhook:
         except ValueError:
             is_url = False
         if not is_url or not url.isascii() or not url.isprintable() or " " in url:
-            raise InvalidConfiguration("a webhook is an address that starts with http:// or https://")
+            raise InvalidConfiguration("invalid webhook URL; it must start with http:// or https://")
         if parts.username is not None or parts.password is not None:
-            raise InvalidConfiguration("a webhook's address bears no password: what is sent there is signed")
+            raise InvalidConfiguration("the webhook URL must not contain a password; requests are signed instead")
         given = secret.encode() if isinstance(secret, str) else secret
-        if len(given) < LEAST_SECRET:
-            raise InvalidConfiguration(f"the webhook's secret is too short: give {LEAST_SECRET} random bytes or more")
+        if len(given) < MIN_SECRET_BYTES:
+            raise InvalidConfiguration(f"the webhook secret is too short; use at least {MIN_SECRET_BYTES} random bytes")
         self._url = url
         self._secret = given
         self._timeout = timeout
@@ -117,124 +118,129 @@ class Webhook:
     def __repr__(self) -> str:
         return f"Webhook({urlsplit(self._url).hostname!r})"
 
-    def send(self, step: Anomaly, *, now_us: int) -> None:
-        """Tell of one, now. Raises OSError, with what was wrong, if nobody took it."""
+    def send(self, anomaly: Anomaly, *, now_us: int) -> None:
+        """Send one request. Raises OSError if it is not accepted."""
         body = json.dumps(
             {
                 "type": "step-change",
-                "id": step.id,
-                "at": datetime.fromtimestamp(step.at_us / 1_000_000, UTC).isoformat(),
-                "step": step.as_dict(),
+                "id": anomaly.id,
+                "at": datetime.fromtimestamp(anomaly.at_us / 1_000_000, UTC).isoformat(),
+                "step": anomaly.as_dict(),
             }
         ).encode()
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "headgate",
             "Headgate-Event": "step-change",
-            EVENT_ID: step.id,
-            SIGNATURE: sign(body, self._secret, at=now_us // 1_000_000),
+            EVENT_ID_HEADER: anomaly.id,
+            SIGNATURE_HEADER: sign(body, self._secret, at=now_us // 1_000_000),
         }
         request = urllib.request.Request(self._url, body, headers, method="POST")
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
-                response.read(1024)  # what it says is nobody's business; that it was taken is
+                response.read(1024)  # the content does not matter
         except urllib.error.HTTPError as error:
             with error:
                 raise WebhookRejected(error.code) from None
 
     def deliver(self, engine: Engine, clock: Clock) -> int:
-        """Send what is due; how many were taken."""
-        taken = 0
-        for row in self._due(engine, clock.now_us()):
-            step = step_of_row(row, row.minute)
+        """Send all due anomalies. Returns how many were accepted."""
+        accepted = 0
+        for row in self._claim_due(engine, clock.now_us()):
             try:
-                self.send(step, now_us=clock.now_us())
+                self.send(anomaly_from_row(row, row.minute), now_us=clock.now_us())
             except (OSError, HTTPException, ValueError) as error:
-                self._failed(engine, row, error, clock.now_us())
+                self._reschedule(engine, row, error, clock.now_us())
             else:
-                taken += 1
-                _note(engine, row.id, delivered_us=clock.now_us(), next_us=None, error=None)
+                accepted += 1
+                _update(engine, row.id, delivered_us=clock.now_us(), next_us=None, error=None)
                 if self._is_failing:
-                    logger.warning("the webhook is answered again")
+                    logger.warning("the webhook accepts requests again")
                 self._is_failing = False
-        return taken
+        return accepted
 
     def deliver_forever(self, engine: Engine, clock: Clock, stop: threading.Event) -> None:
-        """Until told to stop."""
-        while not stop.wait(LOOK_EVERY):
+        """Deliver until `stop` is set."""
+        while not stop.wait(CHECK_INTERVAL_S):
             try:
                 self.deliver(engine, clock)
             except ConfigUnavailable:
-                pass  # whoever looks for step changes says so, and these stay where they are
-            except Exception:  # a bug of ours must not end it
-                logger.exception("step changes could not be told to the webhook")
+                pass  # logged by the detector; delivery continues later
+            except Exception:  # keep running
+                logger.exception("webhook delivery failed")
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ internals
 
-    def _due(self, engine: Engine, now_us: int) -> list[Any]:
-        """What is to be sent now. Nobody else sends the same while this one waits for an answer."""
-        is_due = STEPS.c.next_us <= now_us
+    def _claim_due(self, engine: Engine, now_us: int) -> list[Any]:
+        """The rows to send now, reserved so that no other process sends them meanwhile."""
+        is_due = ANOMALIES.c.next_us <= now_us
         with (
             at_work(),
             read_transaction(engine) as connection,
-        ):  # mostly there is nothing, and nobody is kept waiting for that
-            if connection.execute(select(STEPS.c.id).where(is_due).limit(1)).scalar() is None:
+        ):  # usually nothing is due, and no lock is needed
+            if connection.execute(select(ANOMALIES.c.id).where(is_due).limit(1)).scalar() is None:
                 return []
         with at_work(), write_transaction(engine) as connection:
-            newest = select(STEPS.c.minute).where(STEPS.c.next_us.is_not(None)).order_by(STEPS.c.minute.desc())
-            beyond = connection.execute(newest.offset(MOST_WAITING).limit(1)).scalar()
-            oldest = max((now_us - GIVEN_UP_US) // MINUTE_US, -1 if beyond is None else beyond)
-            connection.execute(update(STEPS).where(STEPS.c.minute <= oldest).values(next_us=None))
-            due = connection.execute(select(STEPS).where(is_due).order_by(STEPS.c.next_us).limit(AT_ONCE)).all()
-            taken = STEPS.c.id.in_([row.id for row in due])
-            # All of them in turn, should each take as long as it may.
-            held_us = now_us + round((self._timeout + 1) * 1_000_000 * len(due))
-            connection.execute(update(STEPS).where(taken).values(next_us=held_us, attempts=STEPS.c.attempts + 1))
+            newest = (
+                select(ANOMALIES.c.minute).where(ANOMALIES.c.next_us.is_not(None)).order_by(ANOMALIES.c.minute.desc())
+            )
+            beyond = connection.execute(newest.offset(MAX_PENDING).limit(1)).scalar()
+            oldest = max((now_us - MAX_AGE_US) // MINUTE_US, -1 if beyond is None else beyond)
+            connection.execute(update(ANOMALIES).where(ANOMALIES.c.minute <= oldest).values(next_us=None))
+            due = connection.execute(
+                select(ANOMALIES).where(is_due).order_by(ANOMALIES.c.next_us).limit(BATCH_SIZE)
+            ).all()
+            claimed = ANOMALIES.c.id.in_([row.id for row in due])
+            # Long enough to send all of them one after the other, should each time out.
+            reserved_until_us = now_us + round((self._timeout + 1) * 1_000_000 * len(due))
+            connection.execute(
+                update(ANOMALIES).where(claimed).values(next_us=reserved_until_us, attempts=ANOMALIES.c.attempts + 1)
+            )
             return list(due)
 
-    def _failed(self, engine: Engine, row: Any, error: Exception, now_us: int) -> None:
-        # What a receiver answers may be among the words: it must not write lines of its own into a log.
+    def _reschedule(self, engine: Engine, row: Any, error: Exception, now_us: int) -> None:
+        # The message may contain the response: escape it, so that it cannot forge log lines.
         reason = ascii(str(error) or type(error).__name__)[1:-1][:200]
         if not self._is_failing:
-            logger.warning("the webhook did not take a step change: %s; it is tried again for a day", reason)
+            logger.warning("the webhook did not accept an anomaly: %s; retrying for up to a day", reason)
         self._is_failing = True
-        is_over = isinstance(error, WebhookRejected) and error.status == GONE
-        next_us = None if is_over else now_us + round(pause(row.attempts) * 1_000_000)
-        _note(engine, row.id, error=reason, next_us=next_us)
+        is_final = isinstance(error, WebhookRejected) and error.status == HTTP_GONE
+        next_us = None if is_final else now_us + round(backoff_s(row.attempts) * 1_000_000)
+        _update(engine, row.id, error=reason, next_us=next_us)
 
 
-def pause(attempts: int) -> float:
-    """Seconds until the next attempt, after one more than so many; spread, so that not all come at the same moment."""
-    longest: float = min(FIRST_PAUSE * 2 ** min(attempts, 30), LONGEST_PAUSE)
+def backoff_s(attempts: int) -> float:
+    """The delay before the next attempt: exponential, with jitter."""
+    longest: float = min(MIN_BACKOFF_S * 2 ** min(attempts, 30), MAX_BACKOFF_S)
     return longest * random.uniform(0.5, 1.0)
 
 
 class WebhookRejected(OSError):
-    """The receiver has answered, but not that it took it."""
+    """The receiver responded with an error status."""
 
     def __init__(self, status: int) -> None:
-        super().__init__(f"it answered {status}")
+        super().__init__(f"HTTP status {status}")
         self.status = status
 
 
-class _WithoutRedirects(urllib.request.HTTPRedirectHandler):
-    """Whoever is told is the one who was named: a redirect is no answer."""
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Treats redirects as errors, so that nothing is sent to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _opener(host: str) -> urllib.request.OpenerDirector:
-    handlers: list[Any] = [_WithoutRedirects()]
+    handlers: list[Any] = [_NoRedirects()]
     try:
-        is_here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        is_here = False
-    if is_here:  # no proxy leads there
+        is_local = False
+    if is_local:  # do not use a proxy
         handlers.append(urllib.request.ProxyHandler({}))
     return urllib.request.build_opener(*handlers)
 
 
-def _note(engine: Engine, id: str, **values: Any) -> None:
+def _update(engine: Engine, id: str, **values: Any) -> None:
     with at_work(), write_transaction(engine) as connection:
-        connection.execute(update(STEPS).where(STEPS.c.id == id).values(values))
+        connection.execute(update(ANOMALIES).where(ANOMALIES.c.id == id).values(values))
