@@ -156,7 +156,7 @@ def test_all_failure_policies_of_a_limiter_see_the_same_fleet() -> None:
 def test_who_is_alive_to_ask_is_a_node() -> None:
     fleet = FleetShare(nodes=3)
     fleet.nodes = 0
-    assert (fleet.nodes, fleet.part_of(Limit(10, MINUTE)).quota) == (1, 2)
+    assert (fleet.nodes, fleet.local_limit(Limit(10, MINUTE)).quota) == (1, 2)
 
 
 def test_shares_are_taken_as_they_are_written() -> None:
@@ -173,7 +173,7 @@ def test_shares_are_taken_as_they_are_written() -> None:
 def test_what_is_no_share_is_refused(share: Any) -> None:
     with pytest.raises(InvalidConfiguration) as refused:
         FleetShare(share=share)
-    told = f"share={share!r} is no share of a limit: give a number above 0, up to 1, like 0.2"
+    told = f"share={share!r} is not a share: give a number above 0 and at most 1, like 0.2"
     assert str(refused.value) == told
     fleet = FleetShare()
     with pytest.raises(InvalidConfiguration):
@@ -183,16 +183,16 @@ def test_what_is_no_share_is_refused(share: Any) -> None:
 
 @pytest.mark.parametrize("nodes", [0, -1, 1.5, True, "4", None])
 def test_what_is_no_number_of_nodes_is_refused(nodes: Any) -> None:
-    with pytest.raises(InvalidConfiguration, match="cannot be: give how many there are"):
+    with pytest.raises(InvalidConfiguration, match="is not a number of nodes"):
         FleetShare(nodes=nodes)
 
 
 def test_however_many_limits_there_are_few_are_kept_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headgate.failure.MOST_LIMITS", 10)
+    monkeypatch.setattr("headgate.failure.MAX_CACHED_LIMITS", 10)
     fleet = FleetShare()
-    parts = [fleet.part_of(Limit(quota, MINUTE)).quota for quota in range(5, 105, 5)]
+    parts = [fleet.local_limit(Limit(quota, MINUTE)).quota for quota in range(5, 105, 5)]
     assert parts == list(range(1, 21))
-    assert len(fleet._parts[1]) <= 10
+    assert len(fleet._portion[1]) <= 10
 
 
 # ------------------------------------------------------------------ the answers
@@ -232,10 +232,10 @@ def test_a_lease_that_was_taken_locally_is_renewed_and_left_locally() -> None:
 
     assert (enter("a"), enter("b")) == (True, False)
     clock.advance(50)
-    assert (node.tell(Renew(room, "a"), AWAY), node.tell(Renew(room, "b"), AWAY)) == (True, False)
+    assert (node.answer(Renew(room, "a"), AWAY), node.answer(Renew(room, "b"), AWAY)) == (True, False)
     clock.advance(50)
     assert not enter("b")
-    assert (node.tell(Leave(room, "b"), AWAY), node.tell(Leave(room, "a"), AWAY)) == (False, True)
+    assert (node.answer(Leave(room, "b"), AWAY), node.answer(Leave(room, "a"), AWAY)) == (False, True)
     assert enter("b")
 
 
@@ -243,14 +243,14 @@ def test_a_lease_that_was_taken_locally_is_renewed_and_left_locally() -> None:
 def test_refunds_find_nobody_to_take_them(mode: Any) -> None:
     policy, key = FailurePolicy(mode, FakeClock()), Limit(10, MINUTE).by("ada")
     policy.decide(Check((key,), 2), AWAY)
-    assert policy.tell(Refund(key, 2), AWAY) is False
+    assert policy.answer(Refund(key, 2), AWAY) is False
 
 
 @pytest.mark.parametrize("mode", ["open", "closed"])
 def test_without_local_counting_no_lease_is_known(mode: Any) -> None:
     policy, room = FailurePolicy(mode, FakeClock()), Limit(5, MINUTE, algorithm="concurrency").by("ada")
     policy.decide(Check((room,), 1, "a"), AWAY)
-    assert (policy.tell(Renew(room, "a"), AWAY), policy.tell(Leave(room, "a"), AWAY)) == (False, False)
+    assert (policy.answer(Renew(room, "a"), AWAY), policy.answer(Leave(room, "a"), AWAY)) == (False, False)
 
 
 @pytest.mark.parametrize("cost", [0, 1, 5, (10, 5)])
@@ -278,4 +278,4 @@ def test_raise_raises_what_the_store_raised() -> None:
     with pytest.raises(StoreUnavailable, match="nobody is there"):
         policy.decide(Check((key,), 1), AWAY)
     with pytest.raises(StoreUnavailable, match="nobody is there"):
-        policy.tell(Refund(key, 1), AWAY)
+        policy.answer(Refund(key, 1), AWAY)

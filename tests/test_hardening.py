@@ -15,7 +15,7 @@ from headgate import Decision, Limit, StoreError, StoreTimeout
 from headgate.events import EventEmitter
 from headgate.failure import FleetShare
 from headgate.local.block_list import BlockList
-from headgate.local.ledger import BATCH, Debt, OutageLedger, settle
+from headgate.local.ledger import MAX_BATCH, OutageDebt, OutageLedger, settle
 from headgate.local.tier import LocalTier
 from headgate.stores.operations import Check, Refund
 from headgate.stores.redis import encoding as wire_module
@@ -108,18 +108,22 @@ def test_what_one_shard_may_have_charged_is_not_charged_again(
 def test_what_is_settled_is_not_more_than_there_is_time_for() -> None:
     """To look at all debts of a long outage took longer than the time to settle them: none ever were."""
     ledger = OutageLedger(FakeClock(10**15))
-    for number in range(10 * BATCH):
-        ledger.note(Check((Limit(5, HOUR).by(number),), 2))
+    for number in range(10 * MAX_BATCH):
+        ledger.record(Check((Limit(5, HOUR).by(number),), 2))
     seconds = count()
     looked_at: list[int] = []
 
     def run_all(checks: list[Check]) -> list[Decision]:
-        looked_at.append(10 * BATCH - ledger.debt.keys)
+        looked_at.append(10 * MAX_BATCH - ledger.debt.keys)
         return [Decision(True, check.keys, ((3, 0, 0, 0),), None) for check in checks]
 
-    told = settle(ledger, run_all, most_seconds=2.5, now=lambda: float(next(seconds)))
-    assert looked_at == [BATCH, 2 * BATCH]
-    assert (told.charged, told.left, ledger.debt) == (4 * BATCH, 16 * BATCH, Debt(8 * BATCH, 16 * BATCH))
+    told = settle(ledger, run_all, timeout_s=2.5, now=lambda: float(next(seconds)))
+    assert looked_at == [MAX_BATCH, 2 * MAX_BATCH]
+    assert (told.charged, told.left, ledger.debt) == (
+        4 * MAX_BATCH,
+        16 * MAX_BATCH,
+        OutageDebt(8 * MAX_BATCH, 16 * MAX_BATCH),
+    )
 
 
 def test_a_server_that_hangs_is_asked_last_where_the_others_are() -> None:
@@ -181,7 +185,7 @@ def front() -> LocalTier:
 
 def test_a_child_can_block_though_its_parent_was_about_to() -> None:
     blocks = BlockList()
-    with blocks._mutex:
+    with blocks._lock:
         assert in_a_child(lambda: blocks.set("tenant", "acme", None, None)) == 0
 
 
@@ -198,12 +202,12 @@ def test_a_child_gives_nothing_back_that_its_parent_has_prepaid(front: LocalTier
 def test_a_child_looks_for_what_there_is_to_do_at_its_first_check(front: LocalTier) -> None:
     looks: list[int] = []
     front.ensure = lambda: looks.append(1)
-    front.checks, front.is_alert = 4, False
+    front.checks, front.is_active = 4, False
 
     def check() -> None:
         front.checks += 1
-        assert front.is_alert
-        front.at_once(Check((Limit(5, HOUR).by("ada"),), 1))
+        assert front.is_active
+        front.try_local(Check((Limit(5, HOUR).by("ada"),), 1))
         assert looks
 
     assert in_a_child(check) == 0

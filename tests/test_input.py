@@ -578,7 +578,7 @@ def test_a_url_that_leads_nowhere_is_refused_when_it_is_read(url: str) -> None:
     ],
 )
 def test_a_url_is_read_in_full(url: str, options: dict[str, Any]) -> None:
-    found = Limiter(url)._store.factory.options
+    found = Limiter(url).engine.store.factory.options
     assert {name: found.get(name) for name in options} == options
 
 

@@ -302,7 +302,7 @@ LIMIT = Limit.parse("2/minute", name="mail")
 
 def test_limiters_count_from_nothing_and_without_their_store() -> None:
     for limiter in (Limiter(UNREACHABLE), Limiter(clock=FakeClock())):
-        limiter.check(LIMIT, cost=2) if limiter._memory else None
+        limiter.check(LIMIT, cost=2) if limiter.engine.memory else None
         with isolated_limits() as limits:
             assert [limiter.check(LIMIT).allowed for _ in range(3)] == [True, True, False]
             limits.clock.advance(30)
@@ -311,7 +311,7 @@ def test_limiters_count_from_nothing_and_without_their_store() -> None:
             assert limiter.peek(LIMIT).remaining == 2
             assert limiter.acquire(LIMIT, cost=2).allowed
             assert limiter.acquire(LIMIT, cost=2, timeout=60).allowed, "the clock moves instead of waiting"
-        if limiter._memory:
+        if limiter.engine.memory:
             assert limiter.peek(LIMIT).remaining == 0, "as before the block"
         else:
             with pytest.raises(StoreUnavailable):

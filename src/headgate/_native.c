@@ -28,7 +28,7 @@ enum {
     DECISION_ID,
     DECISION_DEGRADED,
     DECISION_AT_US,
-    DECISION_AGAIN_US,
+    DECISION_NEXT_ALLOWED_US,
     DECISION_COST,
     DECISION_FIELDS
 };
@@ -143,7 +143,7 @@ new_decision(const ModuleState *state, bool is_allowed, PyObject *keys, PyObject
     PyTuple_SET_ITEM(decision, DECISION_ID, Py_NewRef(id));
     PyTuple_SET_ITEM(decision, DECISION_DEGRADED, Py_NewRef(Py_None));
     PyTuple_SET_ITEM(decision, DECISION_AT_US, Py_NewRef(now_us));
-    PyTuple_SET_ITEM(decision, DECISION_AGAIN_US, PyLong_FromLong(0)); /* cannot fail: small ints exist once */
+    PyTuple_SET_ITEM(decision, DECISION_NEXT_ALLOWED_US, PyLong_FromLong(0)); /* cannot fail: small ints exist once */
     PyTuple_SET_ITEM(decision, DECISION_COST, Py_NewRef(cost));
     return decision;
 }

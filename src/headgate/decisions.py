@@ -1,4 +1,4 @@
-"""The answer: whether a request may pass, and all that a client, a header or a support person wants to know of it."""
+"""Decisions: whether a request may pass, and everything that clients, headers and operators need to know about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Decision", "Outcome"]
 
 
 class Outcome(NamedTuple):
-    """What one limit said. On a denial, limits that would have let the request pass are still allowed, and unspent."""
+    """The verdict of one limit. In a denial, limits that would have let the request pass are allowed and uncharged."""
 
     limit: Limit
     key: Key
@@ -23,15 +23,15 @@ class Outcome(NamedTuple):
     remaining: int
     """The largest cost that would pass now."""
     retry_after_us: int | None
-    """0 if allowed; else exactly how long until the same request passes, None if it never will."""
+    """0 if allowed; otherwise the exact time until the same request passes, None if it never will."""
     reset_after_us: int
-    """How long until the key is as new, if nothing else happens."""
+    """The time until the counter is as new, if nothing else happens."""
     delay_us: int
-    """How long an admitted request waits for its turn in a leaky bucket; 0 elsewhere."""
+    """The delay of an admitted request in a leaky bucket; 0 elsewhere."""
 
     @property
     def unsatisfiable(self) -> bool:
-        """The request costs more than the whole limit: waiting will not help."""
+        """True if the request costs more than the whole limit, so that waiting does not help."""
         return self.retry_after_us is None
 
     @property
@@ -48,36 +48,36 @@ class Outcome(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Whether the request may pass, over all its limits. True in an `if` exactly when it is allowed.
+    """The decision on a request over all its limits; true in an `if` exactly when it is allowed.
 
-    Times are seconds as floats, with the exact integers in microseconds beside them; `outcomes` has each limit's
-    own answer.
+    Times are seconds as floats, and exact integers in microseconds with the suffix `_us`; `outcomes` has the verdict of
+    each limit.
     """
 
     allowed: bool
     keys: tuple[Key, ...]
     verdicts: tuple[Verdict, ...]
     id: str | None = None
-    """The id of the request. Concurrency limits hold a lease under it, and generate one where none is given."""
+    """The id of the request. Concurrency limits hold a lease under it, and generate one if none is given."""
     degraded: str | None = None
-    """Why this answer is not the store's own: what failed, and what answered instead. None for an exact answer."""
+    """The failure mode that decided in place of the store, and the error; None for an exact decision of the store."""
     at_us: int = 0
-    """The instant of the decision on the store's clock."""
-    again_us: int = 0
-    """How long until the same request would pass again, where the store has said so; 0: at once, or not said.
+    """The instant of the decision by the store's clock."""
+    next_allowed_us: int = 0
+    """The time until the same request would pass again, if the store reports it; 0: at once, or not reported.
 
-    Redis says so of an allowed request that leaves one of its limits with less than it costs: exactly, if nothing else
-    happens, and never of one that holds a lease. The memory store never does: to ask it costs no more than to remember.
+    Redis reports it for an allowed request that leaves one of its limits with less than it costs: exactly, if nothing
+    else happens, and never for a lease. The memory store does not, as asking it costs no more than a cache.
     """
     cost: int | tuple[int, ...] = 0
-    """The cost of the request: one number for all keys, or one for each, in their order."""
+    """The cost of the request: one number for all keys, or one for each."""
 
     def __bool__(self) -> bool:
         return self.allowed
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Each limit's own answer, in the order of the call."""
+        """The verdict of each limit, in the order of the keys."""
         return tuple(
             Outcome(
                 key.limit,
@@ -91,8 +91,13 @@ class Decision(NamedTuple):
             for key, (remaining, retry_us, reset_us, delay_us) in zip(self.keys, self.verdicts, strict=True)
         )
 
+    @property
+    def leased_keys(self) -> list[Key]:
+        """The keys on which the request holds a lease."""
+        return [key for key in self.keys if key.limit.algorithm == "concurrency"] if self.allowed else []
+
     def consumed(self, key: Key) -> int | None:
-        """The amount that the request was charged on a key: 0 if it was denied, None if it did not name the key."""
+        """The amount charged to a key: 0 if the request was denied, None if the key is not one of its keys."""
         counter = key.limit.space, key.identity
         for index, each in enumerate(self.keys):
             if (each.limit.space, each.identity) == counter:
@@ -102,23 +107,23 @@ class Decision(NamedTuple):
 
     @property
     def remaining(self) -> int:
-        """The largest cost that would pass now: the least of the limits'."""
+        """The largest cost that would pass now under all limits."""
         return min([verdict[0] for verdict in self.verdicts])
 
     @property
     def retry_after_us(self) -> int | None:
-        """0 if allowed; else exactly how long until the same request passes; None if it never will."""
+        """0 if allowed; otherwise the exact time until the same request passes; None if it never will."""
         waits = [verdict[1] for verdict in self.verdicts]
         return None if NEVER in waits else max(waits)
 
     @property
     def reset_after_us(self) -> int:
-        """How long until every limit is as new, if nothing else happens."""
+        """The time until every counter is as new, if nothing else happens."""
         return max([verdict[2] for verdict in self.verdicts])
 
     @property
     def delay_us(self) -> int:
-        """How long to wait before going on, where a leaky bucket shapes the traffic; 0 elsewhere and on denials."""
+        """The time to wait before going on, if a leaky bucket shapes the traffic; 0 elsewhere and for denials."""
         return max([verdict[3] for verdict in self.verdicts]) if self.allowed else 0
 
     @property
@@ -136,17 +141,17 @@ class Decision(NamedTuple):
 
     @property
     def unsatisfiable(self) -> bool:
-        """The request costs more than one of its limits could ever allow."""
+        """True if the request costs more than one of its limits can ever allow."""
         return self.retry_after_us is None
 
     @property
     def denied_by(self) -> tuple[str, ...]:
-        """The names of all limits that denied, in the order of the call."""
+        """The names of all limits that denied, in the order of the keys."""
         return tuple([key.limit.name for key, verdict in zip(self.keys, self.verdicts, strict=True) if verdict[1]])
 
     @property
     def reason(self) -> str:
-        """Why, in words that can be pasted into a log or a mail.
+        """The reason as a text for logs and mails.
 
         >>> from datetime import timedelta
         >>> from headgate import Limit, Limiter

@@ -1,4 +1,4 @@
-"""What happens to a limiter's store, as values: for the log, for whoever is told, and for those who ask afterwards."""
+"""Events in the life of a limiter's store: outages, recoveries, lost state."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ LEVELS: Final[Mapping[EventKind, int]] = {
 
 
 class Event(NamedTuple):
-    """Something that operators want to know of.
+    """An event that operators want to know of.
 
     "store-lost": requests are decided without the store from now on; "store-away": they still are; "store-back": no
-    more; "settled": what they were allowed meanwhile is charged; "state-lost": a server has forgotten its counts;
+    longer; "settled": what was admitted in the meantime is charged; "state-lost": a server has lost its counters;
     "moved": another server has taken over.
     """
 
     kind: EventKind
     at_us: int
-    """On this machine's clock, since the epoch."""
+    """By this machine's clock, since the epoch."""
     text: str
-    """For people."""
+    """A message for people."""
     details: Mapping[str, Any]
-    """For machines: the numbers that stand in the text."""
+    """The numbers of the message."""
 
 
 class EventEmitter:
@@ -51,11 +51,11 @@ class EventEmitter:
     def add_listener(self, listener: Callable[[Event], Any]) -> None:
         self._listeners = (*self._listeners, listener)
 
-    def tell(self, kind: EventKind, text: str, **details: Any) -> None:
+    def emit(self, kind: EventKind, text: str, **details: Any) -> None:
         logger.log(LEVELS[kind], "%s", text)
         event = Event(kind, time.time_ns() // 1000, text, details)
         for listener in self._listeners:
             try:
                 listener(event)
             except Exception:
-                logger.exception("on_event failed on %s; nothing else depends on it", kind)
+                logger.exception("on_event failed on %s", kind)

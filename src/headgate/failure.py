@@ -1,11 +1,11 @@
-"""What a limiter answers when its store cannot: raise, open, closed or local."""
+"""Failure modes: the answer of a limiter when its store fails (raise, open, closed or local)."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from fractions import Fraction
 from math import isfinite
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, get_args
 
 from headgate.algorithms import ALGORITHMS, NEVER
 from headgate.decisions import Decision
@@ -13,22 +13,21 @@ from headgate.errors import InvalidConfiguration
 from headgate.keys import Key
 from headgate.limits import EXACT, HORIZON_US, Limit
 from headgate.stores.memory import MemoryStore
-from headgate.stores.operations import Check, Refund
+from headgate.stores.operations import Check, Leave, Renew
 
 if TYPE_CHECKING:
     from headgate.algorithms import Verdict
     from headgate.clock import Clock
     from headgate.errors import StoreError
-    from headgate.stores.operations import Leave, Renew
+    from headgate.stores.operations import Call
 
-__all__ = ["FailureMode", "FailurePolicy", "FleetShare", "local_limit"]
+__all__ = ["FailureMode", "FailurePolicy", "Fallback", "FleetShare", "local_limit"]
 
 FailureMode: TypeAlias = Literal["raise", "open", "closed", "local"]
 
 CLOSED_RETRY_US: Final = 1_000_000
-"""When to come back to a limiter that fails closed: nobody knows, so soon, but not at once."""
-MOST_LIMITS: Final = 10_000
-"""So many local limits are kept ready; those who make limits by the million pay for each again."""
+"""The retry time of a limiter that fails closed: the end of the outage is unknown."""
+MAX_CACHED_LIMITS: Final = 10_000
 
 _OPEN: Final = (0, 0, 0, 0)
 _CLOSED: Final = (0, CLOSED_RETRY_US, CLOSED_RETRY_US, 0)
@@ -36,171 +35,179 @@ _CLOSED: Final = (0, CLOSED_RETRY_US, CLOSED_RETRY_US, 0)
 _new_tuple = tuple.__new__
 
 
-class FleetShare:
-    """How much of each limit a node allows by itself while the store is away: `share` of it, over all live `nodes`.
+class Fallback(Protocol):
+    """Answers in place of a store that has failed."""
 
-    One is shared by all failure policies of a limiter. Heartbeats set `nodes`; when the store is gone there are none,
-    and the last number stays.
+    def decide(self, check: Check, error: StoreError) -> Decision:
+        """Decide a check, or raise the error."""
+
+    def answer(self, operation: Call, error: StoreError) -> bool:
+        """The result of an operation that is not a check, or raise the error."""
+
+
+class FleetShare:
+    """The part of each limit that a node allows by itself during an outage: `share` of it, divided by the live `nodes`.
+
+    Shared by all failure policies of a limiter. Heartbeats set `nodes`; during an outage the last number stays.
 
     >>> fleet = FleetShare(share=0.2)
     >>> fleet.nodes = 50
-    >>> str(fleet.part_of(Limit(1000, timedelta(seconds=1))))
+    >>> str(fleet.local_limit(Limit(1000, timedelta(seconds=1))))
     '4 per second, token_bucket'
     """
 
     def __init__(self, *, share: Fraction | float = Fraction(1, 5), nodes: int = 1) -> None:
         if type(nodes) is not int or nodes < 1:
-            raise InvalidConfiguration(f"nodes={nodes!r} cannot be: give how many there are, a whole number from 1")
+            raise InvalidConfiguration(f"nodes={nodes!r} is not a number of nodes: give a whole number of at least 1")
         self._share, self._nodes = _checked_share(share), nodes
-        self._turn()
+        self._update()
 
     @property
     def share(self) -> Fraction:
-        """Of each limit, how much all nodes allow together."""
+        """The part of each limit that all nodes allow together."""
         return self._share
 
     @share.setter
     def share(self, share: Fraction | float) -> None:
         self._share = _checked_share(share)
-        self._turn()
+        self._update()
 
     @property
     def nodes(self) -> int:
-        """How many nodes are alive. Whoever asks is: it is never less than 1."""
+        """The number of live nodes, this one included."""
         return self._nodes
 
     @nodes.setter
     def nodes(self, nodes: int) -> None:
         if nodes != self._nodes:
             self._nodes = max(1, nodes)
-            self._turn()
+            self._update()
 
-    def part_of(self, limit: Limit) -> Limit:
-        """The part of the limit that is one node's own."""
-        portion, parts = self._parts
-        part = parts.get(limit)
-        if part is None:
-            if len(parts) >= MOST_LIMITS:
-                parts.clear()
-            part = parts[limit] = local_limit(limit, portion)
-        return part
+    def local_limit(self, limit: Limit) -> Limit:
+        """The part of a limit that one node allows."""
+        portion, limits = self._portion
+        local = limits.get(limit)
+        if local is None:
+            if len(limits) >= MAX_CACHED_LIMITS:
+                limits.clear()
+            local = limits[limit] = local_limit(limit, portion)
+        return local
 
-    def _turn(self) -> None:
-        # Both at once, so that no thread keeps a part of the old portion among those of the new one.
-        self._parts: tuple[Fraction, dict[Limit, Limit]] = self._share / self._nodes, {}
+    def _update(self) -> None:
+        # One assignment: no thread may add a limit of the old portion to those of the new one.
+        self._portion: tuple[Fraction, dict[Limit, Limit]] = self._share / self._nodes, {}
 
 
 class FailurePolicy:
-    """The agreed answer for when the store fails."""
+    """A failure mode, with the counters of mode `local`."""
 
     def __init__(self, mode: FailureMode, clock: Clock, fleet: FleetShare | None = None) -> None:
         if mode not in get_args(FailureMode):
             raise InvalidConfiguration(f"on_failure={mode!r} is unknown; use 'raise', 'open', 'closed' or 'local'")
         self.mode: FailureMode = mode
         self._fleet = FleetShare() if fleet is None else fleet
-        self._local = MemoryStore(clock, max_keys=100_000)
+        self._counters = MemoryStore(clock, max_keys=100_000)
 
-    def decide(self, call: Check, error: StoreError) -> Decision:
+    def decide(self, check: Check, error: StoreError) -> Decision:
         if self.mode == "raise":
             raise error
-        why = f"{self.mode}: {error}"
+        reason = f"{self.mode}: {error}"
         if self.mode == "local":
-            return self._decide_locally(call, why)
-        keys, cost, id = call
-        verdict = _CLOSED if self.mode == "closed" and (cost if type(cost) is int else any(call.costs)) else _OPEN
+            return self._decide_locally(check, reason)
+        keys, cost, id = check
+        verdict = _CLOSED if self.mode == "closed" and (cost if type(cost) is int else any(check.costs)) else _OPEN
         verdicts: tuple[Verdict, ...] = (verdict,) * len(keys)
-        if any([each > key[0].capacity for key, each in zip(keys, call.costs, strict=True)]):  # noqa: C419 - quicker
-            verdict, verdicts = _CLOSED, _with_what_cannot_be(call, verdicts)  # which one knows without the store
-        return _new_tuple(Decision, (verdict is _OPEN, keys, verdicts, id, why, 0, 0, cost))
+        if any([each > key[0].capacity for key, each in zip(keys, check.costs, strict=True)]):  # noqa: C419 - faster
+            verdict, verdicts = _CLOSED, _mark_unsatisfiable(check, verdicts)  # known without the store
+        return _new_tuple(Decision, (verdict is _OPEN, keys, verdicts, id, reason, 0, 0, cost))
 
-    def tell(self, call: Refund | Renew | Leave, error: StoreError) -> bool:
+    def answer(self, operation: Call, error: StoreError) -> bool:
         if self.mode == "raise":
             raise error
-        if self.mode != "local" or isinstance(call, Refund):
+        if self.mode != "local" or not isinstance(operation, Leave | Renew):
             return False
-        # A lease that was taken here: without this it would hold its place until its time is over.
-        held: bool = self._local.run(call._replace(key=self._local_key(call.key)))
+        # The lease was taken here: without this it would count until it expires.
+        held: bool = self._counters.run(operation._replace(key=self._local_key(operation.key)))
         return held
 
-    def _decide_locally(self, call: Check, why: str) -> Decision:
-        keys, cost, id = call
-        local = self._local.decide(Check(tuple([self._local_key(key) for key in keys]), cost, id))
+    def _decide_locally(self, check: Check, reason: str) -> Decision:
+        keys, cost, id = check
+        local = self._counters.decide(Check(tuple([self._local_key(key) for key in keys]), cost, id))
         verdicts = local.verdicts
         if not local.allowed:
-            # What is too large for this node's part is not so for the limit: it passes when the store is back.
+            # A cost that is too large for this node's part may fit the limit: it passes when the store is back.
             verdicts = tuple(
                 (verdict[0], CLOSED_RETRY_US, *verdict[2:])
                 if verdict[1] == NEVER and cost <= key.limit.capacity
                 else verdict
-                for key, cost, verdict in zip(keys, call.costs, verdicts, strict=True)
+                for key, cost, verdict in zip(keys, check.costs, verdicts, strict=True)
             )
-        return Decision(local.allowed, keys, verdicts, id, why, local.at_us, 0, cost)
+        return Decision(local.allowed, keys, verdicts, id, reason, local.at_us, 0, cost)
 
     def _local_key(self, key: Key) -> Key:
         limit, parts, identity = key
-        return _new_tuple(Key, (self._fleet.part_of(limit), parts, identity))
+        return _new_tuple(Key, (self._fleet.local_limit(limit), parts, identity))
 
 
-def _with_what_cannot_be(call: Check, verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
+def _mark_unsatisfiable(check: Check, verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
     return tuple(
         (verdict[0], NEVER, *verdict[2:]) if cost > key.limit.capacity else verdict
-        for key, cost, verdict in zip(call.keys, call.costs, verdicts, strict=True)
+        for key, cost, verdict in zip(check.keys, check.costs, verdicts, strict=True)
     )
 
 
 def local_limit(limit: Limit, portion: Fraction) -> Limit:
-    """That portion of the limit, in the same shape, never more generous than the portion but where there is no less.
+    """A portion of a limit, of the same algorithm, and never more than the portion unless that is less than 1.
 
-    A bucket keeps its rate exactly, and so much of its burst as is whole, at least 1. A window keeps its length, and
-    its quota is rounded down: so many per window is what it promises. Where less than one per window is left, the
-    window becomes longer.
+    A bucket keeps its rate exactly, and its burst is rounded down, to at least 1. A window keeps its length, and its
+    quota is rounded down. If less than one per window is left, the window becomes longer.
 
     >>> str(local_limit(Limit(10, timedelta(minutes=1)), Fraction(1, 250)))
     '1 per 25 minutes, token_bucket'
     """
     whole = max(1, int(limit.capacity * portion))
     if limit.algorithm == "concurrency":
-        # A place is no rate: less than one cannot be had by waiting longer, and with none nobody would get in at all.
-        # The period is for how long a holder is believed to be there, which has nothing to do with how many nodes are.
-        return _made(limit, whole, limit.period_us)
+        # A place is not a rate: less than one would admit nothing. The period is the lease time, which does not depend
+        # on the number of nodes.
+        return _resized(limit, whole, limit.period_us)
     rate = limit.quota * portion / limit.period_us
     if rate * HORIZON_US < 1:
-        return _made(limit, 1, HORIZON_US)  # less than one in ten years: there is no slower limit
+        return _resized(limit, 1, HORIZON_US)  # the slowest limit: one in ten years
     if not ALGORITHMS[limit.algorithm].SHAPES_BURST:
-        return _made(limit, whole, max(limit.period_us, -int(-whole // rate)))
-    # If its numbers would leave exactness, it is the nearest rate below whose don't.
+        return _resized(limit, whole, max(limit.period_us, -int(-whole // rate)))
+    # The rate itself, or the nearest lower one whose numbers stay exact.
     exact = _nearest_below(rate, min(HORIZON_US, int((EXACT - 1) / (whole + rate))))
     times, uneven = divmod(limit.period_us, exact.denominator)
-    times = 1 if uneven else times  # in the limit's own period, where that is possible
-    # And nothing takes longer than ten years to fill.
+    times = 1 if uneven else times  # in the limit's own period if possible
+    # A bucket may take at most ten years to fill.
     burst = min(whole, int(exact * HORIZON_US))
-    return _made(limit, exact.numerator * times, exact.denominator * times, burst)
+    return _resized(limit, exact.numerator * times, exact.denominator * times, burst)
 
 
-def _made(limit: Limit, quota: int, period_us: int, burst: int | None = None) -> Limit:
+def _resized(limit: Limit, quota: int, period_us: int, burst: int | None = None) -> Limit:
     period = timedelta(microseconds=period_us)
     return Limit(quota, period, burst=burst, algorithm=limit.algorithm, name=limit.name)
 
 
-def _nearest_below(number: Fraction, most: int) -> Fraction:
-    """The largest fraction that is not above the number, and whose denominator is at most so large."""
-    if number.denominator <= most:
+def _nearest_below(number: Fraction, max_denominator: int) -> Fraction:
+    """The largest fraction that is not above the number and has at most that denominator."""
+    if number.denominator <= max_denominator:
         return number
-    # The continued fraction: two neighbours, one on each side of the number, that come ever closer.
+    # Continued fraction: two neighbours, one on each side of the number, that converge to it.
     one, other = (0, 1), (1, 0)
     numerator, denominator = number.numerator, number.denominator
     while True:
         steps = numerator // denominator
-        if one[1] + steps * other[1] > most:
+        if one[1] + steps * other[1] > max_denominator:
             break
         one, other = other, (one[0] + steps * other[0], one[1] + steps * other[1])
         numerator, denominator = denominator, numerator - steps * denominator
-    steps = (most - one[1]) // other[1]
+    steps = (max_denominator - one[1]) // other[1]
     return min(Fraction(one[0] + steps * other[0], one[1] + steps * other[1]), Fraction(*other))
 
 
 def _checked_share(share: object) -> Fraction:
     if isinstance(share, Fraction | int | float) and not isinstance(share, bool) and isfinite(share) and 0 < share <= 1:
-        # As it was written: 0.2 is a fifth, which no float is.
+        # By its digits: 0.2 is meant as a fifth, which the float is not exactly.
         return Fraction(repr(share)) if isinstance(share, float) else Fraction(share)
-    raise InvalidConfiguration(f"share={share!r} is no share of a limit: give a number above 0, up to 1, like 0.2")
+    raise InvalidConfiguration(f"share={share!r} is not a share: give a number above 0 and at most 1, like 0.2")

@@ -1,7 +1,4 @@
-"""Leases that are kept alive while a block runs: a thread for `Limiter.hold`, a task for `AsyncLimiter.hold`.
-
-Also how long they are held, to estimate when a place in a concurrency limit becomes free.
-"""
+"""Concurrency leases: renewal while a `hold` block runs, by a thread or a task, and statistics of hold times."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from headgate._fork import reinit_after_fork
-from headgate.errors import StoreError
+from headgate.errors import InvalidConfiguration, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
     from headgate.limits import Limit
     from headgate.stores.operations import Check
 
-__all__ = ["HoldTimes", "LeaseRenewer", "leaving", "left_if_cancelled", "renew_forever"]
+__all__ = ["HoldTimes", "LeaseRenewer", "checked_timeout", "log_failed_release", "release_on_cancel", "renew_forever"]
 
 logger = logging.getLogger("headgate")
 
@@ -34,7 +31,7 @@ RENEWALS_PER_LEASE: Final = 3
 
 
 class HoldTimes:
-    """Recent hold times of concurrency limits in this process: an exponentially weighted mean for each limit.
+    """Hold times of concurrency limits in this process: an exponentially weighted moving average per limit.
 
     >>> from datetime import timedelta
     >>> from headgate import Limit
@@ -47,12 +44,12 @@ class HoldTimes:
     """
 
     DEFAULT_WAIT_US: Final = 2_000_000
-    """Before anything was observed: long enough for clients not to hammer, short compared with most lease times."""
+    """Without observations: long enough to slow retries down, short compared with most lease times."""
     MIN_WAIT_US: Final = 1_000_000
     WEIGHT: Final = 0.2
-    """Of the newest hold time in the mean."""
+    """The weight of the newest hold time."""
     MAX_LIMITS: Final = 1_000
-    """Limits that a mean is kept for; the least recently used goes first."""
+    """Upper bound on the averages; the least recently used goes first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,11 +57,10 @@ class HoldTimes:
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """A thread that held the lock does not exist in a child."""
+        """Replace the lock, which a thread of the parent may have held."""
         self._lock = threading.Lock()
 
     def record(self, limit: Limit, seconds: float) -> None:
-        """Note that a lease was held for so long."""
         with self._lock:
             mean = self._means.get(limit.space, seconds)
             self._means[limit.space] = mean + self.WEIGHT * (seconds - mean)
@@ -73,9 +69,9 @@ class HoldTimes:
                 self._means.popitem(last=False)
 
     def expected_wait_us(self, limit: Limit, places: int = 1) -> int:
-        """An estimate of the time until so many places of an exhausted limit are free.
+        """The estimated time until so many places of an exhausted limit are free.
 
-        With all places taken at independent moments, one becomes free every mean hold time divided by the quota.
+        If leases start independently of each other, one ends every mean hold time divided by the quota.
         """
         mean = self._means.get(limit.space)
         if mean is None:
@@ -84,7 +80,7 @@ class HoldTimes:
 
 
 class LeaseRenewer:
-    """Renews the leases of all holds of one limiter from one thread, which lives only while there are any."""
+    """Renews the leases of all `hold` blocks of a limiter in one thread, which runs only while there are any."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -95,12 +91,12 @@ class LeaseRenewer:
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """The parent keeps its own leases alive; a child has none yet, and no thread."""
+        """Leave the leases to the parent."""
         self._changed = threading.Condition()
         self._due, self._held, self._thread = [], set(), None
 
     def start(self, keys: list[Key], id: str, renew: Callable[..., bool]) -> Callable[[], None]:
-        """Keep the leases alive until the returned function is called."""
+        """Renew the leases until the returned function is called."""
         with self._changed:
             numbers = [self._schedule(key, id, renew) for key in keys]
             if self._thread is None:
@@ -128,11 +124,11 @@ class LeaseRenewer:
     def _work(self) -> None:
         while (due := self._next()) is not None:
             key, id, renew = due
-            with _renewing(key, id) as told:
-                told.append(renew(key, id=id))
+            with _log_failed_renewal(key, id) as results:
+                results.append(renew(key, id=id))
 
     def _next(self) -> tuple[Key, str, Callable[..., bool]] | None:
-        """The lease to renew now, put back for its next time; None when nothing is held any more."""
+        """Wait for the next lease to renew, and reschedule it; None when no leases are left."""
         with self._changed:
             while self._held:
                 if self._due[0][1] not in self._held:
@@ -150,48 +146,48 @@ class LeaseRenewer:
 
 
 async def renew_forever(keys: list[Key], id: str, renew: Callable[..., Awaitable[bool]]) -> None:
-    """Keep the leases alive until cancelled."""
+    """Renew the leases until cancelled."""
     while True:
         await asyncio.sleep(min(map(_interval, keys)))
         for key in keys:
-            with _renewing(key, id) as told:
-                told.append(await renew(key, id=id))
+            with _log_failed_renewal(key, id) as results:
+                results.append(await renew(key, id=id))
 
 
-_farewells: set[asyncio.Task[None]] = set()
+_releases: set[asyncio.Task[None]] = set()
 
 
 @contextmanager
-def left_if_cancelled(call: Check, leave: Callable[..., Awaitable[bool]]) -> Iterator[None]:
-    """Who is cancelled on the way in may get in all the same, and nobody else knows of it: so it leaves at once."""
+def release_on_cancel(check: Check, leave: Callable[..., Awaitable[bool]]) -> Iterator[None]:
+    """Release the leases of a check that is cancelled: the store may grant them after that."""
 
-    async def say_farewell(key: Key, id: str) -> None:
-        with leaving(key, id):
+    async def release(key: Key, id: str) -> None:
+        with log_failed_release(key, id):
             await leave(key, id=id)
 
     try:
         yield
     except asyncio.CancelledError:
-        for key in call.keys:
-            if key.limit.algorithm == "concurrency" and call.id is not None:
-                task = asyncio.create_task(say_farewell(key, call.id))
-                _farewells.add(task)  # a loop keeps only weak references
-                task.add_done_callback(_farewells.discard)
+        for key in check.keys:
+            if key.limit.algorithm == "concurrency" and check.id is not None:
+                task = asyncio.create_task(release(key, check.id))
+                _releases.add(task)  # the loop keeps only weak references
+                task.add_done_callback(_releases.discard)
         raise
 
 
 @contextmanager
-def leaving(key: Key, id: str) -> Iterator[None]:
-    """A store that fails at the end of a hold does not fail the work that was held for: the lease ends by itself."""
+def log_failed_release(key: Key, id: str) -> Iterator[None]:
+    """Log a store error at the end of a hold: the work is done, and the lease expires by itself."""
     try:
         yield
     except StoreError as error:
-        logger.warning("lease %r on limit %r could not be left, and ends by itself: %s", id, key.limit.name, error)
+        logger.warning("lease %r on limit %r could not be released and will expire: %s", id, key.limit.name, error)
 
 
 @contextmanager
-def _renewing(key: Key, id: str) -> Iterator[list[bool]]:
-    """A renewal that failed, or came too late, is told to the log: the holder goes on, and the next one may succeed."""
+def _log_failed_renewal(key: Key, id: str) -> Iterator[list[bool]]:
+    """Log a renewal that failed or came too late: the work goes on, and the next renewal may succeed."""
     held: list[bool] = []
     try:
         yield held
@@ -203,3 +199,10 @@ def _renewing(key: Key, id: str) -> Iterator[list[bool]]:
 
 def _interval(key: Key) -> float:
     return key.limit.period_us / 1_000_000 / RENEWALS_PER_LEASE
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Seconds, or None to wait for ever."""
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0):
+        raise InvalidConfiguration(f"timeout {timeout!r} is not a number of seconds >= 0; None waits for ever")
+    return timeout

@@ -8,9 +8,8 @@ from datetime import timedelta
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate._limiter_base import LimiterBase
 from headgate.errors import InvalidInput
-from headgate.limiter import AsyncLimiter, Limiter
+from headgate.limiter import AsyncLimiter, Limiter, creation_hooks, limiters
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, checked
 
@@ -49,10 +48,9 @@ def limits_off() -> Iterator[None]:
         return lambda: setattr(gate, "is_on", was_on)
 
     def turn_off_limiter(limiter: Any) -> Callable[[], None]:
-        fresh = _fresh(limiter, FakeClock())
-        fresh._store = fresh._memory = _UnlimitedStore(FakeClock())  # noqa: SLF001
-        fresh._make_ready()  # noqa: SLF001
-        return _exchange(limiter, fresh)
+        clock = FakeClock()
+        engine = type(limiter.engine).over_memory(_UnlimitedStore(clock), clock)
+        return _exchange(limiter, _limiter_on(engine))
 
     with _everywhere(turn_off, turn_off_limiter):
         yield
@@ -68,7 +66,7 @@ def _everywhere(
     with ExitStack() as undoing:
         for change, existing, created in (
             (change_gate, Gate.instances, Gate.creation_hooks),
-            (change_limiter, LimiterBase._limiters, LimiterBase._on_created),  # noqa: SLF001
+            (change_limiter, limiters, creation_hooks),
         ):
 
             def take(each: Any, change: Callable[[Any], Callable[[], None]] = change) -> None:
@@ -81,14 +79,12 @@ def _everywhere(
         yield
 
 
-def _fresh(limiter: Any, clock: FakeClock) -> Any:
-    """A limiter of the same kind and failure mode in memory."""
-    kind = AsyncLimiter if isinstance(limiter, AsyncLimiter) else Limiter
-    return kind._for_gate(clock=clock, on_failure=limiter._failure.mode)  # noqa: SLF001
+def _limiter_on(engine: Any) -> Limiter | AsyncLimiter:
+    return AsyncLimiter(engine) if engine.is_async else Limiter(engine)
 
 
 def _exchange(limiter: Any, fresh: Any) -> Callable[[], None]:
-    """Let a limiter be what another one is; returns the function that undoes it."""
+    """Replace the state of a limiter by that of another one; returns the function that undoes it."""
     before, limiter.__dict__ = limiter.__dict__, fresh.__dict__
 
     def put_back() -> None:
@@ -235,10 +231,10 @@ class IsolatedLimits:
         return gate.use_unavailable_store(self.clock) if self._is_down else gate.use_memory_store(self.clock)
 
     def _fresh_limiter(self, limiter: Any, *, is_down: bool) -> Any:
-        fresh = _fresh(limiter, self.clock)
+        engine = type(limiter.engine)(clock=self.clock, on_failure=limiter.engine.failure.mode)
         if is_down:
-            fresh._lose_store()  # noqa: SLF001
-        return fresh
+            engine.disconnect_store()
+        return _limiter_on(engine)
 
     def _last(self, on: str | None) -> RecordedRequest:
         __tracebackhide__ = True

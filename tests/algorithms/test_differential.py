@@ -301,9 +301,9 @@ def test_lua_writes_a_key_once_however_many_requests_meet_there(lua: InRedis) ->
 def test_lua_says_when_to_come_again_only_to_who_has_passed(lua: InRedis, together: int) -> None:
     """Also where the plan has changed, so that a denial is written down."""
     old, new = (limit_of("token_bucket", quota, DAY) for quota in (5, 4))
-    assert lua.run(check(old, 5), NOW).again_us == DAY
+    assert lua.run(check(old, 5), NOW).next_allowed_us == DAY
     denied = lua.run_together([check(new, 1)] * together, NOW)
-    assert [(one.allowed, one.again_us) for one in denied] == [(False, 0)] * together
+    assert [(one.allowed, one.next_allowed_us) for one in denied] == [(False, 0)] * together
 
 
 def test_lua_gives_no_key_a_lifetime_for_being_looked_at_together_with_others(lua: InRedis) -> None:
@@ -342,7 +342,7 @@ def test_a_state_is_redated_from_the_same_microsecond_on_everywhere(client: Redi
                 for cost, at_us in ((limit.capacity, NOW - back_us), (0, NOW - back_us + 1), (1, NOW - back_us + 1)):
                     request = check(limit, cost, "b")
                     told = python.run(request, at_us)
-                    assert lua.run(request, at_us)._replace(again_us=0) == told
+                    assert lua.run(request, at_us)._replace(next_allowed_us=0) == told
                     assert theory.run(request, at_us).verdicts == told.verdicts
 
 

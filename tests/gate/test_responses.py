@@ -456,7 +456,7 @@ def test_both_limiters_observe_how_long_leases_are_held() -> None:
         limiter = AsyncLimiter(clock=clock)
         async with limiter.hold(streams.by("ada")):
             clock.advance(3)
-        return limiter._hold_times.expected_wait_us(streams)
+        return limiter.engine.hold_times.expected_wait_us(streams)
 
     limiter = Limiter(clock=clock)
     with limiter.hold(streams.by("ada")):
@@ -464,7 +464,7 @@ def test_both_limiters_observe_how_long_leases_are_held() -> None:
         with limiter.hold(streams.by("ada")) as denied:
             clock.advance(30)
         assert not denied.allowed
-    assert limiter._hold_times.expected_wait_us(streams) == 33 * SECOND, "a denied request holds nothing"
+    assert limiter.engine.hold_times.expected_wait_us(streams) == 33 * SECOND, "a denied request holds nothing"
     assert asyncio.run(hold()) == 3 * SECOND
 
 

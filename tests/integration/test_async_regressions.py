@@ -45,7 +45,7 @@ def test_an_order_whose_request_was_cancelled_denies_nobody_for_long(
 
     async def main() -> float:
         async with AsyncLimiter(server.url) as limiter:
-            limiter._front.purses.announce([limit])
+            limiter.engine.local.prepaid.announce([limit])
             key = limit.by("everybody")
             while (await limiter.check(key)).allowed:
                 pass
@@ -78,7 +78,7 @@ def test_requests_cancelled_at_any_moment_leave_nothing_behind(
     async def main() -> None:
         loop = asyncio.get_running_loop()
         async with AsyncLimiter(server.url, lease=lease) as limiter:
-            limiter._front.purses.announce([limit] if lease else [])
+            limiter.engine.local.prepaid.announce([limit] if lease else [])
             admitted = 0
             for turn in range(150):
                 keys = [(limit.by("a"), small.by(str(turn))) if i % 5 == 0 else (limit.by("a"),) for i in range(20)]
@@ -90,7 +90,7 @@ def test_requests_cancelled_at_any_moment_leave_nothing_behind(
                 assert not late
                 admitted += sum([not task.cancelled() and task.result().allowed for task in done])
             await asyncio.sleep(0.1)
-            (batcher,) = limiter._store.batchers.values()
+            (batcher,) = limiter.engine.store.batchers.values()
             lane = batcher.lanes.default
             assert (lane.in_flight, lane.waiting, lane.futures, lane.arrivals) == (0, [], [], [])
             assert [len(connection.pending) for connection in batcher.connections.values()] == [0]
@@ -113,7 +113,7 @@ def test_checks_cancelled_on_a_hot_key_charge_no_more_than_was_requested(
         loop = asyncio.get_running_loop()
         requested = admitted = 0
         limiter = AsyncLimiter(remote_url)
-        limiter._front.purses.announce([limit])
+        limiter.engine.local.prepaid.announce([limit])
         for _ in range(200):
             tasks = [asyncio.create_task(limiter.check(key)) for _ in range(40)]
             requested += len(tasks)
@@ -140,10 +140,10 @@ def test_closing_returns_tokens_of_orders_on_their_way(server: RedisServer, run:
 
     async def main() -> int:
         limiter = AsyncLimiter(server.url)
-        limiter._front.purses.announce([limit])
+        limiter.engine.local.prepaid.announce([limit])
         task = asyncio.create_task(limiter.check(key))
         await asyncio.sleep(0)
-        assert limiter._front.purses.pending_orders == 1
+        assert limiter.engine.local.prepaid.pending_refills == 1
         task.cancel()
         await limiter.close()
         async with AsyncLimiter(server.url) as other:
@@ -161,7 +161,7 @@ def test_an_order_does_not_wait_for_all_that_came_before_it(server: RedisServer,
         async with AsyncLimiter(server.url) as limiter:
             answered: list[int] = []
             calls = [Check((limit.by(str(number)),), 1) for number in range(3_000)]
-            futures = [limiter._store.run(call) for call in (*calls, RefillCheck((limit.by("hot"),), 100))]
+            futures = [limiter.engine.store.run(call) for call in (*calls, RefillCheck((limit.by("hot"),), 100))]
             for number, future in enumerate(futures):
                 future.add_done_callback(lambda _, number=number: answered.append(number))
             await asyncio.gather(*futures)

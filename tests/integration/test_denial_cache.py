@@ -48,19 +48,19 @@ class Client:
             max_keys=1,
             asynchronous=False,
         )
-        self.denials = DenialCache(clock, most=10_000 if remembers else 0)
+        self.denials = DenialCache(clock, max_entries=10_000 if remembers else 0)
         self.asked = 0
 
     def check(self, *keys: Key, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
         call = Check(keys, cost, id)
-        found = self.denials.recall(call)
+        found = self.denials.get(call)
         if isinstance(found, Decision):
             return found
         asked_us = self.denials.now_us()
         decision = self.ask(*keys, cost=cost, id=id)
-        self.denials.note(call, decision, asked_us)
+        self.denials.record(call, decision, asked_us)
         if found is not None:
-            self.denials.end(call, found)
+            self.denials.end_flight(call, found)
         return decision
 
     def ask(self, *keys: Key, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
@@ -106,17 +106,17 @@ def test_redis_says_to_the_microsecond_when_the_same_request_would_pass_again(
         clock.set_us(clock.now_us() + turn * 123_457)
         decision = client.ask(key, cost=cost)
         if not decision:
-            assert decision.again_us == 0
+            assert decision.next_allowed_us == 0
             continue
         if decision.remaining >= cost:
-            assert decision.again_us == 0
+            assert decision.next_allowed_us == 0
             continue
-        assert decision.again_us == client.ask(key, cost=cost).retry_after_us
+        assert decision.next_allowed_us == client.ask(key, cost=cost).retry_after_us
         start_us = clock.now_us()
-        clock.set_us(start_us + decision.again_us - 1)
+        clock.set_us(start_us + decision.next_allowed_us - 1)
         assert client.ask(key, cost=0).remaining < cost
         assert client.ask(key, cost=cost).retry_after_us == 1
-        clock.set_us(start_us + decision.again_us)
+        clock.set_us(start_us + decision.next_allowed_us)
         assert client.ask(key, cost=0).remaining >= cost
 
 
@@ -126,37 +126,37 @@ def test_the_limit_that_is_full_for_the_longest_says_when(client: Client, unique
         limit_of("token_bucket", quota, seconds * SECOND, f"{unique}-{seconds}").by("ada")
         for quota, seconds in ((2, 2), (2, 20), (100, 200))
     )
-    assert client.ask(wide, quick, slow).again_us == 0
-    assert client.ask(quick, wide, slow).again_us == 10 * SECOND
-    assert client.ask(slow, quick, wide).again_us == 0
-    assert client.ask(wide).again_us == 0
+    assert client.ask(wide, quick, slow).next_allowed_us == 0
+    assert client.ask(quick, wide, slow).next_allowed_us == 10 * SECOND
+    assert client.ask(slow, quick, wide).next_allowed_us == 0
+    assert client.ask(wide).next_allowed_us == 0
 
 
 def test_costs_of_their_own_are_met_by_limits_of_their_own(client: Client, unique: str) -> None:
     requests, units = (
         limit_of("gcra", 10, 10 * SECOND, f"{unique}-{name}").by("ada") for name in ("requests", "units")
     )
-    assert client.ask(requests, units, cost=(1, 5)).again_us == 0
-    assert client.ask(requests, units, cost=(1, 3)).again_us == SECOND
-    assert client.ask(requests, units, cost=(0, 0)).again_us == 0
+    assert client.ask(requests, units, cost=(1, 5)).next_allowed_us == 0
+    assert client.ask(requests, units, cost=(1, 3)).next_allowed_us == SECOND
+    assert client.ask(requests, units, cost=(0, 0)).next_allowed_us == 0
 
 
 def test_what_is_denied_on_one_shard_says_nothing_of_again(client: Client, unique: str) -> None:
     """It was let through by the other shard, which has told when it would do so again, before it was undone."""
     one, other = (limit_of("gcra", 1, seconds * SECOND, f"{unique}-{seconds}").by("ada") for seconds in (2, 20))
-    assert client.ask(one).again_us == 2 * SECOND
+    assert client.ask(one).next_allowed_us == 2 * SECOND
     denied = client.ask(one, other)
-    assert (denied.allowed, denied.again_us) == (False, 0)
+    assert (denied.allowed, denied.next_allowed_us) == (False, 0)
     assert client.ask(other, cost=0).remaining == 1
 
 
 def test_nobody_knows_when_a_lease_ends(client: Client, unique: str) -> None:
     inside = limit_of("concurrency", 1, 10 * SECOND, f"{unique}-inside").by("ada")
     key = limit_of("token_bucket", 1, 10 * SECOND, unique).by("ada")
-    assert client.ask(inside, id="a").again_us == 0
-    assert client.ask(key, inside, id="a").again_us == 0
+    assert client.ask(inside, id="a").next_allowed_us == 0
+    assert client.ask(key, inside, id="a").next_allowed_us == 0
     other = limit_of("sliding_log", 1, 10 * SECOND, f"{unique}-log").by("ada")
-    assert client.ask(other, id="a").again_us == 10 * SECOND
+    assert client.ask(other, id="a").next_allowed_us == 10 * SECOND
 
 
 # -------------------------------------------------------------- the flood

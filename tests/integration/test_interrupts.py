@@ -90,7 +90,7 @@ def test_a_leader_that_vanishes_without_cleaning_up_is_replaced(
     key = key_of(unique)
     with Limiter(server.url, lease=0, remember=0, budget=1.0) as limiter:
         limiter.check(key)
-        store = limiter._store
+        store = limiter.engine.store
         monkeypatch.setattr(store, "_leave", lambda *_: None)
 
         def vanish(*_: object) -> Any:
@@ -155,7 +155,7 @@ def test_interrupted_checks_of_a_hot_key_charge_no_more_than_was_requested(serve
     key = limit.by("everybody")
     requested = admitted = interrupted = 0
     with Limiter(server.url) as limiter:
-        limiter._front.purses.announce([limit])
+        limiter.engine.local.prepaid.announce([limit])
         limiter.check(limit.by("first"))
         end = time.monotonic() + 60
         while interrupted < 100 and time.monotonic() < end:

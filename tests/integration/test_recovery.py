@@ -250,20 +250,20 @@ def test_a_sentinels_new_primary_is_found_without_a_request_waiting_for_it(uniqu
 
 def test_who_is_blocked_by_one_is_blocked_for_all(server: RedisServer, unique: str) -> None:
     with Limiter(server.url) as one, Limiter(server.url) as other:
-        other._guard_routes()
+        other.engine.join_fleet()
         one.block("ip", "203.0.113.0/24", reason="a scan")
-        wait_until(lambda: other._front.blocks.find({"address": "203.0.113.9"}, 0), "the news")
+        wait_until(lambda: other.engine.local.block_list.find({"address": "203.0.113.9"}, 0), "the news")
         assert [(block.kind, block.value, block.reason) for block in one.blocked()] == [
             ("ip", "203.0.113.0/24", "a scan")
         ]
         server.kill()
-        assert other._front.blocks.find({"address": "203.0.113.9"}, 0)  # the last that is known
+        assert other.engine.local.block_list.find({"address": "203.0.113.9"}, 0)  # the last that is known
         with pytest.raises(StoreUnavailable):
             one.unblock("ip", "203.0.113.0/24")
         server.start()
         one.block("ip", "203.0.113.0/24")
         assert one.unblock("ip", "203.0.113.0/24")
-        wait_until(lambda: not other._front.blocks, "the news of its end", timeout=10)
+        wait_until(lambda: not other.engine.local.block_list, "the news of its end", timeout=10)
 
 
 def test_a_refund_by_another_process_ends_what_is_remembered_here(server: RedisServer, unique: str) -> None:
@@ -288,7 +288,7 @@ def test_threads_end_when_the_limiter_is_closed_or_forgotten(server: RedisServer
     limiter = Limiter(server.url, on_failure="open")
     forgotten = Limiter(server.url, on_failure="open")
     for one in (limiter, forgotten):
-        one._guard_routes()
+        one.engine.join_fleet()
         one.check(key_of(unique))
     wait_until(lambda: len(ours()) >= 4, "two threads of each")
     limiter.close()
@@ -300,11 +300,12 @@ def test_threads_end_when_the_limiter_is_closed_or_forgotten(server: RedisServer
 def test_requests_of_an_outage_wake_nobody(unique: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper looks at the server when it is time to, and not once for each request that it did not get."""
     works = []
-    work = MaintenanceThread._work
-    monkeypatch.setattr(MaintenanceThread, "_work", lambda keeper: works.append(keeper) or work(keeper))
+    work = MaintenanceThread.work
+    monkeypatch.setattr(MaintenanceThread, "work", lambda keeper: works.append(keeper) or work(keeper))
     with Limiter("redis://127.0.0.1:1", on_failure="open") as limiter:
         wait_until(
-            lambda: limiter.check(key_of(unique)) and limiter._store.breakers.open_breakers(), "the breaker to open"
+            lambda: limiter.check(key_of(unique)) and limiter.engine.store.breakers.open_breakers(),
+            "the breaker to open",
         )
         works.clear()
         for _ in range(500):

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from headgate import Limiter
-from headgate.local import maintenance
+from headgate.local import membership
 from support.faults import key_of, paused, timed
 from support.servers import HOST, RedisServer, wait_until
 
@@ -125,7 +125,7 @@ def test_a_busy_interpreter_does_not_keep_the_breaker_open(server: RedisServer, 
 def test_a_node_that_gets_no_requests_becomes_ready_by_itself(
     server: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maintenance, "BEAT", 0.4)
+    monkeypatch.setattr(membership, "HEARTBEAT_INTERVAL_S", 0.4)
     with Limiter(server.url, on_failure="open", budget=BUDGET) as limiter:
         wait_until(lambda: is_exact(limiter, key_of(unique)), "a connection")
         with paused(server):
@@ -138,18 +138,21 @@ def test_the_fleet_is_not_believed_to_be_smaller_after_an_outage(
     server: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them were silent: the first that is heard again is not the only one."""
-    monkeypatch.setattr(maintenance, "BEAT", 0.5)
+    monkeypatch.setattr(membership, "HEARTBEAT_INTERVAL_S", 0.5)
     key = key_of(unique)
     with ExitStack() as stack:
         fleet = [stack.enter_context(Limiter(server.url, on_failure="local", budget=BUDGET)) for _ in range(3)]
         for limiter in fleet:
             wait_until(lambda limiter=limiter: is_exact(limiter, key), "a connection")  # type: ignore[misc]
         wait_until(lambda: all(limiter.health().nodes == 3 for limiter in fleet), "three to know each other")
-        wait_until(lambda: all(not limiter._keeper._unsure for limiter in fleet), "that they are sure of it")
+        wait_until(
+            lambda: all(not limiter.engine.maintenance.membership.unsettled for limiter in fleet),
+            "that they are sure of it",
+        )
         with paused(server):
             for limiter in fleet:
                 lose(limiter, key)
-            time.sleep(maintenance.BEAT * (maintenance.LIVES + 1))
+            time.sleep(membership.HEARTBEAT_INTERVAL_S * (membership.MISSED_HEARTBEATS + 1))
         seen = set()
         for _ in range(300):
             seen |= {limiter.health().nodes for limiter in fleet}
@@ -160,29 +163,31 @@ def test_the_fleet_is_not_believed_to_be_smaller_after_an_outage(
 @pytest.mark.parametrize("said", [b"forget \xff:a:b", b"block " + b"[" * 200_000, b"\x00", b"block {}"])
 def test_news_are_heard_whatever_else_is_said(server: RedisServer, said: bytes) -> None:
     with Limiter(server.url, on_failure="open", budget=BUDGET) as limiter, Limiter(server.url) as other:
-        limiter._keeper.listens = True  # type: ignore[union-attr] # as behind a gate
-        limiter._keeper.ensure()  # type: ignore[union-attr]
+        limiter.engine.maintenance.needs_block_list = True  # type: ignore[union-attr] # as behind a gate
+        limiter.engine.maintenance.ensure()  # type: ignore[union-attr]
         with server.client() as client:
             wait_until(lambda: client.publish("headgate:%news", b"forget a:b:c") == 1, "somebody to listen")
             client.publish("headgate:%news", said)
         other.block("tenant", "acme")
-        wait_until(lambda: [block.value for block in limiter._front.blocks] == ["acme"], "the block", timeout=5)
+        wait_until(
+            lambda: [block.value for block in limiter.engine.local.block_list] == ["acme"], "the block", timeout=5
+        )
 
 
 def test_publishing_from_another_database_blocks_and_unblocks_nobody(server: RedisServer) -> None:
     with Limiter(server.url, on_failure="open", budget=BUDGET) as limiter, Limiter(server.url) as other:
-        limiter._keeper.listens = True  # type: ignore[union-attr] # as behind a gate
-        limiter._keeper.ensure()  # type: ignore[union-attr]
+        limiter.engine.maintenance.needs_block_list = True  # type: ignore[union-attr] # as behind a gate
+        limiter.engine.maintenance.ensure()  # type: ignore[union-attr]
         other.block("user", "eve")
-        wait_until(lambda: len(limiter._front.blocks) == 1, "the block")
+        wait_until(lambda: len(limiter.engine.local.block_list) == 1, "the block")
         with server.client(db=15) as client:
             client.publish("headgate:%news", 'block {"until_us":null,"kind":"ip","value":"0.0.0.0/0","reason":null}')
             client.publish("headgate:%news", 'unblock {"kind":"user","value":"eve"}')
             client.publish("headgate:%news", 'block {"kind":"user","value":"eve"}')
         other.block("user", "last")
-        wait_until(lambda: limiter._front.blocks.find({"user": "last"}, 0), "a genuine message")
-        assert limiter._front.blocks.find({"ip": "203.0.113.9"}, 0) is None
-        assert limiter._front.blocks.find({"user": "eve"}, 0) is not None
+        wait_until(lambda: limiter.engine.local.block_list.find({"user": "last"}, 0), "a genuine message")
+        assert limiter.engine.local.block_list.find({"ip": "203.0.113.9"}, 0) is None
+        assert limiter.engine.local.block_list.find({"user": "eve"}, 0) is not None
         assert limiter.stats["ignored_messages"] == 1
 
 
@@ -208,7 +213,7 @@ def test_a_server_that_was_not_there_yet_is_not_held_against_it(unique: str) -> 
     server = RedisServer()
     try:
         with Limiter(server.url, on_failure="closed", budget=0.5) as limiter:
-            wait_until(lambda: limiter._store._pool._pending[None].is_done, "the first attempt to fail")
+            wait_until(lambda: limiter.engine.store._pool._pending[None].is_done, "the first attempt to fail")
             server.start()
             time.sleep(0.2)
             assert limiter.check(key_of(unique)).degraded is None
@@ -273,12 +278,12 @@ def test_a_child_forked_at_the_worst_moment_works_and_ends(server: RedisServer, 
     key = key_of(unique)
     with Limiter(server.url, on_failure="local", budget=1.0) as limiter:
         limiter.check(key)
-        front, kept = limiter._front, limiter._keeper
+        front, kept = limiter.engine.local, limiter.engine.maintenance
         assert kept is not None
-        wait_until(lambda: kept._thread is not None and kept.has_beaten, "the keeper")
-        farewell = kept._farewell
-        locks = [front.blocks._mutex, front.denials._lock, front.purses._lock, front.ledger._lock]
-        locks += [kept._lock, kept._companion._lock]
+        wait_until(lambda: kept._thread is not None and kept.knows_fleet_size, "the keeper")
+        farewell = kept._finalizer
+        locks = [front.block_list._lock, front.denial_cache._lock, front.prepaid._lock, front.ledger._lock]
+        locks += [kept._lock, kept._client._lock]
         for lock in locks:
             with lock:
                 pid = os.fork()
@@ -286,7 +291,7 @@ def test_a_child_forked_at_the_worst_moment_works_and_ends(server: RedisServer, 
                     status = 1
                     try:
                         signal.alarm(10)
-                        front.blocks.set("tenant", "acme", None, None)
+                        front.block_list.set("tenant", "acme", None, None)
                         status = 0 if limiter.check(key).degraded is None else 2
                         farewell()  # what is done at the end must not wait, either
                     finally:

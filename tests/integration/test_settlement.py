@@ -16,7 +16,7 @@ from headgate.algorithms import ALGORITHMS
 from headgate.clock import SystemClock
 from headgate.failure import FailurePolicy, FleetShare
 from headgate.gate.gate import AsyncGate, Gate
-from headgate.local.ledger import Debt, OutageLedger, Settled, settle
+from headgate.local.ledger import OutageDebt, OutageLedger, Settlement, settle
 from headgate.policy.loader import read
 from headgate.stores.operations import Check
 from headgate.testing import FakeClock
@@ -62,7 +62,7 @@ class Node:
                     uncertain += cost
                 else:
                     noted += cost
-                    self.ledger.note(call)
+                    self.ledger.record(call)
         return Passed(noted, uncertain)
 
     def find_store_again(self) -> None:
@@ -70,7 +70,7 @@ class Node:
         self.limiter.close()
         self.limiter = Limiter(self._url, budget=0.2)
 
-    def settle(self) -> Settled:
+    def settle(self) -> Settlement:
         return settled(self.ledger, self.limiter)
 
     def used(self, key: Key) -> int:
@@ -84,11 +84,11 @@ def attempt(limiter: Limiter, call: Check) -> Decision | StoreError:
         return error
 
 
-def settled(ledger: OutageLedger, limiter: Limiter) -> Settled:
+def settled(ledger: OutageLedger, limiter: Limiter) -> Settlement:
     return settle(
         ledger,
         lambda calls: [attempt(limiter, call) for call in calls],
-        most_seconds=10,
+        timeout_s=10,
         now=time.monotonic,
     )
 
@@ -111,13 +111,13 @@ def test_the_count_after_an_outage_is_what_passed_capped_by_the_limit(
     time.sleep(0.1)
     assert node.send(few, 3, cost=2) == Passed(6, 0)
     assert node.send(many, 30) == Passed(30, 0)
-    assert node.settle() == Settled(keys=0, charged=0, forgiven=10, uncertain=0, left=26)
+    assert node.settle() == Settlement(keys=0, charged=0, forgiven=10, uncertain=0, left=26)
     server.start()
     node.find_store_again()
-    assert node.settle() == Settled(keys=2, charged=26, forgiven=0, uncertain=0, left=0)
+    assert node.settle() == Settlement(keys=2, charged=26, forgiven=0, uncertain=0, left=0)
     assert (node.used(few), node.used(many)) == (6, 20)
-    assert node.settle() == Settled(0, 0, 0, 0, 0)
-    assert (node.used(few), node.used(many), node.ledger.debt) == (6, 20, Debt(0, 0))
+    assert node.settle() == Settlement(0, 0, 0, 0, 0)
+    assert (node.used(few), node.used(many), node.ledger.debt) == (6, 20, OutageDebt(0, 0))
 
 
 def test_what_was_counted_before_the_outage_and_by_others_since_counts_on(server: RedisServer, unique: str) -> None:
@@ -147,10 +147,10 @@ def test_a_charge_whose_answer_is_lost_is_not_made_twice(server: RedisServer, un
     with Limiter(server.url) as witness, Proxy(server, unique.encode(), "drop") as proxy:
         witness.check(Limit(20, LONG, algorithm=algorithm, name="other").by("ada"))  # so that the script is there
         node = Node(proxy.url)
-        node.ledger.note(Check((key,), 7))
+        node.ledger.record(Check((key,), 7))
         told = node.settle()
-        assert told == Settled(keys=0, charged=0, forgiven=0, uncertain=7, left=0)
-        assert node.settle() == Settled(0, 0, 0, 0, 0)
+        assert told == Settlement(keys=0, charged=0, forgiven=0, uncertain=7, left=0)
+        assert node.settle() == Settlement(0, 0, 0, 0, 0)
         node.limiter.close()
         assert witness.peek(key).remaining == 13
 
@@ -192,14 +192,14 @@ def test_what_is_owed_is_charged_alike_on_every_store(remote_url: str, unique: s
     with Limiter(remote_url, clock=clock) as limiter:
         ledger = OutageLedger(clock)
         limiter.check(bob, cost=59)
-        ledger.note(Check((ada, bob), (40, 50)))
+        ledger.record(Check((ada, bob), (40, 50)))
         clock.advance(15.5)
         ((_, of_ada), (_, of_bob)) = owed = ledger.take()
         ledger.put_back(owed)
         free = limiter.peek(bob).remaining
         told = settled(ledger, limiter)
         assert (60 - limiter.peek(ada).remaining, limiter.peek(bob).remaining) == (of_ada, free - min(free, of_bob))
-        assert told == Settled(2, of_ada + min(free, of_bob), max(0, of_bob - free), 0, 0)
+        assert told == Settlement(2, of_ada + min(free, of_bob), max(0, of_bob - free), 0, 0)
     decays = ALGORITHMS[algorithm].SHAPES_BURST
     assert (of_ada, of_bob, free) == ((25, 35, 16) if decays else (40, 50, 1))
 
@@ -240,7 +240,7 @@ def test_the_cost_of_requests_that_end_in_an_outage_is_settled_after_it(
         inside = [done(gate.admit(Visit("203.0.113.9"))) for _ in range(6)]
         assert [admission.decision.degraded for admission in inside] == [None] * 6
         with paused(redis7):
-            while not gate._limiter._store.breakers.open_breakers():
+            while not gate._limiter.engine.store.breakers.open_breakers():
                 done(gate.admit(Visit("203.0.113.10")))
             for number, admission in enumerate(inside):
                 admission.commit(1 if number else 9)

@@ -180,9 +180,9 @@ def test_a_network_that_is_none_blocks_nobody_and_is_told(network: str, caplog: 
     with caplog.at_level(logging.WARNING, "headgate"):
         blocks.replace([("user", "ada", None, None), ("ip", network, None, None), ("user", "bob", None, None)])
     assert [block.value for block in blocks] == ["ada", "bob"]
-    assert "is no network" in caplog.text
+    assert "is not a network" in caplog.text
     assert not blocks.drop("ip", network)
-    with pytest.raises(InvalidInput, match="is no network"):
+    with pytest.raises(InvalidInput, match="is not a network"):
         canonical("ip", network)
 
 
@@ -227,7 +227,7 @@ def test_a_block_by_hash_matches_exactly_the_identity_with_that_hash(
     assert blocks.kinds == {kind for kind, _ in blocked} - {"ip"}
     for kind, value in dict.fromkeys(blocked):
         assert blocks.drop(kind, HASHES(kind, value))
-    assert (len(blocks), blocks.are_there, [*blocks]) == (0, False, [])
+    assert (len(blocks), blocks.has_blocks, [*blocks]) == (0, False, [])
 
 
 def test_a_network_of_ipv6_is_blocked_by_the_hash_of_what_is_counted() -> None:

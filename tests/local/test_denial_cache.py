@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headgate import Decision, Key, Limit
 from headgate.algorithms import NEVER
-from headgate.local.denial_cache import MOST_FORGOTTEN, TRUST_US, DenialCache
+from headgate.local.denial_cache import MAX_AGE_US, MAX_INVALIDATIONS, DenialCache
 from headgate.local.single_flight import SingleFlight
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Leave, Refund, Reset
@@ -43,11 +43,11 @@ class Desk:
     """A store in memory behind what it denied, at one instant."""
 
     def __init__(
-        self, now_us: int = 100 * SECOND, *, most: int = 100, tells_again: bool = False, knocks: int = 0
+        self, now_us: int = 100 * SECOND, *, most: int = 100, tells_again: bool = False, min_denials: int = 0
     ) -> None:
         self.clock = FakeClock(now_us)
         self.store = MemoryStore(self.clock)
-        self.denials = DenialCache(self.clock, most=most, knocks=knocks)
+        self.denials = DenialCache(self.clock, max_entries=most, min_denials=min_denials)
         self.tells_again = tells_again
         self.asked = 0
 
@@ -55,14 +55,14 @@ class Desk:
         return self.run(Check(keys, cost, id))
 
     def run(self, call: Check) -> Decision:
-        found = self.denials.recall(call)
+        found = self.denials.get(call)
         if isinstance(found, Decision):
             return found
         asked_us = self.denials.now_us()
         decision = self.ask(call)
-        self.denials.note(call, decision, asked_us)
+        self.denials.record(call, decision, asked_us)
         if found is not None:
-            self.denials.end(call, found)
+            self.denials.end_flight(call, found)
         return decision
 
     def ask(self, call: Check) -> Decision:
@@ -72,12 +72,12 @@ class Desk:
 
     def refund(self, key: Key, amount: int) -> bool:
         given: bool = self.store.run(Refund(key, amount))
-        self.denials.forget(key.limit.space, key.identity)
+        self.denials.invalidate(key.limit.space, key.identity)
         return given
 
     def answers_from_memory(self, *keys: Key, cost: int | tuple[int, ...] = 1) -> bool:
         """Whether the answer to this request is remembered; it is looked for, and nobody is asked."""
-        return isinstance(self.denials.recall(Check(keys, cost)), Decision)
+        return isinstance(self.denials.get(Check(keys, cost)), Decision)
 
 
 @pytest.fixture
@@ -109,22 +109,22 @@ def test_a_denial_is_remembered_until_the_very_moment_at_which_it_ends(desk: Des
     assert desk.asked == 3
 
 
-@pytest.mark.parametrize(("age_us", "is_remembered"), [(0, True), (TRUST_US - SECOND, True), (TRUST_US, False)])
+@pytest.mark.parametrize(("age_us", "is_remembered"), [(0, True), (MAX_AGE_US - SECOND, True), (MAX_AGE_US, False)])
 def test_by_the_real_clock_a_denial_is_trusted_for_five_seconds(age_us: int, is_remembered: bool) -> None:
     denials, call = DenialCache(), Check((TEN.by("ada"),), 3)
     denied = Decision(False, call.keys, ((0, 60 * SECOND, 99 * SECOND, 0),))
-    denials.note(call, denied, denials.now_us() - age_us)
-    assert isinstance(denials.recall(call), Decision) == is_remembered
+    denials.record(call, denied, denials.now_us() - age_us)
+    assert isinstance(denials.get(call), Decision) == is_remembered
 
 
 def test_by_the_real_clock_a_denial_does_not_outlast_its_wait() -> None:
     denials, call = DenialCache(), Check((TEN.by("ada"),), 3)
     for wait_us, is_remembered in ((2 * SECOND, True), (SECOND, False), (SECOND - 1, False)):
-        denials.note(call, Decision(False, call.keys, ((0, wait_us, wait_us, 0),)), denials.now_us() - SECOND)
-        assert isinstance(denials.recall(call), Decision) == is_remembered
+        denials.record(call, Decision(False, call.keys, ((0, wait_us, wait_us, 0),)), denials.now_us() - SECOND)
+        assert isinstance(denials.get(call), Decision) == is_remembered
 
 
-@pytest.mark.parametrize(("after_us", "is_remembered"), [(0, True), (TRUST_US - 1, True), (TRUST_US, False)])
+@pytest.mark.parametrize(("after_us", "is_remembered"), [(0, True), (MAX_AGE_US - 1, True), (MAX_AGE_US, False)])
 def test_what_can_never_pass_is_asked_for_every_five_seconds(desk: Desk, after_us: int, is_remembered: bool) -> None:
     assert desk.check(TEN.by("ada"), cost=11).unsatisfiable
     desk.clock.set_us(desk.clock.now_us() + after_us)
@@ -182,11 +182,11 @@ def test_leases_are_never_remembered(desk: Desk) -> None:
 
 def test_an_answer_that_is_not_the_stores_own_is_never_remembered() -> None:
     denials, call = DenialCache(FakeClock()), Check((TEN.by("ada"),), 1)
-    denials.note(call, Decision(False, call.keys, ((0, 9, 9, 0),), degraded="closed: gone"), 0)
-    assert denials.recall(call) is None
-    denials.note(call, Decision(False, call.keys, ((0, 9, 9, 0),)), 0)
-    denials.note(call, Decision(True, call.keys, ((9, 0, 9, 0),), degraded="open: gone"), 0)
-    assert denials.recall(call) is not None
+    denials.record(call, Decision(False, call.keys, ((0, 9, 9, 0),), degraded="closed: gone"), 0)
+    assert denials.get(call) is None
+    denials.record(call, Decision(False, call.keys, ((0, 9, 9, 0),)), 0)
+    denials.record(call, Decision(True, call.keys, ((9, 0, 9, 0),), degraded="open: gone"), 0)
+    assert denials.get(call) is not None
 
 
 def test_the_id_of_a_request_is_its_own(desk: Desk) -> None:
@@ -275,24 +275,24 @@ def test_whoever_takes_the_last_is_denied_without_asking(algorithm: str) -> None
     key, wide = limit_of(algorithm, 3, 7 * SECOND).by("ada"), limit_of("gcra", 2, SECOND, "wide").by("ada")
     taken = desk.check(key, wide, cost=(2, 1))
     assert taken
-    assert taken.again_us > 0
+    assert taken.next_allowed_us > 0
     start_us = desk.clock.now_us()
-    for after_us in (0, 1, taken.again_us - 1):
+    for after_us in (0, 1, taken.next_allowed_us - 1):
         desk.clock.set_us(start_us + after_us)
         denied = desk.check(key, wide, cost=(2, 1))
         truth = desk.store.run(Check((key, wide), (2, 1)))
         assert (denied.denied_by, denied.at_us) == (("x",), truth.at_us)
         assert [verdict[1:] for verdict in denied.verdicts] == [verdict[1:] for verdict in truth.verdicts]
     assert desk.asked == 1
-    desk.clock.set_us(start_us + taken.again_us)
+    desk.clock.set_us(start_us + taken.next_allowed_us)
     assert desk.check(key, wide, cost=(2, 1))
 
 
 def test_only_who_keeps_on_knocking_is_remembered_and_then_from_the_last_that_passes() -> None:
-    desk = Desk(tells_again=True, knocks=3)
+    desk = Desk(tells_again=True, min_denials=3)
     key, other = limit_of("gcra", 2, 2 * SECOND).by("ada"), limit_of("gcra", 2, 2 * SECOND).by("bob")
     desk.check(other, cost=2)
-    assert desk.check(key, cost=2).again_us > 0
+    assert desk.check(key, cost=2).next_allowed_us > 0
     asked = []
     for _ in range(5):
         assert not desk.check(key, cost=2).allowed
@@ -300,12 +300,12 @@ def test_only_who_keeps_on_knocking_is_remembered_and_then_from_the_last_that_pa
     assert asked == [1, 2, 3, 3, 3]
     assert not desk.answers_from_memory(other, cost=2)
     desk.clock.advance(2)
-    assert desk.check(key, cost=2).again_us > 0
+    assert desk.check(key, cost=2).next_allowed_us > 0
     assert desk.answers_from_memory(key, cost=2)
 
 
 def test_those_who_knocked_are_forgotten_too() -> None:
-    desk = Desk(most=2, knocks=2)
+    desk = Desk(most=2, min_denials=2)
     keys = [limit_of("gcra", 1, SECOND).by(name) for name in ("ada", "bob", "eve")]
     for key in keys:
         desk.check(key)
@@ -319,7 +319,7 @@ def test_those_who_knocked_are_forgotten_too() -> None:
 def test_of_two_limits_that_are_used_up_together_the_store_is_asked_who_denies_for_how_long() -> None:
     desk = Desk(tells_again=True)
     quick, slow = (limit_of("gcra", 2, seconds * SECOND, f"{seconds} s").by("ada") for seconds in (2, 20))
-    assert desk.check(quick, slow, cost=2).again_us == 20 * SECOND
+    assert desk.check(quick, slow, cost=2).next_allowed_us == 20 * SECOND
     assert desk.check(quick, slow, cost=2).denied_by == ("2 s", "20 s")
     assert desk.check(quick, slow, cost=2).denied_by == ("2 s", "20 s")
     desk.clock.advance(2)
@@ -358,8 +358,8 @@ def test_an_answer_that_comes_after_a_refund_but_was_asked_for_before_is_not_lea
     denied = desk.ask(call)
     desk.clock.advance(before)
     desk.refund(TEN.by("ada"), 5)
-    desk.denials.note(call, denied, asked_us)
-    assert desk.denials.recall(call) is None
+    desk.denials.record(call, denied, asked_us)
+    assert desk.denials.get(call) is None
     desk.clock.advance(0.001)
     desk.check(TEN.by("ada"), cost=5)
     assert not desk.check(TEN.by("ada"), cost=5)
@@ -373,23 +373,23 @@ def test_that_holds_also_where_too_many_were_given_back_to_know_each(desk: Desk)
     denied = desk.ask(call)
     desk.clock.advance(0.001)
     desk.refund(TEN.by("ada"), 5)
-    for number in range(MOST_FORGOTTEN):
-        desk.denials.forget(TEN.space, f"{number}")
-    assert len(desk.denials._forgotten) == MOST_FORGOTTEN
-    desk.denials.note(call, denied, asked_us)
-    assert desk.denials.recall(call) is None
+    for number in range(MAX_INVALIDATIONS):
+        desk.denials.invalidate(TEN.space, f"{number}")
+    assert len(desk.denials._invalidated_us) == MAX_INVALIDATIONS
+    desk.denials.record(call, denied, asked_us)
+    assert desk.denials.get(call) is None
 
 
 def test_one_that_is_given_back_to_again_and_again_does_not_keep_others_from_being_learnt(desk: Desk) -> None:
-    for number in range(MOST_FORGOTTEN):
-        desk.denials.forget(TEN.space, f"{number}")
+    for number in range(MAX_INVALIDATIONS):
+        desk.denials.invalidate(TEN.space, f"{number}")
     desk.clock.advance(0.001)
     asked_us = desk.denials.now_us()
     denied = desk.ask(Check((TEN.by("ada"),), 11))
     desk.clock.advance(0.001)
-    desk.denials.forget(TEN.space, "0")
-    desk.denials.forget(TEN.space, "one more")
-    desk.denials.note(Check((TEN.by("ada"),), 11), denied, asked_us)
+    desk.denials.invalidate(TEN.space, "0")
+    desk.denials.invalidate(TEN.space, "one more")
+    desk.denials.record(Check((TEN.by("ada"),), 11), denied, asked_us)
     assert desk.answers_from_memory(TEN.by("ada"), cost=11)
 
 
@@ -406,8 +406,8 @@ def test_an_answer_that_was_asked_for_before_all_was_forgotten_is_not_learnt_fro
     denied = desk.ask(call)
     desk.clock.advance(0.001)
     desk.denials.clear()
-    desk.denials.note(call, denied, asked_us)
-    assert desk.denials.recall(call) is None
+    desk.denials.record(call, denied, asked_us)
+    assert desk.denials.get(call) is None
 
 
 def test_a_remaining_that_grew_faster_than_time_ends_the_denial(desk: Desk) -> None:
@@ -472,7 +472,7 @@ def test_nothing_is_kept_of_what_was_forgotten() -> None:
 def test_two_who_were_denied_at_the_same_time_are_one_denial(desk: Desk) -> None:
     call, asked_us = Check((TEN.by("ada"),), 11), desk.denials.now_us()
     for _ in range(2):
-        desk.denials.note(call, desk.ask(call), asked_us)
+        desk.denials.record(call, desk.ask(call), asked_us)
     assert len(desk.denials) == 1
     desk.clock.advance(5)
     assert not desk.answers_from_memory(*call.keys, cost=call.cost)
@@ -482,7 +482,7 @@ def test_two_who_were_denied_at_the_same_time_are_one_denial(desk: Desk) -> None
 def test_a_memory_that_is_made_smaller_lets_go_with_the_next_denial(desk: Desk) -> None:
     for number in range(5):
         desk.check(TEN.by(number), cost=11)
-    desk.denials.most = 2
+    desk.denials.max_entries = 2
     desk.check(TEN.by(4), cost=12)
     assert (len(desk.denials), len(desk.denials._counters)) == (2, 1)
 
@@ -503,7 +503,7 @@ def test_a_forked_child_begins_with_nothing_and_waits_for_nobody(desk: Desk) -> 
 
 
 def test_threads_share_one_memory() -> None:
-    denials = DenialCache(most=20)
+    denials = DenialCache(max_entries=20)
     limits = [limit_of("gcra", 1, SECOND, name) for name in "abc"]
 
     def use(seed: int) -> None:
@@ -511,23 +511,23 @@ def test_threads_share_one_memory() -> None:
         for _ in range(3_000):
             keys = tuple(limit.by(draw.randrange(20)) for limit in draw.sample(limits, draw.choice([1, 2])))
             call, asked_us, wait_us = Check(keys, draw.choice([1, 2])), denials.now_us(), draw.choice([0, 10, NEVER])
-            found = denials.recall(call)
+            found = denials.get(call)
             if not isinstance(found, Decision):
-                denials.note(call, Decision(wait_us == 0, keys, ((0, wait_us, 9, 0),) * len(keys)), asked_us)
+                denials.record(call, Decision(wait_us == 0, keys, ((0, wait_us, 9, 0),) * len(keys)), asked_us)
             elif found.allowed or found.keys is not keys:
                 failures.append(found)
-            if isinstance(found, SingleFlight) and found.take():
-                denials.end(call, found)
+            if isinstance(found, SingleFlight) and found.try_lead():
+                denials.end_flight(call, found)
             if draw.random() < 0.1:
-                denials.forget(keys[0].limit.space, keys[0].identity)
+                denials.invalidate(keys[0].limit.space, keys[0].identity)
 
     failures: list[Decision] = []
     run_all([lambda seed=seed: use(seed) for seed in range(4)], failures)
     assert failures == []
     assert denials.hits > 0
     assert len(denials) <= 20
-    assert denials._inquiries == {}
-    uses = [counter for entry in denials._entries.values() for counter in entry.counters if counter.limit is not None]
+    assert denials._flights == {}
+    uses = [counter for entry in denials._entries.values() for counter, *_ in entry.parts if counter.limit is not None]
     assert {counter.name for counter in uses} == set(denials._counters)
     assert len(uses) == sum(counter.uses for counter in denials._counters.values())
 
@@ -600,7 +600,7 @@ class Life:
         self.said.append(f"@{self.desk.clock.now_us()} {call}")
         for desk in (self.truth, self.desk):
             desk.store.run(call)
-        self.desk.denials.forget(key.limit.space, key.identity)
+        self.desk.denials.invalidate(key.limit.space, key.identity)
 
     def _key(self, limit: Limit, who: str) -> Key:
         """The first limit is everybody's."""

@@ -14,7 +14,7 @@ HOT = ("busy:token_bucket.1", "ada")
 def feed(heat: HotKeyDetector, per_second: int, start_us: int, length_us: int) -> list[int]:
     """Checks at even intervals, of which one in sixteen is noted; when each became hot, in microseconds since then."""
     since_us = [number * SECOND // per_second for number in range(0, per_second * length_us // SECOND, SAMPLED_EVERY)]
-    return [each_us for each_us in since_us if heat.note(HOT, start_us + each_us)]
+    return [each_us for each_us in since_us if heat.record_sample(HOT, start_us + each_us)]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_flood_of_keys_costs_no_memory_and_hides_nothing_that_is_hot() -> None
     samples = 62_500 // 2  # half a second of a million keys a second
     for number in range(samples):
         now_us = START_US + number * SECOND // 62_500
-        heat.note(("flood:gcra.1", f"key-{number}"), now_us)
-        if number % 100 == 99 and heat.note(HOT, now_us):  # ten thousand checks a second
+        heat.record_sample(("flood:gcra.1", f"key-{number}"), now_us)
+        if number % 100 == 99 and heat.record_sample(HOT, now_us):  # ten thousand checks a second
             hot_us.append(now_us)
     assert len(hot_us) == 1
     assert sum(map(len, (heat._samples, heat._busy, heat._streaks, heat._idle))) < 2_100

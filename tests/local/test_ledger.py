@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headgate import Key, Limit, StoreTimeout, StoreUnavailable
 from headgate.algorithms import ALGORITHMS
-from headgate.local.ledger import BATCH, MOST_TRIES, Debt, OutageLedger, Settled, settle
+from headgate.local.ledger import MAX_ATTEMPTS, MAX_BATCH, OutageDebt, OutageLedger, Settlement, settle
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Refund
 from headgate.testing import FakeClock
@@ -69,8 +69,8 @@ class Store:
         return key.limit.capacity - self.memory.decide(Check((key,), 0)).remaining
 
 
-def settled(ledger: OutageLedger, store: Store, *, most_seconds: float = 60) -> Settled:
-    return settle(ledger, store.run_all, most_seconds=most_seconds, now=lambda: 0.0)
+def settled(ledger: OutageLedger, store: Store, *, most_seconds: float = 60) -> Settlement:
+    return settle(ledger, store.run_all, timeout_s=most_seconds, now=lambda: 0.0)
 
 
 # ------------------------------------------------------------------ what is owed
@@ -80,9 +80,9 @@ def settled(ledger: OutageLedger, store: Store, *, most_seconds: float = 60) -> 
 def test_what_was_admitted_is_owed_by_each_counter(algorithm: str) -> None:
     ledger, limit = OutageLedger(FakeClock(NOW)), limit_of(algorithm)
     for _ in range(3):
-        ledger.note(Check((limit.by("ada"), limit_of(algorithm, 100, name="y").by("ada")), (2, 5)))
-    ledger.note(Check((limit.by("bob"),), 1))
-    assert ledger.debt == Debt(3, 22)
+        ledger.record(Check((limit.by("ada"), limit_of(algorithm, 100, name="y").by("ada")), (2, 5)))
+    ledger.record(Check((limit.by("bob"),), 1))
+    assert ledger.debt == OutageDebt(3, 22)
     assert owed(ledger) == {"x ada": 6, "y ada": 15, "x bob": 1}
 
 
@@ -90,8 +90,8 @@ def test_what_was_admitted_is_owed_by_each_counter(algorithm: str) -> None:
 def test_nobody_owes_more_than_the_limit_holds(algorithm: str) -> None:
     ledger, key = OutageLedger(FakeClock(NOW)), limit_of(algorithm).by("ada")
     for cost in (4, 4, 4, 40):
-        ledger.note(Check((key,), cost))
-    assert (owed(ledger), ledger.debt, ledger.take_forgiven()) == ({"x ada": 10}, Debt(1, 10), 42)
+        ledger.record(Check((key,), cost))
+    assert (owed(ledger), ledger.debt, ledger.take_forgiven()) == ({"x ada": 10}, OutageDebt(1, 10), 42)
     assert ledger.take_forgiven() == 0
 
 
@@ -112,7 +112,7 @@ def test_debts_decay_as_the_limit_does(algorithm: str, after: list[int]) -> None
     for wait_us in (0, 1 * SECOND, 6 * SECOND, 7 * SECOND, 30 * SECOND, 60 * SECOND - 1, 60 * SECOND, 90 * SECOND):
         clock = FakeClock(NOW)
         ledger = OutageLedger(clock)
-        ledger.note(Check((limit_of(algorithm).by("ada"),), 10))
+        ledger.record(Check((limit_of(algorithm).by("ada"),), 10))
         clock.set_us(NOW + wait_us)
         seen.append(sum(tokens for _, tokens in ledger.take()))
     assert seen == after
@@ -121,25 +121,25 @@ def test_debts_decay_as_the_limit_does(algorithm: str, after: list[int]) -> None
 def test_who_is_inside_and_who_only_looks_owe_nothing() -> None:
     ledger = OutageLedger(FakeClock(NOW))
     room, rate = limit_of("concurrency").by("ada"), limit_of("gcra").by("ada")
-    ledger.note(Check((room, rate), (1, 0), "a"))
-    assert (ledger.debt, ledger.take()) == (Debt(0, 0), [])
+    ledger.record(Check((room, rate), (1, 0), "a"))
+    assert (ledger.debt, ledger.take()) == (OutageDebt(0, 0), [])
 
 
 def test_what_is_taken_is_owed_no_more_unless_it_is_put_back() -> None:
     ledger, key = OutageLedger(FakeClock(NOW)), limit_of("gcra").by("ada")
-    ledger.note(Check((key,), 4))
+    ledger.record(Check((key,), 4))
     assert ledger.take() == [(key, 4)]
-    assert (ledger.take(), ledger.debt) == ([], Debt(0, 0))
-    ledger.note(Check((key,), 3))
+    assert (ledger.take(), ledger.debt) == ([], OutageDebt(0, 0))
+    ledger.record(Check((key,), 3))
     ledger.put_back([(key, 4)])
-    assert (owed(ledger), ledger.debt) == ({"x ada": 7}, Debt(1, 7))
+    assert (owed(ledger), ledger.debt) == ({"x ada": 7}, OutageDebt(1, 7))
 
 
 @every_algorithm
 def test_vain_attempts_to_settle_do_not_make_a_debt_last_longer(algorithm: str) -> None:
     clock = FakeClock(NOW)
     ledger, key = OutageLedger(clock), limit_of(algorithm, 7).by("ada")
-    ledger.note(Check((key,), 7))
+    ledger.record(Check((key,), 7))
     for _ in range(120):
         ledger.put_back(ledger.take())
         clock.advance(1)
@@ -148,13 +148,13 @@ def test_vain_attempts_to_settle_do_not_make_a_debt_last_longer(algorithm: str) 
 
 def test_what_is_put_back_beside_new_debts_is_owed_with_them() -> None:
     clock = FakeClock(NOW)
-    ledger, limit = OutageLedger(clock, most=2), limit_of("gcra")
+    ledger, limit = OutageLedger(clock, max_counters=2), limit_of("gcra")
     for name in ("ada", "bob"):
-        ledger.note(Check((limit.by(name),), 4))
+        ledger.record(Check((limit.by(name),), 4))
     taken = ledger.take()
-    ledger.note(Check((limit.by("ada"),), 3))
+    ledger.record(Check((limit.by("ada"),), 3))
     ledger.put_back([(key, tokens - 1) for key, tokens in taken])
-    assert (ledger.debt, owed(ledger)) == (Debt(2, 9), {"x ada": 6, "x bob": 3})
+    assert (ledger.debt, owed(ledger)) == (OutageDebt(2, 9), {"x ada": 6, "x bob": 3})
     ledger.put_back(taken)  # of which nothing is known any more
     assert owed(ledger) == {"x ada": 10, "x bob": 7}
 
@@ -162,8 +162,8 @@ def test_what_is_put_back_beside_new_debts_is_owed_with_them() -> None:
 @every_algorithm
 def test_a_debt_goes_over_to_changed_numbers(algorithm: str) -> None:
     ledger, wide, narrow = OutageLedger(FakeClock(NOW)), limit_of(algorithm, 20), limit_of(algorithm, 5)
-    ledger.note(Check((wide.by("ada"),), 2))
-    ledger.note(Check((narrow.by("ada"),), 1))
+    ledger.record(Check((wide.by("ada"),), 2))
+    ledger.record(Check((narrow.by("ada"),), 1))
     ((key, tokens),) = ledger.take()
     # As in the store: buckets and windows keep what is used; gcra and the queue keep the instant at which they are new.
     assert (key.limit, tokens) == (narrow, 2 if algorithm in ("gcra", "leaky_bucket") else 3)
@@ -171,24 +171,24 @@ def test_a_debt_goes_over_to_changed_numbers(algorithm: str) -> None:
 
 def test_the_number_of_counters_is_bounded_and_those_nearest_to_new_go_first() -> None:
     clock = FakeClock(NOW)
-    ledger, limit = OutageLedger(clock, most=20), limit_of("gcra")
+    ledger, limit = OutageLedger(clock, max_counters=20), limit_of("gcra")
     for number in range(20):
-        ledger.note(Check((limit.by(number),), 2 if number == 3 else 5))
-    ledger.note(Check((limit.by("new"),), 1))
-    assert ledger.debt == Debt(20, 19 * 5 + 1)
+        ledger.record(Check((limit.by(number),), 2 if number == 3 else 5))
+    ledger.record(Check((limit.by("new"),), 1))
+    assert ledger.debt == OutageDebt(20, 19 * 5 + 1)
     assert ledger.take_forgiven() == 2
     clock.advance(31)  # in which all but none pay back
     for number in range(5):
-        ledger.note(Check((limit.by("late", number),), 1))
+        ledger.record(Check((limit.by("late", number),), 1))
     assert (ledger.debt.keys <= 20, ledger.take_forgiven()) == (True, 0)
     assert owed(ledger) == {f"x late|{number}": 1 for number in range(5)}
 
 
 def test_a_flood_of_counters_leaves_what_is_counted_consistent() -> None:
     clock = FakeClock(NOW)
-    ledger, limit = OutageLedger(clock, most=50), limit_of("token_bucket")
+    ledger, limit = OutageLedger(clock, max_counters=50), limit_of("token_bucket")
     for number in range(2_000):
-        ledger.note(Check((limit.by(number % 300),), 1 + number % 4))
+        ledger.record(Check((limit.by(number % 300),), 1 + number % 4))
         clock.advance(0.01)
         assert ledger.debt.keys <= 50
     assert ledger.debt.tokens == sum(account.owed for account in ledger._accounts.values())
@@ -201,7 +201,7 @@ def test_threads_lose_nothing() -> None:
 
     def note() -> None:
         for number in range(2_000):
-            ledger.note(Check((keys[number % 3],), 1))
+            ledger.record(Check((keys[number % 3],), 1))
 
     def take() -> None:
         while not done.is_set():
@@ -220,13 +220,13 @@ def test_threads_lose_nothing() -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads, as servers that fork do
 def test_a_child_does_not_settle_what_its_parent_owes() -> None:
     ledger = OutageLedger(FakeClock(NOW))
-    ledger.note(Check((limit_of("gcra").by("ada"),), 3))
+    ledger.record(Check((limit_of("gcra").by("ada"),), 3))
     with ledger._lock:
         child = os.fork()
         if child == 0:
-            os._exit(0 if (ledger.take(), ledger.debt) == ([], Debt(0, 0)) else 1)
+            os._exit(0 if (ledger.take(), ledger.debt) == ([], OutageDebt(0, 0)) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert ledger.debt == Debt(1, 3)
+    assert ledger.debt == OutageDebt(1, 3)
 
 
 # ------------------------------------------------------------------ against the model
@@ -260,7 +260,7 @@ def test_what_is_owed_is_what_the_model_lacks(
     ledger = OutageLedger(clock)
     forgiven = 0
     for identity, cost, step_us in done:
-        ledger.note(Check((key_of(plan, identity),), cost))
+        ledger.record(Check((key_of(plan, identity),), cost))
         subject = (Subject(plan, identity),)
         answer = model.check(subject, clock.now_us(), cost)
         if not answer.allowed:
@@ -301,14 +301,14 @@ def test_every_token_is_charged_once_or_accounted_for(
         store.memory.decide(Check((limit.by(who),), cost))
     before = {who: store.used(limit.by(who)) for who in range(10)}
     for who, cost in noted:
-        ledger.note(Check((limit.by(who),), cost))
+        ledger.record(Check((limit.by(who),), cost))
     store.mishaps = foreseen
     told = [settled(ledger, store) for _ in range(4)]
     store.mishaps = {}
     told.append(settled(ledger, store))
     admitted, charged = sum(cost for _, cost in noted), sum(each.charged for each in told)
     uncertain, forgiven = sum(each.uncertain for each in told), sum(each.forgiven for each in told)
-    assert (ledger.debt, told[-1].left) == (Debt(0, 0), 0)
+    assert (ledger.debt, told[-1].left) == (OutageDebt(0, 0), 0)
     assert charged + forgiven + uncertain == admitted
     spent = sum(store.used(limit.by(who)) - before[who] for who in range(10))
     assert charged <= spent <= charged + uncertain
@@ -335,7 +335,7 @@ def test_a_fleet_repays_the_refill_of_an_outage_once(algorithm: str, nodes: int,
     ledgers, store = [OutageLedger(clock, nodes=lambda: nodes) for _ in range(nodes)], Store(clock)
     for number in range(admitted):
         clock.set_us(NOW + number * 6 * SECOND // admitted)
-        ledgers[number % nodes].note(Check((limit.by("ada"),), 1))
+        ledgers[number % nodes].record(Check((limit.by("ada"),), 1))
     clock.set_us(NOW + 6 * SECOND)
     for ledger in ledgers:
         settled(ledger, store)
@@ -355,9 +355,9 @@ def test_nodes_with_equal_shares_of_the_traffic_owe_together_what_one_node_would
     clock = FakeClock(NOW)
     alone, fleet = OutageLedger(clock), [OutageLedger(clock, nodes=lambda: nodes) for _ in range(nodes)]
     for cost, wait_us in rounds:
-        alone.note(Check((limit.by("ada"),), cost * nodes))
+        alone.record(Check((limit.by("ada"),), cost * nodes))
         for ledger in fleet:
-            ledger.note(Check((limit.by("ada"),), cost))
+            ledger.record(Check((limit.by("ada"),), cost))
         clock.set_us(clock.now_us() + wait_us)
     owed = sum(tokens for _, tokens in alone.take())
     assert abs(sum(tokens for ledger in fleet for _, tokens in ledger.take()) - owed) <= nodes / 2 + 1
@@ -367,7 +367,7 @@ def test_nodes_with_equal_shares_of_the_traffic_owe_together_what_one_node_would
 def test_windows_and_logs_add_up_over_nodes_as_they_are(algorithm: str) -> None:
     clock = FakeClock(NOW)
     ledger, store = OutageLedger(clock, nodes=lambda: 5), Store(clock)
-    ledger.note(Check((limit_of(algorithm).by("ada"),), 4))
+    ledger.record(Check((limit_of(algorithm).by("ada"),), 4))
     clock.set_us(NOW + 1)
     settled(ledger, store)
     assert store.used(limit_of(algorithm).by("ada")) == 4
@@ -378,11 +378,11 @@ def test_requests_that_may_have_been_charged_are_reported_as_uncertain() -> None
     ledger, store = OutageLedger(clock), Store(clock)
     keys = limit_of("gcra").by("ada"), limit_of("concurrency").by("ada")
     assert ledger.is_empty
-    ledger.note_uncertain(Check(keys, (3, 1), "lease"))
-    assert (ledger.is_empty, ledger.debt) == (False, Debt(0, 0))
-    assert settled(ledger, store) == Settled(0, 0, 0, 3, 0)
+    ledger.record_uncertain(Check(keys, (3, 1), "lease"))
+    assert (ledger.is_empty, ledger.debt) == (False, OutageDebt(0, 0))
+    assert settled(ledger, store) == Settlement(0, 0, 0, 3, 0)
     assert ledger.is_empty
-    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0)
+    assert settled(ledger, store) == Settlement(0, 0, 0, 0, 0)
 
 
 # ------------------------------------------------------------------ settling
@@ -395,8 +395,8 @@ def test_what_the_store_has_not_left_is_forgiven() -> None:
     store.memory.decide(Check((ada,), 7))
     store.memory.decide(Check((eve,), 10))
     for key, cost in ((ada, 9), (bob, 4), (eve, 1), (bob, 30)):
-        ledger.note(Check((key,), cost))
-    assert settled(ledger, store) == Settled(keys=2, charged=13, forgiven=6 + 24 + 1, uncertain=0, left=0)
+        ledger.record(Check((key,), cost))
+    assert settled(ledger, store) == Settlement(keys=2, charged=13, forgiven=6 + 24 + 1, uncertain=0, left=0)
     assert [store.used(key) for key in (ada, bob, eve)] == [10, 10, 10]
     assert [(call.keys[0].identity, call.cost) for call in store.sent] == [
         ("ada", 9),
@@ -409,10 +409,10 @@ def test_what_the_store_has_not_left_is_forgiven() -> None:
 def test_charges_travel_in_batches() -> None:
     clock = FakeClock(NOW)
     ledger, store = OutageLedger(clock), Store(clock)
-    for number in range(2 * BATCH + 5):
-        ledger.note(Check((limit_of("gcra").by(number),), 1))
-    assert settled(ledger, store).charged == 2 * BATCH + 5
-    assert store.batches == [BATCH, BATCH, 5]
+    for number in range(2 * MAX_BATCH + 5):
+        ledger.record(Check((limit_of("gcra").by(number),), 1))
+    assert settled(ledger, store).charged == 2 * MAX_BATCH + 5
+    assert store.batches == [MAX_BATCH, MAX_BATCH, 5]
 
 
 def test_what_may_have_been_charged_is_not_sent_again_and_what_was_not_sent_is() -> None:
@@ -420,11 +420,11 @@ def test_what_may_have_been_charged_is_not_sent_again_and_what_was_not_sent_is()
     ledger, store = OutageLedger(clock), Store(clock)
     ada, bob, eve = keys = [limit_of("gcra").by(name) for name in ("ada", "bob", "eve")]
     for key, cost in zip(keys, (2, 3, 4), strict=True):
-        ledger.note(Check((key,), cost))
+        ledger.record(Check((key,), cost))
     store.mishaps = {0: "lost on the way back", 1: "unsent"}
-    assert settled(ledger, store) == Settled(keys=1, charged=4, forgiven=0, uncertain=2, left=3)
+    assert settled(ledger, store) == Settlement(keys=1, charged=4, forgiven=0, uncertain=2, left=3)
     assert owed(ledger) == {"x bob": 3}
-    assert settled(ledger, store) == Settled(keys=1, charged=3, forgiven=0, uncertain=0, left=0)
+    assert settled(ledger, store) == Settlement(keys=1, charged=3, forgiven=0, uncertain=0, left=0)
     assert [store.used(key) for key in (ada, bob, eve)] == [2, 3, 4]
 
 
@@ -432,22 +432,22 @@ def test_what_may_have_been_charged_is_not_sent_again_and_what_was_not_sent_is()
 def test_a_store_that_answers_nothing_is_left_alone(mishap: str) -> None:
     clock = FakeClock(NOW)
     ledger, store = OutageLedger(clock), Store(clock)
-    for number in range(3 * BATCH):
-        ledger.note(Check((limit_of("gcra").by(number),), 1))
-    store.mishaps = dict.fromkeys(range(BATCH), mishap)
-    uncertain = 0 if mishap == "unsent" else BATCH
-    assert settled(ledger, store) == Settled(0, 0, 0, uncertain, 3 * BATCH - uncertain)
-    assert (store.batches, ledger.debt.keys) == ([BATCH], 3 * BATCH - uncertain)
+    for number in range(3 * MAX_BATCH):
+        ledger.record(Check((limit_of("gcra").by(number),), 1))
+    store.mishaps = dict.fromkeys(range(MAX_BATCH), mishap)
+    uncertain = 0 if mishap == "unsent" else MAX_BATCH
+    assert settled(ledger, store) == Settlement(0, 0, 0, uncertain, 3 * MAX_BATCH - uncertain)
+    assert (store.batches, ledger.debt.keys) == ([MAX_BATCH], 3 * MAX_BATCH - uncertain)
 
 
 def test_it_takes_no_longer_than_it_may() -> None:
     clock = FakeClock(NOW)
     ledger, store = OutageLedger(clock), Store(clock)
-    for number in range(3 * BATCH):
-        ledger.note(Check((limit_of("gcra").by(number),), 1))
+    for number in range(3 * MAX_BATCH):
+        ledger.record(Check((limit_of("gcra").by(number),), 1))
     ticks = count()
-    told = settle(ledger, store.run_all, most_seconds=1.5, now=lambda: float(next(ticks)))
-    assert (told.charged, told.left, ledger.debt.keys) == (BATCH, 2 * BATCH, 2 * BATCH)
+    told = settle(ledger, store.run_all, timeout_s=1.5, now=lambda: float(next(ticks)))
+    assert (told.charged, told.left, ledger.debt.keys) == (MAX_BATCH, 2 * MAX_BATCH, 2 * MAX_BATCH)
 
 
 def test_live_requests_that_take_what_is_left_meanwhile_do_not_forgive_the_rest() -> None:
@@ -455,10 +455,10 @@ def test_live_requests_that_take_what_is_left_meanwhile_do_not_forgive_the_rest(
     ledger, store = OutageLedger(clock), Store(clock)
     key = limit_of("gcra", 100).by("ada")
     store.memory.decide(Check((key,), 50))
-    ledger.note(Check((key,), 80))
+    ledger.record(Check((key,), 80))
     others = iter([0, 1, 1])
     store.meanwhile = lambda: store.memory.decide(Check((key,), next(others, 0)))
-    assert settled(ledger, store) == Settled(keys=1, charged=48, forgiven=32, uncertain=0, left=0)
+    assert settled(ledger, store) == Settlement(keys=1, charged=48, forgiven=32, uncertain=0, left=0)
     assert [call.cost for call in store.sent] == [80, 50, 49, 48]
 
 
@@ -466,29 +466,29 @@ def test_a_counter_that_is_emptied_each_time_is_tried_again_another_day() -> Non
     clock = FakeClock(NOW)
     ledger, store = OutageLedger(clock), Store(clock)
     key = limit_of("gcra", 100).by("ada")
-    ledger.note(Check((key,), 100))
+    ledger.record(Check((key,), 100))
     store.meanwhile = lambda: store.memory.decide(Check((key,), 1))
     told = settled(ledger, store)
-    assert (told.charged, told.forgiven, told.left) == (0, MOST_TRIES, 100 - MOST_TRIES)
-    assert owed(ledger) == {"x ada": 100 - MOST_TRIES}
+    assert (told.charged, told.forgiven, told.left) == (0, MAX_ATTEMPTS, 100 - MAX_ATTEMPTS)
+    assert owed(ledger) == {"x ada": 100 - MAX_ATTEMPTS}
 
 
 def test_what_was_not_sent_yet_stays_owed_whatever_goes_wrong() -> None:
     ledger = OutageLedger(FakeClock(NOW))
-    for number in range(BATCH + 7):
-        ledger.note(Check((limit_of("gcra").by(number),), 1))
+    for number in range(MAX_BATCH + 7):
+        ledger.record(Check((limit_of("gcra").by(number),), 1))
 
     def fail(calls: list[Check]) -> Any:
         raise RuntimeError("the interpreter is going down")
 
     with pytest.raises(RuntimeError):
-        settle(ledger, fail, most_seconds=60, now=lambda: 0.0)
-    assert ledger.debt == Debt(7, 7)
+        settle(ledger, fail, timeout_s=60, now=lambda: 0.0)
+    assert ledger.debt == OutageDebt(7, 7)
 
 
 def test_without_debts_nobody_is_asked() -> None:
     ledger, store = OutageLedger(FakeClock(NOW)), Store(FakeClock(NOW))
-    assert (settled(ledger, store), store.batches) == (Settled(0, 0, 0, 0, 0), [])
+    assert (settled(ledger, store), store.batches) == (Settlement(0, 0, 0, 0, 0), [])
 
 
 # ------------------------------------------------------------------ what could not be given back
@@ -523,21 +523,21 @@ def charged(algorithm: str, amount: int, *, quota: int = 10) -> tuple[FakeClock,
 def test_what_could_not_be_given_back_is_when_the_store_is_back(algorithm: str, after: int, returned: int) -> None:
     clock, store, key, at_us = charged(algorithm, 6)
     ledger = OutageLedger(clock)
-    ledger.note_refund(Refund(key, 6, None, at_us))
-    assert ledger.debt == Debt(1, 0)
+    ledger.record_refund(Refund(key, 6, None, at_us))
+    assert ledger.debt == OutageDebt(1, 0)
     clock.advance(after)
     before = store.used(key)
-    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0, returned)
+    assert settled(ledger, store) == Settlement(0, 0, 0, 0, 0, returned)
     assert before - store.used(key) == returned
-    assert ledger.debt == Debt(0, 0)
-    assert settled(ledger, store) == Settled(0, 0, 0, 0, 0, 0)
+    assert ledger.debt == OutageDebt(0, 0)
+    assert settled(ledger, store) == Settlement(0, 0, 0, 0, 0, 0)
 
 
 def test_refunds_of_one_counter_are_one_and_lose_a_part_of_a_token_once() -> None:
     clock, store, key, at_us = charged("token_bucket", 6)
     ledger = OutageLedger(clock)
     for later in (3, 0, 2):
-        ledger.note_refund(Refund(key, 1, None, at_us + later))
+        ledger.record_refund(Refund(key, 1, None, at_us + later))
     assert settled(ledger, store).returned == 2
     assert store.sent == [Refund(key, 2, store.sent[0].id, at_us)]
 
@@ -548,7 +548,7 @@ def test_refunds_to_different_windows_stay_apart() -> None:
     clock.advance(60)
     store.memory.decide(Check((key,), 5))
     for amount, when_us in ((6, at_us), (1, at_us + 60 * SECOND), (2, at_us + 61 * SECOND)):
-        ledger.note_refund(Refund(key, amount, None, when_us))
+        ledger.record_refund(Refund(key, amount, None, when_us))
     assert settled(ledger, store).returned == 3
     assert store.used(key) == 2
 
@@ -558,11 +558,11 @@ def test_refunds_to_different_windows_stay_apart() -> None:
 def test_a_refund_whose_fate_is_unknown_is_sent_again_and_happens_once(algorithm: str, mishap: str) -> None:
     clock, store, key, at_us = charged(algorithm, 9)
     ledger = OutageLedger(clock)
-    ledger.note_refund(Refund(key, 6, None, at_us))
+    ledger.record_refund(Refund(key, 6, None, at_us))
     store.mishaps = {0: mishap}
     assert settled(ledger, store).returned == 0
     assert ledger.debt.keys == 1
-    ledger.note_refund(Refund(key, 2, None, at_us))  # and is no part of what was sent already
+    ledger.record_refund(Refund(key, 2, None, at_us))  # and is no part of what was sent already
     settled(ledger, store)
     assert store.sent[0].id == store.sent[1].id != store.sent[2].id
     assert ledger.debt.keys == 0
@@ -572,7 +572,7 @@ def test_a_refund_whose_fate_is_unknown_is_sent_again_and_happens_once(algorithm
 def test_a_refund_shrinks_while_it_waits_to_be_sent_again() -> None:
     clock, store, key, at_us = charged("token_bucket", 10)
     ledger = OutageLedger(clock)
-    ledger.note_refund(Refund(key, 6, None, at_us))
+    ledger.record_refund(Refund(key, 6, None, at_us))
     store.mishaps = {0: "unsent"}
     settled(ledger, store)
     clock.advance(12)
@@ -585,7 +585,7 @@ def test_a_refund_is_given_up_before_the_store_forgets_its_id() -> None:
     clock = FakeClock(NOW)
     store, key = Store(clock), Limit(10, timedelta(minutes=50), algorithm="sliding_log", name="x").by("ada")
     ledger = OutageLedger(clock)
-    ledger.note_refund(Refund(key, 1, None, NOW))
+    ledger.record_refund(Refund(key, 1, None, NOW))
     clock.advance(3600 - 0.1)
     assert settled(ledger, store).returned == 0
     assert store.sent == []
@@ -594,28 +594,28 @@ def test_a_refund_is_given_up_before_the_store_forgets_its_id() -> None:
 def test_refunds_come_before_charges_so_that_less_is_forgiven() -> None:
     clock, store, key, at_us = charged("fixed_window", 10)
     ledger = OutageLedger(clock)
-    ledger.note(Check((key,), 4))
-    ledger.note_refund(Refund(key, 4, None, at_us))
-    assert settled(ledger, store) == Settled(1, 4, 0, 0, 0, 4)
+    ledger.record(Check((key,), 4))
+    ledger.record_refund(Refund(key, 4, None, at_us))
+    assert settled(ledger, store) == Settlement(1, 4, 0, 0, 0, 4)
     assert store.used(key) == 10
 
 
 def test_a_store_that_answers_no_refund_is_asked_for_nothing_else() -> None:
     clock, store, key, at_us = charged("fixed_window", 5)
     ledger = OutageLedger(clock)
-    ledger.note(Check((key,), 4))
-    ledger.note_refund(Refund(key, 4, None, at_us))
+    ledger.record(Check((key,), 4))
+    ledger.record_refund(Refund(key, 4, None, at_us))
     store.mishaps = {0: "unsent"}
     assert settled(ledger, store).left == 4
-    assert ledger.debt == Debt(2, 4)
+    assert ledger.debt == OutageDebt(2, 4)
     assert store.batches == [1]
 
 
 def test_the_number_of_refunds_is_bounded() -> None:
     clock = FakeClock(NOW)
-    ledger, limit = OutageLedger(clock, most=3), limit_of("fixed_window")
+    ledger, limit = OutageLedger(clock, max_counters=3), limit_of("fixed_window")
     for number in range(5):
-        ledger.note_refund(Refund(limit.by(f"{number}"), 1, None, NOW))
+        ledger.record_refund(Refund(limit.by(f"{number}"), 1, None, NOW))
     store = Store(clock)
     settled(ledger, store)
     assert [refund.key.identity for refund in store.sent] == ["2", "3", "4"]

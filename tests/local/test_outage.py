@@ -33,29 +33,29 @@ def test_an_outage_is_told_of_at_once_then_now_and_then_and_at_its_end(caplog: p
     clock = FakeClock(1_000_000)
     events: list[Event] = []
     outage = OutageTracker(EventEmitter(events.append), lambda: clock.now_us() / 1_000_000)
-    assert outage.lasts is None
-    outage.note_failure(AWAY)
+    assert outage.duration is None
+    outage.record_failure(AWAY)
     assert messages(caplog) == ["Redis is unavailable; requests are handled by on_failure (1 so far): nobody is there"]
     for _ in range(99):
         clock.advance(0.1)
-        outage.note_failure(AWAY)
+        outage.record_failure(AWAY)
     assert messages(caplog) == []
     clock.advance(0.1)
-    outage.note_failure(AWAY)
+    outage.record_failure(AWAY)
     assert messages(caplog) == [
         "Redis is unavailable; requests are handled by on_failure (101 so far): nobody is there"
     ]
-    assert (outage.lasts, outage.reason) == (10.0, "nobody is there")
+    assert (outage.duration, outage.reason) == (10.0, "nobody is there")
     clock.advance(0.499)
-    outage.note_answer()
+    outage.record_answer()
     assert (messages(caplog), outage.failures) == ([], 101)
     clock.advance(0.001)
-    outage.note_answer()
-    assert messages(caplog) == ["the store answers again: 101 requests were decided without it in 10.5 s"]
-    assert (outage.failures, outage.lasts, outage.reason) == (0, None, None)
+    outage.record_answer()
+    assert messages(caplog) == ["Redis is available again: 101 requests were handled by on_failure in 10.5 s"]
+    assert (outage.failures, outage.duration, outage.reason) == (0, None, None)
     assert [event.kind for event in events] == ["store-lost", "store-away", "store-back"]
     assert events[-1].details == {"requests": 101, "seconds": 10.5}
-    outage.note_failure(AWAY)
+    outage.record_failure(AWAY)
     assert len(messages(caplog)) == 1
 
 
@@ -75,9 +75,9 @@ def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
 ) -> None:
     async def served() -> None:
         gate = AsyncGate(POLICY, redis7.url, namespace=unique, budget=1.0, on_event=events.append)
-        front = gate._limiter._front
+        front = gate._limiter.engine.local
         front.outage = OutageTracker(EventEmitter(events.append), lambda: clock.now_us() / 1_000_000)
-        front.outage.note_failure(AWAY)
+        front.outage.record_failure(AWAY)
         clock.advance(2)
         assert (await gate.admit(arrival())).allowed
         await gate.close()
@@ -85,13 +85,13 @@ def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
     events: list[Event] = []
     clock = FakeClock(1_000_000)
     asyncio.run(served())
-    assert "the store answers again: 1 requests" in messages(caplog)[-1]
+    assert "Redis is available again: 1 requests" in messages(caplog)[-1]
     assert [event.kind for event in events] == ["store-lost", "store-back"]
 
 
 def test_who_is_told_of_events_and_fails_is_told_of_itself(caplog: pytest.LogCaptureFixture) -> None:
-    EventEmitter(lambda event: 1 / 0).tell("store-lost", "it is gone")
-    assert messages(caplog) == ["it is gone", "on_event failed on store-lost; nothing else depends on it"]
+    EventEmitter(lambda event: 1 / 0).emit("store-lost", "it is gone")
+    assert messages(caplog) == ["it is gone", "on_event failed on store-lost"]
 
 
 def test_identities_that_nobody_supplies_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,11 +112,11 @@ def test_identities_that_nobody_supplies_are_warned_of(caplog: pytest.LogCapture
 
 def opened(limiter: Limiter | AsyncLimiter) -> None:
     """Its store has failed until nobody asks it any more; and nobody looks after it."""
-    assert limiter._keeper is not None
-    limiter._keeper.close()
-    breaker = limiter._store.breakers[None]
+    assert limiter.engine.maintenance is not None
+    limiter.engine.maintenance.close()
+    breaker = limiter.engine.store.breakers[None]
     breaker.is_open, breaker.reason = True, str(AWAY)
-    limiter._front.note_failure(AWAY)
+    limiter.engine.local.record_failure(AWAY)
 
 
 UNSENT = f"{AWAY} (and it is not asked again until it is seen to answer)"
@@ -129,11 +129,11 @@ def test_while_nobody_asks_the_store_each_mode_answers_as_ever(mode: Any, cost: 
     keys = [Limit(100, timedelta(minutes=1), name=name).by("ada") for name in ("a", "b")]
     with Limiter("redis://127.0.0.1:1/0", on_failure=mode, clock=FakeClock()) as limiter:
         opened(limiter)
-        limiter._front.breaker, breaker = None, limiter._front.breaker
+        limiter.engine.local.breaker, breaker = None, limiter.engine.local.breaker
         long = limiter.check(*keys, cost=cost)
         owed = limiter.health().owed_tokens
-        limiter._front.breaker = breaker
-        limiter._store.run = None  # it is not even asked
+        limiter.engine.local.breaker = breaker
+        limiter.engine.store.run = None  # it is not even asked
         short = limiter.check(*keys, cost=cost)
         assert short.degraded == f"{mode}: {UNSENT}"
         assert short.allowed == long.allowed
@@ -163,11 +163,11 @@ def test_as_soon_as_the_breaker_closes_the_store_is_asked(redis7: RedisServer, u
         assert limiter.check(key).degraded is None
         opened(limiter)
         assert limiter.check(key).degraded == f"open: {UNSENT}"
-        limiter._front.breaker.close()
+        limiter.engine.local.breaker.close()
         assert limiter.check(key).remaining == 8
 
 
 def test_where_there_are_several_servers_each_has_a_breaker_of_its_own() -> None:
     for url in ("redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/main"):
         with Limiter(url, on_failure="open") as limiter:
-            assert limiter._front.breaker is None
+            assert limiter.engine.local.breaker is None

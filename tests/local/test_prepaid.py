@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headgate import Decision, Limit, StoreTimeout
 from headgate.clock import SystemClock
-from headgate.local.prepaid import PrepaidTokens, can_lease
+from headgate.local.prepaid import PrepaidTokens, can_prepay
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Refund
 from headgate.testing import FakeClock
@@ -39,13 +39,13 @@ class Node:
     def __init__(self, *limits: Limit, lease_us: int = LEASE_US) -> None:
         self.clock = FakeClock(START_US)
         self.store = MemoryStore(self.clock)
-        self.purses = PrepaidTokens(lease_us=lease_us, now_us=self.clock.now_us)
-        self.purses.announce(limits)
+        self.prepaid = PrepaidTokens(lease_us=lease_us, now_us=self.clock.now_us)
+        self.prepaid.announce(limits)
         self.calls = 0
 
     def check(self, *keys: Key, cost: int | tuple[int, ...] = 1) -> Decision:
         call = Check(keys, cost)
-        answer = self.purses.provide(call)
+        answer = self.prepaid.take(call)
         if isinstance(answer, Decision):
             return answer
         if answer is None:
@@ -67,7 +67,7 @@ class Node:
         return self.store.decide(Check((key,), 0)).remaining
 
     def held(self) -> int:
-        return self.purses.stats.held
+        return self.prepaid.stats.held
 
 
 # --------------------------------------------------------------------- never more than the limit
@@ -274,15 +274,15 @@ def test_one_node_admits_exactly_what_an_exact_limiter_would(algorithm: str, ste
 def test_threads_that_share_purses_admit_exactly_the_limit() -> None:
     limit = limit_of(2_000, 86_400, "fixed_window")
     store = MemoryStore(SystemClock())
-    purses = PrepaidTokens(lease_us=60 * SECOND)
-    purses.announce([limit])
+    prepaid = PrepaidTokens(lease_us=60 * SECOND)
+    prepaid.announce([limit])
     call = Check((limit.by("ada"),), 1)
     admitted = []
 
     def run() -> None:
         passed = 0
         for _ in range(1_500):
-            answer = purses.provide(call)
+            answer = prepaid.take(call)
             if answer is None:
                 answer = store.decide(call)
             elif not isinstance(answer, Decision):
@@ -300,8 +300,8 @@ def test_threads_that_share_purses_admit_exactly_the_limit() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(admitted) + purses.stats.held == limit.quota
-    assert purses.stats.held == 0
+    assert sum(admitted) + prepaid.stats.held == limit.quota
+    assert prepaid.stats.held == 0
 
 
 # --------------------------------------------------------------------- one purse
@@ -311,7 +311,7 @@ def test_a_token_is_spent_until_a_lease_after_its_order_left_and_no_longer() -> 
     limit = limit_of(1_000, 60)
     node = Node(limit)
     call = Check((limit.by("ada"),), 1)
-    steps = node.purses.provide(call)
+    steps = node.prepaid.take(call)
     assert steps is not None
     assert not isinstance(steps, Decision)
     order = next(steps)
@@ -323,11 +323,11 @@ def test_a_token_is_spent_until_a_lease_after_its_order_left_and_no_longer() -> 
     held = node.held()
     assert held > 0
     node.clock.set_us(START_US + LEASE_US - 1)
-    assert isinstance(node.purses.provide(call), Decision)
+    assert isinstance(node.prepaid.take(call), Decision)
     assert node.held() == held - 1
     node.clock.set_us(START_US + LEASE_US)
     assert node.held() == 0
-    assert not isinstance(node.purses.provide(call), Decision)
+    assert not isinstance(node.prepaid.take(call), Decision)
 
 
 @pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window"])
@@ -430,13 +430,13 @@ def test_who_finds_an_order_under_way_goes_the_ordinary_way() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
     call = Check((limit.by("ada"),), 1)
-    steps = node.purses.provide(call)
+    steps = node.prepaid.take(call)
     assert steps is not None
     assert not isinstance(steps, Decision)
     next(steps)
-    assert node.purses.provide(call) is None
+    assert node.prepaid.take(call) is None
     steps.close()  # as when its caller is cancelled
-    assert node.purses.provide(call) is not None
+    assert node.prepaid.take(call) is not None
 
 
 def test_who_finds_an_order_for_an_exhausted_key_under_way_is_denied() -> None:
@@ -446,12 +446,12 @@ def test_who_finds_an_order_for_an_exhausted_key_under_way_is_denied() -> None:
     while node.check(limit.by("ada")).allowed:
         pass
     node.clock.advance(0.02)
-    steps = node.purses.provide(call)
+    steps = node.prepaid.take(call)
     assert steps is not None
     assert not isinstance(steps, Decision)
     order = next(steps)
     node.clock.advance(0.05)
-    denial = node.purses.provide(call)
+    denial = node.prepaid.take(call)
     assert isinstance(denial, Decision)
     assert (denial.allowed, denial.retry_after_us) == (False, LEASE_US // 10)
     with pytest.raises(StopIteration) as end:
@@ -464,9 +464,9 @@ def test_an_order_in_advance_that_is_denied_costs_nobody_anything() -> None:
     node = Node(hot, other)
     keys = hot.by("ada"), other.by("ada")
     node.check(*keys)
-    one, two = (node.purses._purses[key.limit.space, "ada"] for key in keys)
+    one, two = (node.prepaid._counters[key.limit.space, "ada"] for key in keys)
     one.take(one.tokens - 2)
-    one.low = 5
+    one.refill_below = 5
     two.take(two.tokens - 1)
     node.store.decide(Check(keys[:1], node.left(keys[0])))
     calls = node.calls
@@ -479,7 +479,7 @@ def test_an_order_that_fails_leaves_everything_as_it_was() -> None:
     node = Node(hot, other)
     node.check(hot.by("ada"))
     held = node.held()
-    steps = node.purses.provide(Check((hot.by("ada"), other.by("ada")), 1))
+    steps = node.prepaid.take(Check((hot.by("ada"), other.by("ada")), 1))
     assert steps is not None
     assert not isinstance(steps, Decision)
     order = next(steps)
@@ -516,7 +516,7 @@ def test_several_hot_keys_are_paid_for_together_without_a_call() -> None:
     decision = node.check(*keys, cost=(1, 2))
     assert (decision.allowed, [outcome.remaining for outcome in decision.outcomes]) == (True, [998, 996])
     assert (node.calls, node.held()) == (1, held - 3)
-    assert (node.purses.stats.hot, node.purses.stats.found) == (2, 2), "each was found once"
+    assert (node.prepaid.stats.hot, node.prepaid.stats.found) == (2, 2), "each was found once"
 
 
 def test_the_instant_of_an_answer_is_the_earliest_that_it_can_be() -> None:
@@ -524,7 +524,7 @@ def test_the_instant_of_an_answer_is_the_earliest_that_it_can_be() -> None:
     one, two = limit_of(1_000, 60, name="one"), limit_of(1_000, 60, name="two")
     node = Node(one, two)
     node.check(one.by("ada"))
-    steps = node.purses.provide(Check((two.by("ada"),), 1))
+    steps = node.prepaid.take(Check((two.by("ada"),), 1))
     assert steps is not None
     assert not isinstance(steps, Decision)
     answer = node.ask(next(steps))
@@ -557,10 +557,10 @@ def test_the_instant_of_an_answer_is_the_earliest_that_it_can_be() -> None:
     ids=str,
 )
 def test_only_limits_that_are_large_enough_are_leased(limit: Limit, leased: bool) -> None:
-    assert can_lease(limit, LEASE_US) is leased
+    assert can_prepay(limit, LEASE_US) is leased
     node = Node(limit)
-    assert bool(node.purses) is leased
-    assert (node.purses.provide(Check((limit.by("ada"),), 1, "id")) is not None) is leased
+    assert bool(node.prepaid) is leased
+    assert (node.prepaid.take(Check((limit.by("ada"),), 1, "id")) is not None) is leased
 
 
 def test_peeks_and_impossible_costs_and_mixed_requests_go_to_the_store() -> None:
@@ -573,7 +573,7 @@ def test_peeks_and_impossible_costs_and_mixed_requests_go_to_the_store() -> None
         Check((hot.by("ada"), cold.by("ada")), 1),
         Check((cold.by("ada"),), 1),
     ):
-        assert node.purses.provide(call) is None
+        assert node.prepaid.take(call) is None
 
 
 def test_what_is_excluded_is_not_leased_and_gives_back_what_it_has() -> None:
@@ -581,17 +581,17 @@ def test_what_is_excluded_is_not_leased_and_gives_back_what_it_has() -> None:
     node = Node(limit)
     node.check(limit.by("ada"))
     held = node.held()
-    node.purses.exclude([limit])
-    assert node.purses.provide(Check((limit.by("ada"),), 1)) is None
-    assert [(refund.key, refund.amount) for refund in node.purses.overdue()] == [(limit.by("ada"), held - 1)]
+    node.prepaid.exclude([limit])
+    assert node.prepaid.take(Check((limit.by("ada"),), 1)) is None
+    assert [(refund.key, refund.amount) for refund in node.prepaid.take_refunds()] == [(limit.by("ada"), held - 1)]
 
 
 def test_a_limit_whose_numbers_have_changed_is_asked_for_anew() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
     node.check(limit.by("ada"))
-    assert node.purses.provide(Check((limit_of(1_000, 60).by("ada"),), 1)) is not None, "equal numbers are the same"
-    assert node.purses.provide(Check((limit_of(900, 60).by("ada"),), 1)) is None
+    assert node.prepaid.take(Check((limit_of(1_000, 60).by("ada"),), 1)) is not None, "equal numbers are the same"
+    assert node.prepaid.take(Check((limit_of(900, 60).by("ada"),), 1)) is None
     assert node.held() == 0
 
 
@@ -621,9 +621,9 @@ def test_what_was_held_too_long_goes_back_but_for_what_was_refilled(
     node.check(limit.by("ada"))
     held = node.held()
     node.clock.set_us(START_US + age_us)
-    refunds = node.purses.overdue() if age_us else node.purses.clear()
+    refunds = node.prepaid.take_refunds() if age_us else node.prepaid.clear()
     assert refunds == ([] if lost is None else [Refund(limit.by("ada"), held - lost, None, START_US)])
-    assert (node.held(), node.purses.overdue()) == (0, [])
+    assert (node.held(), node.prepaid.take_refunds()) == (0, [])
 
 
 def test_what_comes_back_can_be_had_again() -> None:
@@ -631,7 +631,7 @@ def test_what_comes_back_can_be_had_again() -> None:
     node = Node(limit)
     node.check(limit.by("ada"))
     assert node.left(limit.by("ada")) < 999
-    for refund in node.purses.clear():
+    for refund in node.prepaid.clear():
         node.store.run(refund)
     assert node.left(limit.by("ada")) == 999
 
@@ -642,33 +642,33 @@ def test_keys_that_have_cooled_down_give_back_what_they_hold() -> None:
     call = Check((limit.by("ada"),), 1)
     for number in range(400):
         node.clock.set_us(START_US + number * 1_000)
-        node.purses.sample(call)
-    assert node.purses.stats.hot == 1
+        node.prepaid.sample(call)
+    assert node.prepaid.stats.hot == 1
     node.check(limit.by("ada"))
     held = node.held()
     for _ in range(20):
         node.clock.advance(0.1)
-        node.purses.sample(Check((other.by("x"),), 1))
-    assert (node.purses.stats.hot, bool(node.purses)) == (0, False)
-    assert [refund.amount for refund in node.purses.overdue()] == [held - 1]
+        node.prepaid.sample(Check((other.by("x"),), 1))
+    assert (node.prepaid.stats.hot, bool(node.prepaid)) == (0, False)
+    assert [refund.amount for refund in node.prepaid.take_refunds()] == [held - 1]
 
 
 @every_leased_algorithm
 def test_tokens_that_arrive_after_their_key_has_cooled_down_are_returned(algorithm: str) -> None:
     limit = limit_of(1_000, 86_400, algorithm)
     node = Node(limit)
-    steps = node.purses.provide(Check((limit.by("ada"),), 1))
+    steps = node.prepaid.take(Check((limit.by("ada"),), 1))
     assert steps is not None
     assert not isinstance(steps, Decision)
     order = next(steps)
-    assert node.purses.pending_orders == 1
-    assert node.purses.clear() == []
+    assert node.prepaid.pending_refills == 1
+    assert node.prepaid.clear() == []
     with pytest.raises(StopIteration):
         steps.send(node.ask(order))
-    assert (node.purses.pending_orders, node.purses.has_refunds, node.held()) == (0, True, 0)
+    assert (node.prepaid.pending_refills, node.prepaid.has_refunds, node.held()) == (0, True, 0)
     lost = 1 if algorithm in BUCKETS else 0  # refilled while it was on its way, rounded up
-    assert [refund.amount for refund in node.purses.overdue()] == [order.costs[0] - 1 - lost]
-    assert not node.purses.has_refunds
+    assert [refund.amount for refund in node.prepaid.take_refunds()] == [order.costs[0] - 1 - lost]
+    assert not node.prepaid.has_refunds
 
 
 def test_after_a_reset_nothing_that_was_prepaid_is_spent_or_given_back() -> None:
@@ -676,16 +676,16 @@ def test_after_a_reset_nothing_that_was_prepaid_is_spent_or_given_back() -> None
     node = Node(limit)
     call = Check((limit.by("ada"),), 1)
     node.check(limit.by("ada"))
-    node.purses.forget(limit.space, "ada")
-    assert (node.held(), node.purses.overdue()) == (0, [])
-    steps = node.purses.provide(call)
+    node.prepaid.discard(limit.space, "ada")
+    assert (node.held(), node.prepaid.take_refunds()) == (0, [])
+    steps = node.prepaid.take(call)
     assert steps is not None
     assert not isinstance(steps, Decision)
     answer = node.ask(next(steps))
-    node.purses.forget(limit.space, "ada")
+    node.prepaid.discard(limit.space, "ada")
     with pytest.raises(StopIteration):
         steps.send(answer)
-    assert (node.held(), node.purses.clear()) == (0, [])
+    assert (node.held(), node.prepaid.clear()) == (0, [])
 
 
 def test_after_a_refund_an_exhausted_key_is_asked_at_once() -> None:
@@ -695,7 +695,7 @@ def test_after_a_refund_an_exhausted_key_is_asked_at_once() -> None:
         pass
     node.store.run(Refund(limit.by("ada"), 1))
     assert not node.check(limit.by("ada")).allowed
-    node.purses.awaken(limit.space, "ada")
+    node.prepaid.wake(limit.space, "ada")
     assert node.check(limit.by("ada")).allowed
 
 
@@ -703,8 +703,8 @@ def test_a_forked_child_holds_nothing_of_its_parent() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
     node.check(limit.by("ada"))
-    node.purses.reset_after_fork()
-    assert (node.held(), node.purses.clear()) == (0, [])
+    node.prepaid.reset_after_fork()
+    assert (node.held(), node.prepaid.clear()) == (0, [])
 
 
 def test_an_announced_burst_gets_larger_provisions_from_the_first_check_on() -> None:
@@ -713,7 +713,7 @@ def test_an_announced_burst_gets_larger_provisions_from_the_first_check_on() -> 
     call = Check((limit.by("ada"),), 1)
     for number in range(400):
         found.clock.set_us(START_US + number * 1_000)
-        found.purses.sample(call)
+        found.prepaid.sample(call)
     for node in (announced, found):
         node.check(limit.by("ada"))
     assert announced.held() >= 5 * found.held() > 0
@@ -723,23 +723,23 @@ def test_requests_that_meet_a_cold_key_too_are_not_held_up_by_keys_that_are_hot(
     """Such a request goes to the store with all its keys: as long as there are no others, nobody looks into purses."""
     everybody, own = limit_of(10_000, 1, name="everybody"), limit_of(100, 1, name="own")
     clock = FakeClock(START_US)
-    purses = PrepaidTokens(now_us=clock.now_us)
+    prepaid = PrepaidTokens(now_us=clock.now_us)
 
     def come(seconds: float, *, mixed: bool) -> list[bool]:
         said = []
         for number in range(round(seconds * 1_000)):
             keys = (everybody.by(), own.by(str(number))) if mixed else (everybody.by(),)
-            purses.sample(Check(keys, 1))
-            said.append(bool(purses))
+            prepaid.sample(Check(keys, 1))
+            said.append(bool(prepaid))
             clock.advance(0.001)
         return said
 
     assert not any(come(1.5, mixed=True))
-    assert purses.stats.hot == 1  # and can be told of
+    assert prepaid.stats.hot == 1  # and can be told of
     assert all(come(0.1, mixed=False))
     said = come(1.5, mixed=True)
     assert (said[0], said[900], said[1_000]) == (True, True, False)
     come(0.1, mixed=False)
     clock.advance(30)
-    purses.overdue()
-    assert (bool(purses), purses.stats.hot) == (False, 0)
+    prepaid.take_refunds()
+    assert (bool(prepaid), prepaid.stats.hot) == (False, 0)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headgate import Decision, Limit, StoreTimeout
+from headgate import Decision, Limit, StoreTimeout, flow
+from headgate.clock import SystemClock
 from headgate.events import EventEmitter
-from headgate.failure import FleetShare
-from headgate.local.outage import CALM
+from headgate.failure import FailurePolicy, FleetShare
+from headgate.local.outage import RECOVERY_S
 from headgate.local.prepaid import PrepaidTokens
 from headgate.local.tier import LocalTier
 from headgate.stores.memory import MemoryStore
@@ -19,7 +20,7 @@ from headgate.testing import FakeClock
 from support.fleets import START_US
 
 if TYPE_CHECKING:
-    from headgate.local.prepaid import Ordering
+    from headgate.local.prepaid import Refill
 
 LEASE_US = 100_000
 LIMIT = Limit(1_000, timedelta(days=1), name="hot", algorithm="fixed_window")
@@ -33,12 +34,12 @@ class Node:
     def __init__(self) -> None:
         self.clock = FakeClock(START_US)
         self.store = MemoryStore(self.clock)
-        self.purses = PrepaidTokens(lease_us=LEASE_US, now_us=self.clock.now_us)
-        self.purses.announce([LIMIT])
+        self.prepaid = PrepaidTokens(lease_us=LEASE_US, now_us=self.clock.now_us)
+        self.prepaid.announce([LIMIT])
 
-    def order(self) -> tuple[Ordering, Check]:
+    def order(self) -> tuple[Refill, Check]:
         """A request that goes to the store for more than it needs, and what it asks there."""
-        steps = self.purses.provide(ONE)
+        steps = self.prepaid.take(ONE)
         assert steps is not None
         assert not isinstance(steps, Decision)
         return steps, next(steps)
@@ -46,7 +47,7 @@ class Node:
     def drain(self) -> None:
         """Ask until the store has denied an order."""
         while True:
-            answer = self.purses.provide(ONE)
+            answer = self.prepaid.take(ONE)
             if isinstance(answer, Decision):
                 if not answer.allowed:
                     return
@@ -63,11 +64,11 @@ class Node:
 def test_a_denial_beside_an_order_is_known_to_those_who_come_after() -> None:
     node = Node()
     waiting, _ = node.order()
-    assert node.purses.provide(ONE) is None  # the order is on its way: ask the store
+    assert node.prepaid.take(ONE) is None  # the order is on its way: ask the store
     node.store.decide(ALL)
     node.clock.advance(0.001)
-    node.purses.deny(ONE, node.store.decide(ONE), node.clock.now_us())
-    denial = node.purses.provide(ONE)
+    node.prepaid.record_denial(ONE, node.store.decide(ONE), node.clock.now_us())
+    denial = node.prepaid.take(ONE)
     assert isinstance(denial, Decision)
     assert not denial.allowed
     waiting.close()
@@ -77,17 +78,17 @@ def test_a_limiter_tells_its_purses_of_denials() -> None:
     """Tasks come in crowds, and find an order on its way: else all of them go to the store, turn after turn."""
     front = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
     front.configure(remember=0, lease_us=LEASE_US)
-    front.purses.announce([LIMIT])
+    front.prepaid.announce([LIMIT])
     front.checks += 2
-    waiting = front.at_once(ONE)
+    waiting = front.try_local(ONE)
     assert waiting is not None
     assert not isinstance(waiting, Decision)
     next(waiting)
-    assert front.at_once(ONE) is None
+    assert front.try_local(ONE) is None
     store = MemoryStore(FakeClock(START_US))
     store.decide(ALL)
-    front.answered(ONE, store.decide(ONE), front.now_ns() + 1_000)
-    assert isinstance(front.at_once(ONE), Decision)
+    front.record_answer(ONE, store.decide(ONE), front.now_ns() + 1_000)
+    assert isinstance(front.try_local(ONE), Decision)
     waiting.close()
 
 
@@ -96,12 +97,12 @@ def test_a_cost_that_no_limit_can_bear_says_nothing_about_others() -> None:
     waiting, _ = node.order()
     large = Check((LIMIT.by("ada"),), 1_001)
     node.clock.advance(0.001)
-    node.purses.deny(large, node.store.decide(large), node.clock.now_us())
-    assert node.purses.provide(ONE) is None
+    node.prepaid.record_denial(large, node.store.decide(large), node.clock.now_us())
+    assert node.prepaid.take(ONE) is None
     waiting.close()
 
 
-@pytest.mark.parametrize("event", ["forget", "awaken"])
+@pytest.mark.parametrize("event", ["discard", "wake"])
 def test_a_denial_of_what_was_asked_before_something_came_back_is_not_learnt(event: str) -> None:
     node = Node()
     node.drain()
@@ -110,9 +111,9 @@ def test_a_denial_of_what_was_asked_before_something_came_back_is_not_learnt(eve
     assert not denied.allowed
     node.clock.advance(0.001)
     node.store.run(Refund(LIMIT.by("ada"), 500))
-    getattr(node.purses, event)(LIMIT.space, "ada")
-    node.purses.deny(ONE, denied, asked_us)
-    assert not isinstance(node.purses.provide(ONE), Decision)
+    getattr(node.prepaid, event)(LIMIT.space, "ada")
+    node.prepaid.record_denial(ONE, denied, asked_us)
+    assert not isinstance(node.prepaid.take(ONE), Decision)
 
 
 def test_an_order_that_was_given_up_hinders_nobody_for_longer_than_a_lease() -> None:
@@ -121,7 +122,7 @@ def test_an_order_that_was_given_up_hinders_nobody_for_longer_than_a_lease() -> 
     node.clock.advance(0.2)
     abandoned, _ = node.order()  # kept by a traceback: nobody closes it
     node.store.run(Refund(LIMIT.by("ada"), 500))
-    assert isinstance(node.purses.provide(ONE), Decision)
+    assert isinstance(node.prepaid.take(ONE), Decision)
     node.clock.advance(LEASE_US / 1_000_000)
     again, _ = node.order()
     again.close()
@@ -143,7 +144,7 @@ def test_answers_that_always_take_a_lease_end_it() -> None:
     node = Node()
     asked = []
     for _ in range(8):
-        answer = node.purses.provide(ONE)
+        answer = node.prepaid.take(ONE)
         asked.append(answer is not None)
         if answer is None:
             continue
@@ -159,16 +160,14 @@ def test_answers_that_always_take_a_lease_end_it() -> None:
 def test_an_order_that_is_answered_ends_an_outage() -> None:
     front = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
     front.configure(remember=0, lease_us=LEASE_US)
-    front.purses.announce([LIMIT])
+    front.prepaid.announce([LIMIT])
     now = 0.0
     front.outage._now = lambda: now
-    front.note_failure(StoreTimeout("no answer"))
+    front.record_failure(StoreTimeout("no answer"))
     assert front.health().state == "degraded"
-    now += CALM
+    now += RECOVERY_S
     front.checks += 2
-    steps = front.at_once(ONE)
-    assert steps is not None
-    assert not isinstance(steps, Decision)
+    steps = flow.decide(ONE, front, FailurePolicy("raise", SystemClock()))
     with pytest.raises(StopIteration) as end:
         steps.send(MemoryStore(FakeClock(START_US)).decide(next(steps)))
     assert end.value.value.allowed

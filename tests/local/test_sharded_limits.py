@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import InvalidLimit, Limit
-from headgate.local.sharded_limits import gathered, is_split, spread, spread_refund, spread_reset
+from headgate.local.sharded_limits import is_sharded, merge, shard, shard_operation
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, IdempotentCheck, Refund, Reset
 from headgate.testing import FakeClock
@@ -31,7 +31,7 @@ class Counters:
 
     def check(self, limit: Limit, part: int, cost: int = 1) -> Any:
         call = Check((limit.by("ada"),), cost)
-        return gathered(call, self.store.decide(spread(call, lambda _: part)))
+        return merge(call, self.store.decide(shard(call, lambda _: part)))
 
 
 def test_a_limit_is_whole_unless_it_is_split() -> None:
@@ -43,8 +43,8 @@ def test_a_limit_is_whole_unless_it_is_split() -> None:
     key = limit.by("ada")
     assert key.part(0) is key
     call = Check((key,), 1)
-    assert spread(call, lambda _: 0) is call
-    assert not is_split(call)
+    assert shard(call, lambda _: 0) is call
+    assert not is_sharded(call)
 
 
 def test_a_part_allows_its_share_under_the_same_name() -> None:
@@ -130,9 +130,9 @@ def test_a_decision_names_the_whole_limit_and_estimates_what_is_left() -> None:
     limit, whole = Limit(24, MINUTE, name="busy", split=4), Limit(10, MINUTE, name="whole")
     counters = Counters()
     call = Check((limit.by("ada"), whole.by("ada")), 2)
-    sent = spread(call, lambda parts: parts + 1)
+    sent = shard(call, lambda parts: parts + 1)
     assert [key.identity for key in sent.keys] == ["ada|%part-1", "ada"]
-    decision = gathered(call, counters.store.decide(sent))
+    decision = merge(call, counters.store.decide(sent))
     assert decision.keys == call.keys
     assert [outcome.remaining for outcome in decision.outcomes] == [16, 8]
     assert decision.reason == "allowed: 8 left of whole (10 per minute, token_bucket)"
@@ -152,27 +152,29 @@ def test_a_refund_with_an_id_always_goes_to_the_same_part() -> None:
     limit = Limit(24, MINUTE, split=4)
     key = limit.by("ada")
     picks = iter(range(100))
-    assert {spread_refund(Refund(key, 1, "a"), lambda _: next(picks)).key for _ in range(8)} <= {
+    assert {shard_operation(Refund(key, 1, "a"), lambda _: next(picks)).key for _ in range(8)} <= {
         key.part(index) for index in range(4)
     }
-    assert len({spread_refund(Refund(key, 1, "a"), lambda _: next(picks)).key for _ in range(8)}) == 1
-    assert len({spread_refund(Refund(key, 1, f"id-{number}"), lambda _: 0).key for number in range(64)}) == 4
-    assert spread_refund(Refund(key, 1, at_us=7), lambda _: 2) == Refund(key.part(2), 1, at_us=7)
+    assert len({shard_operation(Refund(key, 1, "a"), lambda _: next(picks)).key for _ in range(8)}) == 1
+    assert len({shard_operation(Refund(key, 1, f"id-{number}"), lambda _: 0).key for number in range(64)}) == 4
+    assert shard_operation(Refund(key, 1, at_us=7), lambda _: 2) == Refund(key.part(2), 1, at_us=7)
     whole = Refund(Limit(24, MINUTE).by("ada"), 1, "a")
-    assert spread_refund(whole, lambda _: 2) == whole
+    assert shard_operation(whole, lambda _: 2) == whole
 
 
 def test_a_reset_forgets_all_parts() -> None:
     limit, whole = Limit(24, MINUTE, name="busy", split=3), Limit(10, MINUTE, name="whole")
     key = limit.by("ada")
-    assert spread_reset(Reset((key, whole.by("ada")))) == Reset((*map(key.part, range(3)), whole.by("ada")))
+    assert shard_operation(Reset((key, whole.by("ada"))), lambda _: 0) == Reset(
+        (*map(key.part, range(3)), whole.by("ada"))
+    )
 
 
 def test_an_id_always_meets_the_same_part_and_so_does_its_refund() -> None:
     key = Limit(100, timedelta(minutes=1), name="all", split=4).by("ada")
     picks = itertools.cycle(range(4))
     check = IdempotentCheck((key,), 1, "req-1")
-    parts = {spread(check, lambda _: next(picks)).keys[0] for _ in range(8)}
-    assert parts == {spread_refund(Refund(key, 1, "req-1"), lambda _: next(picks)).key}
-    assert type(spread(check, lambda _: 0)) is IdempotentCheck
-    assert len({spread(IdempotentCheck((key,), 1, f"{number}"), lambda _: 0).keys for number in range(64)}) == 4
+    parts = {shard(check, lambda _: next(picks)).keys[0] for _ in range(8)}
+    assert parts == {shard_operation(Refund(key, 1, "req-1"), lambda _: next(picks)).key}
+    assert type(shard(check, lambda _: 0)) is IdempotentCheck
+    assert len({shard(IdempotentCheck((key,), 1, f"{number}"), lambda _: 0).keys for number in range(64)}) == 4

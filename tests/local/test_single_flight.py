@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headgate import Decision, Key, Limit
+from headgate import Decision, Key, Limit, flow
 from headgate.errors import ScriptError, StoreError, StoreTimeout, StoreUnavailable
 from headgate.events import EventEmitter
-from headgate.failure import FleetShare
+from headgate.failure import FailurePolicy, FleetShare
 from headgate.local.denial_cache import MIN_DENIALS
-from headgate.local.single_flight import LONGEST, SingleFlight
+from headgate.local.single_flight import MAX_AGE_S, SingleFlight
 from headgate.local.tier import LocalTier
 from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, Refund
@@ -22,7 +22,7 @@ from headgate.testing import FakeClock
 from support.next_allowed import with_again
 
 if TYPE_CHECKING:
-    from headgate.local.tier import Way
+    from headgate.flow import Flow
 
 SECOND = 1_000_000
 ONE = Limit(1, timedelta(seconds=1), name="one")
@@ -37,14 +37,14 @@ class Request:
         self.call = Check((key,), cost)
         self.answer: Decision | None = None
         self.error: StoreError | None = None
-        self.way: Way | None = None
+        self.flow: Flow | None = None
         self.step: Any = self.call
         self.asked_ns = site.front.now_ns()
-        ready = site.front.at_once(self.call)
+        ready = flow.start(self.call, site.front, site.fallback)
         if isinstance(ready, Decision):
             self.answer, self.step = ready, None
         elif ready is not None:
-            self.way = ready
+            self.flow = ready
             self._take(next(ready))
 
     @property
@@ -60,13 +60,13 @@ class Request:
 
     def go_on(self, answer: Decision | StoreError | None = None) -> None:
         """The store's answer, or its failure, has come; or what it waited for is over."""
-        if self.way is None:
+        if self.flow is None:
             assert isinstance(answer, Decision)
-            self.site.front.answered(self.call, answer, self.asked_ns)
+            self.site.front.record_answer(self.call, answer, self.asked_ns)
             self.answer, self.step = answer, None
             return
         try:
-            self._take(self.way.throw(answer) if isinstance(answer, StoreError) else self.way.send(answer))
+            self._take(self.flow.throw(answer) if isinstance(answer, StoreError) else self.flow.send(answer))
         except StopIteration as end:
             self.answer, self.step = end.value, None
         except StoreError as error:
@@ -75,7 +75,7 @@ class Request:
     def _take(self, step: Any) -> None:
         self.step = step
         if isinstance(step, SingleFlight):
-            step.gate()
+            step.add_waiter(lambda: None)
 
     def finish(self) -> Decision:
         self.go_on(self.reach_store())
@@ -83,8 +83,8 @@ class Request:
         return self.answer
 
     def give_up(self) -> None:
-        assert self.way is not None
-        self.way.close()
+        assert self.flow is not None
+        self.flow.close()
 
 
 class Site:
@@ -95,6 +95,7 @@ class Site:
         self.store = MemoryStore(self.clock)
         self.front = LocalTier(EventEmitter(), clock=self.clock, fleet=FleetShare())
         self.front.configure(remember=100, lease_us=0)
+        self.fallback = FailurePolicy("raise", self.clock)
         self.asked = 0
 
     def begin(self, key: Key, cost: int = 1) -> Request:
@@ -102,7 +103,7 @@ class Site:
 
     def use_up(self, key: Key, cost: int = 1) -> None:
         """So much at once, until it is denied so often that it is remembered, and the denial is over."""
-        while self.begin(key, cost).finish().again_us == 0:
+        while self.begin(key, cost).finish().next_allowed_us == 0:
             pass
         for _ in range(MIN_DENIALS):
             self.begin(key, cost).finish()
@@ -164,7 +165,7 @@ def test_if_there_is_more_than_anybody_wants_nobody_waits(site: Site) -> None:
     for request in others:
         request.go_on()
     assert [request.finish().remaining for request in others] == [3, 2]
-    assert site.front.denials._inquiries == {}
+    assert site.front.denial_cache._flights == {}
 
 
 def test_of_larger_requests_fewer_ask(site: Site) -> None:
@@ -274,7 +275,7 @@ def test_a_refund_meanwhile_lets_them_ask(site: Site) -> None:
     first, other = [site.begin(ONE.by("ada")) for _ in range(2)]
     brought = first.reach_store()
     site.store.run(Refund(ONE.by("ada"), 1))
-    site.front.changed(Refund(ONE.by("ada"), 1))
+    site.front.invalidate(Refund(ONE.by("ada"), 1))
     first.go_on(brought)
     other.go_on()
     assert other.finish().allowed
@@ -294,7 +295,7 @@ def test_whoever_vanishes_is_waited_for_no_longer_than_a_second(site: Site) -> N
     site.use_up(ONE.by("ada"))
     vanished = site.begin(ONE.by("ada"))
     inquiry = site.begin(ONE.by("ada")).step
-    inquiry._began -= LONGEST
+    inquiry._started -= MAX_AGE_S
     assert not site.begin(ONE.by("ada")).waits
     site.begin(ONE.by("ada")).finish()
     site.clock.advance(1)
@@ -311,10 +312,16 @@ def test_whoever_vanishes_is_waited_for_no_longer_than_a_second(site: Site) -> N
 
 def test_a_thread_waits_until_it_is_over_and_not_at_all_after_that() -> None:
     inquiry = SingleFlight()
-    gates = [inquiry.gate() for _ in range(3)]
-    assert not any(gate.acquire(blocking=False) for gate in gates)
+    threads = [threading.Thread(target=inquiry.wait, args=(60,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    inquiry.wait(0.01)
+    assert all(thread.is_alive() for thread in threads)
     inquiry.end()
-    assert all(gate.acquire(timeout=0) for gate in (*gates, inquiry.gate()))
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    inquiry.wait(60)
     inquiry.end()
 
 
@@ -356,11 +363,11 @@ def test_a_task_waits_no_longer_than_it_wants_and_leaves_no_timer() -> None:
 
 def test_of_several_who_ask_the_last_ends_it_or_the_first_who_is_denied() -> None:
     several = SingleFlight(3)
-    assert [several.take() for _ in range(4)] == [True, True, True, False]
-    assert [several.leave(is_denied=False) for _ in range(3)] == [False, False, True]
+    assert [several.try_lead() for _ in range(4)] == [True, True, True, False]
+    assert [several.finish_leader(is_denied=False) for _ in range(3)] == [False, False, True]
     several = SingleFlight(3)
-    assert [several.take(), several.take()] == [True, True]
-    assert several.leave(is_denied=True)
+    assert [several.try_lead(), several.try_lead()] == [True, True]
+    assert several.finish_leader(is_denied=True)
 
 
 def test_a_loop_that_is_closed_does_not_keep_the_others_waiting() -> None:
@@ -373,6 +380,7 @@ def test_a_loop_that_is_closed_does_not_keep_the_others_waiting() -> None:
     thread.start()
     thread.join(60)
     asyncio.run(leave())
-    gate = inquiry.gate()
+    woken: list[bool] = []
+    assert inquiry.add_waiter(lambda: woken.append(True))
     inquiry.end()
-    assert gate.acquire(timeout=0)
+    assert woken == [True]

@@ -852,7 +852,7 @@ def test_each_limit_may_have_a_cost_of_its_own(gate: Gate, clock: FakeClock, uni
 def test_costs_that_are_all_alike_are_one(gate: Gate, unique: str) -> None:
     keys = [Limit(5, HOUR, name=f"{unique}-{name}").by("ada") for name in "ab"]
     assert gate.check(*keys, cost=(2, 2)) == gate.check(*keys, cost=2)._replace(
-        verdicts=((3, 0, 1_440_000_000, 0), (3, 0, 1_440_000_000, 0)), again_us=0
+        verdicts=((3, 0, 1_440_000_000, 0), (3, 0, 1_440_000_000, 0)), next_allowed_us=0
     )
 
 

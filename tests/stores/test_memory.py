@@ -130,7 +130,7 @@ def test_refunds_are_remembered_within_bounds(open_limiter: Callable[[int], Limi
     limiter.check(key, cost=1_000)
     assert all(limiter.refund(key, 1, id=f"{number}") for number in range(900))
     assert not limiter.refund(key, 1, id="899")
-    assert len(limiter._store._ids) <= 100
+    assert len(limiter.engine.store._ids) <= 100
 
 
 def test_ids_are_recorded_within_bounds_and_expire(
@@ -139,16 +139,16 @@ def test_ids_are_recorded_within_bounds_and_expire(
     limiter, limit = open_limiter(100), Limit(1_000, HOUR)
     for number in range(300):
         limiter.check(limit.by("ada"), id=f"{number}")
-    assert len(limiter._store._ids) == 100
+    assert len(limiter.engine.store._ids) == 100
     assert limiter.stats.keys == 1
     assert "full at 100 ids" in caplog.text
     assert limiter.check(limit.by("ada"), id="299").remaining == 700
     for _ in range(1_000):  # what is taken back again and again leaves nothing behind, either
         limiter.acquire(Limit(1, HOUR, burst=9, algorithm="leaky_bucket").by("ada"), id="a", timeout=0)
-    assert len(limiter._store._ids._due) < 1_000
+    assert len(limiter.engine.store._ids._due) < 1_000
     clock.advance(3_600)
     limiter.check(limit.by("bob"), id="300")
-    assert len(limiter._store._ids) == 1
+    assert len(limiter.engine.store._ids) == 1
 
 
 def test_closing_forgets_everything(open_limiter: Callable[[int], Limiter]) -> None:
@@ -312,7 +312,7 @@ def test_a_shared_counter_is_dropped_when_it_is_as_new(
     limiter, limit = open_limiter(2), Limit(1, SECOND)
     for number in range(3):
         assert limiter.check(limit.by(number)).allowed
-    (space,) = limiter._store._spaces.values()
+    (space,) = limiter.engine.store._spaces.values()
     assert len(space.states) == 3
     for number in range(10):
         clock.advance(120)
@@ -449,7 +449,7 @@ def test_a_finalizer_that_asks_is_answered_wherever_it_comes_between() -> None:
 
     names = [name for name in ALGORITHMS if name != "concurrency"]
     limiter = Limiter(clock=Littering())
-    store = limiter._store
+    store = limiter.engine.store
     keys = tuple(Limit(10**6, SECOND, name=name, algorithm=name).by("ada") for name in names)
     room = Limit(10**6, HOUR, name="room", algorithm="concurrency").by("ada")
     before = gc.get_threshold()
@@ -504,7 +504,7 @@ def test_what_is_compared_and_set_is_plain(parts: tuple[str | int, ...]) -> None
     """Neither the dict nor its keys may run Python code between the two."""
     limiter, limit = Limiter(), Limit(5, HOUR)
     limiter.check(limit.by(*parts))
-    (space,) = limiter._store._spaces.values()
+    (space,) = limiter.engine.store._spaces.values()
     assert type(space.states) is dict
     assert [type(identity) for identity in space.states] == [str]
 

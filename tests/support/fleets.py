@@ -81,8 +81,8 @@ class Fleet:
 
     def kept_by(self, key: Key) -> int:
         """Tokens of the key that its nodes hold, or held too long and have not given back yet."""
-        purses = [node._purses.get((key.limit.space, key.identity)) for node in self.nodes]
-        return sum([batch.tokens for purse in purses if purse for batch in (*purse._batches(), *purse.over)])
+        prepaid = [node._counters.get((key.limit.space, key.identity)) for node in self.nodes]
+        return sum([batch.tokens for purse in prepaid if purse for batch in (*purse._batches(), *purse.expired)])
 
     def _watch(self, offset_us: int) -> Callable[[], int]:
         return lambda: self.clock.now_us() - START_US + offset_us
@@ -102,16 +102,16 @@ class Fleet:
             act()
 
     def _meet(self, arrival: Arrival) -> None:
-        purses = self.nodes[arrival.node]
+        prepaid = self.nodes[arrival.node]
         if arrival.call is None:
-            for refund in purses.overdue():
+            for refund in prepaid.take_refunds():
                 self._later(arrival.there_us, lambda refund=refund: self._give_back(refund))  # type: ignore[misc]
             return
         self.asked += 1
         self._seen[arrival.node] += 1
         if self._seen[arrival.node] % SAMPLED_EVERY == 0:
-            purses.sample(arrival.call)
-        answer = purses.provide(arrival.call) if purses else None
+            prepaid.sample(arrival.call)
+        answer = prepaid.take(arrival.call) if prepaid else None
         if answer is None:
             call = arrival.call
             self._ask(arrival, call, lambda decision: self._end(arrival, decision, call.costs))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def with_again(answer: Decision, cost: int | tuple[int, ...], once_more: Callable[[], Decision]) -> Decision:
-    """The answer, with the `again_us` that Redis has to give. To ask once more changes nothing: it is denied."""
+    """The answer, with the `next_allowed_us` that Redis has to give. To ask once more changes nothing: it is denied."""
     costs = cost if isinstance(cost, tuple) else (cost,) * len(answer.keys)
     is_leased = any(key.limit.algorithm == "concurrency" for key in answer.keys)
     is_exhausted = any(left < each for (left, *_), each in zip(answer.verdicts, costs, strict=True))
@@ -20,4 +20,4 @@ def with_again(answer: Decision, cost: int | tuple[int, ...], once_more: Callabl
     denied = once_more()
     assert not denied
     assert denied.retry_after_us
-    return answer._replace(again_us=denied.retry_after_us)
+    return answer._replace(next_allowed_us=denied.retry_after_us)

@@ -21,6 +21,7 @@ from django.utils.functional import LazyObject
 from django.utils.module_loading import import_string
 
 from headgate.adapters.wsgi import check_settings, header_lines, native_headers
+from headgate.engine import SyncEngine
 from headgate.errors import InvalidPolicy
 from headgate.gate.admission import UNLIMITED, enter_context
 from headgate.gate.gate import AsyncGate, Gate
@@ -33,7 +34,6 @@ from headgate.gate.view_limits import (
     is_exempt,
     view_name,
 )
-from headgate.limiter import Limiter
 from headgate.policy.model import Policy
 
 if TYPE_CHECKING:
@@ -294,17 +294,17 @@ def _opened(kind: type[Opened], said: Any) -> Opened:
         raise ImproperlyConfigured(f"HEADGATE: {error}") from error
 
 
-class _OfflineLimiter(Limiter):
-    """A limiter that never asks its store."""
+class _OfflineEngine(SyncEngine):
+    """An engine that does not connect to its store."""
 
-    def _guard_routes(self) -> FleetShare:
-        return self._front.fleet
+    def join_fleet(self) -> FleetShare:
+        return self.local.fleet
 
 
 class _TrialGate(Gate):
     """A gate that is only made to see whether it can be: commands that look at settings need no store."""
 
-    _limiter_type = _OfflineLimiter
+    _engine_type = _OfflineEngine
 
     def __init__(self, policy: Any = None, store: Any = "memory://", *, control: Any = None, **options: Any) -> None:
         # The config store may not exist yet, and is not for a check to create: then only the other settings count.

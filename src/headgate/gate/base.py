@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from headgate._pace import release
 from headgate.clock import SystemClock, in_ns
+from headgate.engine import SyncEngine
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.failure import FailurePolicy
 from headgate.gate.active_policy import ActivePolicy
@@ -178,6 +179,7 @@ class PendingIdentities(NamedTuple):
 class GateBase:
     """Admission control without waiting: what precedes and follows the check of a request, and the policy in force."""
 
+    _engine_type: type[Any]
     _limiter_type: type[Any]
 
     is_closed = False
@@ -224,7 +226,7 @@ class GateBase:
         self.is_on = True
         """Set to False to admit every request without counting it."""
         options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
-        self.replace_limiter(self._limiter_type._for_gate(store, clock=clock, **options), clock)  # noqa: SLF001
+        self.replace_limiter(self._limiter_type(self._engine_type(store, clock=clock, **options)), clock)
         self._random_secret = secrets.token_bytes(32)
         key = self.identity_secret
         self._hash_identity = IdentityHashes(key.encode() if isinstance(key, str) else key)
@@ -274,7 +276,7 @@ class GateBase:
         if route.is_exempt:
             return UNLIMITED
         kinds, blocks = route.kinds, self._blocks
-        if blocks.are_there and not blocks.kinds <= kinds:
+        if blocks.has_blocks and not blocks.kinds <= kinds:
             kinds = kinds | blocks.kinds
         from_app, awaitables = policy.identities.from_app(request, kinds)
         if awaitables:
@@ -292,7 +294,7 @@ class GateBase:
         """Continue admission once all identities are known."""
         now_us = self._time_ns() // 1000
         resolution, check, header_template = policy.resolve(route, request, kinds, from_app, now_us)
-        if self._blocks.are_there and resolution.block is None:
+        if self._blocks.has_blocks and resolution.block is None:
             resolution = self._apply_live_block(resolution, now_us)
         pending = PendingCheck(request, policy, resolution, check, header_template, now_us)
         if resolution.block is not None or (check is None and not route.shadows):
@@ -364,12 +366,12 @@ class GateBase:
         """The lease and the decision by the failure mode of the route."""
         failure_policy = self._failure_policies[resolution.route.on_failure]
         check = Check(resolution.keys, resolution.cost, uuid4().hex)
-        decision = self._local.without_store(check, error, failure_policy)
+        decision = self._local.decide_without_store(check, error, failure_policy)
         return (_LocalLease(failure_policy, check, error) if decision.allowed else None), decision
 
     def _defer(self, operation: Any, error: StoreError) -> None:
         """Save an operation of a settlement that failed until the store is back."""
-        self._local.keep(operation, error)
+        self._local.defer(operation, error)
 
     def _health_page(self) -> Admission:
         # Public: details of the config store and the policy go to the log and `policy_error` only.
@@ -517,13 +519,13 @@ class GateBase:
         )
 
     def _expected_wait_us(self, limit: Limit, places: int) -> int:
-        return self._limiter._hold_times.expected_wait_us(limit, places)  # type: ignore[no-any-return] # noqa: SLF001
+        return self._limiter.engine.hold_times.expected_wait_us(limit, places)  # type: ignore[no-any-return]
 
     def _activate(self, policy: Policy) -> None:
         active = self._compile(policy)
         _log_warnings(policy)
         settings = policy.store
-        self._limiter._configure(  # noqa: SLF001
+        self._limiter.engine.configure(
             budget=settings.budget.total_seconds() if self._given_budget is None else self._given_budget,
             share=settings.share,
             nodes=settings.nodes,
@@ -570,25 +572,25 @@ class GateBase:
         """Use another limiter and clock from now on; returns the previous ones."""
         before = getattr(self, "_limiter", None), getattr(self, "_clock", None)
         self._limiter, self._clock = limiter, clock
-        self._decide: Callable[..., Any] = limiter._decide  # noqa: SLF001
-        self._answer: Callable[..., Any] = limiter._answer  # noqa: SLF001
+        self._decide: Callable[..., Any] = limiter.engine.decide
+        self._answer: Callable[..., Any] = limiter.engine.run
         self._time_ns = in_ns(clock)
-        self._memory: MemoryStore | None = limiter._memory  # noqa: SLF001
-        self._local: LocalTier = limiter._front  # noqa: SLF001
-        self._blocks = self._local.blocks
-        fleet = limiter._guard_routes()  # noqa: SLF001
+        self._memory: MemoryStore | None = limiter.engine.memory
+        self._local: LocalTier = limiter.engine.local
+        self._blocks = self._local.block_list
+        fleet = limiter.engine.join_fleet()
         self._failure_policies = {mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in STRICTNESS}
         return before
 
     def use_memory_store(self, clock: Clock) -> tuple[Any, Clock | None]:
         """Use a new memory store from now on; returns the previous limiter and clock."""
-        return self.replace_limiter(self._limiter_type._for_gate(clock=clock), clock)  # noqa: SLF001
+        return self.replace_limiter(self._limiter_type(self._engine_type(clock=clock)), clock)
 
     def use_unavailable_store(self, clock: Clock) -> tuple[Any, Clock | None]:
         """Apply the failure modes of the policy from now on; returns the previous limiter and clock."""
-        limiter = self._limiter_type._for_gate(clock=clock)  # noqa: SLF001
-        limiter._lose_store()  # noqa: SLF001
-        before = self.replace_limiter(limiter, clock)
+        engine = self._engine_type(clock=clock)
+        engine.disconnect_store()
+        before = self.replace_limiter(self._limiter_type(engine), clock)
         self._local.fleet.share = self.active_policy.snapshot.policy.store.share
         return before
 
@@ -599,11 +601,7 @@ class GateBase:
         """
         if self._memory is None:
             raise InvalidConfiguration("this gate counts in Redis: create a Limiter with the same URL and namespace")
-        limiter = Limiter._for_gate(clock=self._clock)  # noqa: SLF001
-        limiter._store, limiter._memory = _BorrowedStore(self._memory), self._memory  # noqa: SLF001
-        limiter._front.blocks = self._blocks  # noqa: SLF001
-        limiter._make_ready()  # noqa: SLF001
-        return limiter
+        return Limiter(SyncEngine.over_memory(self._memory, self._clock, self._blocks))
 
     @property
     def store_stats(self) -> Any:
@@ -612,15 +610,15 @@ class GateBase:
 
     def add_store_listener(self, listener: Callable[[Event], Any]) -> None:
         """Call a function with each event of the store: losses, recoveries, moves to other servers."""
-        self._local.outage._herald.add_listener(listener)  # noqa: SLF001
+        self._local.event_emitter.add_listener(listener)
 
     def hot_counters(self) -> list[tuple[Key, int]]:
         """The counters with prepaid tokens, and their requests per second."""
-        return [(each.key, each.per_second) for each in list(self._local.purses._purses.values())]  # noqa: SLF001
+        return [(counter.key, counter.rate) for counter in self._local.prepaid.hot_counters()]
 
     def preconnect(self) -> None:
         """Open connections before the first request; an AsyncGate needs a running event loop."""
-        self._limiter._guard_routes()  # noqa: SLF001
+        self._limiter.engine.join_fleet()
 
     def now_us(self) -> int:
         """Current time by the gate's clock."""
@@ -639,20 +637,6 @@ class GateBase:
         return health
 
 
-class _BorrowedStore:
-    """The memory store of a gate, for a limiter that must not close it."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
-
-    @property
-    def stats(self) -> Any:
-        return self._store.stats
-
-    def close(self) -> None:
-        """Leave the store open."""
-
-
 class _LocalLease:
     """Context manager of leases that were granted by a failure mode while the store was unavailable."""
 
@@ -664,7 +648,7 @@ class _LocalLease:
     def __exit__(self, *_: object) -> None:
         for key in self._check.keys:
             if key.limit.algorithm == "concurrency":
-                self._failure_policy.tell(Leave(key, self._check.id or ""), self._error)
+                self._failure_policy.answer(Leave(key, self._check.id or ""), self._error)
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()

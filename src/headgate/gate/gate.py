@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from headgate.engine import AsyncEngine, SyncEngine
 from headgate.errors import StoreError
 from headgate.gate.admission import NOT_SERVED, Admission
 from headgate.gate.base import GateBase, PendingCheck, PendingIdentities
@@ -29,6 +30,7 @@ __all__ = ["AsyncGate", "Gate"]
 class Gate(GateBase):
     """Admission control for threads. Adapters create one from their own arguments."""
 
+    _engine_type = SyncEngine
     _limiter_type = Limiter
 
     def admit(self, request: RequestInfo, policy: ActivePolicy | None = None) -> Admission:
@@ -104,6 +106,7 @@ class Gate(GateBase):
 class AsyncGate(GateBase):
     """Admission control for asyncio: `Gate` with methods to await, which never block the event loop."""
 
+    _engine_type = AsyncEngine
     _limiter_type = AsyncLimiter
 
     async def admit(self, request: RequestInfo, policy: ActivePolicy | None = None) -> Admission:

@@ -1,6 +1,7 @@
-"""What stands between a limiter and its store, so that a flood stays cool and an outage stays short: denials that are
-remembered, tokens that were paid for in advance, accounts of what was let through while the store was away. Nothing in
-here waits, and nothing knows which store it is."""
+"""Decisions without the store: denial cache, prepaid tokens, block list, and what happens during outages.
+
+Nothing in here depends on a particular store.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""What was admitted while the store was away, so that it can be charged there when it is back.
+"""The outage ledger: what was admitted without the store, to be charged there after the outage.
 
-A debt follows the rule of its own limit: each request is charged here as the store would have charged it, and what a
-counter owes is what it would lack now. So buckets pay back by themselves, a window that is over owes nothing, and no
-counter owes more than its capacity: nobody is locked out for longer than the limit itself could have done it.
+A debt follows the rule of its own limit: each request is charged here as the store would have charged it, and a counter
+owes what it would lack now. So buckets pay back by refilling, a window that is over owes nothing, and no counter owes
+more than its capacity: no client is locked out for longer than the limit itself could have done.
 
 A bucket refills once for the whole fleet. So each of n nodes deducts an n-th of the refill from its debts, as each
-grants an n-th of a limit in mode `local`.
+admits an n-th of a limit in mode `local`.
 
-Each charge is sent at most once. Of one whose fate is unknown, nobody is charged twice; it is counted as uncertain.
-
-What could not be given back is kept, too. It has an id, so that it can be sent until there is an answer.
+Each charge is sent at most once: one of unknown outcome is not repeated, and is counted as uncertain. Refunds that
+failed are kept, too. They have an id, so that they can be sent until there is an answer.
 """
 
 from __future__ import annotations
@@ -32,104 +31,118 @@ if TYPE_CHECKING:
     from headgate.clock import Clock
     from headgate.keys import Key
 
-__all__ = ["Debt", "OutageLedger", "Settled", "settle"]
+__all__ = ["OutageDebt", "OutageLedger", "Settlement", "settle"]
 
-BATCH: Final = 256
-"""Charges that are sent together."""
-MOST_TRIES: Final = 8
-"""How often what is left of a counter is asked for that live requests empty at the same time."""
+MAX_BATCH: Final = 256
+MAX_ATTEMPTS: Final = 8
+"""Charges of what is left in a counter that live requests empty at the same time."""
 
-REFUND_WAY_US: Final = 100_000
-"""So much later than now a refund may arrive: what a bucket refills until then does not come back, either."""
+REFUND_LATENCY_US: Final = 100_000
+"""Upper bound on the way of a refund: what a bucket refills in that time is not returned, either."""
 
 _REFILLED: Final = frozenset({"gcra", "leaky_bucket", "token_bucket"})
 _WINDOWS: Final = frozenset({"fixed_window", "sliding_window"})
-_PROBES: Final = 8
-"""How many counters are looked at, where there are too many, to find the one to forget."""
+_EVICTION_CANDIDATES: Final = 8
 
 
-class Debt(NamedTuple):
+class OutageDebt(NamedTuple):
     """What is not settled yet."""
 
     keys: int
-    """Counters that are to be charged, and refunds that are to be made."""
+    """Counters to charge, and refunds to make."""
     tokens: int
-    """What the counters owed when each was last charged: they may owe less by now."""
+    """What the counters owed when each was last charged: by now it may be less."""
 
 
-class Settled(NamedTuple):
-    """What became of a debt."""
+class Settlement(NamedTuple):
+    """The result of a settlement."""
 
     keys: int
     """Counters that were charged."""
     charged: int
     """Tokens, as all that follow."""
     forgiven: int
-    """Admitted beyond what the limits hold, here or in the store: charged to nobody."""
+    """Admitted beyond the limits, here or in the store, and not charged."""
     uncertain: int
-    """Sent, but not answered: charged or not, it is not sent again. Requests as well as charges of the ledger's own."""
+    """Sent but not answered, and not sent again. Requests as well as charges of the ledger."""
     left: int
     """Back in the ledger, as it could not be sent."""
     returned: int = 0
-    """Given back, of what could not be before."""
+    """Refunded, of what could not be refunded before."""
 
 
 class OutageLedger:
-    """What counters owe the store; `most` bounds how many there are.
+    """The debts of counters; `max_counters` bounds their number.
 
-    Without a clock of a test's own it goes by the machine's, and not by a monotonic one: windows begin where the
-    store's do. `nodes` returns how many processes share the limits.
+    It uses the system clock, not a monotonic one, unless one is injected: windows begin where the store's do. `nodes`
+    returns the number of processes that share the limits.
     """
 
     def __init__(
-        self, clock: Clock | None = None, *, most: int = 100_000, nodes: Callable[[], int] = lambda: 1
+        self, clock: Clock | None = None, *, max_counters: int = 100_000, nodes: Callable[[], int] = lambda: 1
     ) -> None:
         self._now_us: Callable[[], int] = (clock or SystemClock()).now_us
-        self._most = most
+        self._max_counters = max_counters
         self._nodes = nodes
         self.reset_after_fork()
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """The parent settles what it has admitted; a child begins without debts."""
+        """Leave the debts to the parent."""
         self._lock = threading.RLock()
         self._accounts: OrderedDict[tuple[str, str], _Account] = OrderedDict()
         self._taken: OrderedDict[tuple[str, str], _Account] = OrderedDict()
-        """What was taken last, until it is known what became of it."""
+        """The accounts that were taken last, until the outcome is known."""
         self._tokens = self._forgiven = self._uncertain = 0
         self._refunds: OrderedDict[tuple[str, str, int], Refund] = OrderedDict()
-        """Those that were never sent, and can still grow."""
-        self._sent: deque[Refund] = deque(maxlen=self._most)
-        """Those that were sent, but not answered: nothing can be added to them any more."""
+        """Refunds that were never sent, and can still grow."""
+        self._sent_refunds: deque[Refund] = deque(maxlen=self._max_counters)
+        """Refunds that were sent but not answered, whose amounts are fixed."""
 
     @property
-    def debt(self) -> Debt:
-        return Debt(len(self._accounts) + self.refunds, self._tokens)
+    def debt(self) -> OutageDebt:
+        return OutageDebt(len(self._accounts) + self.refunds, self._tokens)
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to settle and nothing to report."""
-        return not (self._accounts or self._refunds or self._sent or self._uncertain)
+        return not (self._accounts or self._refunds or self._sent_refunds or self._uncertain)
 
     @property
     def counters(self) -> int:
-        """How many owe anything."""
         return len(self._accounts)
 
     @property
     def refunds(self) -> int:
-        """How many are to be made."""
-        return len(self._refunds) + len(self._sent)
+        return len(self._refunds) + len(self._sent_refunds)
 
-    def note_refund(self, refund: Refund) -> None:
-        """This was certainly not given back, of a charge whose instant is known. Those of one counter become one."""
+    def record(self, check: Check) -> None:
+        """Charge a check that was admitted without the store, and certainly not charged there."""
+        keys, costs, _ = check
+        for index, key in enumerate(keys):
+            cost = costs[index] if isinstance(costs, tuple) else costs
+            # Leases end by themselves.
+            if cost and key[0].algorithm != "concurrency":
+                self._charge(key, cost)
+
+    def record_uncertain(self, check: Check) -> None:
+        """Count a check that was admitted without the store but may have been charged there."""
+        tokens = sum(
+            [cost for key, cost in zip(check.keys, check.costs, strict=True) if key.limit.algorithm != "concurrency"]
+        )
+        with self._lock:
+            self._uncertain += tokens
+
+    def record_refund(self, refund: Refund) -> None:
+        """Keep a refund that was certainly not made, of a charge whose instant is known. Those of one counter, or of
+        one window, become one."""
         limit, _, identity = refund.key
-        at_us = place = refund.at_us or 0
+        at_us = window = refund.at_us or 0
         if limit.algorithm in _REFILLED:
-            place = 0
+            window = 0
         elif limit.algorithm in _WINDOWS:
-            place = at_us // limit.period_us
-        name = limit.space, identity, place
+            window = at_us // limit.period_us
+        name = limit.space, identity, window
         with self._lock:
             known = self._refunds.get(name)
             if known is not None:
@@ -137,77 +150,61 @@ class OutageLedger:
                     amount=known.amount + refund.amount, id=known.id, at_us=min(known.at_us or 0, at_us)
                 )
             else:
-                if len(self._refunds) >= self._most:
-                    self._refunds.popitem(last=False)  # the oldest, as it is worth the least
+                if len(self._refunds) >= self._max_counters:
+                    self._refunds.popitem(last=False)  # the oldest, which is worth the least
                 refund = refund._replace(id=uuid4().hex)
             self._refunds[name] = refund
 
     def take_refunds(self, most: int) -> list[tuple[Refund, int]]:
-        """So many that have waited the longest, and how much of each may come back; they are in the ledger no more.
+        """Remove the oldest refunds, each with the amount that may be returned now.
 
-        Windows and logs take a refund out of where it was charged, and know when that is over. A bucket may have become
-        full since, and then its capacity and what comes back would both be spent: what it has refilled since the charge
+        Windows and logs return a charge to where it was counted, and know when that is over. A bucket may have become
+        full since, and then its capacity and the refund would both be spent: what it has refilled since the charge
         stays charged. See docs/decisions/0012-prepaid-tokens.md for the proof.
         """
         with self._lock:
-            taken = [self._sent.popleft() for _ in range(min(most, len(self._sent)))]
+            taken = [self._sent_refunds.popleft() for _ in range(min(most, len(self._sent_refunds)))]
             more = min(most - len(taken), len(self._refunds))
             taken += [self._refunds.popitem(last=False)[1] for _ in range(more)]
         now_us = self._now_us()
-        worths = [(refund, _worth(refund, now_us)) for refund in taken]
-        return [(refund, worth) for refund, worth in worths if worth > 0]
+        amounts = [(refund, _refundable(refund, now_us)) for refund in taken]
+        return [(refund, amount) for refund, amount in amounts if amount > 0]
 
-    def send_again(self, refunds: list[Refund]) -> None:
-        """Whatever became of these: they have an id, and happen once."""
+    def put_back_refunds(self, refunds: list[Refund]) -> None:
+        """Send these again, whatever their outcome: they have an id, and are made once."""
         with self._lock:
-            self._sent.extend(refunds)
-
-    def note(self, call: Check) -> None:
-        """This was admitted without the store, and certainly not charged there."""
-        keys, costs, _ = call
-        for index, key in enumerate(keys):
-            cost = costs[index] if isinstance(costs, tuple) else costs
-            # Who is inside leaves by itself, or is forgotten when its lease is over.
-            if cost and key[0].algorithm != "concurrency":
-                self._charge(key, cost)
-
-    def note_uncertain(self, call: Check) -> None:
-        """This was admitted without the store, but may have been charged there: it is reported, and not charged."""
-        tokens = sum(
-            [cost for key, cost in zip(call.keys, call.costs, strict=True) if key.limit.algorithm != "concurrency"]
-        )
-        with self._lock:
-            self._uncertain += tokens
-
-    def take_uncertain(self) -> int:
-        """Tokens noted as uncertain since the last call."""
-        with self._lock:
-            uncertain, self._uncertain = self._uncertain, 0
-        return uncertain
+            self._sent_refunds.extend(refunds)
 
     def take(self, most: int | None = None) -> list[tuple[Key, int]]:
-        """What each counter owes now, or each of so many that have waited the longest; they are in the ledger no more.
+        """Remove the accounts that have waited longest, each with what it owes now.
 
-        To look at all of them can take longer than anybody may wait: whoever cannot settle all should not take all."""
+        Computing the debts of all accounts may take too long: take no more than can be settled.
+        """
         with self._lock:
             count = len(self._accounts) if most is None else min(most, len(self._accounts))
             self._taken = OrderedDict([self._accounts.popitem(last=False) for _ in range(count)])
             accounts = list(self._taken.values())
             self._tokens -= sum([account.owed for account in accounts])
         now_us = self._now_us()
-        owed = [(account.key, account.owes_at(now_us)) for account in accounts]
+        owed = [(account.key, account.owed_at(now_us)) for account in accounts]
         return [(key, tokens) for key, tokens in owed if tokens]
 
     def put_back(self, owed: list[tuple[Key, int]]) -> None:
-        """Owe it again, as if it had never been taken: it could not even be sent. All else that was taken is done."""
+        """Restore debts that could not be sent. Everything else that was taken is done."""
         for key, tokens in owed:
             if not self._restore(key, tokens):
                 self._charge(key, tokens)
         with self._lock:
             self._taken = OrderedDict()
 
+    def take_uncertain(self) -> int:
+        """Tokens recorded as uncertain since the last call."""
+        with self._lock:
+            uncertain, self._uncertain = self._uncertain, 0
+        return uncertain
+
     def take_forgiven(self) -> int:
-        """How many tokens were not noted since this was last asked: beyond their limit, or in one counter too many."""
+        """Tokens not recorded since the last call: over their limit, or of a counter that was evicted."""
         with self._lock:
             forgiven, self._forgiven = self._forgiven, 0
         return forgiven
@@ -219,33 +216,34 @@ class OutageLedger:
         with self._lock:
             account = self._accounts.get(name)
             if account is None:
-                if len(self._accounts) >= self._most:
-                    self._make_room(now_us)
+                if len(self._accounts) >= self._max_counters:
+                    self._evict(now_us)
                 account = self._accounts[name] = _Account(key, now_us, max(1, self._nodes()))
             before = account.owed
             self._forgiven += account.charge(key, cost, now_us)
             self._tokens += account.owed - before
 
     def _restore(self, key: Key, tokens: int) -> bool:
-        """Put a counter back as it was: charged anew, each vain attempt to settle would make its debt last longer."""
+        """Put an account back as it was: if it were charged anew, each failed attempt would extend its debt."""
         name = key.limit.space, key.identity
         now_us = self._now_us()
         with self._lock:
             account = self._taken.pop(name, None)
-            if account is None or name in self._accounts or len(self._accounts) >= self._most:
+            if account is None or name in self._accounts or len(self._accounts) >= self._max_counters:
                 return False
-            if account.owes_at(now_us) > tokens:  # a part of it was settled
+            if account.owed_at(now_us) > tokens:  # a part of it was settled
                 return False
             self._accounts[name] = account
             self._tokens += account.owed
             return True
 
-    def _make_room(self, now_us: int) -> None:
-        """Forget what owes nothing any more; if nothing does, what is nearest to it."""
-        probed = [self._accounts.popitem(last=False) for _ in range(min(_PROBES, len(self._accounts)))]
-        probed.sort(key=lambda item: item[1].verdict_at(now_us)[2])
-        for rank, (name, account) in enumerate(probed):
-            owed = account.owes_at(now_us)
+    def _evict(self, now_us: int) -> None:
+        """Drop accounts that owe nothing any more; if there are none, the one whose debt ends first."""
+        count = min(_EVICTION_CANDIDATES, len(self._accounts))
+        candidates = [self._accounts.popitem(last=False) for _ in range(count)]
+        candidates.sort(key=lambda item: item[1].verdict_at(now_us)[2])
+        for rank, (name, account) in enumerate(candidates):
+            owed = account.owed_at(now_us)
             if rank and owed:
                 self._accounts[name] = account
             else:
@@ -254,21 +252,21 @@ class OutageLedger:
 
 
 class _Account:
-    """One counter: what the store would know of it, had it been asked."""
+    """One counter, in the state that it would have in the store."""
 
-    __slots__ = ("began_us", "key", "nodes", "owed", "state")
+    __slots__ = ("key", "nodes", "owed", "start_us", "state")
 
-    def __init__(self, key: Key, began_us: int, nodes: int) -> None:
+    def __init__(self, key: Key, start_us: int, nodes: int) -> None:
         self.key = key
-        self.began_us, self.nodes = began_us, nodes
+        self.start_us, self.nodes = start_us, nodes
         self.state: Any = None
         self.owed = 0
         """When it was last charged."""
 
     def charge(self, key: Key, cost: int, now_us: int) -> int:
-        """Charge so much of it as the limit holds; what is forgiven."""
+        """Charge as much as the limit allows; return what is forgiven."""
         limit, algorithm, state = key.limit, ALGORITHMS[key.limit.algorithm], self.state
-        now_us = self._slowed(now_us)
+        now_us = self._scaled(now_us)
         if state is not None and self.key.limit is not limit:
             state = algorithm.adopt(state, now_us, self.key.limit, limit)
         charged = cost
@@ -279,11 +277,11 @@ class _Account:
         self.key, self.state, self.owed = key, after, limit.capacity - verdict[0]
         return cost - charged
 
-    def owes_at(self, now_us: int) -> int:
-        """The charge to settle the debt now, in whole tokens.
+    def owed_at(self, now_us: int) -> int:
+        """The charge that settles the debt now, in whole tokens.
 
-        A part of a token counts as a whole one, as it does for the limit: it does not let a request pass. Of several
-        nodes each rounds to the nearest, so that the parts do not add up.
+        A fraction of a token counts as a whole one, as it does for the limit: no request passes with it. With several
+        nodes, each rounds to the nearest, so that the fractions do not add up.
         """
         limit = self.key.limit
         if self.nodes > 1 and limit.algorithm in _REFILLED:
@@ -291,95 +289,91 @@ class _Account:
         return limit.capacity - self.verdict_at(now_us)[0]
 
     def verdict_at(self, now_us: int) -> Verdict:
-        return ALGORITHMS[self.key.limit.algorithm].decide(self.state, self._slowed(now_us), 0, self.key.limit)[1]
+        return ALGORITHMS[self.key.limit.algorithm].decide(self.state, self._scaled(now_us), 0, self.key.limit)[1]
 
-    def _slowed(self, now_us: int) -> int:
-        """The instant at which the whole refill would be what this node's share of it is now. Windows and logs add up
-        over the nodes by themselves."""
+    def _scaled(self, now_us: int) -> int:
+        """The instant at which the whole refill is this node's share of it now. Windows and logs add up over the nodes
+        without this."""
         if self.nodes == 1 or self.key.limit.algorithm not in _REFILLED:
             return now_us
-        return self.began_us + (now_us - self.began_us) // self.nodes
+        return self.start_us + (now_us - self.start_us) // self.nodes
 
 
-def _worth(refund: Refund, now_us: int) -> int:
-    """How much of a refund may come back now."""
-    limit, age_us = refund.key.limit, max(0, now_us - (refund.at_us or 0)) + REFUND_WAY_US
-    if age_us >= refund_memory_us(refund.key):  # the store may not know the id any more: it could come back twice
+def _refundable(refund: Refund, now_us: int) -> int:
+    """The part of a refund that may be returned now."""
+    limit, age_us = refund.key.limit, max(0, now_us - (refund.at_us or 0)) + REFUND_LATENCY_US
+    if age_us >= refund_memory_us(refund.key):  # the store may have forgotten the id: it could be made twice
         return 0
     return refund.amount + (-age_us * limit.tokens // limit.ticks if limit.algorithm in _REFILLED else 0)
 
 
 def settle(
-    ledger: OutageLedger,
-    run_all: Callable[[list[Any]], list[Any]],
-    *,
-    most_seconds: float,
-    now: Callable[[], float],
-) -> Settled:
-    """Charge the store with what the ledger holds, for at most so many seconds; what is left stays in the ledger.
+    ledger: OutageLedger, run_all: Callable[[list[Any]], list[Any]], *, timeout_s: float, now: Callable[[], float]
+) -> Settlement:
+    """Charge the debts of the ledger to the store, until the timeout; the rest stays in the ledger.
 
-    First it gets back what it could not get before, so that less has to be forgiven.
-    `run_all` carries out the calls, each by itself, and never twice. Where the store has less than is owed, all
-    that it has is taken. As soon as it answers nothing of a batch, the rest is kept for another time.
+    Refunds come first, so that less has to be forgiven. `run_all` carries out the operations, each by itself and never
+    twice. Where the store has less left than is owed, all of that is charged. As soon as a whole batch is not answered,
+    the rest is kept for later.
     """
-    end = now() + most_seconds
-    returned, is_answered = _give_back(ledger, run_all, lambda: now() < end)
+    end = now() + timeout_s
+    returned, is_answered = _send_refunds(ledger, run_all, lambda: now() < end)
     untaken = ledger.counters
     keys = charged = left = 0
     forgiven, uncertain = ledger.take_forgiven(), ledger.take_uncertain()
     while untaken > 0 and is_answered and now() < end:
-        waiting = deque([(key, owed, 1) for key, owed in ledger.take(min(BATCH, untaken))])
-        untaken -= BATCH
-        back: list[tuple[Key, int]] = []
+        waiting = deque([(key, owed, 1) for key, owed in ledger.take(min(MAX_BATCH, untaken))])
+        untaken -= MAX_BATCH
+        unsettled: list[tuple[Key, int]] = []
         try:
             while waiting and is_answered:
                 batch = [waiting.popleft() for _ in range(len(waiting))]
                 answers = run_all([Check((key,), amount) for key, amount, _ in batch])
                 is_answered = False
-                for (key, amount, tries), answer in zip(batch, answers, strict=True):
+                for (key, amount, attempt), answer in zip(batch, answers, strict=True):
                     if isinstance(answer, StoreError):
                         if answer.may_have_happened:
                             uncertain += amount
                         else:
-                            back.append((key, amount))
+                            unsettled.append((key, amount))
                         continue
                     is_answered = True
                     if answer.allowed:
                         keys += 1
                         charged += amount
                         continue
-                    # Nothing was charged, so it can be asked again: for what is left.
+                    # Nothing was charged: try again with what is left.
                     rest = min(amount, answer.remaining)
                     forgiven += amount - rest
-                    if rest and tries < MOST_TRIES:
-                        waiting.append((key, rest, tries + 1))
+                    if rest and attempt < MAX_ATTEMPTS:
+                        waiting.append((key, rest, attempt + 1))
                     elif rest:
-                        back.append((key, rest))
+                        unsettled.append((key, rest))
         finally:
-            back += [(key, amount) for key, amount, _ in waiting]
-            ledger.put_back(back)
-        left += sum(amount for _, amount in back)
-    if untaken > 0:  # with what was not even looked at, and what has come in since
+            unsettled += [(key, amount) for key, amount, _ in waiting]
+            ledger.put_back(unsettled)
+        left += sum(amount for _, amount in unsettled)
+    if untaken > 0:  # including what was not taken, and what has come in since
         left = ledger.debt.tokens
-    return Settled(keys, charged, forgiven, uncertain, left, returned)
+    return Settlement(keys, charged, forgiven, uncertain, left, returned)
 
 
-def _give_back(
-    ledger: OutageLedger, run_all: Callable[[list[Any]], list[Any]], may_go_on: Callable[[], bool]
+def _send_refunds(
+    ledger: OutageLedger, run_all: Callable[[list[Any]], list[Any]], may_continue: Callable[[], bool]
 ) -> tuple[int, bool]:
-    """How much was given back, and whether the store answers."""
+    """The amount that was refunded, and whether the store answers."""
     returned, untaken = 0, ledger.refunds
-    while untaken > 0 and may_go_on():
-        batch = ledger.take_refunds(min(BATCH, untaken))
-        untaken -= BATCH
-        left = [refund for refund, _ in batch]
+    while untaken > 0 and may_continue():
+        batch = ledger.take_refunds(min(MAX_BATCH, untaken))
+        untaken -= MAX_BATCH
+        unanswered = [refund for refund, _ in batch]
         try:
-            answers = run_all([refund._replace(amount=worth) for refund, worth in batch]) if batch else []
-            left = [refund for refund, answer in zip(left, answers, strict=True) if _is_lost(answer)]
+            answers = run_all([refund._replace(amount=amount) for refund, amount in batch]) if batch else []
+            unanswered = [refund for refund, answer in zip(unanswered, answers, strict=True) if _is_lost(answer)]
         finally:
-            ledger.send_again(left)
-        returned += sum([worth for (_, worth), answer in zip(batch, answers, strict=True) if answer is True])
-        if batch and len(left) == len(batch):
+            ledger.put_back_refunds(unanswered)
+        returned += sum([amount for (_, amount), answer in zip(batch, answers, strict=True) if answer is True])
+        if batch and len(unanswered) == len(batch):
             return returned, False
     return returned, True
 

@@ -1,4 +1,4 @@
-"""Knows whether requests are decided without the store, since when, and how many; tells it loudly, but in no flood."""
+"""Tracks whether requests are decided without the store, and reports it: at once, then at intervals."""
 
 from __future__ import annotations
 
@@ -13,63 +13,62 @@ if TYPE_CHECKING:
 
 __all__ = ["OutageTracker"]
 
-TOLD_EVERY: Final = 10.0
-"""Seconds between two messages while it lasts."""
-CALM: Final = 0.5
-"""Seconds without a failure after which it is over: one answer between failures is no recovery."""
+REPORT_INTERVAL_S: Final = 10.0
+RECOVERY_S: Final = 0.5
+"""Time without a failure after which an outage is over: one answer between failures is not a recovery."""
 
 
 class OutageTracker:
-    """What a limiter knows of the outage that it is in, if any."""
+    """The outage that a limiter is in, if any."""
 
-    def __init__(self, herald: EventEmitter, now: Callable[[], float] = time.monotonic) -> None:
-        self._herald = herald
+    def __init__(self, event_emitter: EventEmitter, now: Callable[[], float] = time.monotonic) -> None:
+        self._event_emitter = event_emitter
         self._now = now
         self.failures = 0
-        """Requests that were decided without the store since it failed; 0 while all is well."""
+        """Requests decided without the store since it failed; 0 outside outages."""
         self.reason: str | None = None
-        self._began = self._last = self._told = 0.0
+        self._started = self._last_failure = self._last_report = 0.0
 
     @property
-    def lasts(self) -> float | None:
-        """Seconds since it began; None while all is well."""
-        return self._now() - self._began if self.failures else None
+    def duration(self) -> float | None:
+        """Seconds since the outage began; None outside outages."""
+        return self._now() - self._started if self.failures else None
 
     def is_calm(self, seconds: float) -> bool:
-        """Whether nothing has failed for so long."""
-        return self._now() - self._last >= seconds
+        """True if nothing has failed for so long."""
+        return self._now() - self._last_failure >= seconds
 
-    def note_failure(self, error: StoreError) -> None:
+    def record_failure(self, error: StoreError) -> None:
         now = self._now()
-        begins = not self.failures
+        is_first = not self.failures
         self.failures += 1
-        self._last = now
-        if begins:
-            self._began = now
-        if begins or now - self._told >= TOLD_EVERY:
-            self._told, self.reason = now, str(error)
-            self._herald.tell(
-                "store-lost" if begins else "store-away",
+        self._last_failure = now
+        if is_first:
+            self._started = now
+        if is_first or now - self._last_report >= REPORT_INTERVAL_S:
+            self._last_report, self.reason = now, str(error)
+            self._event_emitter.emit(
+                "store-lost" if is_first else "store-away",
                 f"Redis is unavailable; requests are handled by on_failure ({self.failures} so far): {error}",
                 reason=str(error),
                 requests=self.failures,
-                seconds=now - self._began,
+                seconds=now - self._started,
             )
 
-    def note_answer(self) -> None:
-        """To be called for answers of the store, while there are failures."""
-        if self._now() - self._last >= CALM:
+    def record_answer(self) -> None:
+        """End the outage if the store answers and nothing has failed lately. Call it only while there are failures."""
+        if self.is_calm(RECOVERY_S):
             self.end()
 
     def end(self) -> None:
-        """The store has been seen to serve."""
         now = self._now()
         failures = self.failures
         if failures:
             self.failures, self.reason = 0, None
-            self._herald.tell(
+            self._event_emitter.emit(
                 "store-back",
-                f"the store answers again: {failures} requests were decided without it in {now - self._began:.1f} s",
+                f"Redis is available again: {failures} requests were handled by on_failure "
+                f"in {now - self._started:.1f} s",
                 requests=failures,
-                seconds=now - self._began,
+                seconds=now - self._started,
             )

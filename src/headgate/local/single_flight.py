@@ -1,8 +1,7 @@
-"""One asks for all: requests that are alike, and were denied until this moment, wait for the answer to the first.
+"""Single flight: of identical requests whose cached denial has just ended, one asks the store for all of them.
 
-When a remembered denial ends, all who knock meanwhile would ask the store at once, and mostly one of them passes. So
-the first of them asks. What it brings answers the others too, if it says until when they are denied. If it says that
-there is more, so many more ask.
+Without it, all of them would reach the store at the same moment, and usually one passes. The leader's answer also
+answers the others if it says until when they are denied. If it says that more may pass, so many of them ask next.
 """
 
 from __future__ import annotations
@@ -20,88 +19,90 @@ if TYPE_CHECKING:
 
 __all__ = ["SingleFlight"]
 
-LONGEST: Final = 1.0
-"""Seconds after which nobody new waits for an answer: whoever asked may have vanished, and nobody was told."""
+MAX_AGE_S: Final = 1.0
+"""Age from which no request joins a flight: its leader may be gone without having ended it."""
 
 
 class SingleFlight:
-    """Requests that go to the store for all that are alike: so many as are likely to pass. The others wait by its
-    `gate`, or its `future`."""
+    """Requests on their way to the store on behalf of all identical ones: as many as are likely to pass."""
 
-    __slots__ = ("_asking", "_began", "_is_over", "_lock", "_places", "_wakes", "error")
+    __slots__ = ("_is_over", "_leaders", "_lock", "_seats", "_started", "_wakers", "error")
 
-    def __init__(self, places: int = 1) -> None:
-        self._places = places
-        self._asking = 0
-        self._began = time.monotonic()
+    def __init__(self, seats: int = 1) -> None:
+        self._seats = seats
+        """Requests that may still become leaders."""
+        self._leaders = 0
+        self._started = time.monotonic()
         self._lock = threading.RLock()
         self._is_over = False
-        self._wakes: list[Callable[[], Any]] = []
+        self._wakers: list[Callable[[], Any]] = []
         self.error: StoreError | None = None
-        """How the store has failed, if it did."""
+        """The error with which the store failed."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has lasted for too long to wait for it."""
-        return time.monotonic() - self._began > LONGEST
+        """True if it has lasted too long to wait for it."""
+        return time.monotonic() - self._started > MAX_AGE_S
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether anybody waits for it."""
-        return bool(self._wakes)
+    def has_waiters(self) -> bool:
+        return bool(self._wakers)
 
-    def take(self) -> bool:
-        """Whether the caller is one of those who ask; it has to `leave` afterwards."""
+    def try_lead(self) -> bool:
+        """True if the caller is to ask the store, and to call `finish_leader` afterwards."""
         with self._lock:
-            if not self._places:
+            if not self._seats:
                 return False
-            self._places -= 1
-            self._asking += 1
+            self._seats -= 1
+            self._leaders += 1
             return True
 
-    def leave(self, *, is_denied: bool) -> bool:
-        """Whether it is over with this one: the others are denied by what it brings, or nobody asks any more."""
+    def finish_leader(self, *, is_denied: bool) -> bool:
+        """True if the flight is over: the answer denies the others, too, or no other leader is under way."""
         with self._lock:
-            self._asking -= 1
-            return is_denied or self._asking <= 0
+            self._leaders -= 1
+            return is_denied or self._leaders <= 0
 
     def end(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiters."""
         with self._lock:
             self._is_over = True
-            wakes, self._wakes = self._wakes, []
-        for wake in wakes:
+            wakers, self._wakers = self._wakers, []
+        for wake in wakers:
             wake()
 
-    def gate(self) -> threading.Lock:
-        """For threads: a lock that can be acquired once it is over."""
-        gate = threading.Lock()
+    def add_waiter(self, wake: Callable[[], Any]) -> bool:
+        """Call `wake` when the flight is over; False if it is over already."""
         with self._lock:
             if not self._is_over:
-                gate.acquire()
-                self._wakes.append(gate.release)
-        return gate
+                self._wakers.append(wake)
+            return not self._is_over
 
-    def future(self, seconds: float) -> asyncio.Future[None]:
-        """For tasks: a future that is done once it is over, or after so many seconds."""
+    def wait(self, timeout: float) -> None:
+        """Block the thread until the flight is over, or the timeout."""
+        over = threading.Lock()
+        over.acquire()
+        if self.add_waiter(over.release):
+            over.acquire(timeout=timeout)
+
+    def future(self, timeout: float) -> asyncio.Future[None]:
+        """A future that is done when the flight is over, or at the timeout."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         thread = threading.get_ident()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # its loop was closed meanwhile
+            with suppress(RuntimeError):  # its loop was closed in the meantime
                 if threading.get_ident() == thread:
                     _finish(future)
                 else:
                     loop.call_soon_threadsafe(_finish, future)
 
-        with self._lock:
-            if self._is_over:
-                future.set_result(None)
-                return future
-            self._wakes.append(wake)
-        timer = loop.call_later(seconds, _finish, future)
-        future.add_done_callback(lambda _: timer.cancel())
+        if self.add_waiter(wake):
+            timer = loop.call_later(timeout, _finish, future)
+            future.add_done_callback(lambda _: timer.cancel())
+        else:
+            future.set_result(None)
         return future
 
 

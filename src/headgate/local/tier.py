@@ -1,17 +1,15 @@
-"""What a limiter asks before it asks the store, and tells afterwards. Nothing in here waits, and nothing knows a store.
+"""The local tier: what a process can decide without its store, and what it learns from the store's answers.
 
-A request's way is: tokens that were paid for already? a remembered denial? the store; and if that fails, what was
-agreed on for then. The two limiters are the drivers that wait for the store in between.
+Nothing in here waits or knows a store. `headgate.flow` has the order of the steps; this has the state they work on.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from headgate._fork import reinit_after_fork
-from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.health import Health, Shard
 from headgate.local.admitted_ids import AdmittedIds
@@ -24,265 +22,212 @@ from headgate.local.prepaid import PrepaidTokens
 from headgate.stores.operations import IdempotentCheck, Refund, Reset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from headgate.clock import Clock
+    from headgate.decisions import Decision
     from headgate.events import EventEmitter
-    from headgate.failure import FleetShare
-    from headgate.flow import Fallback
+    from headgate.failure import Fallback, FleetShare
     from headgate.limits import Limit
+    from headgate.local.prepaid import Refill
     from headgate.local.single_flight import SingleFlight
     from headgate.stores.operations import Call, Check
 
-__all__ = ["LOOKS", "LocalTier"]
+__all__ = ["SAMPLE_MASK", "LocalTier"]
 
-LOOKS: Final = SAMPLED_EVERY - 1
-"""A check whose number has none of these bits is looked at for what is hot."""
-
-MOST_ROUNDS: Final = 2
-"""How often a request waits for another's answer. That comes, or fails, within what is left of the other's budget; but
-where it says that there is more, this one asks itself, and each wait before that is added to the time it takes."""
-
-Way: TypeAlias = "Generator[Check | SingleFlight, Any, Decision]"
-"""Yields the check to send, and is sent its decision, or an inquiry that is to be waited for; returns the answer."""
+SAMPLE_MASK: Final = SAMPLED_EVERY - 1
+"""A check whose number has none of these bits is sampled for hot keys."""
 
 
 class LocalTier:
-    """All that one limiter knows beside its store."""
+    """The local state of one limiter."""
 
     __slots__ = (
-        *("__weakref__", "_clock", "_prepays", "_refusal", "_remembers", "admitted_ids", "blocks", "breaker", "checks"),
-        *("denials", "ensure", "fleet", "is_alert", "ledger", "listener", "now_ns", "outage", "purses"),
-        *("script_errors", "unspent"),
+        *("__weakref__", "_breaker_error", "_can_cache", "_can_prepay", "_clock", "admitted_ids", "block_list"),
+        *("breaker", "checks", "denial_cache", "ensure", "event_emitter", "fleet", "is_active", "ledger", "listener"),
+        *("now_ns", "outage", "prepaid", "script_errors", "unspent"),
     )
 
-    def __init__(self, herald: EventEmitter, *, clock: Clock | None, fleet: FleetShare) -> None:
+    def __init__(self, event_emitter: EventEmitter, *, clock: Clock | None, fleet: FleetShare) -> None:
+        self.event_emitter = event_emitter
         self.fleet = fleet
-        self.denials = DenialCache(clock, exactly=clock is not None, knocks=MIN_DENIALS, is_heard=_is_heard)
-        self.purses = PrepaidTokens(nodes=lambda: fleet.nodes)
-        self.blocks = BlockList()
-        """Who is blocked, as far as this process has heard."""
+        self.denial_cache = DenialCache(
+            clock, exact=clock is not None, min_denials=MIN_DENIALS, is_refund_announced=_is_refund_announced
+        )
+        self.prepaid = PrepaidTokens(nodes=lambda: fleet.nodes)
+        self.block_list = BlockList()
         self.ledger = OutageLedger(clock, nodes=lambda: fleet.nodes)
-        self.outage = OutageTracker(herald)
-        self.script_errors = 0
-        """Answers that were errors of a script: a bug, or a foreign value, but no outage."""
-        self.listener: Any = None
-        """The pub/sub subscriber, once there is one."""
-        self.unspent: deque[Refund] = deque()
-        """What was prepaid and is to be given back."""
-        self.ensure: Callable[[], None] = lambda: None
-        """Called now and then while there are checks, and when there is something new to do in the background."""
-        self.checks = -1
-        """How many were asked for; counted by whoever asks, as this runs on every request."""
-        self.is_alert = False
-        """Whether anything is remembered, prepaid or amiss: else `at_once` and `answered` need not be asked."""
-        self.now_ns: Callable[[], int] = time.monotonic_ns if clock is None else lambda: clock.now_us() * 1000
-        """The instant to be read before the store is asked."""
-        self.breaker: Any = None
-        """That of the only server, where there is one."""
-        self._refusal: tuple[str | None, str] = (None, "")
-        """What it was opened by, and what those are told who would ask."""
+        self.outage = OutageTracker(event_emitter)
         self.admitted_ids = AdmittedIds(lambda: self.now_ns() // 1000)
+        self.script_errors = 0
+        """Answers that were script errors: a bug or a foreign value, not an outage."""
+        self.listener: Any = None
+        """The pub/sub subscriber, once it runs."""
+        self.unspent: deque[Refund] = deque()
+        """Prepaid tokens to return to the store."""
+        self.ensure: Callable[[], None] = lambda: None
+        """Starts or wakes the maintenance thread if it has work."""
+        self.checks = -1
+        """Checks so far; incremented by the caller, as this runs on every request."""
+        self.is_active = False
+        """True if anything is cached, prepaid or failing; otherwise `try_local` has nothing to offer."""
+        self.now_ns: Callable[[], int] = time.monotonic_ns if clock is None else lambda: clock.now_us() * 1000
+        """The clock of this tier. Read it before sending a check; see `record_answer`."""
+        self.breaker: Any = None
+        """The circuit breaker, if the store is a single server."""
+        self._breaker_error: tuple[str | None, str] = (None, "")
+        """The reason of the open breaker, and the error message made of it."""
         self._clock = clock
-        self._remembers = self._prepays = False
+        self._can_cache = self._can_prepay = False
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """The parent gives back what it has prepaid, and a child looks at its first check for what there is to do."""
+        """Leave the parent's prepaid tokens to the parent, and start maintenance with the first check."""
         self.unspent.clear()
-        self.checks, self.is_alert = -1, True
+        self.checks, self.is_active = -1, True
 
     def configure(self, *, remember: int, lease_us: int) -> None:
-        """Remember so many denials, and prepay hot keys for so long, from now on; 0 for neither."""
-        self._remembers = remember > 0
-        # An injected clock does not go on by itself: nothing that is prepaid would ever end.
-        self._prepays = lease_us > 0 and self._clock is None
-        self.denials.most = remember
-        if self._prepays:
-            self.purses.lease_us = lease_us
-        if not self._remembers:
-            self.denials.clear()
-        if not self._prepays:
+        """Set the size of the denial cache and the lease time of prepaid tokens; 0 turns either off."""
+        self._can_cache = remember > 0
+        # An injected clock does not advance by itself: prepaid tokens would never expire.
+        self._can_prepay = lease_us > 0 and self._clock is None
+        self.denial_cache.max_entries = remember
+        if self._can_prepay:
+            self.prepaid.lease_us = lease_us
+        else:
             self.stop_prepaying()
-        self.is_alert = True
+        if not self._can_cache:
+            self.denial_cache.clear()
+        self.is_active = True
 
     def stop_prepaying(self) -> None:
-        """Order no more tokens for hot keys, and queue what is held for its return to the store."""
-        self._prepays = False
-        self.unspent.extend(self.purses.clear())
+        """Refill no more tokens, and queue those that are held for their return to the store."""
+        self._can_prepay = False
+        self.unspent.extend(self.prepaid.clear())
 
-    def look(self, call: Check) -> None:
-        """Look at a check for what is hot, and around."""
+    def sample(self, check: Check) -> None:
+        """Sample a check for hot keys, and update `is_active`."""
         self.ensure()
-        if self._prepays:
-            self.purses.sample(call)
-        self.is_alert = bool(self.denials or self.purses or self.outage.failures or self.admitted_ids)
+        if self._can_prepay:
+            self.prepaid.sample(check)
+        self.is_active = bool(self.denial_cache or self.prepaid or self.outage.failures or self.admitted_ids)
 
-    def at_once(self, call: Check, fallback: Fallback | None = None) -> Decision | Way | None:
-        """The answer to a check, if it is known here; or the way to one, for a key that is prepaid, or that was denied
-        until now; or None. The fallback's, where nobody asks the store now."""
-        if not self.checks & LOOKS:
-            self.look(call)
-        if type(call) is IdempotentCheck:  # whose answer is recorded in the store, or, if it was admitted here, here
-            first = self.admitted_ids.get(call) if self.admitted_ids else None
+    def try_local(self, check: Check, fallback: Fallback | None = None) -> Decision | Refill | SingleFlight | None:
+        """The decision on a check if it is known locally; None where the store has to be asked.
+
+        A refill of prepaid tokens, or the single flight of requests whose cached denial has just ended, are further
+        steps for `headgate.flow`. With a fallback, that answers while the circuit breaker is open.
+        """
+        if not self.checks & SAMPLE_MASK:
+            self.sample(check)
+        if type(check) is IdempotentCheck:  # recorded in the store, or here if it was admitted without the store
+            first = self.admitted_ids.get(check) if self.admitted_ids else None
             if first is not None or not self.outage.failures:
                 return first
-            return self._refused(call, fallback)
-        # First what is paid for: a denial may be remembered from while it was on its way.
-        ready = self.purses.provide(call) if self._prepays and self.purses else None
-        if ready is None:
-            recalled = self.denials.recall(call) if self.denials else None
-            if recalled is None:
-                return self._refused(call, fallback) if self.outage.failures else None
-            return recalled if isinstance(recalled, Decision) else self._way(call, recalled)
-        return self._watched(ready) if self.outage.failures and not isinstance(ready, Decision) else ready
+            return self._decide_if_open(check, fallback)
+        # Tokens first: a denial may have been cached while they were on their way.
+        found: Any = self.prepaid.take(check) if self._can_prepay and self.prepaid else None
+        if found is None and self.denial_cache:
+            found = self.denial_cache.get(check)
+        if found is None and self.outage.failures:
+            found = self._decide_if_open(check, fallback)
+        return found  # type: ignore[no-any-return]
 
-    def answered(self, call: Check, decision: Decision, asked_ns: int) -> None:
-        """The store has answered, and denied, or said when it will; or something else is to be looked at."""
-        if type(call) is not IdempotentCheck:
-            self._learn(call, decision, asked_ns // 1000)
-        elif decision.allowed and self.denials:
-            # It has charged now, or some time ago, and then its numbers are of that time.
-            for limit, _, identity in call.keys:
-                self.denials.forget(limit.space, identity)
+    def record_answer(self, check: Check, decision: Decision, sent_ns: int) -> None:
+        """Learn from the store's answer to a check that was sent after `sent_ns`."""
+        if decision[0] and not decision[6] and not self.is_active:  # the common case
+            return
+        if type(check) is not IdempotentCheck:
+            self._learn(check, decision, sent_ns // 1000)
+        elif decision.allowed and self.denial_cache:
+            # It was charged now or earlier; in the latter case its numbers are of that time.
+            for limit, _, identity in check.keys:
+                self.denial_cache.invalidate(limit.space, identity)
         if self.outage.failures:
-            self.outage.note_answer()
+            self.outage.record_answer()
 
-    def _learn(self, call: Check, decision: Decision, asked_us: int) -> None:
-        if self._remembers:
-            self.denials.note(call, decision, asked_us)
-            if self.denials and not self.is_alert:
-                self.is_alert = True
+    def _learn(self, check: Check, decision: Decision, sent_us: int) -> None:
+        if self._can_cache:
+            self.denial_cache.record(check, decision, sent_us)
+            if self.denial_cache and not self.is_active:
+                self.is_active = True
                 self.ensure()
-        if self._prepays and not decision.allowed and self.purses:
-            self.purses.deny(call, decision, asked_us)
+        if self._can_prepay and not decision.allowed and self.prepaid:
+            self.prepaid.record_denial(check, decision, sent_us)
 
-    def _way(self, call: Check, inquiry: SingleFlight, *, rounds: int = MOST_ROUNDS) -> Way | None:
-        """How the answer to a request is found whose denial is just over."""
-        if inquiry.take():
-            return self._asking(call, inquiry)
-        if rounds and not inquiry.is_lost:
-            return self._waiting(call, inquiry, rounds)
-        return None
+    def handle_failure(self, check: Check, error: StoreError, fallback: Fallback) -> Decision:
+        """Record that the store failed, and decide without it."""
+        self.record_failure(error)
+        return self.decide_without_store(check, error, fallback)
 
-    def _asking(self, call: Check, inquiry: SingleFlight) -> Way:
-        """Ask the store for all who wait, and tell them when there is an answer."""
-        decision = None
-        try:
-            decision = yield from self._exactly(call)
-        except StoreError as error:
-            inquiry.error = error
-            raise
-        finally:
-            self.denials.end(call, inquiry, decision)
-        return decision
-
-    def _waiting(self, call: Check, inquiry: SingleFlight, rounds: int) -> Way:
-        """Wait for whoever asks for the same, and ask only if that says nothing of this request."""
-        came_us = self.now_ns() // 1000
-        yield inquiry
-        brought = self.denials.brought(call, came_us)
-        if brought is not None:
-            return brought
-        error = inquiry.error
-        if error is not None and not isinstance(error, ScriptError):
-            # As if it had travelled with that one, whose time was its own, too. But it was never sent.
-            told = type(error)(*error.args)
-            told.may_have_happened = False
-            raise told
-        found = self.denials.recall(call)
-        if isinstance(found, Decision):
-            return found
-        way = None if found is None else self._way(call, found, rounds=rounds - 1)
-        return (yield from way or self._exactly(call))
-
-    def _exactly(self, call: Check) -> Way:
-        """Ask the store."""
-        asked_ns = self.now_ns()
-        decision: Decision = yield call
-        self.answered(call, decision, asked_ns)
-        return decision
-
-    def _watched(self, ordering: Way) -> Way:
-        """The same; that it was answered ends an outage, too, where all that is asked for is prepaid."""
-        decision = yield from ordering
-        self.outage.note_answer()
-        return decision
-
-    def failed(self, call: Check, error: StoreError, fallback: Fallback) -> Decision:
-        """The store has failed: the answer without it."""
-        self.note_failure(error)
-        return self.without_store(call, error, fallback)
-
-    def without_store(self, call: Check, error: StoreError, fallback: Fallback) -> Decision:
-        """The fallback's decision. What it admits is charged later, unless it may have been already or a script failed,
-        which is not an outage. An id is admitted, and charged, once."""
-        decision = fallback.decide(call, error)
+    def decide_without_store(self, check: Check, error: StoreError, fallback: Fallback) -> Decision:
+        """The fallback's decision. What it admits is charged after the outage, unless the store may have charged it
+        already, or a script failed, which is not an outage. An id is admitted, and charged, once."""
+        decision = fallback.decide(check, error)
         if not decision[0]:
             return decision
-        if type(call) is IdempotentCheck:
-            first = self.admitted_ids.record(call, decision)
+        if type(check) is IdempotentCheck:
+            first = self.admitted_ids.record(check, decision)
             if first is not None:
                 return first
-        if not isinstance(error, ScriptError):
-            if error.may_have_happened:
-                self.ledger.note_uncertain(call)
-            else:
-                self.ledger.note(call)
+        self._owe(check, error)
         return decision
 
-    def _refused(self, call: Check, fallback: Fallback | None) -> Decision | None:
-        """The answer while the breaker of the only server is open, without an exception on the way; else None."""
-        breaker = self.breaker
-        if breaker is None or not breaker.is_open or fallback is None:
-            return None
-        reason, told = self._refusal
-        if reason is not breaker.reason:
-            reason, told = self._refusal = breaker.reason, str(breaker.refusal())
-        error = StoreUnavailable(told)
-        self.outage.note_failure(error)
-        return self.without_store(call, error, fallback)
-
-    def keep(self, call: Check | Refund, error: StoreError) -> None:
-        """The cost of a request could not be settled: it is when the store is back, if that is certain to be once."""
+    def _owe(self, check: Check, error: StoreError) -> None:
         if isinstance(error, ScriptError):
             return
         if error.may_have_happened:
-            if not isinstance(call, Refund):
-                self.ledger.note_uncertain(call)
-        elif not isinstance(call, Refund):
-            self.ledger.note(call)
-        elif call.at_us:
-            self.ledger.note_refund(call)
+            self.ledger.record_uncertain(check)
+        else:
+            self.ledger.record(check)
+
+    def _decide_if_open(self, check: Check, fallback: Fallback | None) -> Decision | None:
+        """The fallback's decision if the only server's breaker is open: without raising an exception, which is slow."""
+        breaker = self.breaker
+        if breaker is None or not breaker.is_open or fallback is None:
+            return None
+        reason, message = self._breaker_error
+        if reason is not breaker.reason:
+            reason, message = self._breaker_error = breaker.reason, str(breaker.refusal())
+        error = StoreUnavailable(message)
+        self.outage.record_failure(error)
+        return self.decide_without_store(check, error, fallback)
+
+    def defer(self, operation: Check | Refund, error: StoreError) -> None:
+        """Keep a charge or refund that failed until the store is back, if it cannot have been carried out."""
+        if not isinstance(operation, Refund):
+            self._owe(operation, error)
+        elif operation.at_us and not error.may_have_happened and not isinstance(error, ScriptError):
+            self.ledger.record_refund(operation)
         self.ensure()
 
-    def note_failure(self, error: StoreError) -> None:
+    def record_failure(self, error: StoreError) -> None:
         if isinstance(error, ScriptError):
             self.script_errors += 1
         else:
-            self.outage.note_failure(error)
-            self.is_alert = True
+            self.outage.record_failure(error)
+            self.is_active = True
         self.ensure()
 
-    def changed(self, call: Call) -> None:
-        """Counters were refunded, reset or left: what is known of them here holds no more."""
-        if isinstance(call, Reset):
-            for limit, _, identity in call.keys:
-                self.denials.forget(limit.space, identity)
-                self.purses.forget(limit.space, identity)
-        elif isinstance(call, Refund):
-            self.denials.forget(call.key.limit.space, call.key.identity)
-            self.purses.awaken(call.key.limit.space, call.key.identity)
+    def invalidate(self, operation: Call) -> None:
+        """Drop what is cached of counters that were refunded or reset."""
+        if isinstance(operation, Reset):
+            for limit, _, identity in operation.keys:
+                self.denial_cache.invalidate(limit.space, identity)
+                self.prepaid.discard(limit.space, identity)
+        elif isinstance(operation, Refund):
+            limit, _, identity = operation.key
+            self.denial_cache.invalidate(limit.space, identity)
+            self.prepaid.wake(limit.space, identity)
 
     def health(self, shards: tuple[Shard, ...] = ()) -> Health:
-        """How all of this is, given how the servers are."""
+        """The health of the limiter, given that of its servers."""
         down = [shard for shard in shards if not shard.ready]
-        degraded = bool(down or self.outage.failures)
         debt = self.ledger.debt
         return Health(
-            "degraded" if degraded else "ready",
+            "degraded" if down or self.outage.failures else "ready",
             down[0].reason if down else self.outage.reason,
-            self.outage.lasts,
+            self.outage.duration,
             self.outage.failures,
             shards,
             self.fleet.nodes,
@@ -292,19 +237,19 @@ class LocalTier:
 
     @property
     def stats(self) -> dict[str, int]:
-        """What was answered without the store, and what was not its fault."""
-        purses = self.purses.stats
+        """Counts of what was answered locally, and of errors that were not the store's."""
+        prepaid = self.prepaid.stats
         return {
-            "remembered": self.denials.hits,
-            "prepaid": purses.allowed + purses.denied,
-            "hot_keys": purses.hot,
-            "hot_keys_detected": purses.found,
+            "remembered": self.denial_cache.hits,
+            "prepaid": prepaid.allowed + prepaid.denied,
+            "hot_keys": prepaid.hot,
+            "hot_keys_detected": prepaid.found,
             "script_errors": self.script_errors,
             "ignored_messages": 0 if self.listener is None else self.listener.ignored,
         }
 
 
-def _is_heard(cost: int, limit: Limit) -> bool:
-    """Refunds to counters with a tenth or more left are not announced (stores/redis/lua/refund.lua), so a denial of a
-    higher cost may be outdated before this process hears of it."""
+def _is_refund_announced(cost: int, limit: Limit) -> bool:
+    """False where a refund may end a denial without this process hearing of it: refunds to counters with a tenth or
+    more left are not published (stores/redis/lua/refund.lua)."""
     return cost == 1 or cost * 10 <= limit.capacity

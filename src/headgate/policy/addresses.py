@@ -11,7 +11,7 @@ from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 
 from headgate.errors import InvalidInput
-from headgate.local.block_list import MAPPED, NAT64
+from headgate.local.block_list import IPV4_MAPPED, NAT64
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -159,7 +159,7 @@ def _packed(text: str) -> bytes | None:
         packed = inet_pton(AF_INET6, host)
     except (OSError, ValueError):
         return None
-    return packed[12:] if packed.startswith(MAPPED) else packed
+    return packed[12:] if packed.startswith(IPV4_MAPPED) else packed
 
 
 def _without_nat64(packed: bytes) -> bytes:
@@ -204,7 +204,7 @@ def _parse_network(text: str) -> tuple[int, int, int]:
     except ValueError as error:
         raise InvalidInput(f"{text!r} is no network: {error}; write '203.0.113.9' or '203.0.113.0/24'") from None
     start, shift = network.network_address.packed, network.max_prefixlen - network.prefixlen
-    if start.startswith(MAPPED) and shift <= 32:
+    if start.startswith(IPV4_MAPPED) and shift <= 32:
         start = start[12:]
     return len(start), shift, int.from_bytes(start) >> shift
 

@@ -214,7 +214,7 @@ def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_
     client.execute_command("CLIENT", "PAUSE", 300, "WRITE")
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(limiter.check, key)
-        wait_until(lambda: limiter._store.lanes.default.leader, "somebody to lead")
+        wait_until(lambda: limiter.engine.store.lanes.default.leader, "somebody to lead")
         assert limiter.check(key).allowed
         assert leading.result().allowed
     assert refused == ["this thread is waiting for Redis already, and cannot wait for a nested call"]

@@ -311,4 +311,4 @@ def some_calls(random: Random, limits: list[Limit], people: range) -> list[Call]
 
 
 def with_no_again(answer: Any) -> Any:
-    return answer._replace(again_us=0) if hasattr(answer, "_replace") else answer
+    return answer._replace(next_allowed_us=0) if hasattr(answer, "_replace") else answer

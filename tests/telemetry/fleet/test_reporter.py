@@ -338,7 +338,7 @@ def test_a_limit_for_all_is_near_for_everybody() -> None:
 def test_hot_keys_are_named_by_limit_and_client(
     by: str, kind: str, label: str, redis7: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepaid.HotKeyDetector, "note", lambda *_: True)
+    monkeypatch.setattr(prepaid.HotKeyDetector, "record_sample", lambda *_: True)
     policy = read(f"limits: [{{name: {unique}, by: {by}, bucket: 100000/second}}]")
     tenant = {"tenant": lambda a: a.header("x-tenant")[0]}
     gate = Gate(policy, redis7.url, secret=SECRET, identities=tenant, budget=1.0)

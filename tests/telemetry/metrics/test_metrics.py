@@ -360,10 +360,10 @@ def test_an_outage_is_counted_with_its_length_and_goes_into_the_total(redis7: Re
     )
     with closing(gate):
         gate.admit(arrival())
-        outage = gate._limiter._front.outage
+        outage = gate._limiter.engine.local.outage
         began = [100.0]
         outage._now = lambda: began[0]
-        outage.note_failure(RuntimeError("away"))
+        outage.record_failure(RuntimeError("away"))
         began[0] += 30
         assert numbers(counted)["fallback_current_seconds"] == numbers(counted)["fallback_seconds"] == 30
         outage.end()
@@ -372,7 +372,7 @@ def test_an_outage_is_counted_with_its_length_and_goes_into_the_total(redis7: Re
             assert (told["fallback_mode"], told["fallback_seconds"], told["redis_errors"]) == (1, 30, 1)
             assert (told["fallback_current_seconds"], told["degraded"]) == (0, 0)
         assert told["store_events", "store-lost"] == told["store_events", "store-back"] == 1
-        outage.note_failure(RuntimeError("away again"))
+        outage.record_failure(RuntimeError("away again"))
         began[0] += 5
         outage.end()
         told = numbers(counted)
@@ -479,10 +479,10 @@ def test_a_child_does_not_tell_again_what_its_parent_counted() -> None:
 def test_a_child_does_not_tell_again_what_its_parent_saw_of_the_store(redis7: RedisServer, unique: str) -> None:
     gate, counted = watched("limits: [{by: ip, bucket: 9/minute}]", redis7.url, namespace=unique)
     with closing(gate):
-        herald = gate._limiter._front.outage._herald
-        herald.tell("store-lost", "gone")
-        herald.tell("state-lost", "empty")
-        herald.tell("store-back", "here", requests=3, seconds=2.0)
+        emitter = gate._limiter.engine.local.event_emitter
+        emitter.emit("store-lost", "gone")
+        emitter.emit("state-lost", "empty")
+        emitter.emit("store-back", "here", requests=3, seconds=2.0)
         told = numbers(counted)
         assert (told["fallback_mode"], told["fallback_seconds"], told["redis_errors"]) == (1, 2, 3)
         assert told["store_events", "state-lost"] == 1
@@ -490,7 +490,7 @@ def test_a_child_does_not_tell_again_what_its_parent_saw_of_the_store(redis7: Re
         told = numbers(counted)
         assert (told["fallback_mode"], told["fallback_seconds"], told["redis_errors"]) == (0, 0, 0)
         assert {told[key] for key in told if key[0] == "store_events"} == {0}
-        herald.tell("state-lost", "empty")
+        emitter.emit("state-lost", "empty")
         assert numbers(counted)["store_events", "state-lost"] == 1
 
 

@@ -129,7 +129,7 @@ class ClientService:
                 (
                     listing.live_view(each, label, now_us)
                     for each in live
-                    if each.value in facts.identities.get(each.kind, ()) and each.holds_at(now_us)
+                    if each.value in facts.identities.get(each.kind, ()) and each.applies_at(now_us)
                 ),
                 None,
             )

@@ -204,7 +204,7 @@ def _join(call: Call, parts: list[Any], undone: dict[tuple[int, str, str], Any])
         call.id,
         None,
         max(decision.at_us for decision in parts),
-        max(decision.again_us for decision in parts) if can_wait else 0,
+        max(decision.next_allowed_us for decision in parts) if can_wait else 0,
         joined_costs([decision.cost for decision in parts]) if allowed else call.cost,  # with an id, those recorded
     )
 

@@ -78,14 +78,14 @@ def decode_alone(check: Check, reply: Any) -> Decision | ScriptError:
 
 def decode_one(check: Check, reply: Any) -> Decision | ScriptError:
     """The same for a check of one limit."""
-    retry_us = delay_us = again_us = 0
+    retry_us = delay_us = next_allowed_us = 0
     if type(reply) is not list:
         raise unexpected(reply)
     if len(reply) == 3:
         now_us, remaining, reset_us = reply
     elif len(reply) == 6:
-        now_us, remaining, reset_us, retry_us, delay_us, again_us = reply
-        if not (_is_whole(retry_us, -1) and _is_whole(delay_us) and _is_whole(again_us)):
+        now_us, remaining, reset_us, retry_us, delay_us, next_allowed_us = reply
+        if not (_is_whole(retry_us, -1) and _is_whole(delay_us) and _is_whole(next_allowed_us)):
             raise unexpected(reply)
     else:
         raise unexpected(reply)
@@ -97,7 +97,7 @@ def decode_one(check: Check, reply: Any) -> Decision | ScriptError:
         return _foreign(*check.keys)
     keys, cost, lease = check
     verdicts = ((remaining, retry_us, reset_us, delay_us),)
-    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, again_us, cost))
+    return _new_decision(Decision, (retry_us == 0, keys, verdicts, lease, None, now_us, next_allowed_us, cost))
 
 
 def _decode_idempotent(check: IdempotentCheck, reply: Any) -> Decision | ScriptError:
@@ -144,9 +144,9 @@ def plain_answers(checks: Sequence[Check], reply: Any) -> list[Any]:
             told_each.append(_foreign(*keys))
         else:
             told_each.append(_new_decision(Decision, (allowed, keys, its, lease, None, now_us, 0, cost)))
-    for index, again_us in zip(agains[::2], agains[1::2], strict=True):
+    for index, next_allowed_us in zip(agains[::2], agains[1::2], strict=True):
         if isinstance(told_each[index], Decision):
-            told_each[index] = told_each[index]._replace(again_us=again_us)
+            told_each[index] = told_each[index]._replace(next_allowed_us=next_allowed_us)
     return told_each
 
 
