@@ -513,7 +513,7 @@ def test_tail_gives_programs_a_line_for_each(call: Callable[..., tuple[int, str,
 
 def test_top_shows_the_fleet_once_in_a_pipe(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     fleet.send(100, tenant="stark")
-    fleet.pulse.beat()
+    fleet.pulse.report()
     code, printed, _ = call("top --utc", role="viewer")
     assert code == 0
     assert "\x1b" not in printed
@@ -535,7 +535,7 @@ def test_top_says_when_no_node_is_reporting(call: Callable[..., tuple[int, str, 
 
 @pytest.mark.parametrize("by", ["q", "Ctrl-C"])
 def test_top_is_redrawn_in_a_screen_of_its_own(fleet: Fleet, tmp_path: Path, by: str) -> None:
-    fleet.pulse.beat()
+    fleet.pulse.report()
     settings = {"HEADGATE_ADMIN": fleet.url, "HEADGATE_TOKEN": fleet.tokens["viewer"]}
     with PseudoTerminal(tmp_path, "top", "--every", "0.2", columns=60, **settings) as terminal:
         terminal.until("\x1b[?1049h")

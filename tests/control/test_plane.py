@@ -87,7 +87,7 @@ def test_one_option_connects_policy_log_status_and_metrics(
     board = open_status_store("memory://")
     with closing(Gate(control=ControlPlane(url, node="plane-test"), secret=SECRET)) as gate:
         assert answers(gate, 3) == [True, True, False]
-        gate.control.status.beat()
+        gate.control.status.report()
         (node,) = [each for each in FleetAggregator(board).gather().nodes if each.name.startswith("plane-test:")]
         assert (node.state, node.policy_version) == ("ready", "1")
         assert b"rate_limiter_decisions_total" in generate_latest(registry)
@@ -102,7 +102,7 @@ def test_the_status_goes_to_the_store_that_the_gate_counts_in(
     url: str, config: ConfigStore, redis7: RedisServer, unique: str
 ) -> None:
     with closing(Gate(None, redis7.url, control=url, secret=SECRET, namespace=unique)) as gate:
-        gate.control.status.beat()
+        gate.control.status.report()
         with closing(open_status_store(redis7.url, namespace=unique)) as board:
             assert len(FleetAggregator(board).gather().nodes) == 1
 

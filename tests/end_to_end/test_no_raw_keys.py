@@ -379,7 +379,7 @@ def change_things(town: Town) -> None:
         for _ in range(80):
             town.ask("/items/1", x_api_key=HEADER)
         town.clock.set_us((town.clock.now_us() // MINUTE_US + 1) * MINUTE_US + 20_000_000)
-        town.pulse.beat()
+        town.pulse.report()
         town.watcher.check()
     assert town.watcher._webhook.deliver(town.config.engine, town.clock) == 1
 
@@ -469,7 +469,7 @@ def be_clumsy(town: Town, *, briefly: bool) -> None:
 
 
 def look_at_everything(town: Town) -> None:
-    town.pulse.beat()
+    town.pulse.report()
     numbers = {"{id:int}": f"{town.service.overrides.list().items[0].id}", "{version:int}": "2"}
     for path in READS:
         for name, value in numbers.items():

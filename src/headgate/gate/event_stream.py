@@ -128,7 +128,7 @@ class EventStream:
         if len(events) >= MAX_EVENTS:
             self._drop()
             return
-        received_us = admission.received_us
+        received_us, share = admission.received_us, self._sample_share
         events.append(
             _new_tuple(
                 DecisionEvent,
@@ -140,7 +140,7 @@ class EventStream:
                     resolution,
                     admission.decision,
                     admission.shadows,
-                    (request.header("user-agent"), request.path) if random() < self._sample_share else None,
+                    (request.header("user-agent"), request.path) if share and random() < share else None,
                 ),
             )
         )

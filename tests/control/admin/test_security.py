@@ -991,7 +991,7 @@ def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.
         assert "127.0.0.1" not in text
     assert "the counters cannot be asked" in view.troubles
     assert "The counters cannot be reached" in page.text
-    assert "the board cannot be read" in overview.troubles
+    assert "the node status cannot be read" in overview.troubles
     assert "127.0.0.1:1" in caplog.text, "the log says it"
     assert "10.9.8.7" in json.dumps(service.fleet.overview(OTTO).as_dict()), "operators may know"
 
@@ -1023,7 +1023,7 @@ def test_the_overview_says_where_stores_are_to_operators_alone(place: Place) -> 
     gate = Gate(read("limits: [{by: ip, bucket: 10/minute}]"), "redis://127.0.0.1:1/0", budget=0.05)
     with closing(gate), closing(StatusReporter(gate, board, secret=SECRET, node="web-1", every=None)) as pulse:
         gate.admit(Arrival())
-        pulse.beat()
+        pulse.report()
         service = AdminService(place.config, status_store=board, secret=SECRET)
         (shown,), (known,), (unsaid,) = (service.fleet.overview(each).nodes for each in (SUE, OTTO, None))
     assert (shown.name, shown.state) == (known.name, known.state)

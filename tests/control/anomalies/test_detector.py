@@ -452,9 +452,9 @@ def test_from_a_request_to_the_webhook_and_the_overview(
             gate.admit(Visit(number, alike=alike))
             if number % 100 == 99:
                 fleet.clock.advance(1)
-                pulse.beat()
+                pulse.report()
         fleet.clock.set_us((fleet.minute + 1) * MINUTE_US)
-        pulse.beat()
+        pulse.report()
         fleet.clock.advance(20)
         found.extend(fleet.watcher.check())
 

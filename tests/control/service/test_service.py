@@ -947,7 +947,7 @@ def test_a_hash_is_blocked_by_its_name_where_that_is_known(world: World) -> None
 def test_a_client_goes_by_the_same_name_on_the_overview_and_on_its_own_page(world: World) -> None:
     world.send(8, peer="192.0.2.77", path="/login", method="POST")
     world.clock.advance(1)
-    world.pulse.beat()
+    world.pulse.report()
     (top,) = world.service.fleet.overview().top_denied
     shown = short_label(top.kind, top.key, top.label)
     assert re.fullmatch(r"192\.0\.2\.\* \([0-9a-f]{8}\)", shown)
@@ -1667,9 +1667,9 @@ def test_the_overview_is_what_the_nodes_said(here: World) -> None:
     for _ in range(5):
         here.send(30, path="/search", tenant="acme")
         here.clock.advance(1)
-        here.pulse.beat()
+        here.pulse.report()
     here.clock.advance(2)
-    here.pulse.beat()
+    here.pulse.report()
     assert here.log.flush()
     view = here.service.fleet.overview()
     assert [(node.name.partition(":")[0], node.state, node.policy_version) for node in view.nodes] == [

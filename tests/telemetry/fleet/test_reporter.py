@@ -21,19 +21,18 @@ from headgate.gate.gate import Gate
 from headgate.local import prepaid
 from headgate.policy import read
 from headgate.telemetry import DecisionLog
-from headgate.telemetry.fleet import rollups
+from headgate.telemetry.fleet import latency, rollups
 from headgate.telemetry.fleet.aggregator import SECONDS, ClockAligner, ClockShift, FleetAggregator
+from headgate.telemetry.fleet.latency import bucket_of, quantile
 from headgate.telemetry.fleet.redis_status_store import RedisStatusStore
 from headgate.telemetry.fleet.reporter import StatusReporter
 from headgate.telemetry.fleet.rollups import (
-    MOST_COUNTED,
-    MOST_TOLD,
+    MAX_COUNTED_CLIENTS,
+    MAX_REPORTED_CLIENTS,
     ClientRequests,
     MinuteRollup,
     Second,
     TrafficSketch,
-    bucket_of,
-    quantile,
     read_minute,
 )
 from headgate.telemetry.fleet.status_store import MemoryStatusStore, open_status_store
@@ -95,7 +94,7 @@ class Site:
         for _ in range(number):
             self.clock.advance(1)
             for pulse in (self.pulse, *others):
-                pulse.beat()
+                pulse.report()
 
 
 class _Skewed:
@@ -133,7 +132,7 @@ def test_nothing_is_counted_twice_or_lost_when_writes_are_lost_or_looks_are_many
             site.gate.admit(arrival(client=f"203.0.113.{second}"))
         site.clock.advance(1)
         if second % 7 == 0:  # six of seven writes are lost
-            site.pulse.beat()
+            site.pulse.report()
             for _ in range(3):
                 site.beats.gather()
     site.pass_seconds(2)
@@ -166,7 +165,7 @@ def test_what_is_older_than_five_minutes_is_forgotten() -> None:
         site.pass_seconds()
         told = site.beats.gather()
     assert sum(told.series.allowed) == 0
-    assert len(site.beats._sums) <= SECONDS + 3
+    assert len(site.beats._totals) <= SECONDS + 3
 
 
 def test_a_node_is_silent_after_five_seconds_and_gone_after_a_minute() -> None:
@@ -197,7 +196,7 @@ def test_a_node_says_how_it_is(tmp_path: Path) -> None:
     gate = Gate(file, NOWHERE, secret=SECRET, on_decision=log, reload_every=None)
     pulse = StatusReporter(gate, board, node="web-1", region="eu", every=None)
     gate.admit(arrival())
-    pulse.beat()
+    pulse.report()
     (node,) = FleetAggregator(board).gather().nodes
     assert (node.name, node.region, node.state) == (f"web-1:{os.getpid()}", "eu", "degraded")
     assert node.shards in ((), (("127.0.0.1:1", False),), (("127.0.0.1:1", True),))
@@ -219,7 +218,7 @@ def test_degraded_decisions_are_counted_and_say_nothing_of_limits() -> None:
     for _ in range(3):
         gate.admit(arrival())
     clock.advance(3)
-    pulse.beat()
+    pulse.report()
     told = FleetAggregator(board, clock=clock).gather()
     assert (told.totals.unavailable, told.totals.degraded, told.near) == (3, 3, ())
     pulse.close()
@@ -346,7 +345,7 @@ def test_hot_keys_are_named_by_limit_and_client(
     pulse = StatusReporter(gate, board, every=None)
     for _ in range(40):
         gate.admit(arrival(x_tenant="acme"))
-    pulse.beat()
+    pulse.report()
     (hot,) = FleetAggregator(board).gather().hot
     assert (hot.limit, hot.kind, hot.label) == (unique, kind, label.format(hot.key[5:13]))
     assert hot.rate > 100
@@ -377,8 +376,8 @@ def test_nobodys_name_is_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_documents_stay_small_whatever_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollups, "MOST_CLIENTS", 400)
-    monkeypatch.setattr(rollups, "MOST_NEAR", 50)
+    monkeypatch.setattr(rollups, "MAX_CLIENTS", 400)
+    monkeypatch.setattr(rollups, "MAX_NEAR", 50)
     site = Site("limits: [{by: ip, bucket: 1/day}]")
     for number in range(1000):
         for _ in range(2):
@@ -390,7 +389,7 @@ def test_documents_stay_small_whatever_clients_do(monkeypatch: pytest.MonkeyPatc
     assert len(told.top_denied) == len(told.near) == 20
     assert all(len(posted.document) < 10_000 for posted in site.board.read("beats/").values())
     site.pass_seconds(61)
-    assert (site.pulse._recent, site.pulse._whos) == ({}, {})
+    assert site.pulse._recent == {}
 
 
 # ------------------------------------------------------------------ clocks
@@ -457,7 +456,7 @@ def test_latencies_are_told_within_a_quarter() -> None:
         assert told is not None
         assert abs(told - took_us) <= took_us / 4
     assert quantile({}, 0.5) is None
-    assert bucket_of(10**12) == rollups.BUCKETS - 1
+    assert bucket_of(10**12) == latency.BUCKETS - 1
 
 
 def test_quantiles_are_those_of_all_requests() -> None:
@@ -476,7 +475,7 @@ def test_a_pulse_beats_by_itself_and_ends_with_its_gate() -> None:
     board, before = MemoryStatusStore(), {*threading.enumerate()}
 
     def beating() -> list[threading.Thread]:
-        return [thread for thread in {*threading.enumerate()} - before if thread.name == "headgate-pulse"]
+        return [thread for thread in {*threading.enumerate()} - before if thread.name == "headgate-status"]
 
     gate = Gate(read("limits: [{by: ip, bucket: 1/day}]"))
     there = weakref.ref(StatusReporter(gate, board, every=0.02))  # nobody keeps it but the gate
@@ -497,7 +496,7 @@ def test_a_pulse_ends_with_the_store_of_a_gate_that_is_closed(redis7: RedisServe
     wait_until(lambda: board.read("beats/"), "a beat")
     gate.close()
     wait_until(lambda: not board.read("beats/"), "the node to leave")
-    assert pulse._closed
+    assert pulse._is_closed
 
 
 def test_what_is_told_to_a_gate_goes_on_after_the_one_before() -> None:
@@ -507,7 +506,7 @@ def test_what_is_told_to_a_gate_goes_on_after_the_one_before() -> None:
     gate.admit(arrival())
     assert len(heard) == 1
     gate.flush_events()
-    assert pulse._seconds.has_decided
+    assert pulse._seconds.has_decisions
 
 
 def test_a_forked_child_is_a_node_of_its_own_and_its_parent_is_none_until_it_decides() -> None:
@@ -543,20 +542,20 @@ def test_a_forked_child_is_a_node_of_its_own_and_its_parent_is_none_until_it_dec
 def test_a_board_that_is_away_is_told_once_and_costs_no_request_anything(caplog: pytest.LogCaptureFixture) -> None:
     site = Site()
     broken = _Broken(site.board)
-    site.pulse._board = broken
+    site.pulse._store = broken
     broken.is_away = True
     with caplog.at_level(logging.WARNING, "headgate"):
         for _ in range(70):
             assert site.gate.admit(arrival(client="203.0.113.200")).decision is not None
             site.pass_seconds()
-    assert [record.message.partition(",")[0] for record in caplog.records if "board" in record.message] == [
-        "the board cannot be written"
+    assert [record.message.partition(":")[0] for record in caplog.records if "node status" in record.message] == [
+        "node status cannot be written"
     ]
     caplog.clear()
     broken.is_away = False
     with caplog.at_level(logging.WARNING, "headgate"):
         site.pass_seconds(2)
-    assert [record.message for record in caplog.records] == ["the board is written again"]
+    assert [record.message for record in caplog.records] == ["node status is written again"]
     assert site.beats.gather().nodes[0].state == "ready"
     assert len(site.board.read("minutes/")) == 1  # the minute has waited for it
 
@@ -585,10 +584,10 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_there() -> None:
         site.board.put(f"beats/junk-{number}", junk, keep=60)
     told = site.beats.gather()
     assert (told.totals.allowed, len(told.nodes), len(told.troubles)) == (1, 1, 5)
-    assert "is no word of a node" in told.troubles[0]
+    assert "is invalid" in told.troubles[0]
     told = FleetAggregator(_Broken(site.board), clock=site.clock).gather()
     assert (told.nodes, sum(told.series.allowed)) == ((), 0)
-    assert told.troubles == ("the board cannot be read: it is away",)
+    assert told.troubles == ("the node status cannot be read: it is away",)
 
 
 def test_a_pulse_without_a_secret_of_its_own_takes_the_gates() -> None:
@@ -599,7 +598,7 @@ def test_a_pulse_without_a_secret_of_its_own_takes_the_gates() -> None:
     site.pass_seconds(1, pulse)
     assert site.beats.gather().near[0].key == Pseudonymizer(SECRET).key("ip", "203.0.113.9")
     nobodys = Gate(read("limits: [{by: ip, bucket: 1/day}]"), clock=site.clock)
-    StatusReporter(nobodys, site.board, every=None).beat()
+    StatusReporter(nobodys, site.board, every=None).report()
     with pytest.raises(InvalidConfiguration, match="every 7"):
         StatusReporter(nobodys, site.board, every=7)
 
@@ -634,13 +633,13 @@ def test_those_who_come_once_drive_out_nobody_who_comes_often() -> None:
             second.clients["ip", f"{number}-{client}"] = visits({"ip": "x", "address": "x"}, 1)
         second.clients["ip", "regular"] = visits({"ip": "regular", "address": "regular"}, 2)
         assert minutes.add(second)
-        assert len(minutes._clients) <= MOST_COUNTED
+        assert len(minutes._clients) <= MAX_COUNTED_CLIENTS
     assert minutes.total == 60 * 502
     assert not minutes.add(Second(60))
     names = Pseudonymizer(SECRET)
     document = minutes.document(lambda who: names.named((*who, *who.values())), at_us=0)
     told = read_minute(document)[1]
-    assert len(told) == MOST_TOLD
+    assert len(told) == MAX_REPORTED_CLIENTS
     assert (told[0].key, told[0].requests) == (names.key("ip", "regular"), 120)
 
 
@@ -663,7 +662,7 @@ def test_how_many_different_there_were_is_estimated_well(number: int) -> None:
 
 @pytest.mark.parametrize("junk", [b"", b"[]", b"{}", b'{"v":1,"minute":1,"at_us":1,"clients":[["a"]]}', b"[" * 100_000])
 def test_what_is_no_minute_is_refused(junk: bytes) -> None:
-    with pytest.raises(ValueError, match=r"not the word of a node|Expecting value|recursion|Extra data"):
+    with pytest.raises(ValueError, match=r"not the document of a minute|Expecting value|recursion|Extra data"):
         read_minute(junk)
 
 
@@ -721,7 +720,7 @@ def test_two_processes_see_one_another_on_a_board_in_redis(redis7: RedisServer, 
     pulse = StatusReporter(gate, writing, secret=SECRET, every=None)
     gate.admit(arrival(client="203.0.113.9"))
     gate.admit(arrival(client="203.0.113.9"))
-    pulse.beat()
+    pulse.report()
     told = FleetAggregator(reading).gather()
     assert [near.left for near in told.near] == [0]
     pulse.close()
@@ -742,7 +741,7 @@ def test_a_board_is_opened_by_whatever_opens_a_store(redis7: RedisServer, unique
         board.close()
         other.close()
     for strange in ("http://x", "beats", "memory://there"):
-        with pytest.raises(InvalidConfiguration, match="there is no board"):
+        with pytest.raises(InvalidConfiguration, match="no status store for"):
             open_status_store(strange)
     with pytest.raises(InvalidConfiguration, match="neither a URL"):
         open_status_store(7)
@@ -758,7 +757,7 @@ def test_a_board_in_redis_that_is_away_raises_what_stores_raise() -> None:
 
 
 def test_a_board_in_memory_has_room_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headgate.telemetry.fleet.status_store.MOST_DOCUMENTS", 3)
+    monkeypatch.setattr("headgate.telemetry.fleet.status_store.MAX_DOCUMENTS", 3)
     board = MemoryStatusStore()
     for number in range(9):
         board.put(f"beats/{number}", b"", keep=60)

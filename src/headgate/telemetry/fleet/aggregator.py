@@ -1,8 +1,8 @@
-"""What all nodes together are doing, second by second, read from the board that they put it on.
+"""Fleet status: the reports of all nodes, read from the status store and summed second by second.
 
-Clocks of nodes differ, and nobody need set them. A node numbers its seconds by its own clock; the reader knows from the
-board how long ago they were put there, and so by how many whole seconds the node's numbers are off. That number is kept
-while it is right within `SLACK`, so that a chart never jumps back and forth between two seconds.
+Nodes need no synchronised clocks. A node numbers its seconds by its own clock; the age of its documents, measured by
+the status store, tells the reader by how many whole seconds these numbers are off. The offset is kept while it is right
+within `MAX_DRIFT`, so that a chart never jumps back and forth between two seconds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate.clock import SystemClock
 from headgate.errors import StoreError
+from headgate.telemetry.fleet.latency import BUCKETS, quantile
 from headgate.telemetry.fleet.model import ClientCount, FleetStatus, HotKey, MinuteTotals, NearLimit, NodeStatus, Series
-from headgate.telemetry.fleet.rollups import BUCKETS, OUTCOMES, quantile
+from headgate.telemetry.fleet.rollups import OUTCOMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,235 +24,220 @@ if TYPE_CHECKING:
     from headgate.clock import Clock
     from headgate.telemetry.fleet.status_store import StatusDocument, StatusStore
 
-__all__ = [
-    "SECONDS",
-    "SILENT_AFTER",
-    "ClientCount",
-    "ClockAligner",
-    "ClockShift",
-    "FleetAggregator",
-    "FleetStatus",
-    "HotKey",
-    "NearLimit",
-    "NodeStatus",
-]
+__all__ = ["SECONDS", "SILENT_AFTER_S", "ClockAligner", "ClockShift", "FleetAggregator"]
 
 SECONDS: Final = 300
-"""How far back charts go."""
+"""The length of a series."""
 MINUTE: Final = 60
-SILENT_AFTER: Final = 5.0
-"""Seconds without a word after which a node is silent; after a minute the board forgets it."""
-LATE: Final = 2
-"""Seconds that nodes have for their word: charts end so long before now, so that their end does not sag."""
-SLACK: Final = 0.9
-"""How far a node may seem to be off before it is placed anew."""
-PATIENCE: Final = 3
-"""Words in a row that must come late before they are believed to be on time: one may have been held up."""
-REREAD_US: Final = 5_000_000
-"""Between two looks at what nodes remember."""
-FEW: Final = 20
+SILENT_AFTER_S: Final = 5.0
+"""The age of the last report from which on a node is silent; after a minute the status store drops it."""
+REPORT_DELAY_S: Final = 2
+"""A series ends this long before now, as the last seconds are not reported by all nodes yet."""
+MAX_DRIFT: Final = 0.9
+"""How far a node may seem to be off before its offset is changed."""
+MIN_LATE_REPORTS: Final = 3
+"""Consecutive late reports that change the offset: a single one may have been delayed."""
+HISTORY_INTERVAL_US: Final = 5_000_000
+"""The time between two reads of the nodes' histories."""
+TOP: Final = 20
 """Clients in each list."""
-MOST_TROUBLES: Final = 5
-LARGEST: Final = 4_000_000
-"""Bytes that a document may come to: whoever can write there may have put anything."""
+MAX_ERRORS: Final = 5
+MAX_DOCUMENT_BYTES: Final = 4_000_000
+"""The status store may contain anything."""
 
-_Beat: TypeAlias = "tuple[int, list[int], dict[int, int]]"
-"""The number of a second, what was counted in it, and how long decisions took."""
+_Row: TypeAlias = "tuple[int, list[int], dict[int, int]]"
+"""The number of a second, its counts by outcome, and its latency histogram."""
 
 
 class FleetAggregator:
-    """Reads a board, and remembers what it has read: ask it each second, or now and then.
+    """Reads the status store and remembers what it has read, for repeated calls of `gather`.
 
     >>> from headgate.telemetry.fleet.status_store import MemoryStatusStore
     >>> FleetAggregator(MemoryStatusStore()).gather().nodes
     ()
     """
 
-    def __init__(self, board: StatusStore, *, clock: Clock | None = None) -> None:
-        self._board = board
+    def __init__(self, store: StatusStore, *, clock: Clock | None = None) -> None:
+        self._store = store
         self._now_us = (clock or SystemClock()).now_us
         self._lock = threading.Lock()
-        self._placing = ClockAligner(1_000_000)
-        self._known: dict[str, _NodeHistory] = {}
-        self._sums: dict[int, _Sum] = {}
-        """All nodes together, by the reader's seconds."""
-        self._reread_us = 0
+        self._clocks = ClockAligner(1_000_000)
+        self._histories: dict[str, _NodeHistory] = {}
+        self._totals: dict[int, _Totals] = {}
+        """The sums over all nodes, by the reader's seconds."""
+        self._history_read_us = 0
 
     def gather(self) -> FleetStatus:
-        """What the fleet is doing. It never fails: what cannot be read is told among `troubles`."""
+        """The status of the fleet. Never fails: errors are listed in `troubles`."""
         with self._lock:
-            troubles: list[str] = []
-            words = self._words("beats/", troubles)
+            errors: list[str] = []
+            documents = self._read("beats/", errors)
             now_us = self._now_us()
-            lacks = [self._place(run, word, now_us) for run, word in words.items()]
-            if any(lacks) and not 0 <= now_us - self._reread_us < REREAD_US:
-                # Somebody is new, or was not asked for long: nodes remember more than they say each second.
-                self._reread_us = now_us
-                for run, word in self._words("past/", troubles).items():
-                    if run in words:
-                        self._place(run, word, now_us)
-            last_s = now_us // 1_000_000 - LATE
-            self._forget(last_s - SECONDS, words)
-            return self._gathered(words, now_us, last_s, troubles)
+            has_gaps = [self._add(run, document, now_us) for run, document in documents.items()]
+            if any(has_gaps) and not 0 <= now_us - self._history_read_us < HISTORY_INTERVAL_US:
+                self._history_read_us = now_us
+                for run, document in self._read("past/", errors).items():
+                    if run in documents:
+                        self._add(run, document, now_us)
+            last_s = now_us // 1_000_000 - REPORT_DELAY_S
+            self._forget(last_s - SECONDS, documents)
+            return self._status(documents, now_us, last_s, errors)
 
-    def _words(self, room: str, troubles: list[str]) -> dict[str, _NodeDocument]:
+    def _read(self, prefix: str, errors: list[str]) -> dict[str, _NodeDocument]:
         try:
-            found = self._board.read(room)
+            found = self._store.read(prefix)
         except StoreError as error:
-            troubles.append(f"the board cannot be read: {error}")
+            errors.append(f"the node status cannot be read: {error}")
             return {}
-        words: dict[str, _NodeDocument] = {}
-        for name, posted in found.items():
+        documents: dict[str, _NodeDocument] = {}
+        for name, document in found.items():
             try:
-                words[name.partition("/")[2]] = _NodeDocument(posted)
+                documents[name.partition("/")[2]] = _NodeDocument(document)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, zlib.error):
-                if len(troubles) < MOST_TROUBLES:
-                    troubles.append(f"what is on the board as {ascii(name)[:100]} is no word of a node")
-        return words
+                if len(errors) < MAX_ERRORS:
+                    errors.append(f"the node status {ascii(name)[:100]} is invalid")
+        return documents
 
-    def _place(self, run: str, word: _NodeDocument, now_us: int) -> bool:
-        """Put the seconds that a node tells of where they belong; whether some before them are not known."""
-        known = self._known.get(run)
-        is_new = known is None
-        if known is None:
-            known = self._known[run] = _NodeHistory()
-        shift, is_moved, is_in_doubt = self._placing.shift(run, word.at_us, now_us - round(word.age * 1_000_000))
-        if is_in_doubt:  # the next one tells the same
+    def _add(self, run: str, document: _NodeDocument, now_us: int) -> bool:
+        """Add the seconds of a report; True if seconds before them are missing."""
+        history = self._histories.get(run)
+        is_new = history is None
+        if history is None:
+            history = self._histories[run] = _NodeHistory()
+        shift, is_moved, is_in_doubt = self._clocks.shift(run, document.at_us, now_us - round(document.age * 1_000_000))
+        if is_in_doubt:  # the next report has the same seconds
             return False
-        if is_moved:  # what stands in a chart stays there
-            known.after_s = max(known.placed, default=0)
+        if is_moved:  # seconds that are in a chart stay there
+            history.settled_s = max(history.seconds, default=0)
         now_s = now_us // 1_000_000
-        lacks = is_new
-        if word.beats and known.placed and not is_new:
-            lacks = word.beats[0][0] + shift > max(known.placed) + 1
-        for number, counts, latency in word.beats:
+        has_gap = is_new
+        if document.rows and history.seconds and not is_new:
+            has_gap = document.rows[0][0] + shift > max(history.seconds) + 1
+        for number, counts, latency in document.rows:
             second = number + shift
-            if second not in known.placed and known.after_s < second <= now_s and second > now_s - SECONDS - LATE:
-                known.placed[second] = counts, latency
-                total = self._sums.get(second)
-                if total is None:
-                    total = self._sums[second] = _Sum()
-                total.add(counts, latency)
-        return lacks
+            is_in_range = history.settled_s < second <= now_s and second > now_s - SECONDS - REPORT_DELAY_S
+            if second not in history.seconds and is_in_range:
+                history.seconds[second] = counts, latency
+                self._totals.setdefault(second, _Totals()).add(counts, latency)
+        return has_gap
 
-    def _forget(self, before_s: int, living: Mapping[str, Any]) -> None:
-        self._sums = {second: total for second, total in self._sums.items() if second > before_s}
-        # Of those who are gone, what they did stays in the sums.
-        self._known = {run: known for run, known in self._known.items() if run in living}
-        for known in self._known.values():
-            known.placed = {second: each for second, each in known.placed.items() if second > before_s}
-        self._placing.keep(living)
+    def _forget(self, before_s: int, live: Mapping[str, Any]) -> None:
+        self._totals = {second: total for second, total in self._totals.items() if second > before_s}
+        # The seconds of nodes that are gone remain in the totals.
+        self._histories = {run: history for run, history in self._histories.items() if run in live}
+        for history in self._histories.values():
+            history.seconds = {second: each for second, each in history.seconds.items() if second > before_s}
+        self._clocks.keep(live)
 
-    def _gathered(
-        self, words: Mapping[str, _NodeDocument], now_us: int, last_s: int, troubles: list[str]
+    def _status(
+        self, documents: Mapping[str, _NodeDocument], now_us: int, last_s: int, errors: list[str]
     ) -> FleetStatus:
-        sums = [self._sums.get(second, NOTHING) for second in range(last_s - SECONDS + 1, last_s + 1)]
-        nodes = [self._known[run].node(word, now_us, last_s) for run, word in words.items()]
+        totals = [self._totals.get(second, EMPTY) for second in range(last_s - SECONDS + 1, last_s + 1)]
+        nodes = [self._histories[run].node(document, now_us, last_s) for run, document in documents.items()]
         columns: dict[str, Any] = {
-            name: tuple([total.counts[index] for total in sums]) for index, name in enumerate(OUTCOMES)
+            name: tuple([total.counts[index] for total in totals]) for index, name in enumerate(OUTCOMES)
         }
-        speaking = [word for word in words.values() if word.age <= SILENT_AFTER]
+        live = [document for document in documents.values() if document.age <= SILENT_AFTER_S]
         return FleetStatus(
             now_us,
             tuple(sorted(nodes, key=lambda node: (node.region, node.name))),
             Series(
                 start_s=last_s - SECONDS + 1,
                 **columns,
-                p50_us=tuple([total.quantile(0.5) for total in sums]),
-                p99_us=tuple([total.quantile(0.99) for total in sums]),
+                p50_us=tuple([total.quantile(0.5) for total in totals]),
+                p99_us=tuple([total.quantile(0.99) for total in totals]),
             ),
-            _totals(sums[-MINUTE:]),
-            _most_denied(speaking),
-            _nearest(words.values()),
-            _hottest(speaking),
-            tuple(troubles),
+            MinuteTotals(**_Totals.sum([(each.counts, each.latency) for each in totals[-MINUTE:]]).fields()),
+            _top_denied(live),
+            _nearest(documents.values()),
+            _hottest(live),
+            tuple(errors),
         )
 
 
 class ClockShift(NamedTuple):
-    """By how much somebody's numbers are off."""
+    """The offset of another clock's numbers."""
 
     by: int
     is_moved: bool = False
-    """Whether that is another than it was."""
+    """True if the offset has changed."""
     is_in_doubt: bool = False
-    """Whether it does not look so now: what was put may have been held up, or a clock was set."""
+    """True if a document contradicts the offset: it may have been delayed, or the clock was set."""
 
 
 class ClockAligner:
-    """By how much the numbers that others count by are off, in whole units of so many microseconds."""
+    """Offsets of the clocks of other nodes, in whole units of some microseconds."""
 
     def __init__(self, unit_us: int) -> None:
         self._unit_us = unit_us
         self._shifts: dict[str, tuple[int, int]] = {}
-        """What holds for each, and how often in a row it seemed to be too little."""
+        """The offset of each, and the number of consecutive documents that seemed to be late."""
 
     def shift(self, name: str, at_us: int, put_us: int) -> ClockShift:
-        """What to add to the numbers of somebody who has put something at an instant that it calls `at_us`."""
-        off = (put_us - at_us) / self._unit_us
+        """The amount to add to a node's numbers, given a document of its time `at_us` that was stored at `put_us`."""
+        offset = (put_us - at_us) / self._unit_us
         known = self._shifts.get(name)
         if known is None:
-            self._shifts[name] = round(off), 0
-            return ClockShift(round(off))
-        held, late = known
-        if abs(off - held) <= SLACK:
-            self._shifts[name] = held, 0
-            return ClockShift(held)
-        # Nothing comes before it was sent; but what comes late may have been held up on the way.
-        if off < held or late + 1 >= PATIENCE:
-            self._shifts[name] = round(off), 0
-            return ClockShift(round(off), is_moved=True)
-        self._shifts[name] = held, late + 1
-        return ClockShift(held, is_in_doubt=True)
+            self._shifts[name] = round(offset), 0
+            return ClockShift(round(offset))
+        current, late = known
+        if abs(offset - current) <= MAX_DRIFT:
+            self._shifts[name] = current, 0
+            return ClockShift(current)
+        # No document is stored before it is sent, but one that is late may have been delayed.
+        if offset < current or late + 1 >= MIN_LATE_REPORTS:
+            self._shifts[name] = round(offset), 0
+            return ClockShift(round(offset), is_moved=True)
+        self._shifts[name] = current, late + 1
+        return ClockShift(current, is_in_doubt=True)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget all others."""
+        """Forget all other names."""
         self._shifts = {name: self._shifts[name] for name in names if name in self._shifts}
 
 
 class _NodeDocument:
-    """What a node has said. Raises all sorts of errors for what is none."""
+    """A parsed report. Raises various errors for an invalid one."""
 
-    __slots__ = ("age", "at_us", "beats", "said")
+    __slots__ = ("age", "at_us", "fields", "rows")
 
-    def __init__(self, posted: StatusDocument) -> None:
-        self.age = posted.age
-        document = posted.document
+    def __init__(self, stored: StatusDocument) -> None:
+        self.age = stored.age
+        document = stored.document
         if document[:1] != b"{":
-            unpacking = zlib.decompressobj()
-            document = unpacking.decompress(document, LARGEST)
-        if len(document) >= LARGEST:
+            document = zlib.decompressobj().decompress(document, MAX_DOCUMENT_BYTES)
+        if len(document) >= MAX_DOCUMENT_BYTES:
             raise ValueError("too large")
-        self.said: dict[str, Any] = json.loads(document)
-        if self.said["v"] != 1:
-            raise ValueError("of another version")
-        self.at_us = int(self.said["at_us"])
-        self.beats: list[_Beat] = [_beat(*row) for row in self.said["beats"][-SECONDS:]]
+        self.fields: dict[str, Any] = json.loads(document)
+        if self.fields["v"] != 1:
+            raise ValueError("unknown version")
+        self.at_us = int(self.fields["at_us"])
+        self.rows: list[_Row] = [_parse_row(*row) for row in self.fields["beats"][-SECONDS:]]
 
     def text(self, name: str) -> str | None:
-        value = self.said.get(name)
+        value = self.fields.get(name)
         return None if value is None else str(value)[:500]
 
-    def rows(self, name: str, *kinds: type) -> list[Any]:
-        """A list of rows with values of these kinds; what looks otherwise is left out."""
-        rows = self.said.get(name)
+    def list_of(self, name: str, *types: type) -> list[Any]:
+        """The rows of a list that have values of these types."""
+        rows = self.fields.get(name)
         if not isinstance(rows, list):
             return []
-        return [row for row in rows[:FEW] if isinstance(row, list) and [type(each) for each in row] == [*kinds]]
+        return [row for row in rows[:TOP] if isinstance(row, list) and [type(each) for each in row] == [*types]]
 
 
-def _beat(number: int, *rest: Any) -> _Beat:
+def _parse_row(number: int, *rest: Any) -> _Row:
     *counts, latency = rest
     if len(counts) != len(OUTCOMES) or any(type(each) is not int or each < 0 for each in (number, *counts, *latency)):
-        raise ValueError("not a second")
-    pairs = dict(zip(latency[::2], latency[1::2], strict=True))
-    if any(bucket >= BUCKETS for bucket in pairs):
-        raise ValueError("not a latency")
-    return number, counts, pairs
+        raise ValueError("not the row of a second")
+    histogram = dict(zip(latency[::2], latency[1::2], strict=True))
+    if any(bucket >= BUCKETS for bucket in histogram):
+        raise ValueError("not a latency histogram")
+    return number, counts, histogram
 
 
-class _Sum:
-    """What was counted in a second."""
+class _Totals:
+    """Counts and latencies, summed."""
 
     __slots__ = ("_quantiles", "counts", "latency")
 
@@ -259,6 +245,13 @@ class _Sum:
         self.counts = [0] * len(OUTCOMES)
         self.latency: dict[int, int] = {}
         self._quantiles: dict[float, int | None] = {}
+
+    @classmethod
+    def sum(cls, parts: Iterable[tuple[Iterable[int], Mapping[int, int]]]) -> _Totals:
+        total = cls()
+        for counts, latency in parts:
+            total.add(counts, latency)
+        return total
 
     def add(self, counts: Iterable[int], latency: Mapping[int, int]) -> None:
         self.counts = [one + other for one, other in zip(self.counts, counts, strict=True)]
@@ -271,83 +264,76 @@ class _Sum:
             self._quantiles[share] = quantile(self.latency, share)
         return self._quantiles[share]
 
+    def fields(self) -> dict[str, Any]:
+        counts = dict(zip(OUTCOMES, self.counts, strict=True))
+        return {**counts, "p50_us": self.quantile(0.5), "p99_us": self.quantile(0.99)}
 
-NOTHING: Final = _Sum()
+
+EMPTY: Final = _Totals()
 
 
 class _NodeHistory:
-    """What is remembered of a node."""
+    """The seconds that one node has reported."""
 
-    __slots__ = ("after_s", "placed")
+    __slots__ = ("seconds", "settled_s")
 
     def __init__(self) -> None:
-        self.placed: dict[int, tuple[list[int], dict[int, int]]] = {}
-        """Its seconds, by the reader's clock."""
-        self.after_s = 0
-        """Seconds up to this are settled."""
+        self.seconds: dict[int, tuple[list[int], dict[int, int]]] = {}
+        """By the reader's clock."""
+        self.settled_s = 0
+        """Seconds up to this one are final."""
 
-    def node(self, word: _NodeDocument, now_us: int, last_s: int) -> NodeStatus:
-        total = _Sum()
-        for second in range(last_s - MINUTE + 1, last_s + 1):
-            if second in self.placed:
-                total.add(*self.placed[second])
-        said = word.said
-        waiting, lost, log_error = said.get("log") or (None, None, None)
-        is_degraded = said.get("state") != "ready"
+    def node(self, document: _NodeDocument, now_us: int, last_s: int) -> NodeStatus:
+        minute = [self.seconds[second] for second in range(last_s - MINUTE + 1, last_s + 1) if second in self.seconds]
+        fields = document.fields
+        waiting, lost, log_error = fields.get("log") or (None, None, None)
+        is_degraded = fields.get("state") != "ready"
         return NodeStatus(
-            name=(word.text("node") or "?")[:120],
-            region=word.text("region") or "",
-            at_us=now_us - round(word.age * 1_000_000),
-            state="silent" if word.age > SILENT_AFTER else "degraded" if is_degraded else "ready",
-            reason=word.text("reason"),
-            degraded_for_s=said.get("degraded_for"),
-            shards=tuple([(str(name), bool(ready)) for name, ready in word.rows("shards", str, bool)]),
-            policy_version=word.text("policy"),
-            policy_error=word.text("error"),
-            config_age_s=said.get("age"),
-            **dict(zip(OUTCOMES, total.counts, strict=True)),
-            p50_us=total.quantile(0.5),
-            p99_us=total.quantile(0.99),
+            name=(document.text("node") or "?")[:120],
+            region=document.text("region") or "",
+            at_us=now_us - round(document.age * 1_000_000),
+            state="silent" if document.age > SILENT_AFTER_S else "degraded" if is_degraded else "ready",
+            reason=document.text("reason"),
+            degraded_for_s=fields.get("degraded_for"),
+            shards=tuple([(str(name), bool(ready)) for name, ready in document.list_of("shards", str, bool)]),
+            policy_version=document.text("policy"),
+            policy_error=document.text("error"),
+            config_age_s=fields.get("age"),
+            **_Totals.sum(minute).fields(),
             waiting=waiting,
             lost=lost,
             log_error=log_error,
         )
 
 
-def _totals(sums: Iterable[_Sum]) -> MinuteTotals:
-    total = _Sum()
-    for each in sums:
-        total.add(each.counts, each.latency)
-    counted: dict[str, Any] = dict(zip(OUTCOMES, total.counts, strict=True))
-    return MinuteTotals(**counted, p50_us=total.quantile(0.5), p99_us=total.quantile(0.99))
-
-
-def _most_denied(words: Iterable[_NodeDocument]) -> tuple[ClientCount, ...]:
+def _top_denied(documents: Iterable[_NodeDocument]) -> tuple[ClientCount, ...]:
     found: dict[tuple[str, str], ClientCount] = {}
-    for word in words:
-        for kind, key, label, denied, allowed in word.rows("denied", str, str, str, int, int):
-            before = found.get((kind, key))
-            more = (before.denied, before.allowed) if before is not None else (0, 0)
-            found[kind, key] = ClientCount(kind, key, label, denied + more[0], allowed + more[1])
-    return tuple(sorted(found.values(), key=lambda each: (-each.denied, each.label))[:FEW])
+    for document in documents:
+        for kind, key, label, denied, allowed in document.list_of("denied", str, str, str, int, int):
+            other = found.get((kind, key))
+            if other is not None:
+                denied, allowed = denied + other.denied, allowed + other.allowed
+            found[kind, key] = ClientCount(kind, key, label, denied, allowed)
+    return tuple(sorted(found.values(), key=lambda each: (-each.denied, each.label))[:TOP])
 
 
-def _nearest(words: Iterable[_NodeDocument]) -> tuple[NearLimit, ...]:
-    """Of what several nodes say of the same, the last word holds."""
+def _nearest(documents: Iterable[_NodeDocument]) -> tuple[NearLimit, ...]:
+    """The clients nearest to a limit; of several reports on the same counter, the newest counts."""
+    types = str, str, str, str, int, int, int
     found: dict[tuple[str, str, str], tuple[float, NearLimit]] = {}
-    for word in words:
-        for kind, key, label, limit, left, capacity, ago_ms in word.rows("near", str, str, str, str, int, int, int):
-            ago = word.age + ago_ms / 1000
+    for document in documents:
+        for kind, key, label, limit, left, capacity, age_ms in document.list_of("near", *types):
+            age = document.age + age_ms / 1000
             at = limit, kind, key
-            if ago <= MINUTE and capacity > 0 and (at not in found or ago < found[at][0]):
-                found[at] = ago, NearLimit(kind, key, label, limit, left, capacity, left / capacity)
-    return tuple(sorted([near for _, near in found.values()], key=lambda each: (each.share, each.label))[:FEW])
+            if age <= MINUTE and capacity > 0 and (at not in found or age < found[at][0]):
+                found[at] = age, NearLimit(kind, key, label, limit, left, capacity, left / capacity)
+    return tuple(sorted([near for _, near in found.values()], key=lambda each: (each.share, each.label))[:TOP])
 
 
-def _hottest(words: Iterable[_NodeDocument]) -> tuple[HotKey, ...]:
+def _hottest(documents: Iterable[_NodeDocument]) -> tuple[HotKey, ...]:
     rates: dict[tuple[str, str, str, str], int] = {}
-    for word in words:
-        for limit, kind, key, label, rate in word.rows("hot", str, str, str, str, int):
+    for document in documents:
+        for limit, kind, key, label, rate in document.list_of("hot", str, str, str, str, int):
             rates[limit, kind, key, label] = rates.get((limit, kind, key, label), 0) + rate
-    busiest = sorted(rates.items(), key=lambda item: -item[1])[:FEW]
-    return tuple([HotKey(*at, float(rate)) for at, rate in busiest])
+    hottest = sorted(rates.items(), key=lambda item: -item[1])[:TOP]
+    return tuple([HotKey(*at, float(rate)) for at, rate in hottest])

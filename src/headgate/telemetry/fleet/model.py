@@ -1,4 +1,4 @@
-"""What a fleet is doing, as values: what `Beats` finds on a board."""
+"""The status of a fleet, as values."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ __all__ = ["ClientCount", "FleetStatus", "HotKey", "MinuteTotals", "NearLimit", 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One process, as it said last."""
+    """The last report of one process."""
 
     name: str
     region: str
     at_us: int
-    """When it was last heard of, by the reader's clock."""
+    """The time of the report, by the reader's clock."""
     state: Literal["ready", "degraded", "silent"]
     reason: str | None
-    """Why it is degraded."""
+    """The reason for being degraded."""
     degraded_for_s: float | None
     shards: tuple[tuple[str, bool], ...]
-    """The servers that it counts in, and whether it asks them."""
+    """The store's servers, each with True if it is ready."""
     policy_version: str | None
     policy_error: str | None
     config_age_s: float | None
-    """How long ago the config store was known to have nothing newer; None for a policy that is a file."""
+    """Seconds since the policy was last known to be the newest of the config store; None for a policy file."""
     allowed: int
-    """In the last minute, as all numbers of requests here."""
+    """In the last minute, like the following numbers."""
     denied: int
     blocked: int
     unavailable: int
@@ -35,17 +35,17 @@ class NodeStatus:
     p50_us: int | None
     p99_us: int | None
     waiting: int | None
-    """Records that its decision log has still to write; None if it was not told of one."""
+    """Records that its decision log has not written yet; None without a log."""
     lost: int | None
     log_error: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The last five minutes by second, over all nodes."""
+    """The last five minutes by second, summed over all nodes."""
 
     start_s: int
-    """The second of the first number, since 1970."""
+    """The first second, since 1970."""
     allowed: tuple[int, ...]
     denied: tuple[int, ...]
     blocked: tuple[int, ...]
@@ -57,7 +57,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class MinuteTotals:
-    """The last minute, over all nodes."""
+    """The last minute, summed over all nodes."""
 
     allowed: int = 0
     denied: int = 0
@@ -70,7 +70,7 @@ class MinuteTotals:
 
 @dataclass(frozen=True, slots=True)
 class ClientCount:
-    """A client who was denied in the last minute."""
+    """A client that was denied in the last minute."""
 
     kind: str
     key: str
@@ -82,7 +82,7 @@ class ClientCount:
 
 @dataclass(frozen=True, slots=True)
 class NearLimit:
-    """A client who has a tenth of a limit left, or less, as it was told in the last minute."""
+    """A client that had a tenth of a limit left, or less, within the last minute."""
 
     kind: str
     key: str
@@ -91,24 +91,24 @@ class NearLimit:
     left: int
     capacity: int
     share: float
-    """What is left, from 0 to 1."""
+    """The share that is left, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotKey:
-    """A counter that is so busy that its tokens are prepaid."""
+    """A counter with prepaid tokens."""
 
     limit: str
     kind: str
     key: str
     label: str
     rate: float
-    """Requests a second."""
+    """Requests per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """What the fleet is doing."""
+    """The status of the fleet."""
 
     at_us: int
     nodes: tuple[NodeStatus, ...]
@@ -118,4 +118,4 @@ class FleetStatus:
     near: tuple[NearLimit, ...]
     hot: tuple[HotKey, ...]
     troubles: tuple[str, ...] = ()
-    """What could not be read, and why."""
+    """Errors in reading the status."""

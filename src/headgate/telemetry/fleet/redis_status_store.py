@@ -1,4 +1,4 @@
-"""The board in Redis: on the servers of the store, one hash for each room, on connections of its own."""
+"""The status store in Redis: on the servers of the gate's store, one hash per collection, on separate connections."""
 
 from __future__ import annotations
 
@@ -11,70 +11,56 @@ from headgate.stores.redis.background_client import BackgroundClient
 from headgate.stores.redis.connection_factory import connection_factory
 from headgate.stores.redis.encoding import Command, CommandEncoder, Keys
 from headgate.stores.redis.scripts import Script
-from headgate.telemetry.fleet.status_store import StatusDocument, room_of
+from headgate.telemetry.fleet.status_store import StatusDocument, split_name
 
 __all__ = ["RedisStatusStore"]
 
 SWEEP_MS: Final = 60_000
-"""What is over is taken away so often at least, by whoever puts something."""
+"""The interval at which writers remove expired documents."""
 
 
 class RedisStatusStore:
-    """A board that all processes share who count in one Redis: a single server, Sentinel or Cluster, with TLS or not.
+    """A status store in Redis: a single server, Sentinel or Cluster.
 
-    A room is one key, `headgate:%board:beats`, and so on one server of a cluster. Servers tell how old a document is,
-    so that neither a writer's nor a reader's clock matters.
+    A collection is one key, `headgate:%board:beats`, and therefore on one server of a cluster.
     """
 
     def __init__(self, where: Any, *, namespace: str = "headgate") -> None:
-        self._clerk = _StatusClient(_place(where), CommandEncoder(namespace, None))
+        self._encoder = CommandEncoder(namespace, None)
+        self._client = BackgroundClient(_factory(where), self._encoder)
 
     def put(self, name: str, document: bytes, *, keep: float) -> None:
-        """Put a document, to be forgotten after `keep` seconds; at once, if that is 0."""
-        room, rest = room_of(name)
-        self._clerk.put(room, rest, document, round(keep * 1000))
+        """Write or replace a document that expires after `keep` seconds; 0 deletes it."""
+        collection, rest = split_name(name)
+        self._run(collection, "put", rest, document, round(keep * 1000), SWEEP_MS)
 
     def read(self, prefix: str) -> dict[str, StatusDocument]:
-        """All documents of a room ("beats/"), by their whole names."""
-        room, start = room_of(prefix)
-        found = self._clerk.read(room)
-        return {f"{room}/{rest}": posted for rest, posted in found.items() if rest.startswith(start)}
+        """All documents whose names begin with a prefix ("beats/")."""
+        collection, start = split_name(prefix)
+        reply: list[bytes] = self._run(collection, "read")
+        found: dict[str, StatusDocument] = {}
+        for encoded, text in zip(reply[::2], reply[1::2], strict=True):
+            name = encoded.decode("utf-8", "replace")
+            age_ms, _, document = text.partition(b" ")
+            if name.startswith(start) and age_ms.isdigit():
+                found[f"{collection}/{name}"] = StatusDocument(document, int(age_ms) / 1000)
+        return found
 
     def close(self) -> None:
-        """Close the connections; whoever puts or reads again opens them anew."""
-        self._clerk.close()
+        """Close the connections; another call opens them again."""
+        self._client.close()
+
+    def _run(self, collection: str, *arguments: Any) -> Any:
+        keys = Keys.of(self._encoder.own_name(f"board:{collection}"))
+        return self._client.execute(Command(SCRIPT, keys, list(arguments)))
 
 
-class _StatusClient(BackgroundClient):
-    """Asks for what is on boards, as its kind asks for blocks: patiently, and on connections of its own."""
-
-    def put(self, room: str, name: str, document: bytes, keep_ms: int) -> None:
-        self.execute(self._command(room, ["put", name, document, keep_ms, SWEEP_MS]))
-
-    def read(self, room: str) -> dict[str, StatusDocument]:
-        pairs: list[bytes] = self.execute(self._command(room, ["read"]))
-        return {
-            name.decode("utf-8", "replace"): posted
-            for name, text in zip(pairs[::2], pairs[1::2], strict=True)
-            if (posted := _posted(text)) is not None
-        }
-
-    def _command(self, room: str, args: list[Any]) -> Command:
-        return Command(SCRIPT, Keys.of(self.encoder.own_name(f"board:{room}")), args)
-
-
-def _posted(text: bytes) -> StatusDocument | None:
-    """What the script says of a document: its age in milliseconds, a blank, and the document as it is."""
-    age_ms, _, document = text.partition(b" ")
-    return StatusDocument(document, int(age_ms) / 1000) if age_ms.isdigit() else None
-
-
-def _place(where: Any) -> Any:
-    if isinstance(where, str):
-        return connection_factory(where, asynchronous=False)
+def _factory(where: Any) -> Any:
     try:
         return connection_factory(where, asynchronous=False)
     except InvalidConfiguration:
+        if isinstance(where, str):
+            raise
         return connection_factory(where, asynchronous=True)
 
 

@@ -1,7 +1,7 @@
-"""The pulse of a gate: each second it puts on a board what it is doing, for those who operate it.
+"""Node status: every second, a background thread writes a summary of a gate's decisions to the status store.
 
-Requests only count. A thread of its own makes documents of what they counted, in which clients stand as keyed hashes
-and labels; if the board is away, they are lost, and nobody waits for it.
+Clients appear as keyed hashes and labels. While the status store is unavailable, reports are lost; requests never wait
+for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from headgate._fork import reinit_after_fork
 from headgate.errors import InvalidConfiguration, StoreError
 from headgate.telemetry.decision_log.log import DecisionLog
-from headgate.telemetry.fleet.rollups import SAMPLE_SHARE, MinuteRollup, SecondRollups
+from headgate.telemetry.fleet.rollups import SECOND_US, MinuteRollup, SecondRollups
 from headgate.telemetry.pseudonyms import NodePseudonyms, Pseudonymizer
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from headgate.gate.base import GateBase
     from headgate.gate.event_stream import DecisionEvent
+    from headgate.policy.snapshot import Who
     from headgate.telemetry.fleet.rollups import Client, Second
     from headgate.telemetry.fleet.status_store import StatusStore
 
@@ -38,39 +39,37 @@ __all__ = ["StatusReporter"]
 
 logger = logging.getLogger("headgate")
 
-KEEP: Final = 60.0
-"""Seconds until a node that says nothing any more is forgotten."""
-REPEATED: Final = 10
-"""Seconds that each document tells of again: as many of them may be lost."""
-REMEMBERED: Final = 300
-"""Seconds that whoever begins to look is told of."""
-PAST_EVERY: Final = 10
-"""Beats between two documents of all that is remembered."""
-MINUTES_KEPT: Final = 300.0
-MOST_UNSENT: Final = 5
-"""Minutes that wait for a board that is away."""
-RECENT: Final = 60
-"""Seconds over which denials are summed."""
-MOST_IN_SECOND: Final = 500
-"""Clients of one second that are summed."""
-FEW: Final = 20
+STATUS_TTL_S: Final = 60.0
+MINUTE_TTL_S: Final = 300.0
+REPEATED_SECONDS: Final = 10
+"""Seconds in each report: the same second is reported again, as reports may be lost."""
+HISTORY_SECONDS: Final = 300
+HISTORY_EVERY: Final = 10
+"""Reports between two documents with the whole history, for readers that start."""
+MAX_UNSENT_MINUTES: Final = 5
+RECENT_SECONDS: Final = 60
+"""The window of the clients with the most denials."""
+MAX_RECENT_PER_SECOND: Final = 500
+TOP: Final = 20
+"""Clients in each list of a report."""
 NEAR_US: Final = 60_000_000
 
 
 class StatusReporter:
-    """Tells a board each second what a gate is doing: `StatusReporter(gate, open_board("redis://..."))`.
+    """Reports the status of a gate every second: `StatusReporter(gate, open_status_store("redis://..."))`.
 
-    It lives as long as the gate. `secret` is what clients are hashed with: the gate's own, if not given. `node` names
-    this machine (its host name, if not given); `show` are the kinds of identity that may be shown as they are. A
-    decision log that the gate has already is told of, too; or give one as `log`.
+    It lives as long as the gate. `secret` hashes clients (default: the gate's own), `node` names this machine (default:
+    its host name), and kinds of identity in `show` are reported in plain text. `log` is the decision log to report on
+    (default: the one that observes the gate).
     """
 
-    sample_share = SAMPLE_SHARE
+    sample_share = 0.125
+    """The share of requests of which user agent, address and path are sampled."""
 
     def __init__(
         self,
         gate: GateBase,
-        board: StatusStore,
+        store: StatusStore,
         *,
         secret: str | bytes | None = None,
         node: str | None = None,
@@ -79,90 +78,110 @@ class StatusReporter:
         log: DecisionLog | None = None,
         every: float | None = 1.0,
     ) -> None:
-        """`every` is how many seconds are between two beats; None for a pulse that beats only when it is told to."""
+        """`every` is the interval in seconds; with None, only `report` reports."""
         if every is not None and (isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every <= 5):
-            raise InvalidConfiguration(f"every {every!r}: give the seconds between two beats, above 0 and at most 5")
+            raise InvalidConfiguration(f"every {every!r}: give the seconds between two reports, above 0 and at most 5")
         attached = next((each for each in gate.observers if isinstance(each, DecisionLog)), None)
         self._log = attached if log is None else log
         self._gate = weakref.ref(gate)
-        self._board = board
-        self._naming = NodePseudonyms(Pseudonymizer(secret or gate.identity_secret, show=show))
+        self._store = store
+        self._pseudonyms = NodePseudonyms(Pseudonymizer(secret or gate.identity_secret, show=show))
         self._machine = socket.gethostname() if node is None else node
         self._region = region
         self._every = every
-        self._stops: list[threading.Event] = []
-        self._closed = self._is_away = self._is_resting = False
-        self._seconds = SecondRollups(self._gate)
+        self._is_closed = self._is_store_down = self._is_paused = False
+        self._seconds = SecondRollups(gate.now_us())
+        self._stop = threading.Event()
         self._begin()
         reinit_after_fork(self)
-        _pulses.add(self)
+        _reporters.add(self)
         gate.add_observer(self)
-        weakref.finalize(self, _stop, self._stops).atexit = False
+        weakref.finalize(self, self._stop.set).atexit = False
 
     def observe(self, events: Sequence[DecisionEvent]) -> None:
         """Count a batch of decisions."""
         self._seconds.observe(events)
 
-    def beat(self) -> None:
-        """Put what there is to tell on the board, now. A board that is away is told to the log, once."""
+    def report(self) -> None:
+        """Write the status now. An unavailable status store is logged once, and raises nothing."""
         gate = self._gate()
-        if gate is None or self._closed:
+        if gate is None or self._is_closed:
             return
         gate.flush_events()
-        with self._beating:
+        with self._reporting:
             now_us = gate.now_us()
             for second in self._seconds.take(now_us):
-                self._remember(second)
+                self._add(second)
             self._seconds.forget_near(now_us - NEAR_US)
             self._end_minute(now_us)
-            if self._is_resting and not self._has_decided:
+            if self._is_paused and not self._has_decisions:
                 return
-            self._is_resting = False
-            self._beats += 1
+            self._is_paused = False
+            self._reports += 1
             try:
-                # What is seldom first: should it fail, it is tried again with the next beat.
+                # The rare documents first: if one fails, it is retried with the next report.
                 while self._unsent:
                     name, document = self._unsent[0]
-                    self._board.put(name, document, keep=MINUTES_KEPT)
+                    self._store.put(name, document, keep=MINUTE_TTL_S)
                     self._unsent.popleft()
-                if self._beats % PAST_EVERY == 1:
-                    self._board.put(f"past/{self._run}", self._past(now_us), keep=KEEP)
-                self._board.put(f"beats/{self._run}", self._document(gate, now_us), keep=KEEP)
+                if self._reports % HISTORY_EVERY == 1:
+                    self._store.put(f"past/{self._run}", self._history_document(now_us), keep=STATUS_TTL_S)
+                self._store.put(f"beats/{self._run}", self._status_document(gate, now_us), keep=STATUS_TTL_S)
             except StoreError as error:
-                if not self._is_away:
-                    logger.warning("the board cannot be written, so that nobody sees what this node does: %s", error)
-                self._is_away = True
+                if not self._is_store_down:
+                    logger.warning("node status cannot be written: %s", error)
+                self._is_store_down = True
             else:
-                if self._is_away:
-                    logger.warning("the board is written again")
-                self._is_away = False
+                if self._is_store_down:
+                    logger.warning("node status is written again")
+                self._is_store_down = False
 
     def close(self) -> None:
-        """Tell nothing any more; the board forgets the node at once. The board itself stays open."""
-        if self._closed:
+        """Stop reporting, and remove the node from the status store, which stays open."""
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
+        self._stop.set()
         gate = self._gate()
         if gate is not None:
             gate.remove_observer(self)
-        _stop(self._stops)
-        self._leave()
+        try:
+            for prefix in ("beats", "past"):
+                self._store.put(f"{prefix}/{self._run}", b"", keep=0)
+        except StoreError:
+            pass  # the documents expire within a minute
 
     def reset_after_fork(self) -> None:
-        """What the parent has counted, it tells itself."""
-        self._stops.clear()
-        self._seconds.begin()
-        self._is_away = self._is_resting = False
-        if not self._closed:
+        """Start anew: the counts of the parent are reported by the parent."""
+        gate = self._gate()
+        self._seconds.reset(0 if gate is None else gate.now_us())
+        self._is_store_down = self._is_paused = False
+        self._stop = threading.Event()
+        weakref.finalize(self, self._stop.set).atexit = False
+        if not self._is_closed:
             self._begin()
 
-    def rest(self) -> None:
-        """A process that only starts others is no node: tell nothing until there is a decision."""
+    def pause_if_idle(self) -> None:
+        """After a fork: a parent that only starts workers is no node, and reports nothing until its first decision."""
         gate = self._gate()
         if gate is not None:
             gate.flush_events()
-        if not self._has_decided and not self._seconds.has_decided:
-            self._is_resting = True
+        self._is_paused = not self._has_decisions and not self._seconds.has_decisions
+
+    def run_once(self) -> bool:
+        """Do the work of the background thread once; False if the gate is gone or closed, and it shall end."""
+        gate = self._gate()
+        if gate is None:
+            return False
+        if gate.is_closed:
+            self.close()
+            return False
+        del gate
+        try:
+            self.report()
+        except Exception:
+            logger.exception("a status report failed; the next one follows in a second")
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -170,159 +189,133 @@ class StatusReporter:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ within
-
     def _begin(self) -> None:
-        self._beating = threading.Lock()
+        self._reporting = threading.Lock()
         self._run = f"{self._machine[:100]}:{os.getpid()}:{secrets.token_hex(3)}"
-        """Names this process, as no other is named."""
-        self._history: deque[list[Any]] = deque(maxlen=REMEMBERED)
-        self._recent: dict[Client, list[int]] = {}
-        """Allowed and denied requests of clients in the last minute."""
-        self._by_second: deque[tuple[int, list[tuple[Client, int, int]]]] = deque()
-        """What these are the sum of."""
-        self._whos: dict[Client, Any] = {}
-        self._minutes = MinuteRollup()
-        self._unsent: deque[tuple[str, bytes]] = deque(maxlen=MOST_UNSENT)
-        self._beats = 0
-        self._has_decided = False
-        stop = threading.Event()
-        self._stops.append(stop)
+        """The unique name of this process."""
+        self._history: deque[list[Any]] = deque(maxlen=HISTORY_SECONDS)
+        self._recent: dict[Client, _RecentRequests] = {}
+        self._recent_seconds: deque[tuple[int, list[tuple[Client, int, int]]]] = deque()
+        """The seconds whose requests are summed in `_recent`."""
+        self._minute = MinuteRollup()
+        self._unsent: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNSENT_MINUTES)
+        self._reports = 0
+        self._has_decisions = False
         if self._every is not None:
-            arguments = weakref.ref(self), stop, self._every
-            threading.Thread(target=_beat_forever, args=arguments, name="headgate-pulse", daemon=True).start()
+            arguments = weakref.ref(self), self._stop, self._every
+            threading.Thread(target=_report_forever, args=arguments, name="headgate-status", daemon=True).start()
 
-    def _leave(self) -> None:
-        try:
-            for room in ("beats", "past"):
-                self._board.put(f"{room}/{self._run}", b"", keep=0)
-        except StoreError:
-            pass  # it is forgotten in a minute, in any case
-
-    def _remember(self, second: Second) -> None:
-        self._has_decided |= bool(second.clients)
-        if not self._minutes.add(second):
+    def _add(self, second: Second) -> None:
+        self._has_decisions |= bool(second.clients)
+        if not self._minute.add(second):
             self._end_minute(second.start_us)
-            self._minutes.add(second)
+            self._minute.add(second)
         latency = [number for bucket, count in enumerate(second.latency) if count for number in (bucket, count)]
         self._history.append([second.number, *second.counts, latency])
         rows = [
-            (client, visits.allowed, visits.denied)
-            for client, visits in second.clients.items()
-            if visits.allowed or visits.denied
+            (client, requests.allowed, requests.denied)
+            for client, requests in second.clients.items()
+            if requests.allowed or requests.denied
         ]
-        if len(rows) > MOST_IN_SECOND:
-            rows = heapq.nlargest(MOST_IN_SECOND, rows, key=lambda row: (row[2], row[1]))
+        if len(rows) > MAX_RECENT_PER_SECOND:
+            rows = heapq.nlargest(MAX_RECENT_PER_SECOND, rows, key=lambda row: (row[2], row[1]))
         for client, allowed, denied in rows:
-            sums = self._recent.setdefault(client, [0, 0])
-            sums[0] += allowed
-            sums[1] += denied
-            self._whos[client] = second.clients[client].who
-        self._by_second.append((second.number, rows))
-        while self._by_second and not 0 <= second.number - self._by_second[0][0] < RECENT:
-            self._forget(self._by_second.popleft()[1])
+            recent = self._recent.setdefault(client, _RecentRequests())
+            recent.allowed += allowed
+            recent.denied += denied
+            recent.who = second.clients[client].who
+        self._recent_seconds.append((second.number, rows))
+        self._forget_recent(second.number - RECENT_SECONDS + 1, second.number)
 
-    def _forget(self, rows: list[tuple[Client, int, int]]) -> None:
-        for client, allowed, denied in rows:
-            sums = self._recent[client]
-            sums[0] -= allowed
-            sums[1] -= denied
-            if sums == [0, 0]:
-                del self._recent[client], self._whos[client]
+    def _forget_recent(self, first: int, last: int) -> None:
+        """Subtract the seconds that are not between two numbers: also later ones, if the clock was set back."""
+        while self._recent_seconds and not first <= self._recent_seconds[0][0] <= last:
+            for client, allowed, denied in self._recent_seconds.popleft()[1]:
+                recent = self._recent[client]
+                recent.allowed -= allowed
+                recent.denied -= denied
+                if not recent.allowed and not recent.denied:
+                    del self._recent[client]
 
     def _end_minute(self, now_us: int) -> None:
-        """Tell of the minute, if it is over."""
-        minutes = self._minutes
-        if minutes.number is None or now_us // 60_000_000 == minutes.number:
+        """Queue the document of the minute if it is over."""
+        minute = self._minute
+        if minute.number is None or now_us // 60_000_000 == minute.number:
             return
-        self._minutes = MinuteRollup()
-        document = minutes.document(self._named, node=self._machine, run=self._run, at_us=now_us)
-        self._unsent.append((f"minutes/{self._run}:{minutes.number}", document))
+        self._minute = MinuteRollup()
+        document = minute.document(self._pseudonyms.of, node=self._machine, run=self._run, at_us=now_us)
+        self._unsent.append((f"minutes/{self._run}:{minute.number}", document))
 
-    def _named(self, who: Any) -> Any:
-        return self._naming.of(who)
+    def _history_document(self, now_us: int) -> bytes:
+        return zlib.compress(_encode({"v": 1, "at_us": now_us, "beats": list(self._history)}), 1)
 
-    def _past(self, now_us: int) -> bytes:
-        return zlib.compress(_written({"v": 1, "at_us": now_us, "beats": list(self._history)}), 1)
+    def _status_document(self, gate: GateBase, now_us: int) -> bytes:
+        self._pseudonyms.use(gate.active_policy.snapshot.policy)
+        health, log, age = gate.health(), None if self._log is None else self._log.stats, gate.policy_age_s
+        now_s = now_us // SECOND_US
+        self._forget_recent(now_s - RECENT_SECONDS, now_s + RECENT_SECONDS)
+        return _encode(
+            {
+                "v": 1,
+                "node": f"{self._machine}:{os.getpid()}",
+                "region": self._region,
+                "at_us": now_us,
+                "state": health.state,
+                "reason": health.reason,
+                "degraded_for": health.degraded_for,
+                "shards": [[shard.name, shard.ready] for shard in health.shards],
+                "policy": gate.policy_version,
+                "error": gate.policy_error and gate.policy_error[:500],
+                "age": None if age is None else round(age, 1),
+                "log": None if log is None else [log.waiting, log.lost, log.error and log.error[:200]],
+                "beats": list(self._history)[-REPEATED_SECONDS:],
+                "denied": self._top_denied(),
+                "near": self._nearest(now_us),
+                "hot": self._pseudonyms.hot(gate, TOP),
+            }
+        )
 
-    def _document(self, gate: GateBase, now_us: int) -> bytes:
-        snapshot = gate.active_policy.snapshot
-        self._naming.use(snapshot.policy)
-        health, log = gate.health(), None if self._log is None else self._log.stats
-        age = gate.policy_age_s
-        while self._by_second and now_us // 1_000_000 - self._by_second[0][0] > RECENT:
-            self._forget(self._by_second.popleft()[1])
-        said = {
-            "v": 1,
-            "node": f"{self._machine}:{os.getpid()}",
-            "region": self._region,
-            "at_us": now_us,
-            "state": health.state,
-            "reason": health.reason,
-            "degraded_for": health.degraded_for,
-            "shards": [[shard.name, shard.ready] for shard in health.shards],
-            "policy": gate.policy_version,
-            "error": gate.policy_error and gate.policy_error[:500],
-            "age": None if age is None else round(age, 1),
-            "log": None if log is None else [log.waiting, log.lost, log.error and log.error[:200]],
-            "beats": list(self._history)[-REPEATED:],
-            "denied": self._denied(),
-            "near": self._near(now_us),
-            "hot": self._naming.hot(gate, FEW),
-        }
-        return _written(said)
+    def _top_denied(self) -> list[list[Any]]:
+        top = heapq.nlargest(TOP, self._recent.values(), key=lambda recent: recent.denied)
+        return [[*self._pseudonyms.of(each.who)[:3], each.denied, each.allowed] for each in top if each.denied]
 
-    def _denied(self) -> list[list[Any]]:
-        worst = heapq.nlargest(FEW, self._recent.items(), key=lambda item: item[1][1])
-        rows = [(self._naming.of(self._whos[client]), sums) for client, sums in worst if sums[1]]
-        return [[*name[:3], denied, allowed] for name, (allowed, denied) in rows]
-
-    def _near(self, now_us: int) -> list[list[Any]]:
-        marks = heapq.nsmallest(FEW, list(self._seconds.near.items()), key=lambda item: item[1][0] / item[1][1])
+    def _nearest(self, now_us: int) -> list[list[Any]]:
+        marks = heapq.nsmallest(TOP, list(self._seconds.near.items()), key=lambda item: item[1].left / item[1].capacity)
         return [
-            [*self._naming.counted(key)[:3], limit, left, capacity, max(0, now_us - at_us) // 1000]
+            [*self._pseudonyms.counted(key)[:3], limit, left, capacity, max(0, now_us - at_us) // 1000]
             for (limit, _), (left, capacity, at_us, key) in marks
         ]
 
 
-def _written(said: Any) -> bytes:
-    return json.dumps(said, separators=(",", ":")).encode()
+class _RecentRequests:
+    __slots__ = ("allowed", "denied", "who")
+
+    def __init__(self) -> None:
+        self.allowed = self.denied = 0
+        self.who: Who = {}
 
 
-def _stop(stops: list[threading.Event]) -> None:
-    for stop in stops:
-        stop.set()
+def _encode(document: Any) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _beat_forever(there: weakref.ref[StatusReporter], stop: threading.Event, every: float) -> None:
-    """Until it is closed, or forgotten with its gate."""
-    # Not all nodes at the same moment; but soon after a second is over, as it is known by then.
+def _report_forever(there: weakref.ref[StatusReporter], stop: threading.Event, every: float) -> None:
+    # Nodes report at different times, but soon after a second is over.
     phase = uniform(0.05, 0.45) * every
     while not stop.wait(every - time.time() % every + phase if every >= 1 else every):
-        pulse = there()
-        if pulse is None:
+        reporter = there()
+        if reporter is None or not reporter.run_once():
             return
-        gate = pulse._gate()  # noqa: SLF001
-        if gate is None:
-            return
-        if gate.is_closed:
-            pulse.close()
-            return
-        del gate
-        try:
-            pulse.beat()
-        except Exception:  # a bug of ours must not end it: the next second may be told of
-            logger.exception("a beat of the pulse failed; the requests go on")
-        del pulse
+        del reporter
 
 
-_pulses: weakref.WeakSet[StatusReporter] = weakref.WeakSet()
+_reporters: weakref.WeakSet[StatusReporter] = weakref.WeakSet()
 
 
-def _rest_all() -> None:
-    for pulse in list(_pulses):
-        pulse.rest()
+def _pause_idle() -> None:
+    for reporter in list(_reporters):
+        reporter.pause_if_idle()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_parent=_rest_all)
+    os.register_at_fork(after_in_parent=_pause_idle)
