@@ -441,7 +441,7 @@ def test_decisions_name_the_view_and_its_identities() -> None:
     statuses(app, "/reports/1")
     resolution = seen[-1].resolution
     assert resolution is not None
-    names = {each.rule.name: each.rule.by for each in resolution.met}
+    names = {each.rule.name: each.rule.by for each in resolution.applied_limits}
     assert resolution.route.endpoint == "report"
     assert names == {"2/minute by from_device": ("endpoint", "from_device"), "9/minute by user": ("endpoint", "user")}
 
@@ -456,7 +456,7 @@ def test_a_function_never_passes_for_an_identity_of_the_policy() -> None:
     statuses(app, "/")
     resolution = seen[-1].resolution
     assert resolution is not None
-    assert (resolution.met[0].rule.by, resolution.who["ip"]) == (("endpoint", "ip_"), "127.0.0.1")
+    assert (resolution.applied_limits[0].rule.by, resolution.who["ip"]) == (("endpoint", "ip_"), "127.0.0.1")
 
 
 def test_views_and_policy_are_charged_all_or_none_in_redis(redis7: RedisServer, unique: str) -> None:

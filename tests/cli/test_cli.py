@@ -521,7 +521,7 @@ def test_every_limit_of_a_route_is_explained_once(policy: Policy, asked: Any) ->
     found = explain(policy, Request(asked.method, asked.path, who, asked.at, api_keys, True))
     snapshot = Snapshot(policy, api_keys.fingerprint)
     resolution = snapshot.resolve(snapshot.route(asked.method, asked.path), who, asked.now_us)
-    met = [] if found.blocked or found.is_exempt else [*resolution.met, *resolution.shadows]
+    met = [] if found.blocked or found.is_exempt else [*resolution.applied_limits, *resolution.shadows]
     assert [(each.name, each.limit, each.identity) for each in found.limits] == [
         (each.rule.name, each.key.limit, each.key.identity) for each in met
     ]

@@ -18,7 +18,7 @@ from headgate.policy.model import IdentitySettings
 from headgate.policy.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from headgate.policy.snapshot import Who
+    from headgate.policy.snapshot import Identities
     from headgate.stores.operations import Check
 
 KEYS = ApiKeyHasher(bytes(range(32)))
@@ -75,7 +75,7 @@ def made(settings: IdentitySettings, functions: Any = None) -> ActivePolicy:
     return ActivePolicy(Snapshot(policy), ResponseBuilder(policy.answers), IdentityExtractor(settings, KEYS, functions))
 
 
-def who(rules: ActivePolicy, arrival: Arrival, kinds: frozenset[str] = ALL) -> Who:
+def who(rules: ActivePolicy, arrival: Arrival, kinds: frozenset[str] = ALL) -> Identities:
     """As whom the request is counted."""
     route = rules.snapshot.route("GET", "/")
     return rules.resolve(route, arrival, kinds, rules.identities.from_app(arrival, kinds)[0], 0)[0].who

@@ -488,7 +488,10 @@ def test_the_net_for_unknown_keys_is_named_in_headers_refusals_and_decisions(mak
     assert (last.fields["ratelimit-policy"], last.fields["x-ratelimit-remaining"]) == (told, "0")
     assert json.loads(refused.body)["violated-policies"] == ["default (unknown keys)"]
     assert admissions[-1].decision.denied_by == ("default (unknown keys)",)
-    assert [(each.rule.net_of, each.key.identity) for each in admissions[-1].resolution.met][1] == ("default", PEER)
+    assert [(each.rule.net_of, each.key.identity) for each in admissions[-1].resolution.applied_limits][1] == (
+        "default",
+        PEER,
+    )
 
 
 @pytest.mark.parametrize(

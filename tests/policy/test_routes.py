@@ -19,7 +19,7 @@ from werkzeug.test import run_wsgi_app
 
 from headgate.errors import InvalidInput
 from headgate.policy import routes
-from headgate.policy.routes import Matcher, Template, decoded, normal, normal_method, resolved
+from headgate.policy.routes import Matcher, Template, decode_path, normalize_method, normalize_path, resolve_dots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ WHOLE = (
     "is not one whole word or parameter; write '{name}' for the whole segment, with letters, digits and _ in its name"
 )
 LONG = "has 1001 characters; the longest has 1000, and '/prefix/*' covers all below a prefix"
-LAST = "which stands for everything below and comes last; write '{name}' for one segment"
+LAST = "which matches everything below and must come last; write '{name}' for one segment"
 SPELLING = "is another framework's spelling; write"
 
 
@@ -90,9 +90,9 @@ SPELLING = "is another framework's spelling; write"
         ("users/{id}", "path 'users/{id}' does not start with a slash; write '/users/{id}'"),
         ("https://a.example/b", "path 'https://a.example/b' does not start with a slash; write '/b'"),
         ("/a//b", "path '/a//b' has an empty segment; write '/a/b'"),
-        ("/search?q=x", "path '/search?q=x' has a query string, which routes don't look at; write '/search'"),
-        ("?q", "path '?q' has a query string, which routes don't look at; write '/'"),
-        ("/page#top", "path '/page#top' has a fragment, which routes don't look at; write '/page'"),
+        ("/search?q=x", "path '/search?q=x' has a query string, which routes ignore; write '/search'"),
+        ("?q", "path '?q' has a query string, which routes ignore; write '/'"),
+        ("/page#top", "path '/page#top' has a fragment, which routes ignore; write '/page'"),
         ("/my file", f"path '/my file' {SPACE}"),
         ("GET /users", f"path 'GET /users' {SPACE}"),
         ("/a\n", f"path '/a\\n' {SPACE}"),
@@ -109,8 +109,8 @@ SPELLING = "is another framework's spelling; write"
         ("/a{b}c", f"path '/a{{b}}c': 'a{{b}}c' {WHOLE}"),
         ("/{a}-{b}", f"path '/{{a}}-{{b}}': '{{a}}-{{b}}' {WHOLE}"),
         ("/a*", f"path '/a*': 'a*' {WHOLE}"),
-        ("/**", "path '/**': '*' stands for everything below already; write '/*'"),
-        ("/api/**/x", "path '/api/**/x': '*' stands for everything below already; write '{name}' for one segment"),
+        ("/**", "path '/**': '*' already matches everything below; write '/*'"),
+        ("/api/**/x", "path '/api/**/x': '*' already matches everything below; write '{name}' for one segment"),
         ("/{}", f"path '/{{}}': '{{}}' {WHOLE}"),
         ("/{user-id}", f"path '/{{user-id}}': '{{user-id}}' {WHOLE}"),
         ("/{1}", f"path '/{{1}}': '{{1}}' {WHOLE}"),
@@ -119,15 +119,15 @@ SPELLING = "is another framework's spelling; write"
         ("/a<b>", f"path '/a<b>': 'a<b>' {WHOLE}"),
         ("/*/a", f"path '/*/a' goes on after '*', {LAST}"),
         ("/{p:path}/a", f"path '/{{p:path}}/a' goes on after '{{p:path}}', {LAST}"),
-        ("/{id:int}", "path '/{id:int}': '{id:int}' has a type, and any one segment fits; write '{id}'"),
+        ("/{id:int}", "path '/{id:int}': '{id:int}' has a type, but parameters match any segment; write '{id}'"),
         ("/u/<id>", f"path '/u/<id>': '<id>' {SPELLING} '{{id}}'"),
         ("/u/<int:id>", f"path '/u/<int:id>': '<int:id>' {SPELLING} '{{id}}'"),
         ("/u/<>", f"path '/u/<>': '<>' {SPELLING} '{{name}}'"),
         ("/u/<path:p>", f"path '/u/<path:p>': '<path:p>' {SPELLING} '*', as the last segment"),
         ("/users/:id", f"path '/users/:id': ':id' {SPELLING} '{{id}}'"),
         ("/" + "a" * 1000, f"path '/{'a' * 39}'... {LONG}"),
-        (None, "None is no path; write it as text, as in '/users/{id}'"),
-        (7, "7 is no path; write it as text, as in '/users/{id}'"),
+        (None, "None is not a path; write it as text, as in '/users/{id}'"),
+        (7, "7 is not a path; write it as text, as in '/users/{id}'"),
     ],
 )
 def test_what_is_no_template_is_refused_with_the_remedy(text: Any, message: str) -> None:
@@ -298,8 +298,8 @@ def test_threads_share_a_matcher() -> None:
     ],
 )
 def test_a_path_has_one_spelling(path: str, spelling: str, without_dots: str) -> None:
-    assert normal(path) == spelling
-    assert resolved(path) == without_dots
+    assert normalize_path(path) == spelling
+    assert resolve_dots(path) == without_dots
 
 
 slashes = st.integers(1, 3).map("/".__mul__)
@@ -322,18 +322,18 @@ def test_resolved_dots_never_change_the_route(
     detour = (lambda: "/x/..") if data is None else (lambda: data.draw(detours))
     spelled = "".join(f"{detour()}/{segment}" for segment in segments) + detour()
     found = Matcher(templates)
-    assert found.match(resolved(spelled)) is found.match("/" + "/".join(segments))
+    assert found.match(resolve_dots(spelled)) is found.match("/" + "/".join(segments))
 
 
 def test_dots_are_resolved_in_up_to_8_kb() -> None:
     longest = "/../" + "a" * 8188
-    assert (resolved(longest), resolved(longest + "a")) == ("/" + "a" * 8188, longest + "a")
+    assert (resolve_dots(longest), resolve_dots(longest + "a")) == ("/" + "a" * 8188, longest + "a")
 
 
 @given(st.text("/.ab", max_size=30))
 def test_a_spelling_is_final(path: str) -> None:
-    assert normal(normal(path)) == normal(path)
-    assert resolved(resolved(path)) == normal(resolved(path)) == resolved(path)
+    assert normalize_path(normalize_path(path)) == normalize_path(path)
+    assert resolve_dots(resolve_dots(path)) == normalize_path(resolve_dots(path)) == resolve_dots(path)
 
 
 HANDLERS = {"health": "/health", "user": "/users/{id}", "export": "/users/{id}/export", "file": "/files/{path:path}"}
@@ -434,7 +434,7 @@ def test_nobody_escapes_by_length(path: str, fitting: tuple[int, ...]) -> None:
     ],
 )
 def test_a_raw_target_is_decoded_once(target: str, path: str) -> None:
-    assert decoded(target) == path
+    assert decode_path(target) == path
 
 
 @pytest.mark.parametrize(
@@ -458,4 +458,4 @@ def test_a_raw_target_is_decoded_once(target: str, path: str) -> None:
     ],
 )
 def test_a_method_counts_as_one_of_few(method: str, counts_as: str) -> None:
-    assert normal_method(method) == counts_as
+    assert normalize_method(method) == counts_as

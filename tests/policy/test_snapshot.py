@@ -264,7 +264,7 @@ def agrees_with_the_docs(policy: Policy, request: Request, found: Resolution) ->
     told = (route.endpoint, route.route_class, route.cost, route.on_failure, found.tier, found.block)
     assert told == model[:6]
     assert route.is_exempt is (model.cost == 0)
-    assert plain(found.met) == model.met
+    assert plain(found.applied_limits) == model.met
     assert plain(found.shadows) == model.shadows
     assert found.keys == tuple(limit.by(*parts) for _, limit, parts, *_ in model.met)
     costs = [found.cost] * len(model.met) if isinstance(found.cost, int) else list(found.cost)
@@ -407,7 +407,7 @@ def test_a_shop(request_line: str, who: dict[str, Any], keys: str, costs: Any) -
 )
 def test_a_tier_is_said_by_the_app_or_by_the_policy(who: dict[str, str], tier: str, quota: int) -> None:
     found = resolve(Snapshot(read(SHOP)), Request("GET", "/search", who, START))
-    (search,) = [met for met in found.met if met.rule.name == "search"]
+    (search,) = [met for met in found.applied_limits if met.rule.name == "search"]
     assert (found.tier, search.key.limit.quota) == (tier, quota)
 
 
@@ -498,7 +498,7 @@ def test_methods_that_are_made_up_take_no_memory() -> None:
 
 def test_remembered_paths_are_bounded_in_number_and_length() -> None:
     def remembered() -> int:
-        return sum(len(plans) for plans in snapshot._known.values())
+        return sum(len(plans) for plans in snapshot._plan_cache.values())
 
     snapshot = Snapshot(read("limits: [{path: '/users/{id}', by: ip, bucket: 1/s}]"))
     plans = {id(snapshot.route("GET", f"/users/{number}")) for number in range(10_000)}
@@ -567,11 +567,11 @@ def test_limits_that_will_be_busy_are_announced_and_others_excluded() -> None:
         """)
     snapshot = Snapshot(policy, fingerprint)
     now_us = Request("GET", "/", {}, START).now_us
-    assert [limit.quota for limit in snapshot.announced(now_us)] == [10, 20, 11, 12, 52, 54, 55]
+    assert [limit.quota for limit in snapshot.announced_limits(now_us)] == [10, 20, 11, 12, 52, 54, 55]
     assert [limit.quota for limit in snapshot.never_leased] == [30, 40, 31]
-    assert [limit.quota for limit in snapshot.announced(now_us - 1)] == [10, 20, 11, 12, 52, 53, 54, 55]
+    assert [limit.quota for limit in snapshot.announced_limits(now_us - 1)] == [10, 20, 11, 12, 52, 53, 54, 55]
 
 
 def test_a_policy_that_says_nothing_announces_nothing() -> None:
     snapshot = Snapshot(read("limits: [{by: ip, bucket: 10/minute}]"))
-    assert (snapshot.announced(0), snapshot.never_leased) == ((), ())
+    assert (snapshot.announced_limits(0), snapshot.never_leased) == ((), ())

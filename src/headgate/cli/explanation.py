@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headgate.policy.addresses import Networks
 from headgate.policy.model import ADDRESSES, Override
-from headgate.policy.routes import Matcher, normal_method
+from headgate.policy.routes import Matcher, normalize_method
 from headgate.policy.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ def explain(policy: Policy, request: Request) -> Explanation:
     # As gates do: on an exempt route they look at nothing, for somebody who is blocked at no limit.
     block = None if plan.is_exempt else resolution.block
     is_counted = not plan.is_exempt and block is None
-    met = (*resolution.met, *resolution.shadows) if is_counted else ()
+    met = (*resolution.applied_limits, *resolution.shadows) if is_counted else ()
     left_out = (*_rules_left_out(resolution), *_overrides_left_out(policy, resolution, request)) if is_counted else ()
-    counts_as = normal_method(request.method)
+    counts_as = normalize_method(request.method)
     return Explanation(
         request=f"{request.method} {request.path}" + (f" (as {counts_as})" if counts_as != request.method else ""),
         sent_by=tuple(_senders(request)),
@@ -165,7 +165,7 @@ def _reasons(met: AppliedLimit, resolution: Resolution, request: Request) -> Ite
 
 def _factor(met: AppliedLimit, resolution: Resolution) -> int:
     """How much more a safety net allows than the limit that it belongs to."""
-    base = next(each for each in resolution.met if each.rule.name == met.rule.net_of)
+    base = next(each for each in resolution.applied_limits if each.rule.name == met.rule.net_of)
     return met.key.limit.quota // base.key.limit.quota
 
 
@@ -191,7 +191,7 @@ def _terms(entry: Override | Block) -> str:
 
 def _rules_left_out(resolution: Resolution) -> Iterator[SkippedLimit]:
     who, tier, plan = resolution.who, resolution.tier, resolution.route
-    met = {each.rule.name: each.rule for each in (*resolution.met, *resolution.shadows)}
+    met = {each.rule.name: each.rule for each in (*resolution.applied_limits, *resolution.shadows)}
     for rule in [each.rule for each in (*plan.rules, *plan.shadows) if each.rule.name not in met]:
         if rule.limit is None and tier not in rule.tiers:
             tiers = f"tier{'s' if len(rule.tiers) > 1 else ''} {', '.join(rule.tiers)}"
@@ -207,7 +207,7 @@ def _rules_left_out(resolution: Resolution) -> Iterator[SkippedLimit]:
 
 def _overrides_left_out(policy: Policy, resolution: Resolution, request: Request) -> Iterator[SkippedLimit]:
     """Overrides of this client's that one might be looking for."""
-    met = {each.rule.name: each.origin for each in (*resolution.met, *resolution.shadows)}
+    met = {each.rule.name: each.origin for each in (*resolution.applied_limits, *resolution.shadows)}
     for override in policy.overrides:
         if override.rule not in met or override is met[override.rule] or not _is(override.identity, request):
             continue

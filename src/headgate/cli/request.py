@@ -15,7 +15,7 @@ from headgate.gate.base import SECRET_VARIABLE
 from headgate.policy import scalars
 from headgate.policy.addresses import UNKNOWN, Addresses, canonical
 from headgate.policy.api_keys import ApiKeyHasher
-from headgate.policy.routes import decoded
+from headgate.policy.routes import decode_path
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -64,7 +64,7 @@ class Request:
         if arguments.tier is not None:
             who["tier"] = _tier(arguments.tier, policy)
         at = datetime.now(UTC) if arguments.at is None else scalars.instant(arguments.at)
-        return cls(arguments.method, decoded(arguments.path), who, at, api_keys, secret is not None)
+        return cls(arguments.method, decode_path(arguments.path), who, at, api_keys, secret is not None)
 
     @property
     def now_us(self) -> int:

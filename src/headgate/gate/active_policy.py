@@ -69,7 +69,7 @@ class ActivePolicy:
         self._responses = responses
         self._header_templates: dict[Any, HeaderTemplate] = {}
         """Keyed by ids of limits, among others; the snapshot keeps these limits alive."""
-        self._transitions_us = [-sys.maxsize, *snapshot.policy.turns, sys.maxsize]
+        self._transitions_us = [-sys.maxsize, *snapshot.policy.transition_times_us, sys.maxsize]
         self._period: tuple[int, int, ClientCache] = (0, 0, ClientCache())
         """Start and end of the time in which no entry of the policy begins or ends, and the clients seen in it."""
 

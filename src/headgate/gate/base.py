@@ -531,7 +531,7 @@ class GateBase:
             nodes=settings.nodes,
             remember=settings.remember,
             lease_us=settings.lease // timedelta(microseconds=1),
-            announced=active.snapshot.announced(self.now_us()),
+            announced=active.snapshot.announced_limits(self.now_us()),
             never_leased=active.snapshot.never_leased,
         )
         before = getattr(self, "active_policy", None)

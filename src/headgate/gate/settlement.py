@@ -50,7 +50,7 @@ def settle(admission: Admission, status: int, defer: Callable[[Any, StoreError],
         return
     if admission.is_settled:
         return
-    for applied in resolution.met:
+    for applied in resolution.applied_limits:
         if applied.key.limit.algorithm == "concurrency":  # releasing the lease is all
             continue
         excess = admission.cost_of(applied, status) - applied.cost

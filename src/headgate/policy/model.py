@@ -1,7 +1,7 @@
-"""What a policy says, as values: which limits a request meets, by whom they are counted, and what else holds.
+"""The policy as immutable values: limits, routes, tiers, clients, overrides, blocks and settings.
 
-Made by `policy.loading` from a file, and compiled by `policy.snapshot` into what requests are resolved against. All of
-it is immutable: a running request keeps the policy that it started with.
+`policy.loader` builds it from a file, and `policy.snapshot` compiles it for requests. A running request keeps the
+policy that it started with.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ __all__ = [
 ]
 
 RouteMode: TypeAlias = Literal["open", "closed", "local"]
-"""What a route asks for when the store fails."""
+"""The failure mode of a route."""
 
 LeaseMode: TypeAlias = Literal["auto", "always", "never"]
-"""When a limit's tokens are prepaid: where it is found to be busy, always, or never."""
+"""When the tokens of a limit are prepaid: for hot keys, always, or never."""
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 ADDRESSES: Final = ("ip", "subnet")
-"""The identities that every request has, whoever sends it."""
+"""The kinds of identity that every request has."""
 
 NET_SUFFIX: Final = " (unknown keys)"
 LONGEST_NAME: Final = 100
 
 
 class Identity(NamedTuple):
-    """Who somebody is in one respect: ("ip", "203.0.113.9"), ("tenant", "acme")."""
+    """One identity of a client: ("ip", "203.0.113.9"), ("tenant", "acme")."""
 
     kind: str
     value: str
@@ -62,7 +62,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """From when until when something holds; None where it has no end."""
+    """A period of validity; None for an open end."""
 
     since: datetime | None = None
     until: datetime | None = None
@@ -76,10 +76,10 @@ class Validity:
 
 @dataclass(frozen=True, slots=True)
 class StatusTest:
-    """Which answers of the app count: `status in [401, 403]`, `status >= 500`."""
+    """A condition on the response status: `status in [401, 403]`, `status >= 500`."""
 
     text: str
-    """As it was written."""
+    """As written in the policy."""
     statuses: frozenset[int]
 
     def __call__(self, status: int) -> bool:
@@ -88,63 +88,63 @@ class StatusTest:
 
 @dataclass(frozen=True, slots=True)
 class RouteRule:
-    """What holds for the requests of a route, whatever limits they meet."""
+    """The settings of a route: class, cost and failure mode."""
 
     template: Template
     methods: frozenset[str]
-    """Empty for all. HEAD counts as GET, a websocket's handshake is a GET."""
+    """Empty for all. HEAD counts as GET, as does a websocket handshake."""
     route_class: str | None = None
     cost: int = 1
-    """What one request costs on limits that don't say otherwise; 0 exempts the route."""
+    """The cost of a request on limits without a cost of their own; 0 exempts the route."""
     on_failure: RouteMode | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A named limit, the requests that meet it, and by whom it is counted.
+    """A named limit, the requests that it applies to, and the identities that it counts by.
 
-    Tiers and overrides change its numbers for some clients; they never change who is counted or where.
+    Tiers and overrides change only its numbers.
     """
 
     name: str
     limit: Limit | None
-    """For everybody who is in no tier of `tiers`; None where only those tiers meet it."""
+    """For clients in none of `tiers`; None if the rule applies only to those tiers."""
     by: tuple[str, ...]
-    """Kinds of identity, counted together; empty for one counter for all."""
+    """The kinds of identity that form the key; empty for one counter for all requests."""
     tiers: Mapping[str, Limit] = field(default_factory=dict)
     templates: tuple[Template, ...] = ()
-    """The routes that meet it; with `classes` also empty, all do."""
+    """The routes that it applies to; all, if `classes` is empty, too."""
     methods: frozenset[str] = frozenset()
     classes: tuple[str, ...] = ()
     cost: int | None = None
-    """What a request costs here; None for the route's cost."""
+    """The cost of a request; None for the cost of its route."""
     settled: bool = False
-    """The cost is an estimate: it is reserved, and the app says afterwards what it really was."""
+    """The cost is an estimate that is reserved; the app settles the real cost afterwards."""
     count_when: StatusTest | None = None
-    """Counted only if the app answers so; reserved until then."""
+    """Only responses with such a status are charged; the cost is reserved until then."""
     shadow: bool = False
     """Evaluated and reported, but never rejects."""
     on_failure: RouteMode | None = None
     missing: Literal["skip", "ip"] | None = None
-    """For requests that lack an identity of `by`: leave the limit out, or count them by address. None: by address,
-    unless another limit on the same request counts by address already."""
+    """For requests that lack an identity of `by`: skip the limit, or count by address. None: by address, unless another
+    limit already counts all requests of the route by address."""
     unit: str = "requests"
-    """What is counted, as the RateLimit-Policy field names it."""
+    """The quota unit in the RateLimit-Policy field."""
     lease: LeaseMode = "auto"
     split: int = 1
-    """Over how many counters it is spread."""
+    """The number of counters that it is sharded over."""
     net_of: str | None = None
-    """For the safety net of a limit by API key: the name of that limit. See `policy.snapshot.UnknownKeyNet`."""
+    """In the safety net of a limit by API key, the name of that limit; see `policy.snapshot.UnknownKeyNet`."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """All numbers that it may have, overrides apart."""
+        """The limits of all tiers, without overrides."""
         return (*([] if self.limit is None else [self.limit]), *self.tiers.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Somebody whom the policy knows by name."""
+    """A client that the policy names."""
 
     identity: Identity
     tier: str | None = None
@@ -153,11 +153,11 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Other numbers for one client on one limit, for a time."""
+    """Other numbers for one client on one limit, perhaps for a time."""
 
     identity: Identity
     rule: str
-    """The name of the rule whose numbers change."""
+    """The name of the rule."""
     limit: Limit
     route_class: str | None = None
     """Only on routes of this class; None on all."""
@@ -167,7 +167,7 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Somebody who does not get in at all."""
+    """A client whose requests are all rejected."""
 
     identity: Identity
     """An `ip` may be a network: 203.0.113.0/24."""
@@ -177,21 +177,21 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class IdentitySettings:
-    """Where identities come from."""
+    """Settings for extracting identities from requests."""
 
     proxies: tuple[str, ...] = ()
-    """Networks whose word on the client's address is taken."""
+    """The networks of trusted proxies."""
     forwarded_by: Literal["x-forwarded-for", "forwarded"] = "x-forwarded-for"
-    """The one header in which those proxies give it."""
+    """The header in which they pass on the address of the client."""
     ipv6_prefix: int = 64
     subnet_ipv4: int = 24
     subnet_ipv6: int = 48
     api_key_header: str | None = "x-api-key"
-    """Where an API key stands; None if it is only looked for in a bearer token."""
+    """The header with the API key; None to use only bearer tokens."""
     bearer_token: bool = True
-    """Whether `Authorization: Bearer ...` is an API key, too."""
+    """True if `Authorization: Bearer ...` is an API key, too."""
     known_keys_only: bool = False
-    """Whether only keys that the policy names are keys: a request that sends another is one that sends none."""
+    """True if requests with an API key that the policy does not name count as requests without one."""
     unknown_key_factor: int | None = 10
     """Requests with unknown API keys are also counted by address, at this multiple of each limit by API key, unless a
     limit by ip, subnet or global applies to them; None to count them by their keys only."""
@@ -199,13 +199,13 @@ class IdentitySettings:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
-    """How answers look."""
+    """Settings for responses."""
 
     x_ratelimit: bool = True
     ratelimit: bool = True
     """The IETF's RateLimit and RateLimit-Policy fields."""
     jitter: timedelta = timedelta()
-    """Retry-After is spread over so much more, against herds; never earlier than the truth."""
+    """The most that is added to Retry-After at random, against thundering herds."""
     doc_url: str | None = None
     draft: Literal[6, 11] = 11
     """The version of draft-ietf-httpapi-ratelimit-headers that RateLimit and RateLimit-Policy follow."""
@@ -213,23 +213,23 @@ class AnswerSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """How the store is asked, and what holds when it fails."""
+    """Settings for the store, and for when it fails."""
 
     budget: timedelta = timedelta(milliseconds=5)
-    """How long it may take for an answer."""
+    """The time limit of a call."""
     share: Fraction = Fraction(1, 5)
-    """Of each limit, what all live nodes allow together on routes that fail local."""
+    """The part of each limit that all live nodes together allow on routes that fail local."""
     nodes: int = 1
-    """How many nodes there are, until their heartbeats say so."""
+    """The number of nodes that is assumed until their heartbeats are known."""
     remember: int = 10_000
-    """How many denials each process remembers; 0 for none."""
+    """The size of the denial cache of each process; 0 turns it off."""
     lease: timedelta = timedelta(milliseconds=100)
-    """For how long prepaid tokens are good; zero for none."""
+    """The validity of prepaid tokens; zero turns them off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Everything that a policy file says."""
+    """A whole policy."""
 
     rules: tuple[Rule, ...] = ()
     routes: tuple[RouteRule, ...] = ()
@@ -242,29 +242,29 @@ class Policy:
     answers: AnswerSettings = AnswerSettings()
     store: StoreSettings = StoreSettings()
     on_failure: RouteMode = "open"
-    """For routes and rules that don't say."""
+    """For routes and rules without a failure mode."""
     name: str = "policy"
     warnings: tuple[str, ...] = ()
-    """What is allowed, but probably not meant: `headgate check` prints them."""
+    """Valid but probably not intended; printed by `headgate check`."""
 
     @property
     def api_keys(self) -> list[str]:
-        """The API keys that clients, overrides and blocks name, or their hashes. Computed on each access."""
+        """The API keys, or their hashes, of clients, overrides and blocks. Computed on each access."""
         return [*self.vouched_api_keys, *(each.identity.value for each in self.blocked if _is_api_key(each))]
 
     @property
     def vouched_api_keys(self) -> list[str]:
-        """The API keys that clients and overrides name, or their hashes. Computed on each access."""
+        """The API keys, or their hashes, of clients and overrides. Computed on each access."""
         named: list[Client | Override] = [*self.clients, *self.overrides]
         return [each.identity.value for each in named if _is_api_key(each)]
 
     def parts(self) -> list[Any]:
-        """The entries of which there may be many: hold them while the policy is freed, then release them in slices."""
+        """The entries of large sections: keep them while the policy is freed, then release them in slices."""
         return [*self.overrides, *self.clients, *self.blocked]
 
     @property
-    def turns(self) -> list[int]:
-        """The instants at which an override or a block begins or ends, in order. To be asked once."""
+    def transition_times_us(self) -> list[int]:
+        """The times at which an override or a block begins or ends, sorted. Computed on each access."""
         validities = {each.validity for each in self.overrides} | {each.validity for each in self.blocked}
         ends = {end for validity in validities for end in (validity.since, validity.until) if end is not None}
         return sorted((end - EPOCH) // timedelta(microseconds=1) for end in ends)

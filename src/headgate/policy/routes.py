@@ -1,9 +1,9 @@
-"""Which routes a path belongs to: templates as policies write them, and a matcher that finds all that fit at once.
+"""Route templates of policies, and a matcher that finds all templates for a path at once.
 
-A path is read as frameworks route it, because a limit must meet the handler that will run. Slashes are forgiven, since
-some frameworks forgive them. Dot segments are not resolved, since none resolves them: "/files/../health" runs the
-handler of "/files/{path}", and must not pass for "/health". A line's end after the path is forgiven, as by the `$`
-in Starlette's patterns: "/login\\n" runs the handler of "/login".
+Paths are read as frameworks route them, so that the limit applies to the handler that runs. Repeated and trailing
+slashes are ignored, as some frameworks ignore them. Dot segments are not resolved, as no framework resolves them:
+"/files/../health" runs the handler of "/files/{path}" and must not count as "/health". A newline after the path is
+ignored, as by the `$` in Starlette's patterns: "/login\\n" runs the handler of "/login".
 """
 
 from __future__ import annotations
@@ -18,16 +18,24 @@ from headgate.errors import InvalidInput
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["LONGEST_TEMPLATE", "Matcher", "Template", "decoded", "normal", "normal_method", "resolved"]
+__all__ = [
+    "LONGEST_TEMPLATE",
+    "Matcher",
+    "Template",
+    "decode_path",
+    "normalize_method",
+    "normalize_path",
+    "resolve_dots",
+]
 
 LONGEST_TEMPLATE: Final = 1000
-"""In characters: far beyond any route of an app, and a bound for the states of a matcher."""
+"""In characters; bounds the states of a matcher."""
 
 MOST_STATES: Final = 20_000
-"""A policy of a thousand routes has about as many states; only one that is made for it has more."""
+"""Cached states of a matcher. A policy of a thousand routes needs about as many; a hostile one could need more."""
 
 LONGEST_RESOLVED: Final = 8192
-"""Dots are followed in paths up to this length."""
+"""Dot segments are resolved in paths of up to this length."""
 
 LONGEST_METHOD: Final = 20
 
@@ -41,34 +49,34 @@ METHODS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The paths of a route: "/users/{id}", "/static/*". Equal to another that fits the same paths.
+    """The paths of a route: "/users/{id}", "/static/*". Templates that match the same paths are equal.
 
     >>> Template.parse("/users/{id}") == Template.parse("/users/{name}/")
     True
     """
 
     text: str = field(compare=False)
-    """As policies should spell it."""
+    """In its canonical spelling."""
     segments: tuple[str | None, ...]
-    """None where any one segment fits."""
+    """None for a parameter, which matches any one segment."""
     open_ended: bool
-    """Whether everything below fits, too."""
+    """True if all paths below match, too."""
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """The template that a text describes; InvalidInput, with the remedy, if it describes none.
+        """Parse a template; raise InvalidInput with the remedy if it is not one.
 
         >>> Template.parse("/files/{path:path}").text, Template.parse("*").text
         ('/files/*', '/*')
         """
         if not isinstance(text, str):
-            raise InvalidInput(f"{text!r} is no path; write it as text, as in '/users/{{id}}'")
-        _check_whole(text)
+            raise InvalidInput(f"{text!r} is not a path; write it as text, as in '/users/{{id}}'")
+        _check_template(text)
         words = [word for word in text.split("/") if word]
         open_ended = bool(words) and (words[-1] == "*" or _is_rest(words[-1]))
         if open_ended:
             words.pop()
-        segments = tuple([_segment(word, text) for word in words])
+        segments = tuple([_parse_segment(word, text) for word in words])
         return cls("/" + "/".join([*words, "*"] if open_ended else words), segments, open_ended)
 
     def __str__(self) -> str:
@@ -76,11 +84,11 @@ class Template:
 
 
 class Matcher:
-    """Finds all templates that fit a path, at a cost that does not grow with their number.
+    """Finds all templates that match a path, at a cost that does not depend on their number.
 
-    The templates are one tree. A state is the set of places in it that the segments so far may have led to; states are
-    made when a path first gets there, and kept. Segments that no template names all lead to one state, so that the
-    states depend on the templates alone, however many different paths are asked for.
+    The templates form a trie, and the matcher is a deterministic automaton over it that is built lazily. A state is the
+    set of trie nodes that the segments so far may have led to. Segments that no template names share one state, so the
+    number of states depends on the templates alone and not on the paths of clients.
     """
 
     __slots__ = ("_depth", "_ranks", "_results", "_start", "_states")
@@ -91,12 +99,12 @@ class Matcher:
         self._ranks = {index: rank for rank, index in enumerate(ranked)}
         self._results: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._states: dict[frozenset[_TrieNode], _PathState] = {}
-        self._start = self._state(frozenset([_tree(templates)]))
+        self._start = self._state(frozenset([_build_trie(templates)]))
 
     def match(self, path: str, mounted_path: str | None = None) -> tuple[int, ...]:
-        """The indices of all templates that fit, the most specific first; equal answers are one object.
+        """The indices of all matching templates, the most specific first; equal results are the same object.
 
-        Where the path has a second name, `mounted_path` the place at which an app is mounted, those that fit either.
+        In a mounted app, templates may match the path or the `mounted_path` below the mount.
 
         Segment by segment from the left, a word is more specific than a parameter, and a parameter than `*`.
 
@@ -104,34 +112,32 @@ class Matcher:
         (2, 1, 0)
         """
         if mounted_path is not None:
-            found = tuple(sorted({*self.match(path), *self.match(mounted_path)}, key=self._ranks.__getitem__))
-            return self._results.setdefault(found, found)
-        state, spelled = self._start, normal(path.removesuffix("\n"))
+            matches = tuple(sorted({*self.match(path), *self.match(mounted_path)}, key=self._ranks.__getitem__))
+            return self._results.setdefault(matches, matches)
+        state, spelled = self._start, normalize_path(path.removesuffix("\n"))
         if spelled != "/":
-            # Below the deepest template all segments are alike: they stay together, however many there are.
+            # Segments below the deepest template need not be told apart.
             for segment in spelled[1:].split("/", self._depth):
                 state = state[segment]
-        return state.found
+        return state.matches
 
-    def _state(self, places: frozenset[_TrieNode]) -> _PathState:
-        """The one state for these places, or one of its own when there are too many."""
-        state = self._states.get(places)
+    def _state(self, nodes: frozenset[_TrieNode]) -> _PathState:
+        """The state for a set of nodes; a temporary one if the cache is full."""
+        state = self._states.get(nodes)
         if state is None:
-            indices = {index for place in places for index in place.indices()}
-            found = tuple(sorted(indices, key=self._ranks.__getitem__))
-            kept = len(self._states) < MOST_STATES
-            if kept:
-                found = self._results.setdefault(found, found)
-            state = _PathState(self._state, places, found, kept=kept)
-            if kept:
-                state = self._states.setdefault(places, state)
+            indices = {index for node in nodes for index in node.template_indices()}
+            matches = tuple(sorted(indices, key=self._ranks.__getitem__))
+            is_cached = len(self._states) < MOST_STATES
+            if is_cached:
+                matches = self._results.setdefault(matches, matches)
+            state = _PathState(self._state, nodes, matches, is_cached=is_cached)
+            if is_cached:
+                state = self._states.setdefault(nodes, state)
         return state
 
 
-def normal(path: str) -> str:
-    """The one spelling of a decoded path: without doubled slashes, and without one at the end.
-
-    However long it is: what is cut off could be what the framework routes by.
+def normalize_path(path: str) -> str:
+    """The canonical spelling of a decoded path: no repeated slashes, none at the end. The length is not limited.
 
     >>> normal("/users//7/"), normal(""), normal("/a/../b")
     ('/users/7', '/', '/a/../b')
@@ -143,30 +149,28 @@ def normal(path: str) -> str:
     return path if path[-1] != "/" or path == "/" else path[:-1]
 
 
-def resolved(path: str) -> str:
-    """The normal path with "." and ".." followed, never above the root: for what stands before a server that does so.
-
-    Paths above 8 KB stay as they are.
+def resolve_dots(path: str) -> str:
+    """The normalized path with "." and ".." resolved, never above the root; unchanged if longer than 8 KB.
 
     >>> resolved("/a/./b/../../../c")
     '/c'
     """
-    path = normal(path)
+    path = normalize_path(path)
     if "/." not in path or len(path) > LONGEST_RESOLVED:
         return path
-    kept: list[str] = []
+    segments: list[str] = []
     for segment in path[1:].split("/"):
         if segment == "..":
-            del kept[-1:]
+            del segments[-1:]
         elif segment != ".":
-            kept.append(segment)
-    return "/" + "/".join(kept)
+            segments.append(segment)
+    return "/" + "/".join(segments)
 
 
-def decoded(target: str) -> str:
-    """The path of a request's raw target, decoded once; an escape that is none stays as it is.
+def decode_path(target: str) -> str:
+    """The path of a raw request target, percent-decoded once; invalid escapes are left as they are.
 
-    >>> decoded("/caf%C3%A9/100%?q=1"), decoded("http://example.com/a%2520b")
+    >>> decode_path("/caf%C3%A9/100%?q=1"), decode_path("http://example.com/a%2520b")
     ('/café/100%', '/a%20b')
     """
     if target[:1] != "/" and "://" in target:
@@ -174,8 +178,8 @@ def decoded(target: str) -> str:
     return unquote(target.partition("?")[0].partition("#")[0])
 
 
-def normal_method(method: str) -> str:
-    """The method that a request counts as: in upper case, HEAD as GET, and what can be none as "UNKNOWN"."""
+def normalize_method(method: str) -> str:
+    """The method that a request counts as: upper case, HEAD as GET, and "UNKNOWN" for an invalid one."""
     known = METHODS.get(method)
     if known is not None:
         return known
@@ -186,7 +190,7 @@ def normal_method(method: str) -> str:
 
 
 class _TrieNode:
-    """One place in the tree of templates, reached by one way of reading the segments before it."""
+    """A node of the trie of templates."""
 
     __slots__ = ("ends", "parameter", "rest", "words")
 
@@ -194,70 +198,68 @@ class _TrieNode:
         self.words: dict[str, _TrieNode] = {}
         self.parameter: _TrieNode | None = None
         self.rest: _TrieNode | None = None
-        """Where everything below leads, once and for all."""
+        """The node of `*`, which leads to itself."""
         self.ends: list[int] = []
         """The templates that end here."""
 
-    def indices(self) -> list[int]:
+    def template_indices(self) -> list[int]:
         return self.ends if self.rest is None else self.ends + self.rest.ends
 
-    def after(self, segment: str) -> Iterable[_TrieNode]:
-        return [place for place in (self.words.get(segment), self.parameter, self.rest) if place is not None]
+    def next_nodes(self, segment: str) -> Iterable[_TrieNode]:
+        return [node for node in (self.words.get(segment), self.parameter, self.rest) if node is not None]
 
 
 class _PathState(dict[str, "_PathState"]):
-    """Where the segments so far have led: a mapping from the next segment to the next state."""
+    """A state of the matcher: maps the next segment to the next state."""
 
-    __slots__ = ("_other", "_places", "_state", "found", "kept")
+    __slots__ = ("_nodes", "_other", "_state", "is_cached", "matches")
 
     def __init__(
         self,
         state: Callable[[frozenset[_TrieNode]], _PathState],
-        places: frozenset[_TrieNode],
-        found: tuple[int, ...],
+        nodes: frozenset[_TrieNode],
+        matches: tuple[int, ...],
         *,
-        kept: bool,
+        is_cached: bool,
     ) -> None:
         super().__init__()
         self._state = state
-        self._places = places
+        self._nodes = nodes
         self._other: _PathState | None = None
-        """Where all segments lead that no template names here."""
-        self.found = found
-        self.kept = kept
+        """The next state for all segments that no template names here."""
+        self.matches = matches
+        self.is_cached = is_cached
 
     def __missing__(self, segment: str) -> _PathState:
-        named = False
-        for place in self._places:
-            if segment in place.words:
-                named = True
-                break
-        if not named and self._other is not None:
+        is_named = any(segment in node.words for node in self._nodes)
+        if not is_named and self._other is not None:
             return self._other
-        following = self._state(frozenset([after for place in self._places for after in place.after(segment)]))
-        if following.kept:
-            if named:
+        following = self._state(
+            frozenset([each for node in self._nodes for each in node.next_nodes(segment)])
+        )
+        if following.is_cached:
+            if is_named:
                 self[segment] = following
             else:
                 self._other = following
         return following
 
 
-def _tree(templates: Sequence[Template]) -> _TrieNode:
+def _build_trie(templates: Sequence[Template]) -> _TrieNode:
     root = _TrieNode()
     for index, template in enumerate(templates):
-        place = root
+        node = root
         for segment in template.segments:
             if segment is not None:
-                place = place.words.setdefault(segment, _TrieNode())
+                node = node.words.setdefault(segment, _TrieNode())
             else:
-                place.parameter = place = place.parameter or _TrieNode()
+                node.parameter = node = node.parameter or _TrieNode()
         if template.open_ended:
-            if place.rest is None:
-                place.rest = _TrieNode()
-                place.rest.rest = place.rest
-            place = place.rest
-        place.ends.append(index)
+            if node.rest is None:
+                node.rest = _TrieNode()
+                node.rest.rest = node.rest
+            node = node.rest
+        node.ends.append(index)
     return root
 
 
@@ -265,8 +267,8 @@ def _specificity(template: Template) -> tuple[int, ...]:
     return (*[segment is None for segment in template.segments], *([2] if template.open_ended else []))
 
 
-def _check_whole(text: str) -> None:
-    """Raise for what is wrong with a template as a whole, whatever its segments are."""
+def _check_template(text: str) -> None:
+    """Raise InvalidInput for mistakes that concern the whole template."""
     if len(text) > LONGEST_TEMPLATE:
         raise InvalidInput(
             f"path {text[:40]!r}... has {len(text)} characters; the longest has {LONGEST_TEMPLATE}, "
@@ -282,7 +284,7 @@ def _check_whole(text: str) -> None:
     for sign, what in (("?", "a query string"), ("#", "a fragment")):
         if sign in text:
             raise InvalidInput(
-                f"path {text!r} has {what}, which routes don't look at; write {text[: text.index(sign)] or '/'!r}"
+                f"path {text!r} has {what}, which routes ignore; write {text[: text.index(sign)] or '/'!r}"
             )
     if " " in text or not text.isprintable():
         raise InvalidInput(
@@ -293,19 +295,19 @@ def _check_whole(text: str) -> None:
         path = text.partition("://")[2].partition("/")[2] if "://" in text else text
         raise InvalidInput(f"path {text!r} does not start with a slash; write {'/' + path!r}")
     if "//" in text:
-        raise InvalidInput(f"path {text!r} has an empty segment; write {normal(text)!r}")
+        raise InvalidInput(f"path {text!r} has an empty segment; write {normalize_path(text)!r}")
     if (plain := unquote(text)) != text:
         remedy = f"write {plain!r}" if plain.isprintable() and " " not in plain else "write '{name}' for that segment"
         raise InvalidInput(f"path {text!r} is percent-encoded, but paths are compared decoded; {remedy}")
-    if resolved(text) != normal(text):
-        raise InvalidInput(f"path {text!r} has dot segments, which clients resolve; write {resolved(text)!r}")
+    if resolve_dots(text) != normalize_path(text):
+        raise InvalidInput(f"path {text!r} has dot segments, which clients resolve; write {resolve_dots(text)!r}")
 
 
-def _segment(word: str, text: str) -> str | None:
+def _parse_segment(word: str, text: str) -> str | None:
     """The word itself, or None for a parameter."""
     if word == "*" or _is_rest(word):
         raise InvalidInput(
-            f"path {text!r} goes on after {word!r}, which stands for everything below and comes last; "
+            f"path {text!r} goes on after {word!r}, which matches everything below and must come last; "
             "write '{name}' for one segment"
         )
     inner = word[1:-1]
@@ -313,7 +315,7 @@ def _segment(word: str, text: str) -> str | None:
         return None
     name, separator, _ = inner.partition(":")
     if word[0] == "{" and word[-1] == "}" and separator and name.isidentifier():
-        raise InvalidInput(f"path {text!r}: {word!r} has a type, and any one segment fits; write '{{{name}}}'")
+        raise InvalidInput(f"path {text!r}: {word!r} has a type, but parameters match any segment; write '{{{name}}}'")
     if word[0] == "<" and word[-1] == ">":
         kind, _, name = inner.rpartition(":")
         remedy = "'*', as the last segment" if kind == "path" else f"'{{{name if name.isidentifier() else 'name'}}}'"
@@ -322,7 +324,7 @@ def _segment(word: str, text: str) -> str | None:
         raise InvalidInput(f"path {text!r}: {word!r} is another framework's spelling; write '{{{word[1:]}}}'")
     if word.strip("*") == "":
         remedy = f"write '{text[: text.index(word)]}*'" if text.endswith(word) else "write '{name}' for one segment"
-        raise InvalidInput(f"path {text!r}: '*' stands for everything below already; {remedy}")
+        raise InvalidInput(f"path {text!r}: '*' already matches everything below; {remedy}")
     if any(sign in word for sign in "{}<>*"):
         raise InvalidInput(
             f"path {text!r}: {word!r} is not one whole word or parameter; write '{{name}}' for the whole segment, "
@@ -332,7 +334,7 @@ def _segment(word: str, text: str) -> str | None:
 
 
 def _is_rest(word: str) -> bool:
-    """Whether it is Starlette's and FastAPI's spelling of `*`."""
+    """True for "{name:path}", Starlette's spelling of `*`."""
     return word[0] == "{" and word.endswith(":path}") and word[1:-6].isidentifier()
 
 

@@ -1,7 +1,7 @@
-"""A policy made ready for requests: which limits does this one meet, under which numbers, counted by whom?
+"""A policy compiled for requests: finds the limits of a request, their numbers and their keys.
 
-All that depends on the route alone is worked out when a route is first seen, and kept. For each request only what
-depends on the client is left: its tier, its overrides, and its identities as keys. What it says never changes.
+Everything that depends only on the route is computed on the first request to it and kept. What remains for each request
+depends on the client: its tier, its overrides and its keys. Snapshots never change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headgate.keyed_hashes import is_keyed_hash
 from headgate.limits import Limit
 from headgate.policy.addresses import Networks
 from headgate.policy.model import ADDRESSES, Identity, Policy, Validity, net_name
-from headgate.policy.routes import METHODS, Matcher, Template, normal_method
+from headgate.policy.routes import METHODS, Matcher, Template, normalize_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,34 +33,33 @@ __all__ = [
     "UNMATCHED",
     "AppliedLimit",
     "CompiledRule",
+    "Identities",
     "Resolution",
     "RoutePlan",
     "Snapshot",
     "UnknownKeyNet",
-    "Who",
 ]
 
-Who: TypeAlias = "Mapping[str, str]"
-"""The identities of a request, by kind; `address` is the client's whole address, `ip` what it is counted by."""
+Identities: TypeAlias = "Mapping[str, str]"
+"""The identities of a request by kind; `address` is the full address of the client, `ip` the part that is counted."""
 
 CLIENT_KINDS: Final = ("tenant", "api_key", "user", "ip")
-"""What `by: client` counts by: the first of these that a request has."""
+"""`by: client` counts by the first of these that a request has."""
 
 OTHER_API_KEYS: Final = "api_keys"
-"""In `Who`, where a request sends several API keys: the hashes of those that it is not counted by, separated by
-blanks. A request is blocked if any of its keys is."""
+"""The kind for requests with several API keys: the hashes of those that are not counted, separated by spaces. A request
+is blocked if any of its keys is."""
 
 AMBIGUOUS: Final = "ambiguous"
-"""The one API key of all requests that send several lines of a header: a client who is served under either key gets no
-counter of its own."""
+"""The shared API key of all requests that repeat the header: such a client gets no counter of its own."""
 
 NO_TIER: Final = "none"
 UNTRUSTED_KINDS: Final = frozenset({"api_key", "client"})
-"""The kinds of `by` whose value a request can make up."""
+"""The kinds of `by` whose values a client can invent."""
 GUARD_KINDS: Final = frozenset({*ADDRESSES, "endpoint"})
 
 UNMATCHED: Final = "unmatched"
-"""The endpoint of all paths that no template fits: they share their counters."""
+"""The endpoint of all paths that no template matches; they share their counters."""
 
 STRICTNESS: Final = ("closed", "local", "open")
 ALWAYS: Final = Validity()
@@ -68,56 +67,56 @@ ANYWHERE: Final = object()
 
 MOST_PATHS: Final = 4096
 LONGEST_PATH: Final = 200
-"""Together about a megabyte of remembered paths, whatever is asked for."""
+"""Together they bound the cache of paths to about a megabyte."""
 
 _new_tuple = tuple.__new__
 
 
 class AppliedLimit(NamedTuple):
-    """One limit that a request meets."""
+    """A limit that applies to a request."""
 
     rule: Rule
     key: Key
     cost: int
     origin: Override | str | None
-    """Why these numbers: the client's override, its tier, or None for those of everybody."""
+    """The source of the numbers: an override, the name of a tier, or None for the rule itself."""
     lacks: str | None
-    """The identity that the request lacks, so that it is counted by its address instead."""
+    """The kind of identity that the request lacks, so that it is counted by address instead."""
 
 
 class Resolution(NamedTuple):
-    """What a request meets."""
+    """The limits of a request."""
 
     route: RoutePlan
     keys: tuple[Key, ...]
     cost: Cost
-    """For `keys`, as stores take it."""
+    """The cost of `keys`, in the form that stores take."""
     rules: Sequence[CompiledRule]
-    """Whose keys they are."""
-    who: Who
+    """The rules of `keys`, in the same order."""
+    who: Identities
     tier: str | None
     now_us: int
-    """An instant at which this held. Of a request that is known already it is that of an earlier one: nothing that is
-    said here has begun or ended since."""
+    """A time at which this applied. It may be that of an earlier request of the client, if no override or block has
+    begun or ended since."""
     block: Block | None
 
     @property
-    def met(self) -> tuple[AppliedLimit, ...]:
-        """The limits, in the order of the policy, with the reasons for each."""
-        return tuple(rule.met(key, self) for rule, key in zip(self.rules, self.keys, strict=True))
+    def applied_limits(self) -> tuple[AppliedLimit, ...]:
+        """The limits in the order of the policy, each with the source of its numbers."""
+        return tuple(rule.apply(key, self) for rule, key in zip(self.rules, self.keys, strict=True))
 
     @property
     def shadows(self) -> tuple[AppliedLimit, ...]:
-        """The limits that are only watched."""
+        """The limits in shadow mode."""
         return tuple(
-            rule.met(key, self)
+            rule.apply(key, self)
             for rule in self.route.shadows
             if (key := rule.key(self.who, self.tier, self.now_us)) is not None
         )
 
 
 class RoutePlan:
-    """What is the same for all requests of a route and method."""
+    """The part of a resolution that all requests of a route and method share."""
 
     __slots__ = (
         "cost", "costs", "endpoint", "has_address_rule", "has_overrides", "is_exempt", "kinds", "leases", "nets",
@@ -131,21 +130,21 @@ class RoutePlan:
         self.route_class = route.route_class if route else None
         self.cost = route.cost if route else 1
         self.is_exempt = self.cost == 0
-        rules = snapshot.rules_met(templates, method, self.route_class)
+        rules = snapshot.matching_rules(templates, method, self.route_class)
         enforced = [rule for rule in rules if not rule.shadow]
-        self.has_address_rule = any(map(_counts_everybody_by_address, enforced))
+        self.has_address_rule = any(map(_counts_all_by_address, enforced))
         compiled = [] if self.is_exempt else [CompiledRule(rule, snapshot, self) for rule in rules]
         self.rules = tuple(each for each in compiled if not each.rule.shadow)
         self.shadows = tuple(each for each in compiled if each.rule.shadow)
-        self.costs = _joined([rule.cost for rule in self.rules])
-        """What requests cost that meet all rules."""
+        self.costs = _join_costs([rule.cost for rule in self.rules])
+        """The cost of requests to which all rules apply."""
         self.on_failure: RouteMode = min(
             [mode for mode in (route and route.on_failure, *(rule.on_failure for rule in enforced)) if mode],
             key=STRICTNESS.index,
             default=policy.on_failure,
         )
         self.kinds: frozenset[str] = snapshot.kinds | {kind for rule in compiled for kind in rule.kinds}
-        """All kinds of identity that may matter to the route's requests."""
+        """All kinds of identity that matter on the route."""
         self.leases = any(limit.algorithm == "concurrency" for rule in enforced for limit in rule.limits)
         self.has_overrides = any(rule.has_overrides for rule in self.rules)
         self.settles = any(rule.settled or rule.count_when is not None for rule in enforced)
@@ -160,11 +159,11 @@ class RoutePlan:
 
 
 class Snapshot:
-    """A policy, compiled. `fingerprint` makes keyed hashes of the API keys that stand in it.
+    """A compiled policy. `fingerprint` computes keyed hashes of the API keys in it.
 
-    `trusts_keys` says that every API key was verified by the app, so that none counts as unknown. `hash_identity` makes
-    keyed hashes of other identities, by kind and value, for blocks that name a client by its hash. Without it, such
-    blocks match nothing.
+    With `trusts_keys`, the app has verified every API key, so none counts as unknown. `hash_identity` computes keyed
+    hashes of other identities from kind and value, for blocks that name a client by its hash; without it, such blocks
+    match nothing.
     """
 
     def __init__(
@@ -176,14 +175,14 @@ class Snapshot:
         trusts_keys: bool = False,
         view: str | None = None,
     ) -> None:
-        """`view` names the view that declares these limits itself; it is the endpoint of all requests then."""
+        """`view` is the name of a view that declares these limits itself, and the endpoint of all its requests."""
         self.policy = policy
         self.view = view
         self._fingerprints = {written: fingerprint(written) for written in policy.api_keys}
         settings = policy.identity
         self.unknown_key_factor = None if trusts_keys or settings.known_keys_only else settings.unknown_key_factor
         self.vouched_keys = frozenset([AMBIGUOUS, *(self._fingerprints[key] for key in policy.vouched_api_keys)])
-        """The hashes of the API keys that clients or overrides name. All others are unknown."""
+        """The hashes of the API keys of clients and overrides. All others are unknown."""
         self._templates = list(
             dict.fromkeys(
                 [
@@ -196,18 +195,18 @@ class Snapshot:
         self._route_rules: dict[Template, list[RouteRule]] = {}
         for route in policy.routes:
             self._route_rules.setdefault(route.template, []).append(route)
-        self._rules_by_place: dict[object, list[int]] = {}
-        """The numbers of the rules that are for a template, for a class, or for all routes."""
+        self._rules_by_target: dict[object, list[int]] = {}
+        """The indices of the rules for a template, for a class, or for all routes."""
         for number, rule in enumerate(policy.rules):
-            for place in (*rule.templates, *rule.classes) or (ANYWHERE,):
-                self._rules_by_place.setdefault(place, []).append(number)
+            for target in (*rule.templates, *rule.classes) or (ANYWHERE,):
+                self._rules_by_target.setdefault(target, []).append(number)
         self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
         self._net_limits: dict[Limit, Limit] = {}
-        self._known: dict[str, dict[str | tuple[str, str], RoutePlan]] = {method: {} for method in METHODS}
-        """The plans for busy paths, which have two names in mounted apps. A text is found sooner than a tuple."""
+        self._plan_cache: dict[str, dict[str | tuple[str, str], RoutePlan]] = {method: {} for method in METHODS}
+        """A cache of plans by method and path; in mounted apps, by both paths."""
         named = [each.methods for each in policy.routes] + [each.methods for each in policy.rules]
-        self._methods = frozenset([*METHODS, *(normal_method(method) for methods in named for method in methods)])
-        """The methods that may make a difference; all others are alike."""
+        self._methods = frozenset([*METHODS, *(normalize_method(method) for methods in named for method in methods)])
+        """The methods that the policy can tell apart; all others share a plan."""
         self._tiers = self._lookups((client.identity, client.tier) for client in policy.clients if client.tier)
         self._blocks = self._block_lookups(policy.blocked, hash_identity)
         self._overrides: dict[str, list[Override]] = {}
@@ -218,23 +217,23 @@ class Snapshot:
             for name, overrides in self._overrides.items()
         }
         self.api_keys = frozenset(self._fingerprints.values()) if settings.known_keys_only else None
-        """The hashes of all keys that are keys, where the policy says so; None: whatever is sent may be one."""
+        """The hashes of all valid API keys, if the policy accepts only known ones; else None."""
         self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks))
         self.tiers = frozenset([*policy.tiers, *([] if policy.default_tier is None else [policy.default_tier])])
 
     def route(self, method: str, path: str, mounted_path: str | None = None) -> RoutePlan:
-        """The plan for a method and path; in a mounted app, routes may also match the `mounted_path`."""
-        plan = self._known.get(method, {}).get(path if mounted_path is None else (path, mounted_path))
-        return plan or self._found(method, path, mounted_path)
+        """The plan for a method and path; in a mounted app, `mounted_path` is the path below the mount."""
+        plan = self._plan_cache.get(method, {}).get(path if mounted_path is None else (path, mounted_path))
+        return plan or self._find_plan(method, path, mounted_path)
 
-    def resolve(self, route: RoutePlan, who: Who, now_us: int) -> Resolution:
-        """Which limits the request meets; `who` has those of the route's `kinds` that the request has."""
+    def resolve(self, route: RoutePlan, who: Identities, now_us: int) -> Resolution:
+        """The limits of a request; `who` contains those of the route's `kinds` that the request has."""
         block = self._block(who, now_us) if self._blocks else None
         tier = self._tier(who, now_us) if self.tiers else None
         keys: list[Key] = []
         rules: Sequence[CompiledRule] = route.rules
         for rule in rules:
-            # The common case by itself: no overrides, and one identity, which is there.
+            # Fast path: no overrides, and one identity, which the request has.
             if (value := who.get(rule.simple_kind)) and (limit := rule.tiers.get(tier, rule.limit)) is not None:
                 keys.append(limit.by(value))
             elif (key := rule.key(who, tier, now_us)) is not None:
@@ -242,7 +241,7 @@ class Snapshot:
         cost = route.costs
         if len(keys) < len(rules):
             rules = [rule for rule in rules if rule.key(who, tier, now_us) is not None]
-            cost = _joined([rule.cost for rule in rules])
+            cost = _join_costs([rule.cost for rule in rules])
         if route.nets and who.get("api_key", AMBIGUOUS) not in self.vouched_keys:
             found = [
                 (net, key)
@@ -253,13 +252,13 @@ class Snapshot:
             if found:
                 rules = [*rules, *(net for net, _ in found)]
                 keys += [key for _, key in found]
-                cost = _joined([rule.cost for rule in rules])
+                cost = _join_costs([rule.cost for rule in rules])
         return _new_tuple(Resolution, (route, tuple(keys), cost, rules, who, tier, now_us, block))
 
-    def announced(self, now_us: int) -> tuple[Limit, ...]:
-        """The limits that will be busy, and need not be found to be: of rules whose tokens are always prepaid, and of
-        overrides for a time that is not over yet, as a burst that was announced is one. To be asked once."""
-        instant, modes = _moment(now_us), {rule.name: rule.lease for rule in self.policy.rules}
+    def announced_limits(self, now_us: int) -> tuple[Limit, ...]:
+        """The limits to prepay without waiting for a hot key: rules with `lease: always`, and overrides with an end in
+        the future, such as for an announced burst. Computed on each call."""
+        instant, modes = _to_datetime(now_us), {rule.name: rule.lease for rule in self.policy.rules}
         coming = [
             override.limit
             for override in self.policy.overrides
@@ -269,11 +268,11 @@ class Snapshot:
 
     @property
     def never_leased(self) -> tuple[Limit, ...]:
-        """The limits whose tokens are never prepaid, overrides among them. To be asked once."""
+        """The limits that are never prepaid, with their overrides. Computed on each access."""
         return tuple(dict.fromkeys(self._limits_leased("never")))
 
     def parts(self) -> list[Any]:
-        """References to all that is large in it: hold them while the snapshot is freed, then release them in slices."""
+        """References to its large parts: keep them while the snapshot is freed, then release them in slices."""
         lookups: list[Any] = [*self._lookups_of_rules.values(), *self._tiers, *self._blocks]
         return [*self.policy.parts(), *lookups, *self._overrides.values()]
 
@@ -286,22 +285,22 @@ class Snapshot:
                     yield from map(self.net_limit, limits)
 
     def route_rule(self, templates: tuple[Template, ...], method: str) -> RouteRule | None:
-        """What holds for the route: said by the most specific template that has something to say on the method."""
+        """The settings of the most specific template with settings for the method."""
         for template in templates:
-            fitting = [route for route in self._route_rules.get(template, ()) if _fits(route.methods, method)]
+            fitting = [route for route in self._route_rules.get(template, ()) if _allows_method(route.methods, method)]
             if fitting:
                 return min(fitting, key=lambda route: not route.methods)
         return None
 
-    def rules_met(self, templates: tuple[Template, ...], method: str, route_class: str | None) -> list[Rule]:
-        """The rules that requests of the route meet, in the order of the policy."""
-        places = (ANYWHERE, route_class, *templates)
-        numbers = sorted({number for place in places for number in self._rules_by_place.get(place, ())})
+    def matching_rules(self, templates: tuple[Template, ...], method: str, route_class: str | None) -> list[Rule]:
+        """The rules that apply to the route, in the order of the policy."""
+        targets = (ANYWHERE, route_class, *templates)
+        numbers = sorted({number for target in targets for number in self._rules_by_target.get(target, ())})
         rules = [self.policy.rules[number] for number in numbers]
-        return [rule for rule in rules if _fits(rule.methods, method)]
+        return [rule for rule in rules if _allows_method(rule.methods, method)]
 
     def lookups_of(self, rule: Rule, route_class: str | None) -> list[_Lookup]:
-        """Where the overrides of a rule are found that hold on routes of that class."""
+        """The lookups for the overrides of a rule on routes of that class."""
         if all(override.route_class is None for override in self._overrides.get(rule.name, ())):
             return self._lookups_of_rules.get(rule.name, [])
         return self._lookups(
@@ -311,42 +310,42 @@ class Snapshot:
         )
 
     def net_limit(self, limit: Limit) -> Limit:
-        """The limit by address on unknown API keys that belongs to a limit by API key; made once for each."""
-        made = self._net_limits.get(limit)
-        if made is None:
-            made = self._net_limits[limit] = _multiplied(limit, self.unknown_key_factor or 1)
-        return made
+        """The limit by address on unknown API keys for a limit by API key; created once for each."""
+        net = self._net_limits.get(limit)
+        if net is None:
+            net = self._net_limits[limit] = _multiply(limit, self.unknown_key_factor or 1)
+        return net
 
-    def _found(self, method: str, path: str, mounted_path: str | None) -> RoutePlan:
-        matched, known = self._matcher.match(path, mounted_path), normal_method(method)
+    def _find_plan(self, method: str, path: str, mounted_path: str | None) -> RoutePlan:
+        matched, known = self._matcher.match(path, mounted_path), normalize_method(method)
         known = known if known in self._methods else "UNKNOWN"
         plan = self._routes.get((matched, known))
         if plan is None:
             plan = RoutePlan(self, tuple(self._templates[index] for index in matched), known)
             plan = self._routes.setdefault((matched, known), plan)
-        if method in self._known and len(path) <= LONGEST_PATH:  # there is no end of methods that are made up
-            if sum(map(len, self._known.values())) >= MOST_PATHS:
-                for plans in self._known.values():
+        if method in self._plan_cache and len(path) <= LONGEST_PATH:  # clients can invent any number of methods
+            if sum(map(len, self._plan_cache.values())) >= MOST_PATHS:
+                for plans in self._plan_cache.values():
                     plans.clear()
-            self._known[method][path if mounted_path is None else (path, mounted_path)] = plan
+            self._plan_cache[method][path if mounted_path is None else (path, mounted_path)] = plan
         return plan
 
-    def _block(self, who: Who, now_us: int) -> Block | None:
+    def _block(self, who: Identities, now_us: int) -> Block | None:
         found: Block | None = self.find(self._blocks, who, now_us)
         for key in who.get(OTHER_API_KEYS, "").split():
             found = found or self.find(self._blocks, {"api_key": key}, now_us)
         return found
 
-    def _tier(self, who: Who, now_us: int) -> str | None:
-        told = who.get("tier")
-        if told is not None and told in self.tiers:
-            return told
+    def _tier(self, who: Identities, now_us: int) -> str | None:
+        tier = who.get("tier")
+        if tier is not None and tier in self.tiers:
+            return tier
         found: str | None = self.find(self._tiers, who, now_us) if self._tiers else None
         return found or self.policy.default_tier
 
     def _block_lookups(self, blocks: Iterable[Block], hash_identity: Callable[[str, str], str] | None) -> list[_Lookup]:
-        """The blocks by identity. Those by hash are looked up by the hash of what a request has, which is only computed
-        if there are any: of the address, and of the network that it is counted by."""
+        """The lookups for blocks. For blocks by hash, the identities of a request are hashed: those by address are
+        compared with the address and with the network that is counted."""
         plain: list[tuple[Identity, Any]] = []
         hashed: dict[str, dict[str, list[_Ranked]]] = {}
         for rank, block in enumerate(blocks):
@@ -363,21 +362,21 @@ class Snapshot:
         return lookups
 
     def _lookups(self, entries: Iterable[tuple[Identity, Any]]) -> list[_Lookup]:
-        """The entries by kind of identity and value, each with its rank: where several hold, the lowest does."""
+        """Lookups by kind and value of identity. Each entry has a rank; the lowest that is valid applies."""
         kinds: dict[str, dict[str, list[_Ranked]]] = {}
-        for rank, ((kind, value), entry) in enumerate(sorted(entries, key=_generality)):
+        for rank, ((kind, value), entry) in enumerate(sorted(entries, key=_sort_key)):
             if kind == "api_key":
                 value = self._fingerprints[value]
             kinds.setdefault(kind, {}).setdefault(value, []).append((rank, entry))
         return [
-            # An address may lie in a network, so that it is not looked up as it stands.
-            ("address", _flat(Networks(values))) if kind == "ip" else (kind, values.get)
+            # An address is also looked up by the networks that contain it.
+            ("address", _find_in_networks(Networks(values))) if kind == "ip" else (kind, values.get)
             for kind, values in kinds.items()
         ]
 
     @staticmethod
-    def find(lookups: list[_Lookup], who: Who, now_us: int) -> Any:
-        """What holds now for any of the identities: of several, that of the lowest rank."""
+    def find(lookups: list[_Lookup], who: Identities, now_us: int) -> Any:
+        """The valid entry of the lowest rank for any of the identities."""
         best: _Ranked | None = None
         for kind, get in lookups:
             value = who.get(kind)
@@ -385,7 +384,7 @@ class Snapshot:
                 for ranked in get(value) or ():
                     if best is None or ranked[0] < best[0]:
                         validity = getattr(ranked[1], "validity", None)
-                        if validity is None or validity.holds_at(_moment(now_us)):
+                        if validity is None or validity.holds_at(_to_datetime(now_us)):
                             best = ranked
         return best and best[1]
 
@@ -396,11 +395,11 @@ if TYPE_CHECKING:
 
 
 class CompiledRule:
-    """A rule on one route."""
+    """A rule compiled for one route."""
 
     __slots__ = (
-        "_lookups", "_missing", "_said", "_view", "cost", "has_overrides", "kinds", "limit", "rule", "simple_kind",
-        "tiers",
+        "_lookups", "_missing", "_route_identities", "_view", "cost", "has_overrides", "kinds", "limit", "rule",
+        "simple_kind", "tiers",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
@@ -408,9 +407,9 @@ class CompiledRule:
         self._lookups = snapshot.lookups_of(rule, route.route_class)
         self._missing = rule.missing or ("skip" if route.has_address_rule else "ip")
         self._view = (snapshot.view,) if snapshot.view is not None and "endpoint" in rule.by else ()
-        """Keeps the counts of views apart also for requests that lack an identity."""
-        self._said = {"endpoint": route.endpoint}
-        """Identities that are the route's, and not the request's."""
+        """Separates the counters of views also for requests that lack an identity."""
+        self._route_identities = {"endpoint": route.endpoint}
+        """The identities that come from the route."""
         self.cost = route.cost if rule.cost is None else rule.cost
         self.kinds = {*rule.by, "ip", *(kind for kind, _ in self._lookups)}
         if "client" in rule.by:
@@ -421,34 +420,35 @@ class CompiledRule:
         self.limit = rule.limit
         self.tiers: Mapping[Any, Limit] = rule.tiers
 
-    def key(self, who: Who, tier: str | None, now_us: int) -> Key | None:
-        """What the request is counted under; None if it does not meet the rule."""
-        limit, _ = self._numbers(who, tier, now_us)
+    def key(self, who: Identities, tier: str | None, now_us: int) -> Key | None:
+        """The key of a request; None if the rule does not apply to it."""
+        limit, _ = self.find_limit(who, tier, now_us)
         if limit is None:
             return None
         parts: list[str] = []
         for kind in self.rule.by:
             if kind == "client":
                 parts += next((each, who[each]) for each in CLIENT_KINDS if who.get(each))
-            elif value := self._said.get(kind) or who.get(kind):
+            elif value := self._route_identities.get(kind) or who.get(kind):
                 parts.append(value)
             elif self._missing == "skip":
                 return None
             else:
-                # Nobody gets free by leaving an identity out. An empty part comes first, which no identity is: this
-                # counter is never somebody else's.
+                # Leaving out an identity does not avoid the limit. No identity is empty, so the empty first part keeps
+                # this counter apart from all others.
                 return limit.by("", "ip", who["ip"], *self._view)
         return limit.by(*parts)
 
-    def met(self, key: Key, resolution: Resolution) -> AppliedLimit:
-        """The same, with the reasons."""
+    def apply(self, key: Key, resolution: Resolution) -> AppliedLimit:
+        """The key with the source of its numbers."""
         who = resolution.who
-        _, origin = self._numbers(who, resolution.tier, resolution.now_us)
-        lacking = [kind for kind in self.rule.by if kind != "client" and not (self._said.get(kind) or who.get(kind))]
-        return AppliedLimit(self.rule, key, self.cost, origin, lacking[0] if lacking else None)
+        _, origin = self.find_limit(who, resolution.tier, resolution.now_us)
+        known = {**who, **self._route_identities}
+        missing = next((kind for kind in self.rule.by if kind != "client" and not known.get(kind)), None)
+        return AppliedLimit(self.rule, key, self.cost, origin, missing)
 
-    def _numbers(self, who: Who, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
-        """The limit for this client, and why that: its override, its tier, or None for what holds for everybody."""
+    def find_limit(self, who: Identities, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
+        """The limit for a client, and the source of its numbers: override, tier, or None for the rule itself."""
         if self._lookups:
             override = Snapshot.find(self._lookups, who, now_us)
             if override is not None:
@@ -461,9 +461,9 @@ class CompiledRule:
 class UnknownKeyNet(CompiledRule):
     """The safety net of a limit by API key on one route: counts requests with unknown keys by address.
 
-    Anybody can send a new key with each request, and each has a counter of its own. So the requests of all unknown
-    keys from one address also share a counter, at a multiple of the limit. Both are charged together or not at all:
-    once the net denies, made-up keys create no state.
+    A client can send a new key with each request, and each key has its own counter. So all unknown keys from one
+    address also share a counter, at a multiple of the limit. Both are charged together or not at all: once the net denies,
+    invented keys create no state.
     """
 
     __slots__ = ("_base", "_net_limit")
@@ -471,7 +471,7 @@ class UnknownKeyNet(CompiledRule):
     def __init__(self, base: CompiledRule, snapshot: Snapshot, route: RoutePlan) -> None:
         rule = base.rule
         own = [kind for kind in rule.by if kind not in UNTRUSTED_KINDS and kind not in ADDRESSES]
-        # Clients of different tiers have different numbers: a tier's traffic must not use up another's net.
+        # Tiers have different numbers: the traffic of one must not use up the net of another.
         kinds = ("ip", "tier", *own) if snapshot.tiers else ("ip", *own)
         net = replace(
             rule,
@@ -486,24 +486,24 @@ class UnknownKeyNet(CompiledRule):
         self._base = base
         self._net_limit = snapshot.net_limit
 
-    def key(self, who: Who, tier: str | None, now_us: int) -> Key | None:
-        """The counter by address; None for a request that the limit itself does not count by its API key."""
+    def key(self, who: Identities, tier: str | None, now_us: int) -> Key | None:
+        """The key by address; None for a request that the limit does not count by API key."""
         if "client" in self._base.rule.by and who.get("tenant"):
             return None
         return super().key({**who, "tier": tier or NO_TIER}, tier, now_us)
 
-    def met(self, key: Key, resolution: Resolution) -> AppliedLimit:
-        return super().met(key, resolution)._replace(lacks=None)
+    def apply(self, key: Key, resolution: Resolution) -> AppliedLimit:
+        return super().apply(key, resolution)._replace(lacks=None)
 
-    def _numbers(self, who: Who, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
-        limit, origin = self._base._numbers(who, tier, now_us)  # noqa: SLF001 - of the same class
+    def find_limit(self, who: Identities, tier: str | None, now_us: int) -> tuple[Limit | None, Override | str | None]:
+        limit, origin = self._base.find_limit(who, tier, now_us)
         return None if limit is None else self._net_limit(limit), origin
 
 
 def guards(guard: Rule, rule: Rule) -> bool:
-    """True if a limit bounds what a client can send under ever new API keys, in place of the net of `rule`.
+    """True if a limit bounds the requests of invented API keys, so that `rule` needs no net.
 
-    It counts every request, by the address or for everybody together. One on concurrency bounds no rate.
+    Such a limit counts every request by address or globally. A concurrency limit does not bound a rate.
     """
     return (
         GUARD_KINDS.issuperset(guard.by)
@@ -518,7 +518,7 @@ def _is_concurrency(rule: Rule) -> bool:
     return any(limit.algorithm == "concurrency" for limit in rule.limits)
 
 
-def _multiplied(limit: Limit, factor: int) -> Limit:
+def _multiply(limit: Limit, factor: int) -> Limit:
     shapes_burst = ALGORITHMS[limit.algorithm].SHAPES_BURST
     while True:
         try:
@@ -530,14 +530,14 @@ def _multiplied(limit: Limit, factor: int) -> Limit:
                 name=net_name(limit.name),
                 split=limit.split,
             )
-        except InvalidLimit:  # numbers beyond what is counted exactly
+        except InvalidLimit:  # beyond the range of exact numbers
             if factor == 1:
                 raise
             factor //= 2
 
 
-def _generality(of: tuple[Identity, Any]) -> tuple[bool, bool, int]:
-    """What is said of one class of routes, for a time, or of a small network goes before what is said in general."""
+def _sort_key(of: tuple[Identity, Any]) -> tuple[bool, bool, int]:
+    """The sort key of entries: those for one class of routes, for a time, or for a small network come first."""
     (kind, value), entry = of
     validity = getattr(entry, "validity", ALWAYS)
     # A network is as general as its prefix is short; an address without one is the least.
@@ -545,8 +545,8 @@ def _generality(of: tuple[Identity, Any]) -> tuple[bool, bool, int]:
     return getattr(entry, "route_class", None) is None, validity == ALWAYS, -int(prefix or 128)
 
 
-def _counts_everybody_by_address(rule: Rule) -> bool:
-    """Whether a limit lets nobody go uncounted: one for some tiers only, or by an identity beside the address, does."""
+def _counts_all_by_address(rule: Rule) -> bool:
+    """True if a limit counts every request by address; one for some tiers only, or by other identities, does not."""
     kinds = set(rule.by)
     return rule.limit is not None and bool(kinds & {*ADDRESSES}) and kinds <= {*ADDRESSES, "endpoint"}
 
@@ -558,19 +558,19 @@ def _find_hashed(
     return values.get(hash_identity(kind, value))
 
 
-def _flat(networks: Networks[list[_Ranked]]) -> Callable[[str], list[_Ranked]]:
-    """All entries around an address: where that of a small network is over, a wider one may hold."""
+def _find_in_networks(networks: Networks[list[_Ranked]]) -> Callable[[str], list[_Ranked]]:
+    """A lookup of all networks with an address: if the entry of the smallest has ended, a wider one may apply."""
     return lambda address: [entry for entries in networks.find_all(address) for entry in entries]
 
 
-def _joined(costs: list[int]) -> Cost:
-    """The costs as stores take them: one for all, where they are alike."""
+def _join_costs(costs: list[int]) -> Cost:
+    """The costs in the form that stores take: one number if they are all equal."""
     return costs[0] if len(set(costs)) == 1 else tuple(costs)
 
 
-def _fits(methods: frozenset[str], method: str) -> bool:
-    return not methods or method in map(normal_method, methods)
+def _allows_method(methods: frozenset[str], method: str) -> bool:
+    return not methods or method in map(normalize_method, methods)
 
 
-def _moment(now_us: int) -> datetime:
+def _to_datetime(now_us: int) -> datetime:
     return datetime.fromtimestamp(now_us / 1_000_000, UTC)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headgate.gate.base import GateBase
     from headgate.keys import Key
     from headgate.policy.model import Policy
-    from headgate.policy.snapshot import Who
+    from headgate.policy.snapshot import Identities
 
 __all__ = ["EVERYBODY", "LABEL", "NodePseudonyms", "Pseudonym", "Pseudonymizer", "label_key"]
 
@@ -89,7 +89,7 @@ class Pseudonymizer:
         keyed = [(self.written(*identity), identity) for identity in named]
         return {key: (kind, key if kind == "api_key" else value) for key, (kind, value) in keyed}
 
-    def _newly_named(self, who: Who) -> Pseudonym:
+    def _newly_named(self, who: Identities) -> Pseudonym:
         kinds = [kind for kind in who if kind not in NO_CLIENTS]
         keys = [self.key(kind, who[kind]) for kind in kinds]
         if who["address"] != who["ip"]:  # one of a network that is counted as one: found by either
@@ -105,7 +105,7 @@ class Pseudonymizer:
         kinds += [LABEL] * len(names)
         return Pseudonym(kind, key, label, tuple(kinds), (*keys, *names))
 
-    def _label(self, kind: str, who: Who, key: str, keys: list[str]) -> tuple[str, list[str]]:
+    def _label(self, kind: str, who: Identities, key: str, keys: list[str]) -> tuple[str, list[str]]:
         """What the client is called, and the names by which it can be looked for."""
         if self._labels:
             label = next((self._labels[each] for each in (key, *keys) if each in self._labels), None)
@@ -179,7 +179,7 @@ class NodePseudonyms:
             self._policy = policy
             self._by = {rule.name: tuple(rule.by) for rule in policy.rules}
 
-    def of(self, who: Who) -> Pseudonym:
+    def of(self, who: Identities) -> Pseudonym:
         """The client that sent a request. Of an address only the network is shown, which many share: a piece of its
         hash tells them apart."""
         named = self._clients.named((*who, *who.values()), self._policy)

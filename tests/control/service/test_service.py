@@ -339,7 +339,7 @@ def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, wh
     ):
         identities = {"address": address, "ip": address, **who}
         resolution = snapshot.resolve(snapshot.route(method, path), identities, here.clock.now_us())
-        for each in (*resolution.met, *resolution.shadows):
+        for each in (*resolution.applied_limits, *resolution.shadows):
             if kind in each.rule.by or "client" in each.rule.by:
                 numbers = f"{each.key.limit.quota}/minute"
                 burst = f", burst {each.key.limit.burst}" if each.key.limit.burst != each.key.limit.quota else ""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headgate.limits import Limit
     from headgate.policy.model import Rule
     from headgate.policy.routes import Template
-    from headgate.policy.snapshot import CompiledRule, RoutePlan, Who
+    from headgate.policy.snapshot import CompiledRule, Identities, RoutePlan
 
 __all__ = [
     "ApplicableLimit",
@@ -206,7 +206,7 @@ def _places(rule: Rule, plan: RoutePlan) -> list[str]:
 
 
 def _applicable_limit(
-    rule: CompiledRule, plan: RoutePlan, known: Who, kind: str, met: Resolution
+    rule: CompiledRule, plan: RoutePlan, known: Identities, kind: str, met: Resolution
 ) -> ApplicableLimit | None:
     by = rule.rule.by
     counted_as = next((each for each in CLIENT_KINDS if known.get(each)), None)
@@ -218,7 +218,7 @@ def _applicable_limit(
     key = rule.key(who, met.tier, met.now_us)
     if key is None:
         return None
-    found = rule.met(key, Resolution(plan, (), 0, (), who, met.tier, met.now_us, None))
+    found = rule.apply(key, Resolution(plan, (), 0, (), who, met.tier, met.now_us, None))
     kinds = {counted_as if each == "client" else each for each in by}
     can_override = kind in by or ("client" in by and kind in CLIENT_KINDS)
     return ApplicableLimit(

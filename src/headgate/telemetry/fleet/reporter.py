@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from headgate.gate.base import GateBase
     from headgate.gate.event_stream import DecisionEvent
-    from headgate.policy.snapshot import Who
+    from headgate.policy.snapshot import Identities
     from headgate.telemetry.fleet.rollups import Client, Second
     from headgate.telemetry.fleet.status_store import StatusStore
 
@@ -292,7 +292,7 @@ class _RecentRequests:
 
     def __init__(self) -> None:
         self.allowed = self.denied = 0
-        self.who: Who = {}
+        self.who: Identities = {}
 
 
 def _encode(document: Any) -> bytes:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from headgate.gate.event_stream import DecisionEvent
     from headgate.keys import Key
-    from headgate.policy.snapshot import Who
+    from headgate.policy.snapshot import Identities
     from headgate.telemetry.pseudonyms import Pseudonym
 
 __all__ = [
@@ -66,7 +66,7 @@ class ClientRequests:
 
     __slots__ = ("allowed", "denied", "rejected", "samples", "who")
 
-    def __init__(self, who: Who) -> None:
+    def __init__(self, who: Identities) -> None:
         self.allowed = self.denied = self.rejected = 0
         """`rejected` are those that no limit denied: blocked, or unavailable."""
         self.who = who
@@ -266,7 +266,7 @@ class BusyClient(NamedTuple):
 class _CountedClient:
     __slots__ = ("count", "sketch", "who")
 
-    def __init__(self, who: Who) -> None:
+    def __init__(self, who: Identities) -> None:
         self.count = 0
         self.who = who
         self.sketch: TrafficSketch | None = None
@@ -303,7 +303,7 @@ class MinuteRollup:
             self._clients = dict(heapq.nlargest(MAX_COUNTED_CLIENTS // 2, self._clients.items(), key=_count_of_item))
         return True
 
-    def document(self, name: Callable[[Who], Pseudonym], **fields: Any) -> bytes:
+    def document(self, name: Callable[[Identities], Pseudonym], **fields: Any) -> bytes:
         """The document of the minute, in which `name` gives the pseudonyms of clients."""
         busiest = heapq.nlargest(MAX_REPORTED_CLIENTS, self._clients.values(), key=lambda counted: counted.count)
         clients = [_row(each, name) for each in busiest]
@@ -314,7 +314,7 @@ def _count_of_item(item: tuple[Client, _CountedClient]) -> int:
     return item[1].count
 
 
-def _row(counted: _CountedClient, name: Callable[[Who], Pseudonym]) -> list[Any]:
+def _row(counted: _CountedClient, name: Callable[[Identities], Pseudonym]) -> list[Any]:
     kind, key, label, _, _ = name(counted.who)
     row: list[Any] = [kind, key, label, counted.count]
     if counted.sketch is not None and counted.count >= MIN_SKETCHED_REQUESTS:
