@@ -234,9 +234,7 @@ class _PathState(dict[str, "_PathState"]):
         is_named = any(segment in node.words for node in self._nodes)
         if not is_named and self._other is not None:
             return self._other
-        following = self._state(
-            frozenset([each for node in self._nodes for each in node.next_nodes(segment)])
-        )
+        following = self._state(frozenset([each for node in self._nodes for each in node.next_nodes(segment)]))
         if following.is_cached:
             if is_named:
                 self[segment] = following
