@@ -462,8 +462,8 @@ class UnknownKeyNet(CompiledRule):
     """The safety net of a limit by API key on one route: counts requests with unknown keys by address.
 
     A client can send a new key with each request, and each key has its own counter. So all unknown keys from one
-    address also share a counter, at a multiple of the limit. Both are charged together or not at all: once the net denies,
-    invented keys create no state.
+    address also share a counter, at a multiple of the limit. Both are charged together or not at all: once the net
+    denies, invented keys create no state.
     """
 
     __slots__ = ("_base", "_net_limit")
