@@ -43,7 +43,7 @@ def line(arrival: RequestInfo, admission: Admission, now: datetime) -> str:
         who, tier = _who(resolution), resolution.tier or "-"
     if decision is not None and resolution is not None and not _is_unknown(admission):
         tightest = min(decision.outcomes, key=lambda outcome: outcome.remaining / outcome.limit.capacity)
-        cost = f"cost {next(met.cost for met in resolution.met if met.key == tightest.key)}"
+        cost = f"cost {next(met.cost for met in resolution.applied_limits if met.key == tightest.key)}"
         left = f"{tightest.remaining:>5} left of {tightest.limit.name}"
     if sys.stdout.isatty() and shutil.get_terminal_size().columns < WIDEST:
         return f"{answer} {f'{method} {path}':<14} {who:<11} {left}".rstrip()
