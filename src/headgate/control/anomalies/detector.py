@@ -1,4 +1,4 @@
-"""Anomaly detection: two consecutive minutes with ten times a client's baseline. See docs/step-changes.md."""
+"""Anomaly detection: two consecutive minutes with ten times a client's baseline. See docs/anomalies.md."""
 
 from __future__ import annotations
 
