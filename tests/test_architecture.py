@@ -327,7 +327,7 @@ def test_lua_converts_numbers_to_text_only_with_format(file: Path) -> None:
     code = re.sub(r"--.*", "", file.read_text("utf-8"))
     assert "tostring" not in code
     # Text: literals, constants, results of format and instant, and the lower-case names, set from ARGV or by format.
-    names = r"(?:limit\.)?(?:signed|blank|period_ending)\b|\b(?:[A-Z]+|tokens|ticks|capacity|after|document)\b"
+    names = r"(?:limit\.)?(?:signature|separator|period_suffix)\b|\b(?:[A-Z_]+|tokens|ticks|capacity|after|document)\b"
     texts = rf"'[^'\n]*'|(?:format|instant)\([^)\n]*\)|{names}"
     marked = re.sub(texts, "TEXT", code)
     assert not re.findall(r".*(?:(?<!TEXT )\.\.|\.\.(?! TEXT)).*", marked)

@@ -467,9 +467,9 @@ REFUSED_LIMITERS: list[tuple[Any, dict[str, Any], str]] = [
         {},
         f"cannot open the store 'postgres://***@h/db': the URL must start with one of {SCHEMES}",
     ),
-    ("redis://h:p", {}, "'h:p' is no host and port: write host:6379"),
-    ("redis://user:secret@h:99999", {}, "'h:99999' is no host and port: write host:6379"),
-    ("redis+cluster://h:7000,h:x", {}, "'h:x' is no host and port: write host:6379"),
+    ("redis://h:p", {}, "'h:p' is not a host and port: write host:6379"),
+    ("redis://user:secret@h:99999", {}, "'h:99999' is not a host and port: write host:6379"),
+    ("redis+cluster://h:7000,h:x", {}, "'h:x' is not a host and port: write host:6379"),
     ("redis+cluster://h/1", {}, "a Redis Cluster has only database 0, not 1"),
     *[
         (url, {}, "a Sentinel URL ends with the name of its primary: redis+sentinel://host:26379/NAME, or /NAME/DB")

@@ -19,7 +19,7 @@ from headgate.algorithms import NEVER
 from headgate.stores.operations import Call, Check, Leave, Refund, Renew, Reset
 from headgate.stores.redis.encoding import (
     CALLER_MARGIN_MS,
-    MOST_PACKED,
+    MAX_PACKED,
     SERVER_MARGIN_MS,
     Command,
     CommandEncoder,
@@ -573,9 +573,9 @@ def test_what_takes_a_lease_or_brings_the_time_goes_the_long_way() -> None:
 
 def test_what_is_kept_of_packed_checks_is_bounded() -> None:
     wire, key = CommandEncoder("headgate", None), limit_of("gcra", 5, 1, name="posts").by("ada")
-    for cost in range(3 * MOST_PACKED):
+    for cost in range(3 * MAX_PACKED):
         wire.pack_alone(Check((key,), cost))
-        assert len(wire._packed) <= MOST_PACKED
+        assert len(wire._packed) <= MAX_PACKED
 
 
 def test_lua_says_and_is_told_only_what_is_unusual_of_a_request_that_comes_alone(lua: InRedis) -> None:

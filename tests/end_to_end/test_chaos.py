@@ -151,7 +151,7 @@ def test_a_turn_that_the_server_forgot_is_over_admitted_and_not_wrong() -> None:
 
 
 def test_what_passed_without_the_store_is_missed_if_it_is_never_charged() -> None:
-    unsent = f"{AWAY} (and it is not asked again until it is seen to answer)"
+    unsent = f"{AWAY} (circuit breaker open)"
     rows = rows_of(
         *[(WIDE, ALLOWED, EXACT)] * 5, *[(WIDE, ALLOWED, AWAY)] * 2, *[(WIDE, ALLOWED, unsent)] * 10, mode="local"
     )

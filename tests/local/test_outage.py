@@ -119,7 +119,7 @@ def opened(limiter: Limiter | AsyncLimiter) -> None:
     limiter.engine.local.record_failure(AWAY)
 
 
-UNSENT = f"{AWAY} (and it is not asked again until it is seen to answer)"
+UNSENT = f"{AWAY} (circuit breaker open)"
 
 
 @pytest.mark.parametrize("cost", [0, 2, (2, 0), (0, 0)])

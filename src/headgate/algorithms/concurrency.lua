@@ -4,12 +4,12 @@
 -- commands or nil.
 
 local function concurrency_text(cost, expiry, before, ttl)
-  return format(TWO, cost, expiry) .. ' ' .. format(TWO, before, ttl)
+  return format(INT_PAIR, cost, expiry) .. ' ' .. format(INT_PAIR, before, ttl)
 end
 
--- The leases that are held, as { id, cost, expiry, before, ttl }, their costs together, the last expiry, the ids of the
--- others, and commands that re-date leases: a lease that was taken more than its ttl in the future, because the clock was
--- set back, is treated as taken now.
+-- The current leases, as { id, cost, expiry, before, ttl }, their total cost, the last expiry, the ids of expired ones, and
+-- commands that re-date leases: one taken more than its ttl in the future, because the clock was set back, is treated as
+-- taken now.
 local function concurrency_load(key, now)
   local fields = pcall('HGETALL', key)
   if fields.err then
@@ -44,9 +44,9 @@ local function concurrency_find(leases, id)
   end
 end
 
--- Commands that forget the expired, after those that re-date others. They come first: the lease that is written then may
--- be one of them, come back.
-local function concurrency_forget(key, expired, commands)
+-- Commands that delete expired leases, after those that re-date others. They come first: the lease written next may be one
+-- of them.
+local function concurrency_delete(key, expired, commands)
   for first = 1, #expired, 1000 do -- Lua passes some thousand arguments at most
     commands[#commands + 1] = { 'HDEL', key, unpack(expired, first, math.min(first + 999, #expired)) }
   end
@@ -54,13 +54,13 @@ local function concurrency_forget(key, expired, commands)
 end
 
 local function concurrency_write(key, id, cost, expiry, before, ttl, expired, redated)
-  local commands = concurrency_forget(key, expired, redated)
+  local commands = concurrency_delete(key, expired, redated)
   commands[#commands + 1] = { 'HSET', key, id, concurrency_text(cost, expiry, before, ttl) }
   return commands
 end
 
--- A lease, renewed: when it ends, and its ttl. It never ends earlier than before.
-local function concurrency_renewed(lease, now, limit)
+-- The expiry and ttl of a renewed lease, which never ends earlier than before.
+local function concurrency_extend(lease, now, limit)
   if now + limit.period > lease[3] then
     return now + limit.period, limit.period
   end
@@ -68,7 +68,7 @@ local function concurrency_renewed(lease, now, limit)
 end
 
 -- When leases worth `needed` will have expired.
-local function concurrency_freed(leases, needed)
+local function concurrency_freed_at(leases, needed)
   table.sort(leases, function(one, other) return one[3] < other[3] end)
   for _, lease in ipairs(leases) do
     needed = needed - lease[2]
@@ -87,7 +87,7 @@ local function concurrency(key, now, cost, limit, id)
   if cost > 0 then
     local mine = concurrency_find(leases, id)
     if mine then
-      local expiry, ttl = concurrency_renewed(mine, now, limit)
+      local expiry, ttl = concurrency_extend(mine, now, limit)
       commands = concurrency_write(key, id, mine[2], expiry, mine[3], ttl, expired, redated)
       last = math.max(last, expiry)
     elseif held + cost <= quota then
@@ -97,7 +97,7 @@ local function concurrency(key, now, cost, limit, id)
     elseif cost > quota then
       retry = -1
     else
-      retry = concurrency_freed(leases, held + cost - quota) - now
+      retry = concurrency_freed_at(leases, held + cost - quota) - now
     end
   end
   return math.max(0, quota - held), retry, last - now, 0, commands
@@ -111,7 +111,7 @@ local function concurrency_renew(key, now, limit, id)
   if not mine then
     return nil
   end
-  local expiry, ttl = concurrency_renewed(mine, now, limit)
+  local expiry, ttl = concurrency_extend(mine, now, limit)
   return concurrency_write(key, id, mine[2], expiry, mine[4], ttl, expired, redated)
 end
 
@@ -120,13 +120,13 @@ local function concurrency_leave(key, now, id)
   if not concurrency_find(leases, id) then
     return nil
   end
-  local commands = concurrency_forget(key, expired, redated)
+  local commands = concurrency_delete(key, expired, redated)
   commands[#commands + 1] = { 'HDEL', key, id }
   return commands
 end
 
--- Undoes what a check did at that instant: what it took is left, and what it renewed ends when it would have. What was
--- renewed since then stays.
+-- Undoes a check of that instant: a lease that it took is released, and one that it renewed gets its previous expiry. One
+-- that was renewed since then stays.
 local function concurrency_refund(key, now, _, limit, at, id)
   local mine = concurrency_find(concurrency_load(key, now), id)
   if not mine then

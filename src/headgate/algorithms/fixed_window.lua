@@ -1,9 +1,9 @@
 -- Mirrors fixed_window.py. KEYS: a string "ts_us used period_us".
--- In: key, now (us), cost (<= quota + 1), limit, nothing, and the stored text where it is known. Out: remaining,
+-- In: key, now (us), cost (<= quota + 1), limit, nil, and the stored text if known. Out: remaining,
 -- retry (us, -1 never), reset (us), delay, new state or nil.
 
--- The instant of the last admitted request (nil if none), the effective instant, its window, what was used of that, and,
--- if the state was migrated, the count that belongs to the first.
+-- The instant of the last admitted request (nil if none), the effective instant, its window, the count in that window, and,
+-- if the state was migrated, the count at the first instant.
 local function fixed_window_load(key, now, limit, text)
   local ts, used, old = read(key, text, '^(%d+) (%d+) (%d+)$')
   if not ts then
@@ -34,13 +34,13 @@ local function fixed_window(key, now, cost, limit, _, text)
   if used + cost <= quota or cost == 0 then
     if cost > 0 then
       used = used + cost
-      state = instant(te) .. ' ' .. format(WHOLE, used) .. limit.period_ending
+      state = instant(te) .. ' ' .. format(INT, used) .. limit.period_suffix
     end
   else
     retry = cost > quota and -1 or to_next
   end
   if migrated and not state then
-    state = format(TWO, ts, migrated) .. limit.period_ending
+    state = format(INT_PAIR, ts, migrated) .. limit.period_suffix
   end
   return math.max(0, quota - used), retry, used > 0 and to_next or 0, 0, state
 end
@@ -56,5 +56,5 @@ local function fixed_window_refund(key, now, amount, limit, at)
     return nil
   end
   used = math.max(0, used - amount)
-  return format(TWO, ts, used) .. limit.period_ending
+  return format(INT_PAIR, ts, used) .. limit.period_suffix
 end

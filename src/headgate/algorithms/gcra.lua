@@ -1,12 +1,11 @@
 -- Mirrors gcra.py. KEYS: a string "tat_us rest tokens/ticks/capacity": the instant tat_us + rest/tokens, which one
--- double could not hold; a tab instead of the first blank says that the key has a long life (see check.lua).
--- In: key, now (us), cost (<= capacity + 1), limit, nothing, and the stored text where it is known.
--- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the life that the key has is long
--- enough for it.
+-- double could not represent; a tab instead of the first space marks a key with a long TTL (see check_batch.lua).
+-- In: key, now (us), cost (<= capacity + 1), limit, nil, and the stored text if known.
+-- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the TTL of the key suffices for it.
 
--- Whether an instant lies further ahead than two times the period, in which an empty bucket fills: the product with the
--- tokens could leave exactness.
-local function gcra_is_ahead(ahead, rest, limit)
+-- True if an instant is further ahead than twice the time in which an empty bucket fills; the product with the tokens
+-- might not be exact.
+local function gcra_is_too_far(ahead, rest, limit)
   local tokens = limit.tokens
   local longest, part = div(limit.full, tokens) * 2, limit.full % tokens
   if part >= tokens - part then
@@ -17,19 +16,19 @@ local function gcra_is_ahead(ahead, rest, limit)
   return ahead > longest or (ahead == longest and rest > part)
 end
 
--- Whether there is an instant (nil for a new key, false for a foreign value), the instant, whether it was migrated, and
--- whether its key has a long life.
+-- True if there is an instant (nil for a new key, false for a foreign value), the instant, true if it was migrated, and
+-- true if the key has a long TTL.
 local function gcra_load(key, now, limit, text)
-  local tat, rest, signed, has_long_life = read_signed(key, text, limit)
+  local tat, rest, signature, has_long_ttl = read_signed(key, text, limit)
   if not tat then
     return tat and true, 0, 0, false
-  elseif signed == limit.signed then
-    if (tat - now) * limit.tokens > limit.full and gcra_is_ahead(tat - now, rest, limit) then -- the clock was set back
+  elseif signature == limit.signature then
+    if (tat - now) * limit.tokens > limit.full and gcra_is_too_far(tat - now, rest, limit) then -- the clock was set back
       return true, now + div(limit.full, limit.tokens), limit.full % limit.tokens, true
     end
-    return true, tat, rest, false, has_long_life
+    return true, tat, rest, false, has_long_ttl
   end
-  local tokens, left = signature(signed), nil
+  local tokens, left = parse_signature(signature), nil
   if not tokens then
     return false
   end
@@ -48,13 +47,13 @@ local function gcra_load(key, now, limit, text)
   return true, tat, rest, true
 end
 
--- As a queue: the fourth value is how long the request waits for its turn.
+-- As a queue: the fourth value is the delay of the request.
 local function gcra_queue(key, now, cost, limit, _, text)
-  local known, tat, rest, write, has_long_life = gcra_load(key, now, limit, text)
-  if known == false then
+  local exists, tat, rest, must_write, has_long_ttl = gcra_load(key, now, limit, text)
+  if exists == false then
     return nil
   end
-  local due = has_long_life and tat -- when it would have been as new
+  local full_at = has_long_ttl and tat -- when the bucket would have been full
   local tokens, ticks, full = limit.tokens, limit.ticks, limit.full
   local need, retry, delay = cost * ticks, 0, 0
   -- The debt, in us and 1/tokens of one.
@@ -69,7 +68,7 @@ local function gcra_queue(key, now, cost, limit, _, text)
       room = room - need
       local debt = full - room
       ahead, part = div(debt, tokens), debt % tokens
-      tat, rest, write = now + ahead, part, true
+      tat, rest, must_write = now + ahead, part, true
     end
   elseif cost > limit.capacity then
     retry = -1
@@ -77,23 +76,24 @@ local function gcra_queue(key, now, cost, limit, _, text)
     retry = ahead + ceil_div(part + need - full, tokens)
   end
   local remaining, reset = room > 0 and div(room, ticks) or 0, ahead + (part > 0 and 1 or 0)
-  return remaining, retry, reset, delay, write and format(SIGNED, tat, limit.blank, rest, limit.signed) or nil,
-    due and due >= now + reset - (now + reset) % limit.more or false
+  local state = must_write and format(SIGNED_STATE, tat, limit.separator, rest, limit.signature) or nil
+  return remaining, retry, reset, delay, state,
+    full_at and full_at >= now + reset - (now + reset) % limit.ttl_step or false
 end
 
 local function gcra(key, now, cost, limit, _, text)
-  local remaining, retry, reset, _, state, lasts = gcra_queue(key, now, cost, limit, _, text)
-  return remaining, retry, reset, 0, state, lasts
+  local remaining, retry, reset, _, state, ttl_suffices = gcra_queue(key, now, cost, limit, _, text)
+  return remaining, retry, reset, 0, state, ttl_suffices
 end
 
 -- >8 -- scripts that only decide end here
 
 local function gcra_refund(key, now, amount, limit)
-  local known, tat, rest = gcra_load(key, now, limit)
-  if not known or tat < now or (tat == now and rest == 0) then
+  local exists, tat, rest = gcra_load(key, now, limit)
+  if not exists or tat < now or (tat == now and rest == 0) then
     return nil
   end
-  -- In us and 1/tokens, borrowing one us where the rest does not suffice.
+  -- In us and 1/tokens, borrowing one us if the rest does not suffice.
   local back = amount * limit.ticks
   tat, rest = tat - div(back, limit.tokens), rest - back % limit.tokens
   if rest < 0 then
@@ -102,5 +102,5 @@ local function gcra_refund(key, now, amount, limit)
   if tat < now then
     tat, rest = now, 0
   end
-  return format(SIGNED, tat, limit.blank, rest, limit.signed)
+  return format(SIGNED_STATE, tat, limit.separator, rest, limit.signature)
 end

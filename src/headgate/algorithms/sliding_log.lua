@@ -12,8 +12,8 @@ local function sliding_log_member(total, cost, limit)
   return format('%016.0f:%.0f:%s', total, cost, limit.period_text)
 end
 
--- When the entry was made that frees enough: the first whose running total reaches `wanted`, by bisection.
-local function sliding_log_freeing(key, first, wanted)
+-- The instant of the entry that frees enough: the first whose running total reaches `wanted`, by bisection.
+local function sliding_log_find_freeing(key, first, wanted)
   local low, high = call('ZRANK', key, first), call('ZCARD', key) - 1
   while low < high do
     local middle = div(low + high, 2)
@@ -26,7 +26,7 @@ local function sliding_log_freeing(key, first, wanted)
   return tonumber(call('ZRANGE', key, low, low, 'WITHSCORES')[2])
 end
 
--- Commands that write the live entries anew with totals from 1 on, before the totals leave exactness; and the new total.
+-- Commands that renumber the current entries from 1, before totals become inexact; and the new total.
 local function sliding_log_renumber(key, after, limit)
   local log = call('ZRANGEBYSCORE', key, '(' .. after, '+inf', 'WITHSCORES')
   local commands, total = { { 'DEL', key } }, 0
@@ -38,7 +38,7 @@ local function sliding_log_renumber(key, after, limit)
   return commands, total
 end
 
--- Commands that sign the log with the period of the limit, and forget what has ceased to count.
+-- Commands that mark the log with the period of the limit, and delete expired entries.
 local function sliding_log_sign(key, newest, after, limit)
   local total, cost = sliding_log_entry(newest[1])
   return {
@@ -55,15 +55,15 @@ local function sliding_log(key, now, cost, limit)
     return nil
   end
   local te, total, used, last, first = now, 0, 0, now, nil
-  local worthless, commands, after, redated = false, nil, nil, false
+  local is_zero, commands, after, is_redated = false, nil, nil, false
   if newest[1] then
     local newest_total, newest_cost, old = sliding_log_entry(newest[1])
     if not newest_total then
       return nil
     end
     te = math.max(now, tonumber(newest[2]))
-    -- What has ceased to count does not come back when the period becomes longer.
-    after = format(WHOLE, te - math.min(period, old))
+    -- Expired entries do not count again when the period becomes longer.
+    after = format(INT, te - math.min(period, old))
     first = call('ZRANGEBYSCORE', key, '(' .. after, '+inf', 'LIMIT', 0, 1)[1]
     if first then
       local first_total, first_cost = sliding_log_entry(first)
@@ -72,12 +72,12 @@ local function sliding_log(key, now, cost, limit)
       end
       total = newest_total
       used = total - (first_total - first_cost)
-      worthless = newest_cost == 0
-      last = tonumber(newest[worthless and 4 or 2])
+      is_zero = newest_cost == 0
+      last = tonumber(newest[is_zero and 4 or 2])
     end
-    if te - now > period then -- the clock was set back by more than a period: all that is used is of now
-      te, total, last, redated, worthless = now, used, now, true, false
-      commands = { { 'DEL', key }, { 'ZADD', key, format(WHOLE, now), sliding_log_member(used, used, limit) } }
+    if te - now > period then -- the clock was set back by more than a period: everything was used now
+      te, total, last, is_redated, is_zero = now, used, now, true, false
+      commands = { { 'DEL', key }, { 'ZADD', key, format(INT, now), sliding_log_member(used, used, limit) } }
     elseif old ~= period then
       commands = first and sliding_log_sign(key, newest, after, limit) or { { 'DEL', key } }
     end
@@ -86,25 +86,25 @@ local function sliding_log(key, now, cost, limit)
   if used + cost <= quota or cost == 0 then
     if cost > 0 then
       used, last = used + cost, te
-      if not redated then -- the new entry has the period of the limit
+      if not is_redated then -- the new entry has the period of the limit
         commands = {}
         if total + cost >= 4503599627370496 then
           commands, total = sliding_log_renumber(key, after, limit)
         elseif newest[1] then
           commands[1] = { 'ZREMRANGEBYSCORE', key, '-inf', after }
         end
-        if worthless then
+        if is_zero then
           commands[#commands + 1] = { 'ZREM', key, newest[1] }
         end
       end
-      commands[#commands + 1] = { 'ZADD', key, format(WHOLE, te), sliding_log_member(total + cost, cost, limit) }
+      commands[#commands + 1] = { 'ZADD', key, format(INT, te), sliding_log_member(total + cost, cost, limit) }
     end
   elseif cost > quota then
     retry = -1
-  elseif redated then
+  elseif is_redated then
     retry = period
   else
-    retry = sliding_log_freeing(key, first, total + cost - quota) + period - now
+    retry = sliding_log_find_freeing(key, first, total + cost - quota) + period - now
   end
   return math.max(0, quota - used), retry, used > 0 and last + period - now or 0, 0, commands
 end
@@ -124,7 +124,7 @@ local function sliding_log_refund(key, now, amount, limit, at)
     if te - us < limit.period then
       local taken = (not at or us <= at) and math.min(cost, left) or 0
       left = left - taken
-      -- The newest entry stays even when it is worth nothing: it holds the instant that time may not fall behind.
+      -- The newest entry stays even if its cost is 0: it holds the instant before which time may not fall.
       if taken < cost or index == #log - 1 then
         kept[#kept + 1] = { us, cost - taken }
       end
@@ -133,8 +133,7 @@ local function sliding_log_refund(key, now, amount, limit, at)
   if left == amount then
     return nil
   end
-  -- In a sorted set, a worthless entry would stand before one of the same instant and total; that one holds the
-  -- instant as well.
+  -- In a sorted set, an entry of cost 0 would come before one of the same instant and total, which holds the instant too.
   if #kept > 1 and kept[1][2] == 0 and kept[1][1] == kept[2][1] then
     table.remove(kept, 1)
   end
@@ -142,7 +141,7 @@ local function sliding_log_refund(key, now, amount, limit, at)
   for index = #kept, 1, -1 do
     local us, cost = kept[index][1], kept[index][2]
     total = total + cost
-    commands[#commands + 1] = { 'ZADD', key, format(WHOLE, us), sliding_log_member(total, cost, limit) }
+    commands[#commands + 1] = { 'ZADD', key, format(INT, us), sliding_log_member(total, cost, limit) }
   end
   return commands
 end

@@ -1,8 +1,8 @@
 -- Mirrors sliding_window.py. KEYS: a string "ts_us current previous period_us".
--- In: key, now (us), cost (<= quota + 1), limit, nothing, and the stored text where it is known. Out: remaining,
+-- In: key, now (us), cost (<= quota + 1), limit, nil, and the stored text if known. Out: remaining,
 -- retry (us, -1 never), reset (us), delay, new state or nil.
 
--- The instant of the last admitted request (nil if none), its counts, and, if they were migrated, the text of all that.
+-- The instant of the last admitted request (nil if none), its counts, and, if they were migrated, the state as text.
 local function sliding_window_load(key, now, limit, text)
   local ts, current, previous, old = read(key, text, '^(%d+) (%d+) (%d+) (%d+)$')
   if not ts then
@@ -20,7 +20,7 @@ local function sliding_window_load(key, now, limit, text)
   if ts - now > limit.period then -- the clock was set back by more than a period
     ts, migrated = now, true
   end
-  return ts, current, previous, migrated and format(THREE, ts, current, previous) .. limit.period_ending or nil
+  return ts, current, previous, migrated and format(INT_TRIPLE, ts, current, previous) .. limit.period_suffix or nil
 end
 
 local function sliding_window(key, now, cost, limit, _, text)
@@ -43,13 +43,13 @@ local function sliding_window(key, now, cost, limit, _, text)
   if current + share + cost <= quota or cost == 0 then
     if cost > 0 then
       current = current + cost
-      state = instant(te) .. ' ' .. format(TWO, current, previous) .. limit.period_ending
+      state = instant(te) .. ' ' .. format(INT_PAIR, current, previous) .. limit.period_suffix
     end
   elseif cost > quota then
     retry = -1
-  elseif current + cost <= quota then -- it passes while this window lasts, when enough of the last one has slid out
+  elseif current + cost <= quota then -- allowed within this window, when enough of the last one has slid out
     retry = start + period - mul_div(quota - current - cost, period, previous) - now
-  else -- it passes in the next window, when enough of this one has slid out
+  else -- allowed in the next window, when enough of this one has slid out
     retry = start + 2 * period - mul_div(quota - cost, period, current) - now
   end
   local reset = 0
@@ -63,7 +63,7 @@ end
 
 -- >8 -- scripts that only decide end here
 
--- An undo also reaches into the window before: it is over, but it still weighs.
+-- An undo also applies to the previous window: it is over, but still weighs.
 local function sliding_window_refund(key, now, amount, limit, at, _, undo)
   local ts, current, previous = sliding_window_load(key, now, limit)
   if not ts then
@@ -81,5 +81,5 @@ local function sliding_window_refund(key, now, amount, limit, at, _, undo)
   else
     return nil
   end
-  return format(THREE, ts, current, previous) .. limit.period_ending
+  return format(INT_TRIPLE, ts, current, previous) .. limit.period_suffix
 end

@@ -1,13 +1,12 @@
 -- Mirrors token_bucket.py. KEYS: the bucket, a string "ts_us level tokens/ticks/capacity", the level in 1/ticks of
--- a token; a tab instead of the first blank says that the key has a long life (see check.lua).
--- In: key, now (us), cost (<= capacity + 1), limit, nothing, and the stored text where it is known.
--- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the life that the key has is long
--- enough for it.
+-- a token; a tab instead of the first space marks a key with a long TTL (see check_batch.lua).
+-- In: key, now (us), cost (<= capacity + 1), limit, nil, and the stored text if known.
+-- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the TTL of the key suffices for it.
 
--- Converts a state that was written under other numbers: it is refilled until now at the old rate, and what is used then
--- stays used. Returns nothing if the state is foreign.
-local function token_bucket_adopt(te, level, signed, now, limit)
-  local tokens, ticks, capacity = signature(signed)
+-- Migrates a state that was written under another limit: it is refilled until now at the old rate, and what is used then
+-- stays used. Returns nil for a foreign value.
+local function token_bucket_migrate(te, level, signature, now, limit)
+  local tokens, ticks, capacity = parse_signature(signature)
   if not tokens then
     return nil
   end
@@ -28,21 +27,21 @@ local function token_bucket_adopt(te, level, signed, now, limit)
 end
 
 local function token_bucket(key, now, cost, limit, _, text)
-  local te, level, signed, has_long_life = read_signed(key, text, limit)
-  local tokens, ticks, full, write, due = limit.tokens, limit.ticks, limit.full, false, nil
+  local te, level, signature, has_long_ttl = read_signed(key, text, limit)
+  local tokens, ticks, full, must_write, full_at = limit.tokens, limit.ticks, limit.full, false, nil
   if te == nil then
     te, level = now, full
   elseif not te then
     return nil
-  elseif signed ~= limit.signed then
-    te, level = token_bucket_adopt(te, level, signed, now, limit)
+  elseif signature ~= limit.signature then
+    te, level = token_bucket_migrate(te, level, signature, now, limit)
     if not te then
       return nil
     end
-    write = true
+    must_write = true
   elseif now > te then
-    if has_long_life then
-      due = te + (full - level) / tokens -- when it would have been as new
+    if has_long_ttl then
+      full_at = te + (full - level) / tokens -- when the bucket would have been full
     end
     -- Beyond 2^53 the product is rounded, but then it is more than enough to fill the bucket.
     local gained = (now - te) * tokens
@@ -50,43 +49,43 @@ local function token_bucket(key, now, cost, limit, _, text)
     te = now
   end
   if (te - now) * tokens > full then -- the clock was set back by more than a period
-    te, write = now, true
+    te, must_write = now, true
   end
   local need, retry = cost * ticks, 0
   if need <= level then
     if cost > 0 then
-      level, write = level - need, true
+      level, must_write = level - need, true
     end
   elseif cost > limit.capacity then
     retry = -1
   else
     retry = te - now + ceil_div(need - level, tokens)
   end
-  local reset, lasts = 0, false
+  local reset, ttl_suffices = 0, false
   if level < full then
     local missing = full - level
-    local ending = te + (missing + -missing % tokens) / tokens
-    reset = ending - now
-    lasts = due and due >= ending - ending % limit.more or false
+    local full_again_at = te + (missing + -missing % tokens) / tokens
+    reset = full_again_at - now
+    ttl_suffices = full_at and full_at >= full_again_at - full_again_at % limit.ttl_step or false
   end
   local state
-  if write then
-    if te ~= limit.instant then -- the requests of a run have most of theirs in common
-      limit.instant, limit.text = te, format(WHOLE, te) .. limit.blank .. WHOLE .. ' ' .. limit.signed
+  if must_write then
+    if te ~= limit.instant then -- most requests of a run have the same
+      limit.instant, limit.text = te, format(INT, te) .. limit.separator .. INT .. ' ' .. limit.signature
     end
     state = format(limit.text, level)
   end
-  return (level - level % ticks) / ticks, retry, reset, 0, state, lasts
+  return (level - level % ticks) / ticks, retry, reset, 0, state, ttl_suffices
 end
 
 -- >8 -- scripts that only decide end here
 
 local function token_bucket_refund(key, now, amount, limit)
-  -- (What was written under another limit has been adopted by now.)
+  -- A state of another limit has been migrated before.
   local te, level = read_signed(key, nil, limit)
   if not te or math.max(now - te, 0) * limit.tokens >= limit.full - level then
     return nil
   end
-  -- Adding before or after the refill comes to the same level, so the instant stays as it is.
-  return format(SIGNED, te, limit.blank, math.min(limit.full, level + amount * limit.ticks), limit.signed)
+  -- Adding before or after the refill gives the same level, so the instant stays as it is.
+  return format(SIGNED_STATE, te, limit.separator, math.min(limit.full, level + amount * limit.ticks), limit.signature)
 end

@@ -8,10 +8,10 @@ from hiredis import ReplyError
 from headgate import StoreTimeout, StoreUnavailable
 from headgate.stores.redis.batch_protocol import ConnectionLost, NotSent, public, refusal
 from headgate.stores.redis.breaker import (
-    FEWEST,
-    IN_A_ROW,
-    SPACING,
-    WINDOW,
+    FAILURE_SPACING_S,
+    MAX_FAILURES,
+    MIN_INCIDENTS,
+    WINDOW_S,
     CircuitBreaker,
     CircuitBreakers,
     CircuitOpen,
@@ -52,15 +52,15 @@ def breaker() -> Watched:
 
 
 def test_failures_in_a_row_open_it_at_the_fifth(breaker: Watched) -> None:
-    assert IN_A_ROW == 5
-    assert [breaker.fail_after(2 * SPACING) for _ in range(6)] == [False] * 4 + [True] * 2
+    assert MAX_FAILURES == 5
+    assert [breaker.fail_after(2 * FAILURE_SPACING_S) for _ in range(6)] == [False] * 4 + [True] * 2
     assert breaker.times_opened == 1
-    assert (breaker.opened_at, breaker.reason) == (pytest.approx(1_000 + 10 * SPACING), "nobody is there")
+    assert (breaker.opened_at, breaker.reason) == (pytest.approx(1_000 + 10 * FAILURE_SPACING_S), "nobody is there")
 
 
 def test_what_breaks_in_one_moment_is_one_failure(breaker: Watched) -> None:
-    assert not any(breaker.fail_after(SPACING / 1_000) for _ in range(900))
-    assert [breaker.fail_after(2 * SPACING) for _ in range(4)] == [False] * 3 + [True]
+    assert not any(breaker.fail_after(FAILURE_SPACING_S / 1_000) for _ in range(900))
+    assert [breaker.fail_after(2 * FAILURE_SPACING_S) for _ in range(4)] == [False] * 3 + [True]
 
 
 def test_an_answer_in_between_begins_the_row_anew(breaker: Watched) -> None:
@@ -73,10 +73,10 @@ def test_an_answer_in_between_begins_the_row_anew(breaker: Watched) -> None:
 
 def test_where_half_of_all_fails_it_opens_though_the_other_half_is_answered(breaker: Watched) -> None:
     opened = []
-    for _ in range(FEWEST):
+    for _ in range(MIN_INCIDENTS):
         breaker.succeed()
         opened.append(breaker.fail_after(0.1))
-    assert opened == [False] * (FEWEST - 1) + [True]
+    assert opened == [False] * (MIN_INCIDENTS - 1) + [True]
 
 
 def test_where_most_is_answered_it_stays_closed(breaker: Watched) -> None:
@@ -89,7 +89,7 @@ def test_where_most_is_answered_it_stays_closed(breaker: Watched) -> None:
 def test_failures_of_long_ago_do_not_count(breaker: Watched) -> None:
     for _ in range(50):
         breaker.succeed()
-        assert not breaker.fail_after(WINDOW / (FEWEST - 1) + 0.01)
+        assert not breaker.fail_after(WINDOW_S / (MIN_INCIDENTS - 1) + 0.01)
 
 
 def test_it_opens_anew_only_after_a_row_of_its_own(breaker: Watched) -> None:
@@ -106,7 +106,7 @@ def test_whoever_is_turned_away_is_told_why_and_was_not_charged(breaker: Watched
         breaker.fail_after(1)
     told = public(breaker.refusal())
     assert type(told) is StoreUnavailable
-    assert str(told) == "nobody is there (and it is not asked again until it is seen to answer)"
+    assert str(told) == "nobody is there (circuit breaker open)"
     assert not told.may_have_happened
 
 

@@ -55,7 +55,7 @@ def numbers_in(value: Any) -> list[Any]:
     ids=repr,
 )
 def test_what_is_not_the_reply_to_a_check_of_one_limit_is_not_accepted(reply: Any) -> None:
-    with pytest.raises(UnexpectedReply, match="which is not a reply to what it was asked"):
+    with pytest.raises(UnexpectedReply, match="which is not a reply to the command"):
         decode([ONE], reply)
 
 

@@ -411,7 +411,7 @@ def test_a_foreign_value_in_a_record_is_an_error_and_charges_nothing(
         lambda: limiter.check(other, key, id="req-1"),
         lambda: limiter.refund(key, 1, id="req-1"),
     ):
-        with pytest.raises(ScriptError, match="is not headgate's"):
+        with pytest.raises(ScriptError, match="was not written by headgate"):
             call()
     client.delete(record)
     client.lpush(record, "a list")

@@ -105,11 +105,11 @@ class BackgroundClient:
         if until_us is not None and not 0 <= until_us < EXACT:
             raise InvalidInput(f"until_us {until_us!r} is not an instant: give microseconds since 1970, or None")
         block = _text(until_us=until_us, kind=kind, value=value, reason=reason)
-        self._call_blocks("set", self.encoder.news, _identity(kind, value), block)
+        self._call_blocks("set", self.encoder.channel, _identity(kind, value), block)
 
     def unblock(self, kind: str, value: str) -> bool:
         """Remove a block, and notify all subscribers; False if there was none."""
-        return bool(self._call_blocks("drop", self.encoder.news, _identity(kind, value)))
+        return bool(self._call_blocks("drop", self.encoder.channel, _identity(kind, value)))
 
     def find_blocks(self, identities: Sequence[tuple[str, str]]) -> list[StoredBlock | None]:
         """The stored block of each (kind, value), or None if there is none or it has ended."""

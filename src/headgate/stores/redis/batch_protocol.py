@@ -246,7 +246,7 @@ def deliver(commands: list[Command], topology: Topology) -> Generator[list[Comma
                 topology.forget([command.node for command in stale])
             # A command that may have been carried out is never sent again.
             unsent = [command for command in stale if not getattr(command.reply, "may_have_happened", False)]
-            if unsent and topology.moves and not has_rediscovered:
+            if unsent and topology.can_move and not has_rediscovered:
                 has_rediscovered = True
                 pending = [*again, *unsent]  # which fail if discovery does
                 yield from topology.discover()
@@ -277,7 +277,7 @@ def _redirect(command: Command, topology: Topology) -> bool:
         slot, host, port = match.groups()
         command.node = Node(host.strip("[]") or command.node.host, int(port))
         if kind == "MOVED":
-            topology.moved(int(slot), command.node)
+            topology.record_move(int(slot), command.node)
         return True
     return kind == "TRYAGAIN"
 

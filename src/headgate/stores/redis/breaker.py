@@ -1,7 +1,7 @@
-"""The breaker of each server: after several failures in a row nobody waits for it, until somebody has seen it serve.
+"""Circuit breakers, one per server.
 
-While it is closed, requests find out how the server is. Once it is open none of them goes there: each is told at once,
-and a background thread looks after the server (`shield.keeper`), which closes the breaker again.
+While a breaker is closed, requests find out how the server is. Once it is open they fail at once, until the maintenance
+thread (`local.maintenance`) has seen the server serve and closes the breaker.
 """
 
 from __future__ import annotations
@@ -20,83 +20,84 @@ if TYPE_CHECKING:
 
 __all__ = ["CircuitBreaker", "CircuitBreakers", "CircuitOpen"]
 
-IN_A_ROW: Final = 5
-"""Failures without an answer in between that open it."""
-SPACING: Final = 0.005
-"""Seconds within which failures count as one: what breaks in one moment is one blip, however many waited for it."""
-WINDOW: Final = 10.0
-"""Seconds over which the share of failures is looked at."""
-FEWEST: Final = 10
-"""Moments of failure in the window below which its share means nothing."""
+MAX_FAILURES: Final = 5
+"""Failures in a row that open a breaker."""
+FAILURE_SPACING_S: Final = 0.005
+"""Time within which failures count as one: one incident, however many requests it affects."""
+WINDOW_S: Final = 10.0
+"""Time over which the share of failures is computed."""
+MIN_INCIDENTS: Final = 10
+"""Incidents in the window below which the share means nothing."""
 
 
 class CircuitOpen(StoreUnavailable):
-    """Nobody asks this server now: the answer is known to be none. Not a byte was sent."""
+    """The breaker of the server is open; nothing was sent."""
 
 
 class CircuitBreaker:
-    """What is known of one server: `is_open` while it is not to be asked."""
+    """The breaker of one server; `on_open` is called when it opens."""
 
     __slots__ = (
-        "_answered", "_failed", "_in_a_row", "_last", "_moments", "_now", "_opened", "is_open", "opened_at", "reason",
+        "_consecutive", "_failed", "_incidents", "_last", "_now", "_on_open", "_succeeded", "is_open", "opened_at",
+        "reason",
     )  # fmt: skip
 
-    def __init__(self, opened: Callable[[], None], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, on_open: Callable[[], None], now: Callable[[], float] = time.monotonic) -> None:
         self.is_open = False
         self.opened_at = 0.0
-        """When it opened last, on the monotonic clock."""
+        """On the monotonic clock."""
         self.reason: str | None = None
-        """The failure that opened it."""
-        self._opened = opened
+        """The failure that opened it, or the last probe."""
+        self._on_open = on_open
         self._now = now
-        self._answered = self._failed = self._in_a_row = 0
-        self._last = -SPACING
-        self._moments: deque[tuple[float, int, int]] = deque(maxlen=2_000)
-        """Those of failure in the window: when, and after how many answers and failures in all."""
+        self._succeeded = self._failed = self._consecutive = 0
+        self._last = -FAILURE_SPACING_S
+        self._incidents: deque[tuple[float, int, int]] = deque(maxlen=2_000)
+        """Of the window: the time, and the numbers of successes and failures before."""
 
     def succeed(self) -> None:
-        """The server has answered: to be called for every round trip, so it does next to nothing."""
-        self._answered += 1
-        self._in_a_row = 0
+        """Record a reply. Called for every round trip, so it does next to nothing."""
+        self._succeeded += 1
+        self._consecutive = 0
 
     def fail(self, error: StoreError) -> None:
-        """The server has not answered, or refused to serve."""
+        """Record that the server did not reply, or refused to serve."""
         self._failed += 1
         now = self._now()
-        if self.is_open or now - self._last < SPACING:
+        if self.is_open or now - self._last < FAILURE_SPACING_S:
             return
         self._last = now
-        self._in_a_row += 1
-        if self._in_a_row >= IN_A_ROW or self._fails_mostly(now):
+        self._consecutive += 1
+        if self._consecutive >= MAX_FAILURES or self._mostly_fails(now):
             self.is_open, self.opened_at, self.reason = True, now, str(error)
-            self._opened()
+            self._on_open()
 
     def close(self) -> None:
-        """The server has been seen to serve."""
-        self._in_a_row = 0
-        self._moments.clear()
+        """Close the breaker: the server serves again."""
+        self._consecutive = 0
+        self._incidents.clear()
         self.is_open = False
 
     def refusal(self) -> CircuitOpen:
-        """What a request is told that would have gone there."""
-        return CircuitOpen(f"{self.reason} (and it is not asked again until it is seen to answer)")
+        """The error of a request to this server while the breaker is open."""
+        return CircuitOpen(f"{self.reason} (circuit breaker open)")
 
-    def _fails_mostly(self, now: float) -> bool:
-        """Whether at least half of what was asked in the window failed, and not in one moment alone."""
-        moments = self._moments
-        moments.append((now, self._answered, self._failed - 1))
-        while now - moments[0][0] > WINDOW:
-            moments.popleft()
-        _, answered, failed = moments[0]
-        return len(moments) >= FEWEST and self._failed - failed >= self._answered - answered
+    def _mostly_fails(self, now: float) -> bool:
+        """True if at least half of the round trips in the window failed, in several incidents."""
+        incidents = self._incidents
+        incidents.append((now, self._succeeded, self._failed - 1))
+        while now - incidents[0][0] > WINDOW_S:
+            incidents.popleft()
+        _, succeeded, failed = incidents[0]
+        return len(incidents) >= MIN_INCIDENTS and self._failed - failed >= self._succeeded - succeeded
 
 
 class CircuitBreakers:
-    """One breaker for each server; shared by all threads and event loops of a store."""
+    """The breakers of all servers, shared by the threads and event loops of a store."""
 
     def __init__(self) -> None:
         self.on_open: Callable[[Node | None], Any] = lambda node: None
-        """Told of each breaker that opens."""
+        """Called with the server of each breaker that opens."""
         self._all: dict[Node | None, CircuitBreaker] = {}
 
     def __getitem__(self, node: Node | None) -> CircuitBreaker:
@@ -106,19 +107,18 @@ class CircuitBreakers:
         return breaker
 
     def succeed(self, node: Node | None) -> None:
-        """That server has answered."""
         self[node].succeed()
 
     def fail(self, node: Node | None, error: StoreError) -> None:
-        """That server has not. Sentinels have none: they are asked seldom, and one of them is as good as another."""
+        """Record a failure. Sentinels have no breakers: they are asked seldom, and are interchangeable."""
         if node is None or node.role == "server":
             self[node].fail(error)
 
     def open_breakers(self) -> dict[Node | None, CircuitBreaker]:
-        """Those that are open now, by their servers."""
+        """The open breakers, by server."""
         return {node: breaker for node, breaker in list(self._all.items()) if breaker.is_open}
 
     def reset(self) -> None:
-        """All closed, as in a new process."""
+        """Close all, as in a new process."""
         for breaker in list(self._all.values()):
             breaker.close()

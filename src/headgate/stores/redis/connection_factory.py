@@ -1,8 +1,7 @@
-"""From a URL, or a client that the user has already, to connections: addresses, credentials and TLS stay redis-py's
-job.
+"""A factory of redis-py connections from a URL or an existing client.
 
-redis-py opens a connection and does the handshake; what travels on it afterwards is ours
-(docs/decisions/0003-transport.md).
+redis-py parses addresses, opens connections, and does TLS, authentication and the handshake; what is sent afterwards
+is ours (docs/decisions/0003-transport.md).
 """
 
 from __future__ import annotations
@@ -33,57 +32,33 @@ _REMEDIES: Final = {
     "timeout": _BUDGET,
     "max_connections": "leave it out: requests share one connection",
 }
-"""What is said elsewhere, of what people write for other clients."""
+"""Remedies for options of other clients."""
 
 _HANDSHAKE: Final = [
-    "host",
-    "port",
-    "path",
-    "db",
-    "username",
-    "password",
-    "credential_provider",
-    "client_name",
-    "encoding",
-    "socket_keepalive",
-    "socket_keepalive_options",
-    "socket_type",
-    "ssl_keyfile",
-    "ssl_certfile",
-    "ssl_cert_reqs",
-    "ssl_ca_certs",
-    "ssl_ca_data",
-    "ssl_ca_path",
-    "ssl_check_hostname",
-    "ssl_password",
-    "ssl_min_version",
-    "ssl_ciphers",
-    "ssl_validate_ocsp",
-    "ssl_validate_ocsp_stapled",
-    "ssl_ocsp_context",
-    "ssl_ocsp_expected_cert",
-    "ssl_include_verify_flags",
-    "ssl_exclude_verify_flags",
-]
-"""The options of a redis-py connection that say where to and as whom; all others are ours to set."""
+    "host", "port", "path", "db", "username", "password", "credential_provider", "client_name", "encoding",
+    "socket_keepalive", "socket_keepalive_options", "socket_type",
+    "ssl_keyfile", "ssl_certfile", "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_check_hostname",
+    "ssl_password", "ssl_min_version", "ssl_ciphers", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled",
+    "ssl_ocsp_context", "ssl_ocsp_expected_cert", "ssl_include_verify_flags", "ssl_exclude_verify_flags",
+]  # fmt: skip
+"""The options of a redis-py connection that users may set: address, credentials and TLS."""
 
-
-LONGEST_CONNECT: Final = 1.0
-"""Seconds that opening a connection may take. No request waits for that long: only the connection is given up then."""
+CONNECT_TIMEOUT_S: Final = 1.0
+"""No request waits that long: it only bounds the life of the attempt."""
 
 _AUTHORITY: Final = re.compile(r"([^/?]*)(.*)", re.DOTALL)
 _DIGITS: Final = re.compile(r"[0-9]{1,5}")
 
 
 class ConnectionFactory(NamedTuple):
-    """What is needed to open connections: to the server of the URL, or to any node of its topology."""
+    """Options of the connections to a server, or to all nodes of a topology."""
 
     options: dict[str, Any]
     sentinel_options: dict[str, Any]
     tls: bool
     topology: Topology
 
-    def connection(self, node: Node | None, *, asynchronous: bool, timeout: float = LONGEST_CONNECT) -> Any:
+    def connection(self, node: Node | None, *, asynchronous: bool, timeout: float = CONNECT_TIMEOUT_S) -> Any:
         """A redis-py connection, not yet connected."""
         options = dict(self.options)
         if node is not None:
@@ -100,21 +75,21 @@ class ConnectionFactory(NamedTuple):
         return kind(**options, protocol=2, retry=retry, socket_timeout=timeout, socket_connect_timeout=timeout)
 
 
-def connection_factory(where: Any, *, asynchronous: bool) -> ConnectionFactory:
-    """The place that a URL or a client names."""
-    return _place_of_url(where) if isinstance(where, str) else _place_of_client(where, asynchronous=asynchronous)
+def connection_factory(url: Any, *, asynchronous: bool) -> ConnectionFactory:
+    """The factory for a URL, or for the servers of a redis-py client."""
+    return _from_url(url) if isinstance(url, str) else _from_client(url, asynchronous=asynchronous)
 
 
-def _place_of_url(url: str) -> ConnectionFactory:
+def _from_url(url: str) -> ConnectionFactory:
     scheme, _, rest = url.partition("://")
     transport, _, kind = scheme.partition("+")
     if transport == "unix":
-        options = _options_of_url(url)
+        options = _parse_options(url)
         if not options.get("path"):
-            raise InvalidConfiguration("a unix URL names the socket's file: unix:///path/to/redis.sock")
-        return _tried(ConnectionFactory(options, {}, False, Standalone()))
-    # A comma list of hosts is no URL to the standard library: the first host stands for it, the others are seeds.
-    authority, tail = _AUTHORITY.fullmatch(rest).groups()  # type: ignore[union-attr] # it matches any text
+            raise InvalidConfiguration("a unix URL needs the path of the socket: unix:///path/to/redis.sock")
+        return _validated(ConnectionFactory(options, {}, False, Standalone()))
+    # The standard library cannot parse a list of hosts: it gets the first, the others are seeds.
+    authority, tail = _AUTHORITY.fullmatch(rest).groups()  # type: ignore[union-attr] # matches any text
     credentials, at, hosts = authority.rpartition("@")
     if "," in hosts and not all(hosts.split(",")):
         raise InvalidConfiguration(f"a host is missing in {hosts!r}: write host:6379,host:6380")
@@ -128,51 +103,48 @@ def _place_of_url(url: str) -> ConnectionFactory:
             "a Sentinel URL ends with the name of its primary: redis+sentinel://host:26379/NAME, or /NAME/DB"
         )
     if database and not _DIGITS.fullmatch(database):
-        raise InvalidConfiguration(f"{database!r} is no database: give its number, like redis://host:6379/0")
+        raise InvalidConfiguration(f"{database!r} is not a database: give its number, like redis://host:6379/0")
     host = f"[{nodes[0].host}]" if ":" in nodes[0].host else nodes[0].host
-    options = _options_of_url(f"{transport}://{credentials}{at}{host}:{nodes[0].port}/{database}{question}{query}")
+    options = _parse_options(f"{transport}://{credentials}{at}{host}:{nodes[0].port}/{database}{question}{query}")
     tls = transport == "rediss"
     if kind == "sentinel":
-        return _tried(ConnectionFactory(options, _sentinel_options(query, options), tls, Sentinel(nodes, service)))
+        return _validated(ConnectionFactory(options, _sentinel_options(query, options), tls, Sentinel(nodes, service)))
     if kind == "cluster":
         if options.get("db"):
             raise InvalidConfiguration(f"a Redis Cluster has only database 0, not {options['db']}")
-        return _tried(ConnectionFactory(options, {}, tls, Cluster(nodes)))
+        return _validated(ConnectionFactory(options, {}, tls, Cluster(nodes)))
     if len(nodes) > 1:
         raise InvalidConfiguration("several hosts in one URL: use redis+cluster:// or redis+sentinel://")
-    return _tried(ConnectionFactory(options, {}, tls, Standalone()))
+    return _validated(ConnectionFactory(options, {}, tls, Standalone()))
 
 
-def _tried(place: ConnectionFactory) -> ConnectionFactory:
-    """The place, once redis-py has taken its options: what it refuses is better known now than at the first request."""
+def _validated(factory: ConnectionFactory) -> ConnectionFactory:
+    """Report options that redis-py refuses now, and not with the first request."""
     try:
-        place.connection(None, asynchronous=False)
+        factory.connection(None, asynchronous=False)
     except (redis.RedisError, TypeError, ValueError) as error:
         raise InvalidConfiguration(f"cannot read the Redis URL: {error}") from None
-    return place
+    return factory
 
 
 def _node(text: str, kind: str) -> Node:
     parts = urlsplit(f"//{text}")
     try:
         port = parts.port
-    except ValueError:
-        raise InvalidConfiguration(f"{text!r} is no host and port: write host:6379") from None
-    try:
         (parts.hostname or "localhost").encode("idna")
-    except UnicodeError:
-        raise InvalidConfiguration(f"{text!r} is no host and port: write host:6379") from None
+    except ValueError:  # UnicodeError included
+        raise InvalidConfiguration(f"{text!r} is not a host and port: write host:6379") from None
     default, role = (26379, "sentinel") if kind == "sentinel" else (6379, "server")
     return Node(parts.hostname or "localhost", default if port is None else port, role)
 
 
-def _options_of_url(url: str) -> dict[str, Any]:
+def _parse_options(url: str) -> dict[str, Any]:
     try:
         parsed: dict[str, Any] = dict(redis.connection.parse_url(url))  # type: ignore[no-untyped-call] # redis-py has none
     except ValueError as error:
         raise InvalidConfiguration(f"cannot read the Redis URL: {error}") from None
     if "db" in parsed and not isinstance(parsed["db"], int):
-        raise InvalidConfiguration(f"{parsed['db']!r} is no database: give its number, like redis://host:6379/0")
+        raise InvalidConfiguration(f"{parsed['db']!r} is not a database: give its number, like redis://host:6379/0")
     known = _handshake(parsed)
     ours = {"connection_class", "sentinel_username", "sentinel_password"}
     unknown = sorted(set(parsed) - set(known) - ours)
@@ -183,16 +155,15 @@ def _options_of_url(url: str) -> dict[str, Any]:
 
 
 def _sentinel_options(query: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The sentinels' own credentials, which are seldom those of the servers; TLS is the same for both."""
-    asked = {name: values[0] for name, values in parse_qs(query).items()}
-    made = {name: value for name, value in options.items() if name.startswith("ssl_")}
-    for name in ("username", "password"):
-        if f"sentinel_{name}" in asked:
-            made[name] = asked[f"sentinel_{name}"]
-    return made
+    """The options of the sentinels: they have credentials of their own, but the same TLS."""
+    given = parse_qs(query)
+    names = [name for name in ("username", "password") if f"sentinel_{name}" in given]
+    return {name: value for name, value in options.items() if name.startswith("ssl_")} | {
+        name: given[f"sentinel_{name}"][0] for name in names
+    }
 
 
-def _place_of_client(client: Any, *, asynchronous: bool) -> ConnectionFactory:
+def _from_client(client: Any, *, asynchronous: bool) -> ConnectionFactory:
     plain, cluster = (
         (redis.asyncio.Redis, redis.asyncio.RedisCluster) if asynchronous else (redis.Redis, redis.RedisCluster)
     )

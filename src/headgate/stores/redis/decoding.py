@@ -1,8 +1,8 @@
-"""What Redis replied, as answers to the calls of a command: pure, like `wire.py`, which has put the question.
+"""Decoding of replies as answers to the calls of a command. Pure.
 
-A reply is trusted only as far as it was checked: its shape, its types and the range of its numbers. One that cannot be
-the answer to its command means that the connection is out of step, or that the server is not a Redis: `accept` raises
-an UnexpectedReply, and the connection must be closed.
+The shape of a reply, its types and the range of its numbers are checked. One that cannot be the reply to its command
+means that the connection is out of step, or that the server is not a Redis: `accept` raises an UnexpectedReply, and the
+connection must be closed.
 
 The reply to a batch of which every check is allowed is decoded in C where possible.
 """
@@ -33,13 +33,13 @@ _new_decision = tuple.__new__
 
 
 class UnexpectedReply(StoreUnavailable):
-    """The connection carried something that is not the reply to what was sent on it."""
+    """Something arrived that is not the reply to what was sent."""
 
     may_have_happened = True
 
 
 def accept(command: Command, reply: Any) -> None:
-    """Give a command its reply; raises an UnexpectedReply if it cannot be one to this command."""
+    """Set the reply of a command; raises UnexpectedReply if it cannot be one to this command."""
     if not isinstance(reply, ReplyError):
         if command.calls:
             command.answers = decode(command.calls, reply)
@@ -49,7 +49,7 @@ def accept(command: Command, reply: Any) -> None:
 
 
 def decode(calls: Sequence[Any], reply: Any) -> list[Any]:
-    """The answers to the calls of one command, in their order; an exception among them is that call's alone."""
+    """The answers to the calls of one command, in their order; an exception among them belongs to that call alone."""
     call = calls[0]
     if isinstance(call, IdempotentCheck):
         return [_decode_idempotent(call, reply)]
@@ -77,7 +77,7 @@ def decode_alone(check: Check, reply: Any) -> Decision | ScriptError:
 
 
 def decode_one(check: Check, reply: Any) -> Decision | ScriptError:
-    """The same for a check of one limit."""
+    """The answer to a single check of one limit."""
     retry_us = delay_us = next_allowed_us = 0
     if type(reply) is not list:
         raise unexpected(reply)
@@ -101,11 +101,11 @@ def decode_one(check: Check, reply: Any) -> Decision | ScriptError:
 
 
 def _decode_idempotent(check: IdempotentCheck, reply: Any) -> Decision | ScriptError:
-    """The answer to a check with an id, whose costs are those that were charged."""
+    """The answer to a check with an id, with the costs that were charged."""
     if type(reply) is not list or len(reply) != 5:
         raise unexpected(reply)
-    *told, costs = reply
-    decision: Decision | ScriptError = plain_answers([check], told)[0]
+    *batch_reply, costs = reply
+    decision: Decision | ScriptError = plain_answers([check], batch_reply)[0]
     if isinstance(decision, ScriptError) or not decision.allowed:
         return decision
     if type(costs) is not list or len(costs) != len(check.keys) or not all([_is_whole(cost) for cost in costs]):  # noqa: C419
@@ -114,56 +114,56 @@ def _decode_idempotent(check: IdempotentCheck, reply: Any) -> Decision | ScriptE
 
 
 def _decode_checks(checks: Sequence[Check], reply: Any) -> list[Any]:
-    return answers(checks, reply) or plain_answers(checks, reply)  # in C, only where all pass
+    return answers(checks, reply) or plain_answers(checks, reply)  # C handles the case that all are allowed
 
 
 def plain_answers(checks: Sequence[Check], reply: Any) -> list[Any]:
     """The answers to a batch."""
     if not _is_batch_reply(reply, sum([len(check[0]) for check in checks]), len(checks)):
         raise unexpected(reply)
-    now_us, told, unusual, agains = reply
-    verdicts = tuple(zip(told[::2], repeat(0), told[1::2], repeat(0)))
+    now_us, states, unusual, agains = reply
+    verdicts = tuple(zip(states[::2], repeat(0), states[1::2], repeat(0)))
     if unusual:
         changed = list(verdicts)
         for index, retry_us, delay_us in zip(unusual[::3], unusual[1::3], unusual[2::3], strict=True):
             remaining, _, reset_us, _ = changed[index]
             changed[index] = remaining, retry_us, reset_us, delay_us
         verdicts = tuple(changed)
-    told_each: list[Any] = []
+    decisions: list[Any] = []
     at, allowed = 0, True
     for keys, cost, lease in checks:
         if len(keys) == 1:
-            its: tuple[Any, ...] = (verdicts[at],)
+            own: tuple[Any, ...] = (verdicts[at],)
             at += 1
         else:
-            its = verdicts[at : at + len(keys)]
+            own = verdicts[at : at + len(keys)]
             at += len(keys)
         if unusual:
-            allowed = not any([verdict[1] for verdict in its])  # noqa: C419 - a list is quicker than a generator
-        if its[0][0] < 0:
-            told_each.append(_foreign(*keys))
+            allowed = not any([verdict[1] for verdict in own])  # noqa: C419 - a list is quicker than a generator
+        if own[0][0] < 0:
+            decisions.append(_foreign(*keys))
         else:
-            told_each.append(_new_decision(Decision, (allowed, keys, its, lease, None, now_us, 0, cost)))
+            decisions.append(_new_decision(Decision, (allowed, keys, own, lease, None, now_us, 0, cost)))
     for index, next_allowed_us in zip(agains[::2], agains[1::2], strict=True):
-        if isinstance(told_each[index], Decision):
-            told_each[index] = told_each[index]._replace(next_allowed_us=next_allowed_us)
-    return told_each
+        if isinstance(decisions[index], Decision):
+            decisions[index] = decisions[index]._replace(next_allowed_us=next_allowed_us)
+    return decisions
 
 
 def _is_batch_reply(reply: Any, number_of_keys: int, number_of_checks: int) -> bool:
-    """True if a reply has the shape of check.lua's for so many keys and checks, and only numbers that it could have."""
+    """True if a reply can be that of check_batch.lua for that many keys and checks."""
     if type(reply) is not list or len(reply) != 4 or not _is_whole(reply[0]):
         return False
-    _, told, unusual, agains = reply
-    if not (type(told) is type(unusual) is type(agains) is list) or len(told) != 2 * number_of_keys:
+    _, states, unusual, agains = reply
+    if not (type(states) is type(unusual) is type(agains) is list) or len(states) != 2 * number_of_keys:
         return False
-    if {*map(type, told), *map(type, unusual), *map(type, agains)} - {int} or len(unusual) % 3 or len(agains) % 2:
+    if {*map(type, states), *map(type, unusual), *map(type, agains)} - {int} or len(unusual) % 3 or len(agains) % 2:
         return False
-    if not all([min(numbers) >= -1 and max(numbers) < EXACT for numbers in (told, unusual, agains) if numbers]):  # noqa: C419
+    if not all([min(numbers) >= -1 and max(numbers) < EXACT for numbers in (states, unusual, agains) if numbers]):  # noqa: C419
         return False
-    # A delay is never negative, and only a retry may be -1: never.
+    # Only remaining (a foreign value) and retry (never) may be -1.
     return (
-        min(told[1::2], default=0) >= 0
+        min(states[1::2], default=0) >= 0
         and min(unusual[2::3], default=0) >= 0
         and min(agains, default=0) >= 0
         and all([0 <= index < number_of_keys for index in unusual[::3]])  # noqa: C419
@@ -172,18 +172,18 @@ def _is_batch_reply(reply: Any, number_of_keys: int, number_of_checks: int) -> b
 
 
 def _is_whole(number: Any, least: int = 0) -> bool:
-    """True if it is an integer that a script could have replied."""
+    """True for an integer that a script could have replied."""
     return type(number) is int and least <= number < EXACT
 
 
 def unexpected(reply: Any) -> UnexpectedReply:
     """The error for a reply that cannot be one to its command."""
-    return UnexpectedReply(f"the store answered {str(reply)[:100]}, which is not a reply to what it was asked")
+    return UnexpectedReply(f"the store answered {str(reply)[:100]}, which is not a reply to the command")
 
 
 def _foreign(*keys: Key) -> ScriptError:
     names = ", ".join(repr(key.limit.name) for key in keys)
-    return ScriptError(f"a stored value of {names} is not headgate's: reset the key, or use a namespace of your own")
+    return ScriptError(f"a stored value of {names} was not written by headgate: reset it, or use another namespace")
 
 
 answers: Final[Callable[..., list[Any] | None]] = speedups.pick("decode_allowed", plain_answers)

@@ -1,7 +1,4 @@
-"""Calls as commands for Redis: pure, no connection in sight.
-
-`pack_keys` is compiled where possible.
-"""
+"""Encoding of calls as Redis commands. Pure; `pack_keys` is compiled where possible."""
 
 from __future__ import annotations
 
@@ -39,18 +36,18 @@ if TYPE_CHECKING:
 __all__ = ["NO_KEYS", "Command", "CommandEncoder", "Keys", "Node", "Undo"]
 
 SERVER_MARGIN_MS: Final = 1_000
-"""How long a key outlives its debt, where the server's clock rules both."""
+"""Time that a key outlives its debt, if the clock of the server applies to both."""
 CALLER_MARGIN_MS: Final = 3_600_000
-"""The same where callers bring the time: their clocks may differ from each other, or stand still."""
+"""The same for clocks of clients, which may differ from each other, or stand still."""
 
-MOST_PACKED: Final = 1_000
-"""Limits, alone and together, whose packed form is kept."""
+MAX_PACKED: Final = 1_000
+"""Combinations of limits whose packed form is cached."""
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class Node(NamedTuple):
-    """A server's address; `role` tells a sentinel from a server that has keys."""
+    """The address of a server; its role is "server" or "sentinel"."""
 
     host: str
     port: int
@@ -58,12 +55,12 @@ class Node(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The stored keys of a command, as Redis reads them."""
+    """The keys of a command, packed."""
 
     number: int
     packed: bytes
     first: str
-    """One of them: all live on the same server."""
+    """One of them: all are on the same server."""
 
     @classmethod
     def of(cls, *names: str) -> Keys:
@@ -74,7 +71,7 @@ NO_KEYS: Final = Keys(0, b"", "")
 
 
 class Command:
-    """One command for one server, with the calls that its reply answers."""
+    """A command for one server, with the calls that its reply answers."""
 
     __slots__ = ("answers", "args", "asking", "calls", "expects", "keys", "node", "reply", "script", "send_text")
 
@@ -88,23 +85,23 @@ class Command:
         expects: type | tuple[type, ...] = object,
     ) -> None:
         self.script = script
-        """None for a plain command, whose words are `args` and then the keys."""
+        """None for a plain command, which consists of `args` and then the keys."""
         self.keys = keys
         self.args = args
         self.calls = calls
         self.expects = expects
-        """The types of a reply to a command without calls; those with calls are decoded."""
+        """The types of the reply to a command without calls."""
         self.node: Node | None = None
-        """Which server it goes to; None for the only one there is."""
+        """The server; None for the only one."""
         self.asking = False
         self.send_text = False
         self.reply: Any = None
-        """What came back: a value, an error of the server's (hiredis.ReplyError), or a StoreError of our own."""
+        """A value, an error of the server (hiredis.ReplyError), or a StoreError."""
         self.answers: list[Any] = []
-        """The answers to the calls, decoded from a reply that is a value."""
+        """The answers to the calls, decoded from the reply."""
 
     def pack(self) -> bytes:
-        # Numbers as texts: hiredis crashes where an interrupt (Ctrl-C) comes while it makes a text of a number.
+        # Numbers as text: hiredis crashes if an interrupt (Ctrl-C) comes while it formats a number.
         args: list[Any] = [str(arg) if type(arg) is int else arg for arg in self.args]
         number, keys, _ = self.keys
         if self.script is None:
@@ -117,7 +114,7 @@ class Command:
 
 
 class Undo:
-    """Give back what a request took on one shard, as another shard denied it."""
+    """Undo the charge of a check on one shard, as another shard denied it."""
 
     __slots__ = ("at_us", "check", "key")
 
@@ -128,60 +125,56 @@ class Undo:
 
 
 class CommandEncoder:
-    """Speaks for one namespace, by one clock."""
+    """Encoder for one namespace and clock."""
 
     def __init__(self, namespace: str, clock: Clock | None, *, database: int = 0) -> None:
         self._prefix = namespace + ":"
         self._clock = clock
         self._packed: dict[tuple[Any, ...], tuple[Any, bytes, bytes]] = {}
         self._margin = SERVER_MARGIN_MS if clock is None else CALLER_MARGIN_MS
-        # What is published is heard in all databases, also by those whose keys live in another one.
-        self.news = self.own_name(f"news:{database}" if database else "news")
-        """The channel on which other processes are told what they must know at once."""
+        # Messages reach the subscribers of all databases, so each has a channel of its own.
+        self.channel = self.own_name(f"news:{database}" if database else "news")
+        """The channel of notifications to other processes."""
 
     def name(self, key: Key) -> str:
-        """The stored key."""
+        """The stored key of a counter."""
         name = f"{self._prefix}{key.limit.space}:{key.identity}"
         return name if name.isascii() and "{" not in name and "}" not in name else _safe(name)
 
     def record_name(self, key: Key, id: str) -> str:
-        """The stored key of an id's record, on the same shard: the counter's whole stored key is its hash tag.
+        """The stored key of an idempotency record, on the shard of its counter, whose stored key is the hash tag.
 
-        The id is hashed, so that the length does not depend on it and no caller's text is stored.
+        The id is hashed, so that its length does not matter and no text of a caller is stored.
         """
         digest = blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         return f"{{{self.name(key)}}}:id:{digest}"
 
     def own_name(self, name: str) -> str:
-        """The stored key, or the channel, of something that is no counter: no limit's name starts with a bare "%"."""
+        """The stored key, or channel, of other data than counters: the name of no limit starts with a bare "%"."""
         return _safe(f"{self._prefix}%{name}")
 
     def own_script(self, name: str) -> Script:
-        """The script of that name, for a key that is no counter."""
+        """The script of that name, for other data than counters."""
         return script(name, (), self._margin)
 
     def now(self) -> str | int:
-        """The instant by which the scripts go; empty for the server's own."""
+        """The time for the scripts; empty for the clock of the server."""
         return "" if self._clock is None else self._clock.now_us()
 
     def encode(self, calls: Sequence[Call]) -> list[Command]:
-        """As few commands as carry out all calls on one server: one script run for all checks, one command for each
-        other call."""
+        """The commands for one server: one script run for all checks, and one command for each other call."""
         checks: list[Any] = [*calls]
-        if {*map(type, calls)} == {Check}:
-            return [self.encode_checks(checks)]
         others: list[Any] = []
-        checks = []
-        for call in calls:
-            (checks if isinstance(call, Check) and type(call) is not IdempotentCheck else others).append(call)
+        if {*map(type, calls)} != {Check}:
+            checks = [call for call in calls if isinstance(call, Check) and type(call) is not IdempotentCheck]
+            others = [call for call in calls if not isinstance(call, Check) or type(call) is IdempotentCheck]
         commands = [self.encode_checks(checks)] if checks else []
         return commands + [self.encode_other(call) for call in others]
 
     def pack_alone(self, call: Call) -> bytes | None:
-        """A check that goes by itself, packed and ready; None for a call that needs more than that.
+        """The command of a lone check, packed; None for a call that needs a batch.
 
-        All but the keys stays the same for its limits and its cost, and is kept: a call that goes alone pays for all of
-        this by itself.
+        All but the keys depends on limits and cost only, and is cached.
         """
         if type(call) is not Check or call[2] is not None or self._clock is not None:
             return None
@@ -198,48 +191,46 @@ class CommandEncoder:
         return packed[1] + names + packed[2]
 
     def _pack_around(self, check: Check, shape: tuple[Any, ...], names: bytes) -> tuple[Any, bytes, bytes]:
-        """What stands before and after the keys in a packed check of their limits."""
-        if len(self._packed) >= MOST_PACKED:
+        """The parts before and after the keys of a packed check."""
+        if len(self._packed) >= MAX_PACKED:
             self._packed.clear()
         head, tail = self.encode_checks([check]).pack().split(names, 1)
-        # With the limits themselves, so that their ids stay their own.
+        # References the limits, so that their ids are not reused.
         packed = self._packed[shape] = [key.limit for key in check.keys], head, tail
         return packed
 
     def encode_one(self, check: Check) -> Command:
-        """A check of one limit that goes alone."""
+        """A single check of one limit."""
         (key,), _, lease = check
         limit = key.limit
         args = [*_describe(limit)]
-        # As most calls cost 1, by the server's clock, without a lease, the script need not be told.
+        # The defaults of the script: cost 1, the clock of the server, and no lease.
         if check.cost != 1 or self._clock is not None or lease is not None:
             args += min(check.costs[0], limit.capacity + 1), self.now(), lease or ""
         return Command(script("check_one", (limit.algorithm,), self._margin), Keys.of(self.name(key)), args, [check])
 
     def encode_checks(self, checks: list[Check]) -> Command:
-        """One script run for all of them. Requests of one shape that follow each other are described once, so that
-        each costs only its keys."""
+        """One script run for all checks. Consecutive checks of the same limits and cost are described once."""
         if len(checks) == 1 and len(checks[0].keys) == 1:
             return self.encode_one(checks[0])
         shapes = _Shapes()
         limits = tuple([key.limit for key in checks[0].keys])
-        alike = checks, limits, self._heads(limits)
-        packed = pack_keys(*alike)
-        if packed is None and pack_keys is not plain_pack_keys:  # in C, only what is common
-            packed = plain_pack_keys(*alike)
+        uniform = checks, limits, self._heads(limits)
+        packed = pack_keys(*uniform)
+        if packed is None and pack_keys is not plain_pack_keys:  # C handles the common case only
+            packed = plain_pack_keys(*uniform)
         if packed is not None:
             shapes.add(checks[0], limits, len(checks))
         else:
-            packed = _packed_and_met(self._encode_shapes(checks, shapes))
-        number, keys, is_meeting = packed
-        meeting = "meeting" if is_meeting else ""
-        args = [self.now(), meeting, len(shapes.indices), *shapes.limits, *shapes.groups]
+            packed = _pack_names(self._encode_shapes(checks, shapes))
+        number, keys, has_duplicates = packed
+        args = [self.now(), "meeting" if has_duplicates else "", len(shapes.indices), *shapes.limits, *shapes.groups]
         algorithms = tuple(sorted(shapes.algorithms))
         its = Keys(number, keys, self.name(checks[0].keys[0]))
         return Command(script("check_batch", algorithms, self._margin), its, args, checks)
 
     def encode_idempotent(self, check: IdempotentCheck, validity_us: int) -> Command:
-        """A check with an id, by itself; its records are valid for so long."""
+        """A single check with an id, whose records are valid for that time."""
         keys, _, id = check
         names = [self.name(key) for key in keys]
         records = [self.record_name(key, id or "") for key in keys if key.limit.algorithm != "concurrency"]
@@ -250,7 +241,7 @@ class CommandEncoder:
         return Command(its, Keys.of(*names, *records), args, [check])
 
     def _encode_shapes(self, checks: Sequence[Check], shapes: _Shapes) -> list[str]:
-        """The keys of requests that are not all alike."""
+        """The stored keys of checks that differ in limits or cost."""
         prefix = self._prefix
         keys: list[str] = []
         heads: tuple[str, ...] = ()
@@ -258,25 +249,25 @@ class CommandEncoder:
         last_limits: tuple[Limit, ...] = ()
         last_cost: Cost = 0
         for check in checks:
-            met, cost, lease = check
-            if len(met) == 1:
-                limit, _, identity = met[0]
+            check_keys, cost, lease = check
+            if len(check_keys) == 1:
+                limit, _, identity = check_keys[0]
                 keys.append(f"{prefix}{limit.space}:{identity}")
                 limits = (limit,)
             else:
-                limits, _, identities = zip(*met, strict=True)
+                limits, _, identities = zip(*check_keys, strict=True)
                 if limits != last_limits:
                     heads = self._heads(limits)
                 keys += map(add, heads, identities)
             if lease is None and limits == last_limits and cost == last_cost:
-                shapes.add_another()
+                shapes.repeat()
             else:
                 shapes.add(check, limits)
                 last_limits, last_cost = (limits, cost) if lease is None else ((), 0)
         return keys
 
     def _heads(self, limits: Sequence[Limit]) -> tuple[str, ...]:
-        """What the stored keys of these limits begin with."""
+        """The prefixes of the stored keys of limits."""
         return tuple([f"{self._prefix}{limit.space}:" for limit in limits])
 
     def encode_other(self, call: IdempotentCheck | Refund | Renew | Leave | Reset | Undo) -> Command:
@@ -284,7 +275,7 @@ class CommandEncoder:
             return self.encode_idempotent(call, id_validity_us(call.keys))
         if isinstance(call, Reset):
             names, subjects = map(self.name, call.keys), map(_subject, call.keys)
-            return Command(self.own_script("reset"), Keys.of(*names), [self.news, *subjects], [call])
+            return Command(self.own_script("reset"), Keys.of(*names), [self.channel, *subjects], [call])
         limit = call.key.limit
         name = self.name(call.key)
         keys = Keys.of(name)
@@ -292,26 +283,26 @@ class CommandEncoder:
         if isinstance(call, Renew | Leave):
             verb = "renew" if isinstance(call, Renew) else "leave"
             return Command(script("lease", (limit.algorithm,), self._margin), keys, [*head, verb, call.id], [call])
-        # Denials of leases are remembered by nobody, so nobody need hear that they have ended.
-        news = ("", "") if limit.algorithm == "concurrency" else (self.news, _subject(call.key))
+        # Denials of leases are not cached, so their end is not published.
+        message = ("", "") if limit.algorithm == "concurrency" else (self.channel, _subject(call.key))
         if isinstance(call, Undo):
-            args = [*head, call.check.cost, call.at_us, 0, call.check.id or "", "undo", *news]
+            args = [*head, call.check.cost, call.at_us, 0, call.check.id or "", "undo", *message]
             if isinstance(call.check, IdempotentCheck):
                 keys = Keys.of(name, self.record_name(call.key, call.check.id or ""))
             return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
         if call.id is not None:
             keys = Keys.of(name, self.record_name(call.key, call.id))
-        # As far as whole numbers are exact, which is more than any key can owe.
+        # Capped where integers are exact in Lua, which is more than any key can owe.
         unit = limit.ticks if ALGORITHMS[limit.algorithm].SHAPES_BURST else 2
         amount = min(call.amount, (EXACT - 1) // unit)
         charged_us = "" if call.at_us is None else call.at_us
         undo = "undo" if isinstance(call, Withdraw) else ""
-        args = [*head, amount, charged_us, refund_memory_us(call.key), "", undo, *news]
+        args = [*head, amount, charged_us, refund_memory_us(call.key), "", undo, *message]
         return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
 
 
 class _Shapes:
-    """What the script is told of requests: their limits, each once, and how many in a row are of one shape."""
+    """The description of checks for the script: their limits, each once, and runs of checks of one shape."""
 
     __slots__ = ("_size_at", "algorithms", "groups", "indices", "limits")
 
@@ -323,7 +314,7 @@ class _Shapes:
         self._size_at = -1
 
     def add(self, check: Check, limits: Sequence[Limit], size: int = 1) -> None:
-        """So many requests like this one."""
+        """Add that many checks like this one."""
         indices = self.indices
         for limit in limits:
             if id(limit) not in indices:
@@ -333,43 +324,39 @@ class _Shapes:
         self._size_at = len(self.groups)
         self.groups += (size, check.id or "", len(limits))
         for limit, each in zip(limits, check.costs, strict=True):
-            # A cost that the limit could never bear is unsatisfiable, however large: the script sees no more.
+            # Capped: any cost beyond the capacity can never be allowed.
             self.groups += (indices[id(limit)], min(each, limit.capacity + 1))
 
-    def add_another(self) -> None:
-        """One more like the last one."""
+    def repeat(self) -> None:
+        """Add one more check like the last one."""
         self.groups[self._size_at] += 1
 
 
 Packed: TypeAlias = "tuple[int, bytes, bool]"
-"""How many keys, as Redis reads them, and whether any two are the same."""
+"""The number of keys, the packed keys, and True if there are duplicates."""
 
 
 def plain_pack_keys(checks: Sequence[Check], limits: tuple[Limit, ...], heads: tuple[str, ...]) -> Packed | None:
-    """The keys of requests that are all of these limits, whose keys begin with `heads`; None where they differ in more
-    than whom they are of.
-
-    As a whole, and not request by request: most of the time that several limits take here is spent on taking their keys
-    apart.
-    """
+    """The packed keys of checks that differ in their identities only; None for others. `heads` are the prefixes of the
+    stored keys of the limits."""
     all_keys, costs, leases = zip(*checks, strict=True)
     size = len(checks)
     if not costs.count(costs[0]) == leases.count(None) == [*map(len, all_keys)].count(len(limits)) == size:
         return None
-    met, _, identities = zip(*chain.from_iterable(all_keys), strict=True)
-    return _packed_and_met([*map(add, heads * size, identities)]) if met == limits * size else None
+    all_limits, _, identities = zip(*chain.from_iterable(all_keys), strict=True)
+    return _pack_names([*map(add, heads * size, identities)]) if all_limits == limits * size else None
 
 
-def _packed_and_met(keys: list[str]) -> Packed:
-    is_meeting = len(set(keys)) < len(keys)
+def _pack_names(keys: list[str]) -> Packed:
+    has_duplicates = len(set(keys)) < len(keys)
     if not (joined := "".join(keys)).isascii() or "{" in joined or "}" in joined:
         keys = [_safe(key) for key in keys]
-    return len(keys), _packed(keys), is_meeting
+    return len(keys), _packed(keys), has_duplicates
 
 
-def _packed(words: Sequence[Any]) -> bytes:
-    """Words of a command, without the number of all that it has."""
-    packed: bytes = pack_command((*words,))
+def _packed(args: Sequence[Any]) -> bytes:
+    """Arguments of a command, without the header that tells their number."""
+    packed: bytes = pack_command((*args,))
     return packed[packed.index(b"\n") + 1 :]
 
 
@@ -378,12 +365,12 @@ def _describe(limit: Limit) -> tuple[Any, ...]:
 
 
 def _subject(key: Key) -> bytes:
-    """The counter that news are about, exactly as callers name it."""
+    """The name of a counter in notifications, exactly as callers name it."""
     return f"{key.limit.space}:{key.identity}".encode("utf-8", "surrogatepass")
 
 
 def _safe(key: str) -> str:
-    """The stored key without braces, which a cluster takes for hash tags, and without what UTF-8 cannot say."""
+    """Escape braces, which a cluster takes for hash tags, and surrogates, which UTF-8 cannot encode."""
     key = key.replace("{", "%7B").replace("}", "%7D")
     if not key.isascii():
         key = _SURROGATE.sub(lambda found: f"%u{ord(found[0]):X}", key)

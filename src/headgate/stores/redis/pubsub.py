@@ -38,17 +38,15 @@ __all__ = ["Subscriber"]
 
 logger = logging.getLogger("headgate")
 
-_chance = random.Random()
+_random = random.Random()
 
-QUIET: Final = 2.0
-"""Seconds without a word after which the server is asked for one."""
-SILENCE: Final = 2.0
-"""Seconds after that question in which an answer must come: else the connection is lost, whatever it looks like."""
-SHORTEST_PAUSE: Final = 0.05
-LONGEST_PAUSE: Final = 2.0
-"""Seconds between two attempts to connect: they double from the one to the other."""
-GLANCE: Final = 0.05
-"""Seconds after which it is looked whether to stop."""
+PING_INTERVAL_S: Final = 2.0
+"""Silence after which the server is pinged."""
+PING_TIMEOUT_S: Final = 2.0
+MIN_RECONNECT_S: Final = 0.05
+MAX_RECONNECT_S: Final = 2.0
+"""Pauses between attempts to connect: they double from the first to the second."""
+STOP_CHECK_INTERVAL_S: Final = 0.05
 
 MAX_MESSAGE_BYTES: Final = 32_768
 """Longer messages are skipped as they arrive, without being stored."""
@@ -59,7 +57,7 @@ READ_INTERVAL_S: Final = 0.02
 """Between two reads of changed blocks. The first after a pause is immediate."""
 READ_ALL_INTERVAL_S: Final = 1.0
 READ_ALL_MAX_SHARE: Final = 0.1
-"""Of the time, at most, is spent on reading all blocks: where there are many, they are read less often."""
+"""Of the time, at most, is spent on reading all blocks: if there are many, they are read less often."""
 FORGET_INTERVAL_S: Final = 0.005
 """Between two invalidations of the same cached denial."""
 LOG_INTERVAL_S: Final = 60.0
@@ -74,8 +72,8 @@ class Subscriber:
     `on_blocks_changed` is called with the identities, as (kind, value), whose blocks have to be read again, or with
     None to read all of them. `on_forget` is called for each counter whose cached denials are invalid. Both are rate
     limited. `on_connect` is called whenever messages will be received from now on: read all that is stored then. A
-    StoreError from any of these makes it connect again. `on_lost` is called with the reason when the connection is
-    lost, or cannot be opened: once, and not again before the next `on_connect`.
+    StoreError from any of these makes it reconnect. `on_lost` is called with the reason when the connection is lost, or
+    cannot be opened: once, and not again before the next `on_connect`.
     """
 
     def __init__(
@@ -90,139 +88,114 @@ class Subscriber:
     ) -> None:
         self.factory = factory
         self.encoder = encoder
-        self._channel = encoder.news
+        self.ignored = 0
+        """Messages that were malformed or too long."""
         self._on_blocks_changed = on_blocks_changed
         self._on_forget = on_forget
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._node: Node | None = None
-        """The server that was chosen last."""
-        self._stopped = False
-        self._bell: socket.socket | None = None
+        """The server chosen last."""
+        self._is_stopped = False
+        self._stop_signal: socket.socket | None = None
         self._pending = _Pending()
-        self.ignored = 0
-        """Messages that were malformed or too long."""
         self._ignored_before = 0
         self._warn_at = 0.0
         reinit_after_fork(self)
 
     def listen(self) -> None:
-        """Listen until `stop` is called, however often the connection is lost."""
-        ear, bell = socket.socketpair()
-        with ear, bell, suppress(_Stopped):
-            self._bell = bell
-            pause, hears = SHORTEST_PAUSE, True
+        """Receive messages until `stop` is called, reconnecting as often as needed."""
+        stop_reader, stop_signal = socket.socketpair()
+        with stop_reader, stop_signal, suppress(_Stopped):
+            self._stop_signal = stop_signal
+            pause_s, was_connected = MIN_RECONNECT_S, True
             while True:
-                began = time.monotonic()
+                started = time.monotonic()
                 try:
-                    with closing(self._open(ear)) as ears:
-                        ears.subscribe(self._channel)
+                    with closing(self._open(stop_reader)) as connection:
+                        connection.subscribe(self.encoder.channel)
                         self._pending = _Pending()
-                        self._look_anew()
-                        hears = True
-                        for message in ears.messages(self._is_current, self._pending.due):
+                        self._call(self._on_connect)
+                        was_connected = True
+                        for message in connection.messages(self._is_current, self._pending.due):
                             if message is not None and not self._pending.add(message):
                                 self._ignore()
                             self._apply()
-                except StoreError as error:
-                    if hears:
-                        self._tell(self._on_lost, error)
-                    hears = False
-                except Exception as error:  # nobody would begin to listen again
-                    logger.exception("what came on %s could not be understood; it is connected to anew", self._channel)
-                    if hears:
-                        self._tell(self._on_lost, StoreUnavailable(f"what came from Redis is no news: {error}"))
-                    hears = False
-                lasted = time.monotonic() - began
-                pause = SHORTEST_PAUSE if lasted > LONGEST_PAUSE else min(pause * 2, LONGEST_PAUSE)
-                self._rest(ear, pause * _chance.uniform(0.5, 1.0))
+                except Exception as error:
+                    reason = error if isinstance(error, StoreError) else StoreUnavailable(f"it failed: {error}")
+                    if reason is not error:
+                        logger.exception("subscription to %s failed; reconnecting", self.encoder.channel)
+                    if was_connected:
+                        with suppress(StoreError):
+                            self._call(self._on_lost, reason)
+                    was_connected = False
+                lasted_s = time.monotonic() - started
+                pause_s = MIN_RECONNECT_S if lasted_s > MAX_RECONNECT_S else min(pause_s * 2, MAX_RECONNECT_S)
+                stop_reader.settimeout(pause_s * _random.uniform(0.5, 1.0))
+                with suppress(TimeoutError):
+                    stop_reader.recv(1)
+                if self._is_stopped:
+                    return
 
     def stop(self) -> None:
-        """Let `listen` return: at once, or as soon as a function that it has called does."""
-        self._stopped = True
-        if self._bell is not None:
+        """Make `listen` return: immediately, or after the callback that it is in."""
+        self._is_stopped = True
+        if self._stop_signal is not None:
             with suppress(OSError):  # it has returned already
-                self._bell.send(b"!")
+                self._stop_signal.send(b"!")
 
     def reset_after_fork(self) -> None:
-        """Nobody listens in a child, and it must not ring its parent's bell."""
-        self._stopped, self._bell = False, None
+        """Start afresh: a child has no such thread, and must not stop that of its parent."""
+        self._is_stopped, self._stop_signal = False, None
 
-    def _open(self, ear: socket.socket) -> _SubscriberConnection:
-        """A connection to one of the servers. All that may take long is done by a thread that nobody waits for."""
+    def _open(self, stop_reader: socket.socket) -> _SubscriberConnection:
+        """A connection to one of the servers, opened in another thread so that `stop` need not wait for it."""
         chosen: list[Node | None] = []
-        opening = PendingConnection(lambda: self._connection(chosen))
+        pending = PendingConnection(lambda: self._new_connection(chosen))
         try:
-            late = time.monotonic() + REPLY_TIMEOUT_S
+            deadline = time.monotonic() + REPLY_TIMEOUT_S
             while True:
-                if self._stopped:
+                if self._is_stopped:
                     raise _Stopped
                 try:
-                    return _SubscriberConnection(opening.wait(GLANCE), ear)
+                    return _SubscriberConnection(pending.wait(STOP_CHECK_INTERVAL_S), stop_reader)
                 except NotSent:
-                    if opening.is_done or time.monotonic() > late:
+                    if pending.is_done or time.monotonic() > deadline:
                         raise
         except BaseException:
-            opening.abandon()
+            pending.abandon()
             raise
         finally:
             if chosen:
                 (self._node,) = chosen
 
-    def _connection(self, chosen: list[Node | None]) -> Any:
+    def _new_connection(self, chosen: list[Node | None]) -> Any:
         try:
             chosen.append(self._choose())
         except StoreError as error:
-            raise OSError(str(error)) from error  # as one that cannot be connected to
+            raise OSError(str(error)) from error  # as if it could not be connected to
         return self.factory.connection(chosen[0], asynchronous=False, timeout=CONNECT_TIMEOUT_S)
 
     def _choose(self) -> Node | None:
-        """A primary: in a cluster, all of them hear everything. The one that was lost is not asked again, if there are
-        others."""
-        companion = BackgroundClient(self.factory, self.encoder)
-        try:
-            primaries = companion.find_primaries(suspects=(self._node,))
-        finally:
-            companion.close()
-        return _chance.choice([node for node in primaries if node != self._node] or primaries)
+        """A primary: those of a cluster forward all messages to each other. Another than the last one, if possible."""
+        with closing(BackgroundClient(self.factory, self.encoder)) as client:
+            primaries = client.find_primaries(suspects=(self._node,))
+        return _random.choice([node for node in primaries if node != self._node] or primaries)
 
     def _is_current(self) -> bool:
-        """Whether the server still is a primary: what a server hears that was cut off, nobody knows."""
+        """True if the server is still a primary; one that was cut off may miss messages."""
         return self._node in (self.factory.topology.primaries() or [self._node])
-
-    def _rest(self, ear: socket.socket, seconds: float) -> None:
-        ear.settimeout(seconds)
-        with suppress(TimeoutError):
-            ear.recv(1)
-        if self._stopped:
-            raise _Stopped
-
-    def _look_anew(self) -> None:
-        try:
-            self._on_connect()
-        except StoreError:
-            raise
-        except Exception:
-            logger.exception("what is stored beside %s could not be taken in", self._channel)
 
     def _apply(self) -> None:
         """Act on pending messages as far as the rate limits allow."""
         now = time.monotonic()
         for space, identity in self._pending.take_forgotten(now):
-            self._tell(self._on_forget, space, identity)
+            self._call(self._on_forget, space, identity)
         if self._pending.take_all(now):
-            self._read_blocks(None)
+            self._call(self._on_blocks_changed, None)
             self._pending.note_read_all(now, time.monotonic())
         elif identities := self._pending.take_blocks(now):
-            self._read_blocks(identities)
-
-    def _read_blocks(self, identities: list[tuple[str, str]] | None) -> None:
-        try:
-            self._on_blocks_changed(identities)
-        except StoreError:
-            raise
-        except Exception:
-            logger.exception("blocks could not be read after a message on %s", self._channel)
+            self._call(self._on_blocks_changed, identities)
 
     def _ignore(self) -> None:
         """Count a malformed or oversized message, and warn now and then."""
@@ -230,15 +203,17 @@ class Subscriber:
         now = time.monotonic()
         if now >= self._warn_at:
             count, self._ignored_before = self.ignored - self._ignored_before, self.ignored
-            logger.warning("ignored %d malformed or oversized messages on %s", count, self._channel)
+            logger.warning("ignored %d malformed or oversized messages on %s", count, self.encoder.channel)
             self._warn_at = now + LOG_INTERVAL_S
 
-    def _tell(self, listener: Callable[..., Any], *news: Any) -> None:
-        """A mistake of whoever hears it must not be the end of all news."""
+    def _call(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Call back; an error other than a StoreError is logged and must not end the subscription."""
         try:
-            listener(*news)
+            callback(*args)
+        except StoreError:
+            raise
         except Exception:
-            logger.exception("what was heard on %s could not be taken in", self._channel)
+            logger.exception("could not process a message on %s", self.encoder.channel)
 
 
 class _Pending:
@@ -251,12 +226,12 @@ class _Pending:
         self._forget_at = self._read_at = self._read_all_at = 0.0
 
     def add(self, message: bytes) -> bool:
-        """Note a message; False if it is malformed."""
+        """Add a message; False if it is malformed."""
         if len(message) > MAX_MESSAGE_BYTES:
             return False
         verb, _, rest = message.partition(b" ")
         if verb == b"block" and not rest:
-            self._note_all()
+            self._add_all()
             return True
         if verb == b"block":
             block = read_block(rest)
@@ -264,11 +239,11 @@ class _Pending:
                 return False
             self._blocks[block.kind, block.value] = None
             if len(self._blocks) > MAX_PENDING:
-                self._note_all()
+                self._add_all()
             return True
         if verb == b"forget" and rest.count(b":") >= 2:
             try:
-                # A limit's name has no colon, nor has its algorithm; the identity may have any.
+                # Neither a limit's name nor its algorithm has a colon; the identity may have any.
                 name, algorithm, identity = rest.decode("utf-8", "surrogatepass").split(":", 2)
             except UnicodeDecodeError:
                 return False
@@ -308,10 +283,10 @@ class _Pending:
         self._blocks.clear()
         return True
 
-    def note_read_all(self, began: float, ended: float) -> None:
-        self._read_all_at = max(began + READ_ALL_INTERVAL_S, ended + (ended - began) / READ_ALL_MAX_SHARE)
+    def note_read_all(self, started: float, ended: float) -> None:
+        self._read_all_at = max(started + READ_ALL_INTERVAL_S, ended + (ended - started) / READ_ALL_MAX_SHARE)
 
-    def _note_all(self) -> None:
+    def _add_all(self) -> None:
         self._all = True
         self._blocks.clear()
 
@@ -321,12 +296,12 @@ OVERSIZED: Final = b"\xff"
 _INCOMPLETE: Final = object()
 
 
-class _Reader:
+class _MessageReader:
     """Incremental RESP parser for a subscribed connection; stores at most MAX_MESSAGE_BYTES of any message."""
 
-    MAX_LINE: Final = 4_096
+    MAX_LINE_BYTES: Final = 4_096
     MAX_ITEMS: Final = 8
-    MAX_SKIPPED: Final = 2**32
+    MAX_SKIPPED_BYTES: Final = 2**32
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -343,30 +318,29 @@ class _Reader:
         if not self._buffer:
             return _INCOMPLETE
         reply, end = self._parse(0)
-        if reply is _INCOMPLETE:
-            return reply
-        self._skipped = max(0, end - len(self._buffer))
-        del self._buffer[:end]
+        if reply is not _INCOMPLETE:
+            self._skipped = max(0, end - len(self._buffer))
+            del self._buffer[:end]
         return reply
 
     def _parse(self, start: int) -> tuple[Any, int]:
         """A reply and where it ends, which may be beyond what was received of an oversized one."""
-        line_end = self._buffer.find(b"\r\n", start, start + self.MAX_LINE)
+        line_end = self._buffer.find(b"\r\n", start, start + self.MAX_LINE_BYTES)
         if line_end < 0:
-            if len(self._buffer) - start >= self.MAX_LINE:
-                raise StoreUnavailable("what came from Redis is no reply")
+            if len(self._buffer) - start >= self.MAX_LINE_BYTES:
+                raise StoreUnavailable("Redis sent an invalid reply")
             return _INCOMPLETE, 0
         kind, line = bytes(self._buffer[start : start + 1]), bytes(self._buffer[start + 1 : line_end])
         end = line_end + 2
         if kind in (b"*", b">"):
-            return self._parse_items(_length(line, self.MAX_ITEMS), end)
+            return self._parse_items(_parse_length(line, self.MAX_ITEMS), end)
         if kind == b"$":
-            return self._parse_text(_length(line, self.MAX_SKIPPED), end)
+            return self._parse_text(_parse_length(line, self.MAX_SKIPPED_BYTES), end)
         if kind == b"-":
             return ReplyError(line.decode("utf-8", "replace")), end
         if kind in (b"+", b":", b"_"):
             return line, end
-        raise StoreUnavailable("what came from Redis is no reply")
+        raise StoreUnavailable("Redis sent an invalid reply")
 
     def _parse_items(self, count: int, end: int) -> tuple[Any, int]:
         items = []
@@ -388,95 +362,87 @@ class _Reader:
         return bytes(self._buffer[start : end - 2]), end
 
 
-def _length(line: bytes, most: int) -> int:
-    if not line.removeprefix(b"-").isdigit() or len(line) > 12 or int(line) > most:
-        raise StoreUnavailable("what came from Redis is no reply")
+def _parse_length(line: bytes, maximum: int) -> int:
+    if not line.removeprefix(b"-").isdigit() or len(line) > 12 or int(line) > maximum:
+        raise StoreUnavailable("Redis sent an invalid reply")
     return int(line)
 
 
 class _Stopped(BaseException):
-    """It is time to stop."""
+    """Raised in `listen` after `stop`."""
 
 
 class _SubscriberConnection:
-    """One connection that has subscribed."""
+    """A connection that receives messages until it is closed, or `stop_reader` is readable."""
 
-    def __init__(self, connection: Any, ear: socket.socket) -> None:
+    def __init__(self, connection: Any, stop_reader: socket.socket) -> None:
         self._connection = connection
         self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
-        self._socket.settimeout(GLANCE)
-        self._reader = _Reader()
-        self._watch = selectors.DefaultSelector()
-        self._watch.register(self._socket, selectors.EVENT_READ)
-        self._watch.register(ear, selectors.EVENT_READ)
-        self._ear = ear
+        self._socket.settimeout(STOP_CHECK_INTERVAL_S)
+        self._reader = _MessageReader()
+        self._stop_reader = stop_reader
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(stop_reader, selectors.EVENT_READ)
 
     def subscribe(self, channel: str) -> None:
         self._send(Command(None, NO_KEYS, ("SUBSCRIBE", channel)).pack())
-        reply = self._next(time.monotonic() + REPLY_TIMEOUT_S)
-        if isinstance(reply, ReplyError):
-            raise StoreUnavailable(f"the store answered: {reply}")
-        if reply is None:
+        if self._next_reply(time.monotonic() + REPLY_TIMEOUT_S) is None:
             raise StoreUnavailable("Redis did not answer to SUBSCRIBE")
 
     def messages(self, is_current: Callable[[], bool], due: Callable[[], float | None]) -> Iterator[bytes | None]:
         """Yield messages as they arrive, OVERSIZED in place of one that is too long, and None whenever it is `due`.
 
-        Raises a StoreError when the connection is lost, or the server is not the right one any more.
+        Raises a StoreError when the connection is lost, or the server is not a primary any more.
         """
-        heard_at = time.monotonic()
-        probe_at = heard_at + QUIET
+        received_at = time.monotonic()
+        ping_at = received_at + PING_INTERVAL_S
         while True:
             next_due = due()
-            reply = self._next(probe_at if next_due is None else min(probe_at, next_due))
+            reply = self._next_reply(ping_at if next_due is None else min(ping_at, next_due))
             now = time.monotonic()
-            if isinstance(reply, ReplyError):
-                raise StoreUnavailable(f"the store answered: {reply}")
             if reply is not None:
-                heard_at = now
-            if reply is OVERSIZED:
-                yield OVERSIZED
+                received_at = now
+            if reply is OVERSIZED or reply is None:
+                yield reply
             elif isinstance(reply, list) and len(reply) == 3 and reply[0] == b"message" and type(reply[2]) is bytes:
                 yield reply[2]
-            elif reply is None:
-                yield None
-            if now >= probe_at:
-                if now - heard_at >= QUIET + SILENCE:
-                    raise StoreUnavailable("Redis has fallen silent")
+            if now >= ping_at:
+                if now - received_at >= PING_INTERVAL_S + PING_TIMEOUT_S:
+                    raise StoreUnavailable("Redis did not answer to PING")
                 if not is_current():
-                    raise StoreUnavailable("the server is no primary any more")
+                    raise StoreUnavailable("the server is not a primary any more")
                 self._send(_PING)
-                probe_at = now + QUIET
+                ping_at = now + PING_INTERVAL_S
 
     def close(self) -> None:
-        self._watch.close()
+        self._selector.close()
         self._connection.disconnect()
 
-    def _next(self, deadline: float) -> Any:
-        """The next reply, or None if there is none until then."""
+    def _next_reply(self, deadline: float) -> Any:
+        """The next reply, or None after the deadline."""
         while (reply := self._reader.get()) is _INCOMPLETE:
-            seconds = 0.0 if self._has_more() else max(0.0, deadline - time.monotonic())
-            ready = [key.fileobj for key, _ in self._watch.select(seconds)]
-            if self._ear in ready:
+            timeout_s = 0.0 if self._has_tls_pending() else max(0.0, deadline - time.monotonic())
+            ready = [key.fileobj for key, _ in self._selector.select(timeout_s)]
+            if self._stop_reader in ready:
                 raise _Stopped
-            if not ready and not self._has_more():
+            if not ready and not self._has_tls_pending():
                 return None
             try:
-                self._reader.feed(self._receive())
+                data = self._socket.recv(65536)
             except TimeoutError:
-                continue  # a part of what TLS sends in one piece
+                continue  # only a part of a TLS record has arrived
             except OSError as error:
                 raise StoreUnavailable(f"the connection to Redis broke: {error}") from error
+            if not data:
+                raise StoreUnavailable("the connection to Redis broke: it was closed by the server")
+            self._reader.feed(data)
+        if isinstance(reply, ReplyError):
+            raise StoreUnavailable(f"the store answered: {reply}")
         return reply
 
-    def _receive(self) -> bytes:
-        data: bytes = self._socket.recv(65536)
-        if not data:
-            raise ConnectionError("it was closed by the server")
-        return data
-
-    def _has_more(self) -> bool:
-        """Whether something has been received that no look at the socket would tell of."""
+    def _has_tls_pending(self) -> bool:
+        """True if TLS has received data that the selector does not see."""
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def _send(self, packed: bytes) -> None:

@@ -1,9 +1,7 @@
-"""Which server a key lives on, asked of the servers themselves: one for all, the primary of a Sentinel set, or a
-slot of a cluster.
+"""Topologies: which server has a key. A standalone server, the primary of a Sentinel set, or a slot of a cluster.
 
-Pure, like the conversation that uses it: what must be asked is yielded as commands, for either kind of driver to send.
-Several drivers may use one at the same time, threads among them: what is known is replaced whole, and stays in use
-until something better is known.
+Pure, like `batch_protocol`: discovery yields commands for a driver to send. Threads may share a topology: what it knows
+is replaced as a whole, and stays in use until something better is known.
 """
 
 from __future__ import annotations
@@ -21,33 +19,32 @@ if TYPE_CHECKING:
 __all__ = ["Cluster", "Sentinel", "Standalone", "Topology"]
 
 SLOTS: Final = 16_384
-"""Slots of a cluster."""
 
 
 class Topology(Protocol):
-    moves: bool
-    """Whether asking anew can find a server elsewhere."""
+    can_move: bool
+    """True if another discovery can find a server elsewhere."""
 
     def discover(self) -> Generator[list[Command], None, None]:
-        """Learn where the servers are, if that is not known; raises StoreUnavailable when nobody can tell."""
+        """Find the servers, unless they are known; raises StoreUnavailable."""
 
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
-        """Learn it anew, in any case. Suspects, who may not answer, are asked last."""
+        """Find the servers again. Suspects, which may not reply, are asked last."""
 
     def forget(self, suspects: Container[Node | None] = ()) -> None:
-        """What was known may be wrong: ask again before the next command, and suspects last."""
+        """Discover again before the next command, and ask suspects last."""
 
     def locate(self, command: Command) -> None:
-        """Say which server the command goes to."""
+        """Set the server of a command."""
 
     def primaries(self) -> list[Node | None]:
-        """The servers that have keys, as far as they are known; None stands for the only one there is."""
+        """The servers with keys, as far as they are known; None stands for the only one."""
 
 
 class Standalone:
     """One server at a fixed address."""
 
-    moves = False
+    can_move = False
 
     def discover(self) -> Generator[list[Command], None, None]:
         yield from ()
@@ -66,9 +63,9 @@ class Standalone:
 
 
 class Sentinel:
-    """The primary of that name, wherever the sentinels say it is."""
+    """The primary of that name, as told by the sentinels."""
 
-    moves = True
+    can_move = True
 
     def __init__(self, sentinels: Sequence[Node], service: str) -> None:
         self._sentinels = list(sentinels)
@@ -81,21 +78,21 @@ class Sentinel:
             yield from self.refresh()
 
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
-        told = "no sentinel was asked"
-        for sentinel in _suspects_last(self._sentinels, suspects):
-            words = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
-            command = Command(None, NO_KEYS, words, expects=(list, type(None)))
+        reason = "no sentinel was asked"
+        for sentinel in _sort_suspects_last(self._sentinels, suspects):
+            args = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+            command = Command(None, NO_KEYS, args, expects=(list, type(None)))
             command.node = sentinel
             yield [command]
             primary = _read_primary(command.reply)
             if primary is not None:
                 self._primary = primary
                 self._stale = False
-                # Whoever knew is asked first the next time.
+                # This one is asked first the next time.
                 self._sentinels = list(dict.fromkeys((sentinel, *self._sentinels)))
                 return
-            told = str(command.reply) if command.reply is not None else f"it knows no primary named {self._service!r}"
-        raise StoreUnavailable(f"no sentinel could name the primary of {self._service!r}; the last one: {told}")
+            reason = str(command.reply) if command.reply is not None else f"it knows no primary named {self._service!r}"
+        raise StoreUnavailable(f"no sentinel could name the primary of {self._service!r}; the last one: {reason}")
 
     def forget(self, suspects: Container[Node | None] = ()) -> None:
         self._stale = True
@@ -108,9 +105,9 @@ class Sentinel:
 
 
 class Cluster:
-    """Slots over several primaries, by the cluster's own map."""
+    """A Redis Cluster, by its own map of slots."""
 
-    moves = True
+    can_move = True
 
     def __init__(self, seeds: Sequence[Node]) -> None:
         self._known = list(seeds)
@@ -122,20 +119,20 @@ class Cluster:
             yield from self.refresh()
 
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
-        told = "no server was asked"
-        for node in _suspects_last(self._known, suspects):
+        reason = "no server was asked"
+        for node in _sort_suspects_last(self._known, suspects):
             command = Command(None, NO_KEYS, ("CLUSTER", "SLOTS"), expects=list)
             command.node = node
             yield [command]
             if self._learn(command.reply, node):
                 return
-            told = str(command.reply)
-            # Whoever comes next has no time to lose on it, either.
-            self._known = _suspects_last(self._known, (node,))
-        raise StoreUnavailable(f"no server of the cluster could tell its slots; the last one: {told}")
+            reason = str(command.reply)
+            # Later discoveries ask it last, too.
+            self._known = _sort_suspects_last(self._known, (node,))
+        raise StoreUnavailable(f"no server of the cluster could tell its slots; the last one: {reason}")
 
     def forget(self, suspects: Container[Node | None] = ()) -> None:
-        self._known = _suspects_last(self._known, suspects)
+        self._known = _sort_suspects_last(self._known, suspects)
         self._stale = True
 
     def locate(self, command: Command) -> None:
@@ -149,23 +146,23 @@ class Cluster:
         return list(dict.fromkeys(list(self._slots.values())))
 
     def servers_of(self, names: Iterable[str]) -> frozenset[Node | None]:
-        """The servers on which these keys live; None stands for one that is not known."""
+        """The servers with these keys; None stands for an unknown one."""
         return frozenset([self._slots.get(_slot(name)) for name in names])
 
     def serves(self, node: Node | None, key: str) -> bool:
-        """Whether the key lives on that server."""
+        """True if the key is on that server."""
         return self._slots.get(_slot(key)) == node
 
-    def moved(self, slot: int, node: Node) -> None:
+    def record_move(self, slot: int, node: Node) -> None:
         self._slots[slot] = node
 
     def _learn(self, ranges: Any, asked: Node) -> bool:
-        """Use the map that a server gave, if it is one."""
+        """Use a map of slots; False if it is malformed."""
         slots: dict[int, Node] = {}
         known: dict[Node, None] = {}
         try:
             for first, last, primary, *replicas in ranges:
-                # A server that does not know its own name leaves it empty: it is the one that we are talking to.
+                # A server that does not know its own host name leaves it empty.
                 nodes = [
                     Node(name.decode() if name else asked.host, int(port)) for name, port, *_ in (primary, *replicas)
                 ]
@@ -184,7 +181,7 @@ class Cluster:
 
 
 def _read_primary(reply: Any) -> Node | None:
-    """The address that a sentinel gave; None if it gave none."""
+    """The address in the reply of a sentinel, or None."""
     try:
         host, port = reply
         return Node(host.decode(), int(port))
@@ -196,5 +193,5 @@ def _slot(key: str) -> int:
     return int(key_slot(key.encode()))
 
 
-def _suspects_last(nodes: Iterable[Node], suspects: Container[Node | None]) -> list[Node]:
+def _sort_suspects_last(nodes: Iterable[Node], suspects: Container[Node | None]) -> list[Node]:
     return sorted(nodes, key=lambda node: node in suspects)

@@ -1,60 +1,61 @@
--- Shared by the scripts of the Redis store: time, limits, and the writing of states.
+-- Shared by all scripts: time, limits, and writing of states.
 
--- Now, in us: the caller's if it brings one, else the server's own, which is the same for all callers.
-local function current(given)
-  if given ~= '' then
-    return tonumber(given)
+-- The current time (us): that of the client if given, else that of the server.
+local function current_us(client_us)
+  if client_us ~= '' then
+    return tonumber(client_us)
   end
   local time = call('TIME')
   return time[1] * 1000000 + time[2]
 end
 
--- A limit from ARGV[first ..]: capacity, tokens, ticks, period (us), with which states of windows end. `more` is what a long life is rounded up to: a
--- sixteenth of the time that an empty bucket takes to fill. `blank` tells states of keys with a long life from others.
+-- Parses a limit from ARGV[first ..]: capacity, tokens, ticks, period (us). States end with its signature, or with the
+-- period. Long TTLs are multiples of `ttl_step`, a sixteenth of the time that an empty bucket takes to fill; `separator`
+-- marks the states of keys that have one.
 local function parse_limit(first)
   local ARGV = ARGV
   local capacity, tokens, ticks = ARGV[first], ARGV[first + 1], ARGV[first + 2]
-  local signed = tokens .. '/' .. ticks .. '/' .. capacity
-  capacity, tokens, ticks = capacity + 0, tokens + 0, ticks + 0 -- digits all: quicker than tonumber
+  local signature = tokens .. '/' .. ticks .. '/' .. capacity
+  capacity, tokens, ticks = capacity + 0, tokens + 0, ticks + 0 -- faster than tonumber
   return {
     capacity = capacity,
     tokens = tokens,
     ticks = ticks,
     period = ARGV[first + 3] + 0,
     period_text = ARGV[first + 3],
-    period_ending = ' ' .. ARGV[first + 3],
+    period_suffix = ' ' .. ARGV[first + 3],
     full = capacity * ticks,
-    more = ceil_div(capacity * ticks, tokens * 16),
-    blank = ' ',
-    signed = signed,
-    ending = ' ' .. signed,
-    ending_at = -1 - #signed,
+    ttl_step = ceil_div(capacity * ticks, tokens * 16),
+    separator = ' ',
+    signature = signature,
+    signature_suffix = ' ' .. signature,
+    suffix_at = -1 - #signature,
   }
 end
 
--- The text of a lifetime. Requests that wait for the same window have theirs in common, so the last one is kept.
-local lasting, lifetime
+-- The last TTL as text: many requests of a batch have the same.
+local last_reset, last_ttl
 
--- A state is the text of a string, or the commands that change a collection. Its expiry is set in the same run: when
--- the key is as new, and the margin.
+-- Writes a state, which is the text of a string, or the commands that change a collection, and sets the TTL: until the key
+-- is as new, and the margin.
 local function write(key, state, reset)
-  if reset ~= lasting then
-    lasting, lifetime = reset, format(WHOLE, ceil_div(reset, 1000) + MARGIN)
+  if reset ~= last_reset then
+    last_reset, last_ttl = reset, format(INT, ceil_div(reset, 1000) + MARGIN_MS)
   end
-  if not state[1] then -- a text: that it has no first command is seen three times as quickly as its type
-    return call('SET', key, state, 'PX', lifetime)
+  if not state[1] then -- a text: three times as fast as checking its type
+    return call('SET', key, state, 'PX', last_ttl)
   end
   for _, command in ipairs(state) do
     call(unpack(command))
   end
-  call('PEXPIRE', key, lifetime)
+  call('PEXPIRE', key, last_ttl)
 end
 
--- A denial consumes nothing, and writes nothing unless a state had to be migrated; but a key that would live for ever (persisted by hand), or not long enough for what it owes
--- (its window has become longer), is given its time: a long one, as its state may say that it has one.
-local function mend_expiry(key, reset, limit)
+-- Sets the TTL after a denial, which writes no state, of a key that has none (persisted by hand) or too short a one (its
+-- window has become longer): a long one, as its state may be marked so.
+local function repair_ttl(key, reset, limit)
   local left = call('PTTL', key)
   if left == -1 or (left >= 0 and left < ceil_div(reset, 1000)) then
-    call('PEXPIRE', key, format(WHOLE, ceil_div(reset + limit.more, 1000) + MARGIN))
+    call('PEXPIRE', key, format(INT, ceil_div(reset + limit.ttl_step, 1000) + MARGIN_MS))
   end
 end

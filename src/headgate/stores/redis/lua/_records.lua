@@ -1,8 +1,8 @@
--- Idempotency records, for the scripts that read or write them. Mirrors IdRecord in idempotency.py.
--- A record is a string beside its counter, in the same slot: "until at cost left holders remaining reset delay", times in
--- us. Without holders it is that of a refund whose id no check had.
+-- Idempotency records. Mirrors IdRecord in idempotency.py.
+-- A record is a string in the slot of its counter: "until at cost left holders remaining reset delay", times in us. A
+-- record without holders is that of a refund whose id no check had.
 
--- The record of that name, if it is still valid; nil if there is none, false for a foreign value.
+-- The record of that name; nil if there is none or it has expired, false for a foreign value.
 local function read_record(name, now)
   local text = pcall('GET', name)
   if not text then
@@ -33,15 +33,15 @@ local function read_record(name, now)
   }
 end
 
--- Writes a record: a new one, which is valid for so long (us), or one that keeps its lifetime.
+-- Writes a record: a new one with its validity (us), or a changed one, which keeps its TTL.
 local function write_record(name, record, validity)
   local text = table.concat({
-    format(THREE, record.until_us, record.at, record.cost),
-    format(THREE, record.left, record.holders, record.remaining),
-    format(TWO, record.reset, record.delay),
+    format(INT_TRIPLE, record.until_us, record.at, record.cost),
+    format(INT_TRIPLE, record.left, record.holders, record.remaining),
+    format(INT_PAIR, record.reset, record.delay),
   }, ' ')
   if validity then
-    call('SET', name, text, 'PX', format(WHOLE, ceil_div(validity, 1000) + MARGIN))
+    call('SET', name, text, 'PX', format(INT, ceil_div(validity, 1000) + MARGIN_MS))
   else
     call('SET', name, text, 'KEEPTTL')
   end

@@ -1,43 +1,43 @@
--- The block list: sets a block, drops one, reads some by identity, or lists a page of those that have not ended.
--- KEYS: a hash, identity -> '{"until_us":123,...}', or null there for a block without end; and "%" -> how many of those
---   there are, and the last instant (us) at which any other ends, or would have ended.
+-- The block list: sets or drops a block, reads blocks by identity, or lists a page of those that have not ended.
+-- KEYS: a hash, identity -> '{"until_us":123,...}', with null for a block without end; and "%" -> the number of blocks
+--   without end, and the latest end (us) of all others so far.
 -- ARGV: now (us; empty for the server's clock), then
---   "list", where to go on ("0" to begin), and about how many to look at; or
+--   "list", the cursor ("0" at first), and the approximate page size; or
 --   "get" and identities; or
---   "set" or "drop", the channel for news, the identity, and, to set, the block.
--- Reply: to "list", where to go on ("0" at the end), then identity and block in turn; to "get", for each identity its
---   block, or an empty text; else 1 if there was a block of that identity, else 0.
+--   "set" or "drop", the channel for notifications, the identity, and, for "set", the block.
+-- Reply: to "list", the next cursor ("0" at the end), then identity and block in turn; to "get", the block of each
+--   identity, or an empty text; else 1 if there was a block of that identity, else 0.
 
-local CENTURY = 3155760000000 -- ms
-local LONGEST_IDENTITY = 16384 -- bytes that are published; of longer ones only that something has changed
-local key, now = KEYS[1], current(ARGV[1])
+local CENTURY_MS = 3155760000000
+local MAX_IDENTITY_BYTES = 16384 -- longer identities are not published, only that a block has changed
+local key, now = KEYS[1], current_us(ARGV[1])
 
--- The instant, or nothing if it has no end.
-local function ends(block)
+-- The end of a block (us); nil if it has none.
+local function ends_at(block)
   return tonumber(match(block, '^{"until_us":(%d+)'))
 end
 
--- Nothing is left of a hash that holds nobody, not even its own count.
-local function tidy()
+-- Deletes a hash in which only the counts are left.
+local function delete_if_empty()
   if call('HLEN', key) == 1 and call('HGET', key, '%') then
     call('DEL', key)
   end
 end
 
--- A page at a time: however many there are, no request waits for all of them.
+-- By page, so that no request waits for the whole list.
 local function list(cursor, number)
   local page = call('HSCAN', key, cursor, 'COUNT', number)
   local reply, fields = { page[1] }, page[2]
   for index = 1, #fields, 2 do
     local identity, block = fields[index], fields[index + 1]
-    local instant = ends(block)
+    local instant = ends_at(block)
     if instant and instant <= now then
       call('HDEL', key, identity)
     elseif identity ~= '%' then
       reply[#reply + 1], reply[#reply + 2] = identity, block
     end
   end
-  tidy()
+  delete_if_empty()
   return reply
 end
 
@@ -46,34 +46,34 @@ local function get(first)
   for index = first, #ARGV do
     local identity = ARGV[index]
     local block = identity ~= '%' and call('HGET', key, identity) or ''
-    local instant = ends(block)
+    local instant = ends_at(block)
     reply[#reply + 1] = instant and instant <= now and '' or block
   end
   return reply
 end
 
 local function change(channel, identity, block)
-  local before, kept = call('HGET', key, identity), call('HGET', key, '%') or '0 0'
-  local endless, last = match(kept, '^(%d+) (%d+)$')
+  local before, counts = call('HGET', key, identity), call('HGET', key, '%') or '0 0'
+  local endless, last = match(counts, '^(%d+) (%d+)$')
   endless, last = tonumber(endless), tonumber(last)
-  if before and not ends(before) then
+  if before and not ends_at(before) then
     endless = math.max(0, endless - 1)
   end
   if block then
     call('HSET', key, identity, block)
-    endless, last = endless + (ends(block) and 0 or 1), math.max(last, ends(block) or 0)
+    endless, last = endless + (ends_at(block) and 0 or 1), math.max(last, ends_at(block) or 0)
   else
     call('HDEL', key, identity)
   end
-  call('HSET', key, '%', format(TWO, endless, last))
-  -- Not for ever, as check.lua trusts in that all keys have a lifetime where most have.
-  local lifetime = endless > 0 and CENTURY or math.max(0, ceil_div(last - now, 1000)) + MARGIN
-  call('PEXPIRE', key, format(WHOLE, lifetime))
-  tidy()
-  -- In the same run as the change, so that subscribers who read the block on this message find it. Only the identity is
-  -- published: anybody may publish, so subscribers believe nothing but what is stored. A client without the right to
-  -- publish may still block; subscribers then find out when they next read all blocks.
-  pcall('PUBLISH', channel, #identity <= LONGEST_IDENTITY and format('block %s', identity) or 'block')
+  call('HSET', key, '%', format(INT_PAIR, endless, last))
+  -- Always with a TTL: check_batch.lua sets long TTLs only if all keys have one.
+  local ttl = endless > 0 and CENTURY_MS or math.max(0, ceil_div(last - now, 1000)) + MARGIN_MS
+  call('PEXPIRE', key, format(INT, ttl))
+  delete_if_empty()
+  -- In the same run as the change, so that subscribers find it when they read. Only the identity is published: any client
+  -- may publish, so subscribers trust only what is stored. Without permission to publish, the change still applies, and
+  -- subscribers learn of it when they next read all blocks.
+  pcall('PUBLISH', channel, #identity <= MAX_IDENTITY_BYTES and format('block %s', identity) or 'block')
   return before and 1 or 0
 end
 

@@ -1,13 +1,12 @@
--- Decides one request with an id, at most once: the first answer is recorded beside each counter that it charges, in the
--- same run, and given again while the record is valid. Mirrors MemoryStore._decide_once.
+-- Decides a request with an idempotency key, at most once: the answer is recorded next to each counter that it charges, in
+-- the same run, and repeated while the record is valid. Mirrors MemoryStore._decide_once.
 -- KEYS: the counters, then the records of those that do not count leases, in the same order.
--- ARGV: those of check.lua for this one request, then how long a new record is valid (us).
--- Reply: as check.lua, without the times of the last list; then the cost on each key, which is the recorded one where
---   there is a record.
+-- ARGV: those of check_batch.lua for this request, then the validity of a new record (us).
+-- Reply: as check_batch.lua, with an empty last list; then the cost on each key: the recorded one, if there is a record.
 
 local group, validity = 4 + 5 * ARGV[3], table.remove(ARGV) + 0
 local count, names_at = ARGV[group + 2] + 0, ARGV[group + 2] + 0
-local now = current(ARGV[1])
+local now = current_us(ARGV[1])
 local keys, names, records, costs, is_repeated = {}, {}, {}, {}, true
 for index = 1, count do
   local cost_at = group + 2 + 2 * index
@@ -24,7 +23,7 @@ for index = 1, count do
       end
       return { now, costs, {}, {}, {} }
     elseif record and record.holders > 0 then
-      -- Charged already: what is left of the request decides, as if this key cost nothing.
+      -- Already charged: the other keys decide, as if this one cost nothing.
       records[index], costs[index], ARGV[cost_at] = record, record.cost, '0'
     else
       is_repeated = false
@@ -32,7 +31,7 @@ for index = 1, count do
   end
 end
 
-local told, unusual, is_allowed, at = {}, {}, true, 0
+local results, unusual, is_allowed, at = {}, {}, true, 0
 local retries, delays = {}, {}
 if is_repeated then
   for index = 1, count do
@@ -40,9 +39,9 @@ if is_repeated then
   end
 else
   local reply = decide_batch(keys, ARGV)
-  at, told = reply[1], reply[2]
-  if told[1] < 0 then
-    return { at, told, {}, {}, {} }
+  at, results = reply[1], reply[2]
+  if results[1] < 0 then
+    return { at, results, {}, {}, {} }
   end
   for place = 1, #reply[3], 3 do
     local index = reply[3][place] + 1
@@ -54,7 +53,7 @@ end
 for index = 1, count do
   local record = records[index]
   if record then
-    told[index * 2 - 1], told[index * 2], delays[index] = record.remaining, record.reset, record.delay
+    results[index * 2 - 1], results[index * 2], delays[index] = record.remaining, record.reset, record.delay
     if is_allowed then
       record.holders = record.holders + 1
       write_record(names[index], record)
@@ -66,8 +65,8 @@ for index = 1, count do
       cost = costs[index],
       left = costs[index],
       holders = 1,
-      remaining = told[index * 2 - 1],
-      reset = told[index * 2],
+      remaining = results[index * 2 - 1],
+      reset = results[index * 2],
       delay = delays[index] or 0,
     }, validity)
   end
@@ -77,4 +76,4 @@ for index = 1, count do
     unusual[last + 1], unusual[last + 2], unusual[last + 3] = index - 1, retry, delay
   end
 end
-return { at, told, unusual, {}, costs }
+return { at, results, unusual, {}, costs }

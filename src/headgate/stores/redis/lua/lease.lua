@@ -1,8 +1,8 @@
--- Renews or leaves a lease.
+-- Renews or releases a lease.
 -- KEYS: the key. ARGV: the limit (see parse_limit), now (us; empty for the server's clock), "renew" or "leave", lease id.
 -- Reply: 1 if the lease was held, else 0; -1 if the key holds a foreign value.
 
-local limit, now = parse_limit(1), current(ARGV[5])
+local limit, now = parse_limit(1), current_us(ARGV[5])
 if not concurrency(KEYS[1], now, 0, limit, '') then
   return -1
 end
@@ -17,5 +17,5 @@ if not commands then
 end
 write(KEYS[1], commands, limit.period)
 local _, _, reset = concurrency(KEYS[1], now, 0, limit, '')
-call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + MARGIN))
+call('PEXPIRE', KEYS[1], format(INT, ceil_div(reset, 1000) + MARGIN_MS))
 return 1

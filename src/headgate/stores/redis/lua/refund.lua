@@ -1,21 +1,20 @@
--- Gives an amount back, at most once for an id: at most what the check with that id consumed, where there was one.
+-- Refunds an amount, at most once per id, and at most what the check with that id consumed, if there was one.
 -- KEYS: the key; with an id, also the key of its record (in the same slot).
 -- ARGV: the limit (see parse_limit), now (us; empty for the server's clock), amount, the instant it was charged (us; empty
---   if unknown), how long to remember the id of a refund that no check had (us), lease id, "undo" where a check is taken
---   back, with its record if there is one, the channel for news (empty for none), the counter's name in them.
--- Reply: 1 if anything was given back, else 0, -1 if the key holds a foreign value; then remaining, retry, reset, delay,
---   as they are after it.
+--   if unknown), the validity of the record of a refund whose id no check had (us), lease id, "undo" to take back a check
+--   with its record, the channel for notifications (empty for none), the counter's name in them.
+-- Reply: 1 if anything was refunded, else 0, -1 for a foreign value; then remaining, retry, reset and delay after it.
 
-local limit, now, amount, at, id = parse_limit(1), current(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[9]
+local limit, now, amount, at, id = parse_limit(1), current_us(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[9]
 local is_undo = ARGV[10] == 'undo'
 
-local remaining, retry, reset, delay, adopted = JUDGE(KEYS[1], now, 0, limit, id)
+local remaining, retry, reset, delay, migrated = DECIDE(KEYS[1], now, 0, limit, id)
 local record = KEYS[2] and read_record(KEYS[2], now)
 if not remaining or record == false then
   return { -1, 0, 0, 0, 0 }
 end
 if KEYS[2] and is_undo then
-  -- Each caller that got the recorded answer is a holder: the last one that takes it back gives back the charge.
+  -- Each caller that got the recorded answer is a holder: the undo of the last one refunds the charge.
   if not record or record.holders ~= 1 then
     if record and record.holders > 1 then
       record.holders = record.holders - 1
@@ -31,8 +30,8 @@ elseif record then
   end
   amount, at = math.min(amount, record.left), at or record.at
 end
-if adopted then
-  write(KEYS[1], adopted, reset)
+if migrated then
+  write(KEYS[1], migrated, reset)
 end
 local state = amount > 0 and REFUND(KEYS[1], now, amount, limit, at, id, is_undo)
 if not state then
@@ -48,12 +47,12 @@ elseif KEYS[2] and not is_undo then
   write_record(KEYS[2], refunded, validity)
 end
 if (remaining == 0 or remaining * 10 < limit.capacity) and ARGV[11] ~= '' then
-  -- Denials that are remembered elsewhere hold no longer: none is of more than a tenth of a limit (see denials.py). Who
-  -- may not publish may give back all the same.
+  -- Invalidates cached denials, which exist only below a tenth of a limit (see denial_cache.py). Without permission to
+  -- publish, the refund still applies.
   pcall('PUBLISH', ARGV[11], format('forget %s', ARGV[12]))
 end
--- It owes less than before, so that its lifetime is known only after it is written.
+-- The TTL is known only after the new state is written.
 write(KEYS[1], state, reset)
-remaining, retry, reset, delay = JUDGE(KEYS[1], now, 0, limit, id)
-call('PEXPIRE', KEYS[1], format(WHOLE, ceil_div(reset, 1000) + MARGIN))
+remaining, retry, reset, delay = DECIDE(KEYS[1], now, 0, limit, id)
+call('PEXPIRE', KEYS[1], format(INT, ceil_div(reset, 1000) + MARGIN_MS))
 return { 1, remaining, retry, reset, delay }

@@ -1,11 +1,11 @@
--- Forgets all that is known of counters.
--- KEYS: their keys. ARGV: the channel for news, then each counter's name in them.
--- Reply: how many were known.
+-- Deletes counters.
+-- KEYS: their keys. ARGV: the channel for notifications, then each counter's name in them.
+-- Reply: the number of keys that existed.
 
-local forgotten = 0
+local deleted = 0
 for index, key in ipairs(KEYS) do
-  forgotten = forgotten + call('UNLINK', key)
-  -- Denials that are remembered elsewhere hold no longer. Who may not publish may reset all the same.
+  deleted = deleted + call('UNLINK', key)
+  -- Invalidates cached denials. Without permission to publish, the reset still applies.
   pcall('PUBLISH', ARGV[1], format('forget %s', ARGV[index + 1]))
 end
-return forgotten
+return deleted
