@@ -195,9 +195,9 @@ def _in_process(turn: Turn) -> Told:
 class Nobody(InProcessDelivery):
     """Takes what a scribe would be handed, and forgets it: so is seen what the app's own process pays."""
 
-    def carry(self, batch: EventBatch) -> DeliveryResult:
-        marshal.dumps(list(batch.raws), 2)
-        return DeliveryResult(len(batch.raws))
+    def deliver(self, batch: EventBatch) -> DeliveryResult:
+        marshal.dumps(list(batch.events), 2)
+        return DeliveryResult(len(batch.events))
 
 
 def _opened(options: dict[str, Any]) -> DecisionLog:
@@ -206,7 +206,7 @@ def _opened(options: dict[str, Any]) -> DecisionLog:
     if options["writer"] != "nobody":
         return DecisionLog(secret=SECRET, sample=0, **options)
     log = DecisionLog(secret=SECRET, sample=0, **{**options, "writer": "thread"})
-    carrier = log._writer._carrier  # noqa: SLF001 - there is no such writer but for this comparison
+    carrier = log._queue._delivery  # noqa: SLF001 - there is no such writer but for this comparison
     carrier.__class__ = Nobody
     carrier.size = 10_000
     return log

@@ -87,8 +87,8 @@ def is_running(pid: int) -> bool:
 
 
 def pid_of(log: DecisionLog) -> int:
-    assert log.scribe is not None
-    return log.scribe
+    assert log.writer_pid is not None
+    return log.writer_pid
 
 
 # ------------------------------------------------------------------ the same, from elsewhere
@@ -103,8 +103,8 @@ def test_a_scribe_writes_what_this_process_would(file: Path, open_log: Callable[
             traffic.send(request)
             traffic.clock.advance(1)
         assert log.flush(30)
-    assert beside.scribe not in (None, os.getpid())
-    assert here.scribe is None
+    assert beside.writer_pid not in (None, os.getpid())
+    assert here.writer_pid is None
     found = stored(file)
     assert [each._replace(id="") for each in found] == [each._replace(id="") for each in kept.records]
     assert {each.outcome for each in found} == {"allowed", "denied", "blocked"}
@@ -131,7 +131,7 @@ def test_a_scribe_is_told_no_secret_where_others_can_see_it(open_log: Callable[.
     log = open_log()
     Traffic(POLICY, log).send(user="mallory")
     assert log.flush(30)
-    with open(f"/proc/{log.scribe}/cmdline", "rb") as shown:
+    with open(f"/proc/{log.writer_pid}/cmdline", "rb") as shown:
         assert SECRET.encode() not in shown.read()
 
 
@@ -152,11 +152,11 @@ def test_what_a_killed_scribe_has_not_confirmed_the_next_one_writes_once(
         assert not log.flush(0.3)
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: log.stats.failures, "a failure")
-        assert log.stats.error == "the scribe has ended with -9"
+        assert log.stats.error == "the writer process has ended with -9"
         traffic.send(times=500)
         other.execute("ROLLBACK")
     assert log.flush(30)
-    assert log.scribe != first
+    assert log.writer_pid != first
     assert not is_running(first)
     found = stored(file)
     assert len({each.id for each in found}) == len(found) == 1001
@@ -172,7 +172,7 @@ def test_scribes_that_are_killed_again_and_again_lose_nothing(file: Path, open_l
             traffic.send(times=100)
             time.sleep(0.001)
         some = count * 2000
-        wait_until(lambda some=some: log.stats.written > some and log.scribe, "a scribe that writes")  # type: ignore[misc]
+        wait_until(lambda some=some: log.stats.written > some and log.writer_pid, "a scribe that writes")  # type: ignore[misc]
         os.kill(pid_of(log), signal.SIGKILL)
     assert log.flush(30)
     assert log.stats[:3] == (6000, 0, 0)
@@ -190,10 +190,10 @@ def test_what_is_meant_for_the_app_does_not_end_its_scribe(file: Path, open_log:
         os.kill(scribe, each)
     traffic.send(times=5)
     assert log.flush(30)
-    assert log.scribe == scribe
+    assert log.writer_pid == scribe
     assert len(stored(file)) == 6
     log.close()
-    assert log.scribe is None
+    assert log.writer_pid is None
     assert not is_running(scribe)
 
 
@@ -209,7 +209,7 @@ def test_with_a_dead_sink_what_is_above_the_bound_is_lost_and_counted(
     waiting = log.stats.waiting
     assert 200 <= waiting <= 300
     assert log.stats.lost == 1100 - waiting
-    assert "the decision log is losing records: 1 so far" in caplog.text
+    assert "the decision log is losing records, as its sink is too slow: 1 lost" in caplog.text
     (tmp_path / "missing").mkdir()
     assert log.flush(30)
     found = stored(tmp_path / "missing" / "decisions.db")
@@ -255,7 +255,7 @@ def run_process(folder: Path, then: str, code: int = 0) -> list[int]:
 
 
 def test_the_end_of_a_process_is_waited_for_by_its_scribe(file: Path) -> None:
-    (scribe,) = run_process(file.parent, "log.flush(30); print(log.scribe, flush=True); traffic.send(times=5000)")
+    (scribe,) = run_process(file.parent, "log.flush(30); print(log.writer_pid, flush=True); traffic.send(times=5000)")
     assert len(stored(file)) == 5040
     assert not is_running(scribe)
 
@@ -263,12 +263,12 @@ def test_the_end_of_a_process_is_waited_for_by_its_scribe(file: Path) -> None:
 def test_what_a_scribe_was_told_outlives_a_process_that_is_killed(file: Path) -> None:
     then = """
 log.flush(30)
-print(log.scribe, flush=True)
+print(log.writer_pid, flush=True)
 other = __import__("sqlite3").connect("decisions.db", isolation_level=None)
 other.execute("BEGIN IMMEDIATE")
 traffic.send(times=5000)
 log.flush(0.3)
-assert log.stats.waiting == 5000 and not len(log._queue)
+assert log.stats.waiting == 5000 and not len(log._queue.events)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     (scribe,) = run_process(file.parent, then, -signal.SIGKILL)
@@ -279,20 +279,20 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_forked_child_has_a_scribe_of_its_own_and_keeps_no_other_alive(file: Path) -> None:
     then = """
 log.flush(30)
-mine = log.scribe
+mine = log.writer_pid
 reading, writing = os.pipe()
 if not os.fork():
-    assert log.scribe is None
+    assert log.writer_pid is None
     traffic.send(times=7)
     assert log.flush(30)
-    assert log.scribe not in (None, mine)
+    assert log.writer_pid not in (None, mine)
     os.close(writing)
     os.read(reading, 1)  # until its parent is done
     traffic.send(times=3)
     sys.exit()
 os.close(reading)
 traffic.send(times=2)
-process = log._scribe._process
+process = log._subprocess._process
 log.close()
 assert process.returncode == 0  # it has ended by itself, though the child lives
 os.close(writing)
@@ -311,7 +311,7 @@ assert os.wait()[1] == 0
 def test_there_is_a_scribe_only_while_there_is_much_to_write(
     file: Path, open_log: Callable[..., DecisionLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"GLANCE": 0.05, "CALM": 1.0, "BUSY": 2000}.items():
+    for name, value in {"RATE_INTERVAL_S": 0.05, "CALM_S": 1.0, "BUSY_RATE": 2000}.items():
         monkeypatch.setattr(delivery, name, value)
     log = open_log(writer="auto")
     traffic = Traffic(ONE_AN_HOUR, log)
@@ -327,13 +327,13 @@ def test_there_is_a_scribe_only_while_there_is_much_to_write(
     for _ in range(20):
         send(1)
     assert log.flush(30)
-    assert log.scribe is None
-    wait_until(lambda: log.scribe or send(400), "a scribe")
+    assert log.writer_pid is None
+    wait_until(lambda: log.writer_pid or send(400), "a scribe")
     scribe = pid_of(log)
     wait_until(lambda: not is_running(scribe) or send(1), "the end of the scribe")
     send(1)
     assert log.flush(30)
-    assert log._writer._carrier.size == SqliteSink.batch  # it is this process that writes again
+    assert log._queue._delivery.size == SqliteSink.batch  # it is this process that writes again
     assert len(stored(file)) == sent - 1
     assert log.stats.lost == 0
 
@@ -341,16 +341,16 @@ def test_there_is_a_scribe_only_while_there_is_much_to_write(
 def test_a_scribe_with_nothing_to_write_is_let_go(
     file: Path, open_log: Callable[..., DecisionLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "GLANCE", 0.01)
-    monkeypatch.setattr(delivery, "CALM", 0.1)
+    monkeypatch.setattr(delivery, "RATE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(delivery, "CALM_S", 0.1)
     log = open_log()
     traffic = Traffic(ONE_AN_HOUR, log)
     traffic.send(times=2)
     assert log.flush(30)
-    wait_until(lambda: log.scribe is None, "the end of the scribe")
+    wait_until(lambda: log.writer_pid is None, "the end of the scribe")
     traffic.send(times=2)
     assert log.flush(30)
-    assert log.scribe is not None
+    assert log.writer_pid is not None
     assert len(stored(file)) == 3
 
 
@@ -373,7 +373,7 @@ def test_where_no_scribe_can_be_started_this_process_writes(
     assert log.flush(30)
     assert len(stored(file)) == 4
     assert log.stats[:3] == (4, 0, 0)
-    assert "the decision log writes in this process: no scribe can be started" in caplog.text
+    assert "the decision log has no writer process, and is written by this one" in caplog.text
 
 
 def test_a_server_with_python_inside_is_no_interpreter(
@@ -383,7 +383,7 @@ def test_a_server_with_python_inside_is_no_interpreter(
     log = open_log()
     Traffic(ONE_AN_HOUR, log).send(times=5)
     assert log.flush(30)
-    assert (len(stored(file)), log.stats.failures, log.scribe) == (4, 0, None)
+    assert (len(stored(file)), log.stats.failures, log.writer_pid) == (4, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def test_a_server_with_python_inside_is_no_interpreter(
     [
         (Kept(), "process", "another process can write only to a sink with a URL, and not to logging; give 'thread'"),
         ("logging://x", "process", "another process can write only to a sink with a URL"),
-        ("logging://x", "proces", "writer 'proces' is none: give 'auto', 'thread' or 'process'"),
+        ("logging://x", "proces", "unknown writer 'proces': give 'auto', 'thread' or 'process'"),
     ],
 )
 def test_a_writer_that_cannot_be_is_refused(where: Any, writer: str, message: str) -> None:

@@ -347,7 +347,7 @@ def test_what_a_sink_refuses_comes_again_under_the_same_ids(
     assert log.stats == (50, 0, 0, sink.attempts - len(sink.batches), None)
     told = [each.getMessage() for each in caplog.records]
     assert [text for text in told if "cannot write to its sink: ConnectionError: no route to host" in text][1:] == []
-    assert "the decision log's sink takes records again; 0 were lost so far" in told
+    assert "the decision log writes to its sink again; 0 records were lost" in told
 
 
 def test_attempts_become_rarer(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
@@ -357,10 +357,10 @@ def test_attempts_become_rarer(open_log: Callable[..., DecisionLog], sink: Kept)
     pauses = []
     while sink.attempts < 12:
         log.flush(0.01)
-        pauses.append(log._writer._pause)
+        pauses.append(log._queue._retry_s)
     assert sorted(pauses) == pauses
-    assert pauses[0] >= queue.FIRST_PAUSE
-    assert pauses[-1] == queue.LONGEST_PAUSE
+    assert pauses[0] >= queue.MIN_RETRY_S
+    assert pauses[-1] == queue.MAX_RETRY_S
 
 
 def test_beyond_the_bound_records_are_lost_counted_and_told(
@@ -378,7 +378,7 @@ def test_beyond_the_bound_records_are_lost_counted_and_told(
     traffic.send(times=10)
     assert log.stats.lost == 40
     told = [each.getMessage() for each in caplog.records if "losing" in each.getMessage()]
-    slowly = "the decision log is losing records: 1 so far, as 20 wait already and the sink takes them too slowly"
+    slowly = "the decision log is losing records, as its sink is too slow: 1 lost, 20 waiting"
     assert told == [f"{slowly}: OSError: disk full"]
     sink.refuses = None
     assert log.flush()
@@ -397,10 +397,10 @@ def test_what_passed_leaves_half_of_the_queue_to_rejections(open_log: Callable[.
     assert not log.flush(0.05)
     traffic.send(times=99)
     flush_all()
-    assert len(log._queue) == 10
+    assert len(log._queue.events) == 10
     traffic.send(times=99)
     flush_all()
-    assert len(log._queue) == 20
+    assert len(log._queue.events) == 20
 
 
 def test_a_bound_may_be_larger_than_any_queue(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
@@ -469,7 +469,7 @@ def test_a_decision_that_cannot_be_made_into_a_record_costs_no_other(
     traffic.send()
     assert log.flush()
     assert [each.at_us for each in sink.records if each.outcome == "lost"] == [START_US]
-    assert "a decision could not be made into a record: KeyError('address')" in caplog.text
+    assert "a decision could not be recorded: KeyError('address')" in caplog.text
 
 
 def test_a_kind_of_text_of_the_apps_own_is_text(open_log: Callable[..., DecisionLog], sink: Kept) -> None:
@@ -540,17 +540,17 @@ def test_many_threads_lose_nothing(open_log: Callable[..., DecisionLog], sink: K
 def test_the_thread_ends_when_there_is_nothing_to_do(
     open_log: Callable[..., DecisionLog], sink: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue, "IDLE", 0)
+    monkeypatch.setattr(queue, "IDLE_S", 0)
     log = open_log()
     traffic = Traffic("limits: [{by: ip, bucket: 1/hour}]", log)
     for count in (1, 2, 3):
         traffic.send(times=2 if count == 1 else 1)
-        thread = log._writer.thread
+        thread = log._queue.thread
         assert log.flush()
         if thread is not None:
             thread.join(5)
         assert len(sink.records) == count
-    assert log._writer.thread is None
+    assert log._queue.thread is None
 
 
 def test_closing_writes_the_rest(sink: Kept) -> None:
@@ -572,7 +572,7 @@ def test_closing_does_not_wait_for_ever(sink: Kept, caplog: pytest.LogCaptureFix
     log.close(0.05)
     assert log.stats.lost == 7
     assert sink.is_closed
-    assert "the decision log has lost 7 records, which its sink did not take before the end" in caplog.text
+    assert "the decision log has lost 7 records that its sink did not take" in caplog.text
 
 
 def test_closing_says_what_a_sink_that_hangs_may_lose(sink: Kept, caplog: pytest.LogCaptureFixture) -> None:
@@ -595,7 +595,7 @@ def test_closing_says_what_a_sink_that_hangs_may_lose(sink: Kept, caplog: pytest
 def test_what_is_known_of_policies_is_forgotten_when_they_are_gone(
     open_log: Callable[..., DecisionLog], sink: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec, "STALE", 0)
+    monkeypatch.setattr(codec, "CACHE_LIFETIME_S", 0)
     log = open_log(sample=1)
     traffic = Traffic(POLICY, log)
     for name in ("one", "two", "three"):
@@ -603,15 +603,15 @@ def test_what_is_known_of_policies_is_forgotten_when_they_are_gone(
         traffic.send(tenant="acme")
         assert log.flush()
     assert [each.label for each in sink.records] == ["one", "two", "three"]
-    packer = log._pack.__self__  # type: ignore[attr-defined] # a bound method
-    assert 1 <= len(packer.places) + len(packer._limits) <= 2
-    assert len(packer._policies) <= 2
+    encoder = log._encoder
+    assert 1 <= len(encoder._headers) + len(encoder._limits) <= 2
+    assert len(encoder._policies) <= 2
 
 
 def test_a_log_that_nobody_uses_writes_the_rest_and_goes(sink: Kept) -> None:
     log = DecisionLog(sink, secret=SECRET, sample=0, every=60)
     Traffic("limits: [{by: ip, bucket: 1/hour}]", log).send(times=10)
-    writer, gone = log._writer, weakref.ref(log)
+    writer, gone = log._queue, weakref.ref(log)
     wait_until(lambda: writer.thread, "the events of a gate that is gone")
     thread = writer.thread
     assert thread is not None
@@ -668,10 +668,10 @@ assert os.wait()[1] == 0
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample": 1.5}, "sample 1.5: give the share of requests that pass to keep, from 0 up to 1"),
+        ({"sample": 1.5}, "sample 1.5: give the share of passed requests to log, from 0 to 1"),
         ({"sample": True}, "sample True: give the share"),
-        ({"most": 0}, "most 0 is not a number of records: give a whole number of at least 1"),
-        ({"batch": 2.0}, "batch 2.0 is not a number of records"),
+        ({"most": 0}, "most 0: give a number of records, at least 1"),
+        ({"batch": 2.0}, "batch 2.0: give a number of records"),
         ({"every": 0}, "every 0: give the seconds between two batches, above 0 and at most 60"),
         ({"show": ("api_key",)}, "API keys are never shown: leave 'api_key' out of show"),
         ({"secret": "short"}, "the secret for API keys has 5 bytes and can be guessed"),

@@ -1,7 +1,7 @@
-"""Who carries what was decided to the sink: this process itself, or a scribe beside it.
+"""Delivery of encoded events to a sink: by this process, or by a writer process.
 
-The interpreter lets one thread compute at a time. What a thread of this process needs to make records of decisions and
-to write them, requests wait for. A scribe is a process of its own: all that is left to do here is to hand it bytes.
+Python runs one thread at a time, so that requests wait while a thread of their process creates records. A writer
+process needs nothing from this one but bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from marshal import loads
+from marshal import dumps, loads
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from headgate.telemetry.decision_log.pipe_framing import read_frame, write_frame
+from headgate.telemetry.decision_log.codec import FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from headgate.telemetry.decision_log.codec import EventDecoder, EventEncoder
     from headgate.telemetry.decision_log.record import DecisionRecord
     from headgate.telemetry.decision_log.sinks import Sink
-    from headgate.telemetry.pseudonyms import Pseudonymizer
 
 __all__ = [
-    "BREATH",
+    "YIELD_S",
     "AdaptiveDelivery",
     "Delivery",
     "DeliveryResult",
@@ -36,156 +35,153 @@ __all__ = [
     "InProcessDelivery",
     "SubprocessDelivery",
     "WriterConfig",
-    "made",
+    "decode",
+    "read_frame",
+    "write_frame",
 ]
 
 logger = logging.getLogger("headgate")
 
-SLICE: Final = 20
-BREATH: Final = 0.0003
-"""After so many records the thread stands back for so many seconds: a thread that computes keeps all others waiting."""
-LARGEST_SLICE: Final = 400
-CONTENDED: Final = 0.003
-"""In a process that never pauses it takes so many seconds to get a turn again. There the thread makes more of each: to
-hold up few requests for longer is better than to hold up many."""
+MIN_SLICE: Final = 20
+MAX_SLICE: Final = 400
+"""Records that the thread creates between two pauses, in which requests run."""
+YIELD_S: Final = 0.0003
+CONTENDED_S: Final = 0.003
+"""A pause that takes this long means that the process is busy: larger slices then delay fewer requests, for longer."""
 
-BUSY: Final = 1000
-"""Records a second from which on requests would feel what this process writes itself, so that a scribe does it."""
-GLANCE: Final = 1.0
-"""Seconds over which that is counted."""
-CALM: Final = 60.0
-"""Seconds below half of that after which the scribe is let go."""
+BUSY_RATE: Final = 1000
+"""Records per second from which on a writer process is worth its while."""
+RATE_INTERVAL_S: Final = 1.0
+CALM_S: Final = 60.0
+"""The writer process ends after this time below half of that rate."""
 
-MOUTHFUL: Final = 10_000
-"""The most decisions that a scribe is handed before it answers."""
-PIECE: Final = 128
-"""So many of them go into its pipe at once, and in between requests get their turn: it takes 20 µs, and not 2 ms."""
-PIPE: Final = 1 << 20
-"""Bytes that wait in the pipe, where the kernel allows it: so that this process need not wake up for each piece."""
-AGAIN: Final = 60.0
-"""Seconds until another one is started, after one that never got ready."""
-ENDING: Final = 1.0
-"""Seconds for a scribe to end by itself when nothing is left for it."""
+PROCESS_BATCH: Final = 10_000
+"""Events that the writer process is sent before it answers."""
+FRAME_EVENTS: Final = 128
+"""Events per frame: other threads run between two frames, each of which takes about 20 µs."""
+PIPE_BYTES: Final = 1 << 20
+LENGTH_BYTES: Final = 8
+RESTART_S: Final = 60.0
+"""The time until another start, after a writer process that never became ready."""
+EXIT_TIMEOUT_S: Final = 1.0
 
 START: Final = (
     "import sys; sys.path[:] = sys.argv[1:]; from headgate.telemetry.decision_log.writer_process import main; main()"
 )
-"""What a scribe runs. It finds what this process finds, wherever that has come from."""
 
 
 class EventBatch(NamedTuple):
-    """Decisions, as they were packed. Their ids come from the token, and from where they stand after the first."""
+    """Encoded events. The ids of their records consist of the token, and of numbers from `first` on."""
 
     token: str
     first: int
-    raws: Sequence[bytes]
+    events: Sequence[bytes]
+
+    def part(self, start: int, end: int) -> EventBatch:
+        return EventBatch(self.token, self.first + start, self.events[start:end])
 
 
 class FailedEvent(NamedTuple):
-    """A decision of which no record could be made."""
+    """An event that could not be made into a record."""
 
     at_us: int
     error: str
 
 
 class DeliveryResult(NamedTuple):
-    """What became of a batch."""
+    """The result of delivering a batch."""
 
     done: int
-    """So many, from its first on, need not come again."""
-    unmade: Sequence[FailedEvent] = ()
+    """The number of events, from the first on, that are finished."""
+    failed: Sequence[FailedEvent] = ()
     """Those of them that are lost."""
     error: str | None = None
-    """Why the others have to come again."""
+    """The reason for which the others must be sent again."""
 
 
 class Delivery(Protocol):
-    """Carries batches. Only one thread calls it at a time."""
+    """Delivers batches. Only one thread calls it at a time."""
 
     @property
     def size(self) -> int:
-        """The most that it takes at once."""
+        """The largest batch."""
 
-    def carry(self, batch: EventBatch) -> DeliveryResult: ...
+    def deliver(self, batch: EventBatch) -> DeliveryResult: ...
 
-    def is_needed(self) -> bool:
-        """Whether the thread has to live on for it, though there is nothing to carry now."""
+    def needs_thread(self) -> bool:
+        """True if the thread must continue although there is nothing to deliver."""
 
     def close(self) -> None:
-        """Hold nothing any more; it may be asked again."""
+        """Release all resources; a later `deliver` acquires them again."""
 
-    def stand_still(self, timeout: float) -> bool:
-        """Before a fork: be in no library whose locks a child could never take, until `go_on` is called."""
+    def suspend(self, timeout: float) -> bool:
+        """Before a fork: leave all libraries with locks until `resume`; False if that takes too long."""
 
-    def go_on(self) -> None: ...
+    def resume(self) -> None: ...
 
     def reset_after_fork(self) -> None: ...
 
 
 class InProcessDelivery:
-    """Makes records and writes them in this process."""
+    """Creates and writes records in this process."""
 
-    def __init__(
-        self, sink: Sink, recorder: EventDecoder, packer: EventEncoder, *, clients: Pseudonymizer, size: int
-    ) -> None:
+    def __init__(self, sink: Sink, decoder: EventDecoder, encoder: EventEncoder, *, size: int) -> None:
         self._sink = sink
-        self._recorder = recorder
-        self._packer = packer
-        self._clients = clients
+        self._decoder = decoder
+        self._encoder = encoder
         self.size = size
         self.reset_after_fork()
 
     def reset_after_fork(self) -> None:
         self._writing = threading.Lock()
-        """Held while the sink is at work."""
-        self._slice = SLICE
+        self._slice = MIN_SLICE
 
-    def is_needed(self) -> bool:
+    def needs_thread(self) -> bool:
         return False
 
-    def carry(self, batch: EventBatch) -> DeliveryResult:
-        self._recorder.learn(self._packer.labels_since(self._recorder.newest, self._clients))
+    def deliver(self, batch: EventBatch) -> DeliveryResult:
+        self._decoder.add_labels(self._encoder.labels_since(self._decoder.newest_edition))
         records: list[DecisionRecord] = []
-        unmade: list[FailedEvent] = []
-        start, size = 0, min(self.size, len(batch.raws))
+        failed: list[FailedEvent] = []
+        start, size = 0, min(self.size, len(batch.events))
         while start < size:
             if start:
-                self._stand_back()
+                self._yield()
             end = min(start + self._slice, size)
-            some = EventBatch(batch.token, batch.first + start, batch.raws[start:end])
-            made(self._recorder, some, records, unmade)
+            some, failed_now = decode(self._decoder, batch.part(start, end))
+            records += some
+            failed += failed_now
             start = end
         try:
             with self._writing:
                 self._sink.write(records)
         except Exception as error:
-            return DeliveryResult(0, error=_said(error))
-        return DeliveryResult(size, unmade)
+            return DeliveryResult(0, error=_describe(error))
+        return DeliveryResult(size, failed)
 
     def close(self) -> None:
         self._sink.close()
 
-    def stand_still(self, timeout: float) -> bool:
+    def suspend(self, timeout: float) -> bool:
         return self._writing.acquire(timeout=timeout)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._writing.release()
 
-    def _stand_back(self) -> None:
-        """Let others run, and learn how much they have to do."""
+    def _yield(self) -> None:
+        """Let other threads run, and adapt the slice to how busy they are."""
         start = time.monotonic()
-        time.sleep(BREATH)
-        is_contended = time.monotonic() - start > CONTENDED
-        self._slice = min(self._slice * 2, LARGEST_SLICE) if is_contended else max(self._slice // 2, SLICE)
+        time.sleep(YIELD_S)
+        is_contended = time.monotonic() - start > CONTENDED_S
+        self._slice = min(self._slice * 2, MAX_SLICE) if is_contended else max(self._slice // 2, MIN_SLICE)
 
 
 class WriterConfig(NamedTuple):
-    """What a scribe has to know from the beginning."""
+    """The configuration of a writer process."""
 
     sink: str
-    """Its URL."""
     size: int
-    """The most records that the sink is given at once."""
+    """The largest batch for the sink."""
     secret: bytes
     show: tuple[str, ...]
     node: str
@@ -193,193 +189,216 @@ class WriterConfig(NamedTuple):
 
 
 class SubprocessDelivery:
-    """Hands batches to a scribe, which is started when there is one to hand over. One that has died is replaced; what
-    it had not confirmed, the next one gets, under the same ids."""
+    """Sends batches to a writer process, which is started by the first one. A process that dies is replaced, and gets
+    the unconfirmed events again, under the same ids."""
 
-    size = MOUTHFUL
+    size = PROCESS_BATCH
 
-    def __init__(self, terms: WriterConfig, packer: EventEncoder, *, clients: Pseudonymizer) -> None:
-        self._terms = terms
-        self._packer = packer
-        self._clients = clients
+    def __init__(self, config: WriterConfig, encoder: EventEncoder) -> None:
+        self._config = config
+        self._encoder = encoder
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = 0
-        """The newest policy whose labels this scribe knows."""
-        self._not_before = 0.0 if _can_start() else float("inf")
-        """When it makes sense to start one again, after one that never got ready."""
+        self._sent_edition = 0
+        """The newest policy whose labels this process knows."""
+        self._start_at = 0.0 if _has_interpreter() else float("inf")
 
-    def is_needed(self) -> bool:
+    def needs_thread(self) -> bool:
         return self._process is not None
 
     @property
     def is_possible(self) -> bool:
-        """Whether it makes sense to try."""
-        return time.monotonic() >= self._not_before
+        """False for a while after a start that failed."""
+        return time.monotonic() >= self._start_at
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    def carry(self, batch: EventBatch) -> DeliveryResult:
+    def deliver(self, batch: EventBatch) -> DeliveryResult:
         try:
             process = self._process or self._start()
-            labels = self._packer.labels_since(self._told, self._clients)
-            pipe, raws = _fd(process.stdin), list(batch.raws)
-            write_frame(pipe, (batch.token, batch.first, labels, len(raws)))
-            for start in range(0, len(raws), PIECE):
-                write_frame(pipe, raws[start : start + PIECE])
+            labels = self._encoder.labels_since(self._sent_edition)
+            pipe, events = _fd(process.stdin), list(batch.events)
+            write_frame(pipe, (batch.token, batch.first, labels, len(events)))
+            for start in range(0, len(events), FRAME_EVENTS):
+                write_frame(pipe, events[start : start + FRAME_EVENTS])
             answer = read_frame(_fd(process.stdout))
         except OSError as error:
-            answer, trouble = None, f": {_said(error)}"
+            answer, reason = None, f": {_describe(error)}"
         else:
-            trouble = ""
+            reason = ""
         if answer is None:
-            return DeliveryResult(0, error=f"the scribe has ended{self._ended()}{trouble}")
-        self._told = max([self._told, *labels])
-        done, unmade, error_ = answer
-        return DeliveryResult(done, [FailedEvent(*each) for each in unmade], error_)
+            return DeliveryResult(0, error=f"the writer process has ended{self._reap()}{reason}")
+        self._sent_edition = max([self._sent_edition, *labels])
+        done, failed, sink_error = answer
+        return DeliveryResult(done, [FailedEvent(*each) for each in failed], sink_error)
 
     def close(self) -> None:
-        """Have the scribe close its sink and end."""
+        """Let the process close its sink and end."""
         process, self._process = self._process, None
         if process is None:
             return
         _close_pipes(process)
         try:
-            process.wait(ENDING)
+            process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
-    def stand_still(self, timeout: float) -> bool:
-        """Nothing is done here but to move bytes."""
-        return True
+    def suspend(self, timeout: float) -> bool:
+        return True  # it only moves bytes
 
-    def go_on(self) -> None:
-        """It never stood still."""
+    def resume(self) -> None:
+        pass
 
     def reset_after_fork(self) -> None:
-        """A scribe is its parent's. It lives while somebody may write to it: so a child must not."""
+        """Close the pipes of the parent's process, which would not end while a child has them open."""
         process, self._process = self._process, None
         if process is not None:
             _close_pipes(process)
-            process.returncode = 0  # so that nobody here waits for it
+            process.returncode = 0  # so that nothing waits for it here
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._told = 0
-        self._not_before = time.monotonic() + AGAIN
+        self._sent_edition = 0
+        self._start_at = time.monotonic() + RESTART_S
         process = subprocess.Popen(
             [sys.executable, "-c", START, *[each for each in sys.path if isinstance(each, str)]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            # What ends this process from the keyboard must not end the scribe before all is written. It stays in the
-            # session, for it is among those of a session that the kernel heeds how polite a process is.
+            # Its own group, so that Ctrl-C does not end it before everything is written; but the same session, within
+            # which the kernel compares niceness.
             process_group=0,
         )
         self._process = process
-        _widen(_fd(process.stdin))
-        write_frame(_fd(process.stdin), (os.getpid(), *self._terms))
+        _enlarge(_fd(process.stdin))
+        write_frame(_fd(process.stdin), (os.getpid(), *self._config))
         if read_frame(_fd(process.stdout)) != "ready":
-            raise ChildProcessError("it never got ready")
-        self._not_before = 0.0
+            raise ChildProcessError("it never became ready")
+        self._start_at = 0.0
         return process
 
-    def _ended(self) -> str:
-        """Let go of a scribe that takes nothing any more; how it has ended."""
+    def _reap(self) -> str:
+        """Remove a process that has ended; returns its status as text."""
         process, self._process = self._process, None
         if process is None:
             return ""
         _close_pipes(process)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(ENDING)
+            process.wait(EXIT_TIMEOUT_S)
         process.kill()
         return f" with {process.wait()}"
 
 
 class AdaptiveDelivery:
-    """Carries by itself while there is little to carry, and has a scribe for as long as there is much."""
+    """Delivers in this process, and by a writer process while there are many events."""
 
-    def __init__(self, here: InProcessDelivery, beside: SubprocessDelivery, *, always: bool = False) -> None:
-        self._here = here
-        self.beside = beside
+    def __init__(self, in_process: InProcessDelivery, subprocess: SubprocessDelivery, *, always: bool = False) -> None:
+        self._in_process = in_process
+        self._subprocess = subprocess
         self._always = always
         self._begin()
 
     def _begin(self) -> None:
-        self._carrier: InProcessDelivery | SubprocessDelivery = (
-            self.beside if self._always and self.beside.is_possible else self._here
+        self._current: InProcessDelivery | SubprocessDelivery = (
+            self._subprocess if self._always and self._subprocess.is_possible else self._in_process
         )
-        self._since = self._busy_at = time.monotonic()
+        self._interval_began = self._busy_at = time.monotonic()
         self._count = 0
 
     @property
     def size(self) -> int:
-        return self._carrier.size
+        return self._current.size
 
-    def carry(self, batch: EventBatch) -> DeliveryResult:
-        self._look(time.monotonic())
-        carried = self._carrier.carry(batch)
-        self._count += carried.done
-        if self._carrier is self.beside and not self.beside.is_possible:
-            logger.error("the decision log writes in this process: no scribe can be started: %s", carried.error)
-            self._carrier = self._here
-        return carried
+    def deliver(self, batch: EventBatch) -> DeliveryResult:
+        self._adapt(time.monotonic())
+        result = self._current.deliver(batch)
+        self._count += result.done
+        if self._current is self._subprocess and not self._subprocess.is_possible:
+            logger.error("the decision log has no writer process, and is written by this one: %s", result.error)
+            self._current = self._in_process
+        return result
 
-    def is_needed(self) -> bool:
-        self._look(time.monotonic())
-        return self._carrier.is_needed()
+    def needs_thread(self) -> bool:
+        self._adapt(time.monotonic())
+        return self._current.needs_thread()
 
     def close(self) -> None:
-        self._here.close()
-        self.beside.close()
+        self._in_process.close()
+        self._subprocess.close()
 
-    def stand_still(self, timeout: float) -> bool:
-        return self._here.stand_still(timeout)
+    def suspend(self, timeout: float) -> bool:
+        return self._in_process.suspend(timeout)
 
-    def go_on(self) -> None:
-        self._here.go_on()
+    def resume(self) -> None:
+        self._in_process.resume()
 
     def reset_after_fork(self) -> None:
-        self._here.reset_after_fork()
-        self.beside.reset_after_fork()
+        self._in_process.reset_after_fork()
+        self._subprocess.reset_after_fork()
         self._begin()
 
-    def _look(self, now: float) -> None:
-        """Once in a while: how much is there to carry, and who should?"""
-        past = now - self._since
-        if past < GLANCE:
+    def _adapt(self, now: float) -> None:
+        """Choose the delivery by the rate of the last interval."""
+        elapsed = now - self._interval_began
+        if elapsed < RATE_INTERVAL_S:
             return
-        rate = self._count / past
-        self._since, self._count = now, 0
-        if rate >= BUSY / 2 or (self._always and rate):
+        rate = self._count / elapsed
+        self._interval_began, self._count = now, 0
+        if rate >= BUSY_RATE / 2 or (self._always and rate):
             self._busy_at = now
-        if self._carrier is self._here and (rate >= BUSY or (self._always and rate)) and self.beside.is_possible:
-            self._here.close()
-            self._carrier = self.beside
-        elif self._carrier is self.beside and now - self._busy_at > CALM:
-            self.beside.close()
-            self._carrier = self.beside if self._always else self._here
+        is_busy = rate >= BUSY_RATE or (self._always and rate)
+        if self._current is self._in_process and is_busy and self._subprocess.is_possible:
+            self._in_process.close()
+            self._current = self._subprocess
+        elif self._current is self._subprocess and now - self._busy_at > CALM_S:
+            self._subprocess.close()
+            self._current = self._subprocess if self._always else self._in_process
 
 
-def made(recorder: EventDecoder, batch: EventBatch, records: list[DecisionRecord], unmade: list[FailedEvent]) -> None:
-    """Add the records of a batch, and the decisions of which none can be made: a bug costs one record, not the log."""
-    token, first, raws = batch
-    for number, raw in enumerate(raws, first):
+def decode(decoder: EventDecoder, batch: EventBatch) -> tuple[list[DecisionRecord], list[FailedEvent]]:
+    """The records of a batch, and the events that could not be decoded."""
+    records: list[DecisionRecord] = []
+    failed: list[FailedEvent] = []
+    for number, event in enumerate(batch.events, batch.first):
         try:
-            records.append(recorder.record(raw, token, number))
+            records.append(decoder.decode(event, batch.token, number))
         except Exception as error:
-            unmade.append(FailedEvent(_when(raw), repr(error)))
+            failed.append(FailedEvent(_time_of(event), repr(error)))
+    return records, failed
 
 
-def _when(raw: bytes) -> int:
+def write_frame(pipe: int, value: Any) -> None:
+    """Write a value to a pipe, with its length before it."""
+    body = dumps(value, FORMAT)
+    rest = memoryview(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def read_frame(pipe: int) -> Any:
+    """The next value from a pipe; None at its end."""
+    length = _read_exactly(pipe, LENGTH_BYTES)
+    body = _read_exactly(pipe, int.from_bytes(length, "big")) if length else b""
+    return loads(body) if body else None
+
+
+def _read_exactly(pipe: int, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size and (part := os.read(pipe, min(size, 1 << 20))):
+        parts.append(part)
+        size -= len(part)
+    return b"" if size else b"".join(parts)
+
+
+def _time_of(event: bytes) -> int:
     with suppress(Exception):
-        return int(loads(raw)[0])
+        return int(loads(event)[0])
     return time.time_ns() // 1000
 
 
-def _can_start() -> bool:
-    """Whether this process knows of an interpreter: one that is part of a server or frozen into a program is none."""
+def _has_interpreter() -> bool:
+    """False if `sys.executable` is a server or a frozen program, and not a Python interpreter."""
     name = os.path.basename(sys.executable or "").lower()
     return name.startswith(("python", "pypy")) and not getattr(sys, "frozen", False)
 
@@ -389,12 +408,11 @@ def _fd(pipe: Any) -> int:
     return number
 
 
-def _widen(pipe: int) -> None:
-    """Only Linux can, and not beyond what its operator allows."""
-    with suppress(ImportError, AttributeError, OSError):
+def _enlarge(pipe: int) -> None:
+    with suppress(ImportError, AttributeError, OSError):  # only Linux can, within the limits of its configuration
         from fcntl import F_SETPIPE_SZ, fcntl
 
-        fcntl(pipe, F_SETPIPE_SZ, PIPE)
+        fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:
@@ -403,5 +421,5 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,8 +1,7 @@
-"""The scribe: a process that makes records of what another has decided, and writes them.
+"""The writer process of the decision log: creates records from the encoded events of another process.
 
-It is told what to write over its standard input, and says on its standard output what became of it. It ends when nobody
-can tell it anything any more, which is at the latest when the other process is gone; what it was told by then, it
-writes.
+It reads batches from its standard input, and answers on its standard output. It ends with its input, at the latest when
+the other process is gone; batches that it has received by then are written.
 """
 
 from __future__ import annotations
@@ -15,82 +14,70 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate.telemetry.decision_log.codec import EventDecoder
-from headgate.telemetry.decision_log.delivery import EventBatch, FailedEvent, WriterConfig, made
-from headgate.telemetry.decision_log.pipe_framing import read_frame, write_frame
+from headgate.telemetry.decision_log.delivery import EventBatch, WriterConfig, decode, read_frame, write_frame
 from headgate.telemetry.decision_log.sinks import open_sink
 from headgate.telemetry.pseudonyms import Pseudonymizer
 
 if TYPE_CHECKING:
-    from headgate.telemetry.decision_log.record import DecisionRecord
     from headgate.telemetry.decision_log.sinks import Sink
 
 __all__ = ["main"]
 
-LOOKS: Final = 1.0
-"""Seconds between two looks whether the other process is still there."""
-POLITENESS: Final = 10
-"""How much later than others it gets its turn, where there are not enough processors for all: requests go first."""
+PARENT_CHECK_S: Final = 1.0
+"""The interval at which it checks that the other process still exists."""
+NICENESS: Final = 10
 
 
 def main() -> None:
-    """Serve one other process, until it ends."""
+    """Serve one other process until it ends."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        # Whoever ends all processes at once means the other one: this one ends after it, when all is written.
+        # Signals to the process group are meant for the app; this process ends after it.
         with suppress(AttributeError, ValueError):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     with suppress(AttributeError, OSError):
-        os.nice(POLITENESS)
-        # And that it wakes up is no reason to take the processor from anybody.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    answers = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
-    questions = sys.stdin.fileno()
-    parent, *rest = read_frame(questions)
-    terms = WriterConfig(*rest)
-    recorder = EventDecoder(Pseudonymizer(terms.secret, show=terms.show), node=terms.node, region=terms.region)
-    sink = open_sink(terms.sink)
+        os.nice(NICENESS)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # a wakeup preempts no other process
+    output = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
+    source = sys.stdin.fileno()
+    parent, *rest = read_frame(source)
+    config = WriterConfig(*rest)
+    decoder = EventDecoder(Pseudonymizer(config.secret, show=config.show), node=config.node, region=config.region)
+    sink = open_sink(config.sink)
     with suppress(BrokenPipeError):
-        write_frame(answers, "ready")
-    while (asked := _next(questions, parent)) is not None:
-        token, first, labels, count = asked
-        raws: list[bytes] = []
-        while len(raws) < count and (piece := read_frame(questions)) is not None:
-            raws += piece
-        recorder.learn(labels)
-        answer = _written(recorder, sink, EventBatch(token, first, raws), terms.size)
+        write_frame(output, "ready")
+    while (header := _next_header(source, parent)) is not None:
+        token, first, labels, count = header
+        events: list[bytes] = []
+        while len(events) < count and (frame := read_frame(source)) is not None:
+            events += frame
+        decoder.add_labels(labels)
+        answer = _write(decoder, sink, EventBatch(token, first, events), config.size)
         with suppress(BrokenPipeError):
-            write_frame(answers, answer)
+            write_frame(output, answer)
     sink.close()
 
 
-def _next(questions: int, parent: int) -> Any:
-    """What is asked next; None if nothing will be."""
+def _next_header(source: int, parent: int) -> Any:
+    """The header of the next batch; None if there will be none."""
     if os.name == "posix":
-        while not select.select([questions], [], [], LOOKS)[0]:
-            # A pipe stays open while a child of the other process has it, too; that one asks nothing.
+        while not select.select([source], [], [], PARENT_CHECK_S)[0]:
+            # A forked child of the other process keeps the pipe open, but never writes to it.
             if os.getppid() != parent:
                 return None
-    return read_frame(questions)
+    return read_frame(source)
 
 
-def _written(
-    recorder: EventDecoder, sink: Sink, batch: EventBatch, size: int
-) -> tuple[int, list[FailedEvent], str | None]:
-    """Write as much as the sink takes; how much that was, what could not be made, and why no more."""
-    token, first, raws = batch
-    unmade: list[FailedEvent] = []
-    for start in range(0, len(raws), size):
-        records: list[DecisionRecord] = []
-        some: list[FailedEvent] = []
-        made(recorder, EventBatch(token, first + start, raws[start : start + size]), records, some)
+def _write(
+    decoder: EventDecoder, sink: Sink, batch: EventBatch, size: int
+) -> tuple[int, list[tuple[int, str]], str | None]:
+    """Write as much as the sink takes. Returns the fields of a `DeliveryResult`."""
+    failed: list[tuple[int, str]] = []
+    for start in range(0, len(batch.events), size):
+        records, failed_now = decode(decoder, batch.part(start, start + size))
         try:
             sink.write(records)
         except Exception as error:
-            return start, _plain(unmade), f"{type(error).__name__}: {error}"
-        unmade += some
-    return len(raws), _plain(unmade), None
-
-
-def _plain(unmade: list[FailedEvent]) -> Any:
-    """As pipes take it."""
-    return [tuple(each) for each in unmade]
+            return start, failed, f"{type(error).__name__}: {error}"
+        failed += [(at_us, error) for at_us, error in failed_now]  # marshal takes no subclass of tuple
+    return len(batch.events), failed, None
