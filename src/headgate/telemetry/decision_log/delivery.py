@@ -63,7 +63,7 @@ PIPE_BYTES: Final = 1 << 20
 LENGTH_BYTES: Final = 8
 RESTART_S: Final = 60.0
 """The time until another start, after a writer process that never became ready."""
-EXIT_TIMEOUT_S: Final = 1.0
+EXIT_TIMEOUT_S: Final = 2.0
 
 START: Final = (
     "import sys; sys.path[:] = sys.argv[1:]; from headgate.telemetry.decision_log.writer_process import main; main()"
