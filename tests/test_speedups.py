@@ -183,7 +183,7 @@ class Pair:
     def __init__(self) -> None:
         self.instant_us = 0
         self.stores = MemoryStore(self), MemoryStore(self)
-        self.stores[1]._busy = self.stores[1]._locks_always = True
+        self.stores[1]._is_locked = self.stores[1]._always_locks = True
 
     def now_us(self) -> int:
         """Their clock, which has no bounds."""
@@ -194,7 +194,7 @@ class Pair:
         answers = [store.run(call) for store in self.stores]
         assert answers[0] == answers[1]
         assert type(answers[0]) is type(answers[1])
-        held = [{name: space.states for name, space in store._spaces.items()} for store in self.stores]
+        held = [{name: space.states for name, space in store._tables.items()} for store in self.stores]
         assert held[0] == held[1]
         return answers[0]
 
@@ -248,7 +248,7 @@ class Text(str):
 
 
 @pytest.mark.parametrize(
-    ("keys", "cost", "now_us", "is_busy"),
+    ("keys", "cost", "now_us", "is_is_locked"),
     [
         pytest.param((KEY,), 1, NOW, True, id="busy"),
         pytest.param((KEY,), 1, NOW, None, id="busy or not"),
@@ -276,12 +276,12 @@ class Text(str):
         pytest.param((KEY,), 1, 1.5, False, id="half an instant"),
     ],
 )
-def test_what_is_unusual_is_left_to_python(native: Any, keys: Any, cost: Any, now_us: Any, is_busy: Any) -> None:
+def test_what_is_unusual_is_left_to_python(native: Any, keys: Any, cost: Any, now_us: Any, is_is_locked: Any) -> None:
     store = MemoryStore(FakeClock(NOW))
     store.check(KEY)
-    before = {name: {**space.states} for name, space in store._spaces.items()}
-    assert native.charge(store._meters, keys, cost, now_us * 1000, is_busy) is None
-    assert {name: space.states for name, space in store._spaces.items()} == before
+    before = {name: {**space.states} for name, space in store._tables.items()}
+    assert native.charge(store._meters, keys, cost, now_us * 1000, is_is_locked) is None
+    assert {name: space.states for name, space in store._tables.items()} == before
     assert native.charge(store._meters, (KEY,), 1, NOW * 1000, False).allowed
 
 
@@ -289,7 +289,7 @@ def test_what_is_unusual_is_left_to_python(native: Any, keys: Any, cost: Any, no
 def test_a_state_of_another_kind_is_left_to_python(native: Any, state: Any) -> None:
     store = MemoryStore(FakeClock(NOW))
     store.check(KEY)
-    store._spaces[LIMIT.space].states["ada"] = state
+    store._tables[LIMIT.space].states["ada"] = state
     assert native.charge(store._meters, (KEY,), 1, NOW * 1000, False) is None
 
 

@@ -312,7 +312,7 @@ def test_a_shared_counter_is_dropped_when_it_is_as_new(
     limiter, limit = open_limiter(2), Limit(1, SECOND)
     for number in range(3):
         assert limiter.check(limit.by(number)).allowed
-    (space,) = limiter.engine.store._spaces.values()
+    (space,) = limiter.engine.store._tables.values()
     assert len(space.states) == 3
     for number in range(10):
         clock.advance(120)
@@ -395,7 +395,7 @@ def test_nothing_that_lets_another_thread_run_stands_between_compare_and_set() -
     """CPython hands over the interpreter at calls, at backward jumps and where a function starts, and nowhere else."""
     code = list(dis.get_instructions(MemoryStore.check))
     (store,) = [index for index, step in enumerate(code) if step.opname == "STORE_SUBSCR"]
-    last_look = max(index for index, step in enumerate(code[:store]) if step.argval == "_busy")
+    last_look = max(index for index, step in enumerate(code[:store]) if step.argval == "_is_locked")
     between = [step.opname for step in code[last_look + 1 : store]]
     assert between.count("IS_OP") == 1
     harmless = (
@@ -411,11 +411,11 @@ def test_nothing_that_lets_another_thread_run_stands_between_the_last_look_and_t
     way: Callable[..., object],
 ) -> None:
     code = list(dis.get_instructions(way))
-    look = next(index for index, step in enumerate(code) if step.argval == "_busy")
+    look = next(index for index, step in enumerate(code) if step.argval == "_is_locked")
     after = [
         step.opname for step in code[look + 1 : look + 4] if step.opname not in ("PRECALL", "CACHE", "EXTENDED_ARG")
     ]
-    assert after[0] == "CALL", "`_busy` is the last argument, read right before the call"
+    assert after[0] == "CALL", "`_is_locked` is the last argument, read right before the call"
 
 
 def test_a_finalizer_that_asks_is_answered_wherever_it_comes_between() -> None:
@@ -443,7 +443,7 @@ def test_a_finalizer_that_asks_is_answered_wherever_it_comes_between() -> None:
         nonlocal asked
         asked += 1
         # What was made is kept, so that memory is asked for each time: only then the collector may run.
-        kept.extend([store.check(*keys), *[space.states["ada"] for space in store._spaces.values()]])
+        kept.extend([store.check(*keys), *[space.states["ada"] for space in store._tables.values()]])
         with limiter.hold(room):
             kept.append(store.run(Refund(keys[0], 1, None, START_US)))
 
@@ -504,7 +504,7 @@ def test_what_is_compared_and_set_is_plain(parts: tuple[str | int, ...]) -> None
     """Neither the dict nor its keys may run Python code between the two."""
     limiter, limit = Limiter(), Limit(5, HOUR)
     limiter.check(limit.by(*parts))
-    (space,) = limiter.engine.store._spaces.values()
+    (space,) = limiter.engine.store._tables.values()
     assert type(space.states) is dict
     assert [type(identity) for identity in space.states] == [str]
 

@@ -1,4 +1,4 @@
-"""The counters of one limit in the memory store, and the order in which they may be evicted."""
+"""The counters of one limit in the memory store, and the order of their eviction."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.limits import Limit
 
-__all__ = ["SECOND_BITS", "CounterTable", "Debt"]
+__all__ = ["SECOND_BITS", "CounterTable", "EvictionCost"]
 
 _Meter = speedups.pick("Meter")
 _METERED: Final = speedups.pick("ALGORITHMS", ())
 
 SECOND_BITS: Final = 20
-"""A bucket of the schedule is 2**20 microseconds wide."""
+"""A "second" of the schedule is 2**20 microseconds."""
 
 
-class Debt(NamedTuple):
-    """The part of a counter that is used, for ranking counters by the cost of evicting them."""
+class EvictionCost(NamedTuple):
+    """The rank of a counter among candidates for eviction."""
 
     used: float
-    """As a fraction of the capacity: 0 for a counter that is as new, 1 for one that denies a cost of 1."""
+    """The used fraction of the capacity: 0 for an unused counter, 1 for one that denies a cost of 1."""
     owed_us: int
     """The time until the counter is as new."""
     blocked_us: int
-    """The time for which it still denies a cost of 1; 0 if it does not."""
+    """The time for which it denies a cost of 1; 0 if it does not."""
 
 
 class _Schedule:
@@ -42,7 +42,7 @@ class _Schedule:
     def __init__(self) -> None:
         self._buckets: dict[int, list[str]] = {}
         self._seconds: list[int] = []
-        """The buckets' seconds, as a heap."""
+        """The keys of the buckets, as a heap."""
 
     def add(self, identity: str, at_us: int) -> None:
         second = at_us >> SECOND_BITS
@@ -69,8 +69,9 @@ class CounterTable:
     """The counters of one limit name and algorithm."""
 
     __slots__ = (
-        "_blocked", "_due", "_meters", "adopt", "decide", "limit", "only", "refund", "states", "was_reset", "writers",
-    )  # fmt: skip
+        *("_blocked", "_due", "_meters", "adopt", "decide", "limit", "refund", "reset_identities", "single_limit"),
+        *("states", "writers"),
+    )
 
     def __init__(self, limit: Limit, meters: dict[str, Any]) -> None:
         algorithm = ALGORITHMS[limit.algorithm]
@@ -78,38 +79,38 @@ class CounterTable:
         self.refund = algorithm.refund
         self.adopt = algorithm.adopt
         self.limit: LimitNumbers
-        """Under whose numbers the states were written, but for those in `writers`."""
-        self.only: LimitNumbers | None
-        """The same while there are no others: the one comparison of the short path."""
+        """The limit whose numbers all states were written with, except those in `writers`."""
+        self.single_limit: LimitNumbers | None
+        """The same, or None if there are exceptions: the one comparison of the fast path."""
         self._meters = meters
-        """Where the compiled `charge` finds these counters, while `only` is set."""
+        """Where the compiled `charge` finds these counters, while `single_limit` is set."""
         self.states: dict[str, Any] = {}
         self.writers: dict[str, LimitNumbers] = {}
         self._due = _Schedule()
-        """Keys by when they are as new, as far as is known."""
+        """Counters by the time at which they are as new, as far as is known."""
         self._blocked = _Schedule()
-        """Keys that were found blocked, by when they no longer are. Until then they are not candidates for eviction."""
-        self.was_reset: set[str] = set()
-        """Keys that are gone, but are still in a schedule: if they come back, they have their place already."""
-        self.obey(limit)
+        """Counters that deny a cost of 1, by the end of that; until then they are not candidates for eviction."""
+        self.reset_identities: set[str] = set()
+        """Identities without a counter that are still in a schedule, and need not be added again."""
+        self.use_limit(limit)
 
-    def obey(self, limit: Limit) -> None:
-        """Begin with the numbers of that limit."""
-        self.limit = self.only = limit
+    def use_limit(self, limit: Limit) -> None:
+        """Set the limit of an empty table."""
+        self.limit = self.single_limit = limit
         if limit.algorithm in _METERED:
             self._meters[limit.space] = _Meter(limit, self.states)
 
     def is_written_by(self, limit: LimitNumbers, identity: str) -> bool:
-        """Whether the state can be read with the numbers of `limit` as it stands."""
+        """True if the state of an identity can be read with the numbers of this limit."""
         return _numbers(self.writers.get(identity, self.limit)) == _numbers(limit)
 
     def write(self, key: Key, state: Any) -> None:
-        """Put a state in, signed first: a reader that finds the new state must find its writer, too."""
+        """Set a state, its writer first: a reader that finds the new state must find its writer, too."""
         if self.writers or key.limit is not self.limit:
             if _numbers(key.limit) == _numbers(self.limit):
                 self.writers.pop(key.identity, None)
             else:
-                self.only = None
+                self.single_limit = None
                 self._meters.pop(key.limit.space, None)
                 self.writers[key.identity] = key.limit
         self.states[key.identity] = state
@@ -120,55 +121,55 @@ class CounterTable:
 
     def reset(self, identity: str) -> None:
         self.drop(identity)
-        self.was_reset.add(identity)
+        self.reset_identities.add(identity)
 
-    def enlist(self, identity: str, at_us: int) -> None:
-        """Give a new key its place in the schedule."""
-        if identity in self.was_reset:
-            self.was_reset.remove(identity)
+    def schedule_new(self, identity: str, at_us: int) -> None:
+        """Schedule a new counter."""
+        if identity in self.reset_identities:
+            self.reset_identities.remove(identity)
         else:
             self.schedule(identity, at_us)
 
     def schedule(self, identity: str, at_us: int) -> None:
-        """Look at a key again when it is as new."""
+        """Schedule a counter for the time at which it is as new."""
         self._due.add(identity, at_us)
 
-    def hold_back(self, identity: str, until_us: int) -> None:
-        """Look at a key again when it is no longer blocked."""
+    def schedule_blocked(self, identity: str, until_us: int) -> None:
+        """Schedule a counter for the time at which it no longer denies a cost of 1."""
         self._blocked.add(identity, until_us)
 
-    def release(self, now_us: int, most: int) -> None:
-        """Make candidates for eviction of some keys whose block is over, or nearly so."""
+    def unblock(self, now_us: int, most: int) -> None:
+        """Make some counters candidates for eviction that no longer deny a cost of 1, or will soon."""
         for _ in range(most):
-            identity = self._take(self._blocked, (now_us >> SECOND_BITS) + 1)
+            identity = self._pop(self._blocked, (now_us >> SECOND_BITS) + 1)
             if identity is None:
                 return
             self._due.add(identity, now_us)
 
-    def take_due(self, before: int) -> str | None:
-        """A key that was due before that second, and is now scheduled no more."""
-        return self._take(self._due, before)
+    def pop_due(self, before: int) -> str | None:
+        """Remove an identity from the schedule that is due before that second."""
+        return self._pop(self._due, before)
 
     def next_due(self) -> int:
-        """The second in which the next key may be as new."""
+        """The second of the next counter in the schedule."""
         return self._due.next_second()
 
-    def debt(self, identity: str, now_us: int) -> Debt:
+    def eviction_cost(self, identity: str, now_us: int) -> EvictionCost:
         state, limit = self.states.get(identity), self.writers.get(identity, self.limit)
         verdict: Verdict = self.decide(state, now_us, 0, limit)[1]
         remaining, _, owed_us, _ = verdict
         if remaining or not owed_us:
-            return Debt(1 - remaining / limit.capacity if owed_us else 0, owed_us, 0)
-        return Debt(1, owed_us, self.decide(state, now_us, 1, limit)[1][1])
+            return EvictionCost(1 - remaining / limit.capacity if owed_us else 0, owed_us, 0)
+        return EvictionCost(1, owed_us, self.decide(state, now_us, 1, limit)[1][1])
 
-    def _take(self, schedule: _Schedule, before: int) -> str | None:
+    def _pop(self, schedule: _Schedule, before: int) -> str | None:
         while (identity := schedule.pop(before)) is not None:
             if identity in self.states:
                 return identity
-            self.was_reset.discard(identity)
+            self.reset_identities.discard(identity)
         return None
 
 
 def _numbers(limit: LimitNumbers) -> tuple[int, int, int]:
-    """All numbers of a limit: its period follows from them where its capacity is its quota."""
+    """The numbers that a state depends on. The period follows from them where the capacity is the quota."""
     return limit.tokens, limit.ticks, limit.capacity

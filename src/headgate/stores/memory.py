@@ -1,20 +1,19 @@
-"""The store inside the process: exact under threads and tasks, bounded, and without a thread of its own.
+"""The memory store: exact under threads and tasks, bounded, without a thread of its own.
 
-Threads. A check of one limit reads the state, decides, and puts the new state in only if the old one is still there
-(compare and set), else it decides again, behind the lock. Between comparison and assignment there is no call and no
-loop, and only there could CPython hand the interpreter to another thread: no lock is needed, and none is held while
-Python runs. Everything that touches several keys (several limits, a new key, a refund) takes the lock and raises
-`_busy`, which keeps the short path out. On interpreters without a global lock, `_busy` is always up.
+Threads. A check of one key reads the state, decides, and sets the new state only if the old one is still there (compare
+and set); otherwise it decides again, under the lock. There is no call and no loop between comparison and assignment, so
+that CPython does not switch threads there: no lock is needed. Everything that changes several keys (several limits, a
+new key, a refund) takes the lock and sets `_is_locked`, which disables this fast path. On interpreters without a global
+lock, `_is_locked` is always set.
 
-The lock lets its own thread in again: a finalizer, which the collector may run wherever something is made, or the
-handler of a signal may leave a lease, or ask. `_turn` tells whoever it came between, who then decides anew.
+The lock is reentrant: a finalizer, which the garbage collector may run at any allocation, or a signal handler may use
+the store. `_version` tells the interrupted operation, which then decides anew.
 
-Memory. Each key is scheduled for the second in which it is due to be as new. Inserting a key looks at a few that are
-due: those that are as new are dropped, those that were charged since are rescheduled. At `max_keys` a key has to be
-evicted for each new one: of a few that are due first, the one of which the least is used, relative to its capacity. If
-that is not as new, the forgiven debt is counted and logged. A key that denies a cost of 1 is never evicted, as that
-would free a client that is blocked. If all keys are such, there is no room: clients without a key then share one
-counter for each limit, until a key can be evicted again.
+Memory. Each counter is scheduled for the second in which it is expected to be as new. Inserting a key looks at a few
+that are due: those that are as new are dropped, the others are rescheduled. At `max_keys`, each new key evicts another:
+of a few that are due first, the one of which the smallest part of the capacity is used. If that is not as new, the
+forgiven usage is counted and logged. A counter that denies a cost of 1 is never evicted, which would unblock a client.
+If all counters are such, clients without a counter share one for each limit, until one can be evicted again.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate import speedups
@@ -30,7 +30,7 @@ from headgate.algorithms import concurrency
 from headgate.clock import in_ns
 from headgate.decisions import Decision
 from headgate.keys import Key
-from headgate.stores._counter_table import SECOND_BITS, CounterTable, Debt
+from headgate.stores._counter_table import SECOND_BITS, CounterTable, EvictionCost
 from headgate.stores.idempotency import ExpiringTable, IdRecord
 from headgate.stores.operations import (
     Check,
@@ -47,7 +47,7 @@ from headgate.stores.operations import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from headgate.algorithms import Verdict
     from headgate.clock import Clock
@@ -58,18 +58,15 @@ __all__ = ["MemoryStats", "MemoryStore"]
 
 logger = logging.getLogger("headgate")
 
-_MARGIN_US: Final = 60 * 1_000_000
-"""What is as new is kept for a minute more while there is room: a clock that steps back finds it again."""
-_CANDIDATES: Final = 16
-"""Keys among which the one to be evicted is chosen."""
+_GRACE_US: Final = 60 * 1_000_000
+"""Counters that are as new are kept for a minute while there is room: the clock may step back."""
+_EVICTION_CANDIDATES: Final = 16
 _MAX_PROBES: Final = 2048
-"""Keys to look at, at most, to find these. Those that are blocked are set aside, so that they are looked at once."""
+"""Counters to look at to find the candidates. Blocked ones are set aside, so that they are looked at once."""
 _SHARED_IDENTITY: Final = "%shared"
-"""The counter of all clients for whom there is no room. No identity of a client can become this: a percent sign is
-always escaped."""
+"""The counter of all clients without their own. Identities of clients never contain a bare percent sign."""
 
-NOTHING: Final[Any] = object()
-"""Where no key is given."""
+_NO_KEY: Final[Any] = object()
 
 _new_decision = tuple.__new__
 _charge = speedups.pick("charge")
@@ -78,181 +75,188 @@ _charge = speedups.pick("charge")
 class MemoryStats(NamedTuple):
     keys: int
     evicted: int
-    """Keys that were dropped to stay within `max_keys`."""
+    """Keys dropped to stay within `max_keys`."""
     forgiven: int
-    """Those of them that still owed something: if this grows, raise `max_keys`."""
+    """Those of them that were in use: if this grows, raise `max_keys`."""
 
 
 class MemoryStore:
-    """Counters in a dict. `max_keys` bounds them; see `stats`."""
+    """Counters in this process; `max_keys` bounds their number."""
 
     __slots__ = (
-        *("__weakref__", "_busy", "_evicted", "_forgiven", "_ids", "_keys", "_lock", "_locks_always", "_max_keys"),
-        *("_meters", "_now_us", "_shared", "_short", "_spaces", "_time_ns", "_turn"),
+        *("__weakref__", "_is_locked", "_evicted", "_forgiven", "_ids", "_keys", "_lock", "_always_locks", "_max_keys"),
+        *("_meters", "_now_us", "_shared", "_fast_tables", "_tables", "_time_ns", "_version"),
     )
 
     def __init__(self, clock: Clock, *, max_keys: int = 1_000_000) -> None:
         self._now_us: Callable[[], int] = clock.now_us
         self._time_ns = in_ns(clock)
         self._max_keys = max_keys
-        self._spaces: dict[str, CounterTable] = {}
+        self._tables: dict[str, CounterTable] = {}
         self._meters: dict[str, Any] = {}
-        """By limit space, the counters that the compiled `charge` may change; maintained by their tables."""
-        self._short: dict[str, CounterTable] = {}
-        """Those that the short path may use."""
+        """By limit space, the counters that the compiled `charge` may change; maintained by the tables."""
+        self._fast_tables: dict[str, CounterTable] = {}
+        """The tables for the fast path."""
         self._ids: ExpiringTable[IdRecord] = ExpiringTable(max_keys)
-        """The records of checks and refunds with an id, by limit space, identity and id."""
+        """Records of checks and refunds with an id, by limit space, identity and id."""
         self._lock = threading.RLock()
-        self._locks_always = not getattr(sys, "_is_gil_enabled", lambda: True)()
-        self._busy = self._locks_always
-        self._turn = 0
-        """How often something was changed behind the lock."""
+        self._always_locks = not getattr(sys, "_is_gil_enabled", lambda: True)()
+        self._is_locked = self._always_locks
+        self._version = 0
+        """The number of changes under the lock."""
         self._keys = self._evicted = self._forgiven = 0
         self._shared = 0
-        """How often a request was counted in a shared counter."""
+        """Requests counted in shared counters."""
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """Whoever held the lock is not in the child to release it."""
+        """Replace the lock, which a thread of the parent may have held."""
         self._lock = threading.RLock()
-        self._busy = self._locks_always
+        self._is_locked = self._always_locks
 
     @property
     def stats(self) -> MemoryStats:
         return MemoryStats(self._keys, self._evicted, self._forgiven)
 
     def check(
-        self, key: Key | Limit = NOTHING, /, *others: Key | Limit, cost: Cost = 1, id: str | None = None
+        self, key: Key | Limit = _NO_KEY, /, *others: Key | Limit, cost: Cost = 1, id: str | None = None
     ) -> Decision:
-        """Charge all keys or none."""
+        """Charge all keys or none; see `Limiter.check`."""
         if _charge is not None and id is None and type(cost) is int:
             keys = (key, *others) if others else (key,)
-            decision: Decision | None = _charge(self._meters, keys, cost, self._time_ns(), self._busy)
+            decision: Decision | None = _charge(self._meters, keys, cost, self._time_ns(), self._is_locked)
             if decision is not None:
                 return decision
         if not others and id is None and type(cost) is int and cost >= 0 and type(key) is Key:
             limit = key.limit
-            space = self._short.get(limit.space)
-            if space is not None:
+            table = self._fast_tables.get(limit.space)
+            if table is not None:
                 identity = key.identity
-                states, decide, time_ns = space.states, space.decide, self._time_ns  # cheaper to call by a name
+                states, decide, time_ns = table.states, table.decide, self._time_ns  # local names are faster
                 now_us = time_ns() // 1000
-                # The state before its writer: whoever adopts a state signs it first.
+                # The state before its writer: `CounterTable.write` sets the writer first.
                 state = states.get(identity)
-                if space.only is limit or space.is_written_by(limit, identity):
+                if table.single_limit is limit or table.is_written_by(limit, identity):
                     after, verdict = decide(state, now_us, cost, limit)
                     allowed = verdict[1] == 0
                     if after is state or not cost:
                         return _new_decision(Decision, (allowed, (key,), (verdict,), None, None, now_us, 0, cost))
                     if state is not None:
                         try:
-                            # Compare and set: no call and no loop may come between the two (see above).
-                            if not self._busy and states[identity] is state:
+                            # Compare and set: no call and no loop may come between the two (see the module docstring).
+                            if not self._is_locked and states[identity] is state:
                                 states[identity] = after
                                 return _new_decision(
                                     Decision, (allowed, (key,), (verdict,), None, None, now_us, 0, cost)
                                 )
-                        except KeyError:  # it was reset or forgotten in the meantime
+                        except KeyError:  # it was reset or dropped in the meantime
                             pass
-        return self.decide(checked(() if key is NOTHING else (key, *others), cost, id))
+        return self.decide(checked(() if key is _NO_KEY else (key, *others), cost, id))
 
-    def run(self, call: Call) -> Any:
-        """Carry out any call."""
-        if isinstance(call, Check):
-            return self.decide(call)
-        with self._alone():
-            if isinstance(call, Reset):
-                for key in call.keys:
-                    self._forget(key)
-                self._turn += 1
+    def run(self, operation: Call) -> Any:
+        """Run any operation."""
+        if isinstance(operation, Check):
+            return self.decide(operation)
+        with self._locked():
+            if isinstance(operation, Reset):
+                for key in operation.keys:
+                    self._reset(key)
+                self._version += 1
                 return None
-            if isinstance(call, Refund):
-                return self._refund(call)
-            return self._change_lease(call)
+            if isinstance(operation, Refund):
+                return self._refund(operation)
+            return self._change_lease(operation)
 
     def close(self) -> None:
-        """Forget everything."""
-        with self._alone():
-            self._spaces.clear()
+        """Drop all counters."""
+        with self._locked():
+            self._tables.clear()
             self._meters.clear()
-            self._short.clear()
+            self._fast_tables.clear()
             self._ids.clear()
             self._keys = 0
 
-    def _alone(self) -> _Uncontended:
-        return _Uncontended(self)
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, with the fast path disabled."""
+        with self._lock:
+            was_locked, self._is_locked = self._is_locked, True
+            try:
+                yield
+            finally:
+                self._is_locked = was_locked
 
-    def decide(self, call: Check) -> Decision:
-        """The answer to a check: by the compiled charge, if it is a common one, else behind the lock."""
-        keys, cost, id = call
+    def decide(self, check: Check) -> Decision:
+        """Decide a check: in C if it is a common one, otherwise under the lock."""
+        keys, cost, id = check
         if _charge is not None and id is None:
-            answer: Decision | None = _charge(self._meters, keys, cost, self._time_ns(), self._busy)
-            if answer is not None:
-                return answer
-        if type(call) is IdempotentCheck:
-            return self._decide_once(call)
+            charged: Decision | None = _charge(self._meters, keys, cost, self._time_ns(), self._is_locked)
+            if charged is not None:
+                return charged
+        if type(check) is IdempotentCheck:
+            return self._decide_once(check)
         lock = self._lock
-        lock.acquire()  # by hand: a `with` costs a thousand instructions more
-        was_busy, self._busy = self._busy, True
+        lock.acquire()  # inline, as `_locked` is slower
+        was_locked, self._is_locked = self._is_locked, True
         try:
             decision = None
-            while decision is None:  # again, if a finalizer came between
-                decision = self._decided(keys, cost, id)
+            while decision is None:  # again if a finalizer has changed something
+                decision = self._try_decide(keys, cost, id)
             return decision
         finally:
-            self._busy = was_busy
+            self._is_locked = was_locked
             lock.release()
 
-    def _decided(self, keys: tuple[Key, ...], cost: Cost, id: str | None) -> Decision | None:
-        """The answer to a check; None if something was changed in the meantime."""
+    def _try_decide(self, keys: tuple[Key, ...], cost: Cost, id: str | None) -> Decision | None:
+        """Decide a check under the lock; None if something was changed in the meantime."""
         lease = id or ""
         costs = iter(cost) if type(cost) is tuple else None
         known: list[tuple[dict[str, Any], str, Any]] = []
         others: list[tuple[CounterTable, Key, Any, int]] = []
         verdicts: list[Verdict] = []
         allowed = True
-        spaces, turn = self._spaces, self._turn
+        tables, version = self._tables, self._version
         now_us = self._time_ns() // 1000
         room = self._make_room(keys, cost, now_us) if self._keys + len(keys) > self._max_keys else len(keys)
         for key in keys:
             each: int = cost if costs is None else next(costs)  # type: ignore[assignment]
             limit, identity = key.limit, key.identity
-            space = spaces.get(limit.space)
-            # The common case by itself: a key that is there, written under the same numbers.
-            if space is not None and space.only is limit and (state := space.states.get(identity)) is not None:
-                after, verdict = space.decide(state, now_us, each, limit, lease)
-                known.append((space.states, identity, after if each else state))
+            table = tables.get(limit.space)
+            # The common case: an existing counter, written with the same numbers.
+            if table is not None and table.single_limit is limit and (state := table.states.get(identity)) is not None:
+                after, verdict = table.decide(state, now_us, each, limit, lease)
+                known.append((table.states, identity, after if each else state))
             else:
-                space, state = self._find(key, now_us, adopt=each > 0)
+                table, state = self._find(key, now_us, adopt=each > 0)
                 if state is None and each:
                     if room:
                         room -= 1
                     else:
                         key = _shared_key(key)
-                        space, state = self._find(key, now_us)
-                after, verdict = space.decide(state, now_us, each, limit, lease)
+                        table, state = self._find(key, now_us)
+                after, verdict = table.decide(state, now_us, each, limit, lease)
                 if after is not state and each:
-                    others.append((space, key, after, verdict[2]))
+                    others.append((table, key, after, verdict[2]))
             verdicts.append(verdict)
             if verdict[1]:
                 allowed = False
-        changes, additions = iter(known), iter(others)  # nothing is made from here on, so that no finalizer comes
-        if turn != self._turn:
+        changes, additions = iter(known), iter(others)  # no allocations from here on, so that no finalizer runs
+        if version != self._version:
             return None
         if allowed:
-            self._turn += 1
+            self._version += 1
             for states, identity, after in changes:
                 states[identity] = after
-            for space, key, after, reset_us in additions:
-                self._put(space, key, after, now_us, reset_us)
+            for table, key, after, reset_us in additions:
+                self._put(table, key, after, now_us, reset_us)
         else:
             self._deny(keys, cost, verdicts, now_us)
         return _new_decision(Decision, (allowed, keys, tuple(verdicts), id, None, now_us, 0, cost))
 
-    def _decide_once(self, call: IdempotentCheck) -> Decision:
-        """The answer to a check with an id: on keys that have its record, the recorded one, without a charge."""
-        keys, _, id = call
-        with self._alone():
+    def _decide_once(self, check: IdempotentCheck) -> Decision:
+        """Decide a check with an id: keys that have its record give the recorded verdict and are not charged."""
+        keys, _, id = check
+        with self._locked():
             while True:
                 now_us = self._time_ns() // 1000
                 records = [self._record(key, id, now_us) for key in keys]
@@ -260,65 +264,65 @@ class MemoryStore:
                     at_us = max([record.at_us for record in records if record])
                     decision = Decision(True, keys, (), id, None, at_us)
                     break
-                due = tuple([0 if record else cost for record, cost in zip(records, call.costs, strict=True)])
-                decided = self._decided(keys, due, id)
-                if decided is not None:  # else again: a finalizer came between
+                due = tuple([0 if record else cost for record, cost in zip(records, check.costs, strict=True)])
+                decided = self._try_decide(keys, due, id)
+                if decided is not None:  # otherwise again: a finalizer has changed something
                     decision = decided
                     break
             verdicts = [*decision.verdicts] or [(0, 0, 0, 0)] * len(keys)
-            costs = [*call.costs]
+            costs = [*check.costs]
             for index, (key, record) in enumerate(zip(keys, records, strict=True)):
                 if record is not None:
                     verdicts[index], costs[index] = record.verdict, record.cost
                     record.holders += decision.allowed
                 elif decision.allowed and key.limit.algorithm != "concurrency":
                     new = IdRecord(decision.at_us, costs[index], verdicts[index])
-                    self._keep_record(key, id, new, now_us + id_validity_us(keys), now_us)
-        cost = joined_costs(costs) if decision.allowed else call.cost
+                    self._add_record(key, id, new, now_us + id_validity_us(keys), now_us)
+        cost = joined_costs(costs) if decision.allowed else check.cost
         return decision._replace(verdicts=tuple(verdicts), cost=cost)
 
     def _record(self, key: Key, id: str | None, now_us: int) -> IdRecord | None:
-        """What is recorded of the check with that id on that key."""
+        """The record of a check with that id on that key."""
         record = self._ids.get((key.limit.space, key.identity, id), now_us)
         return record if record is not None and record.holders else None
 
-    def _keep_record(self, key: Key, id: str | None, record: IdRecord, until_us: int, now_us: int) -> None:
+    def _add_record(self, key: Key, id: str | None, record: IdRecord, until_us: int, now_us: int) -> None:
         evicted = self._ids.evicted
         self._ids.put((key.limit.space, key.identity, id), record, until_us, now_us)
         evictions = self._ids.evicted
         if evictions > evicted and evictions & (evictions - 1) == 0:  # at 1, 2, 4, 8 ...
             logger.warning(
-                "memory store is full at %d ids: %d were forgotten early, so a repeated check may be charged again; "
+                "memory store is full at %d ids: %d were dropped early, so a repeated check may be charged again; "
                 "raise max_keys",
                 self._max_keys,
                 evictions,
             )
 
     def _deny(self, keys: tuple[Key, ...], cost: Cost, verdicts: list[Verdict], now_us: int) -> None:
-        """Charge nothing: a limit under which the denied request would have passed reports what a peek reports.
+        """Set the verdicts of a denial: limits under which the request would have passed report what a peek reports.
 
-        Migrations are written nevertheless: plan changes were by `_find`, and states that had to be re-dated are here.
+        Nothing is charged, but migrations are written: `_find` has written plan changes, this writes re-dated states.
         """
         for index, key in enumerate(keys):
-            space, state = self._find(key, now_us, adopt=False)
-            after, verdict = space.decide(state, now_us, 0, key.limit)
+            table, state = self._find(key, now_us, adopt=False)
+            after, verdict = table.decide(state, now_us, 0, key.limit)
             if not verdicts[index][1]:
                 verdicts[index] = verdict
             if after is not state and (cost[index] if type(cost) is tuple else cost):
-                self._replace(space, key.identity, state, after)
+                self._replace(table, key.identity, state, after)
 
-    def _replace(self, space: CounterTable, identity: str, state: Any, after: Any) -> None:
-        """Write a migrated state, unless a finalizer has changed it in the meantime."""
-        if space.states.get(identity) is state:
-            self._turn += 1
-            space.states[identity] = after
+    def _replace(self, table: CounterTable, identity: str, state: Any, after: Any) -> None:
+        """Write a migrated state, unless a finalizer has changed it."""
+        if table.states.get(identity) is state:
+            self._version += 1
+            table.states[identity] = after
 
-    def _refund(self, call: Refund) -> bool:
-        key, amount, id, at_us = call
+    def _refund(self, refund: Refund) -> bool:
+        key, amount, id, at_us = refund
         now_us = self._now_us()
         record = None if id is None else self._ids.get((key.limit.space, key.identity, id), now_us)
-        if isinstance(call, Withdraw):
-            if record is None or not self._is_last_holder(call, record):
+        if isinstance(refund, Withdraw):
+            if record is None or not self._release_record(refund, record):
                 return False
             amount = record.left
         elif record is not None:
@@ -326,168 +330,168 @@ class MemoryStore:
                 return False
             amount = min(amount, record.left)
             at_us = record.at_us if at_us is None else at_us
-        if not self._give_back(key, amount, at_us, now_us):
+        if not self._refund_counter(key, amount, at_us, now_us):
             return False
         if record is not None:
             record.left -= amount
         elif id is not None:
-            self._keep_record(key, id, IdRecord(now_us, holders=0), now_us + refund_memory_us(key), now_us)
+            self._add_record(key, id, IdRecord(now_us, holders=0), now_us + refund_memory_us(key), now_us)
         return True
 
-    def _is_last_holder(self, call: Refund, record: IdRecord) -> bool:
-        """Let go of a record; True if no other caller relies on it, and then it is dropped."""
+    def _release_record(self, refund: Refund, record: IdRecord) -> bool:
+        """Release a record; True if no other caller relies on it, and then it is dropped."""
         if record.holders == 1:
-            self._ids.drop((call.key.limit.space, call.key.identity, call.id))
+            self._ids.drop((refund.key.limit.space, refund.key.identity, refund.id))
             return True
         record.holders = max(0, record.holders - 1)
         return False
 
-    def _give_back(self, key: Key, amount: int, at_us: int | None, now_us: int) -> bool:
+    def _refund_counter(self, key: Key, amount: int, at_us: int | None, now_us: int) -> bool:
         while True:
-            turn = self._turn
-            space, found = self._find(key, now_us)
-            state = space.decide(found, now_us, 0, key.limit)[0]  # re-dated, if the clock was set back
-            after = space.refund(state, now_us, amount, key.limit, at_us)
-            if turn == self._turn:
+            version = self._version
+            table, found = self._find(key, now_us)
+            state = table.decide(found, now_us, 0, key.limit)[0]  # re-dated if the clock was set back
+            after = table.refund(state, now_us, amount, key.limit, at_us)
+            if version == self._version:
                 break
         if state is not found:
-            self._replace(space, key.identity, found, state)
+            self._replace(table, key.identity, found, state)
         if after is None or after == state:
             return False
-        self._turn += 1
-        space.states[key.identity] = after
+        self._version += 1
+        table.states[key.identity] = after
         return True
 
-    def _change_lease(self, call: Renew | Leave) -> bool:
-        if self._change_lease_of(call.key, call):
+    def _change_lease(self, operation: Renew | Leave) -> bool:
+        if self._change_lease_of(operation.key, operation):
             return True
-        space = self._spaces.get(call.key.limit.space)
-        is_shared = space is not None and _SHARED_IDENTITY in space.states
-        return is_shared and self._change_lease_of(_shared_key(call.key), call)
+        table = self._tables.get(operation.key.limit.space)
+        is_shared = table is not None and _SHARED_IDENTITY in table.states
+        return is_shared and self._change_lease_of(_shared_key(operation.key), operation)
 
-    def _change_lease_of(self, key: Key, call: Renew | Leave) -> bool:
+    def _change_lease_of(self, key: Key, operation: Renew | Leave) -> bool:
         now_us = self._now_us()
         while True:
-            turn = self._turn
-            space, state = self._find(key, now_us)
-            if isinstance(call, Renew):
-                after, held = concurrency.renew(state, now_us, key.limit, call.id)
+            version = self._version
+            table, state = self._find(key, now_us)
+            if isinstance(operation, Renew):
+                after, held = concurrency.renew(state, now_us, key.limit, operation.id)
             else:
-                after, held = concurrency.leave(state, now_us, call.id)
-            if turn == self._turn:
+                after, held = concurrency.leave(state, now_us, operation.id)
+            if version == self._version:
                 break
         if held:
-            self._turn += 1
-            space.states[key.identity] = after
+            self._version += 1
+            table.states[key.identity] = after
         return held
 
     def _find(self, key: Key, now_us: int, *, adopt: bool = True) -> tuple[CounterTable, Any]:
-        """The key's space, and its state as the key's own limit has to see it."""
+        """The table of a key, and its state converted to the numbers of the key's limit."""
         limit, _, identity = key
-        space = self._spaces.get(limit.space)
-        if space is None:
-            space = self._spaces[limit.space] = CounterTable(limit, self._meters)
-            if limit.algorithm != "concurrency":  # whose ids are given out behind the lock
-                self._short[limit.space] = space
-        elif not space.states:
-            space.obey(limit)
-        state = space.states.get(identity)
-        if space.only is limit or state is None or space.is_written_by(limit, identity):
-            return space, state
-        state = space.adopt(state, now_us, space.writers.get(identity, space.limit), limit)
+        table = self._tables.get(limit.space)
+        if table is None:
+            table = self._tables[limit.space] = CounterTable(limit, self._meters)
+            if limit.algorithm != "concurrency":  # leases need an id
+                self._fast_tables[limit.space] = table
+        elif not table.states:
+            table.use_limit(limit)
+        state = table.states.get(identity)
+        if table.single_limit is limit or state is None or table.is_written_by(limit, identity):
+            return table, state
+        state = table.adopt(state, now_us, table.writers.get(identity, table.limit), limit)
         if adopt:
-            space.write(key, state)
-        return space, state
+            table.write(key, state)
+        return table, state
 
-    def _put(self, space: CounterTable, key: Key, state: Any, now_us: int, reset_us: int) -> None:
-        is_new = key.identity not in space.states
-        space.write(key, state)
+    def _put(self, table: CounterTable, key: Key, state: Any, now_us: int, reset_us: int) -> None:
+        is_new = key.identity not in table.states
+        table.write(key, state)
         is_shared = key.identity == _SHARED_IDENTITY
         if is_shared:
-            self._note_shared()
+            self._count_shared()
         if is_new:
-            self._drop_due(space, now_us)
-            space.enlist(key.identity, now_us + reset_us)
+            self._drop_due(table, now_us)
+            table.schedule_new(key.identity, now_us + reset_us)
             self._keys += not is_shared
 
-    def _forget(self, key: Key) -> None:
-        space = self._spaces.get(key.limit.space)
-        if space is not None and key.identity in space.states:
-            space.reset(key.identity)
+    def _reset(self, key: Key) -> None:
+        table = self._tables.get(key.limit.space)
+        if table is not None and key.identity in table.states:
+            table.reset(key.identity)
             self._keys -= 1
 
-    def _drop_due(self, space: CounterTable, now_us: int) -> None:
-        """Drop keys that have been as new for a while: two at most, which is more than are inserted."""
-        space.release(now_us, 2)
+    def _drop_due(self, table: CounterTable, now_us: int) -> None:
+        """Drop up to two counters that have been as new for a while: more than are inserted."""
+        table.unblock(now_us, 2)
         for _ in range(2):
-            identity = space.take_due((now_us - _MARGIN_US) >> SECOND_BITS)
+            identity = table.pop_due((now_us - _GRACE_US) >> SECOND_BITS)
             if identity is None:
                 return
-            if owed_us := space.debt(identity, now_us).owed_us:
-                space.schedule(identity, now_us + owed_us)
+            if owed_us := table.eviction_cost(identity, now_us).owed_us:
+                table.schedule(identity, now_us + owed_us)
             else:
-                self._drop(space, identity)
+                self._drop(table, identity)
 
     def _make_room(self, keys: tuple[Key, ...], cost: Cost, now_us: int) -> int:
-        """Evict keys until there is room for those of the request that are new, and return for how many there is."""
+        """Evict counters until there is room for the new keys of a request; return the number of free places."""
         charged = [key for key, each in zip(keys, Check(keys, cost).costs, strict=True) if each]
         while self._keys + sum([self._is_new(key) for key in charged]) > self._max_keys and self._evict(now_us):
             pass
         return max(0, self._max_keys - self._keys)
 
     def _is_new(self, key: Key) -> bool:
-        space = self._spaces.get(key.limit.space)
-        return space is None or key.identity not in space.states
+        table = self._tables.get(key.limit.space)
+        return table is None or key.identity not in table.states
 
     def _evict(self, now_us: int) -> bool:
-        """Evict at least one key; False if there is none, or all are blocked."""
-        candidates: list[tuple[Debt, int, CounterTable, str]] = []
-        spaces = list(self._spaces.values())
-        if not spaces:
+        """Evict at least one counter; False if there are none, or all are blocked."""
+        candidates: list[tuple[EvictionCost, int, CounterTable, str]] = []
+        tables = list(self._tables.values())
+        if not tables:
             return False
-        for space in spaces:
-            space.release(now_us, _CANDIDATES)
+        for table in tables:
+            table.unblock(now_us, _EVICTION_CANDIDATES)
         for place in range(_MAX_PROBES):
-            space = min(spaces, key=CounterTable.next_due)
-            if space.next_due() == sys.maxsize:
+            table = min(tables, key=CounterTable.next_due)
+            if table.next_due() == sys.maxsize:
                 break
-            identity = space.take_due(sys.maxsize)
+            identity = table.pop_due(sys.maxsize)
             if identity is None:
                 continue
-            debt = space.debt(identity, now_us)
-            if identity == _SHARED_IDENTITY and debt.owed_us:
-                space.hold_back(identity, now_us + debt.owed_us)
-            elif debt.blocked_us:
-                space.hold_back(identity, now_us + debt.blocked_us)
+            rank = table.eviction_cost(identity, now_us)
+            if identity == _SHARED_IDENTITY and rank.owed_us:
+                table.schedule_blocked(identity, now_us + rank.owed_us)
+            elif rank.blocked_us:
+                table.schedule_blocked(identity, now_us + rank.blocked_us)
             else:
-                candidates.append((debt, place, space, identity))
-                if len(candidates) == _CANDIDATES:
+                candidates.append((rank, place, table, identity))
+                if len(candidates) == _EVICTION_CANDIDATES:
                     break
         candidates.sort()
-        for rank, (debt, _, space, identity) in enumerate(candidates):
-            if rank and debt.owed_us:
-                space.schedule(identity, now_us + debt.owed_us)
+        for place, (rank, _, table, identity) in enumerate(candidates):
+            if place and rank.owed_us:
+                table.schedule(identity, now_us + rank.owed_us)
                 continue
-            self._turn += 1
-            self._drop(space, identity)
+            self._version += 1
+            self._drop(table, identity)
             self._evicted += 1
-            if debt.owed_us:
+            if rank.owed_us:
                 self._forgiven += 1
-                _warn_now_and_then(
+                _log_at_powers_of_two(
                     self._forgiven,
                     "memory store is full (%d keys): %d keys were evicted while in use; raise max_keys",
                     self._max_keys,
                 )
         return bool(candidates)
 
-    def _drop(self, space: CounterTable, identity: str) -> None:
-        if identity in space.states:  # no finalizer has dropped it
-            space.drop(identity)
+    def _drop(self, table: CounterTable, identity: str) -> None:
+        if identity in table.states:  # otherwise a finalizer has dropped it
+            table.drop(identity)
             self._keys -= identity != _SHARED_IDENTITY
 
-    def _note_shared(self) -> None:
+    def _count_shared(self) -> None:
         self._shared += 1
-        _warn_now_and_then(
+        _log_at_powers_of_two(
             self._shared,
             "memory store is full (%d keys), and all keys belong to blocked clients: %d requests of other clients were "
             "counted together; raise max_keys",
@@ -499,24 +503,7 @@ def _shared_key(key: Key) -> Key:
     return key._replace(identity=_SHARED_IDENTITY)
 
 
-def _warn_now_and_then(count: int, message: str, max_keys: int) -> None:
-    """Log at 1, 2, 4, 8 ... occurrences."""
+def _log_at_powers_of_two(count: int, message: str, max_keys: int) -> None:
+    """Log a warning at 1, 2, 4, 8 ... occurrences."""
     if count & (count - 1) == 0:
         logger.warning(message, max_keys, count)
-
-
-class _Uncontended:
-    """Holds the store's lock with the short path shut out."""
-
-    __slots__ = ("_store", "_was_busy")
-
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        self._store._lock.acquire()  # noqa: SLF001 - a part of the store, in its own file
-        self._was_busy, self._store._busy = self._store._busy, True  # noqa: SLF001
-
-    def __exit__(self, *_: object) -> None:
-        self._store._busy = self._was_busy  # noqa: SLF001
-        self._store._lock.release()  # noqa: SLF001
