@@ -304,7 +304,7 @@ def test_nobody_is_not_an_identity() -> None:
 
 # Calls
 
-NO_KEY = "no key given: say which limit is met by whom, like check(limit.by(client))"
+NO_KEY = "no key given: pass a limit and the client that it counts, like check(limit.by(client))"
 AN_ID = "use a text of 1 to 128 printable characters"
 NO_LEASES = "limit 'rate' is a token_bucket: only concurrency limits have leases"
 COSTS: list[Any] = [-1, -(10**30), 1.0, 1.5, True, False, None, "1", b"1", math.nan, math.inf, -math.inf, [1]]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headgate import InvalidKey, Limit
-from headgate.limits import KEYS_AT_HAND
+from headgate.limits import MAX_CACHED_KEYS
 
 MINUTE = timedelta(minutes=1)
 
@@ -30,9 +30,9 @@ def test_a_client_that_comes_again_gets_the_key_it_had() -> None:
 
 def test_never_more_keys_are_kept_than_said() -> None:
     limit = Limit(5, MINUTE)
-    for number in range(3 * KEYS_AT_HAND):
+    for number in range(3 * MAX_CACHED_KEYS):
         limit.by(f"client-{number}")
-        assert len(limit._at_hand) <= KEYS_AT_HAND  # nobody else can see the bound
+        assert len(limit._keys) <= MAX_CACHED_KEYS  # nobody else can see the bound
     assert limit.by("client-0").identity == "client-0"
 
 

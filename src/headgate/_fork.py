@@ -1,4 +1,4 @@
-"""What a forked child must not inherit: locks that nobody is left to release, threads, connections of its parent."""
+"""Hooks for forked children, which must not inherit held locks, threads or connections of the parent."""
 
 from __future__ import annotations
 
@@ -11,60 +11,60 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["at_work", "reinit_after_fork"]
+__all__ = ["block_forks", "reinit_after_fork"]
 
-LONGEST_WAIT: Final = 1.0
-"""Seconds that a fork waits for threads that are at work in a library."""
+MAX_FORK_DELAY_S: Final = 1.0
+"""Upper bound on how long a fork waits for `block_forks`."""
 
 
 class ForkAware(Protocol):
     def reset_after_fork(self) -> None:
-        """Begin anew, in a child that was forked at any moment."""
+        """Reset the object in a child, which may have been forked at any moment."""
 
 
-_inherited: weakref.WeakSet[Any] = weakref.WeakSet()
+_objects: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def reinit_after_fork(inherited: ForkAware) -> None:
-    """Call its `reset_after_fork` in every child that is forked while it lives."""
-    _inherited.add(inherited)
+def reinit_after_fork(instance: ForkAware) -> None:
+    """Call `reset_after_fork` of an object in every child that is forked during its lifetime."""
+    _objects.add(instance)
 
 
-class _Work:
-    """Whether a thread of ours is inside a library that has locks of its own, which a child could never take."""
+class _ForkGuard:
+    """A lock that delays forks while a thread is inside a library whose own locks a child could never acquire."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.forking = False
+        self.is_forking = False
 
-    def rest(self) -> None:
-        self.forking = self.lock.acquire(timeout=LONGEST_WAIT)
+    def before_fork(self) -> None:
+        self.is_forking = self.lock.acquire(timeout=MAX_FORK_DELAY_S)
 
-    def go_on(self) -> None:
-        if self.forking:
-            self.forking = False
+    def after_in_parent(self) -> None:
+        if self.is_forking:
+            self.is_forking = False
             self.lock.release()
 
-    def begin_anew(self) -> None:
-        self.lock, self.forking = threading.Lock(), False
+    def after_in_child(self) -> None:
+        self.lock, self.is_forking = threading.Lock(), False
 
 
-_work = _Work()
+_guard = _ForkGuard()
 
 
 @contextmanager
-def at_work() -> Iterator[None]:
-    """A short while in a library such as SQLite, in a background thread: forks wait until it is over."""
-    lock = _work.lock
+def block_forks() -> Iterator[None]:
+    """Delay forks while a background thread is inside a library such as SQLite."""
+    lock = _guard.lock
     with lock:
         yield
 
 
-def _renew_all() -> None:
-    _work.begin_anew()
-    for inherited in list(_inherited):
-        inherited.reset_after_fork()
+def _reset_all() -> None:
+    _guard.after_in_child()
+    for instance in list(_objects):
+        instance.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_work.rest, after_in_parent=_work.go_on, after_in_child=_renew_all)
+    os.register_at_fork(before=_guard.before_fork, after_in_parent=_guard.after_in_parent, after_in_child=_reset_all)

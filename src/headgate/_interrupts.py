@@ -1,9 +1,9 @@
 """Events and threads that survive exceptions raised by signal handlers.
 
-Python runs signal handlers in the main thread between any two steps, and what they raise surfaces there. The classes of
-`threading` are written in Python: an exception in the middle of `Condition.__enter__` leaves its lock locked for ever,
-and one in the middle of `Thread.start` leaves a thread that never runs. What the main thread calls for a request must
-therefore use only locks, which are written in C, and steps that may be cut off anywhere.
+Python runs signal handlers in the main thread between any two instructions, and their exceptions are raised there. The
+classes of `threading` are written in Python: an exception inside `Condition.__enter__` leaves its lock locked for ever,
+and one inside `Thread.start` leaves a thread that never runs. Code that the main thread runs for a request must
+therefore use only locks, which are written in C, and steps that may be interrupted anywhere.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["BackgroundThread", "InterruptSafeEvent", "wake"]
 
 
 def wake(lock: threading.Lock) -> None:
-    """Release a lock that somebody may wait for, or may not."""
-    try:  # noqa: SIM105 - several times as quick
+    """Release a lock unless it is released already."""
+    try:  # noqa: SIM105 - several times as fast
         lock.release()
-    except RuntimeError:  # it is released already, and whoever waits next will not have to
+    except RuntimeError:  # released already: the next waiter does not block
         pass
 
 
 class InterruptSafeEvent:
-    """Like `threading.Event`. Each waiter has a lock of its own, so that one that is cut off holds up no other."""
+    """Like `threading.Event`, but each waiter has its own lock, so that an interrupted one does not block others."""
 
     __slots__ = ("__weakref__", "_is_set", "_waiters")
 
@@ -45,7 +45,7 @@ class InterruptSafeEvent:
         while self._waiters:
             try:
                 waiter = self._waiters.popleft()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread was faster
                 return
             wake(waiter)
 
@@ -53,21 +53,21 @@ class InterruptSafeEvent:
         self._is_set = False
 
     def wait(self, timeout: float) -> bool:
-        """Wait so many seconds for it to be set; whether it is."""
+        """Wait until it is set, or the timeout; True if it is set."""
         if not self._is_set and timeout > 0:
             waiter = threading.Lock()
             waiter.acquire()
             self._waiters.append(waiter)
             if not self._is_set and not waiter.acquire(timeout=timeout):
-                with suppress(ValueError):  # it has been woken at the last moment
+                with suppress(ValueError):  # woken at the last moment
                     self._waiters.remove(waiter)
         return self._is_set
 
 
 class BackgroundThread:
-    """A daemon thread, started by another thread, in which no signal handler runs.
+    """A daemon thread, started from another thread, in which no signal handler runs.
 
-    Raises a RuntimeError if there can be no thread. If that turns out later, `failed` is called with it.
+    Raises RuntimeError if no thread can be started. If that turns out later, `failed` is called with the error.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class BackgroundThread:
 
     @property
     def is_alive(self) -> bool:
-        """True if it has not ended."""
         return not self._ended.is_set()
 
     def _launch(self) -> None:

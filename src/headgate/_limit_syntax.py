@@ -1,4 +1,4 @@
-"""The words in which limits are written: "1000/minute, burst 200"."""
+"""The syntax of limits: "1000/minute, burst 200"."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ _RATE: Final = re.compile(
 _OPTION: Final = re.compile(r"\s*,?\s*(?:burst\s+(?P<burst>[\d_]+)|(?P<algorithm>[a-z][a-z_]*))\s*", re.IGNORECASE)
 
 _GROUPED: Final = re.compile(r"\d{1,3}(?:,\d{3})+(?=\s*(?:/|per\b))")
-"""A number with commas between its thousands, before the slash: 1,000/minute."""
+"""A number with thousands separators before the slash: 1,000/minute."""
 
 _SEPARATOR: Final = re.compile(r"(?:(?<!\d),|[;|])\s*(?=\d[\d_]*\s*(?:/|per\b))", re.IGNORECASE)
-"""A separator that another limit follows. Other libraries allow commas and bars here; `split` only semicolons."""
+"""A separator followed by another limit. Other libraries allow commas and bars; `split` only semicolons."""
 
 _FORM: Final = 'write it like "10/minute", "5 per 30 seconds", "1000/minute, burst 200" or "3/2h, sliding_window"'
 
 
 class Phrase(NamedTuple):
+    """A parsed limit."""
+
     quota: int
     period: timedelta
     burst: int | None
@@ -48,7 +50,7 @@ class Phrase(NamedTuple):
 
 
 def parse(text: str) -> Phrase:
-    """What a limit's text says; whether such a limit can exist is for `Limit` to judge."""
+    """Parse the text of a limit; `Limit` validates the numbers."""
     if not isinstance(text, str):
         raise InvalidLimit(f"{text!r} is not the text of a limit: {_FORM}")
     rate = _RATE.fullmatch(text)
@@ -67,7 +69,7 @@ def parse(text: str) -> Phrase:
 
 
 def split(text: str) -> list[str]:
-    """The limits of a text that may hold several, separated by semicolons.
+    """Split a text of several limits at its semicolons.
 
     >>> split("5/minute; 100/hour, burst 20")
     ['5/minute', '100/hour, burst 20']
@@ -83,12 +85,12 @@ def split(text: str) -> list[str]:
 
 
 def separated(text: str) -> list[str]:
-    """The limits of a text that seems to hold several, by whatever it separates them."""
+    """Split a text that seems to hold several limits at any separator."""
     return [part.strip() for part in _SEPARATOR.split(text)]
 
 
 def spell(period: timedelta) -> str:
-    """A period in the largest unit that it is a whole number of.
+    """Format a period in the largest unit of which it is a multiple.
 
     >>> spell(timedelta(minutes=1)), spell(timedelta(seconds=90)), spell(timedelta(days=30))
     ('minute', '90 seconds', '30 days')
@@ -101,7 +103,7 @@ def spell(period: timedelta) -> str:
 
 
 def suggest(word: str, known: list[str]) -> str:
-    """The end of a message about an unknown word: the nearest known one, or all of them."""
+    """The remedy in a message about an unknown word: the nearest known one, or all of them."""
     near = get_close_matches(word.lower(), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
 

@@ -1,8 +1,8 @@
 """Runs large work in a background thread without delaying requests.
 
 A thread that computes lets others run only every few milliseconds, and each request waits for that more than once. The
-garbage collector stops all threads to traverse new objects, and a large policy has half a million. To free a large
-structure at once holds the interpreter lock as well.
+garbage collector stops all threads to traverse new objects, and a large policy has half a million. Freeing a large
+structure at once holds the interpreter lock, too.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from headgate._fork import reinit_after_fork
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["politely", "release"]
+__all__ = ["low_priority", "release"]
 
-RELEASED_AT_ONCE: Final = 1000
+RELEASE_BATCH: Final = 1000
 
-INTERVAL: Final = 0.0005
-"""Seconds until another thread may run; Python's own is 5 ms. Shorter ones cost more than they give."""
+SWITCH_INTERVAL_S: Final = 0.0005
+"""Time after which another thread may run; Python's default is 5 ms. Shorter ones cost more than they gain."""
 
 
 class _Pace:
-    """How many work politely now, and what was set before the first of them began."""
+    """The number of background workers, and the settings before the first of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._workers = 0
-        self._interval = INTERVAL
+        self._interval = SWITCH_INTERVAL_S
         self._collects = True
         reinit_after_fork(self)
 
@@ -42,7 +42,7 @@ class _Pace:
             self._workers += 1
             if self._workers == 1:
                 self._interval, self._collects = sys.getswitchinterval(), gc.isenabled()
-                sys.setswitchinterval(min(INTERVAL, self._interval))
+                sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._interval))
                 gc.disable()
 
     def leave(self) -> None:
@@ -52,7 +52,7 @@ class _Pace:
                 self._restore()
 
     def reset_after_fork(self) -> None:
-        """Those who worked are with the parent."""
+        """Restore the settings: the workers are in the parent."""
         self._lock = threading.Lock()
         if self._workers:
             self._workers = 0
@@ -60,7 +60,8 @@ class _Pace:
 
     def _restore(self) -> None:
         if gc.get_freeze_count() == 0:
-            # All that is new is old at once, without being looked through: what an app has frozen would be thawed.
+            # Moves all new objects to the oldest generation without traversing them. Not if the app has frozen objects,
+            # which this would unfreeze.
             gc.freeze()
             gc.unfreeze()
         sys.setswitchinterval(self._interval)
@@ -72,8 +73,8 @@ _pace: Final = _Pace()
 
 
 @contextmanager
-def politely() -> Iterator[None]:
-    """While the block runs, other threads get their turn ten times as often, and no garbage is looked for."""
+def low_priority() -> Iterator[None]:
+    """Run a block at low priority: other threads run ten times as often, and garbage collection is off."""
     _pace.enter()
     try:
         yield
@@ -82,11 +83,11 @@ def politely() -> Iterator[None]:
 
 
 def release(container: dict[Any, Any] | list[Any]) -> None:
-    """Empty a large container some entries at a time, letting other threads run in between."""
+    """Empty a large container in batches, letting other threads run in between."""
     while container:
         if isinstance(container, list):
-            del container[-RELEASED_AT_ONCE:]
+            del container[-RELEASE_BATCH:]
         else:
-            for _ in range(min(RELEASED_AT_ONCE, len(container))):
+            for _ in range(min(RELEASE_BATCH, len(container))):
                 container.popitem()
         time.sleep(0)

@@ -1,4 +1,4 @@
-"""Where time comes from: whole microseconds since the epoch, from one place."""
+"""Clocks: whole microseconds since the epoch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Clock", "SystemClock", "in_ns"]
 
 
 class Clock(Protocol):
-    """Anything that tells the time in microseconds; `headgate.testing.FakeClock` is one that you set yourself."""
+    """A source of time in microseconds; `headgate.testing.FakeClock` is one for tests."""
 
     def now_us(self) -> int: ...
 
 
 class SystemClock:
-    """This machine's clock. It may step back: the algorithms never mint capacity when it does."""
+    """The clock of this machine. It may step back; the algorithms never create capacity when it does."""
 
     __slots__ = ()
 
@@ -27,5 +27,5 @@ class SystemClock:
 
 
 def in_ns(clock: Clock | None) -> Callable[[], int]:
-    """What tells the clock's time in nanoseconds: for that of the system, without a Python call in between."""
+    """A function that returns the time of a clock in nanoseconds; for the system clock, without a Python call."""
     return time.time_ns if clock is None or isinstance(clock, SystemClock) else lambda: clock.now_us() * 1000

@@ -91,11 +91,6 @@ class Decision(NamedTuple):
             for key, (remaining, retry_us, reset_us, delay_us) in zip(self.keys, self.verdicts, strict=True)
         )
 
-    @property
-    def leased_keys(self) -> list[Key]:
-        """The keys on which the request holds a lease."""
-        return [key for key in self.keys if key.limit.algorithm == "concurrency"] if self.allowed else []
-
     def consumed(self, key: Key) -> int | None:
         """The amount charged to a key: 0 if the request was denied, None if the key is not one of its keys."""
         counter = key.limit.space, key.identity

@@ -1,17 +1,17 @@
 """Every exception that headgate raises, as one tree.
 
     HeadgateError
-    ├── InvalidInput (also a ValueError)      you passed something that cannot mean anything; nothing was touched
-    │   ├── InvalidLimit                      a limit that cannot exist, or a text that is not a limit
-    │   ├── InvalidKey                        an identity that cannot be counted by
+    ├── InvalidInput (also a ValueError)      an invalid argument; nothing was changed
+    │   ├── InvalidLimit                      an impossible limit, or a text that is not a limit
+    │   ├── InvalidKey                        an invalid identity, or limits that share a counter
     │   ├── InvalidCost                       a cost or amount that is not a whole number >= 0
     │   ├── InvalidConfiguration              a URL or an option of a limiter
-    │   └── InvalidPolicy                     a policy file with mistakes in it, all of them listed with their places
-    ├── RequestDenied                         a function that is limited may not run now; carries the decision
+    │   └── InvalidPolicy                     an invalid policy; lists all mistakes with their places
+    ├── RequestDenied                         a limited function may not run now; has the decision
     └── StoreError                            the shared store could not answer
-        ├── StoreUnavailable                  it could not be reached, or it refused
-        ├── StoreTimeout                      it did not answer within the budget; what was asked may have happened
-        └── ScriptError                       it answered with an error of the script: a bug, or a foreign value
+        ├── StoreUnavailable                  it could not be reached, or refused to serve
+        ├── StoreTimeout                      it did not answer within the budget; the operation may have run
+        └── ScriptError                       a script failed: a bug, or a foreign value in a key
 
 To a limiter, a denied request is not an exception: it is a `Decision` whose `allowed` is false.
 """
@@ -40,19 +40,19 @@ __all__ = [
 
 
 class HeadgateError(Exception):
-    """The root: `except HeadgateError` catches everything that headgate raises on purpose."""
+    """The base class of all errors that headgate raises on purpose."""
 
 
 class InvalidInput(HeadgateError, ValueError):
-    """A value that was refused before anything was touched; the message names the value and the remedy."""
+    """An invalid argument, rejected before anything was changed; the message names the value and the remedy."""
 
 
 class InvalidLimit(InvalidInput):
-    """A limit that cannot exist: quota 0, an unknown algorithm, numbers beyond exactness."""
+    """An impossible limit: quota 0, an unknown algorithm, numbers that cannot be exact."""
 
 
 class InvalidKey(InvalidInput):
-    """An identity that cannot be counted by: None, a float, two limits that would share one counter."""
+    """An invalid identity (None, a float), or two limits that would share one counter."""
 
 
 class InvalidCost(InvalidInput):
@@ -60,11 +60,11 @@ class InvalidCost(InvalidInput):
 
 
 class InvalidConfiguration(InvalidInput):
-    """A store's URL or an option of a limiter that means nothing."""
+    """An invalid store URL or option."""
 
 
 class InvalidPolicy(InvalidInput):
-    """A policy with mistakes in it. None of it was applied; `problems` lists each mistake with its place."""
+    """An invalid policy, of which nothing was applied; `problems` lists each mistake with its place."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -72,22 +72,22 @@ class InvalidPolicy(InvalidInput):
 
 
 class RequestDenied(HeadgateError):
-    """A function behind `limited` was not run, because a limit denied; `decision` says which, and when to come back."""
+    """A function with `limited` was not run because a limit denied it; `decision` has the limit and the retry time."""
 
     def __init__(self, decision: Any) -> None:
         super().__init__(decision)
         self.decision = decision
-        """The `Decision`, which errors, standing below everything, cannot know by its type."""
+        """The `Decision`; untyped, as this module imports nothing."""
 
     def __str__(self) -> str:
         return str(self.decision.reason)
 
 
 class StoreError(HeadgateError):
-    """The shared store could not answer, and `on_failure="raise"` asked to be told."""
+    """The store failed, with `on_failure="raise"`."""
 
     may_have_happened = False
-    """Whether what was asked may have been carried out all the same: then it must not be asked twice."""
+    """True if the operation may have been carried out, so that it must not be repeated."""
 
 
 class StoreUnavailable(StoreError):
@@ -95,10 +95,10 @@ class StoreUnavailable(StoreError):
 
 
 class StoreTimeout(StoreError):
-    """The store did not answer within the budget. `may_have_happened` says whether it had been asked at all."""
+    """The store did not answer within the budget; `may_have_happened` is False if the operation was not sent."""
 
     may_have_happened = True
 
 
 class ScriptError(StoreError):
-    """The store ran the script and answered with an error: a bug of ours, or a foreign value in a key."""
+    """A script failed in the store: a bug of headgate, or a foreign value in a key."""

@@ -1,4 +1,4 @@
-"""How a limiter is: for load balancers, for pages, and for whoever is on call."""
+"""The health of a limiter, for load balancers, status pages and operators."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["Health", "Shard"]
 
 
 class Shard(NamedTuple):
-    """One server that keeps counts."""
+    """One server of the store."""
 
     name: str
     """Its address."""
     ready: bool
-    """Whether requests are sent there."""
+    """True if requests are sent there."""
     down_for: float | None = None
-    """Seconds since nobody asks it; None while it is ready."""
+    """Seconds since requests are not sent there; None while it is ready."""
     reason: str | None = None
-    """The failure for which it is not asked."""
+    """The failure that opened its circuit breaker."""
 
 
 class Health(NamedTuple):
-    """Whether requests are decided by the store, and what is known of it.
+    """Whether the store decides requests, and the state of its servers.
 
     >>> from headgate import Limiter
     >>> Limiter().health().state
@@ -32,15 +32,15 @@ class Health(NamedTuple):
     """"degraded" while requests are decided without the store, on one shard at least."""
     reason: str | None = None
     degraded_for: float | None = None
-    """Seconds since the first of them."""
+    """Seconds since the first such request."""
     decided_without: int = 0
-    """How many requests were, in this time."""
+    """Requests decided without the store in that time."""
     shards: tuple[Shard, ...] = ()
-    """None for a store in this process."""
+    """Empty for the memory store."""
     nodes: int = 1
-    """Live processes that count together, by their heartbeats; the last number known while the store is away."""
+    """Live processes that share the limits, by their heartbeats; during an outage the last known number."""
     owed_keys: int = 0
-    """Counters to be charged with what was allowed without the store, and refunds to be made."""
+    """Counters to charge with what was admitted without the store, and refunds to make."""
     owed_tokens: int = 0
 
     @property
@@ -48,5 +48,5 @@ class Health(NamedTuple):
         return self.state == "ready"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """The health as a dict for JSON."""
         return {**self._asdict(), "shards": [shard._asdict() for shard in self.shards]}

@@ -1,4 +1,4 @@
-"""Who is counted: a limit together with the identity it is counted by, and the text that names the two in a store."""
+"""Keys: a limit with the identity that it counts, and the names of both in a store."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from headgate.errors import InvalidKey
 if TYPE_CHECKING:
     from headgate.limits import Limit
 
-__all__ = ["LONGEST_IDENTITY", "Key", "escape", "identify"]
+__all__ = ["MAX_IDENTITY_LENGTH", "Key", "escape", "identify"]
 
-LONGEST_IDENTITY: Final = 128
-"""Longer identities are stored as their hash: no caller can make a store keep a megabyte."""
+MAX_IDENTITY_LENGTH: Final = 128
+"""In characters. Longer identities are stored as their hash, so that callers cannot fill the store with long keys."""
 
 GLOBAL_IDENTITY: Final = "%all"
-"""The identity without parts. No text of a caller's can become this: a percent sign is always escaped."""
+"""The identity without parts. Identities of callers never contain a bare percent sign."""
 
 _NAME_ESCAPES: Final = str.maketrans({"%": "%25", ":": "%3A"})
 _PART_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C"})
 
 
 class Key(NamedTuple):
-    """One counter: made by `limit.by(...)`, given to `check` and its siblings."""
+    """One counter: created by `limit.by(...)`, and passed to `check` and the other methods of limiters."""
 
     limit: Limit
     parts: tuple[str | int, ...]
     identity: str
-    """The parts as one text, injectively: different parts never meet in one counter."""
+    """The parts as one text: different parts never share a counter."""
 
     def part(self, index: int) -> Key:
-        """One of the counters that a limit with `split` spreads this one over. No text of a caller's can become its
-        identity: a percent sign is always escaped."""
+        """The key of one shard of a limit with `split`."""
         limit = self.limit.part
         return self if limit is None else Key(limit, self.parts, f"{self.identity}|%part-{index % self.limit.split}")
 
 
 def identify(parts: tuple[str | int, ...]) -> str:
-    """One text for the parts of an identity, different for different parts, and never long.
+    """Encode the parts of an identity as one text of bounded length, different for different parts.
 
     >>> identify(("tenant-7", 42)), identify(("a|b",)), identify(("a", "b"))
     ('tenant-7|42', 'a%7Cb', 'a|b')
@@ -46,13 +45,13 @@ def identify(parts: tuple[str | int, ...]) -> str:
     if not parts:
         return GLOBAL_IDENTITY
     text = "|".join([_text(part) for part in parts])
-    if len(text) <= LONGEST_IDENTITY:
+    if len(text) <= MAX_IDENTITY_LENGTH:
         return text
     return "%hash-" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=24).hexdigest()
 
 
 def escape(name: str) -> str:
-    """A name that can stand between colons in a stored key, and that no cluster takes for a hash tag."""
+    """Escape a name for use between colons in a stored key."""
     return name.translate(_NAME_ESCAPES)
 
 

@@ -18,11 +18,20 @@ from headgate.errors import InvalidConfiguration, StoreError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
+    from headgate.decisions import Decision
     from headgate.keys import Key
     from headgate.limits import Limit
     from headgate.stores.operations import Check
 
-__all__ = ["HoldTimes", "LeaseRenewer", "checked_timeout", "log_failed_release", "release_on_cancel", "renew_forever"]
+__all__ = [
+    "HoldTimes",
+    "LeaseRenewer",
+    "checked_timeout",
+    "leased_keys",
+    "log_failed_release",
+    "release_on_cancel",
+    "renew_forever",
+]
 
 logger = logging.getLogger("headgate")
 
@@ -199,6 +208,11 @@ def _log_failed_renewal(key: Key, id: str) -> Iterator[list[bool]]:
 
 def _interval(key: Key) -> float:
     return key.limit.period_us / 1_000_000 / RENEWALS_PER_LEASE
+
+
+def leased_keys(decision: Decision) -> list[Key]:
+    """The keys on which a request holds a lease."""
+    return [key for key in decision.keys if key.limit.algorithm == "concurrency"] if decision.allowed else []
 
 
 def checked_timeout(timeout: float | None) -> float | None:

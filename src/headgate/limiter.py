@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from headgate import flow
 from headgate.engine import FIRST_CONNECTION_TIMEOUT_S, AsyncEngine, Engine, SyncEngine
-from headgate.leases import LeaseRenewer, checked_timeout, release_on_cancel, renew_forever
+from headgate.leases import LeaseRenewer, checked_timeout, leased_keys, release_on_cancel, renew_forever
 from headgate.local.block_list import checked_block
 from headgate.stores.operations import Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
@@ -187,7 +187,7 @@ class Limiter(_LimiterBase):
     def hold(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Iterator[Decision]:
         """Enter, renew while the block runs, leave. The block also runs after a denial: check the decision."""
         decision = self.enter(*keys, cost=cost, id=id)
-        leased = decision.leased_keys
+        leased = leased_keys(decision)
         if not leased or decision.id is None:
             yield decision
             return
@@ -306,7 +306,7 @@ class AsyncLimiter(_LimiterBase):
         call = checked(keys, cost, id)
         with release_on_cancel(call, self.leave):
             decision: Decision = await self.engine.run(call)
-        leased = decision.leased_keys
+        leased = leased_keys(decision)
         if not leased or decision.id is None:
             yield decision
             return

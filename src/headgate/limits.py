@@ -1,4 +1,4 @@
-"""What is allowed: a quota per period, the algorithm that counts it, and the name it goes by."""
+"""Limits: a quota per period, the algorithm that counts it, and a name."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ from typing import Any, Final
 from headgate import _limit_syntax
 from headgate.algorithms import ALGORITHMS
 from headgate.errors import InvalidLimit
-from headgate.keys import LONGEST_IDENTITY, Key, escape, identify
+from headgate.keys import MAX_IDENTITY_LENGTH, Key, escape, identify
 
 __all__ = ["Limit"]
 
 EXACT: Final = 2**53
-"""Beyond this a double, which is all that Redis's Lua has, cannot tell two neighbouring whole numbers apart."""
+"""Upper bound on all numbers: beyond it, the doubles of Redis's Lua are not exact."""
 
 HORIZON_US: Final = 10 * 366 * 86_400 * 1_000_000
-"""Ten years: no debt lasts longer, so that every instant a limit meets stays far below 2**53."""
+"""Ten years: the longest period, so that all instants stay far below 2**53."""
 
-KEYS_AT_HAND: Final = 256
-"""How many clients' keys a limit keeps made: a client that comes again, and most do, gets the one it had."""
+MAX_CACHED_KEYS: Final = 256
+"""Keys that a limit caches, as most clients return."""
 
-EVERYBODY: Final[Any] = object()
-"""Where nobody is named."""
+_NO_PART: Final[Any] = object()
 
 _new_key = tuple.__new__
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """So many per period; immutable, so that it can be shared by everything that runs.
+    """A limit: immutable, so that it can be shared by threads and tasks.
 
-    Use `by` to say who is counted, then give the result to a limiter:
+    Use `by` to name the client that is counted, and pass the result to a limiter:
 
     >>> Limit(1000, timedelta(minutes=1), burst=200, name="search").by("tenant-7").identity
     'tenant-7'
 
-    `burst` is the capacity of a bucket or a queue (the quota, if not given). For "concurrency" the quota is how
-    many may be inside at the same time, and the period is the lease time after which a crashed holder is forgotten.
+    `burst` is the capacity of a bucket or a queue, by default the quota. For "concurrency", the quota is the number of
+    leases at the same time, and the period is the lease time after which the lease of a crashed holder expires.
 
-    `split` spreads each client's counter over so many, on different servers of a cluster: for a client that is too busy
-    for one. A request is counted in one of the parts, each of which allows its share of quota and burst. All of them
-    together never allow more than the limit; but a request may be denied by its part while the others have up to
-    (split - 1) / split of the capacity left, and one that costs more than a part's capacity never passes.
+    `split` shards each counter, over the servers of a cluster, for clients that are too busy for one server. A request
+    is counted in one of the shards, each of which allows its share of quota and burst. All of them together never allow
+    more than the limit; but a request may be denied by its shard while the others have up to (split - 1) / split of the
+    capacity left, and one that costs more than the capacity of a shard never passes.
     """
 
     quota: int
@@ -56,23 +55,23 @@ class Limit:
     split: int = field(default=1, kw_only=True)
 
     capacity: int = field(init=False, repr=False, compare=False)
-    """The most that can pass at once: burst, or the quota."""
+    """The largest cost that can pass at once: the burst, or the quota."""
     period_us: int = field(init=False, repr=False, compare=False)
     tokens: int = field(init=False, repr=False, compare=False)
-    """With `ticks`, the rate in lowest terms: so many tokens per so many microseconds."""
+    """With `ticks`, the rate in lowest terms: `tokens` per `ticks` microseconds."""
     ticks: int = field(init=False, repr=False, compare=False)
     full: int = field(init=False, repr=False, compare=False)
-    """The capacity in 1/ticks of a token, in which a microsecond is worth `tokens`."""
+    """The capacity in 1/ticks of a token, the unit in which a microsecond refills `tokens`."""
     space: str = field(init=False, repr=False, compare=False)
-    """Where its counters live in a store: name, algorithm and the version of the stored form."""
+    """The prefix of its counters in a store: name, algorithm and version of the stored form."""
     part: Limit | None = field(init=False, repr=False, compare=False)
-    """What each of its parts allows, as a limit of its own; None where it is not split."""
-    _at_hand: dict[str, Key] = field(init=False, repr=False, compare=False)
+    """The limit of each shard; None without `split`."""
+    _keys: dict[str, Key] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _whole("quota", self.quota)
+        _check_whole("quota", self.quota)
         if self.burst is not None:
-            _whole("burst", self.burst)
+            _check_whole("burst", self.burst)
         if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
             hint = _limit_syntax.suggest(str(self.algorithm), list(ALGORITHMS))
             raise InvalidLimit(f"unknown algorithm {self.algorithm!r}; {hint}")
@@ -85,21 +84,21 @@ class Limit:
         _check_name(self.name)
         period_us = _microseconds(self.period)
         common = gcd(self.quota, period_us)
-        keep = object.__setattr__  # the one way into a frozen dataclass
-        keep(self, "burst", self.quota if self.burst is None else self.burst)
-        keep(self, "capacity", self.burst)
-        keep(self, "period_us", period_us)
-        keep(self, "tokens", self.quota // common)
-        keep(self, "ticks", period_us // common)
-        keep(self, "full", self.capacity * self.ticks)
-        keep(self, "space", f"{escape(self.name)}:{self.algorithm}.{algorithm.VERSION}")
+        set_field = object.__setattr__  # the dataclass is frozen
+        set_field(self, "burst", self.quota if self.burst is None else self.burst)
+        set_field(self, "capacity", self.burst)
+        set_field(self, "period_us", period_us)
+        set_field(self, "tokens", self.quota // common)
+        set_field(self, "ticks", period_us // common)
+        set_field(self, "full", self.capacity * self.ticks)
+        set_field(self, "space", f"{escape(self.name)}:{self.algorithm}.{algorithm.VERSION}")
         self._check_exactness(algorithm.peak(self))
-        keep(self, "part", self._divided())
-        keep(self, "_at_hand", {})
+        set_field(self, "part", self._make_shard())
+        set_field(self, "_keys", {})
 
     @classmethod
     def parse(cls, text: str, *, name: str = "default", algorithm: str | None = None) -> Limit:
-        """The limit that a text describes, in the words that policies use.
+        """Parse a limit in the syntax of policies.
 
         >>> Limit.parse("100/second, burst 50", name="posts")
         Limit(quota=100, period=datetime.timedelta(seconds=1), burst=50, algorithm='token_bucket', name='posts')
@@ -119,9 +118,9 @@ class Limit:
 
     @classmethod
     def parse_many(cls, text: str, *, name: str = "default", algorithm: str | None = None) -> tuple[Limit, ...]:
-        """The limits of a text that may hold several, separated by semicolons.
+        """Parse several limits, separated by semicolons.
 
-        A single limit is called `name`; of several, each is called `name` followed by its own text.
+        A single limit is named `name`; each of several is named `name` followed by its own text.
 
         >>> [(limit.name, limit.quota) for limit in Limit.parse_many("5/minute; 100/hour", name="login")]
         [('login 5/minute', 5), ('login 100/hour', 100)]
@@ -130,29 +129,29 @@ class Limit:
         names = [name] if len(texts) == 1 else [f"{name} {each}" for each in texts]
         return tuple(cls.parse(each, name=own, algorithm=algorithm) for each, own in zip(texts, names, strict=True))
 
-    def by(self, part: str | int = EVERYBODY, /, *more: str | int) -> Key:
-        """This limit for one client: `limit.by("tenant-7", user_id)`. Without parts, one counter for everybody."""
+    def by(self, part: str | int = _NO_PART, /, *more: str | int) -> Key:
+        """The key of one client: `limit.by("tenant-7", user_id)`. Without parts, the global counter of the limit."""
         if not more and type(part) is str:
-            # The common case by itself, and without a call: this runs on every request.
-            at_hand = self._at_hand
-            key = at_hand.get(part)
+            # The common case without calls, as this runs on every request.
+            keys = self._keys
+            key = keys.get(part)
             if key is not None:
                 return key
-            if len(part) <= LONGEST_IDENTITY and "%" not in part and "|" not in part:
-                if len(at_hand) >= KEYS_AT_HAND:
-                    at_hand.clear()
-                key = at_hand[part] = _new_key(Key, (self, (part,), part))
+            if len(part) <= MAX_IDENTITY_LENGTH and "%" not in part and "|" not in part:
+                if len(keys) >= MAX_CACHED_KEYS:
+                    keys.clear()
+                key = keys[part] = _new_key(Key, (self, (part,), part))
                 return key
-        parts = () if part is EVERYBODY else (part, *more)
+        parts = () if part is _NO_PART else (part, *more)
         return _new_key(Key, (self, parts, identify(parts)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it was written: a copy in another process counts for others, and makes its own keys."""
+        """Pickle the arguments only: a copy computes the rest, and has its own cache of keys."""
         names = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         return partial(Limit, **names), ()
 
     def __str__(self) -> str:
-        """The limit in words; but for concurrency, they are those that `parse` reads."""
+        """The limit in the syntax of `parse`, except for concurrency."""
         length = _limit_syntax.spell(self.period)
         if self.algorithm == "concurrency":
             return f"{self.quota} at once, leases of {length if length[0].isdigit() else f'1 {length}'}"
@@ -166,8 +165,8 @@ class Limit:
             f"name={self.name!r}{split})"
         )
 
-    def _divided(self) -> Limit | None:
-        """One of its parts; they are all alike."""
+    def _make_shard(self) -> Limit | None:
+        """The limit of each shard."""
         if type(self.split) is not int or self.split < 1:
             raise InvalidLimit(f"split {self.split!r} is not a whole number of at least 1")
         if self.split == 1:
@@ -197,7 +196,7 @@ class Limit:
             )
 
 
-def _whole(what: str, number: object) -> None:
+def _check_whole(what: str, number: object) -> None:
     if type(number) is not int:
         raise InvalidLimit(f"{what} {number!r} is not a whole number; give an int of at least 1")
     if number < 1:

@@ -1004,8 +1004,8 @@ def test_a_write_whose_connection_breaks_is_asked_again_under_the_same_key(naps:
 
 
 def test_a_write_that_is_still_at_work_is_waited_for(naps: list[float]) -> None:
-    at_work = {"type": "in-progress", "title": "The same request is at work", "status": 409, "detail": "Wait."}
-    with Scripted(answer("409 Conflict", at_work), answer("200 OK", {"version": 2})) as server:
+    block_forks = {"type": "in-progress", "title": "The same request is at work", "status": 409, "detail": "Wait."}
+    with Scripted(answer("409 Conflict", block_forks), answer("200 OK", {"version": 2})) as server:
         assert AdminClient(server.url, "hg_x").ask("POST", "blocks", body={}).body == {"version": 2}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headgate._pace import politely
+from headgate._pace import low_priority
 from headgate.control.config import ConfigStore, ConfigUnavailable, OverrideRow, Put, notifications, watcher
 from headgate.control.config.watcher import ConfigSource, ConfigWatcher
 from headgate.errors import InvalidConfiguration, InvalidPolicy
@@ -423,8 +423,8 @@ def test_a_feed_that_means_nothing_is_refused_where_it_is_written() -> None:
 
 def test_work_is_polite_and_leaves_all_as_it_was() -> None:
     before = sys.getswitchinterval()
-    with politely():
-        with politely():
+    with low_priority():
+        with low_priority():
             assert sys.getswitchinterval() == pytest.approx(0.0005)
             assert not gc.isenabled()
         assert not gc.isenabled()
@@ -436,7 +436,7 @@ def test_work_is_polite_and_leaves_all_as_it_was() -> None:
     assert sys.getswitchinterval() == before
     gc.disable()
     try:
-        with politely():
+        with low_priority():
             pass
         assert not gc.isenabled()
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headgate._fork import reinit_after_fork
-from headgate._pace import politely, release
+from headgate._pace import low_priority, release
 from headgate.errors import InvalidInput
 from headgate.policy.changes import summarize_changes
 from headgate.policy.loader import decoded, file_content, read
@@ -57,7 +57,7 @@ class PolicyWatcher(Generic[Made]):
         seen = _digest(content)
         if seen == self._seen:
             return False
-        with politely():
+        with low_priority():
             return self._reload(content, seen)
 
     def _reload(self, content: bytes, seen: str) -> bool:

@@ -1,4 +1,4 @@
-"""Idempotency records in memory: the first answer to each id, for as long as the same id must not be charged again."""
+"""Idempotency records in memory: the first result of each id, while a repeated id must not be charged again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Name: TypeAlias = tuple[Any, ...]
 
 
 class IdRecord:
-    """The part of a check with an id that concerns one counter; without holders, a refund whose id no check had."""
+    """The record of a check with an id for one counter; without holders, that of a refund with an id of its own."""
 
     __slots__ = ("at_us", "cost", "holders", "left", "verdict")
 
@@ -24,14 +24,14 @@ class IdRecord:
         self.at_us = at_us
         self.cost = cost
         self.left = cost
-        """What has not been refunded. Less than the cost: the one refund of this id has been made."""
+        """The amount that was not refunded; less than the cost once the one refund of this id was made."""
         self.holders = holders
-        """Callers that got this answer and did not withdraw. The last one that does gives the charge back."""
+        """Callers that got this result and did not withdraw. The last one that withdraws returns the charge."""
         self.verdict = verdict
 
 
 class ExpiringTable(Generic[Value]):
-    """A bounded dict whose entries expire. When it is full, the entry that expires first makes room.
+    """A bounded dict whose entries expire. When it is full, the entry that expires first is evicted.
 
     >>> table = ExpiringTable(2)
     >>> for name, until_us in (("a", 30), ("b", 20), ("c", 40)):
@@ -45,10 +45,10 @@ class ExpiringTable(Generic[Value]):
     def __init__(self, most: int) -> None:
         self.most = most
         self.evicted = 0
-        """Entries that were dropped before they expired."""
+        """Entries dropped before they expired."""
         self._entries: dict[Name, tuple[int, Value]] = {}
         self._due: list[tuple[int, Name]] = []
-        """Expiry times, as a heap; also of entries that are gone or were replaced."""
+        """Expiry times as a heap, including those of entries that were dropped or replaced."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -66,7 +66,7 @@ class ExpiringTable(Generic[Value]):
             heapify(self._due)
 
     def expire(self, now_us: int) -> None:
-        """Drop what has expired, and what is beyond the bound."""
+        """Drop expired entries, and those beyond the bound."""
         entries, due = self._entries, self._due
         while due and (due[0][0] <= now_us or len(entries) > self.most):
             until_us, name = heappop(due)

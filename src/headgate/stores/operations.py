@@ -1,4 +1,4 @@
-"""What a store can be asked to do, as values, made from what callers pass: all that cannot be is refused here."""
+"""The operations of a store as values, and the validation of what callers pass."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ MAX_ID_VALIDITY_US: Final = 86_400 * 1_000_000
 
 
 Cost: TypeAlias = "int | tuple[int, ...]"
-"""What a request costs: the same on all its keys, or, where they differ, so much on each."""
+"""The cost of a request: one number for all keys, or a tuple with one for each."""
 
 _new_check = tuple.__new__
 
 
 class Check(NamedTuple):
-    """Charge all keys or none; answered by a `Decision`. Cost 0 reads and changes nothing."""
+    """Charge all keys or none. The result is a `Decision`; a cost of 0 changes nothing."""
 
     keys: tuple[Key, ...]
     cost: Cost
@@ -53,21 +53,21 @@ class Check(NamedTuple):
 
     @property
     def costs(self) -> tuple[int, ...]:
-        """What it costs on each key."""
+        """The cost for each key."""
         return self.cost if type(self.cost) is tuple else (self.cost,) * len(self.keys)  # type: ignore[return-value]
 
 
 class IdempotentCheck(Check):
-    """A check under the caller's own id: each key that is not a concurrency limit's is charged at most once for it.
+    """A check with an id of the caller: every key, except those of concurrency limits, is charged at most once for it.
 
-    An id that was generated for a lease is never repeated, and makes an ordinary `Check`.
+    Generated ids of leases are never repeated, and make an ordinary `Check`.
     """
 
     __slots__ = ()
 
 
 class Refund(NamedTuple):
-    """Give back an amount; answered by whether anything was given back."""
+    """Return an amount. The result is True if any was returned."""
 
     key: Key
     amount: int
@@ -76,26 +76,26 @@ class Refund(NamedTuple):
 
 
 class Withdraw(Refund):
-    """Take an admitted `IdempotentCheck` back on one key, with its record, unless another caller relies on it."""
+    """Undo an admitted `IdempotentCheck` on one key, with its record, unless another caller relies on it."""
 
     __slots__ = ()
 
 
 class Reset(NamedTuple):
-    """Forget all that is known of the keys."""
+    """Delete the counters of the keys."""
 
     keys: tuple[Key, ...]
 
 
 class Renew(NamedTuple):
-    """Prolong a lease; answered by whether it was still held."""
+    """Extend a lease. The result is True if it was still held."""
 
     key: Key
     id: str
 
 
 class Leave(NamedTuple):
-    """Give a lease up; answered by whether it was still held."""
+    """End a lease. The result is True if it was still held."""
 
     key: Key
     id: str
@@ -105,7 +105,7 @@ Call: TypeAlias = Check | Refund | Reset | Renew | Leave
 
 
 def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
-    """The call, or an error that names what cannot be: everything is refused here, before anything is touched."""
+    """Validate the arguments of a check, before anything is changed."""
     if type(cost) is not int:
         cost = _checked_costs(cost, keys)
     elif cost < 0:
@@ -113,7 +113,7 @@ def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
     if id is not None:
         checked_id("check", id)
     elif len(keys) == 1:
-        # The common cases by themselves: this runs on every request.
+        # The common cases without calls, as this runs on every request.
         if type(keys[0]) is Key and keys[0][0].algorithm != "concurrency":
             return _new_check(Check, (keys, cost, id))
     else:
@@ -124,12 +124,12 @@ def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
     leased = [key.limit.algorithm == "concurrency" for key in made]
     if id is None:
         return _new_check(Check, (made, cost, uuid4().hex if any(leased) else None))
-    # A cost of 0 throughout is a peek, which has no effect to repeat.
+    # A cost of 0 for all keys is a peek, which has no effect to repeat.
     return _new_check(IdempotentCheck if cost and not all(leased) else Check, (made, cost, id))
 
 
 def _checked_costs(costs: object, keys: tuple[Key | Limit, ...]) -> Cost:
-    """A cost for each key; as one number, if they are all the same."""
+    """Validate a tuple of costs; one number if they are all the same."""
     if type(costs) is not tuple:
         raise InvalidCost(f"cost {costs!r} is not a whole number >= 0")
     for cost in costs:
@@ -141,12 +141,12 @@ def _checked_costs(costs: object, keys: tuple[Key | Limit, ...]) -> Cost:
 
 
 def joined_costs(costs: Sequence[int]) -> Cost:
-    """Costs on each key as a check carries them: one number if they are all the same."""
+    """The costs for all keys as the cost of a check: one number if they are all the same."""
     return costs[0] if len({*costs}) == 1 else tuple(costs)
 
 
 def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision | None) -> Refund:
-    """The refund as a value: with `of`, at most what that decision consumed on the key."""
+    """Validate the arguments of a refund; with `of`, at most what that decision consumed on the key is refunded."""
     (checked,) = checked_keys((key,))
     if type(amount) is not int or amount < 0:
         raise InvalidCost(f"amount {amount!r} is not a whole number >= 0")
@@ -169,7 +169,7 @@ def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision |
 
 
 def checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
-    """The key and the id of a lease that is to be renewed or left."""
+    """Validate the key and the id of a lease."""
     (checked,) = checked_keys((key,))
     if checked.limit.algorithm != "concurrency":
         raise InvalidKey(
@@ -179,16 +179,16 @@ def checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
 
 
 def checked_id(what: str, id: str) -> str:
-    """The id of a check, a lease or a refund."""
+    """Validate the id of a check, a lease or a refund."""
     if not isinstance(id, str) or not 1 <= len(id) <= 128 or not id.isprintable():
         raise InvalidKey(f"{what} id {id!r}: use a text of 1 to 128 printable characters")
     return id
 
 
 def checked_keys(keys: tuple[Key | Limit, ...]) -> tuple[Key, ...]:
-    """The keys of a call, a bare limit standing for its one counter for everybody."""
+    """Validate keys. A bare limit stands for its global counter."""
     if not keys:
-        raise InvalidKey("no key given: say which limit is met by whom, like check(limit.by(client))")
+        raise InvalidKey("no key given: pass a limit and the client that it counts, like check(limit.by(client))")
     made = tuple([key if type(key) is Key else _key_of(key) for key in keys])
     if len({key.limit.space for key in made}) < len(made) > len({(key.limit.space, key.identity) for key in made}):
         names = ", ".join(repr(key.limit.name) for key in made)
@@ -203,11 +203,11 @@ def _key_of(key: object) -> Key:
 
 
 def id_validity_us(keys: tuple[Key, ...]) -> int:
-    """How long the id of a check on these keys is valid: the longest of their periods, but a minute to a day."""
+    """The validity of the id of a check: the longest period of its keys, at least a minute, at most a day."""
     longest_us = max([key.limit.period_us for key in keys])
     return min(max(longest_us, MIN_ID_VALIDITY_US), MAX_ID_VALIDITY_US)
 
 
 def refund_memory_us(key: Key) -> int:
-    """For how long a refund's id is remembered: an hour, or the limit's period if that is longer."""
+    """The validity of the id of a refund: an hour, or the period of the limit if that is longer."""
     return max(REFUND_MEMORY_US, key.limit.period_us)

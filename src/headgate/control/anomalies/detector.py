@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from sqlalchemy import insert, select, update
 
-from headgate._fork import at_work
+from headgate._fork import block_forks
 from headgate.clock import SystemClock
 from headgate.control.anomalies.baseline import DAY, Baseline, read_histories
 from headgate.control.anomalies.model import (
@@ -197,7 +197,7 @@ class AnomalyDetector:
             for client, total in now.items()
             if total.requests >= least and client in before and before[client].requests >= least
         ]
-        with at_work(), write_transaction(self._engine) as connection:
+        with block_forks(), write_transaction(self._engine) as connection:
             if not _claim(connection, minute):
                 return []
             histories = read_histories(connection, candidates, minute // DAY)
@@ -217,7 +217,7 @@ class AnomalyDetector:
         if not self._baseline.pending_minutes:
             return
         try:
-            with at_work(), write_transaction(self._engine) as connection:
+            with block_forks(), write_transaction(self._engine) as connection:
                 self._baseline.write(connection)
             self._baseline.clear()
         except ConfigUnavailable as error:

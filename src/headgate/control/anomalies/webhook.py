@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from sqlalchemy import select, update
 
-from headgate._fork import at_work
+from headgate._fork import block_forks
 from headgate.control.anomalies.model import anomaly_from_row
 from headgate.control.anomalies.tables import ANOMALIES
 from headgate.control.config.engine import ConfigUnavailable, read_transaction, write_transaction
@@ -175,12 +175,12 @@ class Webhook:
         """The rows to send now, reserved so that no other process sends them meanwhile."""
         is_due = ANOMALIES.c.next_us <= now_us
         with (
-            at_work(),
+            block_forks(),
             read_transaction(engine) as connection,
         ):  # usually nothing is due, and no lock is needed
             if connection.execute(select(ANOMALIES.c.id).where(is_due).limit(1)).scalar() is None:
                 return []
-        with at_work(), write_transaction(engine) as connection:
+        with block_forks(), write_transaction(engine) as connection:
             newest = (
                 select(ANOMALIES.c.minute).where(ANOMALIES.c.next_us.is_not(None)).order_by(ANOMALIES.c.minute.desc())
             )
@@ -242,5 +242,5 @@ def _opener(host: str) -> urllib.request.OpenerDirector:
 
 
 def _update(engine: Engine, id: str, **values: Any) -> None:
-    with at_work(), write_transaction(engine) as connection:
+    with block_forks(), write_transaction(engine) as connection:
         connection.execute(update(ANOMALIES).where(ANOMALIES.c.id == id).values(values))

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from sqlalchemy.exc import DBAPIError
 
-from headgate._fork import at_work
+from headgate._fork import block_forks
 from headgate.control.config.engine import NOTIFY_CHANNEL, ConfigUnavailable
 from headgate.control.config.reading import newest_stamp
 
@@ -100,7 +100,7 @@ class _PostgresListen:
 
     @staticmethod
     def _read_stamp(connection: Connection) -> VersionStamp:
-        with at_work():
+        with block_forks():
             return newest_stamp(connection)
 
 
@@ -117,7 +117,7 @@ class _SqlitePoll:
         end = time.monotonic() + seconds
         try:
             if self._connection is None:
-                with at_work():
+                with block_forks():
                     self._connection = sqlite3.connect(self._url, uri=True, timeout=RETRY_INTERVAL_S)
                 self._counter = self._read_counter()
                 return  # earlier changes are not counted: the caller has to check
@@ -134,14 +134,14 @@ class _SqlitePoll:
 
     def close(self) -> None:
         if self._connection is not None:
-            with at_work():
+            with block_forks():
                 self._connection.close()
             self._connection = None
 
     def _read_counter(self) -> tuple[int, ...]:
         """A value that changes with every commit, and when the file is replaced, as by a restored backup."""
         assert self._connection is not None
-        with at_work():
+        with block_forks():
             changes = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
             file = os.stat(self._file)
             return changes, file.st_dev, file.st_ino

@@ -9,8 +9,8 @@ import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
-from headgate._fork import at_work, reinit_after_fork
-from headgate._pace import politely, release
+from headgate._fork import block_forks, reinit_after_fork
+from headgate._pace import low_priority, release
 from headgate.control.config import ConfigUnavailable
 from headgate.control.config.compose import PolicyAssembly
 from headgate.control.config.disk_cache import DiskCache
@@ -187,7 +187,7 @@ class ConfigWatcher(Generic[Made]):
                     ) from None
                 raise
             self.error, self.source, self.checked_us = error, "copy", self._cache.checked_us if self._cache else 0
-            with politely():
+            with low_priority():
                 assembly = PolicyAssembly(cached.template, cached.rows)
                 self.current = self._make(assembly.policy)
             self._state = _InForce(cached.stamp, assembly)
@@ -208,14 +208,14 @@ class ConfigWatcher(Generic[Made]):
             newest = newest_stamp(connection)
             if newest == self._checked:
                 return None
-            with politely():
+            with low_priority():
                 # A store restored from a backup has another history: read everything.
                 found = read_changes(connection, self._state.stamp, newest)
                 return read_contents(connection, newest) if found is None or found.affect_template else found
 
     def _apply(self, found: ConfigContents | ConfigChanges) -> None:
         before = getattr(self, "_state", None)
-        with politely():
+        with low_priority():
             if isinstance(found, ConfigContents):
                 assembly = PolicyAssembly(found.template, found.rows)
             else:
@@ -232,7 +232,7 @@ class ConfigWatcher(Generic[Made]):
         found, self._uncached = self._uncached, None
         if found is None:
             return
-        with politely():
+        with low_priority():
             try:
                 if self._cache is not None and not self._cache.update(found):
                     with read_transaction(self._engine) as connection:
@@ -292,7 +292,7 @@ def _watch_forever(watcher: weakref.ref[ConfigWatcher[Any]], stop: threading.Eve
             if each is None or stop.is_set():
                 return
             try:
-                with at_work():
+                with block_forks():
                     each.look()
             except Exception:  # keep watching: the next version may load
                 logger.exception("checking %s failed; version %s stays in force", each.name, each.version)
