@@ -60,16 +60,21 @@ class AsgiRequest:
     def __init__(self, scope: Scope, root_path: str = "") -> None:
         self.native = scope
         self.method: str = scope.get("method", "GET")
-        self.path: str
-        self.mounted_path: str | None
-        self.path, self.mounted_path = split_mount(scope["path"], root_path or scope.get("root_path", ""))
+        self.path: str = scope["path"]
+        self.mounted_path: str | None = None
+        root_path = root_path or scope.get("root_path", "")
+        if root_path or self.path[:1] != "/":
+            self.path, self.mounted_path = split_mount(self.path, root_path)
         client = scope.get("client")
         self.peer: str | None = client[0] if client else None
 
     def header(self, name: str) -> list[str]:
         """The values of all lines of a header, given its name in lower case."""
-        wanted = _encoded(name)
-        return [value.decode("latin-1") for key, value in self.native["headers"] if key == wanted]
+        wanted, values = _encoded(name), []
+        for key, value in self.native["headers"]:
+            if key == wanted:
+                values.append(value.decode("latin-1"))
+        return values
 
 
 class HeadgateMiddleware:
@@ -117,8 +122,13 @@ class HeadgateMiddleware:
             return await refuse(admission.refusal, scope, receive, send)
         if admission is UNLIMITED:
             return await self.app(scope, receive, send)
-        finish = partial(gate.finish, admission) if admission.needs_finish else None
-        return await HeaderSend(send, admission, finish).serve(self.app, scope, receive)
+        if admission.needs_finish:
+            return await HeaderSend(send, admission, partial(gate.finish, admission)).serve(self.app, scope, receive)
+        header_send = HeaderSend(send, admission)
+        try:
+            return await self.app(scope, receive, header_send)
+        finally:
+            header_send.leave()
 
 
 class FailedGate(AsyncGate):
@@ -163,7 +173,7 @@ class HeaderSend:
             if self._finish is not None:
                 await self._finish_once()
 
-    async def __call__(self, message: Message) -> None:
+    def __call__(self, message: Message) -> Awaitable[None]:
         kind = message["type"]
         if kind in RESPONSE_STARTS:
             self._status = message.get("status", 101)
@@ -172,9 +182,8 @@ class HeaderSend:
         elif kind == "websocket.close" and self._status == 500:  # never accepted
             self._status = 403
         if kind in BODIES and not message.get("more_body", False):
-            await self._send_last(message)
-        else:
-            await self._send(message)
+            return self._send_last(message)
+        return self._send(message)
 
     def leave(self) -> None:
         """Restore the admission that was current before."""

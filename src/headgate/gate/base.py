@@ -129,7 +129,7 @@ def check_options(owner: str, options: Iterable[str], known: Sequence[str] = (*O
 class PendingCheck:
     """A request whose limits are known, and that waits for the decision of the store."""
 
-    __slots__ = ("check", "header_template", "policy", "received_us", "request", "resolution", "route")
+    __slots__ = ("check", "header_template", "needs_steps", "policy", "received_us", "request", "resolution")
 
     def __init__(
         self,
@@ -140,14 +140,16 @@ class PendingCheck:
         header_template: HeaderTemplate,
         received_us: int,
     ) -> None:
+        route = resolution.route
         self.request = request
         self.policy = policy
         self.resolution = resolution
-        self.route = resolution.route
         self.check: Any = check
         """None if only shadow limits apply."""
         self.header_template = header_template
         self.received_us = received_us
+        self.needs_steps = route.leases or route.shadows
+        """True if more than one operation of the store is needed: see `complete_in_steps`."""
 
 
 class PendingIdentities(NamedTuple):
@@ -299,6 +301,8 @@ class GateBase:
         pending = PendingCheck(request, policy, resolution, check, header_template, now_us)
         if resolution.block is not None or (check is None and not route.shadows):
             return self.complete(pending, None)
+        if self._memory is not None and not pending.needs_steps:
+            return self.complete(pending, self._memory.decide(pending.check))
         return pending
 
     def complete(
@@ -318,8 +322,8 @@ class GateBase:
         """End admission of a request with concurrency limits or shadow limits, which takes several operations."""
         lease: Any = None
         decision: Decision | None = None
-        if pending.route.leases:
-            resolution = pending.resolution
+        resolution = pending.resolution
+        if resolution.route.leases:
             try:
                 lease = self._limiter.hold(*resolution.keys, cost=resolution.cost)
                 decision = yield EnterLease(lease)
@@ -328,12 +332,14 @@ class GateBase:
             if not decision.allowed and lease is not None:
                 yield ExitLease(lease)
                 lease = None
+        elif self._memory is not None and pending.check is not None:
+            decision = self._memory.decide(pending.check)
         elif pending.check is not None:
             decision = yield pending
         shadows: list[Shadow] = []
-        if pending.route.shadows and (decision is None or decision.allowed):
+        if resolution.route.shadows and (decision is None or decision.allowed):
             try:
-                for applied in pending.resolution.shadows:
+                for applied in resolution.shadows:
                     shadow_decision = yield Check((applied.key,), applied.cost)
                     shadows.append(Shadow(applied, shadow_decision))
             except StoreError:  # nothing depends on them
@@ -361,6 +367,9 @@ class GateBase:
             return resolution
         until = None if found.until_us is None else datetime.fromtimestamp(found.until_us / 1_000_000, UTC)
         return resolution._replace(block=Block(Identity(found.kind, found.value), Validity(until=until), found.reason))
+
+    def _failure_policy(self, pending: PendingCheck) -> FailurePolicy:
+        return self._failure_policies[pending.resolution.route.on_failure]
 
     def _hold_without_store(self, resolution: Resolution, error: StoreError) -> tuple[Any, Decision]:
         """The lease and the decision by the failure mode of the route."""

@@ -18,7 +18,6 @@ from headgate.limiter import AsyncLimiter, Limiter
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from headgate.decisions import Decision
     from headgate.gate.active_policy import ActivePolicy
     from headgate.gate.request import RequestInfo
     from headgate.gate.settlement import Steps
@@ -40,10 +39,10 @@ class Gate(GateBase):
             return pending
         if isinstance(pending, PendingIdentities):
             raise pending.cancel()
-        if pending.route.leases or pending.route.shadows:
+        if pending.needs_steps:
             admission: Admission = self._drive(self.complete_in_steps(pending))
             return admission
-        return self.complete(pending, self._check(pending))
+        return self.complete(pending, self._decide(pending.check, self._failure_policy(pending)))
 
     def finish(self, admission: Admission, status: int) -> None:
         """Release leases and settle the cost of a request, after its response was sent with this status."""
@@ -74,12 +73,6 @@ class Gate(GateBase):
             self.control.close()
         self._limiter.close()
 
-    def _check(self, pending: PendingCheck) -> Decision:
-        if self._memory is not None:
-            return self._memory.decide(pending.check)
-        decision: Decision = self._decide(pending.check, self._failure_policies[pending.route.on_failure])
-        return decision
-
     def _drive(self, steps: Steps) -> Any:
         try:
             step = next(steps)
@@ -95,7 +88,7 @@ class Gate(GateBase):
 
     def _run(self, step: Any) -> Any:
         if type(step) is PendingCheck:
-            return self._check(step)
+            return self._decide(step.check, self._failure_policy(step))
         if type(step) is EnterLease:
             return step.hold.__enter__()
         if type(step) is ExitLease:
@@ -116,10 +109,10 @@ class AsyncGate(GateBase):
             pending = self.resolve(*await pending.wait())
         if isinstance(pending, Admission):
             return pending
-        if pending.route.leases or pending.route.shadows:
+        if pending.needs_steps:
             admission: Admission = await self._drive(self.complete_in_steps(pending))
             return admission
-        return self.complete(pending, await self._check(pending))
+        return self.complete(pending, await self._decide(pending.check, self._failure_policy(pending)))
 
     async def finish(self, admission: Admission, status: int) -> None:
         """Release leases and settle the cost of a request, after its response was sent with this status."""
@@ -150,12 +143,6 @@ class AsyncGate(GateBase):
             await asyncio.to_thread(self.control.close)  # flushing the decision log may take seconds
         await self._limiter.close()
 
-    async def _check(self, pending: PendingCheck) -> Decision:
-        if self._memory is not None:
-            return self._memory.decide(pending.check)
-        decision: Decision = await self._decide(pending.check, self._failure_policies[pending.route.on_failure])
-        return decision
-
     async def _drive(self, steps: Steps) -> Any:
         try:
             step = next(steps)
@@ -171,7 +158,7 @@ class AsyncGate(GateBase):
 
     async def _run(self, step: Any) -> Any:
         if type(step) is PendingCheck:
-            return await self._check(step)
+            return await self._decide(step.check, self._failure_policy(step))
         if type(step) is EnterLease:
             return await step.hold.__aenter__()
         if type(step) is ExitLease:
