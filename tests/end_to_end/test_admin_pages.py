@@ -719,7 +719,7 @@ def test_the_audit_tells_who_did_what(town: Town, visit: Callable[..., Page]) ->
     expect(rows).to_have_count(2)
     expect(rows.last).to_contain_text("override of tenant audited")
     expect(rows.last).to_contain_text("for the record")
-    expect(rows.first.locator("td").nth(2)).to_have_text("added block of api_key hmac:000000000…")
+    expect(rows.first.locator("td").nth(2)).to_have_text("Added block of api_key hmac:000000000…")
     assert rows.first.get_by_role("link", name="hmac:").get_attribute("href") == filters.client_url("api_key", hashed)
 
 
@@ -843,15 +843,15 @@ def test_the_overview_moves_and_keeps_what_is_open_and_focused(town: Town, visit
 def test_a_degraded_node_is_said_and_read_out(town: Town, visit: Callable[..., Page]) -> None:
     page = visit("/")
     expect(page.get_by_role("row", name="web-1")).to_contain_text("ready", timeout=8000)
-    assert page.locator("#told").text_content() == ""
+    assert page.locator("#announcer").text_content() == ""
     town.redis.pause()
     try:
         expect(page.get_by_text(re.compile(r"web-1\S* is running without the store"))).to_be_visible(timeout=8000)
-        expect(page.locator("#told")).to_contain_text("degraded")
+        expect(page.locator("#announcer")).to_contain_text("degraded")
         expect(page.get_by_role("row", name="web-1").locator(".badge.degraded")).to_be_visible()
     finally:
         town.redis.resume()
-    expect(page.locator("#told")).to_contain_text("All nodes are ready", timeout=8000)
+    expect(page.locator("#announcer")).to_contain_text("All nodes are ready", timeout=8000)
 
 
 DIFFERENT = ("/", client("hooli"), "/blocks", "/blocks/new?kind=ip&value=203.0.113.9", "/policy", "/policy/edit")
@@ -1072,12 +1072,12 @@ def test_times_are_told_from_now(ahead_s: int, said: str) -> None:
     now = datetime(2026, 11, 16, 9, tzinfo=UTC)
     now_us = round(now.timestamp() * 1e6)
     assert filters.relative(now_us + ahead_s * 1_000_000, now_us) == said
-    told = filters.moment(now_us + ahead_s * 1_000_000, now_us=now_us, zone=BERLIN)
+    told = filters.time_tag(now_us + ahead_s * 1_000_000, now_us=now_us, zone=BERLIN)
     assert f'datetime="{now + timedelta(seconds=ahead_s):%Y-%m-%dT%H:%M:%SZ}"' in told
     assert "CET (UTC+01:00)" in told
 
 
 def test_a_zone_that_is_none_is_utc() -> None:
     for name in (None, "", "Nowhere/Land", "../../etc/passwd", "x" * 500):
-        assert filters.zone_named(name) is UTC
-    assert filters.zone_named(ZONE) == BERLIN
+        assert filters.parse_zone(name) is UTC
+    assert filters.parse_zone(ZONE) == BERLIN

@@ -87,8 +87,8 @@ def create_app(
         from headgate.control.admin.pages import router as pages_router
 
         tokens.check_name = service.refuse_keys
-        app.state.pages = frame = PageRenderer(service, sessions, tokens, secure=secure)
-        app.include_router(pages_router(frame), include_in_schema=False)
+        app.state.pages = renderer = PageRenderer(service, sessions, tokens, secure=secure)
+        app.include_router(pages_router(renderer), include_in_schema=False)
     app.openapi = lambda: _described(app)  # type: ignore[method-assign] # as FastAPI's docs want it
     # The last one added is the first that a request meets.
     app.add_middleware(BodyLimit)

@@ -1,4 +1,4 @@
-"""What every page is made with: who visits, what was sent, the templates, and what is said when something fails."""
+"""The base of all pages: the visit, form data, templates, flash messages and error pages."""
 
 from __future__ import annotations
 
@@ -50,49 +50,49 @@ MENU: Final = (
     ("/audit", "Audit", "viewer"),
     ("/tokens", "Tokens", "admin"),
 )
-"""Paths, their names, and the least role that sees them."""
+"""Paths, titles, and the least role that sees them."""
 
-FLASH: Final = "flash"
-FLASH_SECONDS: Final = 60
-LONGEST_FLASH: Final = 1500
-MOST_FIELDS: Final = 100
+FLASH_COOKIE: Final = "flash"
+FLASH_LIFETIME_S: Final = 60
+MAX_FLASH_LENGTH: Final = 1500
+MAX_FIELDS: Final = 100
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 
 
 class Form(dict[str, str]):
-    """What was sent, by name. Surrounding blanks are taken away, lines end as on this machine."""
+    """Form data by field name, stripped and with normalized line ends."""
 
     def __init__(self, pairs: list[tuple[str, str]]) -> None:
         super().__init__((name, value.replace("\r\n", "\n").strip()) for name, value in pairs)
         self.pairs = pairs
-        """All of it, as it came."""
+        """The raw fields."""
 
     def all(self, name: str) -> list[str]:
-        """Every value of a name that may come several times."""
+        """All values of a repeated field."""
         return [value for each, value in self.pairs if each == name]
 
     def put(self, name: str, value: str) -> None:
-        """Forget what was sent under this name, for something else."""
-        self.pairs = [*((each, sent) for each, sent in self.pairs if each != name), (name, value)]
+        """Replace all values of a field."""
+        self.pairs = [*((each, old) for each, old in self.pairs if each != name), (name, value)]
         self[name] = value
 
     def number(self, name: str) -> int | None:
-        """A whole number, as pages put it into hidden fields; None if there is none."""
+        """A whole number, or None if the field is missing or invalid."""
         value = self.get(name, "")
         return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else None
 
 
 class Flash(NamedTuple):
-    """What the next page says first."""
+    """A message shown once, on the next page."""
 
-    said: str
+    message: str
     notes: tuple[str, ...] = ()
 
 
 class Visit(NamedTuple):
-    """Somebody who has signed in, and what they ask for."""
+    """A request by a signed-in user."""
 
-    frame: PageRenderer
+    renderer: PageRenderer
     request: Request
     session: Session
     form: Form
@@ -103,7 +103,7 @@ class Visit(NamedTuple):
 
     @property
     def service(self) -> AdminService:
-        return self.frame.service
+        return self.renderer.service
 
     @property
     def query(self) -> Form:
@@ -111,30 +111,38 @@ class Visit(NamedTuple):
 
     @property
     def zone(self) -> tzinfo:
-        """That of the browser, as its script has told it."""
-        return filters.zone_named(self.request.cookies.get("zone"))
+        """The time zone of the browser, from a cookie set by the script."""
+        return filters.parse_zone(self.request.cookies.get("zone"))
 
     @property
     def now_us(self) -> int:
-        return self.frame.tokens.clock.now_us()
+        return self.renderer.tokens.clock.now_us()
+
+    @property
+    def id(self) -> int:
+        """The numeric id in the path."""
+        id: int = self.request.path_params["id"]
+        return id
 
     def name_of(self, who: ClientRef) -> str:
-        """The name of a client for people; a client that can't be read goes by its kind."""
+        """The display name of a client."""
         try:
             return self.service.clients.name_of(who)
         except HeadgateError:
             return f"this {who.kind}"
 
-    def page(self, template: str, *, status: int = 200, here: str = "", **values: Any) -> Response:
-        """A whole page. What was to be said since the last one is said now, and not again."""
-        return self.frame.page(self, template, status=status, here=here, **values)
+    def page(self, template: str, *, status: int | None = None, here: str = "", **values: Any) -> Response:
+        """A page, with the status of its `submission` unless another is given."""
+        if status is None:
+            status = values["submission"].status if values.get("submission") else 200
+        return self.renderer.page(self, template, status=status, here=here, **values)
 
-    def go(self, path: str, said: str, notes: tuple[str, ...] = ()) -> Response:
-        """To another page by GET, which then says what was done."""
+    def redirect(self, path: str, message: str, notes: tuple[str, ...] = ()) -> Response:
+        """Redirect to another page, which shows the message."""
         response = RedirectResponse(path, 303)
-        written = json.dumps([said[:LONGEST_FLASH], *(note[:300] for note in notes[:3])]).encode()
-        said_then = base64.urlsafe_b64encode(written).decode()
-        response.set_cookie(FLASH, said_then, max_age=FLASH_SECONDS, **self.frame.cookie)
+        flash = json.dumps([message[:MAX_FLASH_LENGTH], *(note[:300] for note in notes[:3])]).encode()
+        value = base64.urlsafe_b64encode(flash).decode()
+        response.set_cookie(FLASH_COOKIE, value, max_age=FLASH_LIFETIME_S, **self.renderer.cookie)
         return response
 
 
@@ -143,14 +151,14 @@ Endpoint: TypeAlias = Callable[..., Response]
 
 
 class PageRenderer:
-    """Makes endpoints out of what a page does for somebody who has signed in."""
+    """Renders templates, and wraps page handlers into endpoints that require a session."""
 
     def __init__(self, service: AdminService, sessions: Sessions, tokens: Tokens, *, secure: bool = False) -> None:
         self.service = service
         self.sessions = sessions
         self.tokens = tokens
         self.cookie: Final[dict[str, Any]] = {"secure": secure, "httponly": True, "samesite": "strict"}
-        """How cookies are kept: as that of the session."""
+        """Cookie attributes, as for the session cookie."""
         self._templates = Environment(
             loader=FileSystemLoader(TEMPLATES),
             autoescape=True,
@@ -159,41 +167,41 @@ class PageRenderer:
             lstrip_blocks=True,
         )
         self._templates.filters |= {
-            "amount": filters.amount,
-            "end": _end,
+            "annotate": _annotate,
+            "duration": filters.duration,
+            "end_time": _end_time,
             "latency": filters.latency,
-            "moment": _moment,
-            "pair": lambda word: (word, word),
+            "number": filters.number,
+            "option": lambda value: (value, value),
             "percent": filters.percent,
-            "short": filters.short,
             "short_hash": filters.short_hash,
-            "told": _told,
-            "wait": filters.wait,
+            "tick": filters.tick,
+            "time": _time,
         }
         self._templates.globals |= {
             "client_url": filters.client_url,
             "kind_name": kind_name,
             "noun_of": noun_of,
-            "per": filters.per,
-            "short_label": short_label,
             "query": urlencode,
+            "scope": filters.scope,
+            "short_label": short_label,
             "static": _static_url,
         }
 
     def endpoint(self, handler: Handler) -> Endpoint:
-        """What the router calls, in a thread: sends strangers to the door, and checks forms."""
-        return self.open(lambda request: self._answer(request, handler))
+        """An endpoint that requires a session and checks submitted forms."""
+        return self.public_endpoint(lambda request: self._handle(request, handler))
 
-    def open(self, answer: Endpoint) -> Endpoint:
-        """The same for what is open to everybody. What went wrong is told in words."""
+    def public_endpoint(self, handler: Endpoint) -> Endpoint:
+        """An endpoint without a session; errors become error pages."""
 
-        def answered(request: Request) -> Response:
+        def endpoint(request: Request) -> Response:
             try:
-                return answer(request)
+                return handler(request)
             except HeadgateError as error:
-                return self._error(request, error)
+                return self.problem(request, of_error(error))
 
-        return answered
+        return endpoint
 
     def page(self, visit: Visit, template: str, *, status: int = 200, here: str = "", **values: Any) -> Response:
         flash = _flash(visit.request)
@@ -211,50 +219,47 @@ class PageRenderer:
         )
         response = HTMLResponse(text, status)
         if flash is not None:
-            response.delete_cookie(FLASH, **self.cookie)
+            response.delete_cookie(FLASH_COOKIE, **self.cookie)
         return response
 
     def render(self, template: str, **values: Any) -> str:
         return self._templates.get_template(template).render(label_of=self._label_of, **values)
 
-    def _answer(self, request: Request, handler: Handler) -> Response:
+    def _handle(self, request: Request, handler: Handler) -> Response:
         if request.method == "POST":
             form = self.form(request)
             return handler(Visit(self, request, self.sessions.check_form(request, form), form))
         session = self.sessions.of(request)
         if session is None:
-            there = _there(request)
-            asked = "" if there in ("/", "/overview/live") else f"?{urlencode({'next': there})}"
-            return RedirectResponse(f"/login{asked}", 303)
+            target = _path_and_query(request)
+            query = "" if target in ("/", "/overview/live") else f"?{urlencode({'next': target})}"
+            return RedirectResponse(f"/login{query}", 303)
         return handler(Visit(self, request, session, Form([])))
 
     def form(self, request: Request) -> Form:
-        """What was sent; nothing else than forms is."""
+        """The form in the body of a request."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != FORM_TYPE:
             raise FormRefused("expected a form")
         try:
             body = bytes(request.scope[BODY]).decode()
-            return Form(parse_qsl(body, keep_blank_values=True, max_num_fields=MOST_FIELDS))
+            return Form(parse_qsl(body, keep_blank_values=True, max_num_fields=MAX_FIELDS))
         except ValueError as error:
             raise FormRefused("the form cannot be parsed") from error
 
-    def _error(self, request: Request, error: HeadgateError) -> Response:
-        return self.problem(request, of_error(error))
-
     def problem(self, request: Request, problem: ProblemDetails) -> Response:
-        """A page that says what is wrong, with the way on for who has signed in."""
+        """An error page, with navigation for signed-in users."""
         try:
             session = self.sessions.of(request)
-        except HeadgateError:  # the same database is away
+        except HeadgateError:  # sessions are in the same database
             session = None
-        is_away = problem.status == 503 and request.method == "GET"
-        again = local_path(_there(request)) if is_away else None
-        told: dict[str, Any] = {"heading": problem.title, "text": problem.detail, "again": again}
+        can_retry = problem.status == 503 and request.method == "GET"
+        retry = local_path(_path_and_query(request)) if can_retry else None
+        texts: dict[str, Any] = {"heading": problem.title, "text": problem.detail, "retry": retry}
         if session is None:
-            response: Response = HTMLResponse(self.render("standalone.html", **told), problem.status)
+            response: Response = HTMLResponse(self.render("standalone.html", **texts), problem.status)
         else:
             visit = Visit(self, request, session, Form([]))
-            response = self.page(visit, "error.html", status=problem.status, **told)
+            response = self.page(visit, "error.html", status=problem.status, **texts)
         response.headers.update(problem.headers)
         return response
 
@@ -268,49 +273,46 @@ class PageRenderer:
         try:
             return self.service.version
         except HeadgateError:
-            return None  # the page itself says what is away
+            return None  # the page itself reports the outage
 
 
-def _there(request: Request) -> str:
-    """What was asked for, as a link leads to it."""
+def _path_and_query(request: Request) -> str:
     return request.url.path + (f"?{request.url.query}" if request.url.query else "")
 
 
 def local_path(path: str) -> str:
-    """A path on this server, as it was given; the first page, for what could lead to another one."""
+    """The path if it stays on this server, otherwise "/"."""
     return path if re.fullmatch(r"/(?![/\\])[^\\\x00-\x20\x7f]*", path) else "/"
 
 
 @pass_context
-def _moment(context: Context, at_us: int | None, never: str = "–") -> str:
-    return filters.moment(at_us, now_us=context["now_us"], zone=context["zone"], never=never)
+def _time(context: Context, at_us: int | None, never: str = "–") -> str:
+    return filters.time_tag(at_us, now_us=context["now_us"], zone=context["zone"], never=never)
 
 
 @pass_context
-def _told(context: Context, text: str) -> Markup:
-    """A text of a version or of the audit log, with the names of clients and with local times."""
-    return filters.told(text, context["label_of"], context["zone"])
+def _annotate(context: Context, text: str) -> Markup:
+    return filters.annotate(text, context["label_of"], context["zone"])
 
 
 @pass_context
-def _end(context: Context, at_us: int) -> str:
-    """The end of a period, after "until": Friday 20 November 2026, 18:00 Europe/Berlin."""
-    return filters.end(at_us, zone=context["zone"])
+def _end_time(context: Context, at_us: int) -> str:
+    return filters.end_time(at_us, zone=context["zone"])
 
 
 def _flash(request: Request) -> Flash | None:
     try:
-        said, *notes = json.loads(base64.urlsafe_b64decode(request.cookies.get(FLASH, "")))
-        return Flash(str(said), tuple(map(str, notes)))
-    except (ValueError, TypeError, RecursionError):  # whatever a client has put there
+        message, *notes = json.loads(base64.urlsafe_b64decode(request.cookies.get(FLASH_COOKIE, "")))
+        return Flash(str(message), tuple(map(str, notes)))
+    except (ValueError, TypeError, RecursionError):  # not set by this server
         return None
 
 
 def _static_url(name: str) -> str:
-    """The address of a file, with its content in it: browsers keep it until it changes."""
-    if name not in _VERSIONS:
-        _VERSIONS[name] = sha256((STATIC / name).read_bytes()).hexdigest()[:12]
-    return f"/static/{name}?v={_VERSIONS[name]}"
+    """The URL of a static file with a hash of its content, for caching."""
+    if name not in _STATIC_HASHES:
+        _STATIC_HASHES[name] = sha256((STATIC / name).read_bytes()).hexdigest()[:12]
+    return f"/static/{name}?v={_STATIC_HASHES[name]}"
 
 
-_VERSIONS: Final[dict[str, str]] = {}
+_STATIC_HASHES: Final[dict[str, str]] = {}

@@ -1,5 +1,4 @@
-"""Charts as SVG: series in, markup out. Nothing in them needs a script or an inline style, and each says in words what
-it shows. Colours and line widths are the style sheet's."""
+"""SVG charts without scripts or inline styles, each with a text description. Colours come from the style sheet."""
 
 from __future__ import annotations
 
@@ -11,42 +10,48 @@ from markupsafe import Markup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Band", "bars", "lines", "nice_top", "stacked"]
+__all__ = ["DECISIONS", "Band", "bars", "decision_bands", "lines", "round_up", "stacked"]
 
 WIDTH: Final = 600
 HEIGHT: Final = 150
 HEADROOM: Final = 4
-"""Left free above the highest value, so that its line is not cut."""
-LEAST_DECADES: Final = 2
-"""What a logarithmic scale shows at least, so that it does not make much of little."""
+"""Space above the highest value, so that its line is not cut off."""
+MIN_DECADES: Final = 2
+"""The least range of a logarithmic scale, so that small variations stay small."""
 STEPS: Final = (1.0, 2.0, 4.0, 5.0, 10.0)
-"""What the top of a scale may begin with: its half is a round number, too."""
+"""Leading digits of the top of a scale, whose halves are round numbers, too."""
 HATCHED: Final = ("denied", "blocked", "unavailable")
-"""Bands that differ from the rest by their pattern also where colours are not seen."""
+"""Bands drawn with a pattern, for those who cannot tell colours apart."""
+DECISIONS: Final = (
+    ("Allowed", "allowed"),
+    ("Denied", "denied"),
+    ("Blocked", "blocked"),
+    ("Unavailable", "unavailable"),
+)
+"""Titles and CSS classes of the outcomes of a decision."""
 
 
 class Band(NamedTuple):
-    """One thing that a chart shows."""
+    """One series of a chart."""
 
     name: str
-    """In words, for people."""
     css: str
-    """The class by which the style sheet colours it."""
+    """The CSS class."""
     values: Sequence[float | None]
-    """One for each slot, the oldest first; None where nothing is known."""
+    """One per slot, oldest first; None where unknown."""
 
 
 class Chart(NamedTuple):
-    """A chart and what a page writes around it."""
+    """A chart with its axis labels."""
 
     svg: Markup
     ticks: tuple[float, ...]
-    """The values at the lines of its grid, from the top down, at equal distances: the page writes them beside it."""
+    """Values at the grid lines, top down and equidistant."""
     description: str
 
 
 class Scale(NamedTuple):
-    """How high a value is drawn."""
+    """Maps values to heights."""
 
     ticks: tuple[float, ...]
     is_logarithmic: bool = False
@@ -62,7 +67,7 @@ class Scale(NamedTuple):
 def stacked(
     bands: Sequence[Band], *, id: str, title: str, unit: str = "", show: Callable[[float], str] = lambda n: f"{n:,.0f}"
 ) -> Chart:
-    """Areas upon each other, the first one at the bottom: for what sums up to a whole."""
+    """A stacked area chart, the first band at the bottom."""
     sums = [sum(column) for column in _columns(bands)]
     scale = _linear(max(sums, default=0))
     low = [0.0] * len(sums)
@@ -78,15 +83,14 @@ def stacked(
 def lines(
     bands: Sequence[Band], *, id: str, title: str, unit: str = "", show: Callable[[float], str] = lambda n: f"{n:,.0f}"
 ) -> Chart:
-    """A line for each band, broken where nothing is known. The scale is logarithmic: one value that is a hundred times
-    the others leaves them their shape."""
+    """A line chart with gaps where values are unknown. Logarithmic, so that one outlier does not flatten the rest."""
     scale = _logarithmic([value for band in bands for value in band.values if value])
     paths = [_line(band, scale) for band in bands]
     return _chart(bands, paths, id=id, title=title, scale=scale, unit=unit, show=show)
 
 
 def bars(bands: Sequence[Band], labels: Sequence[str], *, id: str, title: str, unit: str = "") -> Chart:
-    """A column for each slot, its parts upon each other; pointing at one shows its label and numbers."""
+    """A stacked bar chart with a tooltip for each slot."""
     columns = _columns(bands)
     scale = _linear(max((sum(column) for column in columns), default=0))
     width = WIDTH / max(1, len(columns))
@@ -97,10 +101,16 @@ def bars(bands: Sequence[Band], labels: Sequence[str], *, id: str, title: str, u
     return _chart(bands, shapes, id=id, title=title, scale=scale, unit=unit, show=lambda n: f"{n:,.0f}")
 
 
-def nice_top(most: float) -> float:
-    """A round number that is at least that: where a scale ends.
+def decision_bands(values_of: Callable[[str], Sequence[float | None]]) -> list[Band]:
+    """The bands of decisions by outcome; blocked and unavailable only if there are any."""
+    bands = [Band(name, css, values_of(css)) for name, css in DECISIONS]
+    return [band for band in bands if band.css in ("allowed", "denied") or any(band.values)]
 
-    >>> [nice_top(most) for most in (0, 0.7, 3, 7, 41, 1001)]
+
+def round_up(most: float) -> float:
+    """The next round number, for the top of a scale.
+
+    >>> [round_up(most) for most in (0, 0.7, 3, 7, 41, 1001)]
     [1.0, 1.0, 4.0, 10.0, 50.0, 2000.0]
     """
     if most <= 1:
@@ -109,19 +119,19 @@ def nice_top(most: float) -> float:
     return next(step * size for step in STEPS if step * size >= most)
 
 
-# ---------------------------------------------------------------------- within
+# ---------------------------------------------------------------------- internals
 
 
 def _linear(most: float) -> Scale:
-    top = nice_top(most)
+    top = round_up(most)
     return Scale((top, top / 2, 0.0))
 
 
 def _logarithmic(values: Sequence[float]) -> Scale:
-    """In whole decades, those of all values and at least so many."""
+    """A scale of whole decades."""
     least, most = (min(values), max(values)) if values else (10.0, 10.0)
     bottom = floor(log10(least))
-    top = max(ceil(log10(most)), bottom + LEAST_DECADES)
+    top = max(ceil(log10(most)), bottom + MIN_DECADES)
     return Scale(tuple(10.0**power for power in range(top, bottom - 1, -1)), is_logarithmic=True)
 
 
@@ -135,7 +145,7 @@ def _chart(
     unit: str,
     show: Callable[[float], str],
 ) -> Chart:
-    described = " ".join(_described(band, unit, show) for band in bands)
+    description = " ".join(_describe(band, unit, show) for band in bands)
     grid = Markup("").join(
         Markup('<line class="grid" x1="0" x2="{}" y1="{}" y2="{}"/>').format(WIDTH, _n(y), _n(y))
         for y in map(scale.y, scale.ticks)
@@ -143,22 +153,22 @@ def _chart(
     svg = Markup(
         '<svg class="chart" viewBox="0 0 {w} {h}" preserveAspectRatio="none" role="img" '
         'aria-labelledby="{id}-title" aria-describedby="{id}-desc" focusable="false">'
-        '<title id="{id}-title">{title}</title><desc id="{id}-desc">{described}</desc>'
+        '<title id="{id}-title">{title}</title><desc id="{id}-desc">{description}</desc>'
         "<defs>{patterns}</defs>{grid}{shapes}</svg>"
     ).format(
         w=WIDTH,
         h=HEIGHT,
         id=id,
         title=title,
-        described=described,
+        description=description,
         patterns=Markup("").join(_pattern(id, band.css) for band in bands if band.css in HATCHED),
         grid=grid,
         shapes=Markup("").join(shapes),
     )
-    return Chart(svg, scale.ticks, described)
+    return Chart(svg, scale.ticks, description)
 
 
-def _described(band: Band, unit: str, show: Callable[[float], str]) -> str:
+def _describe(band: Band, unit: str, show: Callable[[float], str]) -> str:
     known = [value for value in band.values if value is not None]
     if not known:
         return f"{band.name}: no data."
@@ -166,19 +176,19 @@ def _described(band: Band, unit: str, show: Callable[[float], str]) -> str:
 
 
 def _columns(bands: Sequence[Band]) -> list[list[float]]:
-    """The values of each slot, over all bands."""
+    """The values of all bands by slot."""
     return [[value or 0 for value in column] for column in zip(*(band.values for band in bands), strict=True)]
 
 
 def _area(css: str, low: Sequence[float], high: Sequence[float], *, scale: Scale, id: str) -> Markup:
-    there = [f"{_n(_x(at, len(high)))},{_n(scale.y(value))}" for at, value in enumerate(high)]
+    forth = [f"{_n(_x(at, len(high)))},{_n(scale.y(value))}" for at, value in enumerate(high)]
     back = [f"{_n(_x(at, len(low)))},{_n(scale.y(low[at]))}" for at in reversed(range(len(low)))]
-    edge = Markup('<path class="edge {}" d="{}"/>').format(css, _drawn(_known_runs(_seen(there, low, high))))
-    return Markup('<path class="band {}"{} d="M{}Z"/>').format(css, _fill(id, css), "L".join([*there, *back])) + edge
+    edge = Markup('<path class="edge {}" d="{}"/>').format(css, _path(_known_runs(_visible(forth, low, high))))
+    return Markup('<path class="band {}"{} d="M{}Z"/>').format(css, _fill(id, css), "L".join([*forth, *back])) + edge
 
 
-def _seen(points: Sequence[str], low: Sequence[float], high: Sequence[float]) -> list[str | None]:
-    """The points of a band's edge: none where it is nothing, as its line would lie upon what is below it."""
+def _visible(points: Sequence[str], low: Sequence[float], high: Sequence[float]) -> list[str | None]:
+    """The points of a band's edge; None where the band is empty and would cover the one below."""
     return [point if over > under else None for point, under, over in zip(points, low, high, strict=True)]
 
 
@@ -187,11 +197,11 @@ def _line(band: Band, scale: Scale) -> Markup:
         None if value is None else f"{_n(_x(at, len(band.values)))},{_n(scale.y(value))}"
         for at, value in enumerate(band.values)
     ]
-    return Markup('<path class="line {}" d="{}"/>').format(band.css, _drawn(_known_runs(points)))
+    return Markup('<path class="line {}" d="{}"/>').format(band.css, _path(_known_runs(points)))
 
 
-def _drawn(runs: Iterable[list[str]]) -> str:
-    # A moment alone would be a line of no length, which is drawn as nothing.
+def _path(runs: Iterable[list[str]]) -> str:
+    # A single point would be a line of zero length, which is invisible.
     return "".join(f"M{'L'.join(run)}" if len(run) > 1 else f"M{run[0]}h1" for run in runs)
 
 
@@ -230,17 +240,17 @@ def _bar(
 
 
 def _pattern(id: str, css: str) -> Markup:
-    """Stripes that lean one way for each of them, over the band's colour."""
-    turn = {"denied": 45, "blocked": -45, "unavailable": 90}[css]
+    """A striped fill, with a different angle for each band."""
+    angle = {"denied": 45, "blocked": -45, "unavailable": 90}[css]
     return Markup(
         '<pattern id="{id}-{css}" class="{css}" width="5" height="5" patternUnits="userSpaceOnUse" '
-        'patternTransform="rotate({turn})"><rect class="ground" width="5" height="5"/>'
+        'patternTransform="rotate({angle})"><rect class="background" width="5" height="5"/>'
         '<rect class="stripe" width="2.2" height="5"/></pattern>'
-    ).format(id=id, css=css, turn=turn)
+    ).format(id=id, css=css, angle=angle)
 
 
 def _fill(id: str, css: str) -> Markup:
-    """A band's pattern is its own chart's: a style sheet could not name it, as ids are those of the page."""
+    """A reference to the pattern, whose id includes that of the chart."""
     return Markup(' fill="url(#{}-{})"').format(id, css) if css in HATCHED else Markup("")
 
 

@@ -1,4 +1,4 @@
-"""Forms that change something: what was entered is kept until it is taken, and what is dangerous is asked for twice."""
+"""Forms that change something: input is kept until it is valid, and risky changes need a confirmation."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from headgate.control.service.errors import Risk
 
 __all__ = [
-    "Entered",
-    "Mistake",
-    "attempt",
+    "FieldError",
+    "Submission",
     "bucket",
+    "capitalize",
     "change_context",
-    "confirmation",
     "reason",
-    "sentence",
+    "submit",
+    "uncapitalize",
     "until",
     "until_text",
     "until_us",
 ]
 
-LONGEST_REASON: Final = 500
-MOST_CHANGES: Final = 8
-"""Versions that are listed when somebody else was quicker."""
+MAX_REASON_LENGTH: Final = 500
+MAX_CONFLICTS: Final = 8
+"""Versions listed when the configuration was changed in the meantime."""
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-SHOWN: Final = {
+FIELD_TITLES: Final = {
     "limit": "Limit",
     "bucket": "Allow",
     "client": "Client",
@@ -54,85 +54,84 @@ SHOWN: Final = {
     "until": "Until",
     "reason": "Reason",
 }
-"""Fields that a confirmation shows."""
-LATEST_US: Final = 253_402_000_000_000_000
-"""Near the end of the year 9999, the last that Python can represent."""
+"""Fields shown in a confirmation."""
+MAX_TIME_US: Final = 253_402_000_000_000_000
+"""Near the end of the year 9999, the last year of `datetime`."""
 
 
-class Mistake(HeadgateError):
-    """A field that cannot be taken as it is."""
+class FieldError(HeadgateError):
+    """A form field with an invalid value."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
         self.field = field
 
 
-class Entered(NamedTuple):
-    """A form that was not taken yet: what was in it, and what to say about that."""
+class Submission(NamedTuple):
+    """A submitted form that was not accepted, with its values and errors."""
 
     form: str
     values: Mapping[str, str]
     errors: Mapping[str, str] = {}
     """By field."""
     problems: tuple[str, ...] = ()
-    """What is about no single field."""
-    changes: tuple[Version, ...] = ()
-    """What others have changed meanwhile."""
+    """Errors of the form as a whole."""
+    conflicts: tuple[Version, ...] = ()
+    """Versions written by others since the form was opened."""
     status: int = 422
 
     @property
-    def first(self) -> str | None:
-        """The field that the cursor goes to."""
+    def first_error(self) -> str | None:
+        """The field to focus."""
         return next(iter(self.errors), None)
 
 
-def attempt(
+def submit(
     visit: Visit,
     form: str,
-    do: Callable[[], Change],
+    change: Callable[[], Change],
     *,
     question: str,
-    said: str,
-    back: str,
-    again: Callable[[Entered], Response],
+    done: str,
+    redirect: str,
+    page: Callable[[Visit, Submission], Response],
 ) -> Response:
-    """Do what a form asks for, and go `back` to say so; or show it `again` with what is wrong; or ask if it is meant.
+    """Apply a form and redirect with the message `done`.
 
-    `question` is what is asked then, and `said` what is told when it is done.
+    If the form is invalid, render its `page` again; if the change is risky, ask the `question`.
     """
-    entered = Entered(form, visit.form)
-    if "again" in visit.form:  # back from the question, to change something
-        return again(entered._replace(status=200))
+    submission = Submission(form, visit.form)
+    if "again" in visit.form:  # back from the confirmation
+        return page(visit, submission._replace(status=200))
     try:
-        change = do()
-    except Mistake as mistake:
-        return again(entered._replace(errors={mistake.field: f"{mistake}"}))
-    except NeedsConfirmation as doubt:
-        return confirmation(visit, question=question, dangers=doubt.risks)
-    except Conflict as conflict:
-        return again(entered._replace(changes=_since(visit, conflict), status=409))
+        result = change()
+    except FieldError as error:
+        return page(visit, submission._replace(errors={error.field: f"{error}"}))
+    except NeedsConfirmation as confirmation:
+        return _confirm(visit, question=question, risks=confirmation.risks)
+    except Conflict:
+        return page(visit, submission._replace(conflicts=_versions_since(visit), status=409))
     except InvalidPolicy as invalid:
-        return again(entered._replace(problems=tuple(f"{invalid}".splitlines())))
+        return page(visit, submission._replace(problems=tuple(f"{invalid}".splitlines())))
     except (NotAllowed, NotFound, ConfigUnavailable):
         raise
     except HeadgateError as error:
-        return again(entered._replace(problems=(of_error(error).detail,)))
-    number = "" if change.version is None else f" Version {change.version.number}."
-    return visit.go(back, f"{said}{number}", change.notes)
+        return page(visit, submission._replace(problems=(of_error(error).detail,)))
+    number = "" if result.version is None else f" Version {result.version.number}."
+    return visit.redirect(redirect, f"{done}{number}", result.notes)
 
 
-def confirmation(visit: Visit, *, question: str, dangers: Sequence[Risk]) -> Response:
-    """The page that asks before a change. It sends the form again with the dangers confirmed, and with the end that it
-    has shown."""
-    left_out = (CSRF_FIELD, "confirm", "again", "until_us")
+def _confirm(visit: Visit, *, question: str, risks: Sequence[Risk]) -> Response:
+    """The confirmation page. It submits the form again, with the risks confirmed and the end time that it showed."""
+    excluded = (CSRF_FIELD, "confirm", "again", "until_us")
     end_us = until_us(visit)
     return visit.page(
         "confirm.html",
         status=409,
         question=question,
-        dangers=dangers,
-        kept=[
-            *((name, value) for name, value in visit.form.pairs if name not in left_out),
+        risks=risks,
+        hidden_fields=[
+            *((name, value) for name, value in visit.form.pairs if name not in excluded),
             *([] if end_us is None else [("until_us", str(end_us))]),
         ],
         facts=[*_facts(visit)],
@@ -141,11 +140,11 @@ def confirmation(visit: Visit, *, question: str, dangers: Sequence[Risk]) -> Res
 
 
 def _facts(visit: Visit) -> Iterator[tuple[str, str]]:
-    """The fields of a form for people: clients by their names, the end as a date."""
+    """The fields of a form, with the client's name and the end as a date."""
     form = visit.form
     if form.get("kind") and form.get("value"):
         yield "Client", visit.name_of(ClientRef(form["kind"], form["value"]))
-    for name, title in SHOWN.items():
+    for name, title in FIELD_TITLES.items():
         if form.get(name):
             yield title, until_text(visit).removeprefix(" until ") or form[name] if name == "until" else form[name]
 
@@ -161,69 +160,77 @@ def change_context(visit: Visit) -> ChangeContext:
 
 
 def reason(visit: Visit) -> str:
-    written = visit.form.get("reason", "")
-    if not written:
-        raise Mistake("reason", "Enter a reason. It is recorded in the audit log.")
-    if len(written) > LONGEST_REASON:
-        raise Mistake("reason", f"Too long: {len(written)} characters, at most {LONGEST_REASON} are allowed.")
-    return written
+    text = visit.form.get("reason", "")
+    if not text:
+        raise FieldError("reason", "Enter a reason. It is recorded in the audit log.")
+    if len(text) > MAX_REASON_LENGTH:
+        raise FieldError("reason", f"Too long: {len(text)} characters, at most {MAX_REASON_LENGTH} are allowed.")
+    return text
 
 
 def bucket(visit: Visit) -> str:
-    """The numbers of a limit, as policies write them."""
-    written = visit.form.get("bucket", "")
-    if not written:
-        raise Mistake("bucket", 'Enter a limit, for example "1000/minute" or "1000/minute, burst 200".')
+    """A limit in policy syntax."""
+    text = visit.form.get("bucket", "")
+    if not text:
+        raise FieldError("bucket", 'Enter a limit, for example "1000/minute" or "1000/minute, burst 200".')
     try:
-        Limit.parse(written, name="check")
+        Limit.parse(text, name="check")
     except HeadgateError as error:
-        if not written.startswith("0"):  # what to do instead of a limit of 0, the service says
-            raise Mistake("bucket", f"{error}") from None
-    return written
+        if not text.startswith("0"):  # the service explains what to do instead of a limit of 0
+            raise FieldError("bucket", f"{error}") from None
+    return text
 
 
-def until(visit: Visit, field: str = "until") -> datetime | None:
-    """The future time that was entered, of a day its end; None for none. A confirmation sends the time that it has
-    shown, so that "in 1 hour" doesn't move while somebody reads."""
-    written = visit.form.get(field, "")
-    if not written:
+def until(visit: Visit) -> datetime | None:
+    """The end time that was entered, or None; a day means its end.
+
+    A confirmation sends the time that it showed, so that "in 1 hour" does not move meanwhile.
+    """
+    text = visit.form.get("until", "")
+    if not text:
         return None
-    shown_us = visit.form.number(f"{field}_us")
+    confirmed_us = visit.form.number("until_us")
     now = EPOCH + timedelta(microseconds=visit.now_us)
     try:
-        if shown_us is not None:
-            return scalars.instant(EPOCH + timedelta(microseconds=min(shown_us, LATEST_US)))
-        return scalars.instant(coming(written, now=now, zone=visit.zone, at_its_end=True))
+        if confirmed_us is not None:
+            return scalars.instant(EPOCH + timedelta(microseconds=min(confirmed_us, MAX_TIME_US)))
+        return scalars.instant(coming(text, now=now, zone=visit.zone, at_its_end=True))
     except scalars.OutOfRange:
-        raise Mistake(
-            field, f"The latest possible year is {scalars.HORIZON.year - 1}. Leave empty for no end date."
-        ) from None
+        latest = scalars.HORIZON.year - 1
+        raise FieldError("until", f"The latest possible year is {latest}. Leave empty for no end date.") from None
     except InvalidInput as error:
-        raise Mistake(field, f"{error}") from None
+        raise FieldError("until", f"{error}") from None
 
 
 def until_us(visit: Visit) -> int | None:
-    """The time that was entered as the end, in microseconds."""
+    """The end time that was entered, in microseconds."""
     end = until(visit)
     return None if end is None else microseconds(end)
 
 
 def until_text(visit: Visit) -> str:
-    """The end that was entered, for a message: " until Friday 20 November 2026, 18:00 Europe/Berlin". Empty for none,
-    and for one that can't be read, which the form itself complains about."""
+    """The end for a message, like " until Friday 20 November 2026, 18:00 Europe/Berlin".
+
+    Empty without an end, and for an invalid one, which the form reports itself.
+    """
     try:
         end = until(visit)
-    except Mistake:
+    except FieldError:
         return ""
     return "" if end is None else f" until {end_in_words(end, visit.zone)}"
 
 
-def sentence(text: str) -> str:
-    """A text with a capital at its beginning."""
+def capitalize(text: str) -> str:
+    """The text with its first letter in upper case, and all others unchanged."""
     return text[:1].upper() + text[1:]
 
 
-def _since(visit: Visit, conflict: Conflict) -> tuple[Version, ...]:
+def uncapitalize(text: str) -> str:
+    """The text for the middle of a sentence; abbreviations like "API" stay as they are."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
+def _versions_since(visit: Visit) -> tuple[Version, ...]:
     based_on = visit.form.number("based_on") or 0
-    found = visit.service.policy.versions(most=MOST_CHANGES)
+    found = visit.service.policy.versions(most=MAX_CONFLICTS)
     return tuple(version for version in found if version.number > based_on)

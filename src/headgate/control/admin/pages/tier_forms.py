@@ -1,10 +1,10 @@
-"""The numbers of tiers and the costs of routes, where they are set beside the document."""
+"""Forms of the policy page: limits of tiers and costs of routes that override the document."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from headgate.control.admin.pages.forms import Mistake, attempt, bucket, change_context
+from headgate.control.admin.pages.forms import FieldError, bucket, change_context, submit
 from headgate.control.admin.pages.policy import policy
 
 if TYPE_CHECKING:
@@ -17,56 +17,57 @@ if TYPE_CHECKING:
 
 __all__ = ["remove_route", "remove_tier", "set_route", "set_tier"]
 
-TAKEN_BACK = "Removed. The value in the policy document applies again."
+REMOVED: Final = "Removed. The value in the policy document applies again."
 
 
 def set_tier(visit: Visit) -> Response:
     tier, limit, numbers = (visit.form.get(name, "") for name in ("tier", "limit", "bucket"))
 
-    def do() -> Change:
+    def change() -> Change:
         if not tier:
-            raise Mistake("tier", "Enter the name of an existing or a new tier.")
+            raise FieldError("tier", "Enter the name of an existing or a new tier.")
         return visit.service.policy.set_tier(change_context(visit), tier, limit, bucket(visit))
 
     question = f"Set tier {tier} to {numbers} on {limit}?"
-    return _attempt(visit, "tier", do, question=question, said=f"Tier {tier} is now allowed {numbers} on {limit}.")
+    return _submit(visit, "tier", change, question=question, done=f"Tier {tier} is now allowed {numbers} on {limit}.")
 
 
 def remove_tier(visit: Visit) -> Response:
     tier, limit = visit.form.get("tier", ""), visit.form.get("limit", "")
-    return _attempt(
+    return _submit(
         visit,
-        f"untier-{visit.form.number('row')}",
+        f"remove-tier-{visit.form.number('row')}",
         lambda: visit.service.policy.remove_tier(change_context(visit), tier, limit),
         question=f"Remove the limit of tier {tier} on {limit}?",
-        said=TAKEN_BACK,
+        done=REMOVED,
     )
 
 
 def set_route(visit: Visit) -> Response:
     path, cost = visit.form.get("path", ""), visit.form.number("cost")
 
-    def do() -> Change:
+    def change() -> Change:
         if not path:
-            raise Mistake("path", 'Enter a route, for example "POST /posts" or "/users/{id}".')
+            raise FieldError("path", 'Enter a route, for example "POST /posts" or "/users/{id}".')
         if cost is None:
-            raise Mistake("cost", "Enter a whole number, for example 5.")
+            raise FieldError("cost", "Enter a whole number, for example 5.")
         route_class = visit.form.get("class") or None
         return visit.service.policy.set_route(change_context(visit), path, cost, route_class=route_class)
 
-    return _attempt(visit, "route", do, question=f"Set the cost of {path} to {cost}?", said=f"{path} now costs {cost}.")
+    question = f"Set the cost of {path} to {cost}?"
+    return _submit(visit, "route", change, question=question, done=f"{path} now costs {cost}.")
 
 
 def remove_route(visit: Visit) -> Response:
     path = visit.form.get("path", "")
-    return _attempt(
+    return _submit(
         visit,
-        f"unroute-{visit.form.number('row')}",
+        f"remove-route-{visit.form.number('row')}",
         lambda: visit.service.policy.remove_route(change_context(visit), path),
         question=f"Remove the cost of {path}?",
-        said=TAKEN_BACK,
+        done=REMOVED,
     )
 
 
-def _attempt(visit: Visit, form: str, do: Callable[[], Change], **told: Any) -> Response:
-    return attempt(visit, form, do, back="/policy", again=lambda entered: policy(visit, entered), **told)
+def _submit(visit: Visit, form: str, change: Callable[[], Change], **texts: Any) -> Response:
+    return submit(visit, form, change, redirect="/policy", page=policy, **texts)
