@@ -24,7 +24,7 @@ check: $(VENV)/.test ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench ## headgate beside its peers, in one interleaved run: a table and a plot in .build/bench/
+bench: $(VENV)/.bench ## compare headgate with its peers, and write docs/benchmarks.md (BENCH_ARGS=--quick: a few minutes)
 	@scripts/install-packages servers wrk
 	$(BIN)/python -m bench $(BENCH_ARGS)
 

@@ -1,4 +1,7 @@
-"""`python -m bench`: measure, then leave a report and a picture in .build/bench/."""
+"""`python -m bench`: compare Headgate with other libraries, and write docs/benchmarks.md and bench/results.json.
+
+A run of selected parts or contenders writes to .build/bench/ instead.
+"""
 
 import argparse
 import asyncio
@@ -8,23 +11,24 @@ import signal
 import sys
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import redis
 
-from bench import plot, report
-from bench.apps import ALONE, FASTAPI, FLASK
+from bench import report
+from bench.apps import BARE_APP, FASTAPI, FLASK
 from bench.contenders import ASYNC, SYNC
-from bench.measure import Run
 from bench.progress import Progress
+from bench.redis_server import running_redis
 from bench.scenarios import PARTS, Bench, Plan
-from bench.server import running_redis
+from bench.timing import Run
 
-OUTPUT = Path(".build/bench")
+BUILD = Path(".build/bench")
 FULL = Plan()
 QUICK = Plan(
-    rounds=1, seconds=0.15, tasks=(1, 64, 256), memory_keys=20_000, redis_keys=1_000, footprint_keys=50_000,
-    http_seconds=1.0, yaml=False,
+    rounds=1, seconds=0.1, tasks=(1, 64), memory_keys=20_000, redis_keys=1_000, footprint_keys=20_000,
+    http_seconds=1.0, yaml=False, is_quick=True,
 )  # fmt: skip
 
 
@@ -32,33 +36,41 @@ def main() -> None:
     options = _options()
     plan = _plan(options)
     run, loop = _loop(uvloop=options.uvloop)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then, too
-    _allow_many_sockets()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the finally blocks that stop child processes
+    _raise_socket_limit()
     progress = Progress()
     with running_redis() as url:
-        server = _describe(url)
-        results = Bench(plan, url, run, progress).everything()
+        about = report.environment(server=_server_version(url), loop=loop)
+        results = Bench(plan, url, run, progress).measure_all()
     seconds = progress.done()
 
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    words, picture, numbers = (OUTPUT / f"report.{kind}" for kind in ("md", "png", "json"))
-    numbers.write_text(json.dumps({"plan": asdict(plan), "results": asdict(results)}, indent=1, default=list))
-    report.write(words, plan, results, server=server, loop=loop, seconds=seconds)
-    caption = f"{server}, {loop}; median, least and most of {plan.rounds} interleaved rounds"
-    drawn = plot.draw(picture, results, caption)
-    print(*report.summary(results), "", sep="\n")
-    print(*[str(path) for path in (words, numbers, *[picture] * drawn)], sep="\n")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    is_complete = not options.only and not options.contender
+    page, numbers = (Path("docs/benchmarks.md"), Path("bench/results.json")) if is_complete else (
+        BUILD / "benchmarks.md", BUILD / "results.json",
+    )  # fmt: skip
+    recorded = {"environment": about, "plan": asdict(plan), "results": asdict(results)}
+    numbers.write_text(json.dumps(recorded, indent=1, default=list) + "\n")
+    command = "make bench" + (f" BENCH_ARGS={' '.join(sys.argv[1:])!r}" if sys.argv[1:] else "")
+    report.write(page, plan, results, about, command=command, seconds=seconds)
+    print(*report.summary(results), "", page, numbers, sep="\n")
+    if find_spec("matplotlib") is not None:
+        from bench import plot
+
+        caption = f"{about['server']}, {loop}; median and range of {plan.rounds} interleaved rounds"
+        if plot.draw(BUILD / "benchmarks.png", results, caption):
+            print(BUILD / "benchmarks.png")
 
 
 def _options() -> argparse.Namespace:
-    everyone = sorted({c.name for c in (*SYNC, *ASYNC)} | {c.name for c in (*FASTAPI, *FLASK)} - {ALONE})
+    names = sorted({c.name for c in (*SYNC, *ASYNC)} | {c.name for c in (*FASTAPI, *FLASK)} - {BARE_APP})
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few minutes, for a first look")
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given again)")
-    parser.add_argument("--contender", choices=everyone, action="append", help="this one (may be given again)")
-    parser.add_argument("--rounds", type=int, help="how often everybody is asked")
-    parser.add_argument("--keys", type=int, help="for bytes per key, such as 1000000")
-    parser.add_argument("--uvloop", action="store_true", help="asyncio on uvloop")
+    parser.add_argument("--quick", action="store_true", help="a short run, to see that everything works")
+    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part (repeatable)")
+    parser.add_argument("--contender", choices=names, action="append", help="measure this contender (repeatable)")
+    parser.add_argument("--rounds", type=int, help="the number of interleaved rounds")
+    parser.add_argument("--keys", type=int, help="the number of keys for bytes per key, such as 1000000")
+    parser.add_argument("--uvloop", action="store_true", help="use uvloop instead of asyncio's event loop")
     return parser.parse_args()
 
 
@@ -75,18 +87,18 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 def _loop(*, uvloop: bool) -> tuple[Run, str]:
     if not uvloop:
-        return asyncio.run, "asyncio's own loop"
+        return asyncio.run, "asyncio's event loop"
     import uvloop as faster
 
     return faster.run, f"uvloop {version('uvloop')}"
 
 
-def _allow_many_sockets() -> None:
+def _raise_socket_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 8192) if most > 0 else 8192, most))
 
 
-def _describe(url: str) -> str:
+def _server_version(url: str) -> str:
     with redis.Redis.from_url(url) as client:
         return f"Redis {client.info('server')['redis_version']}"
 

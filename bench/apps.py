@@ -1,20 +1,21 @@
-"""One small app behind each contender, put there as its own documentation says.
+"""One small app, with each library installed as its documentation says.
 
-The app answers `GET /items/{id}`. headgate stands there with three layered limits, and with one; everybody else with
-one, by the client's address: their best case.
+The app has one route, `GET /items/{id}`. Headgate is measured with three limits, with one, and with three and metrics
+and the decision log attached; the other libraries with one limit by client address, their best case.
 """
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.contenders import HEADGATE, HEADGATE_ONE
-from bench.openers import Setting, async_client, pyrate_limiters
+from bench.contenders import HEADGATE, HEADGATE_OBSERVED, HEADGATE_ONE_LIMIT
+from bench.setups import Setting, async_client, pyrate_limiters
 
-ALONE = "the app alone"
+BARE_APP = "bare app"
 
-# Where the store fails, the answer is a 503, which no measurement lets pass: no failure is ever counted as speed.
+# If the store fails, the response is a 503, which fails the measurement.
 POLICY = """
 on_failure: closed
 limits:
@@ -25,18 +26,18 @@ TWO_MORE = """
   - {{name: everybody, by: global, limit: "{many} per {seconds} seconds"}}
 """
 SECRET = "sixteen or more bytes that all machines share"
-BUDGET = 1.0  # seconds for the store: on a busy machine, neighbours take the usual 5 ms away
+BUDGET = 1.0  # seconds for the store; the default of 5 ms is too short on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
 class AppContender:
-    """An app, and what stands before it."""
+    """An app with a rate limiter."""
 
     name: str
     how: str
-    """In the words of its documentation."""
-    opened: Callable[[Setting, AsyncExitStack], Any]
-    """Makes the app; what must be closed it leaves on the stack."""
+    """How the limiter is installed."""
+    setup: Callable[[Setting, AsyncExitStack], Any]
+    """Creates the app; the stack closes what it needs."""
     stores: tuple[str, ...] = ("memory", "Redis")
     limits: int = 1
 
@@ -67,12 +68,43 @@ def fastapi_alone(setting: Setting, stack: AsyncExitStack) -> Any:
     return app
 
 
-def fastapi_headgate(setting: Setting, stack: AsyncExitStack, *, limits: int = 3) -> Any:
+def fastapi_headgate(setting: Setting, stack: AsyncExitStack, *, limits: int = 3, is_observed: bool = False) -> Any:
     from headgate.adapters.asgi import HeadgateMiddleware
 
     app = fastapi_alone(setting, stack)
-    app.add_middleware(HeadgateMiddleware, _policy(setting, limits=limits), setting.url, secret=SECRET, budget=BUDGET)
+    log = _decision_log(stack) if is_observed else None
+
+    def install(app: Any) -> Any:
+        policy = _policy(setting, limits=limits)
+        middleware = HeadgateMiddleware(app, policy, setting.url, secret=SECRET, budget=BUDGET, on_decision=log)
+        if is_observed:
+            _register_metrics(middleware.gate)
+        return middleware
+
+    app.add_middleware(install)
     return app
+
+
+def fastapi_headgate_observed(setting: Setting, stack: AsyncExitStack) -> Any:
+    return fastapi_headgate(setting, stack, is_observed=True)
+
+
+def _decision_log(stack: AsyncExitStack) -> Any:
+    """A decision log with its default settings, in a temporary SQLite file."""
+    from headgate.telemetry import DecisionLog
+
+    directory = stack.enter_context(TemporaryDirectory())
+    log = DecisionLog(f"sqlite:///{directory}/decisions.db", secret=SECRET)
+    stack.callback(log.close)
+    return log
+
+
+def _register_metrics(gate: Any) -> None:
+    from prometheus_client import CollectorRegistry
+
+    from headgate.telemetry.prometheus import register
+
+    register(gate, CollectorRegistry())
 
 
 def fastapi_headgate_one(setting: Setting, stack: AsyncExitStack) -> Any:
@@ -107,7 +139,7 @@ def _slowapi(setting: Setting, stack: AsyncExitStack, **options: Any) -> tuple[A
 
     limiter: Any = Limiter(key_func=get_remote_address, storage_uri=setting.url, **options)
     if not setting.in_memory:
-        stack.callback(limiter._storage.storage.close)  # noqa: SLF001 - it cannot be closed
+        stack.callback(limiter._storage.storage.close)  # noqa: SLF001 - it has no close()
     app = _fastapi()
     app.state.limiter = limiter
     app.add_exception_handler(RateLimitExceeded, _rate_limit_exceeded_handler)
@@ -169,14 +201,22 @@ def flask_item(id: int) -> dict[str, int]:
     return {"id": id}
 
 
-def flask_headgate(setting: Setting, stack: AsyncExitStack, *, limits: int = 3) -> Any:
+def flask_headgate(setting: Setting, stack: AsyncExitStack, *, limits: int = 3, is_observed: bool = False) -> Any:
     from headgate.adapters.wsgi import HeadgateMiddleware
 
     app = flask_alone(setting, stack)
-    gate = HeadgateMiddleware(app.wsgi_app, _policy(setting, limits=limits), setting.url, secret=SECRET, budget=BUDGET)
-    stack.callback(gate.gate.close)
-    app.wsgi_app = gate
+    log = _decision_log(stack) if is_observed else None
+    policy = _policy(setting, limits=limits)
+    middleware = HeadgateMiddleware(app.wsgi_app, policy, setting.url, secret=SECRET, budget=BUDGET, on_decision=log)
+    if is_observed:
+        _register_metrics(middleware.gate)
+    stack.callback(middleware.gate.close)
+    app.wsgi_app = middleware
     return app
+
+
+def flask_headgate_observed(setting: Setting, stack: AsyncExitStack) -> Any:
+    return flask_headgate(setting, stack, is_observed=True)
 
 
 def flask_headgate_one(setting: Setting, stack: AsyncExitStack) -> Any:
@@ -214,15 +254,17 @@ def _words(setting: Setting) -> str:
     return f"{setting.quota} per {setting.seconds} seconds"
 
 
-# -- who is measured -----------------------------------------------------------------------------------------
+# -- contenders ----------------------------------------------------------------------------------------------
 
 _THREE = "`HeadgateMiddleware` with three limits: by address, by API key, and for all together"
+_OBSERVED = "the same, with Prometheus metrics and a decision log in SQLite"
 _ONE = "`HeadgateMiddleware` with one limit, by address"
 
 FASTAPI = (
-    AppContender(ALONE, "FastAPI, one route", fastapi_alone, limits=0),
+    AppContender(BARE_APP, "FastAPI, one route", fastapi_alone, limits=0),
     AppContender(HEADGATE, _THREE, fastapi_headgate, limits=3),
-    AppContender(HEADGATE_ONE, _ONE, fastapi_headgate_one),
+    AppContender(HEADGATE_OBSERVED, _OBSERVED, fastapi_headgate_observed, limits=3),
+    AppContender(HEADGATE_ONE_LIMIT, _ONE, fastapi_headgate_one),
     AppContender("slowapi", "`@limiter.limit` on the route", slowapi_decorator),
     AppContender("slowapi's middleware", "`SlowAPIASGIMiddleware` with `default_limits`", slowapi_middleware),
     AppContender("throttled-py", "`@limiter.limit` and `RateLimitMiddleware`", fastapi_throttled),
@@ -230,9 +272,10 @@ FASTAPI = (
     AppContender("fastapi-limiter 0.2", "`Depends(RateLimiter(...))`", fastapi_limiter),
 )
 FLASK = (
-    AppContender(ALONE, "Flask, one route", flask_alone, limits=0),
+    AppContender(BARE_APP, "Flask, one route", flask_alone, limits=0),
     AppContender(HEADGATE, _THREE, flask_headgate, limits=3),
-    AppContender(HEADGATE_ONE, _ONE, flask_headgate_one),
+    AppContender(HEADGATE_OBSERVED, _OBSERVED, flask_headgate_observed, limits=3),
+    AppContender(HEADGATE_ONE_LIMIT, _ONE, flask_headgate_one),
     AppContender("flask-limiter", "`Limiter` with `default_limits`", flask_limiter),
     AppContender("throttled-py", "`@limiter.limit` on the route", flask_throttled),
 )

@@ -1,8 +1,7 @@
-"""Who is measured, and exactly what is timed for each.
+"""The libraries that are compared, with the expression that is timed for each.
 
-The expressions are written as each library's own documentation writes a check. The loops in `measure` are compiled
-around them, so that no wrapper stands between the clock and the library. `key` is the caller's identity: a str, as
-requests bring it.
+Each expression is a check as in the library's documentation. The loops in `timing` are compiled around it, so that no
+wrapper is measured. `key` is the identity of the client, a str.
 """
 
 from collections.abc import Callable
@@ -10,31 +9,33 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench import openers
-from bench.openers import THREE, Setting
+from bench import setups
+from bench.setups import THREE, Setting
 
 HEADGATE = "headgate"
-HEADGATE_ONE = "headgate, one limit"  # beside itself, where it has three
+HEADGATE_ONE_LIMIT = "headgate, one limit"
+HEADGATE_OBSERVED = "headgate, with metrics and decision log"
+VARIANTS = (HEADGATE, HEADGATE_ONE_LIMIT, HEADGATE_OBSERVED)
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way to ask whether a key may pass."""
+    """A library in one configuration."""
 
     name: str
     algorithm: str
-    opened: Callable[[Setting, Any], Any]  # gives the names, or is awaited for them
+    setup: Callable[[Setting, Any], Any]  # returns the names that the expressions use, or is awaited for them
     one: str
-    headers: str = ""  # the check, and what is left until when, as a response's headers say it
+    headers: str = ""  # the check with the numbers for response headers
     three: str = ""  # three limits on one request
-    allowed: str = "answer"  # how the answer is read
-    three_allowed: str = ""  # and that of `three`, where it differs
-    without_waiting: str = ""  # the same check where `one` would wait for its turn instead of denying
-    denies_with: tuple[str, str] | None = None  # the exception that says no: its module and name
+    allowed: str = "answer"  # the boolean result
+    three_allowed: str = ""  # of `three`, if different
+    without_waiting: str = ""  # the check if `one` would wait instead of denying
+    denies_with: tuple[str, str] | None = None  # module and name of the exception for a denial
 
 
 def _each(check: str, *, joined: str) -> str:
-    """The three limits of a request, as a library asks that takes one limit at a time."""
+    """Three limits for a library that checks one limit per call."""
     return joined.join(check.format(limit=n) for n in THREE)
 
 
@@ -45,14 +46,14 @@ def _counter_check(prefix: str) -> str:
 _CHECK_THREE = "limiter.check(" + ", ".join(f"{n}.by(key)" for n in THREE) + ")"
 _RATE_LIMIT_EXCEEDED = ("slowapi.errors", "RateLimitExceeded")
 _HTTP_EXCEPTION = ("fastapi", "HTTPException")
-# Its fastest algorithm, and the one that does what headgate's does: a burst, a steady rate, one atomic script.
+# Its fastest algorithm, and the one that is comparable to a token bucket: a burst, a rate, one atomic script.
 _THROTTLED = (("throttled-py", "fixed window", "fixed_window"), ("throttled-py, GCRA", "GCRA", "gcra"))
 
 SYNC = (
     Contender(
         name=HEADGATE,
         algorithm="token bucket",
-        opened=openers.headgate,
+        setup=setups.headgate,
         one="limiter.check(per_ip.by(key))",
         headers="(d := limiter.check(per_ip.by(key))).allowed, d.remaining, d.retry_after, d.reset_after",
         allowed="answer.allowed",
@@ -60,7 +61,7 @@ SYNC = (
     Contender(
         name="limits",
         algorithm="fixed window",
-        opened=openers.limits,
+        setup=setups.limits,
         one="limiter.hit(per_ip, key)",
         headers="limiter.hit(per_ip, key), limiter.get_window_stats(per_ip, key)",
     ),
@@ -68,7 +69,7 @@ SYNC = (
         Contender(
             name=name,
             algorithm=algorithm,
-            opened=partial(openers.throttled_py, using),
+            setup=partial(setups.throttled_py, using),
             one="per_ip.limit(key)",
             headers="(r := per_ip.limit(key)).limited, r.state",
             allowed="not answer.limited",
@@ -78,14 +79,14 @@ SYNC = (
     Contender(
         name="pyrate-limiter",
         algorithm="GCRA",
-        opened=openers.pyrate_limiter,
+        setup=setups.pyrate_limiter,
         one="per_ip.try_acquire(key)",
         without_waiting="per_ip.try_acquire(key, blocking=False)",
     ),
     Contender(
         name="slowapi",
         algorithm="fixed window",
-        opened=openers.slowapi,
+        setup=setups.slowapi,
         one="one(request_of(key))",
         allowed="answer is None",
         denies_with=_RATE_LIMIT_EXCEEDED,
@@ -96,7 +97,7 @@ ASYNC = (
     Contender(
         name=HEADGATE,
         algorithm="token bucket",
-        opened=openers.headgate_async,
+        setup=setups.headgate_async,
         one="await limiter.check(per_ip.by(key))",
         three=f"await {_CHECK_THREE}",
         allowed="answer.allowed",
@@ -104,7 +105,7 @@ ASYNC = (
     Contender(
         name="limits",
         algorithm="fixed window",
-        opened=openers.limits_async,
+        setup=setups.limits_async,
         one="await limiter.hit(per_ip, key)",
         three=_each("await limiter.hit({limit}, key)", joined=" and "),
     ),
@@ -112,7 +113,7 @@ ASYNC = (
         Contender(
             name=name,
             algorithm=algorithm,
-            opened=partial(openers.throttled_py_async, using),
+            setup=partial(setups.throttled_py_async, using),
             one="await per_ip.limit(key)",
             three=_each("(await {limit}.limit(key)).limited", joined=" or "),
             allowed="not answer.limited",
@@ -123,14 +124,14 @@ ASYNC = (
     Contender(
         name="pyrate-limiter",
         algorithm="GCRA",
-        opened=openers.pyrate_limiter_async,
+        setup=setups.pyrate_limiter_async,
         one="await per_ip.try_acquire_async(key, blocking=False)",
         three=_each("await {limit}.try_acquire_async(key, blocking=False)", joined=" and "),
     ),
     Contender(
         name="fastapi-limiter 0.1",
         algorithm="fixed window",
-        opened=openers.counter_script,
+        setup=setups.counter_script,
         one=_counter_check("per_ip"),
         three=" or ".join(_counter_check(n) for n in THREE),
         allowed="answer == 0",
@@ -138,7 +139,7 @@ ASYNC = (
     Contender(
         name="fastapi-limiter 0.2",
         algorithm="GCRA",
-        opened=openers.fastapi_limiter,
+        setup=setups.fastapi_limiter,
         one="await per_ip(request_of(key), response)",
         three=_each("await {limit}(request_of(key), response)", joined=" or "),
         allowed="answer is None",
@@ -147,8 +148,8 @@ ASYNC = (
     Contender(
         name="slowapi",
         algorithm="fixed window",
-        opened=openers.slowapi_async,
-        # It never gives the loop away: without this turn, the callers whom it keeps waiting are not seen.
+        setup=setups.slowapi_async,
+        # It never yields to the event loop; without this sleep(0), waiting callers would not be measured.
         one="await its_turn(0) or await one(request_of(key))",
         three="await its_turn(0) or await three(request_of(key))",
         allowed="answer is None",

@@ -1,4 +1,4 @@
-"""Contenders made ready to call: their names opened, and functions compiled around their expressions."""
+"""Compiles the expressions of contenders into functions."""
 
 import importlib
 import threading
@@ -8,21 +8,21 @@ from time import perf_counter
 from typing import Any
 
 from bench.contenders import Contender
-from bench.openers import Names, Setting
+from bench.setups import Names, Setting
 
 
 @contextmanager
-def opened(contender: Contender, setting: Setting) -> Iterator[Names]:
-    """The names of a contender, and afterwards a process in which none of its threads is left."""
+def open_contender(contender: Contender, setting: Setting) -> Iterator[Names]:
+    """Set up a contender; on exit, wait for its threads to end."""
     before = set(threading.enumerate())
     with ExitStack() as stack:
-        yield contender.opened(setting, stack)
+        yield contender.setup(setting, stack)
     for thread in set(threading.enumerate()) - before:
         thread.join(1)
 
 
 def compiled(template: str, names: Names, **parts: str) -> Callable[..., Any]:
-    """The function `compiled` of the template, with the names as its globals."""
+    """The function that the template defines, with the names as its globals."""
     scope = {"clock": perf_counter, **names}
     exec(template.format(**parts), scope)
     function: Callable[..., Any] = scope["compiled"]
@@ -40,7 +40,7 @@ _VERDICT = """
 
 
 def verdict(contender: Contender, names: Names, check: str, *, define: str = "def") -> Callable[[str], Any]:
-    """Whether a key passes, in a bool: contenders say it in a bool, an object, or an exception."""
+    """A function that returns True if a key is allowed, for libraries that return a bool, an object or raise."""
     denial: object = ()
     if contender.denies_with is not None:
         module, name = contender.denies_with

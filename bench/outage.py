@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 
 from bench.progress import Progress
-from bench.server import free_port, start_redis
+from bench.redis_server import free_port, start_redis
 from headgate import AsyncLimiter, Limit, Limiter
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from bench.apps import ALONE
-from bench.contenders import HEADGATE, HEADGATE_ONE
-from bench.measure import Sample, Spread
+from bench.apps import BARE_APP
+from bench.contenders import HEADGATE, HEADGATE_ONE_LIMIT
 from bench.scenarios import (
     ASYNC_CALLERS,
     CPU_CALLERS,
@@ -29,10 +28,11 @@ from bench.scenarios import (
     threads,
 )
 from bench.targets import added_us, kept, p99_us, rate, time_us
+from bench.timing import Sample, Spread
 
 COLOURS = {
     HEADGATE: "#0b6e4f",
-    HEADGATE_ONE: "#7fb8a3",
+    HEADGATE_ONE_LIMIT: "#7fb8a3",
     "limits": "#d1495b",
     "throttled-py": "#edae49",
     "throttled-py, GCRA": "#f6d8a4",
@@ -122,7 +122,7 @@ def _against_the_app(
     """What everybody makes of the app alone, which itself is not drawn."""
     groups: dict[str, dict[str, Spread]] = {}
     for store, seen in loads.items():
-        spreads = {name: reading(samples, seen[ALONE]) for name, samples in seen.items() if name != ALONE}
+        spreads = {name: reading(samples, seen[BARE_APP]) for name, samples in seen.items() if name != BARE_APP}
         groups[store] = {name: Spread(s.middle * times, s.least * times, s.most * times) for name, s in spreads.items()}
     return groups
 

@@ -1,4 +1,4 @@
-"""One line that says where the run is: it updates on a terminal, and is plain text everywhere else."""
+"""A progress line on stderr, updated in place on a terminal."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ class Progress:
         self._last = scenario
 
     def done(self) -> float:
-        """End the line; the seconds that everything took."""
+        """End the line and return the elapsed seconds."""
         if self._updates:
             print(file=sys.stderr)
         return time.monotonic() - self._began

@@ -1,4 +1,4 @@
-"""What is measured: each scenario asks every contender in turn, several times over."""
+"""The scenarios: each measures all contenders in interleaved rounds."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -9,17 +9,17 @@ from typing import Protocol, TypeVar
 
 import redis
 
-from bench.answers import expect_right_answers, expect_right_answers_async
-from bench.apps import ALONE, FASTAPI, FLASK, AppContender
-from bench.ceiling import script_rate
-from bench.contenders import ASYNC, HEADGATE, HEADGATE_ONE, SYNC, Contender
-from bench.footprint import bytes_per_key
-from bench.in_process import cpu_time, expect_limits
-from bench.measure import Run, Sample, in_memory, in_memory_threads, on_redis, on_redis_async
-from bench.openers import Setting
-from bench.policies import LARGE, PolicySample, policy_costs, yaml_seconds
+from bench.apps import BARE_APP, FASTAPI, FLASK, AppContender
+from bench.asgi_cpu import cpu_time, expect_limits
+from bench.contenders import ASYNC, HEADGATE, HEADGATE_ONE_LIMIT, SYNC, Contender
+from bench.correctness import expect_right_answers, expect_right_answers_async
+from bench.http_load import CONNECTIONS, under_load
+from bench.memory_footprint import bytes_per_key
+from bench.policy_costs import LARGE, PolicySample, policy_costs, yaml_seconds
 from bench.progress import Progress
-from bench.serving import CONNECTIONS, under_load
+from bench.redis_ceiling import script_rate
+from bench.setups import Setting
+from bench.timing import Run, Sample, in_memory, in_memory_threads, on_redis, on_redis_async
 
 PARTS = ("memory", "sync", "async", "three", "ceiling", "http", "policy")
 THREADS = (1, 2, 8)
@@ -32,17 +32,17 @@ CHECKS_PER_RUN = (1, 64)
 STORES = ("memory", "Redis")
 CPU_CALLERS = (1, 64)
 
-# The limits are never met while the clock runs. The hot one takes all that a fast loop can ask of one key.
-# Under the usual one a key still owes something when it comes again, so that no store can have forgotten it.
+# No limit is reached while it is timed. HOT allows everything that a fast loop can request of one key. Under USUAL, a
+# key has not fully recovered when it is used again, so that no store can have dropped it.
 HOT = (10_000_000, timedelta(minutes=1))
 USUAL = (1_000, timedelta(hours=1))
 TINY = (3, timedelta(hours=1))
 
 HOT_KEY = "memory, one hot key"
-HEADERS = "memory, one hot key, with what the headers need"
+HEADERS = "memory, one hot key, with the numbers for headers"
 MANY_KEYS = "memory, many keys"
-CEILING = "the server's own limit"
-PAIRS = 5  # of one limit and three, a round
+CEILING = "the limit of the Redis server"
+PAIRS = 5  # measurements of one limit and three per round
 THREE_LIMITS = f"three limits on one request, {THREE_CALLERS} tasks"
 POLICY = f"a policy of {LARGE}"
 
@@ -73,12 +73,12 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-Someone = TypeVar("Someone", bound=Named)
+AnyContender = TypeVar("AnyContender", bound=Named)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much of everything, and of what."""
+    """The extent of a run."""
 
     rounds: int = 5
     seconds: float = 0.5  # the length of one measurement
@@ -87,18 +87,19 @@ class Plan:
     redis_keys: int = 2_000
     footprint_keys: int = 200_000
     http_seconds: float = 3.0  # the length of a run of wrk
-    yaml: bool = True  # whether to wait for the large policy as YAML, too
+    yaml: bool = True  # also load the large policy as YAML, which is slow
     parts: frozenset[str] = frozenset(PARTS)
     contenders: frozenset[str] = frozenset()  # empty: all of them
+    is_quick: bool = False
 
-    def chosen(self, contenders: Sequence[Someone]) -> list[Someone]:
-        """Those that were asked for, and what they are held against."""
-        return [c for c in contenders if not self.contenders or c.name in (*self.contenders, ALONE)]
+    def chosen(self, contenders: Sequence[AnyContender]) -> list[AnyContender]:
+        """The selected contenders, and the bare app."""
+        return [c for c in contenders if not self.contenders or c.name in (*self.contenders, BARE_APP)]
 
 
 @dataclass(slots=True)
 class Results:
-    """Everything that was seen, with one value a round."""
+    """All measurements, one per round."""
 
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)  # by scenario and contender
     ceiling: dict[int, list[float]] = field(default_factory=dict)  # checks a second, by checks per run
@@ -108,7 +109,7 @@ class Results:
 
 
 class Bench:
-    """A run of everything that the plan asks for, on the server at `url`."""
+    """A benchmark run against the Redis at `url`."""
 
     def __init__(self, plan: Plan, url: str, run: Run, progress: Progress) -> None:
         self.plan = plan
@@ -117,7 +118,7 @@ class Bench:
         self.progress = progress
         self.results = Results()
 
-    def everything(self) -> Results:
+    def measure_all(self) -> Results:
         for part in PARTS:
             if part in self.plan.parts:
                 getattr(self, f"_{part}")()
@@ -127,7 +128,7 @@ class Bench:
         contenders, seconds, keys = self.plan.chosen(SYNC), self.plan.seconds, self.plan.memory_keys
         for contender in contenders:
             expect_right_answers(contender, Setting("memory://", *TINY))
-        stores = [c for c in contenders if c.name != "slowapi"]  # it keeps its keys in the store of limits
+        stores = [c for c in contenders if c.name != "slowapi"]  # it uses the store of limits
 
         hot = Setting("memory://", *HOT, keys=1)
         self._rounds(HOT_KEY, contenders, lambda c: in_memory(c, hot, _draws(1), seconds, check=c.one))
@@ -165,24 +166,24 @@ class Bench:
         def measure(contender: Contender) -> Sample:
             if contender.name != HEADGATE:
                 return three(contender)
-            # Beside its own single limit, in the same breath: of some such pairs, the middle one.
+            # One limit and three directly after each other; of several such pairs, the median.
             pairs = sorted([(one(contender), three(contender)) for _ in range(PAIRS)], key=_ratio)
             single, threefold = pairs[PAIRS // 2]
-            self.results.samples[THREE_LIMITS].setdefault(HEADGATE_ONE, []).append(single)
+            self.results.samples[THREE_LIMITS].setdefault(HEADGATE_ONE_LIMIT, []).append(single)
             return threefold
 
         self._rounds(THREE_LIMITS, contenders, measure)
 
     def _ceiling(self) -> None:
-        """The server's own limit, and headgate beside it in the same breath."""
+        """The rate of the script in redis-benchmark, and of Headgate directly after it."""
 
         def measure(contender: Contender) -> Sample:
             for checks in CHECKS_PER_RUN:
                 rate = script_rate(self.url, checks, self.plan.redis_keys, self.plan.seconds)
                 self.results.ceiling.setdefault(checks, []).append(rate)
                 self._flush()
-            crowds = [self._async_measure(callers, "one")(contender) for callers in BUSY_CALLERS]
-            return max(crowds, key=lambda sample: sample.rate)
+            samples = [self._async_measure(callers, "one")(contender) for callers in BUSY_CALLERS]
+            return max(samples, key=lambda sample: sample.rate)
 
         self._rounds(CEILING, [contender for contender in ASYNC if contender.name == HEADGATE], measure)
 
@@ -219,8 +220,10 @@ class Bench:
             self.progress.say(POLICY, "as YAML")
             self.results.yaml_s = yaml_seconds()
 
-    def _rounds(self, scenario: str, contenders: Sequence[Someone], measure: Callable[[Someone], Sample]) -> None:
-        """Everyone once a round; each round begins with another, so that nobody always follows the same."""
+    def _rounds(
+        self, scenario: str, contenders: Sequence[AnyContender], measure: Callable[[AnyContender], Sample]
+    ) -> None:
+        """Measure every contender once per round, in an order that rotates."""
         seen = self.results.samples[scenario] = {}
         for number in range(self.plan.rounds):
             first = number % max(1, len(contenders))
@@ -241,13 +244,13 @@ class Bench:
         return contenders
 
     def _flush(self) -> None:
-        """The same empty server for everybody."""
+        """Empty the server."""
         with redis.Redis.from_url(self.url) as client:
             client.flushall()
 
 
 def _draws(keys: int) -> Iterator[list[str]]:
-    """Lists of keys drawn at random."""
+    """Yield lists of random keys."""
     chance = random.Random(keys)
     while True:
         yield [f"user-{chance.randrange(keys)}" for _ in range(5_000)]

@@ -1,12 +1,11 @@
-"""What headgate set out to be, as ratios to the best peer of the same run, and whether it is."""
+"""The performance targets, as ratios to the best peer of the same run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.apps import ALONE
-from bench.contenders import HEADGATE, HEADGATE_ONE
-from bench.measure import Sample, Spread
-from bench.policies import SMALL
+from bench.apps import BARE_APP
+from bench.contenders import HEADGATE, HEADGATE_OBSERVED, HEADGATE_ONE_LIMIT, VARIANTS
+from bench.policy_costs import SMALL
 from bench.scenarios import (
     CEILING,
     CHECKS_PER_RUN,
@@ -20,9 +19,10 @@ from bench.scenarios import (
     tasks,
     threads,
 )
+from bench.timing import Sample, Spread
 
 Reading = Callable[[Sample], float]
-APP_US = 52  # a request of the app alone where the targets were set: on other machines, they are a share of that
+APP_US = 52  # CPU time of a request to the bare app where the targets were set; scales them to other machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Target:
     at_least: bool
     got: Spread
     against: str
-    unit: str = ""  # where it is no ratio
+    unit: str = ""  # empty for a ratio
 
     @property
     def met(self) -> bool:
@@ -64,7 +64,7 @@ def server_us(sample: Sample) -> float:
 
 
 def targets(results: Results) -> list[Target]:
-    """Those that the run can answer."""
+    """The targets for which there are measurements."""
     return list(_targets(results))
 
 
@@ -79,8 +79,8 @@ def _targets(results: Results) -> Iterator[Target]:
         yield from _at_least(results, tasks(callers), rate, wanted)
         yield from _at_most(results, tasks(callers), p99_us, 1 / 3)
     yield from _at_least(results, THREE_LIMITS, rate, 6)
-    yield from _against(results, THREE_LIMITS, time_us, 1.6, HEADGATE_ONE)
-    yield from _half_of_the_ceiling(results)
+    yield from _against(results, THREE_LIMITS, time_us, 1.6, HEADGATE_ONE_LIMIT)
+    yield from _share_of_ceiling(results)
     for framework, store, share in (("FastAPI", "memory", 0.85), ("FastAPI", "Redis", 0.8), ("Flask", "memory", 0.9)):
         yield from _kept(results, http(framework, store), share)
     for store, callers, added in (("memory", 1, 12), ("memory", 64, 12), ("Redis", 64, 25)):
@@ -93,35 +93,31 @@ def _targets(results: Results) -> Iterator[Target]:
 
 
 def kept(samples: Sequence[Sample], alone: Sequence[Sample]) -> Spread:
-    """The share of the requests a second that is left, round by round."""
+    """The share of the bare app's requests per second, round by round."""
     return Spread.of(with_limits.rate / without.rate for with_limits, without in zip(samples, alone, strict=True))
 
 
 def kept_by_cpu(samples: Sequence[Sample], alone: Sequence[Sample]) -> Spread:
-    """The same on the clock of the app's CPU, which neighbours on the machine disturb less."""
+    """The same in CPU time of the app, which other load on the machine affects less."""
     pairs = zip(samples, alone, strict=True)
     return Spread.of(without.client_us / with_limits.client_us for with_limits, without in pairs)
 
 
 def added_us(samples: Sequence[Sample], alone: Sequence[Sample]) -> Spread:
-    """The CPU time that comes on top of the app's own, round by round."""
+    """The CPU time added to the bare app, round by round."""
     pairs = zip(samples, alone, strict=True)
     return Spread.of(with_limits.client_us - without.client_us for with_limits, without in pairs)
 
 
 def added_share(samples: Sequence[Sample], alone: Sequence[Sample]) -> Spread:
-    """The same, as a share of the app's own."""
+    """The same as a share of the bare app."""
     pairs = zip(samples, alone, strict=True)
     return Spread.of(with_limits.client_us / without.client_us - 1 for with_limits, without in pairs)
 
 
 def best_peer(results: Results, scenario: str, reading: Reading, *, most: bool) -> str | None:
     seen = results.samples.get(scenario, {})
-    peers = {
-        name: Spread.of(map(reading, samples)).middle
-        for name, samples in seen.items()
-        if name not in (HEADGATE, HEADGATE_ONE)
-    }
+    peers = {name: Spread.of(map(reading, samples)).middle for name, samples in seen.items() if name not in VARIANTS}
     if HEADGATE not in seen or not peers:
         return None
     return (max if most else min)(peers, key=peers.__getitem__)
@@ -145,7 +141,7 @@ def _against(results: Results, scenario: str, reading: Reading, wanted: float, p
 
 
 def _compared(results: Results, scenario: str, reading: Reading, wanted: float, peer: str, *, at_least: bool) -> Target:
-    """Round by round, since what disturbs the machine disturbs neighbours alike."""
+    """Compare round by round, as other load on the machine affects both alike."""
     seen = results.samples[scenario]
     pairs = zip(seen[HEADGATE], seen[peer], strict=True)
     names: dict[Reading, str] = {rate: "checks/s", time_us: "time", p50_us: "p50", p99_us: "p99"}
@@ -155,18 +151,21 @@ def _compared(results: Results, scenario: str, reading: Reading, wanted: float, 
 
 def _kept(results: Results, scenario: str, wanted: float) -> Iterator[Target]:
     seen = results.samples.get(scenario, {})
-    if HEADGATE in seen:
-        yield Target(f"{scenario}: requests/s", wanted, True, kept(seen[HEADGATE], seen[ALONE]), ALONE)
+    for name in (HEADGATE, HEADGATE_OBSERVED):
+        if name in seen:
+            observed = ", with metrics and decision log" if name == HEADGATE_OBSERVED else ""
+            got = kept(seen[name], seen[BARE_APP])
+            yield Target(f"{scenario}: requests/s{observed}", wanted, True, got, BARE_APP)
 
 
 def _added(results: Results, scenario: str, wanted: float) -> Iterator[Target]:
     seen = results.samples.get(scenario, {})
     if HEADGATE in seen:
-        yield Target(f"{scenario}: CPU added", wanted, False, added_share(seen[HEADGATE], seen[ALONE]), ALONE)
+        yield Target(f"{scenario}: CPU added", wanted, False, added_share(seen[HEADGATE], seen[BARE_APP]), BARE_APP)
 
 
-def _half_of_the_ceiling(results: Results) -> Iterator[Target]:
-    """headgate beside the same script in the hands of a client written in C, round by round."""
+def _share_of_ceiling(results: Results) -> Iterator[Target]:
+    """Headgate compared with the same script in redis-benchmark, round by round."""
     ours = results.samples.get(CEILING, {}).get(HEADGATE)
     if ours:
         limit = results.ceiling[max(CHECKS_PER_RUN)]

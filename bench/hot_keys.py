@@ -1,4 +1,4 @@
-"""`python -m bench.hot`: one key that a whole fleet asks for, with prepaid tokens and without, on a real Redis.
+"""`python -m bench.hot_keys`: one key that a whole fleet asks for, with prepaid tokens and without, on a real Redis.
 
 Real processes offer checks at an even pace from a common instant. What is measured: how many calls reach the store,
 whether more passes in any interval than was promised, and how much of the limit is used. Then a single client that
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 
 from bench.progress import Progress
-from bench.server import running_redis
+from bench.redis_server import running_redis
 from headgate import AsyncLimiter, Limit, Limiter
 
 if TYPE_CHECKING:
@@ -380,7 +380,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.hot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.hot_keys", description=__doc__)
     parser.add_argument("--rate", type=int, default=20_000, help="checks a second, from all processes together")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long each run with leases takes")

@@ -3,7 +3,7 @@
 Slices of a second with the log and without take place one after another in one process, in changing order, so that what
 else the machine does falls on both alike. The 99th percentile is that of all checks with the log, against that of all
 without; beside it stands what each pair of slices says by itself, as the median of their ratios. Run
-`python -m bench.log`.
+`python -m bench.decision_log`.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ def _table(told: dict[tuple[str, str], Told]) -> Iterator[str]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.log", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.decision_log", description=__doc__)
     parser.add_argument("--rate", type=int, default=20_000, help="rejections a second")
     parser.add_argument("--seconds", type=float, default=1.0, help="of one slice")
     parser.add_argument("--pairs", type=int, default=40, help="of slices, with the log and without")

@@ -73,7 +73,7 @@ def policy(size: Size) -> dict[str, Any]:
 
 
 def _asked(question: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.policies", question]
+    command = [sys.executable, "-m", "bench.policy_costs", question]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     answer: dict[str, Any] = json.loads(finished.stdout)
     return answer

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from bench.answers import WrongAnswerError
 from bench.contenders import SYNC, Contender
-from bench.expressions import opened, verdict
-from bench.openers import Setting
+from bench.correctness import WrongAnswerError
+from bench.expressions import open_contender, verdict
+from bench.setups import Setting
 
 # One check of ten a day is not forgiven for hours: a store cannot look small by forgetting it.
 QUOTA = 10
@@ -19,13 +19,13 @@ SAMPLED = 100
 
 
 def bytes_per_key(contender: Contender, keys: int) -> float:
-    command = [sys.executable, "-m", "bench.footprint", contender.name, str(keys)]
+    command = [sys.executable, "-m", "bench.memory_footprint", contender.name, str(keys)]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return float(finished.stdout)
 
 
 def _measured(contender: Contender, keys: int) -> float:
-    with opened(contender, Setting("memory://", QUOTA, timedelta(days=1), keys=keys + 1)) as names:
+    with open_contender(contender, Setting("memory://", QUOTA, timedelta(days=1), keys=keys + 1)) as names:
         passes = verdict(contender, names, contender.without_waiting or contender.one)
         passes("the first")
         gc.collect()

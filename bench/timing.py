@@ -1,4 +1,4 @@
-"""The clock: loops around a contender's expression, and what they yield."""
+"""Timed loops around the expression of a contender."""
 
 import asyncio
 import gc
@@ -13,10 +13,10 @@ from typing import Any
 
 import redis
 
-from bench.answers import all_allowed, expect_allowed_async
 from bench.contenders import Contender
-from bench.expressions import compiled, opened
-from bench.openers import Setting
+from bench.correctness import all_allowed, expect_allowed_async
+from bench.expressions import compiled, open_contender
+from bench.setups import Setting
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]  # asyncio.run, or uvloop's
 FOR_EVER = float("inf")
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The middle of several rounds, and how far they lay apart."""
+    """Median and range of several rounds."""
 
     middle: float
     least: float
@@ -70,7 +70,7 @@ def in_memory(
     Every key has been seen once before, but its str is new, as in a request: nobody has hashed it yet.
     """
     keys = _keys(setting)
-    with opened(contender, setting) as names, all_allowed(contender, names, keys):
+    with open_contender(contender, setting) as names, all_allowed(contender, names, keys):
         loop = compiled(_LOOP, {**names, "clock": process_time}, check=check)
         loop(keys)
         checks, spent = 0, 0.0
@@ -86,7 +86,7 @@ def in_memory_threads(contender: Contender, setting: Setting, seconds: float) ->
     """`setting.callers` threads over the same keys."""
     keys = _keys(setting)
     checks = [0] * setting.callers
-    with opened(contender, setting) as names, all_allowed(contender, names, keys):
+    with open_contender(contender, setting) as names, all_allowed(contender, names, keys):
         loop = compiled(_LOOP, names, check=contender.one)
 
         def call(caller: int, until: float) -> None:
@@ -118,7 +118,7 @@ def on_redis(contender: Contender, setting: Setting, seconds: float) -> Sample:
     """`setting.callers` threads, each asking again as soon as it has its answer."""
     keys = _keys(setting)
     laps: list[float] = []
-    with opened(contender, setting) as names, all_allowed(contender, names, keys):
+    with open_contender(contender, setting) as names, all_allowed(contender, names, keys):
         caller = compiled(_CALLER, names, check=contender.one, define="def")
 
         def warm(number: int, _: float) -> None:
@@ -141,7 +141,7 @@ async def on_redis_async(contender: Contender, setting: Setting, seconds: float,
     laps: list[float] = []
     everyone = range(setting.callers)
     async with AsyncExitStack() as stack:
-        names = await contender.opened(setting, stack)
+        names = await contender.setup(setting, stack)
         caller = compiled(_CALLER, names, check=check, define="async def")
         await asyncio.gather(*[caller(keys[n :: setting.callers], FOR_EVER, []) for n in everyone])
         with tidy():

@@ -1,38 +1,38 @@
-"""Right answers before fast ones: no contender is timed while it answers wrongly."""
+"""Checks that a contender enforces its limit, before and after it is timed."""
 
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 
 from bench.contenders import Contender
-from bench.expressions import opened, verdict
-from bench.openers import Names, Setting
+from bench.expressions import open_contender, verdict
+from bench.setups import Names, Setting
 
 THREE_THEN_NO_MORE = [True, True, True, False, True]
 
 
 class WrongAnswerError(Exception):
-    """Whatever the clock says about a contender that answers wrongly means nothing."""
+    """A contender did not enforce its limit, or denied a request within it."""
 
 
 def expect_right_answers(contender: Contender, setting: Setting) -> None:
-    """A limit of three lets three pass and no more, and another key is none the wiser."""
-    with opened(contender, setting) as names:
+    """Raise unless a limit of three allows three requests, denies the fourth and allows another key."""
+    with open_contender(contender, setting) as names:
         passes = verdict(contender, names, contender.without_waiting or contender.one)
         _expect_three(contender, [passes(key) for key in "aaaab"])
 
 
 async def expect_right_answers_async(contender: Contender, setting: Setting) -> None:
     async with AsyncExitStack() as stack:
-        names = await contender.opened(setting, stack)
+        names = await contender.setup(setting, stack)
         for check in (contender.one, contender.three):
             passes = verdict(contender, names, check, define="async def")
-            # The limit per IP is among the three: other keys for them than for the one.
+            # The limit per IP is one of the three: use different keys for both checks.
             _expect_three(contender, [await passes(f"{key}{len(check)}") for key in "aaaab"])
 
 
 @contextmanager
 def all_allowed(contender: Contender, names: Names, keys: list[str]) -> Iterator[None]:
-    """Keys that have something left afterwards were never denied while the clock ran."""
+    """Raise if any key was used up in the block, so that no denial was timed."""
     yield
     passes = verdict(contender, names, contender.one)
     _expect_all(contender, [passes(key) for key in keys[:10]])

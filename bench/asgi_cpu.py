@@ -1,4 +1,4 @@
-"""Apps called directly, without a server: the CPU time of a request, and whether limits are kept at all."""
+"""Apps called in this process: the CPU time per request, and a check that limits are enforced."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -7,15 +7,15 @@ from itertools import count
 from time import perf_counter, process_time
 from typing import Any
 
-from bench.answers import THREE_THEN_NO_MORE, WrongAnswerError
 from bench.apps import AppContender
-from bench.measure import Sample, tidy
-from bench.openers import Setting
+from bench.correctness import THREE_THEN_NO_MORE, WrongAnswerError
+from bench.setups import Setting
+from bench.timing import Sample, tidy
 
-SLICE = 256  # requests of one app before the next has its turn
-MANY = 1000  # items and API keys, as in load.lua
+SLICE = 256  # requests per app and turn
+MANY = 1000  # items and API keys, as in wrk.lua
 
-# Addresses and API keys: somebody four times, somebody else, and a third with the key of the first.
+# Addresses and API keys: one client four times, another client, and a third with the key of the first.
 CALLERS = [*[("127.0.0.1", "sk_live_a")] * 4, ("127.0.0.2", "sk_live_b"), ("127.0.0.3", "sk_live_a")]
 
 
@@ -23,14 +23,14 @@ CALLERS = [*[("127.0.0.1", "sk_live_a")] * 4, ("127.0.0.2", "sk_live_b"), ("127.
 
 
 async def expect_limits(framework: str, contender: AppContender, setting: Setting) -> None:
-    """A limit of three lets three pass and no more, and another client is none the wiser.
+    """Raise unless a limit of three allows three requests, denies the fourth and allows another client.
 
-    Where API keys are counted, too, one that is used up is denied from wherever it comes.
+    With a limit by API key, a used-up key must be denied from another address, too.
     """
     async with AsyncExitStack() as stack:
-        app = contender.opened(setting, stack)
+        app = contender.setup(setting, stack)
         if framework == "FastAPI":
-            await stack.enter_async_context(_living(app))
+            await stack.enter_async_context(_lifespan(app))
             statuses = [await _status(app, *caller) for caller in CALLERS]
         else:
             statuses = [_wsgi_status(app, *caller) for caller in CALLERS]
@@ -41,13 +41,13 @@ async def expect_limits(framework: str, contender: AppContender, setting: Settin
 
 
 async def _status(app: Any, address: str, api_key: str) -> int:
-    told: list[int] = []
+    statuses: list[int] = []
 
     async def send(message: dict[str, Any]) -> None:
-        told.append(message.get("status", 0))
+        statuses.append(message.get("status", 0))
 
     await app(_scope("/items/1", address, api_key.encode()), _nothing, send)
-    return told[0]
+    return statuses[0]
 
 
 def _wsgi_status(app: Any, address: str, api_key: str) -> int:
@@ -61,16 +61,16 @@ def _wsgi_status(app: Any, address: str, api_key: str) -> int:
 
 
 async def cpu_time(contenders: Sequence[AppContender], setting: Setting, seconds: float) -> dict[str, Sample]:
-    """The CPU time of each app's requests, `setting.callers` at once.
+    """The CPU time per request of each app, with `setting.callers` concurrent requests.
 
-    All apps are open at once and take turns of a few milliseconds: what slows the machine slows all of them.
+    The apps take turns of a few milliseconds, so that other load on the machine affects all of them alike.
     """
     spent, walls, served = ({contender.name: 0.0 for contender in contenders} for _ in range(3))
     async with AsyncExitStack() as stack:
         apps = {}
         for contender in contenders:
-            app = apps[contender.name] = contender.opened(setting, stack)
-            await stack.enter_async_context(_living(app))
+            app = apps[contender.name] = contender.setup(setting, stack)
+            await stack.enter_async_context(_lifespan(app))
             await _slice(app, setting.callers, count(), MANY)
         stack.enter_context(tidy())
         numbers = count()
@@ -88,7 +88,7 @@ async def cpu_time(contenders: Sequence[AppContender], setting: Setting, seconds
 
 
 async def _slice(app: Any, callers: int, numbers: Iterator[int], requests: int) -> None:
-    """So many requests, as servers hand them on: each a task of its own."""
+    """Send requests as servers do, each in its own task."""
     if callers == 1:
         for _ in range(requests):
             await asyncio.create_task(_request(app, next(numbers) % MANY))
@@ -134,16 +134,18 @@ def _scope(path: str, address: str, api_key: bytes) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _living(app: Any) -> AsyncIterator[None]:
-    """The app between its start and its end."""
-    heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    life = asyncio.create_task(app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, heard.get, said.put))
-    await heard.put({"type": "lifespan.startup"})
-    await said.get()
+async def _lifespan(app: Any) -> AsyncIterator[None]:
+    """Run the lifespan of an app around the block."""
+    incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    outgoing: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    task = asyncio.create_task(
+        app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, incoming.get, outgoing.put)
+    )
+    await incoming.put({"type": "lifespan.startup"})
+    await outgoing.get()
     try:
         yield
     finally:
-        await heard.put({"type": "lifespan.shutdown"})
-        await said.get()
-        await life
+        await incoming.put({"type": "lifespan.shutdown"})
+        await outgoing.get()
+        await task

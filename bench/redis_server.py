@@ -1,4 +1,4 @@
-"""A Redis of the bench's own: a child process on a free loopback port that writes nothing to disk."""
+"""A Redis server for benchmarks: a child process on a free loopback port, without persistence."""
 
 import shutil
 import socket
@@ -13,7 +13,7 @@ import redis
 
 @contextmanager
 def running_redis() -> Iterator[str]:
-    """The URL of a fresh server, which is gone when the block ends, also on Ctrl-C."""
+    """Start a server and yield its URL; stop it on exit."""
     port = free_port()
     server = start_redis(port)
     try:
@@ -24,14 +24,14 @@ def running_redis() -> Iterator[str]:
 
 
 def start_redis(port: int) -> subprocess.Popen[bytes]:
-    """A server on that port that answers; whoever started it stops it."""
+    """Start a server and wait until it answers; the caller stops it."""
     program = shutil.which("redis-server")
     if program is None:
         raise SystemExit("redis-server is not on PATH: run scripts/install-packages servers first")
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    # Nothing is written: any directory will do.
+    # Nothing is written to the directory.
     server = subprocess.Popen([program, *options, "--dir", tempfile.gettempdir()], stdout=subprocess.DEVNULL)
-    _wait_until_it_answers(f"redis://127.0.0.1:{port}/0", server)
+    _wait_until_ready(f"redis://127.0.0.1:{port}/0", server)
     return server
 
 
@@ -42,7 +42,7 @@ def free_port() -> int:
         return port
 
 
-def _wait_until_it_answers(url: str, server: subprocess.Popen[bytes]) -> None:
+def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
     give_up_at = time.monotonic() + 10
     with redis.Redis.from_url(url) as client:
         while server.poll() is None and time.monotonic() < give_up_at:

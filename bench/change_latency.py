@@ -1,4 +1,4 @@
-"""`python -m bench.effect`: from a change that somebody makes to its effect on every worker, measured.
+"""`python -m bench.change_latency`: from a change that somebody makes to its effect on every worker, measured.
 
 A real Redis counts, a real PostgreSQL has the config, the admin server takes the changes over HTTP, and four processes
 with a gate each do nothing but let the same client knock. What is measured: how long after the change was sent each of
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.progress import Progress
-from bench.server import free_port, running_redis
+from bench.redis_server import free_port, running_redis
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,7 +186,7 @@ def _ms(seconds: float) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m bench.effect", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m bench.change_latency", description=__doc__.splitlines()[0])
     parser.add_argument("--changes", type=int, default=50, help="of each kind")
     return parser.parse_args()
 

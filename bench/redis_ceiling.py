@@ -1,4 +1,4 @@
-"""The physical limit: how often the server itself can run headgate's script, with a client written in C."""
+"""The rate at which Redis itself can run Headgate's script, measured with redis-benchmark."""
 
 import subprocess
 from datetime import timedelta
@@ -12,15 +12,12 @@ PIPELINED = 16
 
 
 def headgate_batch_command(limit: Any, checks: int) -> tuple[str, list[str]]:
-    """The script and the arguments after its hash with which headgate sends a batch of `checks` checks.
-
-    redis-benchmark replaces `__rand_int__` with a number of its own in every place and every run.
-    """
+    """The script of a batch of checks, and its arguments. redis-benchmark fills in each `__rand_int__`."""
     from headgate.stores.operations import checked
     from headgate.stores.redis.encoding import CommandEncoder
 
     wire = CommandEncoder("headgate", None)
-    # The command of different clients: one that meets the same key again and again says so, and is run another way.
+    # Different clients: a batch with duplicate keys is encoded differently.
     command = wire.encode_checks([checked((limit.by(f"user-{number}"),), 1, None) for number in range(checks)])
     assert command.script is not None
     keys = [wire.name(limit.by("user-__rand_int__"))] * checks
@@ -28,7 +25,7 @@ def headgate_batch_command(limit: Any, checks: int) -> tuple[str, list[str]]:
 
 
 def script_rate(url: str, checks: int, keys: int, seconds: float) -> float:
-    """Checks a second of runs with `checks` checks each, over so many keys, pipelined."""
+    """Checks per second, in pipelined runs of `checks` checks each over `keys` keys."""
     from headgate import Limit
 
     limit = Limit(100_000, timedelta(hours=1), name="per_ip")
@@ -42,11 +39,11 @@ def script_rate(url: str, checks: int, keys: int, seconds: float) -> float:
 
 
 def _benchmark(url: str, command: list[str], runs: int, keys: int) -> float:
-    """Runs of the command a second."""
+    """Runs of the command per second."""
     at = urlsplit(url)
-    asked = ["redis-benchmark", "-h", str(at.hostname), "-p", str(at.port), "--csv", "-r", str(keys)]
-    asked += ["-c", str(CLIENTS), "-P", str(PIPELINED), "-n", str(runs), *command]
-    # It hangs for ever on a server that is gone.
-    finished = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=120)
+    arguments = ["redis-benchmark", "-h", str(at.hostname), "-p", str(at.port), "--csv", "-r", str(keys)]
+    arguments += ["-c", str(CLIENTS), "-P", str(PIPELINED), "-n", str(runs), *command]
+    # It hangs if the server is gone.
+    finished = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=120)
     heading, row = finished.stdout.strip().splitlines()[-2:]
     return float(row.split('","')[heading.split('","').index("rps")])
