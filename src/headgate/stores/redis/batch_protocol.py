@@ -26,16 +26,7 @@ if TYPE_CHECKING:
     from headgate.stores.redis.encoding import CommandEncoder
     from headgate.stores.redis.topology import Topology
 
-__all__ = [
-    "BudgetExhausted",
-    "ConnectionLost",
-    "NotSent",
-    "deliver",
-    "is_undo",
-    "public",
-    "refusal",
-    "run_batch",
-]
+__all__ = ["BudgetExhausted", "ConnectionLost", "NotSent", "deliver", "is_undo", "public", "refusal", "run_batch"]
 
 MAX_ROUNDS: Final = 6
 """Round trips of a command, including redirections in a cluster that is being resharded."""

@@ -6,7 +6,7 @@ is replaced as a whole, and stays in use until something better is known.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from redis.crc import key_slot
 
@@ -21,81 +21,85 @@ __all__ = ["Cluster", "Sentinel", "Standalone", "Topology"]
 SLOTS: Final = 16_384
 
 
-class Topology(Protocol):
-    can_move: bool
+class Topology:
+    """One server at a fixed address; the base of topologies whose servers are discovered."""
+
+    can_move = False
     """True if another discovery can find a server elsewhere."""
 
     def discover(self) -> Generator[list[Command], None, None]:
         """Find the servers, unless they are known; raises StoreUnavailable."""
+        yield from ()
 
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
         """Find the servers again. Suspects, which may not reply, are asked last."""
+        yield from ()
 
     def forget(self, suspects: Container[Node | None] = ()) -> None:
         """Discover again before the next command, and ask suspects last."""
 
     def locate(self, command: Command) -> None:
         """Set the server of a command."""
-
-    def primaries(self) -> list[Node | None]:
-        """The servers with keys, as far as they are known; None stands for the only one."""
-
-
-class Standalone:
-    """One server at a fixed address."""
-
-    can_move = False
-
-    def discover(self) -> Generator[list[Command], None, None]:
-        yield from ()
-
-    def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
-        yield from ()
-
-    def forget(self, suspects: Container[Node | None] = ()) -> None:
-        pass
-
-    def locate(self, command: Command) -> None:
         command.node = None
 
     def primaries(self) -> list[Node | None]:
+        """The servers with keys, as far as they are known; None stands for the only one."""
         return [None]
 
 
-class Sentinel:
-    """The primary of that name, as told by the sentinels."""
+class Standalone(Topology):
+    """One server at a fixed address."""
+
+
+class _Discovered(Topology):
+    """A topology that is discovered by asking one node after the other."""
 
     can_move = True
+    query: tuple[str, ...]
+    expects: type | tuple[type, ...] = list
+    failure: str
 
-    def __init__(self, sentinels: Sequence[Node], service: str) -> None:
-        self._sentinels = list(sentinels)
-        self._service = service
-        self._primary: Node | None = None
-        self._stale = True
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = list(nodes)
+        self._is_stale = True
 
     def discover(self) -> Generator[list[Command], None, None]:
-        if self._stale:
+        if self._is_stale:
             yield from self.refresh()
 
     def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
-        reason = "no sentinel was asked"
-        for sentinel in _sort_suspects_last(self._sentinels, suspects):
-            args = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
-            command = Command(None, NO_KEYS, args, expects=(list, type(None)))
-            command.node = sentinel
+        reason = "no server was asked"
+        for node in _sort_suspects_last(self._nodes, suspects):
+            command = Command(None, NO_KEYS, self.query, expects=self.expects)
+            command.node = node
             yield [command]
-            primary = _read_primary(command.reply)
-            if primary is not None:
-                self._primary = primary
-                self._stale = False
-                # This one is asked first the next time.
-                self._sentinels = list(dict.fromkeys((sentinel, *self._sentinels)))
+            if self._learn(command.reply, node):
+                self._is_stale = False
                 return
-            reason = str(command.reply) if command.reply is not None else f"it knows no primary named {self._service!r}"
-        raise StoreUnavailable(f"no sentinel could name the primary of {self._service!r}; the last one: {reason}")
+            reason = "it does not know it" if command.reply is None else str(command.reply)
+            # Later discoveries ask it last, too.
+            self._nodes = _sort_suspects_last(self._nodes, (node,))
+        raise StoreUnavailable(f"{self.failure}; the last one: {reason}")
 
     def forget(self, suspects: Container[Node | None] = ()) -> None:
-        self._stale = True
+        self._nodes = _sort_suspects_last(self._nodes, suspects)
+        self._is_stale = True
+
+    def _learn(self, reply: Any, node: Node) -> bool:
+        """Use the reply of a node; False if it is malformed."""
+        raise NotImplementedError
+
+
+class Sentinel(_Discovered):
+    """The primary of that name, as told by the sentinels."""
+
+    expects = (list, type(None))
+
+    def __init__(self, sentinels: Sequence[Node], service: str) -> None:
+        super().__init__(sentinels)
+        self.query = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+        self.failure = f"no sentinel could name the primary of {service!r}"
+        self._primary: Node | None = None
 
     def locate(self, command: Command) -> None:
         command.node = self._primary
@@ -103,37 +107,24 @@ class Sentinel:
     def primaries(self) -> list[Node | None]:
         return [] if self._primary is None else [self._primary]
 
+    def _learn(self, reply: Any, node: Node) -> bool:
+        try:
+            host, port = reply
+            self._primary = Node(host.decode(), int(port))
+        except (AttributeError, TypeError, ValueError):
+            return False
+        return True
 
-class Cluster:
+
+class Cluster(_Discovered):
     """A Redis Cluster, by its own map of slots."""
 
-    can_move = True
+    query = ("CLUSTER", "SLOTS")
+    failure = "no server of the cluster could tell its slots"
 
     def __init__(self, seeds: Sequence[Node]) -> None:
-        self._known = list(seeds)
+        super().__init__(seeds)
         self._slots: dict[int, Node] = {}
-        self._stale = True
-
-    def discover(self) -> Generator[list[Command], None, None]:
-        if self._stale:
-            yield from self.refresh()
-
-    def refresh(self, suspects: Container[Node | None] = ()) -> Generator[list[Command], None, None]:
-        reason = "no server was asked"
-        for node in _sort_suspects_last(self._known, suspects):
-            command = Command(None, NO_KEYS, ("CLUSTER", "SLOTS"), expects=list)
-            command.node = node
-            yield [command]
-            if self._learn(command.reply, node):
-                return
-            reason = str(command.reply)
-            # Later discoveries ask it last, too.
-            self._known = _sort_suspects_last(self._known, (node,))
-        raise StoreUnavailable(f"no server of the cluster could tell its slots; the last one: {reason}")
-
-    def forget(self, suspects: Container[Node | None] = ()) -> None:
-        self._known = _sort_suspects_last(self._known, suspects)
-        self._stale = True
 
     def locate(self, command: Command) -> None:
         slot = _slot(command.keys.first)
@@ -156,15 +147,14 @@ class Cluster:
     def record_move(self, slot: int, node: Node) -> None:
         self._slots[slot] = node
 
-    def _learn(self, ranges: Any, asked: Node) -> bool:
-        """Use a map of slots; False if it is malformed."""
+    def _learn(self, reply: Any, node: Node) -> bool:
         slots: dict[int, Node] = {}
         known: dict[Node, None] = {}
         try:
-            for first, last, primary, *replicas in ranges:
+            for first, last, primary, *replicas in reply:
                 # A server that does not know its own host name leaves it empty.
                 nodes = [
-                    Node(name.decode() if name else asked.host, int(port)) for name, port, *_ in (primary, *replicas)
+                    Node(name.decode() if name else node.host, int(port)) for name, port, *_ in (primary, *replicas)
                 ]
                 if not 0 <= first <= last < SLOTS:
                     return False
@@ -172,21 +162,10 @@ class Cluster:
                 known.update(dict.fromkeys(nodes))
         except (AttributeError, TypeError, ValueError):
             return False
-        if not slots:
-            return False
-        self._slots = slots
-        self._stale = False
-        self._known = list(dict.fromkeys((*known, *self._known)))
-        return True
-
-
-def _read_primary(reply: Any) -> Node | None:
-    """The address in the reply of a sentinel, or None."""
-    try:
-        host, port = reply
-        return Node(host.decode(), int(port))
-    except (AttributeError, TypeError, ValueError):
-        return None
+        if slots:
+            self._slots = slots
+            self._nodes = list(dict.fromkeys((*known, *self._nodes)))
+        return bool(slots)
 
 
 def _slot(key: str) -> int:
