@@ -1,4 +1,4 @@
-"""The metrics of gates for OpenTelemetry, and spans for those who want them. See docs/metrics.md."""
+"""Export of metrics and spans to OpenTelemetry. See docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ def instrument(
     name: str = "default",
     lag: Callable[[], float] | None = None,
 ) -> Metrics:
-    """Show the gate's metrics through a MeterProvider: the one that was set for the process, if none is given.
+    """Export the gate's metrics through a MeterProvider; by default, the global one.
 
-    Several gates may be instrumented: under their own names they are told apart by the attribute `gate`, under the
-    same name they are one. `lag` tells for how many seconds the policy has not been the newest, where it comes from no
-    file.
+    The attribute `gate` is the name; gates with the same name are exported as one. `lag` returns the seconds for which
+    the policy has not been the newest, for policies that are not files.
     """
-    _demand_library()
+    _require_library()
     if provider is None:
         from opentelemetry.metrics import get_meter_provider
 
@@ -57,11 +56,11 @@ def instrument(
 
 
 def trace(gate: GateBase, provider: TracerProvider | None = None) -> None:
-    """Make a span of each decision of the gate, a child of the span that is current: `headgate.check`.
+    """Create a span `headgate.check` for each decision, as a child of the current span.
 
-    Its attributes tell the route, the limits and the outcome, but never the client.
+    Its attributes contain the route, the limits and the outcome, but never the client.
     """
-    _demand_library()
+    _require_library()
     from opentelemetry import trace as tracing
 
     provider = tracing.get_tracer_provider() if provider is None else provider
@@ -84,16 +83,16 @@ def trace(gate: GateBase, provider: TracerProvider | None = None) -> None:
 
 
 _instruments: WeakKeyDictionary[Any, Instruments] = WeakKeyDictionary()
-"""Of each provider: instruments that are made twice are told of twice."""
+"""One per provider, as instruments must not be created twice."""
 _traced: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
-"""The providers that have a span of each decision of a gate already."""
+"""The providers that trace a gate already."""
 
 
 class Instruments:
-    """All instruments, for any number of gates.
+    """The instruments of a provider, for any number of gates.
 
-    Counters and gauges are read when they are exported. OpenTelemetry has no such way for histograms: those are
-    recorded with each decision.
+    Counters and gauges are read when they are exported. OpenTelemetry has no observable histograms; those are recorded
+    by an observer of each gate.
     """
 
     def __init__(self, provider: MeterProvider) -> None:
@@ -110,12 +109,12 @@ class Instruments:
         observed = [family for family in FAMILIES.values() if family.kind != "histogram"]
         for family in observed:
             make = meter.create_observable_counter if family.kind == "counter" else meter.create_observable_gauge
-            # They are asked in their order: the first reads for all.
+            # Callbacks run in this order: the first one reads for all.
             callback = self._observer(family, reads=family is observed[0])
             make(family.otel_name, [callback], family.unit, family.help)
 
     def add(self, gate: GateBase, name: str, lag: Callable[[], float] | None) -> Metrics:
-        """Count at one gate more."""
+        """Export the metrics of another gate."""
         metrics = self._metrics.setdefault(name, Metrics())
         if metrics.watch(gate, lag=lag):
             gate.add_observer(_HistogramRecorder(name, self._latency, self._remaining))
@@ -160,7 +159,7 @@ class _HistogramRecorder:
 
 
 def _stopwatch(gate: GateBase) -> Callable[[Admission], int]:
-    """Tells how many microseconds have passed since a request of the gate was resolved."""
+    """A function that returns the microseconds since a request of the gate was received."""
     there = ref(gate)
 
     def elapsed_us(admission: Admission) -> int:
@@ -175,31 +174,31 @@ def _stopwatch(gate: GateBase) -> Callable[[Admission], int]:
 def _attributes(admission: Admission) -> dict[str, Any]:
     resolution, decision = admission.resolution, admission.decision
     assert resolution is not None
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "http.route": resolution.route.endpoint,
         "headgate.outcome": outcome_of(admission),
         "headgate.limits": [rule.rule.name for rule in resolution.rules],
     }
     if resolution.route.route_class is not None:
-        told["headgate.route_class"] = resolution.route.route_class
+        attributes["headgate.route_class"] = resolution.route.route_class
     if resolution.tier is not None:
-        told["headgate.tier"] = resolution.tier
+        attributes["headgate.tier"] = resolution.tier
     if decision is None:
-        return told
+        return attributes
     if decision.degraded is not None:
-        return {**told, "headgate.degraded_mode": MODES[resolution.route.on_failure]}
-    told["headgate.remaining"] = decision.remaining
+        return {**attributes, "headgate.degraded_mode": MODES[resolution.route.on_failure]}
+    attributes["headgate.remaining"] = decision.remaining
     if not decision.allowed:
-        told["headgate.denied_by"] = list(decision.denied_by)
+        attributes["headgate.denied_by"] = list(decision.denied_by)
     if decision.retry_after_us:
-        told["headgate.retry_after_ms"] = decision.retry_after_us / 1000
+        attributes["headgate.retry_after_ms"] = decision.retry_after_us / 1000
     would_deny = [shadow.met.rule.name for shadow in admission.shadows if not shadow.decision.allowed]
-    return {**told, "headgate.shadow_denied_by": would_deny} if would_deny else told
+    return {**attributes, "headgate.shadow_denied_by": would_deny} if would_deny else attributes
 
 
-def _demand_library() -> None:
+def _require_library() -> None:
     try:
-        import opentelemetry.metrics  # noqa: F401 - whether it is there
+        import opentelemetry.metrics  # noqa: F401 - only a check
     except ModuleNotFoundError as missing:
         if missing.name not in ("opentelemetry", "opentelemetry.metrics"):
             raise

@@ -1,4 +1,4 @@
-"""The metrics of gates for Prometheus, through prometheus-client. See docs/metrics.md."""
+"""Export of metrics to Prometheus through prometheus-client. See docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["GateCollector", "MultiprocessExporter", "register"]
 
 logger = logging.getLogger("headgate")
 
-EVERY: Final = 1.0
-"""Seconds between two times that a process of several writes down what it has counted."""
+WRITE_INTERVAL_S: Final = 1.0
+"""The interval at which each of several processes writes its metrics to the shared directory."""
 
-PROCESSES: Final = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
-"""Where prometheus-client looks for the directory that all processes of a server share."""
+DIRECTORY_VARIABLES: Final = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
+"""The environment variables of prometheus-client's multiprocess mode."""
 
 
 def register(
@@ -41,13 +41,13 @@ def register(
     name: str = "default",
     lag: Callable[[], float] | None = None,
 ) -> Metrics:
-    """Show the gate's metrics in a registry: prometheus-client's own one, if none is given.
+    """Register the gate's metrics in a registry; by default, in the global one of prometheus-client.
 
-    Several gates may be registered: under their own names they are told apart by the label `gate`, under the same name
-    they are one. `lag` tells for how many seconds the policy has not been the newest, where it comes from no file.
+    The label `gate` is the name; gates with the same name are exported as one. `lag` returns the seconds for which the
+    policy has not been the newest, for policies that are not files.
 
-    Where several processes serve together, and PROMETHEUS_MULTIPROC_DIR is set as prometheus-client wants it, each
-    writes its numbers there every second, and the app's own MultiProcessCollector shows all of them.
+    With several processes and PROMETHEUS_MULTIPROC_DIR, each writes its metrics there every second, for the
+    MultiProcessCollector of the app.
 
     >>> from headgate.gate.gate import Gate
     >>> from headgate.policy import read
@@ -60,48 +60,47 @@ def register(
     """
     library = _library()
     registry = library.REGISTRY if registry is None else registry
-    shown = _shown.get(registry)
-    if shown is None:
-        shown = MultiprocessExporter() if any(os.environ.get(variable) for variable in PROCESSES) else GateCollector()
-        if isinstance(shown, GateCollector):
-            registry.register(shown)
-        _shown[registry] = shown
-    metrics = shown.metrics.setdefault(name, Metrics())
+    exporter = _exporters.get(registry)
+    if exporter is None:
+        is_multiprocess = any(os.environ.get(variable) for variable in DIRECTORY_VARIABLES)
+        exporter = _exporters[registry] = MultiprocessExporter() if is_multiprocess else GateCollector()
+        if isinstance(exporter, GateCollector):
+            registry.register(exporter)
+    metrics = exporter.metrics.setdefault(name, Metrics())
     metrics.watch(gate, lag=lag)
     return metrics
 
 
-_shown: WeakKeyDictionary[Any, GateCollector | MultiprocessExporter] = WeakKeyDictionary()
-"""What shows the gates of each registry: two in one would tell every family twice."""
+_exporters: WeakKeyDictionary[Any, GateCollector | MultiprocessExporter] = WeakKeyDictionary()
+"""One per registry, as families must not be registered twice."""
 
 
 class GateCollector:
-    """Reads the metrics of gates whenever a registry is asked for them."""
+    """A collector that reads the metrics of gates when a registry is scraped."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Metrics] = {}
-        """By the name of the gate."""
+        """By gate name."""
 
     def describe(self) -> list[Metric]:
-        """All families, without numbers: so that a registry finds names that are taken already."""
+        """All families without samples, by which a registry detects duplicates."""
         return [_empty(family) for family in FAMILIES.values()]
 
     def collect(self) -> list[Metric]:
-        """All numbers."""
         found = {name: _empty(family) for name, family in FAMILIES.items()}
         for gate, metrics in list(self.metrics.items()):
-            for reading in metrics.read():
-                metric = found[reading.family.name]
-                for suffix, labels, value in _samples(reading, gate):
+            for sample in metrics.read():
+                metric = found[sample.family.name]
+                for suffix, labels, value in _series(sample, gate):
                     metric.add_sample(metric.name + suffix, labels, value)
         return [metric for metric in found.values() if metric.samples]
 
 
 class MultiprocessExporter:
-    """Writes the metrics of gates to the directory that prometheus-client shares between processes."""
+    """Writes the metrics of gates to the directory of prometheus-client's multiprocess mode."""
 
-    def __init__(self, *, every: float | None = EVERY) -> None:
-        """From a thread of its own, `every` so many seconds; never by itself, if None."""
+    def __init__(self, *, every: float | None = WRITE_INTERVAL_S) -> None:
+        """`every` is the interval in seconds of the background thread; None for no thread."""
         self.metrics: dict[str, Metrics] = {}
         self._every = every
         self._values: dict[tuple[str, tuple[str, ...]], Any] = {}
@@ -110,19 +109,19 @@ class MultiprocessExporter:
         reinit_after_fork(self)
 
     def write(self) -> None:
-        """Write all numbers down now."""
+        """Write all metrics now."""
         written = set()
         for gate, metrics in list(self.metrics.items()):
-            for reading in metrics.read():
-                for suffix, labels, number in _samples(reading, gate, cumulates=False):
-                    value = self._value(reading.family, suffix, labels)
+            for sample in metrics.read():
+                for suffix, labels, number in _series(sample, gate, is_cumulative=False):
+                    value = self._value(sample.family, suffix, labels)
                     value.set(number)
                     written.add(value)
-        for value in self._gauges - written:  # the version of a policy that is no more in force
+        for value in self._gauges - written:  # such as the version of an earlier policy
             value.set(0)
 
     def reset_after_fork(self) -> None:
-        """Threads stay with the parent; a child writes by itself."""
+        """Start a thread in the child."""
         self._start()
 
     def _value(self, family: Family, suffix: str, labels: dict[str, str]) -> Any:
@@ -147,17 +146,17 @@ class MultiprocessExporter:
             ).start()
 
 
-def _write_forever(mirror: ref[MultiprocessExporter], every: float) -> None:
+def _write_forever(there: ref[MultiprocessExporter], every: float) -> None:
     pause = threading.Event()
     while not pause.wait(every):
-        there = mirror()
-        if there is None:
+        exporter = there()
+        if exporter is None:
             return
         try:
-            there.write()
-        except Exception:  # whatever is wrong with the directory, it may be put right
-            logger.exception("metrics could not be written for the other processes")
-        del there
+            exporter.write()
+        except Exception:  # the directory may become writable again
+            logger.exception("metrics could not be written to the shared directory")
+        del exporter
 
 
 def _empty(family: Family) -> Metric:
@@ -166,17 +165,17 @@ def _empty(family: Family) -> Metric:
     return Metric(family.name, family.help, family.kind)
 
 
-def _samples(reading: Sample, gate: str, *, cumulates: bool = True) -> Iterator[tuple[str, dict[str, str], float]]:
-    """The samples of a reading: what follows its name, its labels, its value."""
-    family, values, value = reading
+def _series(sample: Sample, gate: str, *, is_cumulative: bool = True) -> Iterator[tuple[str, dict[str, str], float]]:
+    """The Prometheus samples of a value: name suffix, labels and value."""
+    family, values, value = sample
     labels = {"gate": gate, **dict(zip(family.labels, values, strict=True))}
     if not isinstance(value, Histogram):
         yield "_total" if family.kind == "counter" else "", labels, value
         return
-    counts: Iterable[int] = accumulate(value.counts) if cumulates else value.counts
+    counts: Iterable[int] = accumulate(value.counts) if is_cumulative else value.counts
     for bound, count in zip((*map(str, map(float, value.bounds)), "+Inf"), counts, strict=True):
         yield "_bucket", {**labels, "le": bound}, count
-    if cumulates:
+    if is_cumulative:
         yield "_count", labels, sum(value.counts)
     yield "_sum", labels, value.total
 

@@ -1,4 +1,4 @@
-"""Who a client is, without saying it: identities as keyed hashes, and labels that may be shown."""
+"""Pseudonyms of clients: keyed hashes of their identities, and labels for display."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
 __all__ = ["EVERYBODY", "LABEL", "NodePseudonyms", "Pseudonym", "Pseudonymizer", "label_key"]
 
 LABEL: Final = "label"
-"""The kind of those keys that are labels."""
+"""The kind of keys that are labels."""
 
-NO_CLIENTS: Final = frozenset({"address", "subnet", "tier", OTHER_API_KEYS})
-"""What stands among a request's identities, and is nobody's own."""
+NOT_IDENTITIES: Final = frozenset({"address", "subnet", "tier", OTHER_API_KEYS})
+"""Entries of `Identities` that do not identify a client."""
 
-MOST_KNOWN: Final = 10_000
-LONGEST_LABEL: Final = 200
-SHORT: Final = 8
-"""Digits of a hash that tell clients apart for people."""
+MAX_CACHED: Final = 10_000
+MAX_LABEL_LENGTH: Final = 200
+SHORT_HASH_DIGITS: Final = 8
 
 
 class Pseudonym(NamedTuple):
-    """A request's client, and all keys under which what became of it can be found."""
+    """The pseudonym of a client, and all keys by which its records can be found."""
 
     kind: str
     key: str
@@ -45,54 +44,54 @@ class Pseudonym(NamedTuple):
 
 
 class Pseudonymizer:
-    """Names clients by keyed hashes. The secret is the gate's own: API keys have the same hashes here as there."""
+    """Computes pseudonyms. With the gate's secret, API keys have the same hashes as in the policy."""
 
     def __init__(self, secret: str | bytes | None = None, *, show: Collection[str] = ("tenant",)) -> None:
         if "api_key" in show:
             raise InvalidConfiguration("API keys are never shown: leave 'api_key' out of show")
         self._show = frozenset(show)
-        given = _given(secret)
+        given = _checked_secret(secret)
         self._api_keys = ApiKeyHasher(given)
         self._hashes = IdentityHashes(given)
-        self._named: dict[tuple[str, ...], Pseudonym] = {}
+        self._cache: dict[tuple[str, ...], Pseudonym] = {}
         self._labels_of: Policy | None = None
         self._labels: Mapping[str, str] = {}
         self._networks: Networks[str] | None = None
 
     def key(self, kind: str, value: str) -> str:
-        """The keyed hash of an identity; that of an API key is the one that policies name it by."""
+        """The keyed hash of a normalised identity; API keys have the same hash in policies."""
         return self._hashes(kind, value)
 
-    def written(self, kind: str, value: str) -> str:
-        """The keyed hash of an identity that a person wrote: of an API key as it is, of an address in any spelling."""
+    def hash_of(self, kind: str, value: str) -> str:
+        """The keyed hash of an identity as entered by a person: a raw API key, or an address in any notation."""
         if value.startswith(PREFIX):
-            return self._api_keys.fingerprint(value)  # one that is a hash already stays
+            return self._api_keys.fingerprint(value)  # unchanged if it is a hash already
         if kind == "api_key":
             return self._api_keys.fingerprint(value)
         return self.key(kind, (canonical(value) or value) if kind == "ip" else value)
 
-    def named(self, who: tuple[str, ...], policy: Policy | None = None) -> Pseudonym:
-        """Who sent a request, with the label that the policy gives it: of first all kinds, and then all values."""
+    def pseudonym(self, who: tuple[str, ...], policy: Policy | None = None) -> Pseudonym:
+        """The pseudonym of a request's client, labelled by a policy. `who` has first all kinds, then all values."""
         if policy is not self._labels_of:
-            self._learn(policy)
-        named = self._named.get(who)
-        if named is None:
-            if len(self._named) >= MOST_KNOWN:
-                self._named.clear()  # busy clients are back with their next request
+            self._load_labels(policy)
+        cached = self._cache.get(who)
+        if cached is None:
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
             half = len(who) // 2
-            named = self._named[who] = self._newly_named(dict(zip(who[:half], who[half:], strict=True)))
-        return named
+            cached = self._cache[who] = self._compute(dict(zip(who[:half], who[half:], strict=True)))
+        return cached
 
     def known_identities(self, policy: Policy) -> dict[str, tuple[str, str]]:
-        """Everybody whom a policy names, by key: kind and value, of API keys the hash."""
+        """The identities in a policy, by their hashes: kind and value, of API keys the hash."""
         named = [*(each.identity for each in policy.clients), *(each.identity for each in policy.overrides)]
-        keyed = [(self.written(*identity), identity) for identity in named]
+        keyed = [(self.hash_of(*identity), identity) for identity in named]
         return {key: (kind, key if kind == "api_key" else value) for key, (kind, value) in keyed}
 
-    def _newly_named(self, who: Identities) -> Pseudonym:
-        kinds = [kind for kind in who if kind not in NO_CLIENTS]
+    def _compute(self, who: Identities) -> Pseudonym:
+        kinds = [kind for kind in who if kind not in NOT_IDENTITIES]
         keys = [self.key(kind, who[kind]) for kind in kinds]
-        if who["address"] != who["ip"]:  # one of a network that is counted as one: found by either
+        if who["address"] != who["ip"]:  # counted by its network: found by either
             kinds.append("ip")
             keys.append(self.key("ip", who["address"]))
         if OTHER_API_KEYS in who:
@@ -106,7 +105,7 @@ class Pseudonymizer:
         return Pseudonym(kind, key, label, tuple(kinds), (*keys, *names))
 
     def _label(self, kind: str, who: Identities, key: str, keys: list[str]) -> tuple[str, list[str]]:
-        """What the client is called, and the names by which it can be looked for."""
+        """The label of a client, and the keys of labels by which it can be found."""
         if self._labels:
             label = next((self._labels[each] for each in (key, *keys) if each in self._labels), None)
             if label is not None:
@@ -118,110 +117,109 @@ class Pseudonymizer:
             shown = _printable(value)
             return f"{kind} {shown}", [label_key(shown)]
         if kind == "ip":
-            return f"ip {_blurred(value)}", []
+            return f"ip {_network_of(value)}", []
         if value == AMBIGUOUS and kind == "api_key":
             return "several API keys at once", []
-        return f"{kind} {key[: len(PREFIX) + SHORT]}", []
+        return f"{kind} {key[: len(PREFIX) + SHORT_HASH_DIGITS]}", []
 
-    def _learn(self, policy: Policy | None) -> None:
+    def _load_labels(self, policy: Policy | None) -> None:
         labelled = [client for client in policy.clients if client.label] if policy is not None else []
         networks = {each.identity.value: each.label or "" for each in labelled if each.identity.kind == "ip"}
         self._networks = Networks(networks) if networks else None
         self._labels = {
-            self.written(*each.identity): each.label or "" for each in labelled if each.identity.kind != "ip"
+            self.hash_of(*each.identity): each.label or "" for each in labelled if each.identity.kind != "ip"
         }
         self._labels_of = policy
-        self._named.clear()
+        self._cache.clear()
 
 
 def label_key(label: str) -> str:
-    """The key under which a label is found, however it is spelled."""
-    return f"{LABEL}:{' '.join(label.casefold().split())[:LONGEST_LABEL]}"
+    """The key of a label, independent of case and spacing."""
+    return f"{LABEL}:{' '.join(label.casefold().split())[:MAX_LABEL_LENGTH]}"
 
 
-def _given(secret: str | bytes | None) -> bytes:
+def _checked_secret(secret: str | bytes | None) -> bytes:
     given = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
     if not given:
         raise InvalidConfiguration(
-            "clients are logged as keyed hashes, and there is no secret to key them with: give secret=, or set "
-            f"{SECRET_VARIABLE}, to the gate's own"
+            "clients are stored as keyed hashes, which need a secret: give secret=, or set "
+            f"{SECRET_VARIABLE}, to the one of the gate"
         )
     return given.encode() if isinstance(given, str) else given
 
 
-def _blurred(address: str) -> str:
-    """The network of an address, which many share."""
+def _network_of(address: str) -> str:
+    """The network of an address, as text."""
     if ":" in address:
         return ":".join(address.partition("::")[0].split(":")[:3]) + ":*"
     return f"{address.rpartition('.')[0]}.*" if "." in address else address
 
 
 def _printable(text: str) -> str:
-    return "".join([sign if sign.isprintable() else "?" for sign in text[:LONGEST_LABEL]])
+    return "".join([sign if sign.isprintable() else "?" for sign in text[:MAX_LABEL_LENGTH]])
 
 
 EVERYBODY = Pseudonym("global", "", "everybody", (), ())
-"""Whom a limit counts that has one counter for all."""
+"""The client of a limit with one counter for all."""
 
 
 class NodePseudonyms:
-    """Names clients by the policy in force. Belongs to one thread."""
+    """Pseudonyms for status reports, labelled by the policy in force. Not thread-safe."""
 
     def __init__(self, clients: Pseudonymizer) -> None:
         self._clients = clients
         self._policy: Policy | None = None
         self._by: dict[str, tuple[str, ...]] = {}
-        """What each limit counts by."""
+        """The kinds of identity that each limit counts by."""
 
     def use(self, policy: Policy) -> None:
-        """Name them by this policy from now on."""
+        """Use the labels of another policy."""
         if policy is not self._policy:
             self._policy = policy
             self._by = {rule.name: tuple(rule.by) for rule in policy.rules}
 
-    def of(self, who: Identities) -> Pseudonym:
-        """The client that sent a request. Of an address only the network is shown, which many share: a piece of its
-        hash tells them apart."""
-        named = self._clients.named((*who, *who.values()), self._policy)
-        is_blurred = named.kind == "ip" and named.label.startswith("ip ") and named.label.endswith("*")
-        if not is_blurred:
-            return named
-        return named._replace(label=f"{named.label} ({named.key.removeprefix(PREFIX)[:SHORT]})")
+    def of_client(self, who: Identities) -> Pseudonym:
+        """The pseudonym of a request's client. Addresses are shown as networks with a part of their hash."""
+        pseudonym = self._clients.pseudonym((*who, *who.values()), self._policy)
+        kind, key, label, _, _ = pseudonym
+        if not (kind == "ip" and label.startswith("ip ") and label.endswith("*")):
+            return pseudonym
+        return pseudonym._replace(label=f"{label} ({key.removeprefix(PREFIX)[:SHORT_HASH_DIGITS]})")
 
-    def hot(self, gate: GateBase, most: int) -> list[list[Any]]:
-        """The counters of a gate whose tokens are prepaid, the busiest first: limit, kind, key, label and how many
-        requests a second."""
+    def hot_counters(self, gate: GateBase, limit: int) -> list[list[Any]]:
+        """The hottest counters of a gate: name of the limit, kind, key, label and requests per second."""
         rates: dict[tuple[str, str, str, str], int] = {}
         for key, per_second in gate.hot_counters():
-            name = self.counted(key)
+            name = self.of_counter(key)
             at = key.limit.name, name.kind, name.key, name.label
             rates[at] = rates.get(at, 0) + per_second
-        busiest = sorted(rates.items(), key=lambda item: -item[1])[:most]
+        busiest = sorted(rates.items(), key=lambda item: -item[1])[:limit]
         return [[*at, rate] for at, rate in busiest]
 
-    def counted(self, key: Key) -> Pseudonym:
-        """Whom a counter counts, out of the parts that it is made of."""
+    def of_counter(self, key: Key) -> Pseudonym:
+        """The pseudonym of the client that a counter counts, from the parts of its key."""
         parts = [str(part) for part in key.parts]
         if not parts:
             return EVERYBODY
         by = self._by.get(key.limit.name)
-        if key.limit.name.endswith(NET_SUFFIX):  # the address comes first
-            return self.of({"address": parts[0], "ip": parts[0]})
-        if parts[0] == "" and len(parts) == 3:  # counted by the address, as what the limit counts by was not there
+        if key.limit.name.endswith(NET_SUFFIX):  # its first part is the address
+            return self.of_client({"address": parts[0], "ip": parts[0]})
+        if parts[0] == "" and len(parts) == 3:  # by another identity, as the request lacks the limit's own
             who = {parts[1]: parts[2]}
         else:
             who = _identities(by or (), parts) or {"other": "|".join(parts)}
         address = who.get("ip", "")
         if any(who.get(kind) for kind in CLIENT_KINDS):
-            return self.of({"address": address, "ip": address, **who})
+            return self.of_client({"address": address, "ip": address, **who})
         kind, value = next(iter(who.items()))
         hashed = self._clients.key(kind, value)
-        return Pseudonym(kind, hashed, value if kind == "endpoint" else f"{kind} {hashed[: 5 + SHORT]}", (), ())
+        return Pseudonym(
+            kind, hashed, value if kind == "endpoint" else f"{kind} {hashed[: len(PREFIX) + SHORT_HASH_DIGITS]}", (), ()
+        )
 
 
 def _identities(by: tuple[str, ...], parts: list[str]) -> dict[str, str]:
-    """What stands in the parts of a counter, by kind: a limit by client writes two of them, the kind and the value.
-    Nothing, if they are not those of such a limit."""
+    """The identities in the parts of a counter's key, by kind; empty if they do not match. `client` has two parts."""
     kinds = list(by)
     if "client" in by:
         at = kinds.index("client")

@@ -459,7 +459,7 @@ def test_from_a_request_to_the_webhook_and_the_overview(
         found.extend(fleet.watcher.check())
 
     with closing(gate), closing(pulse):
-        fleet.learn({1: 2 * DAY}, minutes=2 * DAY, client=("tenant", Pseudonymizer(SECRET).written("tenant", "acme")))
+        fleet.learn({1: 2 * DAY}, minutes=2 * DAY, client=("tenant", Pseudonymizer(SECRET).hash_of("tenant", "acme")))
         minute(1)
         assert not found
         minute(900)

@@ -301,7 +301,7 @@ WHO_IS_COUNTED = [
     {"tenant": "initech"},
     {"tenant": "globex"},
     {"user": "ada"},
-    {"api_key": CLIENTS.written("api_key", KEY)},
+    {"api_key": CLIENTS.hash_of("api_key", KEY)},
     {"ip": "203.0.113.9"},
     {"ip": "198.51.100.7"},
 ]
@@ -428,15 +428,15 @@ def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -
     ("the  office", ("ip", "198.51.100.0/24")),
     ("acme inc", ("tenant", "acme")),
     ("acme", ("tenant", "acme")),
-    (KEY, ("api_key", CLIENTS.written("api_key", KEY))),
-    (f"api_key={KEY}", ("api_key", CLIENTS.written("api_key", KEY))),
-    (CLIENTS.written("api_key", KEY).upper().replace("HMAC", "hmac"), ("api_key", CLIENTS.written("api_key", KEY))),
+    (KEY, ("api_key", CLIENTS.hash_of("api_key", KEY))),
+    (f"api_key={KEY}", ("api_key", CLIENTS.hash_of("api_key", KEY))),
+    (CLIENTS.hash_of("api_key", KEY).upper().replace("HMAC", "hmac"), ("api_key", CLIENTS.hash_of("api_key", KEY))),
     ("seen-in-the-log", ("user", "seen-in-the-log")),
-    (CLIENTS.written("tenant", "logged"), ("tenant", "logged")),
-    (CLIENTS.written("user", "seen-in-the-log"), ("user", CLIENTS.written("user", "seen-in-the-log"))),
-    (CLIENTS.written("tenant", "initech"), ("tenant", "initech")),
-    (CLIENTS.written("tenant", "globex"), ("tenant", "globex")),
-    ("sk_live_known_to_log", ("api_key", CLIENTS.written("api_key", "sk_live_known_to_log"))),
+    (CLIENTS.hash_of("tenant", "logged"), ("tenant", "logged")),
+    (CLIENTS.hash_of("user", "seen-in-the-log"), ("user", CLIENTS.hash_of("user", "seen-in-the-log"))),
+    (CLIENTS.hash_of("tenant", "initech"), ("tenant", "initech")),
+    (CLIENTS.hash_of("tenant", "globex"), ("tenant", "globex")),
+    ("sk_live_known_to_log", ("api_key", CLIENTS.hash_of("api_key", "sk_live_known_to_log"))),
     ("hmac:" + "0" * 32, ("api_key", "hmac:" + "0" * 32)),
 ])  # fmt: skip
 def test_who_is_meant_is_found(found_in: World, written: str, meant: tuple[str, str]) -> None:
@@ -494,7 +494,7 @@ def test_without_a_secret_keys_cannot_be_looked_for(here: World, monkeypatch: py
 def test_of_somebody_who_is_only_a_hash_the_log_is_shown_and_no_limit_is_changed(here: World) -> None:
     here.send(60, path="/search", user="ada", peer="192.0.2.9")
     assert here.log.flush()
-    nobody = ClientRef("user", CLIENTS.written("user", "ada"))
+    nobody = ClientRef("user", CLIENTS.hash_of("user", "ada"))
     view = here.service.clients.get(nobody)
     assert (view.who, view.can_count, view.limits) == (nobody, False, ())
     assert view.troubles == (
@@ -590,7 +590,11 @@ def test_sqlite_and_clickhouse_find_the_newest_and_count_alike(here: World) -> N
         middle, late = records[90].id, records[300].id
         questions: list[tuple[str, list[str], dict[str, Any]]] = [
             ("recent", keys, {"after": after, "before": before, "outcome": outcome, "most": most})
-            for keys in ([], [CLIENTS.written("tenant", "acme")], list({*records[0].clients, *records[5].clients}))
+            for keys in (
+                [],
+                [CLIENTS.hash_of("tenant", "acme")],
+                list({*records[0].clients, *records[5].clients}),
+            )
             for after in ("", middle)
             for before in ("", late)
             for outcome in (None, "denied", "rejected")
@@ -609,7 +613,7 @@ def test_sqlite_and_clickhouse_find_the_newest_and_count_alike(here: World) -> N
             assert reader.recent(keys, **given) == wanted
         questions = questions[5::11]  # ClickHouse takes its time for each
         times = {"since_us": START_US + 3_000_000, "until_us": START_US + 33_000_000, "width_us": 7_000_000}
-        questions += [("counts", keys, times) for keys in ([], [CLIENTS.written("tenant", "acme")])]
+        questions += [("counts", keys, times) for keys in ([], [CLIENTS.hash_of("tenant", "acme")])]
         answers = [getattr(reader, name)(keys, **more) for name, keys, more in questions]
     asked = pickle.dumps((records, questions))
     told = subprocess.run([sys.executable, "-c", IN_CLICKHOUSE], input=asked, stdout=subprocess.PIPE, check=True)
@@ -903,7 +907,7 @@ def test_a_candidate_shows_an_api_key_masked(world: World) -> None:
     key = "sk_live_aaaa567890abcdef"
     (found,) = world.service.clients.candidates(key)
     assert found.title == "API key sk_live_…cdef"
-    assert found.who.value == CLIENTS.written("api_key", key)
+    assert found.who.value == CLIENTS.hash_of("api_key", key)
     assert key not in json.dumps(found.as_dict())
 
 
@@ -1057,7 +1061,7 @@ def test_overrides_of_the_policy_document_are_listed_with_the_others(world: Worl
 
 
 def test_names_stand_in_the_place_of_hashes(world: World) -> None:
-    hashed = CLIENTS.written("api_key", KEY)
+    hashed = CLIENTS.hash_of("api_key", KEY)
     world.service.clients.assign_tier(ChangeContext(SUE, "r"), ClientRef("api_key", KEY), "pro", label="Acme")
     assert world.service.clients.insert_names(f"removed block of api_key {hashed}") == (
         f"removed block of api_key Acme ({hashed[:13]}…)"
@@ -1384,7 +1388,7 @@ def test_overrides_are_searched_and_paged(world: World) -> None:
         [],
     )
     assert (ids(search="acme_inc"), ids(search="100%"), ids(search="otto"), ids(search="seats")) == ([1], [1], [3], [2])
-    assert (ids(search=KEY), ids(search=CLIENTS.written("api_key", KEY))) == ([3], [3])
+    assert (ids(search=KEY), ids(search=CLIENTS.hash_of("api_key", KEY))) == ([3], [3])
     assert (ids(state="active"), ids(state="future"), ids(state="expired")) == ([3], [2], [1])
     clients = (ACME, ClientRef("api_key", KEY), ClientRef("tenant", "x"))
     assert tuple(ids(client=each) for each in clients) == (
@@ -1459,7 +1463,7 @@ def test_clients_of_document_and_tables_are_one_list(world: World) -> None:
     everybody = {
         ("ip", "198.51.100.0/24"): ("The office", None, 0, False),
         ("tenant", "evil"): (None, None, 0, True),
-        ("api_key", CLIENTS.written("api_key", KEY)): (None, None, 1, False),
+        ("api_key", CLIENTS.hash_of("api_key", KEY)): (None, None, 1, False),
         ("tenant", "acme"): ("Acme Inc", "pro", 1, False),
         ("tenant", "initech"): ("Initech", "pro", 1, False),
         ("user", "mallory"): (None, None, 0, True),
@@ -1680,7 +1684,7 @@ def test_the_overview_is_what_the_nodes_said(here: World) -> None:
     assert (sum(view.series.allowed), sum(view.series.denied)) == (view.totals.allowed, view.totals.denied)
     assert view.totals.allowed + view.totals.denied == 150
     assert [(each.kind, each.key, each.label) for each in view.top_denied] == [
-        ("tenant", CLIENTS.written("tenant", "acme"), "tenant acme")
+        ("tenant", CLIENTS.hash_of("tenant", "acme"), "tenant acme")
     ]
     assert here.service.clients.find(view.top_denied[0].key) == ACME
     assert (view.version, view.troubles) == (1, ())

@@ -637,7 +637,7 @@ def test_those_who_come_once_drive_out_nobody_who_comes_often() -> None:
     assert minutes.total == 60 * 502
     assert not minutes.add(Second(60))
     names = Pseudonymizer(SECRET)
-    document = minutes.document(lambda who: names.named((*who, *who.values())), at_us=0)
+    document = minutes.document(lambda who: names.pseudonym((*who, *who.values())), at_us=0)
     told = read_minute(document)[1]
     assert len(told) == MAX_REPORTED_CLIENTS
     assert (told[0].key, told[0].requests) == (names.key("ip", "regular"), 120)

@@ -570,7 +570,7 @@ file = Path(sys.argv[2])
 file.write_text("limits: [{name: a, by: ip, bucket: 2/day}]")
 gate = Gate(file, reload_every=None)
 metrics = prometheus.register(gate)
-(mirror,) = prometheus._shown.values()
+(mirror,) = prometheus._exporters.values()
 for _ in range(int(sys.argv[1])):
     gate.admit(AsgiRequest({"type": "http", "method": "GET", "path": "/", "client": ("203.0.113.9", 1), "headers": []}))
 mirror.write()

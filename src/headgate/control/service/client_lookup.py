@@ -307,7 +307,7 @@ class ClientLookup:
             if (label := self._status_label(who.value)) is not None:
                 may_be.append(label.removeprefix(f"{who.kind} "))
         for value in may_be:
-            if not is_hash(value) and self._clients.written(who.kind, value) == who.value:
+            if not is_hash(value) and self._clients.hash_of(who.kind, value) == who.value:
                 return ClientRef(who.kind, value)
         return who
 
@@ -397,7 +397,7 @@ class ClientLookup:
         if self._clients is not None:
             for word in texts:
                 with suppress(InvalidInput):
-                    found.append(self._clients.written("api_key", word))
+                    found.append(self._clients.hash_of("api_key", word))
         return found
 
     def hash_as_key(self, text: str) -> str | None:
@@ -405,7 +405,7 @@ class ClientLookup:
         if self._clients is None or not text:
             return None
         try:
-            return self._clients.written("api_key", text)
+            return self._clients.hash_of("api_key", text)
         except InvalidInput:
             return None
 
@@ -483,7 +483,7 @@ class ClientLookup:
             if kind is not None and kind != LABEL:
                 return ClientRef(kind, value)
         for who in self._policies.current().entries:
-            if self._clients is not None and who[0] != "api_key" and self._clients.written(*who) == value:
+            if self._clients is not None and who[0] != "api_key" and self._clients.hash_of(*who) == value:
                 return ClientRef(*who)
         return ClientRef("api_key", value)
 
@@ -499,14 +499,14 @@ class ClientLookup:
     def _key(self, who: ClientRef) -> str:
         if is_hash(who.value) or self._clients is None:
             return who.value
-        return self._clients.written(*who)
+        return self._clients.hash_of(*who)
 
     def _fingerprint(self, value: str) -> str:
         if is_hash(value):
             return self._hash(value)
         if self._clients is None:
             raise InvalidInput(NO_SECRET)
-        return self._clients.written("api_key", scalars.api_key(value))
+        return self._clients.hash_of("api_key", scalars.api_key(value))
 
     def _hash(self, value: str) -> str:
         try:

@@ -82,7 +82,7 @@ class EventEncoder:
         """The labels of all policies after an edition, complete for the events that are encoded by now."""
         return {
             number: [
-                (kind, self._clients.written(kind, value) if kind == "api_key" else value, each.label)
+                (kind, self._clients.hash_of(kind, value) if kind == "api_key" else value, each.label)
                 for each in clients
                 if each.label
                 for kind, value in (each.identity,)
@@ -219,7 +219,7 @@ class EventDecoder:
         elif not degraded or is_local:
             answers = self._answers(limits, cost, verdicts)
             decisive = min(answers, key=lambda each: each[8] / each[4])  # remaining, burst
-        kind, key, label, kinds, keys = self._clients.named((*who, *who.values()), self._labels.get(edition))
+        kind, key, label, kinds, keys = self._clients.pseudonym((*who, *who.values()), self._labels.get(edition))
         return _new_tuple(
             DecisionRecord,
             (

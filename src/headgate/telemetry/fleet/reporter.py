@@ -243,7 +243,7 @@ class StatusReporter:
         if minute.number is None or now_us // 60_000_000 == minute.number:
             return
         self._minute = MinuteRollup()
-        document = minute.document(self._pseudonyms.of, node=self._machine, run=self._run, at_us=now_us)
+        document = minute.document(self._pseudonyms.of_client, node=self._machine, run=self._run, at_us=now_us)
         self._unsent.append((f"minutes/{self._run}:{minute.number}", document))
 
     def _history_document(self, now_us: int) -> bytes:
@@ -271,18 +271,18 @@ class StatusReporter:
                 "beats": list(self._history)[-REPEATED_SECONDS:],
                 "denied": self._top_denied(),
                 "near": self._nearest(now_us),
-                "hot": self._pseudonyms.hot(gate, TOP),
+                "hot": self._pseudonyms.hot_counters(gate, TOP),
             }
         )
 
     def _top_denied(self) -> list[list[Any]]:
         top = heapq.nlargest(TOP, self._recent.values(), key=lambda recent: recent.denied)
-        return [[*self._pseudonyms.of(each.who)[:3], each.denied, each.allowed] for each in top if each.denied]
+        return [[*self._pseudonyms.of_client(each.who)[:3], each.denied, each.allowed] for each in top if each.denied]
 
     def _nearest(self, now_us: int) -> list[list[Any]]:
         marks = heapq.nsmallest(TOP, list(self._seconds.near.items()), key=lambda item: item[1].left / item[1].capacity)
         return [
-            [*self._pseudonyms.counted(key)[:3], limit, left, capacity, max(0, now_us - at_us) // 1000]
+            [*self._pseudonyms.of_counter(key)[:3], limit, left, capacity, max(0, now_us - at_us) // 1000]
             for (limit, _), (left, capacity, at_us, key) in marks
         ]
 

@@ -212,6 +212,6 @@ def peak_width_us(denial: LimitDenial) -> int:
 
 def _key(clients: Pseudonymizer, kind: str, written: str) -> str | None:
     try:
-        return clients.written(kind, written)
+        return clients.hash_of(kind, written)
     except InvalidInput:
         return None  # it cannot be an API key
