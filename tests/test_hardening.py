@@ -117,9 +117,9 @@ def test_what_is_settled_is_not_more_than_there_is_time_for() -> None:
         looked_at.append(10 * MAX_BATCH - ledger.debt.keys)
         return [Decision(True, check.keys, ((3, 0, 0, 0),), None) for check in checks]
 
-    told = settle(ledger, run_all, timeout_s=2.5, now=lambda: float(next(seconds)))
+    result = settle(ledger, run_all, timeout_s=2.5, now=lambda: float(next(seconds)))
     assert looked_at == [MAX_BATCH, 2 * MAX_BATCH]
-    assert (told.charged, told.left, ledger.debt) == (
+    assert (result.charged, result.left, ledger.debt) == (
         4 * MAX_BATCH,
         16 * MAX_BATCH,
         OutageDebt(8 * MAX_BATCH, 16 * MAX_BATCH),
@@ -179,7 +179,7 @@ def test_a_text_that_nobody_can_read_is_no_block() -> None:
 
 
 @pytest.fixture
-def front() -> LocalTier:
+def local() -> LocalTier:
     return LocalTier(EventEmitter(), clock=None, fleet=FleetShare())
 
 
@@ -189,25 +189,25 @@ def test_a_child_can_block_though_its_parent_was_about_to() -> None:
         assert in_a_child(lambda: blocks.set("tenant", "acme", None, None)) == 0
 
 
-def test_a_child_gives_nothing_back_that_its_parent_has_prepaid(front: LocalTier) -> None:
-    front.unspent = [Refund(Limit(5, HOUR).by("ada"), 3)]
+def test_a_child_gives_nothing_back_that_its_parent_has_prepaid(local: LocalTier) -> None:
+    local.unspent = [Refund(Limit(5, HOUR).by("ada"), 3)]
 
     def look() -> None:
-        assert not front.unspent
+        assert not local.unspent
 
     assert in_a_child(look) == 0
-    assert len(front.unspent) == 1
+    assert len(local.unspent) == 1
 
 
-def test_a_child_looks_for_what_there_is_to_do_at_its_first_check(front: LocalTier) -> None:
+def test_a_child_looks_for_what_there_is_to_do_at_its_first_check(local: LocalTier) -> None:
     looks: list[int] = []
-    front.ensure = lambda: looks.append(1)
-    front.checks, front.is_active = 4, False
+    local.ensure = lambda: looks.append(1)
+    local.checks, local.is_active = 4, False
 
     def check() -> None:
-        front.checks += 1
-        assert front.is_active
-        front.try_local(Check((Limit(5, HOUR).by("ada"),), 1))
+        local.checks += 1
+        assert local.is_active
+        local.try_local(Check((Limit(5, HOUR).by("ada"),), 1))
         assert looks
 
     assert in_a_child(check) == 0

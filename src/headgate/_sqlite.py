@@ -60,7 +60,7 @@ def close_stale(connection: sqlite3.Connection, path: str) -> None:
 
     A file that was moved away is complete afterwards: the write-ahead log is copied into it first. SQLite deletes the
     journals of the last connection by name, and by now they may belong to another database. So the connection is
-    closed while nobody can create that database, or without touching any journal.
+    closed while no process can create that database, or without touching any journal.
     """
     path = os.path.realpath(path)
     with suppress(sqlite3.Error):

@@ -12,7 +12,7 @@ import time
 from _thread import get_ident, start_new_thread
 from contextlib import closing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from headgate import flow
 from headgate.clock import SystemClock
@@ -31,7 +31,7 @@ from headgate.stores import open_store
 from headgate.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from fractions import Fraction
     from typing import Self
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from headgate.stores.operations import Call, Check
 
 __all__ = ["AsyncEngine", "Engine", "SyncEngine"]
+
+T = TypeVar("T")
 
 DEFAULT_BUDGET_S: Final = 0.005
 RAISE_BUDGET_S: Final = 1.0
@@ -128,7 +130,7 @@ class Engine:
         return self.local if self.memory is None else None
 
     def health(self) -> Health:
-        """Whether the store decides, the state of its servers, and what is owed to it."""
+        """Report whether the store decides, the state of its servers, and the debt of an outage."""
         return self.local.health() if self.maintenance is None else self.maintenance.health()
 
     @property
@@ -242,7 +244,7 @@ class SyncEngine(Engine):
         """Run any operation; only checks have a failure mode."""
         return self.drive(flow.run(operation, self.tier, self.failure))
 
-    def drive(self, steps: flow.Flow) -> Any:
+    def drive(self, steps: Generator[Any, Any, T]) -> T:
         """Run a flow to its end and return its result."""
         sleep = getattr(self.clock, "sleep", time.sleep)
         refill: _RefillThread | None = None
@@ -266,7 +268,7 @@ class SyncEngine(Engine):
                 else:
                     step = steps.send(result)
         except StopIteration as end:
-            return end.value
+            return end.value  # type: ignore[no-any-return]
         finally:
             if refill is None:
                 steps.close()  # now: a caller that keeps the exception would keep the flow open
@@ -303,7 +305,7 @@ class AsyncEngine(Engine):
         """Run any operation; only checks have a failure mode."""
         return await self.drive(flow.run(operation, self.tier, self.failure))
 
-    async def drive(self, steps: flow.Flow) -> Any:
+    async def drive(self, steps: Generator[Any, Any, T]) -> T:
         """Run a flow to its end and return its result."""
         refill: asyncio.Future[Any] | None = None
         try:
@@ -329,7 +331,7 @@ class AsyncEngine(Engine):
                     refill = None
                     step = steps.send(result)
         except StopIteration as end:
-            return end.value
+            return end.value  # type: ignore[no-any-return]
         finally:
             if refill is None:
                 steps.close()  # now: a caller that keeps the exception would keep the flow open

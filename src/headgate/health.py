@@ -21,7 +21,7 @@ class Shard(NamedTuple):
 
 
 class Health(NamedTuple):
-    """Whether the store decides requests, and the state of its servers.
+    """The health of a limiter and of the servers of its store.
 
     >>> from headgate import Limiter
     >>> Limiter().health().state

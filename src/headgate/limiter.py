@@ -14,7 +14,7 @@ from headgate.local.block_list import checked_block
 from headgate.stores.operations import Leave, Renew, Reset, checked, checked_keys, checked_lease, checked_refund
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Generator, Iterator
     from datetime import datetime
     from types import TracebackType
     from typing import Self
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headgate.keys import Key
     from headgate.limits import Limit
     from headgate.local.block_list import LiveBlock
-    from headgate.stores.operations import Call
+    from headgate.stores.operations import Call, Check
 
 __all__ = ["AsyncLimiter", "Limiter", "creation_hooks", "limiters"]
 
@@ -42,6 +42,8 @@ class _LimiterBase:
     """The part of the API that does not wait. Gates pass an engine instead of a URL."""
 
     _engine_type: type[Any]
+    engine: Any
+    """The internal interface, for gates."""
 
     def __init__(
         self,
@@ -58,8 +60,6 @@ class _LimiterBase:
         nodes: int = 1,
         on_event: Callable[[Event], Any] | None = None,
     ) -> None:
-        self.engine: Any
-        """The internal interface, for gates."""
         if isinstance(url, Engine):
             self.engine = url
             self._connect_engine()
@@ -86,9 +86,8 @@ class _LimiterBase:
         """Prepare what depends on the engine."""
 
     def health(self) -> Health:
-        """Whether the store decides, the state of its servers, and what is owed to it."""
-        health: Health = self.engine.health()
-        return health
+        """Report whether the store decides, the state of its servers, and the debt of an outage."""
+        return self.engine.health()  # type: ignore[no-any-return]
 
     @property
     def stats(self) -> Any:
@@ -96,10 +95,10 @@ class _LimiterBase:
         and what was answered locally."""
         return self.engine.stats
 
-    def _change(self, operation: Call) -> flow.Flow:
+    def _change(self, operation: Call) -> Generator[Any, Any, bool]:
         return flow.change(operation, self.engine.tier, self.engine.failure)
 
-    def _acquire(self, call: Any, timeout: float | None) -> flow.Flow:
+    def _acquire(self, call: Check, timeout: float | None) -> Generator[Any, Any, Decision]:
         engine = self.engine
         return flow.acquire(
             call, engine.tier, engine.failure, timeout=checked_timeout(timeout), elapsed=engine.stopwatch()
@@ -134,6 +133,7 @@ class Limiter(_LimiterBase):
     """
 
     _engine_type = SyncEngine
+    engine: SyncEngine
 
     def check(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
         """Charge all keys or none, at one instant; `cost` is for each key, or a tuple with one cost per key.
@@ -141,8 +141,8 @@ class Limiter(_LimiterBase):
         A denial is a value, not an exception. With an `id`, a repeated check gets the first answer and is charged once.
         """
         if self.engine.memory is not None:
-            return self.engine.memory.check(*keys, cost=cost, id=id)  # type: ignore[no-any-return]
-        return self.engine.decide(checked(keys, cost, id), self.engine.failure)  # type: ignore[no-any-return]
+            return self.engine.memory.check(*keys, cost=cost, id=id)
+        return self.engine.decide(checked(keys, cost, id), self.engine.failure)
 
     def peek(self, *keys: Key | Limit) -> Decision:
         """Read the state of the limits without changing it."""
@@ -153,8 +153,7 @@ class Limiter(_LimiterBase):
     ) -> Decision:
         """Like `check`, but wait until the request may pass. Return the denial as soon as waiting cannot help within
         `timeout` seconds."""
-        decision: Decision = self.engine.drive(self._acquire(checked(keys, cost, id), timeout))
-        return decision
+        return self.engine.drive(self._acquire(checked(keys, cost, id), timeout))
 
     def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
         """Return unused tokens; True if any were returned.
@@ -162,8 +161,7 @@ class Limiter(_LimiterBase):
         `of` is the decision that charged them, `id` the id of the check: at most what that consumed is returned. With
         an `id`, at most once.
         """
-        done: bool = self.engine.drive(self._change(checked_refund(key, amount, id, of)))
-        return done
+        return self.engine.drive(self._change(checked_refund(key, amount, id, of)))
 
     def reset(self, *keys: Key | Limit) -> None:
         """Delete the counters of the keys."""
@@ -175,13 +173,11 @@ class Limiter(_LimiterBase):
 
     def renew(self, key: Key | Limit, *, id: str) -> bool:
         """Extend a lease to the limit's period from now; False if it was no longer held."""
-        done: bool = self.engine.drive(self._change(Renew(*checked_lease(key, id))))
-        return done
+        return self.engine.drive(self._change(Renew(*checked_lease(key, id))))
 
     def leave(self, key: Key | Limit, *, id: str) -> bool:
         """End a lease; False if it was no longer held."""
-        done: bool = self.engine.drive(self._change(Leave(*checked_lease(key, id))))
-        return done
+        return self.engine.drive(self._change(Leave(*checked_lease(key, id))))
 
     @contextmanager
     def hold(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Iterator[Decision]:
@@ -207,13 +203,11 @@ class Limiter(_LimiterBase):
 
     def unblock(self, kind: str, value: str) -> bool:
         """End a block; False if there was none."""
-        ended: bool = self.engine.unblock(checked_block(kind, value))
-        return ended
+        return self.engine.unblock(checked_block(kind, value))
 
     def blocked(self) -> list[LiveBlock]:
         """List all blocks in force."""
-        blocks: list[LiveBlock] = self.engine.blocks()
-        return blocks
+        return self.engine.blocks()
 
     def close(self) -> None:
         """Return prepaid tokens to the store and close the connections. The limiter must not be used afterwards."""
@@ -247,6 +241,7 @@ class AsyncLimiter(_LimiterBase):
     """
 
     _engine_type = AsyncEngine
+    engine: AsyncEngine
 
     async def check(self, *keys: Key | Limit, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
         """Charge all keys or none, at one instant; `cost` is for each key, or a tuple with one cost per key.
@@ -254,8 +249,8 @@ class AsyncLimiter(_LimiterBase):
         A denial is a value, not an exception. With an `id`, a repeated check gets the first answer and is charged once.
         """
         if self.engine.memory is not None:
-            return self.engine.memory.check(*keys, cost=cost, id=id)  # type: ignore[no-any-return]
-        return await self.engine.decide(checked(keys, cost, id), self.engine.failure)  # type: ignore[no-any-return]
+            return self.engine.memory.check(*keys, cost=cost, id=id)
+        return await self.engine.decide(checked(keys, cost, id), self.engine.failure)
 
     async def peek(self, *keys: Key | Limit) -> Decision:
         """Read the state of the limits without changing it."""
@@ -268,8 +263,7 @@ class AsyncLimiter(_LimiterBase):
         `timeout` seconds."""
         call = checked(keys, cost, id)
         with nullcontext() if id is not None else release_on_cancel(call, self.leave):
-            decision: Decision = await self.engine.drive(self._acquire(call, timeout))
-        return decision
+            return await self.engine.drive(self._acquire(call, timeout))
 
     async def refund(self, key: Key | Limit, amount: int, *, id: str | None = None, of: Decision | None = None) -> bool:
         """Return unused tokens; True if any were returned.
@@ -277,8 +271,7 @@ class AsyncLimiter(_LimiterBase):
         `of` is the decision that charged them, `id` the id of the check: at most what that consumed is returned. With
         an `id`, at most once.
         """
-        done: bool = await self.engine.drive(self._change(checked_refund(key, amount, id, of)))
-        return done
+        return await self.engine.drive(self._change(checked_refund(key, amount, id, of)))
 
     async def reset(self, *keys: Key | Limit) -> None:
         """Delete the counters of the keys."""
@@ -290,13 +283,11 @@ class AsyncLimiter(_LimiterBase):
 
     async def renew(self, key: Key | Limit, *, id: str) -> bool:
         """Extend a lease to the limit's period from now; False if it was no longer held."""
-        done: bool = await self.engine.drive(self._change(Renew(*checked_lease(key, id))))
-        return done
+        return await self.engine.drive(self._change(Renew(*checked_lease(key, id))))
 
     async def leave(self, key: Key | Limit, *, id: str) -> bool:
         """End a lease; False if it was no longer held."""
-        done: bool = await self.engine.drive(self._change(Leave(*checked_lease(key, id))))
-        return done
+        return await self.engine.drive(self._change(Leave(*checked_lease(key, id))))
 
     @asynccontextmanager
     async def hold(

@@ -11,10 +11,10 @@ START_US = 77 * SECOND
 HOT = ("busy:token_bucket.1", "ada")
 
 
-def feed(heat: HotKeyDetector, per_second: int, start_us: int, length_us: int) -> list[int]:
+def feed(detector: HotKeyDetector, per_second: int, start_us: int, length_us: int) -> list[int]:
     """Checks at even intervals, of which one in sixteen is noted; when each became hot, in microseconds since then."""
     since_us = [number * SECOND // per_second for number in range(0, per_second * length_us // SECOND, SAMPLED_EVERY)]
-    return [each_us for each_us in since_us if heat.record_sample(HOT, start_us + each_us)]
+    return [each_us for each_us in since_us if detector.record_sample(HOT, start_us + each_us)]
 
 
 @pytest.mark.parametrize(
@@ -43,38 +43,38 @@ def test_a_window_that_began_in_the_middle_counts_by_what_was_in_it() -> None:
 
 
 def test_bursts_with_quiet_in_between_are_never_hot() -> None:
-    heat = HotKeyDetector()
+    detector = HotKeyDetector()
     for burst in range(20):
-        assert feed(heat, 50_000, START_US + burst * 400_000, 2 * WINDOW_US) == []
+        assert feed(detector, 50_000, START_US + burst * 400_000, 2 * WINDOW_US) == []
 
 
 def test_what_is_half_as_busy_stays_hot_and_less_is_cold_after_a_second() -> None:
-    heat = HotKeyDetector()
-    assert feed(heat, 10_000, START_US, SECOND)
-    assert feed(heat, 640, START_US + SECOND, 3 * SECOND) == []
-    assert heat.take_cold(START_US + 4 * SECOND) == []
-    feed(heat, 160, START_US + 4 * SECOND, 9 * WINDOW_US)
-    assert heat.take_cold(START_US + 4 * SECOND + 9 * WINDOW_US) == []
-    assert heat.take_cold(START_US + 5 * SECOND) == [HOT]
-    assert heat.take_cold(START_US + 5 * SECOND) == [], "it is told once"
-    assert feed(heat, 10_000, START_US + 6 * SECOND, SECOND), "and can become hot again"
+    detector = HotKeyDetector()
+    assert feed(detector, 10_000, START_US, SECOND)
+    assert feed(detector, 640, START_US + SECOND, 3 * SECOND) == []
+    assert detector.take_cold(START_US + 4 * SECOND) == []
+    feed(detector, 160, START_US + 4 * SECOND, 9 * WINDOW_US)
+    assert detector.take_cold(START_US + 4 * SECOND + 9 * WINDOW_US) == []
+    assert detector.take_cold(START_US + 5 * SECOND) == [HOT]
+    assert detector.take_cold(START_US + 5 * SECOND) == [], "it is told once"
+    assert feed(detector, 10_000, START_US + 6 * SECOND, SECOND), "and can become hot again"
 
 
 def test_a_counter_that_nobody_asks_for_is_cold_after_a_second() -> None:
-    heat = HotKeyDetector()
-    heat.add(HOT, START_US)
-    assert heat.take_cold(START_US + 9 * WINDOW_US) == []
-    assert heat.take_cold(START_US + 10 * WINDOW_US) == [HOT]
+    detector = HotKeyDetector()
+    detector.add(HOT, START_US)
+    assert detector.take_cold(START_US + 9 * WINDOW_US) == []
+    assert detector.take_cold(START_US + 10 * WINDOW_US) == [HOT]
 
 
 def test_a_flood_of_keys_costs_no_memory_and_hides_nothing_that_is_hot() -> None:
-    heat = HotKeyDetector()
+    detector = HotKeyDetector()
     hot_us = []
     samples = 62_500 // 2  # half a second of a million keys a second
     for number in range(samples):
         now_us = START_US + number * SECOND // 62_500
-        heat.record_sample(("flood:gcra.1", f"key-{number}"), now_us)
-        if number % 100 == 99 and heat.record_sample(HOT, now_us):  # ten thousand checks a second
+        detector.record_sample(("flood:gcra.1", f"key-{number}"), now_us)
+        if number % 100 == 99 and detector.record_sample(HOT, now_us):  # ten thousand checks a second
             hot_us.append(now_us)
     assert len(hot_us) == 1
-    assert sum(map(len, (heat._samples, heat._busy, heat._streaks, heat._idle))) < 2_100
+    assert sum(map(len, (detector._samples, detector._busy, detector._streaks, detector._idle))) < 2_100

@@ -303,12 +303,12 @@ def test_every_token_is_charged_once_or_accounted_for(
     for who, cost in noted:
         ledger.record(Check((limit.by(who),), cost))
     store.mishaps = foreseen
-    told = [settled(ledger, store) for _ in range(4)]
+    result = [settled(ledger, store) for _ in range(4)]
     store.mishaps = {}
-    told.append(settled(ledger, store))
-    admitted, charged = sum(cost for _, cost in noted), sum(each.charged for each in told)
-    uncertain, forgiven = sum(each.uncertain for each in told), sum(each.forgiven for each in told)
-    assert (ledger.debt, told[-1].left) == (OutageDebt(0, 0), 0)
+    result.append(settled(ledger, store))
+    admitted, charged = sum(cost for _, cost in noted), sum(each.charged for each in result)
+    uncertain, forgiven = sum(each.uncertain for each in result), sum(each.forgiven for each in result)
+    assert (ledger.debt, result[-1].left) == (OutageDebt(0, 0), 0)
     assert charged + forgiven + uncertain == admitted
     spent = sum(store.used(limit.by(who)) - before[who] for who in range(10))
     assert charged <= spent <= charged + uncertain
@@ -446,8 +446,8 @@ def test_it_takes_no_longer_than_it_may() -> None:
     for number in range(3 * MAX_BATCH):
         ledger.record(Check((limit_of("gcra").by(number),), 1))
     ticks = count()
-    told = settle(ledger, store.run_all, timeout_s=1.5, now=lambda: float(next(ticks)))
-    assert (told.charged, told.left, ledger.debt.keys) == (MAX_BATCH, 2 * MAX_BATCH, 2 * MAX_BATCH)
+    result = settle(ledger, store.run_all, timeout_s=1.5, now=lambda: float(next(ticks)))
+    assert (result.charged, result.left, ledger.debt.keys) == (MAX_BATCH, 2 * MAX_BATCH, 2 * MAX_BATCH)
 
 
 def test_live_requests_that_take_what_is_left_meanwhile_do_not_forgive_the_rest() -> None:
@@ -468,8 +468,8 @@ def test_a_counter_that_is_emptied_each_time_is_tried_again_another_day() -> Non
     key = limit_of("gcra", 100).by("ada")
     ledger.record(Check((key,), 100))
     store.meanwhile = lambda: store.memory.decide(Check((key,), 1))
-    told = settled(ledger, store)
-    assert (told.charged, told.forgiven, told.left) == (0, MAX_ATTEMPTS, 100 - MAX_ATTEMPTS)
+    result = settled(ledger, store)
+    assert (result.charged, result.forgiven, result.left) == (0, MAX_ATTEMPTS, 100 - MAX_ATTEMPTS)
     assert owed(ledger) == {"x ada": 100 - MAX_ATTEMPTS}
 
 

@@ -75,9 +75,9 @@ def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
 ) -> None:
     async def served() -> None:
         gate = AsyncGate(POLICY, redis7.url, namespace=unique, budget=1.0, on_event=events.append)
-        front = gate._limiter.engine.local
-        front.outage = OutageTracker(EventEmitter(events.append), lambda: clock.now_us() / 1_000_000)
-        front.outage.record_failure(AWAY)
+        local = gate._limiter.engine.local
+        local.outage = OutageTracker(EventEmitter(events.append), lambda: clock.now_us() / 1_000_000)
+        local.outage.record_failure(AWAY)
         clock.advance(2)
         assert (await gate.admit(arrival())).allowed
         await gate.close()

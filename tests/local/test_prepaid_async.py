@@ -76,19 +76,19 @@ def test_a_denial_beside_an_order_is_known_to_those_who_come_after() -> None:
 
 def test_a_limiter_tells_its_purses_of_denials() -> None:
     """Tasks come in crowds, and find an order on its way: else all of them go to the store, turn after turn."""
-    front = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
-    front.configure(remember=0, lease_us=LEASE_US)
-    front.prepaid.announce([LIMIT])
-    front.checks += 2
-    waiting = front.try_local(ONE)
+    local = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
+    local.configure(remember=0, lease_us=LEASE_US)
+    local.prepaid.announce([LIMIT])
+    local.checks += 2
+    waiting = local.try_local(ONE)
     assert waiting is not None
     assert not isinstance(waiting, Decision)
     next(waiting)
-    assert front.try_local(ONE) is None
+    assert local.try_local(ONE) is None
     store = MemoryStore(FakeClock(START_US))
     store.decide(ALL)
-    front.record_answer(ONE, store.decide(ONE), front.now_ns() + 1_000)
-    assert isinstance(front.try_local(ONE), Decision)
+    local.record_answer(ONE, store.decide(ONE), local.now_ns() + 1_000)
+    assert isinstance(local.try_local(ONE), Decision)
     waiting.close()
 
 
@@ -158,17 +158,17 @@ def test_answers_that_always_take_a_lease_end_it() -> None:
 
 
 def test_an_order_that_is_answered_ends_an_outage() -> None:
-    front = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
-    front.configure(remember=0, lease_us=LEASE_US)
-    front.prepaid.announce([LIMIT])
+    local = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
+    local.configure(remember=0, lease_us=LEASE_US)
+    local.prepaid.announce([LIMIT])
     now = 0.0
-    front.outage._now = lambda: now
-    front.record_failure(StoreTimeout("no answer"))
-    assert front.health().state == "degraded"
+    local.outage._now = lambda: now
+    local.record_failure(StoreTimeout("no answer"))
+    assert local.health().state == "degraded"
     now += RECOVERY_S
-    front.checks += 2
-    steps = flow.decide(ONE, front, FailurePolicy("raise", SystemClock()))
+    local.checks += 2
+    steps = flow.decide(ONE, local, FailurePolicy("raise", SystemClock()))
     with pytest.raises(StopIteration) as end:
         steps.send(MemoryStore(FakeClock(START_US)).decide(next(steps)))
     assert end.value.value.allowed
-    assert front.health().state == "ready"
+    assert local.health().state == "ready"

@@ -39,8 +39,8 @@ class Request:
         self.error: StoreError | None = None
         self.flow: Flow | None = None
         self.step: Any = self.call
-        self.asked_ns = site.front.now_ns()
-        ready = flow.start(self.call, site.front, site.fallback)
+        self.asked_ns = site.local.now_ns()
+        ready = flow.start(self.call, site.local, site.fallback)
         if isinstance(ready, Decision):
             self.answer, self.step = ready, None
         elif ready is not None:
@@ -62,7 +62,7 @@ class Request:
         """The store's answer, or its failure, has come; or what it waited for is over."""
         if self.flow is None:
             assert isinstance(answer, Decision)
-            self.site.front.record_answer(self.call, answer, self.asked_ns)
+            self.site.local.record_answer(self.call, answer, self.asked_ns)
             self.answer, self.step = answer, None
             return
         try:
@@ -93,8 +93,8 @@ class Site:
     def __init__(self) -> None:
         self.clock = FakeClock(100 * SECOND)
         self.store = MemoryStore(self.clock)
-        self.front = LocalTier(EventEmitter(), clock=self.clock, fleet=FleetShare())
-        self.front.configure(remember=100, lease_us=0)
+        self.local = LocalTier(EventEmitter(), clock=self.clock, fleet=FleetShare())
+        self.local.configure(remember=100, lease_us=0)
         self.fallback = FailurePolicy("raise", self.clock)
         self.asked = 0
 
@@ -165,7 +165,7 @@ def test_if_there_is_more_than_anybody_wants_nobody_waits(site: Site) -> None:
     for request in others:
         request.go_on()
     assert [request.finish().remaining for request in others] == [3, 2]
-    assert site.front.denial_cache._flights == {}
+    assert site.local.denial_cache._flights == {}
 
 
 def test_of_larger_requests_fewer_ask(site: Site) -> None:
@@ -275,7 +275,7 @@ def test_a_refund_meanwhile_lets_them_ask(site: Site) -> None:
     first, other = [site.begin(ONE.by("ada")) for _ in range(2)]
     brought = first.reach_store()
     site.store.run(Refund(ONE.by("ada"), 1))
-    site.front.invalidate(Refund(ONE.by("ada"), 1))
+    site.local.invalidate(Refund(ONE.by("ada"), 1))
     first.go_on(brought)
     other.go_on()
     assert other.finish().allowed
@@ -294,8 +294,8 @@ def test_other_numbers_meanwhile_are_not_answered_by_the_old_ones(site: Site) ->
 def test_whoever_vanishes_is_waited_for_no_longer_than_a_second(site: Site) -> None:
     site.use_up(ONE.by("ada"))
     vanished = site.begin(ONE.by("ada"))
-    inquiry = site.begin(ONE.by("ada")).step
-    inquiry._started -= MAX_AGE_S
+    flight = site.begin(ONE.by("ada")).step
+    flight._started -= MAX_AGE_S
     assert not site.begin(ONE.by("ada")).waits
     site.begin(ONE.by("ada")).finish()
     site.clock.advance(1)
@@ -311,26 +311,26 @@ def test_whoever_vanishes_is_waited_for_no_longer_than_a_second(site: Site) -> N
 
 
 def test_a_thread_waits_until_it_is_over_and_not_at_all_after_that() -> None:
-    inquiry = SingleFlight()
-    threads = [threading.Thread(target=inquiry.wait, args=(60,)) for _ in range(3)]
+    flight = SingleFlight()
+    threads = [threading.Thread(target=flight.wait, args=(60,)) for _ in range(3)]
     for thread in threads:
         thread.start()
-    inquiry.wait(0.01)
+    flight.wait(0.01)
     assert all(thread.is_alive() for thread in threads)
-    inquiry.end()
+    flight.end()
     for thread in threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
-    inquiry.wait(60)
-    inquiry.end()
+    flight.wait(60)
+    flight.end()
 
 
 def test_tasks_of_several_loops_wait_for_the_same() -> None:
-    inquiry, told = SingleFlight(), []
+    flight, told = SingleFlight(), []
     waiting = threading.Barrier(4)
 
     async def wait() -> None:
-        future = inquiry.future(60)
+        future = flight.future(60)
         await asyncio.to_thread(waiting.wait, 60)
         await future
         told.append(threading.get_ident())
@@ -339,17 +339,17 @@ def test_tasks_of_several_loops_wait_for_the_same() -> None:
     for thread in threads:
         thread.start()
     waiting.wait(60)
-    inquiry.end()
+    flight.end()
     for thread in threads:
         thread.join(60)
     assert len(set(told)) == 3
 
 
 def test_a_task_waits_no_longer_than_it_wants_and_leaves_no_timer() -> None:
-    async def wait(inquiry: SingleFlight, seconds: float) -> None:
-        future = inquiry.future(seconds)
+    async def wait(flight: SingleFlight, seconds: float) -> None:
+        future = flight.future(seconds)
         if seconds > 1:
-            inquiry.end()
+            flight.end()
         await future
         await asyncio.sleep(0)
         assert not [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
@@ -371,16 +371,16 @@ def test_of_several_who_ask_the_last_ends_it_or_the_first_who_is_denied() -> Non
 
 
 def test_a_loop_that_is_closed_does_not_keep_the_others_waiting() -> None:
-    inquiry = SingleFlight()
+    flight = SingleFlight()
 
     async def leave() -> None:
-        inquiry.future(60)
+        flight.future(60)
 
     thread = threading.Thread(target=asyncio.run, args=(leave(),))
     thread.start()
     thread.join(60)
     asyncio.run(leave())
     woken: list[bool] = []
-    assert inquiry.add_waiter(lambda: woken.append(True))
-    inquiry.end()
+    assert flight.add_waiter(lambda: woken.append(True))
+    flight.end()
     assert woken == [True]

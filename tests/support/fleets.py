@@ -82,7 +82,9 @@ class Fleet:
     def kept_by(self, key: Key) -> int:
         """Tokens of the key that its nodes hold, or held too long and have not given back yet."""
         prepaid = [node._counters.get((key.limit.space, key.identity)) for node in self.nodes]
-        return sum([batch.tokens for purse in prepaid if purse for batch in (*purse._batches(), *purse.expired)])
+        return sum(
+            [batch.tokens for counter in prepaid if counter for batch in (*counter._batches(), *counter.expired)]
+        )
 
     def _watch(self, offset_us: int) -> Callable[[], int]:
         return lambda: self.clock.now_us() - START_US + offset_us

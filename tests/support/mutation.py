@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGE: Final = ROOT / "src" / "headgate"
-PYTHON: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.py")), PACKAGE / "algorithms" / "_shape.py"]
+PYTHON: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.py")), PACKAGE / "algorithms" / "_interface.py"]
 LUA: Final = sorted(PACKAGE.rglob("*.lua"))
 C: Final = [*sorted((PACKAGE / "algorithms").glob("[!_]*.h")), PACKAGE / "algorithms" / "_exact.h"]
 

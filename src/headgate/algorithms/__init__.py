@@ -17,7 +17,7 @@ from headgate.algorithms import (
     sliding_window,
     token_bucket,
 )
-from headgate.algorithms._shape import NEVER, Algorithm, LimitNumbers, Verdict
+from headgate.algorithms._interface import NEVER, Algorithm, LimitNumbers, Verdict
 
 __all__ = ["ALGORITHMS", "NEVER", "Algorithm", "LimitNumbers", "Verdict"]
 

@@ -16,7 +16,7 @@ enum { NEVER = -1 };
 /* Each algorithm NAME has NAME_is_ahead: true if a state is more than a period in the future because the clock was set
  * back. Only the Python version migrates such states. */
 
-/* The same as LimitNumbers in _shape.py. */
+/* The same as LimitNumbers in _interface.py. */
 typedef struct {
     int128 quota, period_us, tokens, ticks, full;
 } LimitNumbers;

@@ -10,10 +10,10 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from headgate.algorithms._shape import NEVER
+from headgate.algorithms._interface import NEVER
 
 if TYPE_CHECKING:
-    from headgate.algorithms._shape import LimitNumbers, Verdict
+    from headgate.algorithms._interface import LimitNumbers, Verdict
 
 State: TypeAlias = tuple[tuple[str, int, int, int], ...]
 
@@ -50,7 +50,7 @@ def decide(
 
 
 def renew(state: State | None, now_us: int, limit: LimitNumbers, id: str) -> tuple[State, bool]:
-    """The leases with that of `id` prolonged, and whether it was still held."""
+    """The leases with that of `id` extended, and whether it was still held."""
     leases = _held(_redated(state, now_us), now_us)
     expiry_us = now_us + limit.period_us
     prolonged = tuple(
@@ -61,7 +61,7 @@ def renew(state: State | None, now_us: int, limit: LimitNumbers, id: str) -> tup
 
 
 def leave(state: State | None, now_us: int, id: str) -> tuple[State, bool]:
-    """The leases without that of `id`, and whether it was still held: an expired one is nobody's to give up."""
+    """The leases without that of `id`, and whether it was still held: an expired lease cannot be ended."""
     leases = _held(_redated(state, now_us), now_us)
     staying = tuple(lease for lease in leases if lease[0] != id)
     return staying, len(staying) < len(leases)
@@ -93,7 +93,7 @@ def _held(state: State | None, now_us: int) -> State:
 
 
 def _freed_us(leases: State, needed: int) -> int:
-    """When leases worth `needed` will have expired, if nobody renews or leaves."""
+    """The time at which leases worth `needed` will have expired, unless they are renewed or ended."""
     for _, cost, expiry_us, _ in sorted(leases, key=_expiry_us):
         needed -= cost
         if needed <= 0:

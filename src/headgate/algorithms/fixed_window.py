@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from headgate.algorithms._shape import NEVER
+from headgate.algorithms._interface import NEVER
 
 if TYPE_CHECKING:
-    from headgate.algorithms._shape import LimitNumbers, Verdict
+    from headgate.algorithms._interface import LimitNumbers, Verdict
 
 SHAPES_BURST: Final = False
 VERSION: Final = 2

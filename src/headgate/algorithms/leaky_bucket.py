@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from headgate.algorithms import gcra
 
 if TYPE_CHECKING:
-    from headgate.algorithms._shape import LimitNumbers, Verdict
+    from headgate.algorithms._interface import LimitNumbers, Verdict
 
 SHAPES_BURST: Final = True
 VERSION: Final = 1

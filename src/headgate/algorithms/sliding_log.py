@@ -13,10 +13,10 @@ from bisect import bisect_left, bisect_right
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from headgate.algorithms._shape import NEVER
+from headgate.algorithms._interface import NEVER
 
 if TYPE_CHECKING:
-    from headgate.algorithms._shape import LimitNumbers, Verdict
+    from headgate.algorithms._interface import LimitNumbers, Verdict
 
 State: TypeAlias = tuple[tuple[int, int, int], ...]
 

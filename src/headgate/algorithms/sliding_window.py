@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from headgate.algorithms._shape import NEVER
+from headgate.algorithms._interface import NEVER
 
 if TYPE_CHECKING:
-    from headgate.algorithms._shape import LimitNumbers, Verdict
+    from headgate.algorithms._interface import LimitNumbers, Verdict
 
 State: TypeAlias = tuple[int, int, int]
 

@@ -275,7 +275,7 @@ class DenialCache:
         return denials >= self._min_denials
 
     def _hears_of_refunds(self, check: Check, waits_us: list[int]) -> bool:
-        """True if this process is told of everything that ends the denial early."""
+        """True if this process receives a message of everything that ends the denial early."""
         parts = zip(check.keys, check.costs, waits_us, strict=True)
         return all(wait_us <= 0 or self._is_refund_announced(cost, key.limit) for key, cost, wait_us in parts)
 
@@ -368,7 +368,7 @@ class _Entry:
 
 
 def _waits_us(check: Check, decision: Decision) -> list[int] | None:
-    """How long each limit denies the same request from now on: 0 if it does not, NEVER for ever; None if unknown.
+    """The time for which each limit denies the same request: 0 if it does not, NEVER for ever; None if unknown.
 
     A lease may end at any moment. An allowed answer has only the longest wait: if it leaves two limits with too little,
     the wait of the other one is unknown.

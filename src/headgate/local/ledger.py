@@ -46,12 +46,12 @@ _EVICTION_CANDIDATES: Final = 8
 
 
 class OutageDebt(NamedTuple):
-    """What is not settled yet."""
+    """Unsettled charges and refunds."""
 
     keys: int
     """Counters to charge, and refunds to make."""
     tokens: int
-    """What the counters owed when each was last charged: by now it may be less."""
+    """Owed when each counter was last charged: by now it may be less."""
 
 
 class Settlement(NamedTuple):

@@ -300,7 +300,7 @@ class PrepaidCounter:
         return until_us - now_us if until_us > now_us else self.pace_us
 
     def _estimate_left(self, now_us: int) -> int | None:
-        """What is left in the store, if no other node has taken any of it; None if unknown."""
+        """The tokens left in the store, if no other node has taken any; None if unknown."""
         if self.left is None:
             return None
         since_us = now_us - self.answered_us

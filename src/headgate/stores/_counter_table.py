@@ -83,7 +83,7 @@ class CounterTable:
         self.single_limit: LimitNumbers | None
         """The same, or None if there are exceptions: the one comparison of the fast path."""
         self._meters = meters
-        """Where the compiled `charge` finds these counters, while `single_limit` is set."""
+        """The counters for the compiled `charge`; includes these while `single_limit` is set."""
         self.states: dict[str, Any] = {}
         self.writers: dict[str, LimitNumbers] = {}
         self._due = _Schedule()

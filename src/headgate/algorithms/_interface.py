@@ -1,4 +1,4 @@
-"""What every algorithm takes and gives: the values that stand between arithmetic and stores."""
+"""The interface of algorithms: limits in, verdicts out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEVER: Final = -1
 
 Verdict: TypeAlias = tuple[int, int, int, int]
 """(remaining, retry_after_us, reset_after_us, delay_us). Allowed is retry_after_us == 0: a request that is denied now
-waits for at least a microsecond. A plain tuple of what the Lua scripts reply, too: a check makes one each time."""
+waits for at least a microsecond. A plain tuple, as every check creates one."""
 
 
 class LimitNumbers(Protocol):
@@ -33,7 +33,7 @@ class LimitNumbers(Protocol):
 
 
 class Algorithm(Protocol):
-    """A module of this package. State is opaque to everybody else; None is the state of a key never seen.
+    """A module of this package. State is opaque to callers; None is the state of a new key.
 
     A denied request consumes nothing. But a state may have to be migrated: `adopt` converts it when the limit's numbers
     have changed, and `decide` re-dates it when the clock was set back by more than a period. A store writes a migrated
@@ -41,7 +41,7 @@ class Algorithm(Protocol):
     a later instant, and `retry_after` would not be exact."""
 
     SHAPES_BURST: bool
-    """Whether `burst` means something beside the quota."""
+    """True if `burst` is used."""
 
     VERSION: int
     """Part of the stored key: a change of the stored form gets a new number, and two versions run side by side."""
