@@ -111,7 +111,7 @@ DEPENDENCIES = {
 }
 """Third-party packages, and the only modules that may import each of them."""
 
-SHARED_CLASS_NAMES = {"HeadgateMiddleware", "limit"} | {"TierLimit"}
+SHARED_CLASS_NAMES = {"HeadgateMiddleware"} | {"TierLimit"}
 """Class names that are used more than once: public names that each framework's adapter defines."""
 
 MAX_PRIVATE_ACCESSES = 53

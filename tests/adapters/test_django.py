@@ -642,7 +642,7 @@ def test_what_keeps_the_gate_from_opening_is_an_error_of_djangos_checks(tmp_path
     file.write_text("limits: [{by: ip, bukcet: 1/hour}]")
     with override_settings(HEADGATE={"policy": file}):
         message = f"HEADGATE: {file}:1:19: unknown field 'bukcet'; did you mean 'bucket'?"
-        assert told_by_check() == [("headgate.E001", message, "`headgate check FILE` says the same of a policy file.")]
+        assert told_by_check() == [("headgate.E001", message, "`headgate check FILE` checks a policy file.")]
         with pytest.raises(SystemCheckError, match="did you mean 'bucket'"):
             call_command("check")
 
@@ -680,7 +680,7 @@ def test_djangos_checks_warn_of_what_is_probably_not_meant() -> None:
     assert "requests with unknown API keys also count by address" in told
     with gated(PER_IP, middleware=SIGNED_IN[:2]):
         ((id, told, hint),) = told_by_check()
-    assert (id, told) == ("headgate.W001", "HEADGATE is set, but nothing counts by it.")
+    assert (id, told) == ("headgate.W001", "HEADGATE is set, but its middleware is not used.")
     assert MIDDLEWARE in (hint or "")
 
 

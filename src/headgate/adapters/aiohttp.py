@@ -1,5 +1,4 @@
-"""aiohttp: every request of an application and its sub-applications, streams and websockets included, and limits on
-handlers. See docs/aiohttp.md."""
+"""aiohttp: applies a policy to an application and its sub-applications, and limits on handlers. See docs/aiohttp.md."""
 
 from __future__ import annotations
 
@@ -37,17 +36,16 @@ if TYPE_CHECKING:
 __all__ = ["ADMISSION", "AiohttpRequest", "exempt", "limit", "setup"]
 
 ADMISSION: Final[Any] = web.RequestKey("headgate", Admission) if hasattr(web, "RequestKey") else "headgate"
-"""Where a request keeps how it was let in: `request[ADMISSION]`. Older versions of aiohttp know only texts as keys."""
-
+"""Key of the `Admission` of a request: `request[ADMISSION]`. Older versions of aiohttp accept only strings as keys."""
 
 ADMISSIONS: Final[Any] = (
     web.RequestKey("headgate.views", ViewAdmissions) if hasattr(web, "RequestKey") else "headgate.views"
 )
-"""The key under which a request keeps its `ViewAdmissions`."""
+"""Key of the `ViewAdmissions` of a request."""
 
 
 class AiohttpRequest:
-    """A request. `native` is aiohttp's own."""
+    """An aiohttp request, which is its `native`."""
 
     __slots__ = ("method", "native", "path", "peer")
     mounted_path = None
@@ -55,7 +53,7 @@ class AiohttpRequest:
     def __init__(self, request: web.Request) -> None:
         self.native = request
         self.method = request.method
-        self.path = request.rel_url.path_safe  # what routes are found by: an encoded slash ends no segment
+        self.path = request.rel_url.path_safe  # as aiohttp routes it: an encoded slash does not end a segment
         self.peer = request.remote
 
     def header(self, name: str) -> list[str]:
@@ -71,55 +69,53 @@ def setup(
     gate: AsyncGate | None = None,
     **options: Unpack[GateOptions],
 ) -> AsyncGate:
-    """Put a policy in front of an application, and close the store at its end. Returns the gate.
+    """Apply a policy to an application, and close the store with it. Returns the gate.
 
-    `policy` is a file, or a `Policy`; `store` and all other options are those of `AsyncGate`. Call it once, for the
-    application that is run: its sub-applications are behind the same gate. Middlewares that were added before stand
-    outside of it, so a middleware that signs users in comes first.
+    `policy` is a file path or a `Policy`; `store` and all other options are those of `AsyncGate`. Call it once, for the
+    outermost application: the gate covers its sub-applications. Middlewares that were added before run first, as one
+    that authenticates users must.
     """
     check_options("setup()", options)
-    if gate is None:
-        gate = AsyncGate(policy, store, **options)
-    door = gate
+    gate = gate or AsyncGate(policy, store, **options)
 
     @web.middleware
-    async def pass_the_gate(request: web.Request, handler: Handler) -> web.StreamResponse:
-        is_free = has_exempt_views() and is_exempt(request.match_info.handler)
-        admission = UNLIMITED if is_free else await door.admit(AiohttpRequest(request))
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_unlimited = has_exempt_views() and is_exempt(request.match_info.handler)
+        admission = UNLIMITED if is_unlimited else await gate.admit(AiohttpRequest(request))
         if admission.refusal is not None:
             return _response(admission.refusal.headers, admission.refusal)
         if admission is not UNLIMITED:
             request[ADMISSION] = admission
-        admissions = request[ADMISSIONS] = ViewAdmissions(door, admission)
+        admissions = request[ADMISSIONS] = ViewAdmissions(gate, admission)
         context = enter_context(admission)
         status = 500
         try:
             response = await handler(request)
-            status = getattr(response, "status", 500)  # a handler may give nothing, of which aiohttp itself tells
-        except web.HTTPException as answer:
-            status = answer.status
+            status = getattr(response, "status", 500)  # aiohttp reports a handler that returns None
+        except web.HTTPException as error:
+            status = error.status
             raise
         finally:
             context.var.reset(context)
             for each in admissions.unfinished():
-                await finish_shielded(door.finish(each, status))
+                await finish_shielded(gate.finish(each, status))
         return response
 
     async def close(app: web.Application) -> None:
-        await door.close()
+        await gate.close()
 
     async def warn(app: web.Application) -> None:
-        door.warn_of_mounts(list(_routes(app, ())))
+        gate.warn_of_mounts(list(_routes(app, ())))
 
     app.on_startup.append(warn)
-    app.middlewares.append(pass_the_gate)
+    app.middlewares.append(admit)
     app.on_response_prepare.append(_add_headers)
     app.on_cleanup.append(close)
     return gate
 
 
 def _routes(app: web.Application, mounts: tuple[str, ...]) -> Iterator[AppRoute]:
-    """The routes of an application and of its sub-applications, whose paths have the prefix already."""
+    """The routes of an application and of its sub-applications, whose paths include the prefix."""
     for resource in app.router.resources():
         inner = getattr(resource, "_app", None)
         if isinstance(inner, web.Application):
@@ -129,8 +125,8 @@ def _routes(app: web.Application, mounts: tuple[str, ...]) -> Iterator[AppRoute]
             yield AppRoute(resource.canonical, mounts)
 
 
-class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
-    """Limits a handler or a class of `web.View`: `@limit("5/minute")`.
+class AiohttpLimit(ViewLimit):
+    """Decorator that limits a handler or a class of `web.View`: `@limit("5/minute")`.
 
     The parameters are those of `ViewLimit`. The application needs `setup(app, policy)`. A function given as `by` gets
     the request, and may be asynchronous.
@@ -141,10 +137,10 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
     def __call__(self, view: View) -> View:
         if not isinstance(view, type):
             return super().__call__(view)
-        dispatched = getattr(view, self.dispatch_method)
+        dispatch = getattr(view, self.dispatch_method)
 
         async def respond(instance: Any) -> web.StreamResponse:
-            response: web.StreamResponse = await _Awaitable(dispatched(instance))
+            response: web.StreamResponse = await _Awaitable(dispatch(instance))
             return response
 
         guard = super().__call__(respond)
@@ -155,16 +151,16 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
         name = getattr(view, "__qualname__", "view")
 
         async def guard(*args: Any, **kwargs: Any) -> web.StreamResponse:
-            request: web.Request = getattr(args[-1], "request", args[-1])  # of a web.View, or itself
+            request: web.Request = getattr(args[-1], "request", args[-1])  # of a web.View, or the request itself
             admissions: ViewAdmissions | None = request.get(ADMISSIONS)
             if admissions is None:
                 raise InvalidConfiguration(
-                    "a handler has limits, but nothing counts them: call setup(app, policy), with Policy() from "
+                    "a handler has limits, but there is no gate: call setup(app, policy), with Policy() from "
                     "headgate.policy if there are no others"
                 )
             handler = view_name(request.match_info.handler)
-            arrival = ViewRequest(AiohttpRequest(request), f"{handler} {name}", request)
-            refusal = (await admissions.gate.admit_to_view(arrival, declarations, admissions)).refusal
+            info = ViewRequest(AiohttpRequest(request), f"{handler} {name}", request)
+            refusal = (await admissions.gate.admit_to_view(info, declarations, admissions)).refusal
             if refusal is not None:
                 return _response(admissions.refusal_headers(refusal), refusal)
             response: web.StreamResponse = await view(*args, **kwargs)
@@ -173,14 +169,17 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
         return guard
 
 
-class _Awaitable:
-    """An iterator that `__await__` has returned, to be awaited."""
+limit = AiohttpLimit
 
-    def __init__(self, steps: Any) -> None:
-        self._steps = steps
+
+class _Awaitable:
+    """Makes the iterator that `__await__` has returned awaitable."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
 
     def __await__(self) -> Any:
-        return self._steps
+        return self._iterator
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

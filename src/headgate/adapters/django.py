@@ -1,8 +1,6 @@
-"""Django: a middleware for its sync and its async stack, set up by `settings.HEADGATE`, and limits on views.
+"""Django middleware, sync and async, configured by `settings.HEADGATE`, and limits on views. See docs/django.md.
 
-See docs/django.md.
-
-In `INSTALLED_APPS`, this module lets `manage.py check` look at that setting and at the policy.
+In `INSTALLED_APPS`, this module adds system checks of that setting and of the policy to `manage.py check`.
 """
 
 from __future__ import annotations
@@ -50,23 +48,23 @@ __all__ = [
     "DjangoRequest",
     "HeadgateMiddleware",
     "asigned_in_user",
+    "check_headgate_settings",
     "exempt",
     "limit",
-    "look_at_settings",
     "signed_in_user",
 ]
 
-Opened = TypeVar("Opened", bound="Gate | AsyncGate")
+GateType = TypeVar("GateType", bound="Gate | AsyncGate")
 
 ADMISSIONS: Final = "_headgate_admissions"
-"""The attribute of a request that keeps its `ViewAdmissions`."""
+"""Attribute of a request with its `ViewAdmissions`."""
 
-FUNCTIONS: Final = ("on_decision", "on_event", "refusal_body")
-"""The settings that may also be the name of a function."""
+IMPORTABLE_SETTINGS: Final = ("on_decision", "on_event", "refusal_body")
+"""Settings that may be the dotted name of a function."""
 
 
 class DjangoRequest:
-    """A request. `native` is Django's own."""
+    """A Django request, which is its `native`."""
 
     __slots__ = ("method", "mounted_path", "native", "path", "peer")
 
@@ -78,15 +76,15 @@ class DjangoRequest:
         self.peer: str | None = request.META.get("REMOTE_ADDR")
 
     def header(self, name: str) -> list[str]:
-        """The value of a header, the name in lower case. Its lines are joined by commas: it is one."""
+        """The value of a header, given its name in lower case; servers join its lines by commas."""
         return header_lines(self.native.META, name)
 
 
 class HeadgateMiddleware:
-    """Puts the policy of `settings.HEADGATE` in front of all that stands below it in `settings.MIDDLEWARE`.
+    """Applies the policy of `settings.HEADGATE` to everything after it in `settings.MIDDLEWARE`.
 
-    `request.headgate` is how the request was let in. Users who have signed in are the identity `user`, unless a
-    function for `user` is given.
+    `request.headgate` is the request's `Admission`. The signed-in user is the identity `user`, unless `identities` has
+    a function for it.
     """
 
     sync_capable = True
@@ -103,9 +101,7 @@ class HeadgateMiddleware:
         return self._respond_async(request) if self._is_async else self._respond(request)
 
     def _respond(self, request: HttpRequest) -> HttpResponseBase:
-        admissions = self._entered(
-            request, UNLIMITED if _is_exempt(request) else self.gate.admit(DjangoRequest(request))
-        )
+        admissions = self._enter(request, UNLIMITED if _is_exempt(request) else self.gate.admit(DjangoRequest(request)))
         if admissions.policy.refusal is not None:
             return _refuse(admissions.policy.refusal.headers, admissions.policy.refusal, request)
         try:
@@ -118,27 +114,27 @@ class HeadgateMiddleware:
 
     async def _respond_async(self, request: HttpRequest) -> HttpResponseBase:
         admission = UNLIMITED if _is_exempt(request) else await self.gate.admit(DjangoRequest(request))
-        admissions = self._entered(request, admission)
+        admissions = self._enter(request, admission)
         if admission.refusal is not None:
             return _refuse(admission.refusal.headers, admission.refusal, request)
         try:
             response: HttpResponseBase = await self.get_response(request)
-        except BaseException:  # as when the client has gone, and Django cancels the view
+        except BaseException:  # also if Django cancels the view of a client that has disconnected
             for each in admissions.unfinished():
                 await self.gate.finish(each, 500)
             raise
         return _leave(response, admissions, partial(_finish_soon, self.gate, asyncio.get_running_loop()))
 
-    def _entered(self, request: HttpRequest, admission: Admission) -> ViewAdmissions:
-        request.headgate = admission  # type: ignore[attr-defined]  # what a middleware adds, types don't know
+    def _enter(self, request: HttpRequest, admission: Admission) -> ViewAdmissions:
+        request.headgate = admission  # type: ignore[attr-defined]
         admissions = ViewAdmissions(self.gate, admission)
         setattr(request, ADMISSIONS, admissions)
         enter_context(admission)
         return admissions
 
 
-class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
-    """Limits a view, sync or async, or a class-based view: `@limit("5/minute")`.
+class DjangoLimit(ViewLimit):
+    """Decorator that limits a view, sync or async, or a class-based view: `@limit("5/minute")`.
 
     The parameters are those of `ViewLimit`. `settings.MIDDLEWARE` needs `HeadgateMiddleware`. A function given as `by`
     gets the request.
@@ -152,19 +148,19 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
         def guard(*args: Any, **kwargs: Any) -> Any:
             if getattr(args[0], "view_is_async", False):  # the method `dispatch` of a class with async handlers
                 return guard_async(*args, **kwargs)
-            request, admissions = _asked(args)
+            request, admissions = _request_of(args)
             gate = admissions.gate
             admit: Any = gate.admit_to_view if isinstance(gate, Gate) else async_to_sync(gate.admit_to_view)
-            refusal = admit(_view_arrival(request, name), declarations, admissions).refusal
+            refusal = admit(_view_request(request, name), declarations, admissions).refusal
             if refusal is not None:
                 return _refuse(admissions.refusal_headers(refusal), refusal, request)
             return view(*args, **kwargs)
 
         async def guard_async(*args: Any, **kwargs: Any) -> Any:
-            request, admissions = _asked(args)
+            request, admissions = _request_of(args)
             gate = admissions.gate
             admit: Any = sync_to_async(gate.admit_to_view) if isinstance(gate, Gate) else gate.admit_to_view
-            refusal = (await admit(_view_arrival(request, name), declarations, admissions)).refusal
+            refusal = (await admit(_view_request(request, name), declarations, admissions)).refusal
             if refusal is not None:
                 return _refuse(admissions.refusal_headers(refusal), refusal, request)
             return await view(*args, **kwargs)
@@ -172,40 +168,45 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
         return guard_async if iscoroutinefunction(view) else guard
 
 
+limit = DjangoLimit
+
+
 @checks.register("headgate")
-def look_at_settings(**_: Any) -> list[checks.CheckMessage]:
-    """What Django's system checks say of `settings.HEADGATE`: all that would keep the gate from opening."""
+def check_headgate_settings(**_: Any) -> list[checks.CheckMessage]:
+    """System check of `settings.HEADGATE` and of the policy."""
     is_used = any(map(_is_gate, conf.settings.MIDDLEWARE))
     if not is_used and not hasattr(conf.settings, "HEADGATE"):
         return []
     try:
-        trial = _opened(_TrialGate, getattr(conf.settings, "HEADGATE", None))
+        trial = _open_gate(_TrialGate, getattr(conf.settings, "HEADGATE", None))
     except ImproperlyConfigured as error:
-        hint = "`headgate check FILE` says the same of a policy file." if _is_about_policy(error) else None
+        hint = "`headgate check FILE` checks a policy file." if _is_about_policy(error) else None
         return [checks.Error(str(error), hint=hint, id="headgate.E001")]
     trial.close()
-    told: list[checks.CheckMessage] = [
+    messages: list[checks.CheckMessage] = [
         checks.Warning(text, id="headgate.W002") for text in trial.active_policy.snapshot.policy.warnings
     ]
     if not is_used:
         hint = "Add 'headgate.adapters.django.HeadgateMiddleware' to MIDDLEWARE."
-        told.append(checks.Warning("HEADGATE is set, but nothing counts by it.", hint=hint, id="headgate.W001"))
-    return told
+        messages.append(
+            checks.Warning("HEADGATE is set, but its middleware is not used.", hint=hint, id="headgate.W001")
+        )
+    return messages
 
 
-def signed_in_user(arrival: DjangoRequest) -> str | None:
-    """The key of the user whom a middleware further out has found out. Without a session, no database is asked."""
-    return _key(getattr(arrival.native, "user", None))
+def signed_in_user(request: DjangoRequest) -> str | None:
+    """The primary key of the signed-in user. Without a session, the database is not queried."""
+    return _key(getattr(request.native, "user", None))
 
 
-async def asigned_in_user(arrival: DjangoRequest) -> str | None:
-    """The same, without blocking the event loop."""
-    request = arrival.native
-    user = getattr(request, "user", None)
+async def asigned_in_user(request: DjangoRequest) -> str | None:
+    """The primary key of the signed-in user, without blocking the event loop."""
+    native = request.native
+    user = getattr(native, "user", None)
     if not isinstance(user, LazyObject):
         return _key(user)
-    if hasattr(request, "auser"):
-        return _key(await request.auser())
+    if hasattr(native, "auser"):
+        return _key(await native.auser())
     return await sync_to_async(_key)(user)
 
 
@@ -213,28 +214,27 @@ def _key(user: Any) -> str | None:
     return str(user.pk) if getattr(user, "is_authenticated", False) else None
 
 
-def _asked(args: tuple[Any, ...]) -> tuple[HttpRequest, ViewAdmissions]:
-    """The request that a view, or a method of a class-based view, is called with, and its admissions so far."""
+def _request_of(args: tuple[Any, ...]) -> tuple[HttpRequest, ViewAdmissions]:
+    """The request in the arguments of a view or of its method, and its admissions so far."""
     request = next((each for each in args[:2] if isinstance(each, HttpRequest)), None)
     if request is None:
         raise ImproperlyConfigured("@limit is for views, whose first argument is the request")
     admissions: ViewAdmissions | None = getattr(request, ADMISSIONS, None)
     if admissions is None:
         raise ImproperlyConfigured(
-            "a view has limits, but nothing counts them: "
-            "add 'headgate.adapters.django.HeadgateMiddleware' to MIDDLEWARE"
+            "a view has limits, but there is no gate: add 'headgate.adapters.django.HeadgateMiddleware' to MIDDLEWARE"
         )
     return request, admissions
 
 
-def _view_arrival(request: HttpRequest, name: str) -> ViewRequest:
+def _view_request(request: HttpRequest, name: str) -> ViewRequest:
     match = request.resolver_match
     view = "" if match is None else view_name(match.func)
     return ViewRequest(DjangoRequest(request), f"{view} {name}", request)
 
 
 def _is_exempt(request: HttpRequest) -> bool:
-    """Return True if the view that a request is going to is exempt from the policy."""
+    """Return True if the view of a request is exempt from the policy."""
     if not has_exempt_views():
         return False
     try:
@@ -254,14 +254,14 @@ def _leave(
     for name, value in native_headers(admissions.headers()):
         response[name] = value
     for each in admissions.unfinished():
-        # Where Django itself, too, puts what has to end with the answer, be it a stream or not.
+        # Where Django itself puts what ends with a response, streaming or not.
         closers = response._resource_closers  # type: ignore[attr-defined]  # noqa: SLF001
         closers.append(partial(finish, each, response.status_code))
     return response
 
 
 def _finish_soon(gate: AsyncGate, loop: asyncio.AbstractEventLoop, admission: Admission, status: int) -> None:
-    """Finish in the loop of the request: Django closes answers in a thread, but its test client does so in the loop."""
+    """Finish in the event loop of the request: Django closes responses in a thread, its test client in the loop."""
     asyncio.run_coroutine_threadsafe(gate.finish(admission, status), loop)
 
 
@@ -269,25 +269,25 @@ _gates: dict[type, tuple[object, Gate | AsyncGate]] = {}
 
 
 def _gate(kind: type[Gate | AsyncGate]) -> Gate | AsyncGate:
-    """The process's one gate for these settings: each of Django's test clients makes its middleware anew."""
-    said = getattr(conf.settings, "HEADGATE", None)
+    """The gate of this process for the settings; Django's test clients create their middleware anew."""
+    settings = getattr(conf.settings, "HEADGATE", None)
     known = _gates.get(kind)
-    if known is None or known[0] is not said:
-        known = _gates[kind] = said, _opened(kind, said)
+    if known is None or known[0] is not settings:
+        known = _gates[kind] = settings, _open_gate(kind, settings)
     return known[1]
 
 
-def _opened(kind: type[Opened], said: Any) -> Opened:
-    if not isinstance(said, dict):
+def _open_gate(kind: type[GateType], settings: Any) -> GateType:
+    if not isinstance(settings, dict):
         raise ImproperlyConfigured(
-            f"HEADGATE is {said!r}; give a dict: HEADGATE = {{'policy': BASE_DIR / 'limits.yaml'}}"
+            f"HEADGATE is {settings!r}; give a dict: HEADGATE = {{'policy': BASE_DIR / 'limits.yaml'}}"
         )
     try:
-        check_settings(said, repr)
-        options = {**said, **{name: _imported(said[name]) for name in FUNCTIONS if name in said}}
+        check_settings(settings, repr)
+        options = {**settings, **{name: _imported(settings[name]) for name in IMPORTABLE_SETTINGS if name in settings}}
         options["identities"] = {
             "user": asigned_in_user if kind is AsyncGate else signed_in_user,
-            **{name: _imported(function) for name, function in (said.get("identities") or {}).items()},
+            **{name: _imported(function) for name, function in (settings.get("identities") or {}).items()},
         }
         return kind(**options)
     except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
@@ -302,19 +302,19 @@ class _OfflineEngine(SyncEngine):
 
 
 class _TrialGate(Gate):
-    """A gate that is only made to see whether it can be: commands that look at settings need no store."""
+    """A gate created only to validate the settings, without a store."""
 
     _engine_type = _OfflineEngine
 
     def __init__(self, policy: Any = None, store: Any = "memory://", *, control: Any = None, **options: Any) -> None:
-        # The config store may not exist yet, and is not for a check to create: then only the other settings count.
+        # The config store may not exist yet, and a check must not create it.
         super().__init__(Policy() if policy is None and control is not None else policy, store, **options)
 
 
 def _is_gate(middleware: str) -> bool:
     try:
         found = import_string(middleware)
-    except ImportError:  # told by Django itself, when it starts
+    except ImportError:  # reported by Django at startup
         return False
     return isinstance(found, type) and issubclass(found, HeadgateMiddleware)
 

@@ -1,4 +1,4 @@
-"""FastAPI: limits that stand beside the routes they hold for, as dependencies."""
+"""FastAPI: limits as dependencies of routes."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
     from headgate.policy.model import RouteMode
 
     Granted: TypeAlias = list[tuple[AsyncGate, Admission]]
-    """Each with the gate that has granted it: an app may have several."""
+    """Each with its gate: an app may have several."""
 
 __all__ = ["FastAPILimits", "RateLimited", "admission"]
 
 ADMISSIONS: Final = "headgate.admissions"
-"""Where a request's scope keeps those that its dependencies have got."""
+"""Key in the scope of the admissions that the dependencies of a request were granted."""
 
 MOUNT: Final = "headgate.mount"
-"""Where it keeps the path that the app with its limits is mounted at."""
+"""Key in the scope of the path that the app is mounted at."""
 
 
 class RateLimited(HTTPException):
-    """Raised by a dependency for a request that may not pass. `FastAPILimits.install` lets it become the refusal."""
+    """Raised by a dependency that refuses a request; `FastAPILimits.install` adds its exception handler."""
 
     def __init__(self, refusal: Rejection) -> None:
         self.refusal = refusal
         self.fields = [field for field in refusal.headers if not field[0].startswith(RATELIMIT_PREFIXES)]
         headers = {name.decode(): value.decode() for name, value in self.fields if not name.startswith(b"content-")}
-        super().__init__(refusal.status, "this request may not pass now", headers)
+        super().__init__(refusal.status, "request refused", headers)
 
 
 class FastAPILimits:
-    """Makes dependencies that let a request pass, or refuse it. One for an app; `install` it there.
+    """Creates dependencies that admit or refuse requests. Create one per app and `install` it there.
 
-    `store` and the options are those of `AsyncGate`; `identity`, `answers` and `on_failure` are what a policy would say
-    under these names. The functions in `identities` get an arrival whose `native` is the request or the websocket.
+    `store` and the options are those of `AsyncGate`; `identity`, `answers` and `on_failure` are the settings of these
+    names in a policy. The functions in `identities` get a RequestInfo whose `native` is the request or the WebSocket.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class FastAPILimits:
         count_when: str | None = None,
         on_failure: RouteMode | None = None,
     ) -> Callable[[HTTPConnection], Awaitable[Admission]]:
-        """A dependency: `Depends(limits.allow("10/minute", by="ip"))`. Several limits, as several texts or in one
-        ("5/minute; 100/hour"), are charged all or none.
+        """A dependency: `Depends(limits.allow("10/minute", by="ip"))`. Several limits, in one string ("5/minute;
+        100/hour") or several, are charged all or none.
 
         `by` is a kind of identity ("ip", "user", "tenant+user", "global"), or a function of the request, which may be
-        asynchronous. A text counts each route for itself; with a `name`, or as a `Limit`, which has one, it counts all
-        routes together that use the name.
+        asynchronous. A string counts each route separately; with a `name`, or as a `Limit`, which has one, all routes
+        with that name share a counter.
         """
         declaration = LimitDeclaration(
             limits, by=by, name=name, cost=cost, count_when=count_when, on_failure=on_failure
@@ -101,7 +101,7 @@ class FastAPILimits:
         async def allowed(connection: HTTPConnection) -> Admission:
             admissions: Granted | None = connection.scope.get(ADMISSIONS)
             if admissions is None:
-                raise InvalidConfiguration("the app does not know its limits: call limits.install(app) once")
+                raise InvalidConfiguration("limits are not installed: call limits.install(app) once")
             request = _FastAPIRequest(connection)
             admission = await self.gate.admit(request, self.gate.view_policy(declarations, request.view))
             if admission.refusal is not None:
@@ -118,12 +118,12 @@ class FastAPILimits:
         return allowed
 
     def install(self, app: FastAPI) -> None:
-        """Let the app send refusals and header fields, and close the store when it ends. Once, before it starts."""
-        app.add_exception_handler(RateLimited, _answer)  # type: ignore[arg-type]  # for both kinds of connection
+        """Add the middleware and the exception handler to an app. Call it once, before the app starts."""
+        app.add_exception_handler(RateLimited, _respond)  # type: ignore[arg-type]  # for both kinds of connection
         app.add_middleware(_LimitsMiddleware, limits=self)
 
     def headers(self, admissions: Granted, policy: Admission) -> list[Header]:
-        """The fields for all admissions of a request, and for what a policy has granted before, as if they were one."""
+        """The merged header fields of the dependencies' admissions and of the policy's."""
         granted = [each for _, each in admissions]
         if not any(each.headers for each in granted):
             return []
@@ -131,19 +131,19 @@ class FastAPILimits:
         policy.suppress_headers()
         return headers
 
-    async def health_page(self, arrival: AsgiRequest) -> Rejection | None:
-        """What is answered at `health_path`, where no dependency is asked; None at every other path."""
-        is_there = self.health_path in (arrival.path, arrival.mounted_path)
-        return (await self.gate.admit(arrival)).refusal if is_there else None
+    async def health_page(self, request: AsgiRequest) -> Rejection | None:
+        """The response at `health_path`; None for all other paths."""
+        is_health_path = self.health_path in (request.path, request.mounted_path)
+        return (await self.gate.admit(request)).refusal if is_health_path else None
 
 
 async def admission() -> Admission:
-    """A dependency that gives how the request was let in: `Annotated[Admission, Depends(admission)]`."""
+    """A dependency that returns the admission of the request: `Annotated[Admission, Depends(admission)]`."""
     return current_admission()
 
 
 class _FastAPIRequest(AsgiRequest):
-    """A request or a websocket on its way to a route."""
+    """A request or a WebSocket at a route."""
 
     __slots__ = ()
 
@@ -152,11 +152,11 @@ class _FastAPIRequest(AsgiRequest):
 
     @property
     def view(self) -> str:
-        """The methods and the template of the route that was found, never the URL itself."""
+        """The methods and the path template of the route."""
         scope: Any = self.native
         route = scope["route"]
         with suppress(KeyError):
-            # In newer versions of FastAPI, a route of an included router does not know its prefix, but this does.
+            # In newer versions of FastAPI, only this has the prefix of an included router.
             found = scope["fastapi"]["effective_route_context"]
             route = getattr(found, "starlette_route", None) or found
         methods = getattr(route, "methods", None) or ["WEBSOCKET"]
@@ -164,13 +164,13 @@ class _FastAPIRequest(AsgiRequest):
 
     @property
     def view_request(self) -> HTTPConnection:
-        """What functions that say who is counted are given."""
+        """The argument of functions given as `by`."""
         connection: HTTPConnection = self.native  # type: ignore[assignment]
         return connection
 
 
 class _LimitsMiddleware:
-    """The middleware around the app's routes that tells, settles and leaves what their dependencies were granted."""
+    """Adds the header fields of the dependencies' admissions to responses, and finishes the admissions."""
 
     def __init__(self, app: App, limits: FastAPILimits) -> None:
         self._app = app
@@ -199,13 +199,12 @@ class _LimitsMiddleware:
 
 
 async def _finish(admissions: Granted, status: int) -> None:
-    """The answer is out."""
     for gate, each in admissions:
         await gate.finish(each, status)
 
 
-async def _answer(connection: HTTPConnection, error: Exception) -> Response | None:
-    """The refusal, the same that the middleware would have sent."""
+async def _respond(connection: HTTPConnection, error: Exception) -> Response | None:
+    """The response for a refusal, as `HeadgateMiddleware` sends it."""
     assert isinstance(error, RateLimited)
     refusal = error.refusal
     body = b"" if connection.scope.get("method") == "HEAD" else refusal.body
@@ -222,6 +221,6 @@ async def _answer(connection: HTTPConnection, error: Exception) -> Response | No
 
 
 def _mount(scope: Scope) -> str:
-    """Where in the outermost app this one is mounted; nothing for a template: only the client's path is known."""
+    """The path that this app is mounted at in the outermost app; empty for a mount with path parameters."""
     root: str = scope.get("root_path", "")
     return "" if scope.get("path_params") else root[len(scope.get("app_root_path", root)) :]

@@ -1,7 +1,4 @@
-"""Flask: an extension in front of the whole app, so that no request gets past it, and limits on views.
-
-See docs/flask.md.
-"""
+"""Flask extension that applies a policy to the whole app, and limits on views. See docs/flask.md."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ ADMISSIONS: Final = "headgate.admissions"
 
 
 class FlaskRequest(WsgiRequest):
-    """A request that Flask has not seen yet. `native` is its environ."""
+    """A request before Flask handles it. `native` is its environ."""
 
     __slots__ = ("_app",)
 
@@ -50,22 +47,22 @@ class FlaskRequest(WsgiRequest):
 
     @property
     def request(self) -> Request:
-        """Its cookies, headers and arguments, as Flask gives them. Not its body: that is left for the view."""
+        """Its cookies, headers and arguments. The body is left for the view."""
         return self._app.request_class(self.native, populate_request=False, shallow=True)
 
     @property
     def session(self) -> SessionMixin:
-        """Its session, to read from."""
+        """Its session, read-only."""
         sessions = self._app.session_interface
         session = sessions.open_session(self._app, self.request)
         return sessions.make_null_session(self._app) if session is None else session
 
 
 class Headgate:
-    """Puts a policy in front of a Flask app: `Headgate(app, "limits.yaml")`, or `init_app` in an app's factory.
+    """Applies a policy to a Flask app: `Headgate(app, "limits.yaml")`, or `init_app` in an app factory.
 
-    The options are those of `Gate`. The app's config has the last word on each of them, as HEADGATE_POLICY,
-    HEADGATE_STORE and so on. `app.extensions["headgate"]` is the middleware that is put around the app.
+    The options are those of `Gate`; the app's config overrides them, as HEADGATE_POLICY, HEADGATE_STORE and so on.
+    `app.extensions["headgate"]` is the middleware around the app.
     """
 
     def __init__(
@@ -80,21 +77,21 @@ class Headgate:
             self.init_app(app)
 
     def init_app(self, app: Flask) -> None:
-        """Put the policy in front of this app."""
+        """Apply the policy to this app."""
         if "headgate" in app.extensions:
             raise InvalidConfiguration(f"{app.name!r} would count every request twice: call init_app once for each app")
         options = self._options | app.config.get_namespace("HEADGATE_")
         check_settings(options, lambda name: f"HEADGATE_{name.upper()}")
         middleware = HeadgateMiddleware(
-            app.wsgi_app, arrival=partial(FlaskRequest, app), is_exempt=partial(_is_exempt, app), **options
+            app.wsgi_app, make_request=partial(FlaskRequest, app), is_exempt=partial(_is_exempt, app), **options
         )
-        app.wsgi_app = middleware  # type: ignore[method-assign]  # Flask's own way to put a middleware around an app
+        app.wsgi_app = middleware  # type: ignore[method-assign]  # as the docs of Flask say
         app.extensions["headgate"] = middleware
         app.teardown_request(_finish_unanswered)
 
 
-class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
-    """Limits a view, a class-based view or a blueprint: `@limit("5/minute")`, right below `@app.route(...)`.
+class FlaskLimit(ViewLimit):
+    """Decorator of a view, a class-based view or a blueprint: `@limit("5/minute")`, below `@app.route(...)`.
 
     The parameters are those of `ViewLimit`. The app needs the extension: `Headgate(app, policy)`. A function given as
     `by` gets `flask.request`.
@@ -104,7 +101,7 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
 
     def __call__(self, view: View) -> View:
         if isinstance(view, Blueprint):
-            view.before_request(partial(_refused, (self.declaration,), f"blueprint {view.name}"))
+            view.before_request(partial(_admit, (self.declaration,), f"blueprint {view.name}"))
             return view
         return super().__call__(view)
 
@@ -112,18 +109,21 @@ class limit(ViewLimit):  # noqa: N801 - a decorator, and used as one
         name = getattr(view, "__qualname__", "view").rpartition("<locals>.")[2]
 
         def guard(*args: Any, **kwargs: Any) -> Any:
-            refused = _refused(declarations, name)
-            return current_app.ensure_sync(view)(*args, **kwargs) if refused is None else refused
+            refusal = _admit(declarations, name)
+            return current_app.ensure_sync(view)(*args, **kwargs) if refusal is None else refusal
 
         return guard
 
 
-def _refused(declarations: tuple[LimitDeclaration, ...], name: str) -> Response | None:
-    """The refusal of the current request by limits of its view; None if they allow it."""
+limit = FlaskLimit
+
+
+def _admit(declarations: tuple[LimitDeclaration, ...], name: str) -> Response | None:
+    """Admit the current request by the limits of its view; returns the refusal, if any."""
     middleware: HeadgateMiddleware | None = current_app.extensions.get("headgate")
     if middleware is None:
         raise InvalidConfiguration(
-            f"{current_app.name!r} has limits on its views, but nothing counts them: call Headgate(app, policy), "
+            f"{current_app.name!r} has limits on its views, but no gate: call Headgate(app, policy), "
             "with Policy() from headgate.policy if there are no others"
         )
     environ, gate = request.environ, middleware.gate
@@ -133,8 +133,8 @@ def _refused(declarations: tuple[LimitDeclaration, ...], name: str) -> Response 
         after_this_request(partial(_report, admissions))
     app: Any = current_app
     view = name if request.endpoint in (None, name) else f"{request.endpoint} {name}"
-    arrival = ViewRequest(FlaskRequest(app, environ), view, request)
-    refusal = gate.admit_to_view(arrival, declarations, admissions).refusal
+    info = ViewRequest(FlaskRequest(app, environ), view, request)
+    refusal = gate.admit_to_view(info, declarations, admissions).refusal
     if refusal is None:
         return None
     body = b"" if request.method == "HEAD" else refusal.body
@@ -142,10 +142,10 @@ def _refused(declarations: tuple[LimitDeclaration, ...], name: str) -> Response 
 
 
 def _report(admissions: ViewAdmissions, response: Response) -> Response:
-    """Add the header fields to the app's answer, and settle the admissions when it is out."""
+    """Add the header fields to the response, and finish the admissions when it is closed."""
     for name, value in native_headers(admissions.headers()):
         response.headers[name] = value
-    admissions.policy.suppress_headers()  # the middleware in front would add them once more
+    admissions.policy.suppress_headers()  # else the middleware would add them again
     granted, admissions.granted = admissions.granted, []
     if granted:
         response.call_on_close(partial(_finish, admissions.gate, granted, response.status_code))
@@ -153,7 +153,7 @@ def _report(admissions: ViewAdmissions, response: Response) -> Response:
 
 
 def _finish_unanswered(error: BaseException | None) -> None:
-    """Settle the admissions of a request whose view failed without an answer."""
+    """Finish the admissions of a request whose view failed without a response."""
     admissions: ViewAdmissions | None = request.environ.get(ADMISSIONS)
     if admissions is not None and admissions.granted:
         granted, admissions.granted = admissions.granted, []
@@ -167,7 +167,7 @@ def _finish(gate: Any, admissions: list[Admission], status: int) -> None:
 
 
 def _is_exempt(app: Flask, environ: dict[str, Any]) -> bool:
-    """Return True if the view that a request is going to is exempt from the policy."""
+    """Return True if the view of a request is exempt from the policy."""
     if not has_exempt_views():
         return False
     try:

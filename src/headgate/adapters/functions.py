@@ -1,4 +1,4 @@
-"""Plain functions: tasks of a queue, scripts, clients of other APIs. They run when they may, or not at all."""
+"""Limits on plain functions and blocks: queue tasks, scripts, clients of other APIs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headgate.decisions import Decision
     from headgate.keys import Key
 
-    Who: TypeAlias = str | int | tuple[str | int, ...]
+    IdentityParts: TypeAlias = str | int | tuple[str | int, ...]
 
 __all__ = ["limited"]
 
@@ -29,9 +29,9 @@ R = TypeVar("R")
 
 
 class limited:  # noqa: N801 - a decorator, and used as one
-    """Lets a function, or a block, run only when its limits allow it; else raises `RequestDenied`, and nothing runs.
+    """Runs a function or a block if its limits allow it; otherwise raises `RequestDenied`.
 
-    As a decorator, for functions and generators, asynchronous or not; what runs holds its leases until it has ended:
+    As a decorator, for functions and generators, asynchronous or not; leases are held until they end:
 
     >>> from headgate import Limiter
     >>> from headgate.testing import FakeClock
@@ -48,17 +48,17 @@ class limited:  # noqa: N801 - a decorator, and used as one
 
     As a block, `with limited(exports, by="tenant-7", limiter=limiter) as decision:`, or `async with`.
 
-    `by` is whom to count: text, a number, a tuple of these, or a function of the call's arguments that gives one; None
-    for one counter for all. A limit that is a text has the function's name, or `name`; one text may hold several
-    limits, "5/minute; 100/hour". `limiter` is a `Limiter`, and an `AsyncLimiter` for what is asynchronous. With `wait`,
-    a call waits for its turn, for so many seconds at most.
+    `by` identifies the counter: a string, an integer, a tuple of these, or a function of the call's arguments that
+    returns one; None for a single counter. A limit given as a string is named after the function, or by `name`; a
+    string may contain several limits, "5/minute; 100/hour". `limiter` is a `Limiter`, or an `AsyncLimiter` for
+    asynchronous functions. With `wait`, a call waits at most so many seconds until it is allowed.
     """
 
     def __init__(
         self,
         *limits: str | Limit,
         limiter: Limiter | AsyncLimiter,
-        by: Who | Callable[..., Who] | None = None,
+        by: IdentityParts | Callable[..., IdentityParts] | None = None,
         cost: int = 1,
         name: str | None = None,
         wait: float | None = None,
@@ -68,9 +68,9 @@ class limited:  # noqa: N801 - a decorator, and used as one
         if type(cost) is not int or cost < 0:
             raise InvalidCost(f"cost {cost!r} is not a whole number >= 0")
         if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0):
-            raise InvalidConfiguration(f"wait {wait!r} is not a number of seconds >= 0; None does not wait at all")
+            raise InvalidConfiguration(f"wait {wait!r} is not a number of seconds >= 0, or None")
         self._limits: list[str | Limit] = []
-        for each in limits:  # a text may hold several
+        for each in limits:
             self._limits += [each] if isinstance(each, Limit) else _limit_syntax.split(each)
         self._limiter: Any = limiter
         self._by = by
@@ -78,45 +78,41 @@ class limited:  # noqa: N801 - a decorator, and used as one
         self._name = name
         self._wait = wait
         self._blocks: list[Any] = []
-        """Those that are entered. All have the same keys, so that it does not matter who leaves which."""
-        for limit in self._named("some name"):
+        """The entered blocks. All have the same keys, so their order of exit does not matter."""
+        for limit in self._parse_limits("some name"):
             if limit.algorithm == "leaky_bucket" and wait is None:
-                raise InvalidConfiguration(
-                    f"the limit {limit} gives each call its turn, but nobody waits for it: "
-                    "say with wait= for how many seconds at most"
-                )
+                raise InvalidConfiguration(f"the limit {limit} delays calls: give wait=, the longest delay in seconds")
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        if isinstance(function, classmethod | staticmethod):  # the method first: what binds it stays outermost
+        if isinstance(function, classmethod | staticmethod):
             return type(function)(self(function.__func__))
         if not callable(function):
-            raise InvalidConfiguration(f"{function!r} is no function: there is nothing to call")
-        # Neither partials have one, nor objects that can be called.
+            raise InvalidConfiguration(f"{function!r} is not callable: decorate a function")
         name: str | None = getattr(function, "__qualname__", None)
         is_asynchronous = _is(iscoroutinefunction, function) or _is(isasyncgenfunction, function)
         self._check_limiter(is_asynchronous, name or repr(function))
         try:
-            limits = self._named(self._name or (name and f"{function.__module__}.{name}"))
+            limits = self._parse_limits(self._name or (name and f"{function.__module__}.{name}"))
         except InvalidLimit as error:
             raise InvalidLimit(f"{error}; give name=") from None
         run: Any = function
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._entered(self._keys(limits, args, kwargs)):
+            with self._admit(self._keys(limits, args, kwargs)):
                 return run(*args, **kwargs)
 
         def iterate(*args: Any, **kwargs: Any) -> Any:
-            with self._entered(self._keys(limits, args, kwargs)):
+            with self._admit(self._keys(limits, args, kwargs)):
                 return (yield from run(*args, **kwargs))
 
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            async with self._entered_async(self._keys(limits, args, kwargs)):
+            async with self._admit_async(self._keys(limits, args, kwargs)):
                 return await run(*args, **kwargs)
 
         async def iterate_async(*args: Any, **kwargs: Any) -> Any:
-            async with self._entered_async(self._keys(limits, args, kwargs)), aclosing(run(*args, **kwargs)) as values:
+            async with self._admit_async(self._keys(limits, args, kwargs)), aclosing(run(*args, **kwargs)) as values:
                 step = values.asend(None)
-                while True:  # what `yield from` does: also a block made of this hears how it ended
+                while True:  # as `yield from` does, which asynchronous generators lack
                     try:
                         value = await step
                     except StopAsyncIteration:
@@ -140,7 +136,7 @@ class limited:  # noqa: N801 - a decorator, and used as one
 
     def __enter__(self) -> Decision:
         self._check_limiter(False, "a block of `with`")
-        block = self._entered(self._keys(self._named(self._name), None, {}))
+        block = self._admit(self._keys(self._parse_limits(self._name), None, {}))
         decision = block.__enter__()
         self._blocks.append(block)
         return decision
@@ -150,7 +146,7 @@ class limited:  # noqa: N801 - a decorator, and used as one
 
     async def __aenter__(self) -> Decision:
         self._check_limiter(True, "a block of `async with`")
-        block = self._entered_async(self._keys(self._named(self._name), None, {}))
+        block = self._admit_async(self._keys(self._parse_limits(self._name), None, {}))
         decision = await block.__aenter__()
         self._blocks.append(block)
         return decision
@@ -161,35 +157,35 @@ class limited:  # noqa: N801 - a decorator, and used as one
         await self._blocks.pop().__aexit__(None, None, None)
 
     @contextmanager
-    def _entered(self, keys: list[Key]) -> Iterator[Decision]:
+    def _admit(self, keys: list[Key]) -> Iterator[Decision]:
         if self._wait is None:
             with self._limiter.hold(*keys, cost=self._cost) as decision:
-                yield _allowed(decision)
+                yield _raise_if_denied(decision)
         else:
-            decision = _allowed(self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait))
-            with self._kept(decision):
+            decision = _raise_if_denied(self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait))
+            with self._hold_leases(decision):
                 yield decision
 
     @asynccontextmanager
-    async def _entered_async(self, keys: list[Key]) -> AsyncIterator[Decision]:
+    async def _admit_async(self, keys: list[Key]) -> AsyncIterator[Decision]:
         if self._wait is None:
             async with self._limiter.hold(*keys, cost=self._cost) as decision:
-                yield _allowed(decision)
+                yield _raise_if_denied(decision)
         else:
-            decision = _allowed(await self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait))
-            async with self._kept(decision):
+            decision = _raise_if_denied(await self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait))
+            async with self._hold_leases(decision):
                 yield decision
 
-    def _kept(self, decision: Decision) -> Any:
-        """A block that keeps the leases which the decision has got: to enter again what is held costs nothing."""
+    def _hold_leases(self, decision: Decision) -> Any:
+        """A context manager that holds the leases of a decision; entering a held lease again costs nothing."""
         leased = [key for key in decision.keys if key.limit.algorithm == "concurrency"]
         return self._limiter.hold(*leased, cost=self._cost, id=decision.id) if leased else nullcontext()
 
-    def _named(self, name: str | None) -> list[Limit]:
-        """The limits; those that are texts under the name, each with its text where there are several."""
+    def _parse_limits(self, name: str | None) -> list[Limit]:
+        """The limits; strings are parsed and get the name, with their text if there are several."""
         texts = [limit for limit in self._limits if not isinstance(limit, Limit)]
         if texts and name is None:
-            raise InvalidConfiguration(f"the limit {texts[0]!r} has no name to be counted under: give name=")
+            raise InvalidConfiguration(f"the limit {texts[0]!r} has no name: give name=")
         return [
             limit
             if isinstance(limit, Limit)
@@ -198,16 +194,14 @@ class limited:  # noqa: N801 - a decorator, and used as one
         ]
 
     def _keys(self, limits: list[Limit], args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> list[Key]:
-        who: Any = self._by
-        if who is None:
+        identity: Any = self._by
+        if identity is None:
             return [limit.by() for limit in limits]
-        if callable(who):
+        if callable(identity):
             if args is None:
-                raise InvalidConfiguration(
-                    "a block has no arguments that by= could be asked of: give by= whom to count"
-                )
-            who = who(*args, **kwargs)
-        return [limit.by(*who) if isinstance(who, tuple) else limit.by(who) for limit in limits]
+                raise InvalidConfiguration("a block has no arguments for the function by=: give the identity itself")
+            identity = identity(*args, **kwargs)
+        return [limit.by(*identity) if isinstance(identity, tuple) else limit.by(identity) for limit in limits]
 
     def _check_limiter(self, is_asynchronous: bool, what: str) -> None:
         needed = AsyncLimiter if is_asynchronous else Limiter
@@ -216,11 +210,11 @@ class limited:  # noqa: N801 - a decorator, and used as one
 
 
 def _is(kind: Callable[[Any], bool], function: Any) -> bool:
-    """Whether a function is of that kind, or the method that makes an object one."""
+    """Return True if a function, or the `__call__` of an object, is of that kind."""
     return kind(function) or kind(type(function).__call__)
 
 
-def _allowed(decision: Decision) -> Decision:
+def _raise_if_denied(decision: Decision) -> Decision:
     if not decision.allowed:
         raise RequestDenied(decision)
     return decision

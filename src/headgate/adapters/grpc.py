@@ -1,7 +1,7 @@
-"""gRPC: interceptors for servers with threads and for asyncio, and all four kinds of RPC.
+"""gRPC server interceptors, for threads and for asyncio, and for all four kinds of RPC.
 
-To a policy, the RPC `/shop.Orders/Create` is a POST to that path, and metadata are header fields. What clients are told
-stands in the trailing metadata, which a handler cannot have sent already.
+To a policy, the RPC `/shop.Orders/Create` is a POST to that path, and metadata are header fields. RateLimit fields are
+sent as trailing metadata, which a handler cannot have sent before.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headgate.gate.admission import enter_context
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate, Gate
 
-try:  # which grpcio alone does not bring along
+try:  # not dependencies of grpcio
     from google.protobuf.any_pb2 import Any as AnyMessage
     from google.protobuf.duration_pb2 import Duration
     from google.rpc.error_details_pb2 import ErrorInfo, QuotaFailure, RetryInfo  # type: ignore[import-untyped]
     from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
 except ImportError as missing:
-    raise ImportError(f"{missing}: refusals need it for their details; pip install 'headgate[grpc]'") from missing
+    raise ImportError(f"{missing}: needed for the details of refusals; pip install 'headgate[grpc]'") from missing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -51,22 +51,21 @@ CODES: Final = {
     503: grpc.StatusCode.UNAVAILABLE,
     403: grpc.StatusCode.PERMISSION_DENIED,
 }
-"""For each status of a refusal."""
+"""gRPC status codes by the HTTP status of a refusal."""
 
 REASONS: Final = {429: "RATE_LIMIT_EXCEEDED", 503: "LIMITER_UNAVAILABLE", 403: "BLOCKED"}
 
 HTTP_STATUSES: Final = (200, 499, 500, 400, 504, 404, 409, 403, 429, 400, 409, 400, 501, 500, 503, 500, 401)
-"""What `count_when` sees, for each code of gRPC from OK to UNAUTHENTICATED: as google.rpc.Code maps them."""
+"""The status for `count_when`, for each gRPC code from OK to UNAUTHENTICATED, as google.rpc.Code maps them."""
 
 CANCELLED: Final = 1
 UNKNOWN: Final = 2
 
-TOLD: Final = (b"x-ratelimit-", b"ratelimit", b"retry-after")
-"""How the names of fields start that mean something outside of HTTP."""
-
+SENT_PREFIXES: Final = (b"x-ratelimit-", b"ratelimit", b"retry-after")
+"""Prefixes of the header fields that are sent as metadata."""
 
 _closing: set[asyncio.Task[None]] = set()
-"""Interceptors that are being closed: event loops keep no reference to tasks."""
+"""Strong references to tasks, of which event loops keep only weak ones."""
 
 
 class GrpcRequest:
@@ -83,15 +82,15 @@ class GrpcRequest:
         self._metadata = details.invocation_metadata or ()
 
     def header(self, name: str) -> list[str]:
-        """The values of all metadata of that name; binary ones are none."""
+        """The values of all text metadata of that name."""
         return [value for key, value in self._metadata if key == name and isinstance(value, str)]
 
 
 class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Puts a policy in front of a server with threads: `grpc.server(pool, interceptors=[HeadgateInterceptor(...)])`.
+    """Applies a policy to a server with threads: `grpc.server(pool, interceptors=[HeadgateInterceptor(...)])`.
 
-    `policy` is a file, or a `Policy`; `store` and all other options are those of `Gate`. Call `close` when the server
-    has stopped.
+    `policy` is a file path or a `Policy`; `store` and all other options are those of `Gate`. Call `close` after the
+    server has stopped.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         self.gate = gate or Gate(policy, store, **options)
 
     def close(self) -> None:
-        """Close the store, and watch the policy no more."""
+        """Close the gate and its store."""
         self.gate.close()
 
     def intercept_service(
@@ -115,26 +114,26 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
-            def answer(request: Any, context: Any) -> Any:
-                with self._admitted(GrpcRequest(handler_call_details, context)):
+            def respond(request: Any, context: Any) -> Any:
+                with self._admit(GrpcRequest(handler_call_details, context)):
                     return behavior(request, context)
 
-            def answers(request: Any, context: Any) -> Iterator[Any]:
-                with self._admitted(GrpcRequest(handler_call_details, context)):
+            def respond_stream(request: Any, context: Any) -> Iterator[Any]:
+                with self._admit(GrpcRequest(handler_call_details, context)):
                     yield from behavior(request, context)
 
-            return answers if streams else answer
+            return respond_stream if streams else respond
 
-        return _rebuilt(continuation(handler_call_details) or _unknown(_not_found), guarded)
+        return _wrap(continuation(handler_call_details) or _unknown(_not_found), guarded)
 
     @contextmanager
-    def _admitted(self, arrival: GrpcRequest) -> Iterator[None]:
-        context = arrival.native
-        admission = self.gate.admit(arrival)
+    def _admit(self, request: GrpcRequest) -> Iterator[None]:
+        context = request.native
+        admission = self.gate.admit(request)
         if admission.refusal is not None:
             context.set_trailing_metadata(_refusal_metadata(admission))
             context.abort(CODES[admission.refusal.status], admission.refusal.message)
-        enter_context(admission)  # also where nothing is met: the thread has served others before
+        enter_context(admission)  # also without limits: the thread has served other requests
         failure: BaseException | None = None
         try:
             yield
@@ -142,15 +141,15 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
             failure = error
             raise
         finally:
-            _tell(context, admission)
+            _add_metadata(context, admission)
             if admission.needs_finish:
                 self.gate.finish(admission, _status(context, failure))
 
 
 class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """The same for asyncio: `grpc.aio.server(interceptors=[AsyncHeadgateInterceptor(...)])`, with async handlers.
+    """Applies a policy to an asyncio server: `grpc.aio.server(interceptors=[AsyncHeadgateInterceptor(...)])`.
 
-    Await `close` when the server has stopped.
+    Handlers must be asynchronous. Await `close` after the server has stopped.
     """
 
     def __init__(
@@ -165,9 +164,9 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         self.gate = gate or AsyncGate(policy, store, **options)
 
     def close(self) -> Awaitable[None]:
-        """Close the store, and stop watching the policy: `await interceptor.close()`.
+        """Close the gate and its store: `await interceptor.close()`, in the event loop of the server.
 
-        It begins at once, also if it is not awaited, and needs the event loop of the server.
+        Starts at once, even if it is not awaited.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -187,37 +186,37 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
-            async def answer(request: Any, context: Any) -> Any:
-                async with self._admitted(GrpcRequest(handler_call_details, context)) as told:
-                    return await behavior(request, told)
+            async def respond(request: Any, context: Any) -> Any:
+                async with self._admit(GrpcRequest(handler_call_details, context)) as admitted_context:
+                    return await behavior(request, admitted_context)
 
-            async def answers(request: Any, context: Any) -> AsyncIterator[Any]:
+            async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
                 async with (
-                    self._admitted(GrpcRequest(handler_call_details, context)) as told,
-                    aclosing(behavior(request, told)) as messages,
+                    self._admit(GrpcRequest(handler_call_details, context)) as admitted_context,
+                    aclosing(behavior(request, admitted_context)) as messages,
                 ):
                     async for message in messages:
                         yield message
 
             if isasyncgenfunction(behavior):
-                return answers
-            if iscoroutinefunction(behavior):  # which may stream, too, by context.write
-                return answer
+                return respond_stream
+            if iscoroutinefunction(behavior):  # may stream by context.write
+                return respond
             raise InvalidConfiguration(
                 f"the handler of {handler_call_details.method} is a plain function; on an asyncio server behind "
                 "AsyncHeadgateInterceptor, write `async def`"
             )
 
-        return _rebuilt(await continuation(handler_call_details) or _unknown(_not_found_async), guarded)
+        return _wrap(await continuation(handler_call_details) or _unknown(_not_found_async), guarded)
 
     @asynccontextmanager
-    async def _admitted(self, arrival: GrpcRequest) -> AsyncIterator[Any]:
-        context = arrival.native
-        admission = await self.gate.admit(arrival)
+    async def _admit(self, request: GrpcRequest) -> AsyncIterator[Any]:
+        context = request.native
+        admission = await self.gate.admit(request)
         if admission.refusal is not None:
             context.set_trailing_metadata(_refusal_metadata(admission))
             await context.abort(CODES[admission.refusal.status], admission.refusal.message)
-        enter_context(admission)  # each RPC has a task of its own
+        enter_context(admission)  # each RPC has its own task
         failure: BaseException | None = None
         try:
             yield _AdmittedContext(context, admission)
@@ -225,13 +224,13 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
             failure = error
             raise
         finally:
-            _tell(context, admission)
+            _add_metadata(context, admission)
             if admission.needs_finish:
                 await finish_shielded(self.gate.finish(admission, _status(context, failure)))
 
 
 class _AdmittedContext:
-    """The context of an RPC on an asyncio server, for its handler: `abort` sends the end at once, so it tells here."""
+    """The context for the handler on an asyncio server, whose `abort` adds the header fields as it ends the RPC."""
 
     def __init__(self, context: Any, admission: Admission) -> None:
         self._context = context
@@ -248,11 +247,11 @@ class _AdmittedContext:
 def _check_options(interceptor: object, options: GateOptions) -> None:
     check_options(type(interceptor).__name__, options)
     if options.get("health_path") is not None:
-        raise InvalidConfiguration("gRPC has no health_path: let its health service tell what gate.health() says")
+        raise InvalidConfiguration("gRPC has no health_path: report gate.health() through the gRPC health service")
 
 
-def _rebuilt(handler: Handler, guarded: Callable[[Behavior, bool], Behavior]) -> Handler:
-    """The same handler behind the gate."""
+def _wrap(handler: Handler, guarded: Callable[[Behavior, bool], Behavior]) -> Handler:
+    """A handler of the same kind behind the gate."""
     kind = "_".join(
         "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
     )
@@ -262,7 +261,7 @@ def _rebuilt(handler: Handler, guarded: Callable[[Behavior, bool], Behavior]) ->
 
 
 def _unknown(behavior: Behavior) -> Handler:
-    """A method that the server does not have: asking for it counts as well."""
+    """The handler of a method that does not exist; such requests are counted as well."""
     return grpc.unary_unary_rpc_method_handler(behavior)
 
 
@@ -281,7 +280,7 @@ def _address(peer: str) -> str | None:
 
 
 def _status(context: Any, failure: BaseException | None) -> int:
-    """The status that an answer over HTTP would have had."""
+    """The HTTP status that corresponds to the end of an RPC."""
     code = context.code() or 0
     number: int = code if isinstance(code, int) else code.value[0]
     if number == 0 and failure is not None:
@@ -289,32 +288,32 @@ def _status(context: Any, failure: BaseException | None) -> int:
     return HTTP_STATUSES[number] if number < len(HTTP_STATUSES) else 500
 
 
-def _tell(context: Any, admission: Admission) -> None:
-    """Add the fields to what the handler itself has to say at the end."""
+def _add_metadata(context: Any, admission: Admission) -> None:
+    """Add the header fields to the trailing metadata of the handler."""
     headers = admission.headers
     if headers:
         context.set_trailing_metadata((*(context.trailing_metadata() or ()), *_metadata(headers)))
 
 
 def _metadata(headers: Iterable[Header]) -> Metadata:
-    return tuple((name.decode(), value.decode()) for name, value in headers if name.startswith(TOLD))
+    return tuple((name.decode(), value.decode()) for name, value in headers if name.startswith(SENT_PREFIXES))
 
 
 def _refusal_metadata(admission: Admission) -> Metadata:
-    """The fields of a refusal, and its details in the rich error model that clients of all languages can read."""
+    """The header fields of a refusal, and its details in the rich error model of gRPC."""
     refusal, decision = admission.refusal, admission.decision
     assert refusal is not None
-    told = dict(refusal.headers)
+    fields = dict(refusal.headers)
     details: list[Message] = [ErrorInfo(reason=REASONS[refusal.status], domain="headgate")]
-    if b"retry-after" in told:
-        details.append(RetryInfo(retry_delay=Duration(seconds=int(told[b"retry-after"]))))
+    if b"retry-after" in fields:
+        details.append(RetryInfo(retry_delay=Duration(seconds=int(fields[b"retry-after"]))))
     if refusal.status == 429 and decision is not None:
         violations = [
             QuotaFailure.Violation(subject=f"limit:{name}", description=refusal.message) for name in decision.denied_by
         ]
         details.append(QuotaFailure(violations=violations))
     packed = [AnyMessage() for _ in details]
-    for place, detail in zip(packed, details, strict=True):
-        place.Pack(detail)
+    for message, detail in zip(packed, details, strict=True):
+        message.Pack(detail)
     status = Status(code=CODES[refusal.status].value[0], message=refusal.message, details=packed)
     return (*_metadata(refusal.headers), ("grpc-status-details-bin", status.SerializeToString()))

@@ -1,4 +1,4 @@
-"""WSGI: Flask, Pyramid, Bottle, Falcon and every other app. Streams, files and `write()` are untouched."""
+"""WSGI middleware: Flask, Pyramid, Bottle, Falcon and other apps. Streams, files and `write()` are passed through."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ logger = logging.getLogger("headgate")
 
 FORWARDED_FOR: Final = "x-forwarded-for"
 WSGIREF: Final = "WSGIServer/"
-"""The start of SERVER_SOFTWARE of the standard library's server, and of those that are made of it."""
+"""Prefix of SERVER_SOFTWARE of the standard library's server, and of servers based on it."""
 
-_complained: list[bool] = []
-"""True if the log was told that X-Forwarded-For is ignored."""
+_warned: list[bool] = []
+"""Not empty once the log has the warning that X-Forwarded-For is ignored."""
 
 
 class WsgiRequest:
-    """A request. `native` is its environ."""
+    """A WSGI request. `native` is its environ."""
 
     __slots__ = ("method", "mounted_path", "native", "path", "peer")
 
@@ -61,16 +61,16 @@ class WsgiRequest:
         self.peer: str | None = environ.get("REMOTE_ADDR")
 
     def header(self, name: str) -> list[str]:
-        """The value of a header, the name in lower case. Servers have joined its lines by commas: it is one."""
+        """The value of a header, given its name in lower case; servers join its lines by commas."""
         return header_lines(self.native, name)
 
 
 class HeadgateMiddleware:
-    """Puts a policy in front of a WSGI app. Make it the outermost middleware that may refuse.
+    """Applies a policy to a WSGI app. Make it the outermost middleware that may refuse requests.
 
-    `policy` is a file, or a `Policy`; `store` and all other options are those of `Gate`. Users whom the server has
-    signed in (`REMOTE_USER`) are the identity `user`, unless a function for `user` is given. `arrival` makes of an
-    environ what such functions get; `is_exempt` returns whether the policy does not apply to a request.
+    `policy` is a file path or a `Policy`; `store` and all other options are those of `Gate`. `REMOTE_USER` is the
+    identity `user`, unless `identities` has a function for it. `make_request` creates the RequestInfo of an environ;
+    `is_exempt` returns True for requests that the policy does not apply to.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class HeadgateMiddleware:
         store: Any = "memory://",
         *,
         gate: Gate | None = None,
-        arrival: Callable[[Environ], RequestInfo] = WsgiRequest,
+        make_request: Callable[[Environ], RequestInfo] = WsgiRequest,
         is_exempt: Callable[[Environ], bool] | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
         self.app = app
-        self._arrival = arrival
+        self._make_request = make_request
         self._is_exempt = is_exempt
         check_options(type(self).__name__, options)
         if gate is None:
@@ -97,8 +97,8 @@ class HeadgateMiddleware:
         if self._is_exempt is not None and self._is_exempt(environ):
             admission = UNLIMITED
         else:
-            admission = self.gate.admit(self._arrival(environ))
-        # Also for requests that meet no limit: the thread may still have the admission of the one before.
+            admission = self.gate.admit(self._make_request(environ))
+        # Also without limits: the thread may still have the admission of its previous request.
         enter_context(admission)
         if admission.refusal is not None:
             return _refuse(admission.refusal, environ, start_response)
@@ -106,13 +106,13 @@ class HeadgateMiddleware:
             return self.app(environ, start_response)
         if not admission.needs_finish:
             return self.app(environ, partial(_start, start_response, admission))
-        answer = _ResponseBody(self.gate, admission, start_response)
+        response = _ResponseBody(self.gate, admission, start_response)
         try:
-            answer.body = self.app(environ, answer.start)
+            response.body = self.app(environ, response.start)
         except BaseException:
             self.gate.finish(admission, 500)
             raise
-        return answer
+        return response
 
 
 def _start(
@@ -122,7 +122,7 @@ def _start(
     headers: list[tuple[str, str]],
     exc_info: Any = None,
 ) -> Callable[[bytes], object]:
-    """What the app gets as `start_response`. It may be called again, if the app fails before anything is sent."""
+    """The `start_response` of an admitted request. Apps may call it again if they fail before the body is sent."""
     headers = [*headers, *native_headers(admission.headers)]
     if exc_info is None:
         return start_response(status, headers)
@@ -130,7 +130,7 @@ def _start(
 
 
 class _ResponseBody:
-    """The app's answer where something is left to settle at its end, which is seen here."""
+    """The body of a response, which finishes the admission when the server closes it."""
 
     __slots__ = ("_admission", "_gate", "_is_closed", "_start_response", "_status", "body")
 
@@ -143,13 +143,13 @@ class _ResponseBody:
         self.body: Iterable[bytes] = ()
 
     def start(self, status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> Callable[[bytes], object]:
-        """The same, which sees the status."""
+        """`start_response` that records the status."""
         self._status = int(status[:3])
         return _start(self._start_response, self._admission, status, headers, exc_info)
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            # Not `yield from`: if it is left half way, that closes the body, and `close` would do so once more.
+            # `yield from` would close the body if the iteration is abandoned, and `close` a second time.
             for chunk in self.body:  # noqa: UP028
                 yield chunk
         except Exception:
@@ -157,7 +157,7 @@ class _ResponseBody:
             raise
 
     def close(self) -> None:
-        """What the server calls when the answer is out, or the client has gone."""
+        """Called by the server after the response was sent or the client has disconnected."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -169,17 +169,17 @@ class _ResponseBody:
             self._gate.finish(self._admission, self._status)
 
 
-def signed_in_user(arrival: Any) -> str | None:
-    """Whoever the server, or a middleware further out, has found out."""
-    user: str | None = arrival.native.get("REMOTE_USER")
+def signed_in_user(request: Any) -> str | None:
+    """The user that the server, or a middleware further out, has authenticated."""
+    user: str | None = request.native.get("REMOTE_USER")
     return user
 
 
 def header_lines(environ: Mapping[str, Any], name: str) -> list[str]:
-    """The value of a header, as a list of none or one; the name in lower case.
+    """The value of a header as a list of at most one, given its name in lower case.
 
-    WSGI writes the names X-Forwarded-For and X_Forwarded_For alike, and the standard library's server joins both into
-    one value. A client could so append an address of its choice after the one that a proxy has added.
+    WSGI cannot tell X-Forwarded-For from X_Forwarded_For, and the standard library's server joins both into one value,
+    so that a client could append an address of its choice to the one that a proxy has added.
     """
     value = environ.get(_variable(name))
     if value is None or (name == FORWARDED_FOR and not _filters_underscores(environ)):
@@ -188,36 +188,35 @@ def header_lines(environ: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _filters_underscores(environ: Mapping[str, Any]) -> bool:
-    """True if the server drops header names with underscores, as far as it can be told by its name."""
+    """Return True if the server drops header names with underscores, judging by its name."""
     if not str(environ.get("SERVER_SOFTWARE", "")).startswith(WSGIREF):
         return True
-    if not _complained:
-        _complained.append(True)
+    if not _warned:
+        _warned.append(True)
         logger.warning(
-            "X-Forwarded-For is ignored behind wsgiref, which takes X_Forwarded_For for the same header, so that "
-            "clients could choose their address: use another server, or identity: {forwarded_by: forwarded}"
+            "X-Forwarded-For is ignored behind wsgiref, which confuses it with X_Forwarded_For, so that clients could "
+            "choose their address: use another server, or identity: {forwarded_by: forwarded}"
         )
     return False
 
 
 def native_headers(headers: list[Header], /) -> list[tuple[str, str]]:
-    """Header fields as text: ours are ASCII."""
+    """Header fields as text, as WSGI and Django expect them."""
     return [(name.decode(), value.decode()) for name, value in headers]
 
 
 def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -> None:
-    """Nothing, if a framework's settings are options of a gate; else InvalidConfiguration, spelt as the framework does.
+    """Raise InvalidConfiguration for settings of a framework that are not options of a gate.
 
     >>> check_settings({"policy": "limits.yaml", "stroe": "memory://"}, lambda name: f"HEADGATE_{name.upper()}")
     Traceback (most recent call last):
         ...
     headgate.errors.InvalidConfiguration: HEADGATE_STROE is not a setting; did you mean HEADGATE_STORE?
     """
-    known = OPTIONS
     for name in settings:
-        if name not in known:
-            near = get_close_matches(str(name), known, 1)
-            remedy = f"did you mean {spelled(near[0])}?" if near else f"there are {', '.join(map(spelled, known))}"
+        if name not in OPTIONS:
+            near = get_close_matches(str(name), OPTIONS, 1)
+            remedy = f"did you mean {spelled(near[0])}?" if near else f"there are {', '.join(map(spelled, OPTIONS))}"
             raise InvalidConfiguration(f"{spelled(name)} is not a setting; {remedy}")
     if settings.get("policy") is None and settings.get("control") is None:
         raise InvalidConfiguration(
@@ -232,7 +231,7 @@ def _refuse(refusal: Rejection, environ: Environ, start_response: StartResponse)
 
 
 def _decoded(path: str) -> str:
-    """A path as frameworks route by it: WSGI's text holds a byte in each character, which are UTF-8 in truth."""
+    """A path as frameworks route by it: WSGI strings contain one byte of UTF-8 in each character."""
     return path if path.isascii() else path.encode("latin-1").decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""Where an ASGI app is mounted, and the paths that its requests have from the server's root on, and from there."""
+"""Mounted apps: root paths of ASGI apps, and policy paths that never match because an app is mounted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["AppRoute", "asgi_routes", "find_root_path", "split_mount", "unreachable_paths"]
 
-MOST_LAYERS: Final = 100
-"""Of middleware around an app, each of which calls the next one its `app`."""
+MAX_MIDDLEWARE: Final = 100
+"""Layers of middleware that are searched for the app, by their attribute `app`."""
 
 
 def split_mount(path: str, root: str) -> tuple[str, str | None]:
-    """The whole path, and that below the root, if there is one. An app that has a root serves both spellings."""
+    """The full path, and the path relative to the root path, if any: such an app serves both."""
     path, root = path if path[:1] == "/" else _path_of(path), root.rstrip("/")
     if not root:
         return path, None
@@ -30,8 +30,8 @@ def split_mount(path: str, root: str) -> tuple[str, str | None]:
 
 
 def find_root_path(app: Any) -> str:
-    """Where the app says it is mounted: FastAPI tells those who stand behind it, but not who stands before."""
-    for _ in range(MOST_LAYERS):
+    """The root path that an app declares itself, as FastAPI does, of which outer middleware is not informed."""
+    for _ in range(MAX_MIDDLEWARE):
         root = getattr(app, "root_path", "")
         if isinstance(root, str) and root:
             return root
@@ -40,7 +40,7 @@ def find_root_path(app: Any) -> str:
 
 
 def _path_of(target: str) -> str:
-    """The path of a whole URL, which h11 lets through: what Quart routes by, and others answer with a 404."""
+    """The path of an absolute URL, which h11 accepts as a target and Quart routes by."""
     try:
         return urlparse(target).path
     except ValueError:
@@ -48,27 +48,27 @@ def _path_of(target: str) -> str:
 
 
 class AppRoute(NamedTuple):
-    """A route of an app, with the path that requests have in front of the app."""
+    """A route of an app, with its full path."""
 
     path: str
     mounts: tuple[str, ...] = ()
-    """Where the apps are mounted that contain it, the outermost first: ("/api", "/api/v1")."""
+    """The mount points of the apps that contain it, the outermost first: ("/api", "/api/v1")."""
 
 
 def asgi_routes(app: Any) -> list[AppRoute]:
-    """The routes of a Starlette or FastAPI app and of those mounted in it; none if one is of an unknown kind."""
-    for _ in range(MOST_LAYERS):
+    """The routes of a Starlette or FastAPI app and of apps mounted in it; none if any is of an unknown kind."""
+    for _ in range(MAX_MIDDLEWARE):
         routes = getattr(app, "routes", None)
         if isinstance(routes, list):
             try:
-                return list(_flattened(routes, "", ()))
+                return list(_flatten(routes, "", ()))
             except (AttributeError, TypeError, RecursionError):
                 return []
         app = getattr(app, "app", None)
     return []
 
 
-def _flattened(routes: Sequence[Any], prefix: str, mounts: tuple[str, ...]) -> Iterator[AppRoute]:
+def _flatten(routes: Sequence[Any], prefix: str, mounts: tuple[str, ...]) -> Iterator[AppRoute]:
     for route in routes:
         included = getattr(route, "effective_route_contexts", None)  # FastAPI's included routers, in newer versions
         if included is not None:
@@ -76,28 +76,25 @@ def _flattened(routes: Sequence[Any], prefix: str, mounts: tuple[str, ...]) -> I
             continue
         inner, path = getattr(route, "routes", None), prefix + route.path
         if isinstance(inner, list) and inner:
-            yield from _flattened(inner, path.rstrip("/"), (*mounts, path) if route.path.strip("/") else mounts)
+            yield from _flatten(inner, path.rstrip("/"), (*mounts, path) if route.path.strip("/") else mounts)
         else:
             yield AppRoute(path, mounts)
 
 
 def unreachable_paths(policy: Policy, routes: Sequence[AppRoute]) -> list[tuple[str, str]]:
-    """Paths of the policy that match routes of a mounted app only without the path of its mount, and so never match.
-
-    Each with the path to write instead.
-    """
-    named = [template for rule in policy.rules for template in rule.templates]
-    templates = list(dict.fromkeys([*named, *(route.template for route in policy.routes)]))
+    """Policy paths that lack the mount point of an app and so never match, each with the correct path."""
+    in_rules = [template for rule in policy.rules for template in rule.templates]
+    templates = list(dict.fromkeys([*in_rules, *(route.template for route in policy.routes)]))
     if not any(route.mounts for route in routes) or not templates:
         return []
-    matcher, whole = Matcher(templates), Matcher(list(filter(None, map(_template, routes))))
+    matcher, app_matcher = Matcher(templates), Matcher(list(filter(None, map(_template, routes))))
     reachable = {index for route in routes for index in matcher.match(_sample(route.path))}
     found: dict[str, str] = {}
     for route in routes:
         for mount in route.mounts:
             for index in matcher.match(_sample(route.path[len(mount.rstrip("/")) :])):
                 text = templates[index].text
-                if index not in reachable and not whole.match(text.removesuffix("*")):
+                if index not in reachable and not app_matcher.match(text.removesuffix("*")):
                     found.setdefault(text, mount.rstrip("/") + text)
     return list(found.items())
 
@@ -110,5 +107,5 @@ def _template(route: AppRoute) -> Template | None:
 
 
 def _sample(path: str) -> str:
-    """A path that the route serves."""
+    """An example of a path that the route serves."""
     return "/".join(["~" if "{" in segment else segment for segment in path.split("/")])
