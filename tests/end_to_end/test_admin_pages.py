@@ -909,7 +909,7 @@ def test_a_page_says_no_more_than_is_known(town: Town, visit: Callable[..., Page
 
 def test_a_path_that_is_none_is_told_to_people_in_words(town: Town, visit: Callable[..., Page]) -> None:
     page = visit("/nothing", role="viewer")
-    expect(page.get_by_text("There is nothing at this path.")).to_be_visible()
+    expect(page.get_by_text("There is no resource at this path.")).to_be_visible()
     expect(page.get_by_role("link", name="Overrides")).to_be_visible()
     headers = {"Accept": "text/html"}
     assert "<h1>" in page.request.get(f"{town.server.url}/blocks/7/remove", headers=headers).text()

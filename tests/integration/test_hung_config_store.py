@@ -78,7 +78,7 @@ def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
         httpx.Client(base_url=admin.url, timeout=60, headers={"Authorization": f"Bearer {made.text}"}) as program,
         httpx.Client(base_url=admin.url, timeout=60, headers={"Accept": "text/html"}) as person,
     ):
-        assert person.get("/enter", params={"code": tokens.code(made.token)}).status_code in (200, 303)
+        assert person.get("/enter", params={"code": tokens.create_code(made.token)}).status_code in (200, 303)
         assert person.get("/blocks").status_code == 200
         server.pause()
         began = time.monotonic()

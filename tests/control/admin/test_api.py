@@ -28,7 +28,7 @@ from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app
 from headgate.control.admin.api.dependencies import Parts, WriteAnswer
 from headgate.control.admin.idempotency import IdempotencyStore
-from headgate.control.admin.middleware import LARGE, SMALL, BodyLimit
+from headgate.control.admin.middleware import MAX_BODY_BYTES, MAX_POLICY_BYTES, BodyLimit
 from headgate.control.admin.problems import TITLES, of_error
 from headgate.control.admin.sessions import FormRefused, Sessions
 from headgate.control.admin.tables import SESSIONS
@@ -405,17 +405,17 @@ def signed_in(admin: Admin, role: str = "support", *, secure: bool = False) -> t
 
 def test_a_session_is_of_who_signed_in_until_its_end(anywhere: Admin) -> None:
     sessions, cookie, response = signed_in(anywhere)
-    session = sessions.of(visit(cookie))
+    session = sessions.find(visit(cookie))
     assert session is not None
     assert (session.actor.name, session.actor.role) == ("support", "support")
     assert session.csrf not in repr(session)
     flags = {part.strip().lower() for part in response.headers["set-cookie"].split(";")[1:]}
     assert {"httponly", "samesite=strict", "path=/", "max-age=43200"} <= flags
     assert "secure" not in flags
-    assert sessions.of(visit()) is None
-    assert sessions.of(visit(cookie + "x")) is None
+    assert sessions.find(visit()) is None
+    assert sessions.find(visit(cookie + "x")) is None
     anywhere.clock.advance(12 * 3600)
-    assert sessions.of(visit(cookie)) is None
+    assert sessions.find(visit(cookie)) is None
 
 
 def test_behind_tls_the_cookie_is_of_this_host_and_never_in_clear(admin: Admin) -> None:
@@ -428,19 +428,19 @@ def test_a_session_ends_with_its_token_or_when_somebody_signs_out(admin: Admin) 
     sessions, cookie, _ = signed_in(admin)
     left = Response()
     sessions.end(visit(cookie), left)
-    assert sessions.of(visit(cookie)) is None
+    assert sessions.find(visit(cookie)) is None
     assert "Max-Age=0" in left.headers["set-cookie"]
     sessions, cookie, _ = signed_in(admin)
     token = next(token for token in admin.tokens.list() if token.name == "support")
     admin.tokens.revoke(token.id, by="ada")
-    assert sessions.of(visit(cookie)) is None
+    assert sessions.find(visit(cookie)) is None
     with read_transaction(admin.tokens.engine) as connection:
         assert connection.execute(select(SESSIONS)).all() == []
 
 
 def test_a_form_needs_its_token_and_comes_from_here(admin: Admin) -> None:
     sessions, cookie, _ = signed_in(admin)
-    session = sessions.of(visit(cookie))
+    session = sessions.find(visit(cookie))
     assert session is not None
     good = {"csrf": session.csrf}
     here = {"origin": "http://127.0.0.1:8001", "sec_fetch_site": "same-origin"}
@@ -467,12 +467,12 @@ def test_a_form_needs_its_token_and_comes_from_here(admin: Admin) -> None:
 def test_a_link_signs_in_once_and_soon(anywhere: Admin) -> None:
     token = anywhere.tokens.check(anywhere.texts["admin"])
     assert token is not None
-    code = anywhere.tokens.code(token)
+    code = anywhere.tokens.create_code(token)
     found = anywhere.tokens.redeem(code)
     assert found is not None
     assert found.id == token.id
     assert anywhere.tokens.redeem(code) is None
-    late = anywhere.tokens.code(token)
+    late = anywhere.tokens.create_code(token)
     anywhere.clock.advance(600)
     assert anywhere.tokens.redeem(late) is None
     assert anywhere.tokens.redeem("made up") is None
@@ -561,7 +561,7 @@ def test_a_reason_may_stand_in_a_header_field_where_no_log_keeps_it(row: Row, fu
     bare = furnished.ask("DELETE", path, role=row.role)
     assert (bare.status_code, bare.json()["problems"]) == (
         422,
-        ["reason: say it in the header field Headgate-Reason, or in the query"],
+        ["reason: give it in the header Headgate-Reason, or in the query"],
     )
     said = {"Headgate-Reason": "50%25 back, says J%C3%BCrgen", "Idempotency-Key": "r-1"}
     assert furnished.ask("DELETE", path, role=row.role, headers=said).status_code == 200
@@ -603,15 +603,15 @@ def test_while_a_write_is_at_work_its_key_is_taken_and_later_nobody_knows(admin:
 
     def dies() -> Any:
         with pytest.raises(HeadgateError) as second:
-            replays.once("t", "k", print=b"same", work=dies)
+            replays.once("t", "k", fingerprint=b"same", work=dies)
         assert of_error(second.value).type == "in-progress"
         raise ConfigUnavailable("in the middle")
 
     with pytest.raises(ConfigUnavailable):
-        replays.once("t", "k", print=b"same", work=dies)
+        replays.once("t", "k", fingerprint=b"same", work=dies)
     admin.clock.advance(60)
     with pytest.raises(HeadgateError) as later:
-        replays.once("t", "k", print=b"same", work=dies)
+        replays.once("t", "k", fingerprint=b"same", work=dies)
     assert of_error(later.value).type == "outcome-unknown"
 
 
@@ -732,12 +732,12 @@ def test_what_is_not_there_is_told(method: str, path: str, status: int, kind: st
 def test_a_wrong_method_is_told_all_that_the_path_knows(admin: Admin) -> None:
     refused = admin.ask("PATCH", "overrides/1")
     assert refused.headers["Allow"] == "DELETE, GET, PUT"
-    assert refused.json()["detail"] == "This path does not know the method. Use DELETE, GET, PUT."
+    assert refused.json()["detail"] == "This path does not support the method. Use DELETE, GET, PUT."
 
 
 def test_control_characters_are_told_in_words(admin: Admin) -> None:
     told = admin.ask("POST", "blocks", json={"who": {"kind": "tenant", "value": "a\x00b"}, "reason": "a\nb"}).json()
-    said = "it has control characters, or a line break"
+    said = "it contains control characters or a line break"
     assert told["problems"] == [f"body.reason: {said}", f"body.who.value: {said}"]
 
 
@@ -753,7 +753,7 @@ def test_a_store_that_is_away_is_told_without_where_it_is(
 ) -> None:
     with closing(Tokens(f"sqlite:///{tmp_path}/other.db", clock=admin.clock)) as tokens:
         text = tokens.make("ada", "admin", by="ada").text
-        admin.app.state.parts = admin.app.state.parts._replace(tokens=tokens, replays=IdempotencyStore(tokens))
+        admin.app.state.parts = admin.app.state.parts._replace(tokens=tokens, idempotency=IdempotencyStore(tokens))
         for file in tmp_path.glob("config.db*"):
             file.write_bytes(b"no database at all, but long enough to be looked at as one" * 100)
         refused = admin.ask("GET", "overrides", role=text)
@@ -780,14 +780,14 @@ def test_a_mistake_of_ours_is_told_as_such_and_logged(admin: Admin, caplog: pyte
 
 def test_bodies_are_bounded_whatever_they_say_of_their_length(admin: Admin) -> None:
     async def in_pieces() -> Any:
-        for _ in range(SMALL // 1024 + 1):
+        for _ in range(MAX_BODY_BYTES // 1024 + 1):
             yield b" " * 1024
 
-    for content in (b" " * (SMALL + 1), in_pieces()):
+    for content in (b" " * (MAX_BODY_BYTES + 1), in_pieces()):
         refused = admin.ask("POST", "overrides", content=content)
         assert (refused.status_code, refused.json()["type"]) == (413, "too-large")
         assert refused.headers["x-content-type-options"] == "nosniff"
-    fits = json.dumps(override()).encode().ljust(SMALL)
+    fits = json.dumps(override()).encode().ljust(MAX_BODY_BYTES)
     assert admin.ask("POST", "overrides", content=fits, headers={"Content-Type": "application/json"}).status_code == 200
 
 
@@ -795,13 +795,13 @@ def test_a_body_that_says_it_is_too_large_is_not_even_read() -> None:
     async def app(*_: Any) -> None:
         raise AssertionError("nobody shall see it")
 
-    told = scope("/api/v1/find", method="POST", headers=[(b"content-length", b"%d" % (SMALL + 1))])
+    told = scope("/api/v1/find", method="POST", headers=[(b"content-length", b"%d" % (MAX_BODY_BYTES + 1))])
     start, _ = asyncio.run(talk(BodyLimit(app), told))
     assert start["status"] == 413
 
 
 def test_a_policy_may_be_larger(admin: Admin) -> None:
-    text = POLICY + "#" * (LARGE - len(POLICY) - 1000)
+    text = POLICY + "#" * (MAX_POLICY_BYTES - len(POLICY) - 1000)
     assert admin.ask("POST", "policy/check", json={"text": text}).json() == {"problems": []}
     assert admin.ask("POST", "policy/check", json={"text": text + "#" * 1000}).status_code == 413
 
@@ -985,7 +985,7 @@ def test_a_server_runs_in_a_thread_and_ends(admin: Admin) -> None:
         token = admin.tokens.check(admin.texts["admin"])
         assert token is not None
         assert re.fullmatch(rf"{server.url}/enter\?code=[\w-]{{43}}", server.link(token))
-        with pytest.raises(InvalidConfiguration, match="take another --port"):
+        with pytest.raises(InvalidConfiguration, match="choose another --port"):
             AdminServer(admin.service, admin.tokens, port=server.port)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
@@ -994,7 +994,7 @@ def test_a_server_runs_in_a_thread_and_ends(admin: Admin) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "admin.example.org"])
 def test_tokens_do_not_travel_in_clear(host: str, admin: Admin) -> None:
-    with pytest.raises(InvalidConfiguration, match="in clear"):
+    with pytest.raises(InvalidConfiguration, match="unencrypted"):
         AdminServer(admin.service, admin.tokens, host=host, port=0)
 
 
@@ -1061,7 +1061,7 @@ def test_whoever_has_the_config_store_makes_a_token(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--host", "0.0.0.0"], "in clear"),
+        (["--host", "0.0.0.0"], "unencrypted"),
         (["--cert", "cert.pem"], "belong together"),
         (["--webhook", "http://127.0.0.1:1/"], "belong together"),
         (["--webhook", "http://127.0.0.1:1/", "--webhook-secret-file", "none"], "--store"),

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from headgate import Limiter
 from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app, serve
-from headgate.control.admin.middleware import HostAndSecurityHeaders, who_asks
+from headgate.control.admin.middleware import HostAndSecurityHeaders, credential_identity
 from headgate.control.admin.sessions import Sessions
 from headgate.control.anomalies.detector import AnomalyDetector
 from headgate.control.anomalies.tables import ANOMALIES
@@ -171,7 +171,7 @@ def test_who_has_signed_in_has_limits_of_their_own() -> None:
             def header(self, name: str) -> list[str]:
                 return [cookie] if name == "cookie" else []
 
-        return who_asks(Arrival())
+        return credential_identity(Arrival())
 
     assert asked("zone=UTC; headgate=one") == asked("headgate=one") != asked("headgate=two")
     assert asked("__Host-headgate=one") == asked("headgate=one")
@@ -194,7 +194,7 @@ def received(made: socket.socket) -> bytes:
 
 
 def test_whoever_connects_and_asks_nothing_is_sent_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "ASKS_WITHIN", 0.3)
+    monkeypatch.setattr(serve, "HEADERS_TIMEOUT_S", 0.3)
     with AdminServer(place.service, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
 
         def opened(*sent: bytes) -> socket.socket:
@@ -301,7 +301,7 @@ def test_who_holds_a_token_signs_in_however_often_others_of_the_address_fail(pla
         assert int(failed[-1].headers["retry-after"]) >= 1
         assert "Try again in 6 seconds." in failed[-1].text
         assert ask(app, "POST", "/login", data={"token": token.text}).status_code == 303
-        assert ask(app, "GET", f"/enter?code={place.tokens.code(token.token)}").status_code == 303
+        assert ask(app, "GET", f"/enter?code={place.tokens.create_code(token.token)}").status_code == 303
 
 
 def test_browsers_that_came_by_tls_are_told_to_stay_there(place: Place) -> None:
@@ -643,7 +643,7 @@ def test_a_form_refuses_an_end_beyond_the_horizon_beside_its_field(place: Place)
     form |= {"until": "2300-01-01", "reason": "r"}
     refused = ask(place.app(), "POST", "/client/override", data=form, headers={"cookie": session["cookie"]})
     assert refused.status_code == 422
-    assert "2199 is the last year. Leave this empty for no end date." in refused.text
+    assert "The latest possible year is 2199. Leave empty for no end date." in refused.text
 
 
 def test_the_last_moment_before_the_horizon_is_kept_as_it_is(place: Place) -> None:
@@ -674,7 +674,7 @@ def test_a_name_that_is_given_twice_is_refused(place: Place, body: str, name: st
     json_headers = headers | {"Content-Type": "application/json"}
     refused = ask(place.app(), "POST", "/api/v1/blocks", content=body.encode(), headers=json_headers)
     assert (refused.status_code, refused.json()["type"]) == (422, "invalid")
-    assert f"body: {name} is given twice" in refused.json()["detail"]
+    assert f"body: {name} occurs twice" in refused.json()["detail"]
     assert KEY not in refused.text
 
 
@@ -700,13 +700,13 @@ JOINTS = [*"/:|&?#@;*+~=()[]{}<>!$%^`'", "://", "... ", "-- "]
 def test_a_key_is_seen_however_it_is_joined_to_other_words(place: Place) -> None:
     for joint in JOINTS:
         for text in (f"see{joint}{KEY}", f"{KEY}{joint}", f"see{joint}{KEY}{joint}x"):
-            with pytest.raises(InvalidInput, match="there is an API key among the words"):
+            with pytest.raises(InvalidInput, match="the text contains an API key"):
                 place.service.refuse_keys(text)
 
 
 def test_a_key_is_seen_behind_any_number_of_words(place: Place) -> None:
     text = " ".join(f"word{n:04}" for n in range(52))
-    with pytest.raises(InvalidInput, match="there is an API key among the words"):
+    with pytest.raises(InvalidInput, match="the text contains an API key"):
         place.service.blocks.add(ChangeContext(SUE, f"{text} {KEY}"), ACME)
     place.service.blocks.add(ChangeContext(SUE, text), ACME)
 
@@ -719,7 +719,7 @@ def test_no_token_is_named_by_a_key_wherever_it_is_made(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = place.app()  # which the pages are a part of
-    with pytest.raises(InvalidInput, match="there is an API key"):
+    with pytest.raises(InvalidInput, match="the text contains an API key"):
         place.tokens.make(f"ci/{KEY}", "viewer", by="ada")
     text = place.tokens.make("ada", "admin", by="the test").text
     refused = ask(
@@ -873,7 +873,7 @@ def test_without_a_secret_what_may_be_a_key_is_refused_and_not_repeated(
 ) -> None:
     monkeypatch.delenv("HEADGATE_SECRET", raising=False)
     service = AdminService(place.config, clock=place.clock)
-    with pytest.raises(InvalidInput, match="must not stand in an address") as refused:
+    with pytest.raises(InvalidInput, match="must not appear in a URL") as refused:
         service.searchable(UNKNOWN)
     assert UNKNOWN not in str(refused.value)
     assert service.searchable("acme") == "acme"
@@ -896,7 +896,7 @@ def test_a_key_in_a_search_form_goes_no_further_than_its_body(place: Place, path
     assert ("state=active" in there) == (path in ("/overrides", "/blocks"))
     found = ask(app, "GET", there, headers=headers)
     assert found.status_code == 200
-    assert "what you searched for may be an API key" in found.text
+    assert "the text may be an API key" in found.text
     again = ask(app, "GET", f"{path}?search={KEY}&after=", headers=headers)
     assert (again.status_code, again.headers["location"]) == (303, f"{path}?search={quote_plus(hashed)}")
     assert ask(app, "POST", "/search", data={**form, "csrf": "other"}, headers=headers).status_code == 403
@@ -989,8 +989,8 @@ def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.
         client = ask(app, "GET", "/client?kind=tenant&value=acme&at=today", headers={"cookie": session["cookie"]})
     for text in (said, str(unread.value), page.text, client.text):
         assert "127.0.0.1" not in text
-    assert "the counters cannot be asked" in view.troubles
-    assert "The counters cannot be reached" in page.text
+    assert "the counters are unavailable" in view.troubles
+    assert "The counters are unavailable" in page.text
     assert "the node status cannot be read" in overview.troubles
     assert "127.0.0.1:1" in caplog.text, "the log says it"
     assert "10.9.8.7" in json.dumps(service.fleet.overview(OTTO).as_dict()), "operators may know"

@@ -477,7 +477,7 @@ def test_from_a_request_to_the_webhook_and_the_overview(
         tokens = Tokens(str(fleet.store.engine.url), clock=fleet.clock)
         made, app = tokens.make("ada", "viewer", by="the test"), create_app(service, tokens, clock=fleet.clock)
         with closing(tokens), TestClient(app, base_url="http://127.0.0.1") as web:
-            assert web.get("/enter", params={"code": tokens.code(made.token)}).status_code == 200
+            assert web.get("/enter", params={"code": tokens.create_code(made.token)}).status_code == 200
             page = " ".join(re.sub("<[^>]*>", " ", web.get("/").text).split())
             program = web.get("/api/v1/overview", headers={"Authorization": f"Bearer {made.text}"}).json()
         kinds = "1 agent, 1 address, 1 path" if alike else r"\d+ agents, \d+ addresses, \d+ paths"

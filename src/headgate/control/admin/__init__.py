@@ -1,4 +1,4 @@
-"""The admin server: an API, pages, tokens, on a port of its own."""
+"""The admin server: API, pages and access tokens, on a port of its own."""
 
 from headgate.errors import InvalidConfiguration
 

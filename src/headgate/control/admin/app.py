@@ -1,4 +1,4 @@
-"""The admin server's app: the API for programs, pages for people, and what stands before both."""
+"""The admin server's ASGI app: API, pages and middleware."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from headgate.control.admin.middleware import (
     FailedAttempts,
     HostAndSecurityHeaders,
     access_policy,
-    fields_for,
-    is_stranger,
-    who_asks,
+    credential_identity,
+    security_headers,
+    stranger_identity,
 )
 from headgate.control.admin.problems import ProblemDetails, ProblemModel, of_error, of_fields
 from headgate.control.admin.sessions import Sessions
@@ -41,10 +41,10 @@ __all__ = ["create_app"]
 
 logger = logging.getLogger("headgate")
 
-ABOUT = """
-Everything that people do to a running fleet. Reads of the configuration carry its version as `ETag`; writes take it as
-`If-Match`, and an `Idempotency-Key` with which they may be sent again. What goes wrong is told as
-`application/problem+json`; `type` says what it is.
+DESCRIPTION = """
+Operate a running fleet. Reads of the configuration return its version as `ETag`; changes accept it as `If-Match`, and
+an `Idempotency-Key` with which they can be retried. Errors are returned as `application/problem+json` and identified by
+`type`.
 """
 
 
@@ -58,16 +58,16 @@ def create_app(
     proxies: Sequence[str] = (),
     clock: Any = None,
 ) -> FastAPI:
-    """An ASGI app that serves this service to who has one of these tokens.
+    """Create an ASGI app that serves the API and pages to callers with a token.
 
-    `secure`: browsers reach it by HTTPS alone. `hosts`: the names that it is called by; None for any. `proxies`: whose
-    word on a client's address is taken. `clock` is for tests of its own limits.
+    `secure` is true if browsers reach it by HTTPS only. `hosts` are the accepted host names, None for any. `proxies`
+    are the networks whose X-Forwarded-For is trusted. `clock` is for tests of its rate limits.
     """
     app = FastAPI(
         title="Headgate admin API",
         version=headgate.__version__,
-        description=ABOUT,
-        docs_url=None,  # they load scripts from other hosts
+        description=DESCRIPTION,
+        docs_url=None,  # it loads scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -75,11 +75,11 @@ def create_app(
     app.state.failures = FailedAttempts(proxies, clock=clock)
     app.state.credentials = credentials = Credentials(tokens)
     app.state.sessions = sessions = Sessions(tokens, secure=secure)
-    app.add_exception_handler(HeadgateError, _of_headgate)
-    app.add_exception_handler(RequestValidationError, _of_fields)
-    app.add_exception_handler(HTTPException, _of_http)
-    app.add_exception_handler(Exception, _of_anything)
-    app.add_api_route("/health", _health, methods=["GET"], summary="Whether the server answers", tags=["server"])
+    app.add_exception_handler(HeadgateError, _handle_headgate_error)
+    app.add_exception_handler(RequestValidationError, _handle_validation_error)
+    app.add_exception_handler(HTTPException, _handle_http_error)
+    app.add_exception_handler(Exception, _handle_unexpected_error)
+    app.add_api_route("/health", _health, methods=["GET"], summary="Health check", tags=["server"])
     for router in ROUTERS:
         app.include_router(router, prefix=PREFIX)
     if pages:
@@ -89,13 +89,13 @@ def create_app(
         tokens.check_name = service.refuse_keys
         app.state.pages = renderer = PageRenderer(service, sessions, tokens, secure=secure)
         app.include_router(pages_router(renderer), include_in_schema=False)
-    app.openapi = lambda: _described(app)  # type: ignore[method-assign] # as FastAPI's docs want it
-    # The last one added is the first that a request meets.
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign] # as FastAPI's docs want it
+    # The last one added runs first.
     app.add_middleware(BodyLimit)
     app.add_middleware(
         HeadgateMiddleware,
         policy=access_policy(proxies),
-        identities={"token": who_asks, "stranger": is_stranger},
+        identities={"token": credential_identity, "stranger": stranger_identity},
         max_keys=100_000,
         namespace="headgate-admin",
         clock=clock,
@@ -108,7 +108,7 @@ def _health() -> dict[str, str]:
     return {"state": "ready"}
 
 
-def _described(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         found = get_openapi(
             title=app.title,
@@ -119,36 +119,36 @@ def _described(app: FastAPI) -> dict[str, Any]:
         )
         problem = ProblemModel.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas = found["components"]["schemas"]
-        schemas |= {**problem.pop("$defs"), "ProblemDetails": problem}
+        schemas |= {**problem.pop("$defs"), "Problem": problem}
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
         app.openapi_schema = found
     return app.openapi_schema
 
 
-def _of_headgate(_: Request, error: Exception) -> Response:
+def _handle_headgate_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HeadgateError)
     return of_error(error).response()
 
 
-def _of_fields(_: Request, error: Exception) -> Response:
+def _handle_validation_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return of_fields(error.errors()).response()
 
 
-def _of_http(request: Request, error: Exception) -> Response:
-    """What the framework itself refuses: paths that are none, methods, bodies that cannot be read."""
+def _handle_http_error(request: Request, error: Exception) -> Response:
+    """Handle requests that the framework rejects: unknown paths, wrong methods, unreadable bodies."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     match error.status_code:
         case 404:
-            return _told(request, ProblemDetails("not-found", "There is nothing at this path.", headers=headers))
+            return _respond(request, ProblemDetails("not-found", "There is no resource at this path.", headers=headers))
         case 405:
             allowed = ", ".join(_methods(request))
-            told = f"This path does not know the method. Use {allowed}."
-            return _told(request, ProblemDetails("wrong-method", told, headers=headers | {"Allow": allowed}))
+            detail = f"This path does not support the method. Use {allowed}."
+            return _respond(request, ProblemDetails("wrong-method", detail, headers=headers | {"Allow": allowed}))
         case 400:
-            return _told(request, ProblemDetails("bad-request", "The body cannot be read.", headers=headers))
+            return _respond(request, ProblemDetails("bad-request", "The body cannot be parsed.", headers=headers))
     title = HTTPStatus(error.status_code).phrase
     return JSONResponse(
         {"type": "about:blank", "title": title, "status": error.status_code, "detail": title},
@@ -159,31 +159,31 @@ def _of_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """All that the path knows: each of them is a route of its own, and the framework tells of the first."""
+    """All methods of a path: each is a route of its own, and the framework reports only the first."""
     scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "HEAD", "POST", "PUT")}
     routes = request.app.routes
     return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
-def _told(request: Request, problem: ProblemDetails) -> Response:
-    """A page for who sits at a browser, which asks for one; else what programs read."""
+def _respond(request: Request, problem: ProblemDetails) -> Response:
+    """Respond with a page if a browser asks for one, and with JSON otherwise."""
     pages = getattr(request.app.state, "pages", None)
-    is_for_programs = request.url.path.startswith("/api/") or "text/html" not in request.headers.get("accept", "")
-    if pages is None or is_for_programs:
+    wants_json = request.url.path.startswith("/api/") or "text/html" not in request.headers.get("accept", "")
+    if pages is None or wants_json:
         return problem.response()
     page: Response = pages.problem(request, problem)
     return page
 
 
-def _of_anything(request: Request, error: Exception) -> Response:
-    """A mistake of ours. This answer goes out above everything that adds header fields: it brings them along."""
-    logger.error("the admin server failed on %s %s", request.method, _route(request), exc_info=error)
-    response = ProblemDetails("failed", "The server's log says more.").response()
-    for name, value in fields_for(request.url.path):
+def _handle_unexpected_error(request: Request, error: Exception) -> Response:
+    """Handle an unexpected error. The response bypasses the middleware, so the security headers are added here."""
+    logger.error("unexpected error in the admin server: %s %s", request.method, _route(request), exc_info=error)
+    response = ProblemDetails("failed", "See the server's log.").response()
+    for name, value in security_headers(request.url.path):
         response.headers[name.decode()] = value.decode()
     return response
 
 
 def _route(request: Request) -> str:
-    """The template and not the path, which may hold names."""
+    """The route template, and not the path, which may contain names of clients."""
     return str(getattr(request.scope.get("route"), "path", "a path"))

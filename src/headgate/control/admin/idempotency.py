@@ -1,9 +1,9 @@
-"""Writes that may be sent again: the first answer to each Idempotency-Key, kept for a day."""
+"""Idempotency keys: the first response to each Idempotency-Key, stored for a day."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import delete, insert, select, update
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["IdempotencyStore", "RecordedResponse", "fingerprint"]
 
-KEPT_US: Final = 24 * 3_600_000_000
-LONGEST_WORK_US: Final = 60_000_000
-"""Who is at work for longer has died."""
+RETENTION_US: Final = 24 * 3_600_000_000
+WORK_TIMEOUT_US: Final = 60_000_000
+"""After this time, the server that carried out a request is taken to have died."""
 
 
 class RecordedResponse(NamedTuple):
-    """What a write was answered."""
+    """A response to a change, as it is stored."""
 
     status: int
     body: str
@@ -34,7 +34,7 @@ class RecordedResponse(NamedTuple):
 
 
 class IdempotencyStore:
-    """The answers of a server's writes, in the database that they went to: for all servers that share it."""
+    """Stores responses in the config store's database, for all servers that share it."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -44,78 +44,70 @@ class IdempotencyStore:
         token_id: str,
         key: str,
         *,
-        print: bytes,
+        fingerprint: bytes,
         work: Callable[[], RecordedResponse],
-        kept: Callable[[RecordedResponse], RecordedResponse] = lambda answered: answered,
+        redact: Callable[[RecordedResponse], RecordedResponse] = lambda response: response,
     ) -> RecordedResponse:
-        """What `work` answers, or has answered before under this key; it is done once, however often it is asked for.
+        """Carry out the work, or return the response that was recorded under this key.
 
-        `print` tells whether it is the same request. `kept` is what may be kept of an answer. An error is not kept:
-        nothing was done then, and the key is free again; unless it is not known whether something was.
+        `fingerprint` identifies the request: another request with the same key is rejected. `redact` returns the
+        response to store. An error releases the key, because nothing was done; unless the outcome is unknown.
         """
-        before = self._claim(token_id, key, print)
-        if before is not None:
-            return before
+        recorded = self._claim(token_id, key, fingerprint)
+        if recorded is not None:
+            return recorded
+        row = (ANSWERS.c.token_id == token_id, ANSWERS.c.key == key)
         try:
-            answered = work()
+            response = work()
         except ConfigUnavailable:
-            raise  # it may have been done: the key stays taken
+            raise  # the change may have been written: the key stays claimed
         except HeadgateError:
-            self._forget(token_id, key)
+            self._write(delete(ANSWERS).where(*row))
             raise
-        self._keep(token_id, key, kept(answered))
-        return answered
+        stored = redact(response)
+        values = {"status": stored.status, "body": stored.body, "etag": stored.etag}
+        self._write(update(ANSWERS).where(*row).values(values))
+        return response
 
-    def _claim(self, token_id: str, key: str, print: bytes) -> RecordedResponse | None:
-        """The answer before; None if the key is ours now."""
+    def _claim(self, token_id: str, key: str, fingerprint: bytes) -> RecordedResponse | None:
+        """Claim a key, and return None; or return the recorded response."""
         now_us = self._tokens.clock.now_us()
-        mine = (ANSWERS.c.token_id == token_id, ANSWERS.c.key == key)
+        find = select(ANSWERS).where(ANSWERS.c.token_id == token_id, ANSWERS.c.key == key)
         with read_transaction(self._tokens.engine) as connection:
-            row = connection.execute(select(ANSWERS).where(*mine)).one_or_none()
-        if row is None or row.at_us <= now_us - KEPT_US:
-            with write_transaction(
-                self._tokens.engine
-            ) as connection:  # one writer at a time: who comes second finds the row
-                connection.execute(delete(ANSWERS).where(ANSWERS.c.at_us <= now_us - KEPT_US))
-                row = connection.execute(select(ANSWERS).where(*mine)).one_or_none()
+            row = connection.execute(find).one_or_none()
+        if row is None or row.at_us <= now_us - RETENTION_US:
+            # There is one writer at a time: the second one finds the row.
+            with write_transaction(self._tokens.engine) as connection:
+                connection.execute(delete(ANSWERS).where(ANSWERS.c.at_us <= now_us - RETENTION_US))
+                row = connection.execute(find).one_or_none()
                 if row is None:
-                    values = {"token_id": token_id, "key": key, "fingerprint": print, "at_us": now_us}
+                    values = {"token_id": token_id, "key": key, "fingerprint": fingerprint, "at_us": now_us}
                     connection.execute(insert(ANSWERS).values(values))
                     return None
-        if bytes(row.fingerprint) != print:
-            raise RequestRejected(
-                ProblemDetails("key-reused", "This Idempotency-Key came with another request; make up a new one.")
-            )
+        if bytes(row.fingerprint) != fingerprint:
+            detail = "This Idempotency-Key was used for another request; choose a new one."
+            raise RequestRejected(ProblemDetails("key-reused", detail))
         if row.status is not None:
             return RecordedResponse(row.status, row.body, row.etag, is_replayed=True)
-        if now_us - row.at_us < LONGEST_WORK_US:
-            raise RequestRejected(
-                ProblemDetails("in-progress", "The same request is at work; ask again.", headers={"Retry-After": "1"})
-            )
-        raise RequestRejected(
-            ProblemDetails(
-                "outcome-unknown",
-                "The server ended, or lost the config store, while it did this. Look into the audit whether it was "
-                "done; if not, send it with a new Idempotency-Key.",
-            )
+        if now_us - row.at_us < WORK_TIMEOUT_US:
+            detail = "The same request is in progress; try again."
+            raise RequestRejected(ProblemDetails("in-progress", detail, headers={"Retry-After": "1"}))
+        detail = (
+            "The server stopped, or lost the config store, while it carried out this request. Check the audit log for "
+            "the change; if it is missing, send it again with a new Idempotency-Key."
         )
+        raise RequestRejected(ProblemDetails("outcome-unknown", detail))
 
-    def _keep(self, token_id: str, key: str, answered: RecordedResponse) -> None:
-        mine = (ANSWERS.c.token_id == token_id, ANSWERS.c.key == key)
-        values = {"status": answered.status, "body": answered.body, "etag": answered.etag}
+    def _write(self, statement: Any) -> None:
         with write_transaction(self._tokens.engine) as connection:
-            connection.execute(update(ANSWERS).where(*mine).values(values))
-
-    def _forget(self, token_id: str, key: str) -> None:
-        with write_transaction(self._tokens.engine) as connection:
-            connection.execute(delete(ANSWERS).where(ANSWERS.c.token_id == token_id, ANSWERS.c.key == key))
+            connection.execute(statement)
 
 
 def fingerprint(*parts: bytes, secret: bytes) -> bytes:
-    """What tells two requests apart. Keyed by the token, which is kept nowhere: a body may hold an API key, and who
-    gets hold of the database must not be able to try keys out."""
-    made = blake2b(digest_size=32, key=blake2b(secret).digest(), person=b"headgate replay")
+    """The fingerprint of a request. Keyed by the token, which is not stored: a body may contain an API key, which a
+    copy of the database must not allow to guess."""
+    digest = blake2b(digest_size=32, key=blake2b(secret).digest(), person=b"headgate replay")
     for part in parts:
-        made.update(b"%d:" % len(part))
-        made.update(part)
-    return made.digest()
+        digest.update(b"%d:" % len(part))
+        digest.update(part)
+    return digest.digest()

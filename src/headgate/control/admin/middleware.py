@@ -1,4 +1,4 @@
-"""What stands before every request to the admin server: hosts, header fields, limits of its own, and bodies' bounds."""
+"""ASGI middleware of the admin server: host check, security headers, rate limits and body limits."""
 
 from __future__ import annotations
 
@@ -30,49 +30,48 @@ __all__ = [
     "FAILED_SIGN_INS",
     "FAILED_TOKENS",
     "HSTS",
-    "LARGE",
     "LOOPBACK",
-    "SMALL",
+    "MAX_BODY_BYTES",
+    "MAX_POLICY_BYTES",
     "VERIFIED",
     "BodyLimit",
     "Credentials",
     "FailedAttempts",
     "HostAndSecurityHeaders",
     "access_policy",
-    "fields_for",
-    "is_stranger",
-    "who_asks",
+    "credential_identity",
+    "security_headers",
+    "stranger_identity",
 ]
 
 logger = logging.getLogger("headgate")
 
 BODY: Final = "headgate.body"
-"""Where the scope holds the body of a request, whole, once it has been read."""
+"""The key of the scope under which `BodyLimit` stores the body."""
 
 VERIFIED: Final = "headgate.verified"
-"""Where the scope says whether the request carries a valid token or session."""
+"""The key of the scope that is true if the request has a valid token or session."""
 
 FAILED_TOKENS: Final = Limit.parse("30/minute", name="failed-tokens")
 FAILED_SIGN_INS: Final = Limit.parse("10/minute", name="failed-sign-ins")
-"""Limits on failed attempts of one address."""
+"""Limits on failed attempts per address."""
 MAX_ADDRESSES: Final = 100_000
-"""Addresses whose failed attempts are counted."""
 REFRESH_INTERVAL_S: Final = 1.0
-"""How often an unknown credential may cause the valid ones to be read again."""
+"""The shortest interval between reads of the valid credentials."""
 MAX_AGE_S: Final = 30.0
-"""How long the valid credentials are used without being read again."""
+"""The age at which known credentials are read again."""
 
-SMALL: Final = 64 * 1024
-LARGE: Final = 1024 * 1024
-"""Bytes of a body: of all, and of those that bring a policy."""
-LONGEST_PATH: Final = 2000
-DEADLINE: Final = 15.0
-"""Seconds for a body to arrive: who sends it a byte at a time holds a connection, but not for ever."""
+MAX_BODY_BYTES: Final = 64 * 1024
+MAX_POLICY_BYTES: Final = 1024 * 1024
+"""The largest body in bytes: of most requests, and of those with a policy document."""
+MAX_PATH_LENGTH: Final = 2000
+BODY_TIMEOUT_S: Final = 15.0
+"""Time for a body to arrive, so that a client that sends it byte by byte cannot hold the connection."""
 
 _COOKIES: Final = re.compile(
     rb'(?:^|;)[ \t]*((?:__Host-headgate|headgate|flash|zone)=("?)[\w=+/.-]{0,4096}\2)(?=[ \t]*(?:;|$))'
 )
-"""Those that this server sets, in letters that need no reading of escapes."""
+"""The cookies that this server sets, in characters that need no unescaping."""
 _SESSION: Final = re.compile(r"(?:^|; )(?:__Host-headgate|headgate)=([\w-]+)")
 
 _FIELD: Final = re.compile(r"[a-z_]{1,20}")
@@ -92,21 +91,21 @@ COMMON: Final = (
 )
 HSTS: Final = (b"strict-transport-security", b"max-age=31536000")
 _SIGN_IN: Final = frozenset({("POST", "/login"), ("GET", "/enter")})
-"""Requests whose credentials are not in the header. Only the failed ones among them are limited."""
+"""Requests whose credentials are not in a header. Only failed ones are limited."""
 _POLICY_PAGES: Final = re.compile(r"/policy(?:/|$)")
 _POLICY_API: Final = re.compile(r"/api/v1/policy(?:/|$)")
 
 
-def fields_for(path: str) -> list[tuple[bytes, bytes]]:
-    """The header fields that every answer on this path carries."""
-    # With "no-referrer" browsers hide the Origin of forms, too, and with it what tells them from those of other sites.
+def security_headers(path: str) -> list[tuple[bytes, bytes]]:
+    """The headers of every response on this path."""
+    # With "no-referrer", browsers also omit the Origin of forms, which protects against cross-site requests.
     referrer = b"no-referrer" if path.startswith("/api/") else b"same-origin"
     caching = [] if path.startswith("/static/") else [(b"cache-control", b"no-store")]
     return [*COMMON, (b"referrer-policy", referrer), *caching]
 
 
 def access_policy(proxies: Sequence[str] = ()) -> Policy:
-    """The limits of the admin server itself. `proxies` are the networks whose X-Forwarded-For is trusted.
+    """The rate limits of the admin server. `proxies` are the networks whose X-Forwarded-For is trusted.
 
     Limits by address apply only to requests without a valid token or session: an attacker at the same address, such as
     another local user on loopback, must not lock out those who have one.
@@ -117,7 +116,7 @@ def access_policy(proxies: Sequence[str] = ()) -> Policy:
         "limits": [
             {"name": "requests", "by": "token", "missing": "skip", "bucket": "1200/minute, burst 300"},
             {"name": "address", "by": "stranger+ip", "missing": "skip", "bucket": "1200/minute, burst 300"},
-            # A document of a mebibyte takes many seconds to read.
+            # Parsing a document of 1 MiB takes many seconds.
             {"name": "policy-checks", "path": "POST /api/v1/policy/check", "by": "token", "missing": "ip",
              "bucket": "20/minute, burst 10"},
         ],
@@ -127,24 +126,23 @@ def access_policy(proxies: Sequence[str] = ()) -> Policy:
     return read(json.dumps(document), file="admin server", format="json")
 
 
-def who_asks(arrival: Any) -> str | None:
-    """The hash of a request's token or cookie, as it was sent: only who has it can spend what it is allowed."""
-    credential = _credential(arrival.header)
+def credential_identity(request: Any) -> str | None:
+    """The hash of a request's token or cookie, valid or not, as the identity of rate limits."""
+    credential = _credential_digest(request.header)
     return None if credential is None else credential.hex()[:32]
 
 
-def is_stranger(arrival: Any) -> str | None:
-    """Identify requests without valid credentials, for limits that apply only to those; None for all others."""
-    scope = arrival.native
-    is_sign_in = (arrival.method, arrival.path) in _SIGN_IN  # its credentials are verified first, by its handler
-    return None if scope.get(VERIFIED) or is_sign_in else "stranger"
+def stranger_identity(request: Any) -> str | None:
+    """The identity of requests without valid credentials, for limits that apply only to those; None for others."""
+    is_sign_in = (request.method, request.path) in _SIGN_IN  # the handler verifies its credentials
+    return None if request.native.get(VERIFIED) or is_sign_in else "stranger"
 
 
 class Credentials:
-    """Digests of the tokens and sessions that are valid now: tells callers with valid credentials from strangers.
+    """Digests of the valid tokens and sessions.
 
-    Access is never granted by this, only the order in which requests are served: an entry may be some seconds old. It
-    is read from the database at most once a second, however many made-up credentials are sent.
+    They may be some seconds old, so they decide which limits apply and never grant access. They are read at most once a
+    second, however many invalid credentials are sent.
     """
 
     def __init__(self, tokens: Tokens) -> None:
@@ -161,7 +159,7 @@ class Credentials:
             try:
                 self._digests = await asyncio.to_thread(self._tokens.digests)
             except ConfigUnavailable as error:
-                logger.warning("valid tokens could not be read: %s", error)
+                logger.warning("cannot read the valid tokens: %s", error)
             is_known = digest in self._digests
         return is_known
 
@@ -172,8 +170,8 @@ class Credentials:
 
 
 class FailedAttempts:
-    """Limits failed authentication by client address. Count an attempt after its credentials turned out to be invalid:
-    valid ones pass, whatever else comes from the same address."""
+    """Limits failed authentication by client address. Only failed attempts are counted, so valid credentials are
+    accepted whatever else comes from the same address."""
 
     def __init__(self, proxies: Sequence[str] = (), *, clock: Clock | None = None) -> None:
         settings = access_policy(proxies).identity
@@ -189,8 +187,8 @@ class FailedAttempts:
         return None if decision.allowed else max(1, -(-(decision.retry_after_us or 0) // 1_000_000))
 
 
-def _credential(header: Callable[[str], Iterable[str]]) -> bytes | None:
-    """The digest of the token or session cookie that a request carries, as the database keeps it."""
+def _credential_digest(header: Callable[[str], Iterable[str]]) -> bytes | None:
+    """The digest of a request's token or session cookie, as it is stored in the database."""
     for value in header("authorization"):
         if value[:7].lower() == "bearer ":
             return sha256(value[7:].strip().encode("latin-1", "replace")).digest()
@@ -201,8 +199,7 @@ def _credential(header: Callable[[str], Iterable[str]]) -> bytes | None:
 
 
 class HostAndSecurityHeaders:
-    """Outermost: the names that the server may be called by, who has valid credentials, and header fields on whatever
-    answer there is."""
+    """The outermost middleware: checks the host, marks verified requests, and adds security headers to responses."""
 
     def __init__(
         self,
@@ -212,8 +209,8 @@ class HostAndSecurityHeaders:
         credentials: Credentials | None = None,
         secure: bool = False,
     ) -> None:
-        """`hosts` are names without ports, None for any: a page whose own name leads here by DNS is refused. `secure`:
-        browsers reach the server by HTTPS only, and are told to keep it so."""
+        """`hosts` are names without ports, None for any; checking them prevents DNS rebinding. `secure` is true if
+        browsers reach the server by HTTPS only."""
         self.app = app
         self._hosts = None if hosts is None else {*map(str.lower, hosts)}
         self._credentials = credentials
@@ -222,39 +219,38 @@ class HostAndSecurityHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        fields = fields_for(scope["path"])
+        added = security_headers(scope["path"])
         host = _host(scope)
-        # HSTS applies to all ports of a host: on loopback it would lock people out of whatever else runs there.
+        # HSTS applies to all ports of a host: on loopback it would break other servers.
         if self._is_secure and host not in LOOPBACK:
-            fields.append(HSTS)
+            added.append(HSTS)
         headers = _with_own_cookies(scope["headers"])
-        digest = None if self._credentials is None else _credential(_decoded(headers))
-        # Set on the server's own scope, by which connections are ranked.
+        digest = None if self._credentials is None else _credential_digest(_decoded(headers))
+        # Set on the server's own scope, which decides the connections to close when there are too many.
         scope[VERIFIED] = digest is not None and self._credentials is not None and await self._credentials.has(digest)
         scope = {**scope, "headers": headers}
 
-        async def send_with_fields(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = {name.lower() for name, _ in message.get("headers", ())}
-                added = [field for field in fields if field[0] not in given]
-                message = {**message, "headers": [*message.get("headers", ()), *added]}
+                own = {name.lower() for name, _ in message.get("headers", ())}
+                missing = [header for header in added if header[0] not in own]
+                message = {**message, "headers": [*message.get("headers", ()), *missing]}
             await send(message)
 
         if self._hosts is not None and host not in self._hosts:
-            return await _refuse(
-                send_with_fields, 421, "unknown-host", "Misdirected Request",
-                "This server is not called by that name; start it with --name to add one.",
-            )  # fmt: skip
+            return await _reject(
+                send_with_headers,
+                "unknown-host",
+                "This server does not accept that host name; start it with --name to add it.",
+            )
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            # A proxy may have believed the other one: what it takes for a body would be the next request here.
-            return await _refuse(
-                send_with_fields, 400, "bad-request", "Bad Request", "The length of the body is told in two ways."
+            # Request smuggling: a proxy may trust the other header, and take the next request for the body.
+            return await _reject(
+                send_with_headers, "bad-request", "Content-Length and Transfer-Encoding must not be sent together."
             )
-        if len(scope["path"]) > LONGEST_PATH:  # numbers in it are read before anybody could say that they are none
-            return await _refuse(
-                send_with_fields, 414, "too-long", "URI Too Long", f"A path has at most {LONGEST_PATH} characters."
-            )
-        return await self.app(scope, receive, send_with_fields)
+        if len(scope["path"]) > MAX_PATH_LENGTH:  # before numbers in it are parsed
+            return await _reject(send_with_headers, "too-long", f"A path has at most {MAX_PATH_LENGTH} characters.")
+        return await self.app(scope, receive, send_with_headers)
 
 
 def _decoded(headers: Sequence[tuple[bytes, bytes]]) -> Callable[[str], list[str]]:
@@ -262,46 +258,44 @@ def _decoded(headers: Sequence[tuple[bytes, bytes]]) -> Callable[[str], list[str
 
 
 class BodyLimit:
-    """Innermost: reads each body whole, up to its bound and within its deadline, before anybody looks at it."""
+    """The innermost middleware: reads each body completely, up to a size and within a deadline."""
 
-    def __init__(self, app: App, *, deadline: float = DEADLINE) -> None:
+    def __init__(self, app: App, *, deadline: float = BODY_TIMEOUT_S) -> None:
         self.app = app
         self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        most = _most(scope["path"])
-        too_large = f"The body is larger than {most // 1024} KiB."
-        if _declared(scope) > most:
-            return await _refuse(send, 413, "too-large", "Content Too Large", too_large)
+        max_bytes = _max_bytes(scope["path"])
+        too_large = f"The body is larger than {max_bytes // 1024} KiB."
+        if _content_length(scope) > max_bytes:
+            return await _reject(send, "too-large", too_large)
         body = bytearray()
         try:
             async with asyncio.timeout(self._deadline):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
-                        return None  # the client has gone
+                        return None  # the client has disconnected
                     body += message.get("body", b"")
-                    if len(body) > most:  # counted as it comes: a length may be wrong, or not be given at all
-                        return await _refuse(send, 413, "too-large", "Content Too Large", too_large)
+                    if len(body) > max_bytes:  # counted, as Content-Length may be missing or wrong
+                        return await _reject(send, "too-large", too_large)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            return await _refuse(
-                send, 408, "too-slow", "Request Timeout", f"The body did not arrive within {self._deadline:g} seconds."
-            )
+            return await _reject(send, "too-slow", f"The body did not arrive within {self._deadline:g} seconds.")
         scope[BODY] = bytes(body)
         if scope["path"].startswith("/api/") and (repeated := _repeated_name(scope[BODY])) is not None:
-            told = f"body: {repeated} is given twice; readers of JSON disagree on which one counts"
-            return await _refuse(send, 422, "invalid", TITLES["invalid"][1], told, problems=[told])
-        is_given = False
+            detail = f"body: {repeated} occurs twice; JSON parsers disagree on which one applies"
+            return await _reject(send, "invalid", detail, problems=[detail])
+        is_delivered = False
 
         async def receive_whole() -> Message:
-            nonlocal is_given
-            if is_given:
+            nonlocal is_delivered
+            if is_delivered:
                 return await receive()
-            is_given = True
+            is_delivered = True
             return {"type": "http.request", "body": scope[BODY], "more_body": False}
 
         return await self.app(scope, receive_whole, send)
@@ -311,24 +305,26 @@ def _repeated_name(body: bytes) -> str | None:
     """A name that occurs twice in one object of a JSON text; None if there is none, or if it is not JSON."""
     repeated: list[str] = []
 
-    def looked_at(pairs: list[tuple[str, Any]]) -> None:
+    def find_repeated(pairs: list[tuple[str, Any]]) -> None:
         names = [name for name, _ in pairs]
         if len({*names}) < len(names):
             repeated.append(next(name for number, name in enumerate(names) if name in names[:number]))
 
     with suppress(ValueError, RecursionError):
-        json.loads(body, object_pairs_hook=looked_at)
-    # Names that cannot be those of fields are not repeated: they may be values in a wrong place.
+        json.loads(body, object_pairs_hook=find_repeated)
+    # A name that cannot be a field is not shown: it may be a misplaced value.
     return None if not repeated else repeated[0] if _FIELD.fullmatch(repeated[0]) else "a name"
 
 
-def _most(path: str) -> int:
+def _max_bytes(path: str) -> int:
     if _POLICY_API.match(path):
-        return LARGE
-    return 3 * LARGE if _POLICY_PAGES.match(path) else SMALL  # a form writes a line's end as six characters
+        return MAX_POLICY_BYTES
+    return (
+        3 * MAX_POLICY_BYTES if _POLICY_PAGES.match(path) else MAX_BODY_BYTES
+    )  # a form encodes a line break in six characters
 
 
-def _declared(scope: Scope) -> int:
+def _content_length(scope: Scope) -> int:
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
             return int(value[:20])
@@ -336,14 +332,14 @@ def _declared(scope: Scope) -> int:
 
 
 def _with_own_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The header fields with no other cookies than ours: what reads cookies takes minutes over a few backslashes."""
+    """The headers without foreign cookies: parsing cookies with backslashes can take minutes."""
     cookies = [found for name, value in headers if name == b"cookie" for found, _ in _COOKIES.findall(value)]
     others = [(name, value) for name, value in headers if name != b"cookie"]
     return [*others, (b"cookie", b"; ".join(cookies))] if cookies else others
 
 
 def _host(scope: Scope) -> str:
-    """The name in the Host field, without its port; "" where there is none, or more than one."""
+    """The host name without its port; "" if the Host header is missing or repeated."""
     found: list[str] = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
     if len(found) != 1:
         return ""
@@ -351,12 +347,13 @@ def _host(scope: Scope) -> str:
     return name if colon and port.isdigit() else found[0]
 
 
-async def _refuse(send: Send, status: int, kind: str, title: str, detail: str, **more: Any) -> None:
-    body = json.dumps({"type": kind, "title": title, "status": status, "detail": detail, **more}).encode()
+async def _reject(send: Send, type: str, detail: str, **more: Any) -> None:
+    status, title = TITLES[type]
+    body = json.dumps({"type": type, "title": title, "status": status, "detail": detail, **more}).encode()
     headers = [
         (b"content-type", b"application/problem+json"),
         (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),  # what is left of the body is not worth waiting for
+        (b"connection", b"close"),  # instead of reading the rest of the body
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

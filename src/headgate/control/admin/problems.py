@@ -1,4 +1,4 @@
-"""What went wrong, as programs are told (RFC 9457): the one place that turns errors into statuses."""
+"""Problem details (RFC 9457): the mapping from errors to problem types, statuses and texts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ __all__ = [
     "ProblemModel",
     "RequestRejected",
     "RiskModel",
-    "answers",
+    "invalid",
     "of_error",
     "of_fields",
+    "problem_responses",
     "too_many_failures",
 ]
 
@@ -35,51 +36,53 @@ logger = logging.getLogger("headgate")
 MEDIA_TYPE: Final = "application/problem+json"
 
 TITLES: Final = {
-    "bad-request": (400, "This is no request that can be read"),
-    "token-needed": (401, "A token is needed"),
+    "bad-request": (400, "The request cannot be parsed"),
+    "token-needed": (401, "A token is required"),
     "role-too-low": (403, "Your role does not allow this"),
     "form-refused": (403, "The form was refused"),
     "not-found": (404, "Not found"),
-    "wrong-method": (405, "This can't be done here"),
+    "wrong-method": (405, "Method not allowed"),
     "too-slow": (408, "Request Timeout"),
-    "confirmation-needed": (409, "This needs a confirmation"),
-    "in-progress": (409, "The same request is at work"),
-    "outcome-unknown": (409, "Nobody knows what became of this request"),
-    "changed-meanwhile": (412, "It has changed meanwhile"),
+    "confirmation-needed": (409, "Confirmation required"),
+    "in-progress": (409, "The same request is in progress"),
+    "outcome-unknown": (409, "The outcome of this request is unknown"),
+    "changed-meanwhile": (412, "Changed in the meantime"),
     "too-large": (413, "Content Too Large"),
-    "invalid": (422, "This can't be done"),
+    "too-long": (414, "URI Too Long"),
+    "unknown-host": (421, "Misdirected Request"),
+    "invalid": (422, "Invalid request"),
     "key-reused": (422, "The Idempotency-Key belongs to another request"),
-    "if-match-needed": (428, "If-Match is needed"),
+    "if-match-needed": (428, "If-Match is required"),
     "too-many-failures": (429, "Too many failed attempts"),
-    "failed": (500, "The server has failed"),
-    "config-away": (503, "The config store is away"),
-    "log-away": (503, "The decision log is away"),
-    "store-away": (503, "The store is away"),
+    "failed": (500, "Internal server error"),
+    "config-away": (503, "The config store is unavailable"),
+    "log-away": (503, "The decision log is unavailable"),
+    "store-away": (503, "The store is unavailable"),
 }
-"""The types of problems, with their statuses and titles. They are part of the API."""
+"""Problem types with their statuses and titles. The types and statuses are part of the API."""
 
 
 class RiskModel(BaseModel):
-    code: str = Field(description="What to put into `confirm`", examples=["ten-times"])
-    text: str = Field(description="What it would do, in words")
+    code: str = Field(description="The code to send in `confirm`", examples=["ten-times"])
+    text: str = Field(description="The effect of the change")
 
 
 class ProblemModel(BaseModel):
-    """What went wrong."""
+    """Problem details of a failed request."""
 
-    model_config = ConfigDict(extra="allow", title="ProblemDetails")
+    model_config = ConfigDict(extra="allow", title="Problem")
 
-    type: str = Field(description="For programs", examples=["changed-meanwhile"])
+    type: str = Field(description="The problem type, for programs", examples=["changed-meanwhile"])
     title: str
     status: int
-    detail: str = Field(description="For people: what is wrong, and what helps")
-    dangers: list[RiskModel] | None = Field(None, description="With confirmation-needed: what to confirm")
-    problems: list[str] | None = Field(None, description="With invalid: everything that is wrong")
-    version: int | None = Field(None, description="With changed-meanwhile: the version to look at now")
+    detail: str = Field(description="The cause and the remedy, for people")
+    dangers: list[RiskModel] | None = Field(None, description="With confirmation-needed: the risks to confirm")
+    problems: list[str] | None = Field(None, description="With invalid: all errors")
+    version: int | None = Field(None, description="With changed-meanwhile: the newest version")
 
 
 class ProblemDetails(NamedTuple):
-    """A problem, before it is known whether a program or a person is told."""
+    """A problem, to be returned as JSON or shown as a page."""
 
     type: str
     detail: str
@@ -95,7 +98,7 @@ class ProblemDetails(NamedTuple):
         return TITLES[self.type][1]
 
     def response(self) -> Response:
-        """The problem for programs."""
+        """The problem as JSON."""
         members = {"type": self.type, "title": self.title, "status": self.status, "detail": self.detail, **self.more}
         return Response(
             json.dumps(members),
@@ -106,39 +109,44 @@ class ProblemDetails(NamedTuple):
 
 
 class RequestRejected(HeadgateError):
-    """A request that is refused before the service hears of it."""
+    """A request that is rejected with a problem."""
 
     def __init__(self, problem: ProblemDetails) -> None:
         super().__init__(problem.detail)
         self.problem = problem
 
 
+def invalid(message: str) -> RequestRejected:
+    """The error for a request with one invalid field: "limit: it is required"."""
+    return RequestRejected(ProblemDetails("invalid", message, {"problems": [message]}))
+
+
 def of_error(error: HeadgateError) -> ProblemDetails:
-    """What to tell of an error. What it says reaches people who may know: it holds no secret, nor where stores are."""
-    for kind, told in _TOLD:
+    """The problem for an error, without secrets or addresses of stores."""
+    for kind, to_problem in _PROBLEMS:
         if isinstance(error, kind):
-            return told(error)
-    logger.error("the admin server has no answer for %s", type(error).__name__, exc_info=error)
-    return ProblemDetails("failed", "The server's log says more.")
+            return to_problem(error)
+    logger.error("unexpected %s in the admin server", type(error).__name__, exc_info=error)
+    return ProblemDetails("failed", "See the server's log.")
 
 
 def of_fields(errors: Sequence[Any]) -> ProblemDetails:
-    """What to tell of fields that are missing, unknown or wrong: where and what, and never the value itself."""
-    problems = [f"{_place(each)}: {_complaint(each)}" for each in errors[:20]]
+    """The problem for missing, unknown or invalid fields, without their values."""
+    problems = [f"{_location(each)}: {_message(each)}" for each in errors[:20]]
     if any(each["type"] == "json_invalid" for each in errors):
         problems = ["body: it is not JSON"]
     return ProblemDetails("invalid", "; ".join(problems), {"problems": problems})
 
 
 def too_many_failures(wait: int) -> ProblemDetails:
-    """The problem for an address with too many failed attempts; valid tokens are accepted all the same."""
+    """The problem for an address with too many failed attempts; valid tokens are still accepted."""
     seconds = f"{wait} second{'' if wait == 1 else 's'}"
     detail = f"Too many attempts from this address without a valid token. Try again in {seconds}."
     return ProblemDetails("too-many-failures", detail, headers={"Retry-After": f"{wait}"})
 
 
-def answers(*types: str) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of these types of problems."""
+def problem_responses(*types: str) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI responses for problem types."""
     by_status: dict[int, list[str]] = {}
     for name in types:
         by_status.setdefault(TITLES[name][0] if name in TITLES else 429, []).append(name)
@@ -151,37 +159,19 @@ def answers(*types: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _unavailable(error: Any) -> ProblemDetails:
-    logger.warning("the admin server could not ask: %s", error)
-    return ProblemDetails(
-        "config-away",
-        "The config store cannot be reached, or it refused. Nodes go on with what they have. "
-        "The log of this server says why.",
-        headers={"Retry-After": "5"},
-    )
+def _unavailable(type: str, detail: str) -> Callable[[Any], ProblemDetails]:
+    def to_problem(error: Any) -> ProblemDetails:
+        logger.warning("%s: %s", TITLES[type][1], error)
+        return ProblemDetails(type, f"{detail} See the server's log.", headers={"Retry-After": "5"})
+
+    return to_problem
 
 
-def _log(error: Any) -> ProblemDetails:
-    logger.warning("the admin server could not read the decision log: %s", error)
-    detail = "The decision log cannot be read now. The server's log says why."
-    return ProblemDetails("log-away", detail, headers={"Retry-After": "5"})
-
-
-def _store(error: Any) -> ProblemDetails:
-    logger.warning("the admin server could not ask: %s", error)
-    return ProblemDetails(
-        "store-away", "The counters cannot be reached. The server's log says why.", headers={"Retry-After": "5"}
-    )
-
-
-def _dangerous(error: Any) -> ProblemDetails:
-    dangers = [{"code": each.code, "text": each.text} for each in error.risks]
-    codes = ", ".join(f'"{each["code"]}"' for each in dangers)
-    return ProblemDetails(
-        "confirmation-needed",
-        f"{' '.join(each['text'] for each in dangers)} To do it all the same, send confirm: [{codes}].",
-        {"dangers": dangers},
-    )
+def _needs_confirmation(error: Any) -> ProblemDetails:
+    risks = [{"code": each.code, "text": each.text} for each in error.risks]
+    codes = ", ".join(f'"{each["code"]}"' for each in risks)
+    detail = f"{' '.join(each['text'] for each in risks)} To do it anyway, send confirm: [{codes}]."
+    return ProblemDetails("confirmation-needed", detail, {"dangers": risks})
 
 
 def _invalid(error: Any) -> ProblemDetails:
@@ -189,39 +179,42 @@ def _invalid(error: Any) -> ProblemDetails:
     return ProblemDetails("invalid", str(error), {"problems": problems})
 
 
-_TOLD: Final[tuple[tuple[type[HeadgateError], Callable[[Any], ProblemDetails]], ...]] = (
+_PROBLEMS: Final[tuple[tuple[type[HeadgateError], Callable[[Any], ProblemDetails]], ...]] = (
     (RequestRejected, lambda error: error.problem),
-    (NeedsConfirmation, _dangerous),
+    (NeedsConfirmation, _needs_confirmation),
     (Conflict, lambda error: ProblemDetails("changed-meanwhile", str(error), {"version": error.version})),
     (NotAllowed, lambda error: ProblemDetails("role-too-low", str(error))),
     (NotFound, lambda error: ProblemDetails("not-found", str(error))),
     (FormRefused, lambda error: ProblemDetails("form-refused", str(error))),
     (InvalidInput, _invalid),
-    (ConfigUnavailable, _unavailable),
-    (LogUnavailable, _log),
-    (StoreError, _store),
+    (
+        ConfigUnavailable,
+        _unavailable("config-away", "The config store is unavailable. Nodes keep their current configuration."),
+    ),
+    (LogUnavailable, _unavailable("log-away", "The decision log cannot be read.")),
+    (StoreError, _unavailable("store-away", "The counters are unavailable.")),
 )
-"""Read from the top; the first that fits."""
+"""The first matching entry applies."""
 
 _FIELD: Final = re.compile(r"[A-Za-z_-]{1,40}")
 _UNKNOWN: Final = re.compile(r"[a-z_]{1,20}")
 
 
-def _place(error: Any) -> str:
-    """Where it is. A name that nobody knows is only told if it can be a field's: it may be a value in a wrong place."""
-    *words, last = (str(word) for word in error["loc"])
-    form = _UNKNOWN if error["type"] == "extra_forbidden" else _FIELD
-    shown = [word for word in words if _FIELD.fullmatch(word) or word.isdigit()]
-    return ".".join([*shown, last if form.fullmatch(last) or last.isdigit() else "?"])
+def _location(error: Any) -> str:
+    """The path of a field. An unknown name is repeated only if it can be a field name: it may be a misplaced value."""
+    *names, last = (str(name) for name in error["loc"])
+    pattern = _UNKNOWN if error["type"] == "extra_forbidden" else _FIELD
+    shown = [name for name in names if _FIELD.fullmatch(name) or name.isdigit()]
+    return ".".join([*shown, last if pattern.fullmatch(last) or last.isdigit() else "?"])
 
 
-def _complaint(error: Any) -> str:
+def _message(error: Any) -> str:
     match error["type"]:
         case "missing":
-            return "it is needed"
+            return "it is required"
         case "extra_forbidden":
             return "there is no such field"
         case "string_pattern_mismatch" if error["ctx"]["pattern"].startswith("^[^\\x00"):
-            return "it has control characters, or a line break"
+            return "it contains control characters or a line break"
     text = str(error["msg"]).removeprefix("Value error, ")
     return text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""Runs the admin server: in the foreground, or in a thread beside an app."""
+"""Runs the admin server, in the foreground or in a thread."""
 
 from __future__ import annotations
 
@@ -34,27 +34,26 @@ __all__ = ["AdminServer"]
 logger = logging.getLogger("headgate")
 
 errors_only = logging.getLogger("uvicorn.error.headgate")
-"""Without the warnings that any client can cause with an invalid request, as often as it likes."""
+"""Without warnings, which any client can cause with invalid requests."""
 errors_only.setLevel(logging.ERROR)
 
-STARTS_WITHIN: Final = 10.0
-STOPS_WITHIN: Final = 5.0
-"""Seconds; then requests that are at work are left alone."""
-ASKS_WITHIN: Final = 10.0
-"""Seconds for the head of a request to arrive."""
+START_TIMEOUT_S: Final = 10.0
+STOP_TIMEOUT_S: Final = 5.0
+HEADERS_TIMEOUT_S: Final = 10.0
+"""Time for the headers of a request to arrive."""
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 MAX_CONNECTIONS: Final = 500
 MAX_CONNECTIONS_PER_ADDRESS: Final = 100
-"""Beyond these, a new connection takes the place of one that waits for nothing."""
+"""Beyond these, a new connection replaces an idle one."""
 
 
 class AdminServer:
-    """The admin server of a service.
+    """The admin server.
 
-    It listens on loopback. On any other address it wants a certificate (`cert` and `key`), or the word that a proxy
-    which speaks TLS stands before it (`behind_tls`): tokens must not travel in clear. `names` are what browsers may
-    call it by, beside the loopback names and `host`. `proxies` are those whose word on a client's address is taken;
-    they may open as many connections as all addresses together.
+    It listens on loopback by default. On any other address it requires a certificate (`cert` and `key`), or
+    `behind_tls` if a proxy terminates TLS: tokens must not be sent unencrypted. `names` are the host names of the
+    server besides `host` and the loopback names. `proxies` are the networks whose X-Forwarded-For is trusted; the limit
+    of connections per address does not apply to them.
     """
 
     def __init__(
@@ -72,27 +71,26 @@ class AdminServer:
         pages: bool = True,
         watchers: Sequence[Any] = (),
     ) -> None:
-        """`port` 0 takes a free one. `watchers` are started and stopped with the server; what looks for step changes is
-        one of them."""
+        """`port` 0 chooses a free one. `watchers`, such as an `AnomalyDetector`, start and stop with the server."""
         if (cert is None) != (key is None):
             raise InvalidConfiguration("a certificate and its key belong together; give both, or neither")
         if not (_is_loopback(host) or cert is not None or behind_tls):
             raise InvalidConfiguration(
-                f"on {host} tokens would travel in clear; give --cert and --key, or say --behind-tls if a proxy that "
-                "speaks TLS stands before this server, or listen on 127.0.0.1"
+                f"on {host} tokens would be sent unencrypted; give --cert and --key, or --behind-tls if a proxy "
+                "terminates TLS, or listen on 127.0.0.1"
             )
-        context = None if cert is None or key is None else _tls(cert, key)
+        context = None if cert is None or key is None else _tls_context(cert, key)
         self._is_tls = context is not None
         self._host = host
         self._tokens = tokens
         self._watchers = watchers
         self._names = names
-        self._socket = _bound(host, port)
+        self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
-        # Behind a proxy that keeps the name nobody can say which names are right, unless they are given.
-        hosts = None if not (_is_loopback(host) or names) else {*LOOPBACK, _written(host), *names}
+        # Without --name, the names under which a proxy forwards requests are unknown.
+        hosts = None if not (_is_loopback(host) or names) else {*LOOPBACK, _url_host(host), *names}
         app = create_app(service, tokens, pages=pages, secure=self._is_tls or behind_tls, hosts=hosts, proxies=proxies)
-        # Behind a proxy whose address nobody has named, all connections come from one address.
+        # Behind a proxy that is not listed, all connections come from one address.
         per_address = None if behind_tls and not proxies else MAX_CONNECTIONS_PER_ADDRESS
         registry = _Connections(proxies, most=MAX_CONNECTIONS, per_address=per_address)
 
@@ -104,12 +102,12 @@ class AdminServer:
             uvicorn.Config(
                 app,
                 log_config=None,
-                access_log=False,  # paths and queries say whom people look at; the audit says what they do
-                proxy_headers=False,  # whose address it is is said by `proxies`
+                access_log=False,  # URLs contain names of clients; changes are in the audit log
+                proxy_headers=False,  # `proxies` decides which are trusted
                 server_header=False,
-                timeout_graceful_shutdown=int(STOPS_WITHIN),
+                timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
                 timeout_keep_alive=20,
-                loop="asyncio",  # in uvloop, a transport cannot be paused before its first byte, as TLS needs it
+                loop="asyncio",  # uvloop cannot pause a transport before its first byte, as TLS needs it
                 http=Connection,
                 h11_max_incomplete_event_size=64 * 1024,
                 ws="none",
@@ -119,48 +117,48 @@ class AdminServer:
 
     @property
     def url(self) -> str:
-        """Where it is reached from this machine, or by its first name."""
-        host = self._names[0] if self._names else _written(self._host)
+        """The URL of the server by its first name, or on this machine."""
+        host = self._names[0] if self._names else _url_host(self._host)
         if self._host in ("0.0.0.0", "::"):
             host = self._names[0] if self._names else "localhost"
         return f"{'https' if self._is_tls else 'http'}://{host}:{self.port}"
 
     def link(self, token: Token) -> str:
-        """A link that signs a person in with this token: once, within ten minutes."""
-        return f"{self.url}/enter?code={self._tokens.code(token)}"
+        """A link that signs a person in with this token, once, within ten minutes."""
+        return f"{self.url}/enter?code={self._tokens.create_code(token)}"
 
     def run(self) -> None:
-        """Serve until a signal ends the process."""
-        self._begin()
+        """Serve in the foreground until a signal ends the process."""
+        self._start_watchers()
         try:
             self._server.run([self._socket])
         finally:
-            self._end()
+            self._clean_up()
 
     def start(self) -> Self:
-        """Serve in a thread of its own; comes back when requests are taken."""
-        self._begin()
+        """Serve in a thread; return when the server accepts requests."""
+        self._start_watchers()
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="headgate-admin", daemon=True
         )
         self._thread.start()
         waited = threading.Event()
-        for _ in range(int(STARTS_WITHIN / 0.01)):
+        for _ in range(int(START_TIMEOUT_S / 0.01)):
             if self._server.started:
                 return self
             if not self._thread.is_alive():
                 break
             waited.wait(0.01)
         self.stop()
-        raise InvalidConfiguration(f"the admin server did not start on {self._host}:{self.port}; the log says why")
+        raise InvalidConfiguration(f"the admin server did not start on {self._host}:{self.port}; see the log")
 
     def stop(self) -> None:
-        """Finish what is at work, and end."""
+        """Finish requests in progress, and stop."""
         self._server.should_exit = True
         if self._thread is not None:
-            self._thread.join(STOPS_WITHIN + 1)
+            self._thread.join(STOP_TIMEOUT_S + 1)
             self._thread = None
-            self._end()
+            self._clean_up()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -168,78 +166,78 @@ class AdminServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _begin(self) -> None:
+    def _start_watchers(self) -> None:
         for watcher in self._watchers:
             watcher.start()
 
-    def _end(self) -> None:
+    def _clean_up(self) -> None:
         self._socket.close()
         for watcher in self._watchers:
             watcher.stop()
 
 
 class _Connection(H11Protocol):
-    """A connection of a browser or a program. It is closed if it sends no request for a while."""
+    """A connection that counts from before its TLS handshake, and is closed if no request arrives in time."""
 
     open_connections: _Connections
     tls: ssl.SSLContext | None = None
-    _ends: asyncio.TimerHandle | None = None
+    _timeout: asyncio.TimerHandle | None = None
     _handshake: asyncio.Task[Any] | None = None
-    _has_begun = False
-    _early = b""
+    _is_ready = False
+    _early_data = b""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.logger = errors_only
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as there
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         self.transport, self.client = transport, get_remote_addr(transport)
         if not self.open_connections.add(self):
             transport.abort()
         elif self.tls is None:
-            self._begin(transport)
+            self._accept_requests(transport)
         else:
-            # Started here, and not by the event loop's server: a connection must count before its handshake is done.
+            # Not by the event loop's server, which would not count the connection before the handshake is done.
             transport.pause_reading()
-            started = self.loop.start_tls(
+            handshake = self.loop.start_tls(
                 transport, self, self.tls, server_side=True, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
             )
-            self._handshake = self.loop.create_task(started)
-            self._handshake.add_done_callback(self._encrypted)
+            self._handshake = self.loop.create_task(handshake)
+            self._handshake.add_done_callback(self._on_handshake)
 
-    def _encrypted(self, handshake: asyncio.Task[asyncio.Transport | None]) -> None:
+    def _on_handshake(self, handshake: asyncio.Task[asyncio.Transport | None]) -> None:
         self._handshake = None
         has_failed = handshake.cancelled() or handshake.exception() is not None
         if has_failed or self.transport.is_closing() or (encrypted := handshake.result()) is None:
             self.open_connections.discard(self)
             self.transport.abort()
         else:
-            self._begin(encrypted)
+            self._accept_requests(encrypted)
 
-    def _begin(self, transport: Any) -> None:
-        """Expect requests."""
+    def _accept_requests(self, transport: Any) -> None:
+        """Accept requests, starting with data that arrived during the handshake."""
         super().connection_made(transport)
-        self._has_begun = True
-        early, self._early = self._early, b""
+        self._is_ready = True
+        early, self._early_data = self._early_data, b""
         if early:
             super().data_received(early)
-        self._wait()
+        self._update_timeout()
 
     def data_received(self, data: bytes) -> None:
-        if not self._has_begun:  # the first request came with the end of the handshake, which nobody has heard of yet
-            self._early += data
+        if not self._is_ready:  # it arrived with the end of the handshake
+            self._early_data += data
             return
         super().data_received(data)
-        self._wait()
+        self._update_timeout()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.open_connections.discard(self)
-        self._wait(is_over=True)
+        self._update_timeout(is_closed=True)
 
     @property
     def is_verified(self) -> bool:
-        """True if its last request carried a valid token or session."""
+        """True if the last request had a valid token or session."""
         scope: Any = self.scope
         return scope is not None and bool(scope.get(VERIFIED))
 
@@ -250,21 +248,21 @@ class _Connection(H11Protocol):
 
     @property
     def is_incomplete(self) -> bool:
-        """True if it has still to send a request, or the rest of one."""
+        """True if the client has yet to send a request, or the rest of one."""
         return self.is_idle or self.cycle.more_body
 
-    def _wait(self, *, is_over: bool = False) -> None:
-        if is_over or self.conn.their_state is not h11.IDLE:
-            if self._ends is not None:
-                self._ends.cancel()
-                self._ends = None
-        elif self._ends is None:  # a head that comes letter by letter does not begin anew with each
-            self._ends = self.loop.call_later(ASKS_WITHIN, self.transport.close)
+    def _update_timeout(self, *, is_closed: bool = False) -> None:
+        if is_closed or self.conn.their_state is not h11.IDLE:
+            if self._timeout is not None:
+                self._timeout.cancel()
+                self._timeout = None
+        elif self._timeout is None:  # not restarted by each byte of the headers
+            self._timeout = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
 
 
 class _Connections:
-    """The open connections of a server. When there are too many, those of strangers that wait for nothing are closed
-    first, then idle ones of callers with valid credentials; requests that are being answered are never cut off."""
+    """The open connections of a server. When there are too many, incomplete requests without valid credentials are
+    closed first, then idle connections; requests in progress are never interrupted."""
 
     def __init__(self, proxies: Sequence[str], *, most: int, per_address: int | None) -> None:
         self._addresses = Addresses(access_policy(proxies).identity)
@@ -272,11 +270,11 @@ class _Connections:
         self._most = most
         self._per_address = per_address
         self._open: dict[_Connection, str] = {}
-        """With their addresses, the oldest first."""
+        """Connections with their addresses, oldest first."""
         self._counts: Counter[str] = Counter()
 
     def add(self, connection: _Connection) -> bool:
-        """Add a connection, in the place of another one if necessary. Return False if there is no room for it."""
+        """Add a connection, replacing another one if necessary. Return False if there is no room."""
         peer = connection.client[0] if connection.client else None
         address = self._addresses.identity(self._addresses.client(peer))
         is_capped = self._per_address is not None and not self._is_proxy(peer)
@@ -297,7 +295,7 @@ class _Connections:
                 del self._counts[address]
 
     def _evict(self, is_candidate: Callable[[_Connection], bool]) -> bool:
-        """Close the candidate that is missed least. Return False if all of them are at work."""
+        """Close the least important candidate. Return False if all of them have requests in progress."""
         candidates = [each for each in self._open if is_candidate(each)]
         found = next((each for each in candidates if each.is_incomplete and not each.is_verified), None)
         if found is None:
@@ -317,7 +315,7 @@ class _Connections:
         return any((mapped or address) in network for network in self._proxies)
 
 
-def _tls(cert: str | PathLike[str], key: str | PathLike[str]) -> ssl.SSLContext:
+def _tls_context(cert: str | PathLike[str], key: str | PathLike[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key)
@@ -328,8 +326,8 @@ def _tls(cert: str | PathLike[str], key: str | PathLike[str]) -> ssl.SSLContext:
     return context
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """Bound at once, so that a port that is taken is told before anything starts."""
+def _bind(host: str, port: int) -> socket.socket:
+    """Bind the port now, so that a port in use is reported before anything starts."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family)
@@ -341,7 +339,7 @@ def _bound(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         why = error.strerror or str(error)
-        raise InvalidConfiguration(f"cannot listen on {host} port {port}: {why}; take another --port") from None
+        raise InvalidConfiguration(f"cannot listen on {host} port {port}: {why}; choose another --port") from None
     return found
 
 
@@ -352,5 +350,5 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _written(host: str) -> str:
+def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""Sessions of people at their browsers: a cookie after signing in, and what keeps forms safe from other sites."""
+"""Browser sessions: cookies after a sign-in, and CSRF protection of forms."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ if TYPE_CHECKING:
 
 __all__ = ["CSRF_FIELD", "FormRefused", "Session", "Sessions"]
 
-LASTS_US: Final = 12 * 3_600_000_000
-"""A day at work; then the token is asked for again."""
+LIFETIME_US: Final = 12 * 3_600_000_000
 CSRF_FIELD: Final = "csrf"
-"""The name of the field in forms."""
+"""The form field with the CSRF token."""
 
 
 class FormRefused(HeadgateError):
-    """A form that did not come from a page of this server, or from one of a session that is over."""
+    """A form that was not sent by a page of this session."""
 
 
 class Session(NamedTuple):
-    """Somebody who has signed in."""
+    """The session of a signed-in person."""
 
     actor: Actor
     csrf: str
-    """What every form must carry in its field `csrf`."""
     token: Token
     expires_us: int
 
@@ -49,20 +47,20 @@ class Session(NamedTuple):
 
 
 class Sessions:
-    """Begins, finds and ends sessions. All of it asks the database: call it from a thread, not from an event loop."""
+    """Begins, finds and ends sessions. It blocks on the database: call it from a thread, not from an event loop."""
 
     def __init__(self, tokens: Tokens, *, secure: bool = False) -> None:
-        """`secure`: browsers reach the server by HTTPS only, so that the cookie never travels in clear."""
+        """`secure` is true if browsers reach the server by HTTPS only, so that the cookie is never sent unencrypted."""
         self._tokens = tokens
         self._secure = secure
-        # Browsers take a cookie of the first name only from this very host, by HTTPS, and for all paths.
+        # Browsers accept a __Host- cookie only from this host, by HTTPS, and for all paths.
         self._cookie = "__Host-headgate" if secure else "headgate"
 
     def begin(self, token: Token, response: Response) -> Session:
-        """A session for who holds this token; the response brings its cookie to the browser."""
+        """Begin a session with a token, and set its cookie on the response."""
         now_us = self._tokens.clock.now_us()
         cookie, csrf = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        expires_us = min(now_us + LASTS_US, token.expires_us)
+        expires_us = min(now_us + LIFETIME_US, token.expires_us)
         row = {
             "hash": _hashed(cookie),
             "token_id": token.id,
@@ -80,8 +78,8 @@ class Sessions:
         )
         return Session(token.actor, csrf, token, expires_us)
 
-    def of(self, request: Request) -> Session | None:
-        """Whose request this is; None for who must sign in, again or for the first time."""
+    def find(self, request: Request) -> Session | None:
+        """The session of a request; None if there is none, or if it has expired."""
         cookie = request.cookies.get(self._cookie)
         if cookie is None:
             return None
@@ -89,11 +87,11 @@ class Sessions:
             row = connection.execute(select(SESSIONS).where(SESSIONS.c.hash == _hashed(cookie))).one_or_none()
         if row is None or row.expires_us <= self._tokens.clock.now_us():
             return None
-        token = self._tokens.by_id(row.token_id)  # a token that is revoked ends its sessions
+        token = self._tokens.by_id(row.token_id)  # None for a revoked token
         return None if token is None else Session(token.actor, row.csrf, token, row.expires_us)
 
     def end(self, request: Request, response: Response) -> None:
-        """Sign out: the session is no more, also for who has copied the cookie."""
+        """Sign out: end the session on the server, so that copies of the cookie are invalid."""
         cookie = request.cookies.get(self._cookie)
         if cookie is not None:
             with write_transaction(self._tokens.engine) as connection:
@@ -101,28 +99,28 @@ class Sessions:
         response.delete_cookie(self._cookie, path="/", secure=self._secure, httponly=True, samesite="strict")
 
     def check_form(self, request: Request, form: Mapping[str, object]) -> Session:
-        """Whose form this is; FormRefused, if it is not from a page that this session was shown."""
+        """The session of a form; raise FormRefused if the form was not sent by a page of this session."""
         self.check_origin(request)
-        session = self.of(request)
+        session = self.find(request)
         if session is None:
-            raise FormRefused("you have been signed out; sign in, and send the form again")
+            raise FormRefused("you have been signed out; sign in, and submit the form again")
         sent = form.get(CSRF_FIELD)
         if not isinstance(sent, str) or not compare_digest(sent.encode(), session.csrf.encode()):
-            raise FormRefused("this form is of another session; go back, reload the page, and send it again")
+            raise FormRefused("this form belongs to another session; go back, reload the page, and submit it again")
         return session
 
     def check_origin(self, request: Request) -> None:
-        """FormRefused, if the browser says that another site has sent this: for /login, which has no session yet."""
+        """Raise FormRefused for a cross-site request; also used for /login, which has no session yet."""
         origin = request.headers.get("origin")
         site = request.headers.get("sec-fetch-site")
         if site is not None and site not in ("same-origin", "none"):
             raise FormRefused("this form was sent by another site")
-        # The port of the Host counts, the scheme does not: a proxy that ends TLS speaks HTTP to this server.
-        if origin is not None and _host(origin) != request.headers.get("host", "").lower():
+        # Ports are compared, schemes are not: a proxy that terminates TLS sends HTTP.
+        if origin is not None and _origin_host(origin) != request.headers.get("host", "").lower():
             raise FormRefused("this form was sent by another site")
 
 
-def _host(origin: str) -> str | None:
+def _origin_host(origin: str) -> str | None:
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who may use the admin server, and what it has answered: tables beside those of the config store."""
+"""Tables of the admin server, in the config store's database: tokens, sessions and recorded responses."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ ANSWERS: Final = Table(
     Column("etag", BigInteger, nullable=True),
     Column("body", Text, nullable=True),
 )
-"""The first answer to each write with an Idempotency-Key; without a status while the write is at work."""
+"""The first response to each Idempotency-Key; without a status while the request is in progress."""

@@ -10,7 +10,7 @@ from headgate.control.config.writing import Remove
 from headgate.control.service import guardrails, listing
 from headgate.control.service.changes import attributed, audited, require_future, to_change
 from headgate.control.service.client_lookup import CUSTOMER_PREFIX, is_wide_network, network_of
-from headgate.control.service.errors import NotFound, discreet
+from headgate.control.service.errors import NotFound, log_and_summarize
 from headgate.control.service.models import Change, ClientRef
 from headgate.errors import HeadgateError, InvalidInput
 
@@ -148,7 +148,7 @@ class BlockService:
         try:
             self._deps.counters.block(*client, until=until, reason=reason)
         except HeadgateError as error:
-            return [discreet(STORE_UNAVAILABLE, error)]
+            return [log_and_summarize(STORE_UNAVAILABLE, error)]
         return []
 
     def _unblock_live(self, *names: ClientRef) -> tuple[bool, str | None]:
@@ -159,7 +159,7 @@ class BlockService:
             removed = [self._deps.counters.unblock(*name) for name in names]
             return any(removed), None
         except HeadgateError as error:
-            return False, discreet("the nodes could not be reached, and may still block this client", error)
+            return False, log_and_summarize("the nodes could not be reached, and may still block this client", error)
 
 
 def _as_address(client: ClientRef) -> ClientRef:

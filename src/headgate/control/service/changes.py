@@ -11,7 +11,7 @@ from headgate.control.config.engine import write_transaction
 from headgate.control.config.writing import ConcurrentChange
 from headgate.control.service import guardrails
 from headgate.control.service.models import Change
-from headgate.control.service.redaction import LOOKS_SECRET, discreetly, looks_secret
+from headgate.control.service.redaction import LOOKS_SECRET, looks_secret, redact_errors
 from headgate.errors import InvalidInput
 from headgate.policy import scalars
 
@@ -49,7 +49,7 @@ def attributed(deps: ServiceDependencies, change: ChangeContext, *texts: str | N
     deps.lookup.refuse_known_keys(change.reason, *texts)
     if any(looks_secret(text) for text in (change.reason, *texts) if text):
         raise InvalidInput(LOOKS_SECRET)
-    with discreetly(*texts), deps.write_lock:
+    with redact_errors(*texts), deps.write_lock:
         yield attribution
 
 

@@ -12,7 +12,7 @@ from headgate.control.service.changes import attributed, audited, to_change
 from headgate.control.service.client_lookup import MAX_MATCHES, is_hash, label_keys, require_network_role
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import Change, ClientRef, ClientView
-from headgate.control.service.redaction import discreetly
+from headgate.control.service.redaction import redact_errors
 from headgate.control.service.usage import (
     CounterReading,
     applicable_limits,
@@ -158,7 +158,7 @@ class ClientService:
         resolved = self._deps.resolve(client)
         keys = resolved.facts.log_keys or label_keys(resolved.label)
         now = datetime.fromtimestamp(self._deps.now_us() / 1_000_000, UTC)
-        with discreetly(at, until):
+        with redact_errors(at, until):
             when = span(at, until, now=now, zone=zone)
         identities = dict.fromkeys(keys, (client.kind, client.value)) if resolved.facts.values else {}
         asked = ClientQuery("" if client.kind == "api_key" else f"{client.kind}={client.value}", keys, identities)

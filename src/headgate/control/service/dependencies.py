@@ -11,7 +11,7 @@ from headgate.control.config.engine import read_transaction
 from headgate.control.config.queries import find_row
 from headgate.control.service.client_lookup import ClientLookup, open_pseudonymizer
 from headgate.control.service.effective_policy import BasePolicyCache, effective_policy
-from headgate.control.service.errors import NotFound, discreet
+from headgate.control.service.errors import NotFound, log_and_summarize
 from headgate.control.service.log_reader import DecisionLogReader
 from headgate.errors import HeadgateError
 from headgate.telemetry.fleet.aggregator import FleetAggregator
@@ -120,7 +120,7 @@ class ServiceDependencies:
         try:
             return self.counters.blocked(), None
         except HeadgateError as error:
-            return (), discreet("live blocks cannot be read", error)
+            return (), log_and_summarize("live blocks cannot be read", error)
 
     def _status_label(self, key: str) -> str | None:
         """The label under which nodes report the client with this hash; None if no node reports it."""

@@ -1,10 +1,10 @@
-"""What the desk refuses beside what cannot be: too low a role, what is not there, and what wants a second look.
+"""Errors of the admin service.
 
 HeadgateError
-├── NotAllowed                            the role is too low; `needed` is the one that may
-├── NotFound                              there is no such client, override, block or version
-├── NeedsConfirmation                     it can be done, and is probably a mistake; `risks` says why
-└── LogUnavailable                        the decision log cannot be read now
+├── NotAllowed                            the actor's role is too low; `needed` is the role required
+├── NotFound                              no such client, override, block or version
+├── NeedsConfirmation                     a change that is probably a mistake; `risks` says why
+└── LogUnavailable                        the decision log cannot be read
 """
 
 from __future__ import annotations
@@ -21,28 +21,35 @@ if TYPE_CHECKING:
 
     from headgate.control.service.models import Role
 
-__all__ = ["LogUnavailable", "NeedsConfirmation", "NotAllowed", "NotFound", "Risk", "discreet", "without_place"]
+__all__ = [
+    "LogUnavailable",
+    "NeedsConfirmation",
+    "NotAllowed",
+    "NotFound",
+    "Risk",
+    "hide_address",
+    "log_and_summarize",
+]
 
 logger = logging.getLogger("headgate")
 
-TOLD_AGAIN: Final = 60.0
-"""Seconds after which the log hears again of the same trouble, however often somebody looks."""
+LOG_INTERVAL_S: Final = 60.0
+"""Interval at which the same error is logged again, however often it occurs."""
 
-_PLACE: Final = re.compile(r"://|:\d{2,5}\b|\b\d+\.\d+\.\d+\.\d+\b|\b(?:host|port)\b|\.sock\b")
-"""What there is in a text that says where a server is."""
-_told: Final[dict[str, tuple[str, float]]] = {}
+_ADDRESS: Final = re.compile(r"://|:\d{2,5}\b|\b\d+\.\d+\.\d+\.\d+\b|\b(?:host|port)\b|\.sock\b")
+_last_logged: Final[dict[str, tuple[str, float]]] = {}
 
 
 class Risk(NamedTuple):
-    """Why a change is probably a mistake."""
+    """A reason why a change is probably a mistake."""
 
     code: Literal["ten-times", "tenth", "wildcard-block", "policy"]
-    """What is confirmed."""
+    """The code with which an actor confirms the risk."""
     text: str
 
 
 class NotAllowed(HeadgateError):
-    """The role of whoever asked is too low; nothing was done."""
+    """The actor's role is too low; nothing was changed."""
 
     def __init__(self, what: str, *, role: str, needed: Role) -> None:
         article = "an" if needed in ("admin", "operator") else "a"
@@ -55,7 +62,7 @@ class NotFound(HeadgateError):
 
 
 class NeedsConfirmation(HeadgateError):
-    """A change that is probably a mistake, and was not confirmed; nothing was done."""
+    """A change that is probably a mistake and was not confirmed; nothing was changed."""
 
     def __init__(self, risks: Iterable[Risk]) -> None:
         self.risks = tuple(risks)
@@ -63,23 +70,23 @@ class NeedsConfirmation(HeadgateError):
 
 
 class LogUnavailable(HeadgateError):
-    """The decision log cannot be read now."""
+    """The decision log cannot be read."""
 
 
-def discreet(what: str, error: Exception) -> str:
-    """What everybody may read of a trouble. Only the server's log says why, as that says where stores are."""
-    why, now = str(error).strip().partition("\n")[0][:300], time.monotonic()
-    before, told_at = _told.get(what, ("", 0.0))
-    if why != before or now - told_at >= TOLD_AGAIN:
-        _told[what] = why, now
-        logger.warning("%s: %s", what, why)
-    return what
+def log_and_summarize(summary: str, error: Exception) -> str:
+    """Log an error, and return the summary for people who need not know the addresses of stores."""
+    cause, now = str(error).strip().partition("\n")[0][:300], time.monotonic()
+    last_cause, logged_at = _last_logged.get(summary, ("", 0.0))
+    if cause != last_cause or now - logged_at >= LOG_INTERVAL_S:
+        _last_logged[summary] = cause, now
+        logger.warning("%s: %s", summary, cause)
+    return summary
 
 
-def without_place(text: str, instead: str) -> str:
-    """What a node or a board has said, for those who need not know where stores are.
+def hide_address(text: str, replacement: str) -> str:
+    """The text, or the replacement if it contains the address of a server.
 
-    >>> without_place("connecting to 10.0.0.7:6379: refused", "its store is away"), without_place("no policy", "?")
+    >>> hide_address("connecting to 10.0.0.7:6379: refused", "its store is away"), hide_address("no policy", "?")
     ('its store is away', 'no policy')
     """
-    return instead if _PLACE.search(text) else text
+    return replacement if _ADDRESS.search(text) else text

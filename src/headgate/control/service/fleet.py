@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headgate.control.service.errors import discreet, without_place
+from headgate.control.service.errors import hide_address, log_and_summarize
 from headgate.control.service.models import MinuteTotals, Overview
 from headgate.errors import HeadgateError
 
@@ -32,12 +32,12 @@ class FleetService:
         try:
             version = deps.config.version
         except HeadgateError as error:
-            troubles.append(discreet("the config store cannot be read", error))
+            troubles.append(log_and_summarize("the config store cannot be read", error))
         anomalies: list[Anomaly] = []
         try:
             anomalies = self.anomalies()
         except HeadgateError as error:
-            troubles.append(discreet("anomalies cannot be read", error))
+            troubles.append(log_and_summarize("anomalies cannot be read", error))
         if trouble := deps.log.trouble:
             troubles.append(trouble)
         if deps.fleet is None:
@@ -49,7 +49,7 @@ class FleetService:
         nodes, reported = found.nodes, found.troubles
         if actor is None or not actor.may("operator"):
             nodes = tuple([_without_addresses(node) for node in nodes])
-            reported = tuple([without_place(each, each.partition(":")[0]) for each in reported])
+            reported = tuple([hide_address(each, each.partition(":")[0]) for each in reported])
         return Overview(
             found.at_us,
             version,
@@ -71,8 +71,8 @@ class FleetService:
 def _without_addresses(node: NodeStatus) -> NodeStatus:
     return replace(
         node,
-        reason=node.reason and without_place(node.reason, "its store is unavailable"),
+        reason=node.reason and hide_address(node.reason, "its store is unavailable"),
         shards=tuple([(f"server {number}", ready) for number, (_, ready) in enumerate(node.shards, 1)]),
-        policy_error=node.policy_error and without_place(node.policy_error, "the config store is unavailable"),
-        log_error=node.log_error and without_place(node.log_error, "it cannot be written"),
+        policy_error=node.policy_error and hide_address(node.policy_error, "the config store is unavailable"),
+        log_error=node.log_error and hide_address(node.log_error, "it cannot be written"),
     )

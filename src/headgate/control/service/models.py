@@ -1,4 +1,4 @@
-"""What the desk's words have in common: who acts, who is meant, and values that become JSON."""
+"""The values that the admin service takes and returns: actors, clients, changes and views."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = [
 Role: TypeAlias = Literal["viewer", "support", "operator", "admin"]
 
 ROLES: Final[tuple[Role, ...]] = ("viewer", "support", "operator", "admin")
-"""Each may do what those before it may."""
+"""Roles, lowest first. Each includes the rights of those before it."""
 
 Item = TypeVar("Item")
 
@@ -118,12 +118,12 @@ class OverrideSpec:
 
 
 class View:
-    """What all views have."""
+    """Base class of views: dataclasses that can be serialized as JSON."""
 
     __slots__ = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """The fields as JSON values."""
         return {
             field.name.rstrip("_"): plain(getattr(self, field.name))
             for field in fields(self)  # type: ignore[arg-type] # each view is a dataclass
@@ -131,7 +131,7 @@ class View:
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON: views as objects, tuples as lists."""
+    """A value as JSON: views as objects, tuples as lists."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "as_dict"):
@@ -147,21 +147,20 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Page(View, Generic[Item]):
-    """Some of many."""
+    """A page of a list."""
 
     items: tuple[Item, ...]
     next: str | None = None
-    """What to ask for the rest with; None if this is the end."""
+    """The cursor of the next page; None at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change(View):
-    """What was done."""
+    """The result of a change."""
 
     version: Version | None
-    """None, if all was so already, or if what was done is no change of the configuration."""
+    """The version that was created; None if nothing changed, or if it was not a change of the configuration."""
     notes: tuple[str, ...] = ()
-    """What is to know beside."""
     what: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -172,21 +171,21 @@ class Change(View):
 State: TypeAlias = Literal["active", "future", "expired"]
 
 
-# ------------------------------------------------------------------ one client
+# ------------------------------------------------------------------ clients
 
 
 @dataclass(frozen=True, slots=True)
 class LimitUsage(View):
-    """A limit that a client meets, and where it stands there."""
+    """A limit that applies to a client, and how much of it is used."""
 
     limit: str
     by: str
-    """The kinds of identity that it counts by: "tenant+user"; "global" for one counter for all."""
+    """The kinds of identity that the limit counts by: "tenant+user"; "global" for one counter for all clients."""
     bucket: str
     algorithm: str
     from_: Literal["override", "tier", "policy"]
     override_id: int | None
-    """None also for an override that stands in the policy document."""
+    """None also for an override in the policy document."""
     valid_until_us: int | None
     reason: str | None
     routes: tuple[str, ...]
@@ -194,17 +193,16 @@ class LimitUsage(View):
     remaining: int | None
     capacity: int
     reset_s: float | None
-    """Until the counter is as new."""
+    """Seconds until the counter is full again."""
     retry_s: float | None
-    """Until a request that costs 1 passes; None where that cannot be told."""
+    """Seconds until a request of cost 1 is allowed; None if the algorithm does not tell."""
     unknown: str | None
-    """Why it is not known how much is used."""
+    """The reason why usage is unknown."""
     shadow: bool
-    """Only watched."""
     own: bool
-    """Whether it counts this client by itself, so that it can be reset."""
+    """True if the counter counts this client alone, so that it can be reset."""
     can_override: bool
-    """True if the client can have a limit of its own here: the limit counts clients of its kind."""
+    """True if the limit counts clients of this kind, so that the client can have an override."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +210,9 @@ class OverrideView(View):
     """A custom limit for one client."""
 
     id: int | None
-    """Of its row in the config store; None for an override in the policy document."""
+    """The id of the row in the config store; None for an override in the policy document."""
     since: int | None
-    """The version that it is from."""
+    """The version that added it."""
     who: ClientRef
     label: str | None
     limit: str | None
@@ -226,15 +224,14 @@ class OverrideView(View):
     author: str | None
     state: State
     source: Literal["config", "policy"]
-    """A row of the config store, or a line of the policy document, which is changed there."""
+    """An override in the policy document can only be changed there."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockView(View):
-    """Somebody who does not get in."""
+    """A blocked client."""
 
     id: int | None
-    """Of its row in the config store."""
     since: int | None
     who: ClientRef
     label: str | None
@@ -244,33 +241,32 @@ class BlockView(View):
     author: str | None
     state: State
     source: Literal["config", "live", "policy"]
-    """A row of the config store; told to the nodes alone; or a line of the policy document."""
+    """A live block is on the nodes, and not in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientView(View):
-    """A client, with all that holds for it now."""
+    """A client with its tier, limits, usage, overrides and block."""
 
     who: ClientRef
     label: str | None
     tier: str | None
     tier_from: Literal["assigned", "policy", "default"]
-    """Where the tier is said: in a row of the config store, in the policy document, or nowhere for this client."""
+    """Assigned in the config store, set in the policy document, or the default tier."""
     limits: tuple[LimitUsage, ...]
     overrides: tuple[OverrideView, ...]
     block: BlockView | None
     log_keys: tuple[str, ...]
     can_count: bool
-    """False if only a hash is known, by which nobody is counted: the client itself must be given."""
+    """False for a hash or a network, which have no counters."""
     is_seen: bool | None
-    """False if neither the configuration nor the decision log knows a client of this name; None if that can't be told.
-    """
+    """False if neither the configuration, the decision log nor a node knows the client; None if that is unknown."""
     troubles: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRow(View):
-    """A client of whom the configuration says something."""
+    """A client that has an entry in the configuration."""
 
     who: ClientRef
     label: str | None
@@ -281,11 +277,11 @@ class ClientRow(View):
 
 @dataclass(frozen=True, slots=True)
 class Slot(View):
-    """What became of a client's requests in one part of a time."""
+    """Outcomes of a client's requests in one time slot."""
 
     at_us: int
     allowed: int
-    """By the sample that is kept of those."""
+    """Estimated from the sample that the log stores."""
     denied: int
     blocked: int
     unavailable: int
@@ -294,41 +290,41 @@ class Slot(View):
 
 @dataclass(frozen=True, slots=True)
 class Timeline(View):
-    """What became of a client's requests."""
+    """Outcomes of a client's requests over time."""
 
     since_us: int
     until_us: int
     slots: tuple[Slot, ...]
     recent: tuple[DecisionRecord, ...]
-    """At most 50, the newest first."""
+    """At most 50 records, newest first."""
     troubles: tuple[str, ...] = ()
 
 
-# ------------------------------------------------------------------ the policy
+# ------------------------------------------------------------------ policy
 
 
 @dataclass(frozen=True, slots=True)
 class RollbackPreview(View):
-    """Everything that a rollback would change, before it does."""
+    """The changes, risks and live blocks of a rollback."""
 
     version: int
-    """The newest version, which the preview is of."""
+    """The newest version, from which the differences are."""
     differences: tuple[Difference, ...]
     undone: tuple[Version, ...]
-    """The versions since then, the newest first; at most 50."""
+    """The versions since then, newest first; at most 50."""
     risks: tuple[Risk, ...]
     live: tuple[BlockView, ...]
-    """Live blocks outside the configuration, which a rollback keeps."""
+    """Live blocks outside the configuration, which the rollback keeps."""
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The codes that confirm the risks."""
+        """The codes with which the risks are confirmed."""
         return tuple(dict.fromkeys(risk.code for risk in self.risks))
 
 
 @dataclass(frozen=True, slots=True)
 class TierLimitView(View):
-    """The numbers of a tier on one limit."""
+    """The rate of a limit for a tier."""
 
     limit: str
     bucket: str
@@ -339,22 +335,22 @@ class TierLimitView(View):
 
 @dataclass(frozen=True, slots=True)
 class TierView(View):
-    """A tier."""
+    """A tier with its limits."""
 
     name: str
     is_default: bool
     limits: tuple[TierLimitView, ...]
     clients: int
-    """How many are assigned to it."""
+    """The number of clients in the tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteView(View):
-    """What is said of a route."""
+    """The cost and class of a route."""
 
     path: str
     methods: tuple[str, ...]
-    """Empty for all."""
+    """Empty for all methods."""
     cost: int
     route_class: str | None
     on_failure: str | None
@@ -370,7 +366,7 @@ class RuleView(View):
     name: str
     by: str
     bucket: str | None
-    """For everybody who is in no tier that has numbers of its own; None where only those meet it."""
+    """The rate outside the tiers below; None if the limit applies to those tiers only."""
     algorithm: str | None
     tiers: dict[str, str]
     routes: tuple[str, ...]
@@ -384,12 +380,12 @@ class RuleView(View):
 
 @dataclass(frozen=True, slots=True)
 class PolicyView(View):
-    """The policy document, and what it comes to with the tables."""
+    """The policy document, and the limits that result from it and the tables."""
 
     version: int
-    """The version that was asked for, or the newest."""
+    """The requested version, or the newest."""
     since: int | None
-    """The version that brought the document; None while there is none."""
+    """The version that saved the document; None if there is none."""
     text: str
     format: str
     name: str
@@ -399,10 +395,10 @@ class PolicyView(View):
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry(View):
-    """What somebody did."""
+    """An entry of the audit log."""
 
     id: str
-    """Sorts by time; to page on."""
+    """Sorts by time, and serves as the cursor."""
     at_us: int
     author: str
     action: str
@@ -410,23 +406,23 @@ class AuditEntry(View):
     what: str
     reason: str
     version: int | None
-    """The version that it made; None for what is no change of the configuration."""
+    """The version that it created; None if it was not a change of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overview(View):
-    """What the fleet is doing."""
+    """The state of the fleet."""
 
     at_us: int
     version: int | None
-    """The newest of the configuration; None if the config store cannot be asked."""
+    """The newest version of the configuration; None if the config store is unavailable."""
     nodes: tuple[NodeView, ...]
     series: Series | None
-    """None if there is no board to read it from."""
+    """None without a status store."""
     totals: MinuteTotals
     top_denied: tuple[ClientCount, ...]
     near: tuple[NearLimit, ...]
     hot: tuple[HotKey, ...]
     steps: tuple[Anomaly, ...]
     troubles: tuple[str, ...]
-    """What could not be found out, and why."""
+    """Messages about what could not be read."""

@@ -12,7 +12,7 @@ from headgate.control.service import guardrails, listing
 from headgate.control.service.changes import attributed, require_future, to_change, write_confirmed
 from headgate.control.service.client_lookup import require_network_role
 from headgate.control.service.effective_policy import base_policy_at, compose_effective
-from headgate.control.service.redaction import discreetly
+from headgate.control.service.redaction import redact_errors
 from headgate.control.service.usage import applicable_limits
 from headgate.errors import InvalidInput
 from headgate.policy import scalars
@@ -155,5 +155,5 @@ def effective_an_hour_ago(
 
 def parse_bucket(bucket: str) -> dict[str, Any]:
     """The columns of a rate; InvalidLimit if it cannot be parsed, or allows nothing."""
-    with discreetly(bucket):
+    with redact_errors(bucket):
         return bucket_columns(guardrails.parse_rate(bucket))

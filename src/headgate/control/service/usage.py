@@ -1,4 +1,4 @@
-"""Which limits a client meets, under which numbers, where these come from, and how much of each is used."""
+"""The limits that apply to a client, where each comes from, and how much of it is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from headgate._limit_syntax import spell
 from headgate.algorithms import ALGORITHMS
 from headgate.control.config.rows import microseconds
-from headgate.control.service.errors import discreet
+from headgate.control.service.errors import log_and_summarize
 from headgate.control.service.models import LimitUsage
 from headgate.errors import HeadgateError
 from headgate.policy.model import Override
@@ -38,40 +38,37 @@ __all__ = [
     "request_identities",
 ]
 
-BUDGET: Final = 0.5
-"""Seconds for all that is asked of the counters."""
-AT_ONCE: Final = 100
-"""Keys in one question."""
-MOST_SHOWN: Final = 200
-"""Limits of one client; one by endpoint has as many as there are routes."""
+READ_BUDGET_S: Final = 0.5
+MAX_KEYS_PER_READ: Final = 100
+MAX_LIMITS: Final = 200
+"""Limits that are shown of one client; a limit by endpoint has one counter per route."""
 
-ANYTHING: Final = "~"
-"""A segment of a path that no template names."""
-SOMEBODY: Final = "\0"
-"""In place of an identity that is not known: no request has it."""
+UNMATCHED_SEGMENT: Final = "~"
+"""A path segment that no template contains."""
+UNKNOWN_IDENTITY: Final = "\0"
+"""Stands for an identity that is not known; no request has it."""
 OTHER_PATHS: Final = "other paths"
 EVERYWHERE: Final = "*"
 
 
 @dataclass(slots=True)
 class ApplicableLimit:
-    """A limit that a client meets."""
+    """A limit that applies to a client, with the client's counter."""
 
     rule: Rule
     key: Key
     origin: Override | str | None
-    """Why these numbers: the client's override, its tier, or None for those of everybody."""
+    """The source of the rate: the client's override, its tier, or None for the limit's default."""
     missing: tuple[str, ...]
-    """The identities that it also counts by, and that are not known of the client."""
+    """The kinds of identity that the limit also counts by and that are not known, so that the counter is unknown."""
     own: bool
-    """Whether it counts this client, and nobody else."""
+    """True if the counter counts this client alone."""
     can_override: bool
-    """True if the client can have a limit of its own here."""
     routes: dict[str, None] = field(default_factory=dict)
 
 
 class CounterReading(NamedTuple):
-    """What a counter said; or why it said nothing."""
+    """The outcome of a counter, or the reason why it is unknown."""
 
     outcome: Outcome | None
     unknown: str | None = None
@@ -80,7 +77,7 @@ class CounterReading(NamedTuple):
 def applicable_limits(
     effective: EffectivePolicy, known: Mapping[str, str], *, kind: str, now_us: int
 ) -> tuple[str | None, list[ApplicableLimit]]:
-    """The tier of a client, and all limits that its requests may meet, by what is known of it."""
+    """The tier of a client with these identities, and all limits that may apply to its requests."""
     snapshot, policy = effective.snapshot, effective.policy
     who = request_identities(known)
     found: dict[tuple[str, Key], ApplicableLimit] = {}
@@ -91,7 +88,7 @@ def applicable_limits(
         for rule in (*plan.rules, *plan.shadows):
             if (each := _applicable_limit(rule, plan, known, kind, resolution)) is not None:
                 at = found.setdefault((rule.rule.name, each.key), each)
-                at.routes |= dict.fromkeys(_places(rule.rule, plan))
+                at.routes |= dict.fromkeys(_route_names(rule.rule, plan))
     if not policy.rules:
         tier = snapshot.resolve(snapshot.route("GET", "/"), who, now_us).tier
     order = {rule.name: number for number, rule in enumerate(policy.rules)}
@@ -99,22 +96,22 @@ def applicable_limits(
 
 
 def request_identities(known: Mapping[str, str]) -> dict[str, str]:
-    """What requests of a client say of themselves, as far as is known: each has an address."""
-    return {"address": "", "ip": SOMEBODY, **known}
+    """The identities of a client's requests, as far as they are known; every request has an address."""
+    return {"address": "", "ip": UNKNOWN_IDENTITY, **known}
 
 
 def limit_usages(
-    effective: EffectivePolicy, met: Sequence[ApplicableLimit], used: Mapping[Key, CounterReading]
+    effective: EffectivePolicy, limits: Sequence[ApplicableLimit], readings: Mapping[Key, CounterReading]
 ) -> Iterator[LimitUsage]:
-    """The same for people, with what the counters said."""
-    several = {each.rule.name for each in met if sum(other.rule is each.rule for other in met) > 1}
-    for each in met[:MOST_SHOWN]:
+    """Views of limits with the readings of their counters."""
+    several = {each.rule.name for each in limits if sum(other.rule is each.rule for other in limits) > 1}
+    for each in limits[:MAX_LIMITS]:
         limit, origin = each.key.limit, each.origin
         override = origin if isinstance(origin, Override) else None
-        use = used.get(each.key, CounterReading(None, _unknown(each)))
-        outcome = use.outcome
+        reading = readings.get(each.key, CounterReading(None, _unknown(each)))
+        outcome = reading.outcome
         until = override.validity.until if override is not None else None
-        anywhere = not (each.rule.templates or each.rule.classes) and each.rule.name not in several
+        applies_everywhere = not (each.rule.templates or each.rule.classes) and each.rule.name not in several
         methods = "".join(f"{method} " for method in ["/".join(sorted(each.rule.methods))] if method)
         yield LimitUsage(
             limit=each.rule.name,
@@ -125,13 +122,13 @@ def limit_usages(
             override_id=effective.row_of(override),
             valid_until_us=None if until is None else microseconds(until),
             reason=None if override is None else override.reason,
-            routes=(f"{methods}{EVERYWHERE}",) if anywhere else tuple(each.routes),
+            routes=(f"{methods}{EVERYWHERE}",) if applies_everywhere else tuple(each.routes),
             used=None if outcome is None else max(0, limit.capacity - outcome.remaining),
             remaining=None if outcome is None else outcome.remaining,
             capacity=limit.capacity,
             reset_s=None if outcome is None else outcome.reset_after,
             retry_s=None if outcome is None else _retry_s(limit, outcome),
-            unknown=use.unknown,
+            unknown=reading.unknown,
             shadow=each.rule.shadow,
             own=each.own,
             can_override=each.can_override,
@@ -141,48 +138,47 @@ def limit_usages(
 def read_counters(
     counters: Limiter | None, met: Iterable[ApplicableLimit]
 ) -> tuple[dict[Key, CounterReading], str | None]:
-    """What the counters say of these limits, within a budget; and the trouble there was in asking."""
-    keys = [each.key for each in met if not each.missing][:MOST_SHOWN]
+    """Read the counters of these limits within a time budget; also return the error message if that failed."""
+    keys = [each.key for each in met if not each.missing][:MAX_LIMITS]
     if counters is None:
-        why = "the admin server was given no counters"
-        return {
-            key: CounterReading(None, why) for key in keys
-        }, f"{why}, so that it cannot tell what is used" if keys else None
+        why = "the admin server was started without --store, so usage is unknown"
+        return _unread(keys, {}, why), why if keys else None
     found: dict[Key, CounterReading] = {}
-    ends = time.monotonic() + BUDGET
-    for some in key_batches(keys):
-        if time.monotonic() > ends:
-            return found | _left(keys, found, "the counters took too long"), "the counters take too long to answer"
+    deadline = time.monotonic() + READ_BUDGET_S
+    for batch in key_batches(keys):
+        if time.monotonic() > deadline:
+            why = "reading the counters took too long"
+            return found | _unread(keys, found, why), why
         try:
-            outcomes = counters.peek(*some).outcomes
+            outcomes = counters.peek(*batch).outcomes
         except HeadgateError as error:
-            why = discreet("the counters cannot be asked", error)
-            return found | _left(keys, found, why), why
-        found |= {key: CounterReading(outcome) for key, outcome in zip(some, outcomes, strict=True)}
+            why = log_and_summarize("the counters are unavailable", error)
+            return found | _unread(keys, found, why), why
+        found |= {key: CounterReading(outcome) for key, outcome in zip(batch, outcomes, strict=True)}
     return found, None
 
 
 def format_bucket(limit: Limit) -> str:
-    """Its numbers in the words of policies; the algorithm is told apart."""
+    """The rate of a limit in the syntax of policies, without its algorithm."""
     burst = f", burst {limit.burst}" if limit.burst != limit.quota else ""
     return f"{limit.quota}/{spell(limit.period)}{burst}"
 
 
-# ------------------------------------------------------------------ where
+# ------------------------------------------------------------------ routes
 
 
 def _plans(effective: EffectivePolicy) -> Iterator[RoutePlan]:
-    """What there is for requests to meet: each route that the policy names, and any other path."""
+    """The plans of all routes that the policy names, and of any other path."""
     policy, snapshot = effective.policy, effective.snapshot
     templates = dict.fromkeys(
         [*(route.template for route in policy.routes), *(each for rule in policy.rules for each in rule.templates)]
     )
     named = {method for route in policy.routes for method in route.methods}
     named |= {method for rule in policy.rules for method in rule.methods}
-    # GET stands for all that nobody names.
+    # GET also stands for the methods that the policy does not name.
     methods = sorted({"GET", *named}, key=lambda method: (method != "GET", method))
     depth = max((len(template.segments) for template in templates), default=0)
-    paths = [*map(_path, templates), f"/{ANYTHING}" * (depth + 1)]
+    paths = [*map(_path, templates), f"/{UNMATCHED_SEGMENT}" * (depth + 1)]
     seen: dict[int, RoutePlan] = {}
     for path in paths:
         for method in methods:
@@ -193,32 +189,34 @@ def _plans(effective: EffectivePolicy) -> Iterator[RoutePlan]:
 
 
 def _path(template: Template) -> str:
-    segments = [segment or ANYTHING for segment in template.segments] + [ANYTHING] * template.open_ended
+    segments = [segment or UNMATCHED_SEGMENT for segment in template.segments] + [
+        UNMATCHED_SEGMENT
+    ] * template.open_ended
     return "/" + "/".join(segments)
 
 
-def _places(rule: Rule, plan: RoutePlan) -> list[str]:
+def _route_names(rule: Rule, plan: RoutePlan) -> list[str]:
     endpoint = OTHER_PATHS if plan.endpoint == UNMATCHED else plan.endpoint
     return [f"{method} {endpoint}" for method in sorted(rule.methods)] or [endpoint]
 
 
-# ------------------------------------------------------------------ who
+# ------------------------------------------------------------------ clients
 
 
 def _applicable_limit(
-    rule: CompiledRule, plan: RoutePlan, known: Identities, kind: str, met: Resolution
+    rule: CompiledRule, plan: RoutePlan, known: Identities, kind: str, resolution: Resolution
 ) -> ApplicableLimit | None:
     by = rule.rule.by
     counted_as = next((each for each in CLIENT_KINDS if known.get(each)), None)
     missing = tuple(
         each for each in by if each != "endpoint" and not (counted_as if each == "client" else known.get(each))
     )
-    # With somebody in place of whom we don't know, the rule says what numbers there are for each of them.
-    who = {**request_identities(known), **{each: SOMEBODY for each in missing if each != "client"}}
-    key = rule.key(who, met.tier, met.now_us)
+    # With a placeholder for each unknown identity, the rule returns the rate that applies to each of them.
+    who = {**request_identities(known), **{each: UNKNOWN_IDENTITY for each in missing if each != "client"}}
+    key = rule.key(who, resolution.tier, resolution.now_us)
     if key is None:
         return None
-    found = rule.apply(key, Resolution(plan, (), 0, (), who, met.tier, met.now_us, None))
+    found = rule.apply(key, Resolution(plan, (), 0, (), who, resolution.tier, resolution.now_us, None))
     kinds = {counted_as if each == "client" else each for each in by}
     can_override = kind in by or ("client" in by and kind in CLIENT_KINDS)
     return ApplicableLimit(
@@ -229,36 +227,30 @@ def _applicable_limit(
 def _unknown(each: ApplicableLimit) -> str:
     names = {"ip": "IP", "api_key": "API key"}
     kinds = " and ".join(names.get(kind, kind.replace("_", " ")) for kind in each.missing)
-    return f"counted per {kinds}" if each.missing else "not asked"
+    return f"counted per {kinds}" if each.missing else "not read"
 
 
-# ------------------------------------------------------------------ how much
+# ------------------------------------------------------------------ counters
 
 
 def key_batches(keys: Sequence[Key]) -> Iterator[list[Key]]:
-    """The keys in pieces. Two that are one counter under different numbers cannot be asked about at once."""
+    """Split keys into batches, so that none has two keys of one counter with different rates."""
     left = list(dict.fromkeys(keys))
     while left:
-        counters: set[tuple[str, str]] = set()
-        some: list[Key] = []
-        rest: list[Key] = []
+        batch: dict[tuple[str, str], Key] = {}
         for key in left:
-            counter = (key.limit.space, key.identity)
-            if counter in counters or len(some) == AT_ONCE:
-                rest.append(key)
-            else:
-                counters.add(counter)
-                some.append(key)
-        yield some
-        left = rest
+            if len(batch) < MAX_KEYS_PER_READ:
+                batch.setdefault((key.limit.space, key.identity), key)
+        yield list(batch.values())
+        left = [key for key in left if batch.get((key.limit.space, key.identity)) is not key]
 
 
-def _left(keys: Iterable[Key], found: Mapping[Key, CounterReading], why: str) -> dict[Key, CounterReading]:
+def _unread(keys: Iterable[Key], found: Mapping[Key, CounterReading], why: str) -> dict[Key, CounterReading]:
     return {key: CounterReading(None, why) for key in keys if key not in found}
 
 
 def _retry_s(limit: Limit, outcome: Outcome) -> float | None:
-    """Until a request that costs 1 passes: a bucket fills at a known rate, a window ends at a known time."""
+    """Seconds until a request of cost 1 is allowed; None if the algorithm does not tell."""
     if outcome.remaining >= 1:
         return 0.0
     reset_us = outcome.reset_after_us

@@ -1,4 +1,4 @@
-"""The admin API: JSON under /api/v1, for programs and for `headgate` at the command line."""
+"""The admin API: JSON under /api/v1, for programs and for the `headgate` command."""
 
 from headgate.control.admin.api import reads, tokens, writes
 from headgate.control.admin.api.dependencies import Parts

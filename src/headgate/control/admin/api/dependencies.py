@@ -1,4 +1,4 @@
-"""Who calls, and how a write is carried out: once, on the version that was looked at, and answered alike."""
+"""FastAPI dependencies: the authenticated caller, and changes with their preconditions and idempotency."""
 
 import json
 import re
@@ -12,10 +12,17 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from headgate.control.admin.api.schemas import AttributedBody, ClientFilter, Reason, RemovalBody, WhoBody
+from headgate.control.admin.api.schemas import (
+    MAX_INTEGER,
+    AttributedBody,
+    ClientFilter,
+    Reason,
+    RemovalQuery,
+    WhoBody,
+)
 from headgate.control.admin.idempotency import IdempotencyStore, RecordedResponse, fingerprint
 from headgate.control.admin.middleware import BODY, FAILED_TOKENS
-from headgate.control.admin.problems import ProblemDetails, RequestRejected, too_many_failures
+from headgate.control.admin.problems import ProblemDetails, RequestRejected, invalid, too_many_failures
 from headgate.control.admin.tokens import Token, Tokens
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import Actor, Change, ChangeContext, ClientRef
@@ -26,9 +33,8 @@ if TYPE_CHECKING:
     from headgate.control.service.service import AdminService
 
 __all__ = [
-    "REASON_FIELD",
-    "Asking",
     "Caller",
+    "CallerDependency",
     "ChangeRequest",
     "HeaderReason",
     "Parts",
@@ -37,22 +43,19 @@ __all__ = [
     "answer",
 ]
 
-REASON_FIELD: Final = "Headgate-Reason"
-
-LARGEST: Final = 2**53 - 1
-"""What every reader of JSON can hold, and every database."""
+REASON_HEADER: Final = "Headgate-Reason"
 
 
 class Parts(NamedTuple):
-    """What endpoints are made of; `app.state.parts` holds it."""
+    """The objects that endpoints use, as `app.state.parts`."""
 
     service: "AdminService"
     tokens: Tokens
-    replays: IdempotencyStore
+    idempotency: IdempotencyStore
 
 
 class Caller(NamedTuple):
-    """Who has sent a request, and what they talk to."""
+    """The authenticated caller of a request."""
 
     parts: Parts
     token: Token
@@ -70,7 +73,7 @@ class Caller(NamedTuple):
         return self.parts.service
 
     def client(self, given: WhoBody | ClientFilter) -> ClientRef:
-        """The client that a request names, in its canonical spelling. NotFound for a kind that no limit counts by.
+        """The client that a request names, in its canonical spelling. NotFound for a kind that no limit counts by;
         InvalidInput for a known API key given as another kind, which would be stored and shown as it is."""
         kind, value = given.ref()
         if kind != "api_key" and may_be_key(value):
@@ -89,51 +92,47 @@ _bearer: Final = HTTPBearer(
 def _caller(request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> Caller:
     parts: Parts = request.app.state.parts
     if request.url.query and not request.scope["route"].dependant.query_params:
-        told = "query: nothing belongs there"
-        raise RequestRejected(ProblemDetails("invalid", told, {"problems": [told]}))
+        raise invalid("query: this endpoint takes no query parameters")
     if credentials is None:
-        raise RequestRejected(
-            _failed(request, "Send the header field Authorization: Bearer hg_..., with a token of this server.")
-        )
+        raise RequestRejected(_unauthenticated(request, "Send a token of this server: Authorization: Bearer hg_..."))
     token = parts.tokens.check(credentials.credentials)
     if token is None:
-        raise RequestRejected(
-            _failed(request, "This token is mistyped, expired or revoked. An admin can create a new one.")
-        )
+        detail = "This token is mistyped, expired or revoked. An admin can create a new one."
+        raise RequestRejected(_unauthenticated(request, detail))
     return Caller(parts, token, credentials.credentials.encode())
 
 
-Asking = Annotated[Caller, Depends(_caller)]
+CallerDependency = Annotated[Caller, Depends(_caller)]
 
 
 class WriteAnswer(BaseModel):
-    """What a write has done."""
+    """The result of a change."""
 
     model_config = ConfigDict(extra="forbid")
 
     version: int | None
-    """The version that it made; null if all was so already, or if it changes no configuration."""
+    """The version that was created; null if nothing changed, or if the configuration is not affected."""
     notes: list[str]
     what: str
     ids: list[int]
-    """Of the rows that were put or removed."""
+    """The ids of the rows that were written or removed."""
 
 
 class ChangeRequest:
-    """A write that is asked for."""
+    """A request that changes something: once per Idempotency-Key, and on the version of If-Match."""
 
     def __init__(
         self,
         request: Request,
-        caller: Asking,
+        caller: CallerDependency,
         if_match: Annotated[
             str | None,
-            Header(description='The version that this change is based on, as ETag told it: `"12"`', max_length=40),
+            Header(description='The version that the change is based on, as the ETag of a read: `"12"`', max_length=40),
         ] = None,
         idempotency_key: Annotated[
             str | None,
             Header(
-                description="Made up by the client: the same request with the same key is done once",
+                description="Chosen by the client; a request sent again with the same key is carried out once",
                 pattern=r"^[!-~]{1,255}$",
             ),
         ] = None,
@@ -141,79 +140,81 @@ class ChangeRequest:
         self._request = request
         self._caller = caller
         self._key = idempotency_key
+        self._based_on = _parse_if_match(if_match)
         self.service = caller.service
         self.tokens = caller.parts.tokens
         self.actor = caller.actor
-        self.based_on = _version(if_match)
-        """The version that was looked at; None for whatever holds now."""
+        self.client = caller.client
 
-    def context(self, given: AttributedBody | RemovalBody, header_reason: str | None = None) -> ChangeContext:
-        """The attribution, confirmed risks and base version of the change."""
+    def context(self, given: AttributedBody | RemovalQuery, header_reason: str | None = None) -> ChangeContext:
+        """The actor, reason, confirmed risks and base version of the change."""
         reason = given.reason if header_reason is None else header_reason
         if reason is None:
-            told = f"reason: say it in the header field {REASON_FIELD}, or in the query"
-            raise RequestRejected(ProblemDetails("invalid", told, {"problems": [told]}))
-        return ChangeContext(self.actor, reason, confirmed=tuple(given.confirm), based_on=self.based_on)
-
-    def client(self, given: WhoBody | ClientFilter) -> ClientRef:
-        return self._caller.client(given)
+            raise invalid(f"reason: give it in the header {REASON_HEADER}, or in the query")
+        return ChangeContext(self.actor, reason, confirmed=tuple(given.confirm), based_on=self._based_on)
 
     def require_if_match(self) -> None:
-        """Reject a request without If-Match, for content too large to overwrite without having read it."""
-        if self.based_on is None:
-            detail = (
-                "Send If-Match with the ETag of GET /api/v1/policy, so that nobody's change is written over unseen."
-            )
+        """Reject a request without If-Match, for content that must not be overwritten unread."""
+        if self._based_on is None:
+            detail = "Send If-Match with the ETag of GET /api/v1/policy, so that no change is overwritten unread."
             raise RequestRejected(ProblemDetails("if-match-needed", detail))
 
-    def run(self, work: Callable[[], Change]) -> Response:
-        """Carry it out, and answer."""
+    def run(self, change: Callable[[], Change]) -> Response:
+        """Carry out a change, and respond with its result."""
 
-        def changed() -> RecordedResponse:
-            change = work()
-            made = change.version
-            told = {**change.as_dict(), "what": self.service.clients.insert_names(change.what)}
-            body = {**told, "ids": [] if made is None else list(made.ids)}
-            return RecordedResponse(200, json.dumps(body), None if made is None else made.number)
+        def work() -> RecordedResponse:
+            done = change()
+            version = done.version
+            body = {
+                **done.as_dict(),
+                "what": self.service.clients.insert_names(done.what),
+                "ids": [] if version is None else list(version.ids),
+            }
+            return RecordedResponse(200, json.dumps(body), None if version is None else version.number)
 
-        return self.answered(changed)
+        return self.respond(work)
 
-    def answered(
+    def respond(
         self,
         work: Callable[[], RecordedResponse],
         *,
-        kept: Callable[[RecordedResponse], RecordedResponse] = lambda answered: answered,
+        redact: Callable[[RecordedResponse], RecordedResponse] = lambda response: response,
     ) -> Response:
-        """The same for what is no change of the configuration. `kept` is what may be kept of its answer."""
+        """Carry out the work once per Idempotency-Key, and respond. `redact` returns the response to store."""
         if self._key is None:
-            answered = work()
+            response = work()
         else:
             scope = self._request.scope
-            parts = (scope["method"], scope["path"]), (scope["query_string"], scope[BODY])
-            reason = self._request.headers.get(REASON_FIELD, "").encode()
-            same = [*(each.encode() for each in parts[0]), *parts[1], str(self.based_on).encode(), reason]
-            answered = self._caller.parts.replays.once(
+            parts = (
+                scope["method"].encode(),
+                scope["path"].encode(),
+                scope["query_string"],
+                scope[BODY],
+                str(self._based_on).encode(),
+                self._request.headers.get(REASON_HEADER, "").encode(),
+            )
+            response = self._caller.parts.idempotency.once(
                 self._caller.token.id,
                 self._key,
-                print=fingerprint(*same, secret=self._caller.secret),
+                fingerprint=fingerprint(*parts, secret=self._caller.secret),
                 work=work,
-                kept=kept,
+                redact=redact,
             )
-        headers = {} if answered.etag is None else {"ETag": f'"{answered.etag}"'}
-        if answered.is_replayed:
+        headers = {} if response.etag is None else {"ETag": f'"{response.etag}"'}
+        if response.is_replayed:
             headers["Idempotency-Replayed"] = "true"
-        return Response(answered.body, answered.status, headers, "application/json")
+        return Response(response.body, response.status, headers, "application/json")
 
 
 Write = Annotated[ChangeRequest, Depends()]
 
 
-def _said(
+def _header_reason(
     text: Annotated[
         str | None,
         Header(
-            alias=REASON_FIELD,
-            description="Why something is removed; letters beyond ASCII, and %, percent-encoded as in a URL",
+            alias=REASON_HEADER,
+            description="The reason for a removal; non-ASCII characters and % are percent-encoded as in a URL",
             min_length=1,
             max_length=6000,
             pattern=r"^[ -~]+$",
@@ -225,33 +226,31 @@ def _said(
     try:
         return _reason.validate_python(unquote(text, errors="strict").strip())
     except ValueError:
-        told = f"{REASON_FIELD}: write 1 to 500 characters, in one line, and no API key among them"
-        raise RequestRejected(ProblemDetails("invalid", told, {"problems": [told]})) from None
+        raise invalid(f"{REASON_HEADER}: write 1 to 500 characters on one line, without an API key") from None
 
 
-HeaderReason = Annotated[str | None, Depends(_said)]
-"""The reason of a write that has no body, out of a header field: proxies keep addresses in their logs."""
+HeaderReason = Annotated[str | None, Depends(_header_reason)]
+"""The reason for a change without a body, in a header because proxies log URLs."""
 
 
 def answer(value: Any, version: int | None = None) -> JSONResponse:
-    """What was asked for; with the version of the configuration that it is of, if it is."""
+    """A JSON response, with the version of the configuration as its ETag."""
     return JSONResponse(value, headers={} if version is None else {"ETag": f'"{version}"'})
 
 
-def _failed(request: Request, detail: str) -> ProblemDetails:
-    """Count a request without a valid token, and say what is wrong; or only to wait, after too many."""
+def _unauthenticated(request: Request, detail: str) -> ProblemDetails:
+    """Count a request without a valid token; after too many of them, the problem is only to wait."""
     wait = request.app.state.failures.count(request.scope, FAILED_TOKENS)
     if wait is not None:
         return too_many_failures(wait)
     return ProblemDetails("token-needed", detail, headers={"WWW-Authenticate": 'Bearer realm="headgate"'})
 
 
-def _version(if_match: str | None) -> int | None:
+def _parse_if_match(if_match: str | None) -> int | None:
     if if_match is None or if_match.strip() == "*":
         return None
     match = re.fullmatch(r'\s*(?:"(\d{1,16})"|(\d{1,16}))\s*', if_match)
-    number = int(match[1] or match[2]) if match else LARGEST + 1
-    if number > LARGEST:
-        told = 'If-Match: it is no version of this server; send one as ETag told it, like "12"'
-        raise RequestRejected(ProblemDetails("invalid", told, {"problems": [told]}))
+    number = int(match[1] or match[2]) if match else MAX_INTEGER + 1
+    if number > MAX_INTEGER:
+        raise invalid('If-Match: this is not a version; send the ETag of a read, like "12"')
     return number

@@ -1,4 +1,4 @@
-"""What can be looked at, by everybody with a token."""
+"""Endpoints that read, for every role."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Final
@@ -9,13 +9,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from headgate.control.admin.api import schemas
-from headgate.control.admin.api.dependencies import Asking, answer
-from headgate.control.admin.api.response_models import listed, shape
-from headgate.control.admin.problems import answers
+from headgate.control.admin.api.dependencies import CallerDependency, answer
+from headgate.control.admin.api.response_models import list_model, view_model
+from headgate.control.admin.problems import problem_responses
 from headgate.control.anomalies.detector import Anomaly
-from headgate.control.config.history import Difference, Version
 from headgate.control.config.rows import microseconds
-from headgate.control.service import AdminService
 from headgate.control.service.candidates import Candidate
 from headgate.control.service.models import (
     AuditEntry,
@@ -30,60 +28,58 @@ from headgate.control.service.models import (
     Timeline,
     plain,
 )
-from headgate.control.service.redaction import discreetly
+from headgate.control.service.redaction import redact_errors
 from headgate.errors import InvalidInput
 from headgate.telemetry.decision_log.record import DecisionRecord
 from headgate.telemetry.why import render
 
-__all__ = ["ALWAYS", "CONFIG", "router"]
+__all__ = ["COMMON_PROBLEMS", "router"]
 
-ALWAYS: Final = (
+COMMON_PROBLEMS: Final = (
     "bad-request", "token-needed", "too-slow", "too-large", "invalid", "too many requests",
     "too-many-failures", "config-away",
 )  # fmt: skip
-"""Types of problems that any request may meet."""
-CONFIG: Final = {"headers": {"ETag": {"description": "The version", "schema": {"type": "string"}}}}
+"""Problem types of all endpoints."""
+ETAG: Final = {"headers": {"ETag": {"description": "The version", "schema": {"type": "string"}}}}
 
 MAX_NAMED: Final = 200
-"""Rows of a difference that are told with the names of their clients."""
+"""Differences in which hashes are replaced by client names."""
 
-router: Final = APIRouter(responses=answers(*ALWAYS))
+router: Final = APIRouter(responses=problem_responses(*COMMON_PROBLEMS))
 
 
-class Found(BaseModel):
-    """A client that was found."""
-
+class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class Found(_Model):
+    """The client that a text identifies."""
 
     kind: str
     value: str
     label: str | None
 
 
-class Searched(BaseModel):
-    """What to search for."""
-
-    model_config = ConfigDict(extra="forbid")
+class Searched(_Model):
+    """The text to search for."""
 
     text: str
 
 
-class WhyModel(BaseModel):
-    """Why a client was rejected."""
-
-    model_config = ConfigDict(extra="forbid")
+class WhyModel(_Model):
+    """The report on a client's rejected requests."""
 
     answer: dict[str, Any]
     mail: list[str]
-    """Paragraphs of a mail to the customer, which can be sent as it is."""
+    """Paragraphs of a mail to the customer."""
     details: list[str]
-    """Paragraphs for colleagues."""
+    """Paragraphs for operators."""
 
 
-class DifferenceModel(BaseModel):
+class DifferenceModel(_Model):
     """A row before and after."""
 
-    model_config = ConfigDict(extra="forbid", title="Difference")
+    model_config = ConfigDict(title="Difference")
 
     section: str
     id: int
@@ -91,10 +87,10 @@ class DifferenceModel(BaseModel):
     lines: list[str]
 
 
-class VersionModel(BaseModel):
-    """A change that was made as a whole."""
+class VersionModel(_Model):
+    """A version of the configuration."""
 
-    model_config = ConfigDict(extra="forbid", title="Version")
+    model_config = ConfigDict(title="Version")
 
     version: int
     at_us: int
@@ -104,40 +100,38 @@ class VersionModel(BaseModel):
     restores: int | None
 
 
-class Checked(BaseModel):
-    """What is wrong with a policy; nothing, if it is good."""
-
-    model_config = ConfigDict(extra="forbid")
+class Checked(_Model):
+    """The problems of a policy; empty if it is valid."""
 
     problems: list[str]
 
 
-def _gives(model: type, *problems: str, config: bool = False) -> dict[str, Any]:
-    """The response model, for OpenAPI; what is sent is made by the views themselves."""
-    told: dict[int | str, Any] = {200: {"model": model, **(CONFIG if config else {})}}
-    return {"response_model": None, "responses": told | answers(*problems)}
+def _returns(model: type, *problems: str, config: bool = False) -> dict[str, Any]:
+    """The response model and problems for OpenAPI; the endpoints serialize the views themselves."""
+    success: dict[int | str, Any] = {200: {"model": model, **(ETAG if config else {})}}
+    return {"response_model": None, "responses": success | problem_responses(*problems)}
 
 
-# ------------------------------------------------------------------ now
+# ------------------------------------------------------------------ fleet
 
 
-@router.get("/overview", **_gives(shape(Overview)))
-def overview(caller: Asking) -> JSONResponse:
-    """What the fleet is doing: nodes, the last five minutes, who is denied, who is near a limit."""
+@router.get("/overview", **_returns(view_model(Overview)))
+def overview(caller: CallerDependency) -> JSONResponse:
+    """The state of the fleet: nodes, the last five minutes, denied clients, clients near a limit."""
     return answer(caller.service.fleet.overview(caller.actor).as_dict())
 
 
-@router.get("/steps", **_gives(listed(Anomaly)))
-def steps(caller: Asking, query: Annotated[schemas.StepsQuery, Query()]) -> JSONResponse:
-    """Clients that do ten times what they usually do."""
+@router.get("/steps", **_returns(list_model(Anomaly)))
+def steps(caller: CallerDependency, query: Annotated[schemas.StepsQuery, Query()]) -> JSONResponse:
+    """Traffic anomalies: clients with ten times their usual traffic."""
     return answer({"items": [each.as_dict() for each in caller.service.fleet.anomalies(most=query.most)], "next": None})
 
 
-@router.get("/decisions", **_gives(listed(DecisionRecord), "not-found", "config-away", "log-away"))
-def decisions(caller: Asking, query: Annotated[schemas.DecisionsQuery, Query()]) -> JSONResponse:
-    """The decision log, the newest last; `after` the last that was seen, to go on; `before` the first, to go back. A
-    record may be written later than others that are newer: who wants all of them gives an older id, and drops what was
-    seen."""
+@router.get("/decisions", **_returns(list_model(DecisionRecord), "not-found", "config-away", "log-away"))
+def decisions(caller: CallerDependency, query: Annotated[schemas.DecisionsQuery, Query()]) -> JSONResponse:
+    """Records of the decision log, newest last. Give the id of the last one as `after` to continue, or of the first one
+    as `before` to go back. A record may be written after newer ones: to get all of them, give an older id, and drop
+    duplicates."""
     filter = query.client_filter()
     client = None if filter is None else caller.client(filter)
     found = caller.service.clients.decisions(
@@ -146,71 +140,71 @@ def decisions(caller: Asking, query: Annotated[schemas.DecisionsQuery, Query()])
     return answer({"items": plain(found), "next": found[-1].id if found else query.after or None})
 
 
-# ------------------------------------------------------------------ one client
+# ------------------------------------------------------------------ clients
 
 
-@router.post("/find", **_gives(Found, "not-found"))
-def find(caller: Asking, body: schemas.FindBody) -> JSONResponse:
-    """Which client a text means: a label, "tenant=acme", an address, an API key. Of a key only its hash comes back."""
+@router.post("/find", **_returns(Found, "not-found"))
+def find(caller: CallerDependency, body: schemas.FindBody) -> JSONResponse:
+    """The client that a text identifies: a label, "tenant=acme", an address, or an API key."""
     who = caller.service.clients.find(body.client)
     return answer({"kind": who.kind, "value": who.value, "label": caller.service.clients.get(who).label})
 
 
-@router.post("/candidates", **_gives(listed(Candidate)))
-def candidates(caller: Asking, body: schemas.FindBody) -> JSONResponse:
-    """All clients that a text can mean, known or not, and the requests that a block of each would match. API keys come
-    back masked, with their hash."""
+@router.post("/candidates", **_returns(list_model(Candidate)))
+def candidates(caller: CallerDependency, body: schemas.FindBody) -> JSONResponse:
+    """All clients that a text can mean, known or not, and the requests that a block of each would match. API keys are
+    returned masked, with their hash."""
     return answer({"items": plain(caller.service.clients.candidates(body.client)), "next": None})
 
 
-@router.post("/matches", **_gives(listed(Candidate)))
-def matches(caller: Asking, body: schemas.FindBody) -> JSONResponse:
-    """The known clients that a text means, or up to 20 that contain it in their label, name, tenant or address."""
+@router.post("/matches", **_returns(list_model(Candidate)))
+def matches(caller: CallerDependency, body: schemas.FindBody) -> JSONResponse:
+    """The known clients that a text identifies, or up to 20 whose label or identity contains it."""
     return answer({"items": plain(caller.service.clients.matches(body.client)), "next": None})
 
 
-@router.post("/search", **_gives(Searched))
-def search(caller: Asking, body: schemas.SearchBody) -> JSONResponse:
-    """What to give as `search` or `author` in place of a text: itself; where it may be an API key, which must not stand
-    in a URL, its hash."""
+@router.post("/search", **_returns(Searched))
+def search(caller: CallerDependency, body: schemas.SearchBody) -> JSONResponse:
+    """The value to give as `search` or `author` for a text: the same, or its hash if it may be an API key, which must
+    not appear in a URL."""
     return answer({"text": caller.service.searchable(body.text)})
 
 
-@router.get("/client", **_gives(shape(ClientView), "not-found", config=True))
-def client(caller: Asking, query: Annotated[schemas.ClientFilter, Query()]) -> JSONResponse:
-    """A client: its tier, the limits that it meets with where each comes from and what is used, overrides, block."""
+@router.get("/client", **_returns(view_model(ClientView), "not-found", config=True))
+def client(caller: CallerDependency, query: Annotated[schemas.ClientFilter, Query()]) -> JSONResponse:
+    """A client: its tier, limits with their sources and usage, overrides and block."""
     version = caller.service.version
     return answer(caller.service.clients.get(caller.client(query)).as_dict(), version)
 
 
-@router.get("/client/why", **_gives(WhyModel, "not-found", "config-away", "log-away"))
-def why(caller: Asking, query: Annotated[schemas.WhyQuery, Query()]) -> JSONResponse:
-    """Why a client was rejected at a time: "yesterday 15:00", "3pm", "10 minutes ago"."""
+@router.get("/client/why", **_returns(WhyModel, "not-found", "config-away", "log-away"))
+def why(caller: CallerDependency, query: Annotated[schemas.WhyQuery, Query()]) -> JSONResponse:
+    """A report on a client's rejected requests at a time: "yesterday 15:00", "3pm", "10 minutes ago"."""
     try:
         zone = ZoneInfo(query.zone)
     except (ValueError, OSError, KeyError):
-        raise InvalidInput("zone: there is no such time zone; write it like Europe/Berlin") from None
+        raise InvalidInput("zone: unknown time zone; write it like Europe/Berlin") from None
     who = caller.client(query)
-    with discreetly(query.at, query.until):
+    with redact_errors(query.at, query.until):
         found = caller.service.clients.why(who, at=query.at, until=query.until, zone=zone)
     texts = {"mail": render.mail(found, zone=zone), "details": render.details(found, zone=zone)}
     return answer({"answer": plain(render.plain(found)), **texts})
 
 
-@router.get("/client/timeline", **_gives(shape(Timeline), "not-found", "config-away", "log-away"))
-def timeline(caller: Asking, query: Annotated[schemas.TimelineQuery, Query()]) -> JSONResponse:
-    """What became of a client's requests, in equal parts of a time."""
+@router.get("/client/timeline", **_returns(view_model(Timeline), "not-found", "config-away", "log-away"))
+def timeline(caller: CallerDependency, query: Annotated[schemas.TimelineQuery, Query()]) -> JSONResponse:
+    """The outcomes of a client's requests in equal time slots."""
     since_us, until_us = microseconds(query.since), microseconds(query.until)
     if until_us <= since_us:
-        raise InvalidInput("until: it is not after since")
+        raise InvalidInput("until: it must be after since")
     who = caller.client(query)
     found = caller.service.clients.timeline(who, since_us=since_us, until_us=until_us, slots=query.slots)
     return answer(found.as_dict())
 
 
-@router.get("/clients", **_gives(listed(ClientRow), config=True))
-def clients(caller: Asking, query: Annotated[schemas.ClientsQuery, Query()]) -> JSONResponse:
-    """Clients of whom the configuration says something."""
+@router.get("/clients", **_returns(list_model(ClientRow), config=True))
+def clients(caller: CallerDependency, query: Annotated[schemas.ClientsQuery, Query()]) -> JSONResponse:
+    """The clients that have an entry in the configuration."""
     version = caller.service.version
     caller.service.refuse_keys(query.search)
     return answer(
@@ -218,12 +212,12 @@ def clients(caller: Asking, query: Annotated[schemas.ClientsQuery, Query()]) -> 
     )
 
 
-# ------------------------------------------------------------------ the configuration
+# ------------------------------------------------------------------ configuration
 
 
-@router.get("/overrides", **_gives(listed(OverrideView), "not-found", config=True))
-def overrides(caller: Asking, query: Annotated[schemas.OverridesQuery, Query()]) -> JSONResponse:
-    """Other numbers for single clients."""
+@router.get("/overrides", **_returns(list_model(OverrideView), "not-found", config=True))
+def overrides(caller: CallerDependency, query: Annotated[schemas.OverridesQuery, Query()]) -> JSONResponse:
+    """Custom limits of single clients."""
     version = caller.service.version
     caller.service.refuse_keys(query.search)
     filter = query.client_filter()
@@ -234,103 +228,93 @@ def overrides(caller: Asking, query: Annotated[schemas.OverridesQuery, Query()])
     return answer(page.as_dict(), version)
 
 
-@router.get("/overrides/{id}", **_gives(shape(OverrideView), "not-found", config=True))
-def override(caller: Asking, id: Annotated[schemas.Number, Path()]) -> JSONResponse:
+@router.get("/overrides/{id}", **_returns(view_model(OverrideView), "not-found", config=True))
+def override(caller: CallerDependency, id: Annotated[schemas.Number, Path()]) -> JSONResponse:
     """One override."""
     version = caller.service.version
     return answer(caller.service.overrides.get(id).as_dict(), version)
 
 
-@router.get("/blocks", **_gives(listed(BlockView), config=True))
-def blocks(caller: Asking, query: Annotated[schemas.BlocksQuery, Query()]) -> JSONResponse:
-    """Who does not get in."""
+@router.get("/blocks", **_returns(list_model(BlockView), config=True))
+def blocks(caller: CallerDependency, query: Annotated[schemas.BlocksQuery, Query()]) -> JSONResponse:
+    """Blocked clients."""
     version = caller.service.version
     caller.service.refuse_keys(query.search)
     page = caller.service.blocks.list(search=query.search, state=query.state, after=query.after, most=query.most)
     return answer(page.as_dict(), version)
 
 
-@router.get("/tiers", **_gives(listed(TierView), config=True))
-def tiers(caller: Asking) -> JSONResponse:
-    """The tiers with their numbers."""
+@router.get("/tiers", **_returns(list_model(TierView), config=True))
+def tiers(caller: CallerDependency) -> JSONResponse:
+    """The tiers with their limits."""
     version = caller.service.version
     return answer({"items": plain(caller.service.policy.tiers()), "next": None}, version)
 
 
-@router.get("/routes", **_gives(listed(RouteView), config=True))
-def routes(caller: Asking) -> JSONResponse:
-    """What routes cost, and of which class they are."""
+@router.get("/routes", **_returns(list_model(RouteView), config=True))
+def routes(caller: CallerDependency) -> JSONResponse:
+    """The costs and classes of routes."""
     version = caller.service.version
     return answer({"items": plain(caller.service.policy.routes()), "next": None}, version)
 
 
-@router.get("/policy", **_gives(shape(PolicyView), "not-found", config=True))
-def policy(caller: Asking, query: Annotated[schemas.PolicyQuery, Query()]) -> JSONResponse:
-    """The policy document, and the limits that it comes to; now, or at a version."""
+@router.get("/policy", **_returns(view_model(PolicyView), "not-found", config=True))
+def policy(caller: CallerDependency, query: Annotated[schemas.PolicyQuery, Query()]) -> JSONResponse:
+    """The policy document and the resulting limits, now or at a version."""
     version = caller.service.version
     return answer(caller.service.policy.get(query.version).as_dict(), version)
 
 
-@router.post("/policy/check", **_gives(Checked))
-def check_policy(caller: Asking, body: schemas.PolicyText) -> JSONResponse:
-    """What is wrong with a policy, before it holds."""
+@router.post("/policy/check", **_returns(Checked))
+def check_policy(caller: CallerDependency, body: schemas.PolicyText) -> JSONResponse:
+    """Check a policy without saving it."""
     return answer({"problems": list(caller.service.policy.check(body.text, file=body.file))})
 
 
-# ------------------------------------------------------------------ what was
+# ------------------------------------------------------------------ history
 
 
-@router.get("/versions", **_gives(listed(VersionModel, cursor=int), config=True))
-def versions(caller: Asking, query: Annotated[schemas.VersionsQuery, Query()]) -> JSONResponse:
-    """Who changed what, the newest first; `before` one of them, to go on."""
+@router.get("/versions", **_returns(list_model(VersionModel, cursor=int), config=True))
+def versions(caller: CallerDependency, query: Annotated[schemas.VersionsQuery, Query()]) -> JSONResponse:
+    """The versions of the configuration, newest first; give the last one as `before` to continue."""
     version = caller.service.version
     found = caller.service.policy.versions(before=query.before, most=query.most)
     following = found[-1].number if len(found) == query.most and found[-1].number > 1 else None
-    return answer({"items": [_version(each, caller.service) for each in found], "next": following}, version)
+    items = [
+        {
+            "version": each.number,
+            "at_us": each.at_us,
+            "author": each.author,
+            "reason": each.reason,
+            "what": caller.service.clients.insert_names(each.what),
+            "restores": each.restores,
+        }
+        for each in found
+    ]
+    return answer({"items": items, "next": following}, version)
 
 
-@router.get("/versions/{number}/diff", **_gives(listed(DifferenceModel), "not-found", config=True))
+@router.get("/versions/{number}/diff", **_returns(list_model(DifferenceModel), "not-found", config=True))
 def diff(
-    caller: Asking, number: Annotated[schemas.Number, Path()], query: Annotated[schemas.DiffQuery, Query()]
+    caller: CallerDependency, number: Annotated[schemas.Number, Path()], query: Annotated[schemas.DiffQuery, Query()]
 ) -> JSONResponse:
-    """What is different at a version from the one before it, or from another."""
+    """The differences from the previous version, or from another one."""
     version = caller.service.version
-    against = number - 1 if query.against is None else query.against
-    found = caller.service.policy.diff(against, number)
-    told = [_difference(each, caller.service if place < MAX_NAMED else None) for place, each in enumerate(found)]
-    return answer({"items": told, "next": None}, version)
+    items: list[dict[str, Any]] = []
+    for each in caller.service.policy.diff(number - 1 if query.against is None else query.against, number):
+        what, lines = each.what, each.lines
+        if len(items) < MAX_NAMED and each.section != "documents":
+            insert_names = caller.service.clients.insert_names
+            what, lines = insert_names(what), [insert_names(line) for line in lines]
+        items.append({"section": each.section, "id": each.id, "what": what, "lines": lines})
+    return answer({"items": items, "next": None}, version)
 
 
-@router.get("/audit", **_gives(listed(AuditEntry)))
-def audit(caller: Asking, query: Annotated[schemas.AuditQuery, Query()]) -> JSONResponse:
-    """What people did, the newest first: changes, resets, tokens, and who has signed in."""
+@router.get("/audit", **_returns(list_model(AuditEntry)))
+def audit(caller: CallerDependency, query: Annotated[schemas.AuditQuery, Query()]) -> JSONResponse:
+    """The audit log, newest first: changes, resets, tokens and sign-ins."""
     caller.service.refuse_keys(query.search, query.author or "")
     page = caller.service.audit.list(before=query.before, most=query.most, author=query.author, search=query.search)
-    items = [
-        replace(
-            each,
-            what=caller.service.clients.insert_names(each.what),
-            about=caller.service.clients.insert_names(each.about),
-        )
-        for each in page.items
-    ]
+    insert_names = caller.service.clients.insert_names
+    items = [replace(each, what=insert_names(each.what), about=insert_names(each.about)) for each in page.items]
     return answer(replace(page, items=tuple(items)).as_dict())
-
-
-def _version(made: Version, service: AdminService) -> dict[str, Any]:
-    return {
-        "version": made.number,
-        "at_us": made.at_us,
-        "author": made.author,
-        "reason": made.reason,
-        "what": service.clients.insert_names(made.what),
-        "restores": made.restores,
-    }
-
-
-def _difference(found: Difference, service: AdminService | None) -> dict[str, Any]:
-    """A difference; with the names of clients, if there is a service to ask. A document stays as it is written."""
-    what, lines = found.what, found.lines
-    if service is not None and found.section != "documents":
-        what, lines = service.clients.insert_names(what), [service.clients.insert_names(line) for line in lines]
-    return {"section": found.section, "id": found.id, "what": what, "lines": lines}

@@ -1,4 +1,4 @@
-"""What requests may say: every field strictly, bounded, and without what could be an API key in a wrong place."""
+"""Request schemas: strict, bounded, and without anything that could be an API key in the wrong place."""
 
 import re
 from datetime import datetime
@@ -22,7 +22,8 @@ from headgate.policy import scalars
 from headgate.telemetry.decision_log.record import Outcome
 
 __all__ = [
-    "LARGEST",
+    "MAX_INTEGER",
+    "AttributedBody",
     "AuditQuery",
     "BlockBody",
     "BlocksQuery",
@@ -32,12 +33,14 @@ __all__ = [
     "DecisionsQuery",
     "DiffQuery",
     "FindBody",
+    "Name",
     "Number",
     "OverrideBody",
     "OverridesQuery",
     "PolicyBody",
     "PolicyQuery",
     "PolicyText",
+    "Reason",
     "RemovalQuery",
     "ResetBody",
     "RestoreBody",
@@ -51,23 +54,24 @@ __all__ = [
     "TimelineQuery",
     "TokenBody",
     "VersionsQuery",
+    "WhoBody",
     "WhyQuery",
-    "looks_secret",
 ]
 
-LARGEST: Final = 2**53 - 1
+MAX_INTEGER: Final = 2**53 - 1
+"""The largest integer that all JSON parsers and databases represent exactly."""
 
 _DIGITS: Final = re.compile("[0-9]{1,20}")
 _LINE: Final = r"^[^\x00-\x1f\x7f]*$"
 
 
-def _harmless(text: str) -> str:
+def _refuse_secret(text: str) -> str:
     if looks_secret(text):
-        raise ValueError("this looks like an API key or a token, which would be kept; leave it out")
+        raise ValueError("this looks like an API key or a token, which must not be stored; leave it out")
     return text
 
 
-def _instant(value: Any) -> Any:
+def _parse_instant(value: Any) -> Any:
     try:
         return scalars.instant(value)
     except scalars.OutOfRange as error:
@@ -76,33 +80,40 @@ def _instant(value: Any) -> Any:
         raise ValueError("write a time with its zone, like 2026-11-20T18:00:00Z") from None
 
 
-def _digits(value: Any) -> Any:
-    """Refuse numbers in URLs that are spelled in Python's way: 1_0, +10, 10.0."""
+def _require_digits(value: Any) -> Any:
+    """Reject numbers in URLs that only Python accepts: 1_0, +10, 10.0."""
     if isinstance(value, str) and not _DIGITS.fullmatch(value):
         raise ValueError("write a whole number in digits, like 10")
     return value
 
 
+def _line(longest: int, *, shortest: int = 0) -> Any:
+    return StringConstraints(min_length=shortest or None, max_length=longest, pattern=_LINE)
+
+
 Instant = Annotated[
-    datetime, BeforeValidator(_instant), WithJsonSchema({"type": "string", "format": "date-time", "maxLength": 64})
+    datetime,
+    BeforeValidator(_parse_instant),
+    WithJsonSchema({"type": "string", "format": "date-time", "maxLength": 64}),
 ]
-_Harmless: Final = AfterValidator(_harmless)
-Reason = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=_LINE), _Harmless]
-Bucket = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_LINE), _Harmless]
-Label = Bucket
-Name = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=_LINE), _Harmless]
-Template = Annotated[str, StringConstraints(min_length=1, max_length=1100, pattern=_LINE), _Harmless]
-Search = Annotated[str, StringConstraints(max_length=200, pattern=_LINE)]
+_NotSecret: Final = AfterValidator(_refuse_secret)
+Reason = Annotated[str, _line(500, shortest=1), _NotSecret]
+Bucket = Annotated[str, _line(200, shortest=1), _NotSecret]
+Name = Annotated[str, _line(100, shortest=1), _NotSecret]
+Template = Annotated[str, _line(1100, shortest=1), _NotSecret]
+Search = Annotated[str, _line(200)]
 Cursor = Annotated[str, StringConstraints(min_length=1, max_length=4000, pattern=r"^[!-~]+$")]
+RecordId = Annotated[str, StringConstraints(max_length=100, pattern=r"^[!-~]*$")]
 Kind = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,49}$")]
-Value = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=_LINE)]
-Key = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=_LINE)]
+Value = Annotated[str, _line(500, shortest=1)]
+Key = Annotated[str, _line(4096, shortest=1)]
 File = Annotated[str, StringConstraints(max_length=200, pattern=r"^[\w. -]{1,180}\.(?:yaml|yml|toml|json)$")]
-Whole = Annotated[int, BeforeValidator(_digits, json_schema_input_type=int)]
-Number = Annotated[Whole, Field(ge=1, le=LARGEST)]
-Danger = Literal["ten-times", "tenth", "wildcard-block", "policy"]
+Whole = Annotated[int, BeforeValidator(_require_digits, json_schema_input_type=int)]
+Number = Annotated[Whole, Field(ge=1, le=MAX_INTEGER)]
+RiskCode = Literal["ten-times", "tenth", "wildcard-block", "policy"]
 Section = Literal["documents", "tiers", "routes", "clients", "overrides", "blocked"]
 Most = Annotated[Whole, Field(ge=1, le=500)]
+RouteClass = Annotated[Name | None, Field(alias="class")]
 
 
 class Body(BaseModel):
@@ -117,18 +128,18 @@ class Query(BaseModel):
 
 
 class WhoBody(Body):
-    """A client, by one of its identities. An API key may be given as it is: it is hashed at once."""
+    """A client by one of its identities. An API key may be given as it is: only its hash is stored."""
 
     kind: Kind
     value: Key
 
     @model_validator(mode="after")
-    def _is_what_it_says(self) -> Self:
+    def _check_value(self) -> Self:
         if self.kind != "api_key":
             if len(self.value) > 500:
                 raise ValueError("the value has more than 500 characters")
             if looks_secret(self.value):
-                raise ValueError("the value looks like an API key; say so: kind api_key")
+                raise ValueError("the value looks like an API key; give it with the kind api_key")
         return self
 
     def ref(self) -> ClientRef:
@@ -136,10 +147,10 @@ class WhoBody(Body):
 
 
 class AttributedBody(Body):
-    """What every write says."""
+    """The fields of every change."""
 
     reason: Reason
-    confirm: Annotated[list[Danger], Field(max_length=10, description="The dangers that are meant")] = []
+    confirm: Annotated[list[RiskCode], Field(max_length=10, description="The codes of the confirmed risks")] = []
 
 
 class FindBody(Body):
@@ -158,16 +169,16 @@ class ResetBody(AttributedBody):
 class TierBody(AttributedBody):
     who: WhoBody
     tier: Name | None
-    label: Label | None = None
+    label: Bucket | None = None
 
 
 class ChangeBody(AttributedBody):
-    """Another override in the place of one, of the same client."""
+    """An override that replaces another one of the same client."""
 
     who: WhoBody | None = None
     bucket: Bucket
     limit: Name | None = None
-    route_class: Annotated[Name | None, Field(alias="class")] = None
+    route_class: RouteClass = None
     valid_from: Instant | None = None
     valid_until: Instant | None = None
 
@@ -190,8 +201,8 @@ class TierNumbersBody(AttributedBody):
 
 class RouteBody(AttributedBody):
     path: Template
-    cost: Annotated[int, Field(ge=0, le=LARGEST)]
-    route_class: Annotated[Name | None, Field(alias="class")] = None
+    cost: Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+    route_class: RouteClass = None
 
 
 class PolicyText(Body):
@@ -218,40 +229,51 @@ class TokenBody(Body):
 
 class ClientFilter(Query):
     kind: Kind
-    value: Annotated[Value, Field(description="Of an API key only its hash, hmac:..., as POST /find tells it")]
+    value: Annotated[Value, Field(description="For an API key only its hash, hmac:..., as POST /find returns it")]
 
     @model_validator(mode="after")
-    def _holds_no_key(self) -> Self:
+    def _refuse_keys(self) -> Self:
         if (self.kind == "api_key" and not self.value.startswith("hmac:")) or looks_secret(self.value):
-            raise ValueError("an API key must not stand in a URL; send it to POST /api/v1/find, which tells its hash")
+            raise ValueError("an API key must not appear in a URL; send it to POST /api/v1/find to get its hash")
         return self
 
     def ref(self) -> ClientRef:
         return ClientRef(self.kind, self.value)
 
 
-class RemovalBody(Query):
+class OptionalClientFilter(Query):
+    kind: Kind | None = None
+    value: Value | None = None
+
+    @model_validator(mode="after")
+    def _check_filter(self) -> Self:
+        if (self.kind is None) != (self.value is None):
+            raise ValueError("kind and value belong together; give both, or neither")
+        self.client_filter()
+        return self
+
+    def client_filter(self) -> ClientFilter | None:
+        return None if self.kind is None or self.value is None else ClientFilter(kind=self.kind, value=self.value)
+
+
+class RemovalQuery(Query):
     reason: Annotated[
-        Reason | None, Field(description="Needed, here or in the header field Headgate-Reason, which no log keeps")
+        Reason | None, Field(description="Required, here or in the header Headgate-Reason, which is not logged")
     ] = None
-    confirm: list[Danger] = []
+    confirm: list[RiskCode] = []
 
 
-class RemovalQuery(RemovalBody):
+class TierRemovalQuery(ClientFilter, RemovalQuery):
     pass
 
 
-class TierRemovalQuery(ClientFilter, RemovalBody):
-    pass
-
-
-class RouteRemovalQuery(RemovalBody):
+class RouteRemovalQuery(RemovalQuery):
     path: Template
 
 
 class WhyQuery(ClientFilter):
-    at: Annotated[str, StringConstraints(max_length=100, pattern=_LINE)] = "today"
-    until: Annotated[str, StringConstraints(max_length=100, pattern=_LINE)] | None = None
+    at: Annotated[str, _line(100)] = "today"
+    until: Annotated[str, _line(100)] | None = None
     zone: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_+/-]{1,64}$")] = "UTC"
 
 
@@ -271,32 +293,11 @@ class BlocksQuery(ClientsQuery):
     state: Literal["all", "active", "future", "expired"] = "all"
 
 
-class OfClient(Query):
-    """Of one client, or of all."""
-
-    kind: Kind | None = None
-    value: Value | None = None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        if self.kind is not None and self.value is not None:
-            ClientFilter(kind=self.kind, value=self.value)
-        elif self.kind is not None or self.value is not None:
-            raise ValueError("kind and value belong together; give both, or neither")
-        return self
-
-    def client_filter(self) -> ClientFilter | None:
-        return None if self.kind is None or self.value is None else ClientFilter(kind=self.kind, value=self.value)
-
-
-class OverridesQuery(BlocksQuery, OfClient):
+class OverridesQuery(BlocksQuery, OptionalClientFilter):
     pass
 
 
-RecordId = Annotated[str, StringConstraints(max_length=100, pattern=r"^[!-~]*$")]
-
-
-class DecisionsQuery(OfClient):
+class DecisionsQuery(OptionalClientFilter):
     after: RecordId = ""
     before: RecordId = ""
     outcome: Outcome | None = None
@@ -304,7 +305,7 @@ class DecisionsQuery(OfClient):
 
 
 class PolicyQuery(Query):
-    version: Annotated[Whole, Field(ge=0, le=LARGEST)] | None = None
+    version: Annotated[Whole, Field(ge=0, le=MAX_INTEGER)] | None = None
 
 
 class VersionsQuery(Query):
@@ -313,7 +314,7 @@ class VersionsQuery(Query):
 
 
 class DiffQuery(Query):
-    against: Annotated[int, Field(ge=0, le=LARGEST, description="The version before it, if not given")] | None = None
+    against: Annotated[int, Field(ge=0, le=MAX_INTEGER, description="Default: the previous version")] | None = None
 
 
 class AuditQuery(Query):

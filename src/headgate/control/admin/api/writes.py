@@ -7,8 +7,8 @@ from fastapi.responses import Response
 
 from headgate.control.admin.api import schemas
 from headgate.control.admin.api.dependencies import HeaderReason, Write, WriteAnswer
-from headgate.control.admin.api.reads import ALWAYS
-from headgate.control.admin.problems import answers
+from headgate.control.admin.api.reads import COMMON_PROBLEMS
+from headgate.control.admin.problems import problem_responses
 from headgate.control.service import Change
 from headgate.errors import InvalidInput
 
@@ -24,8 +24,8 @@ ETAG: Final = {"ETag": {"description": "The version that the change created", "s
 
 router: Final = APIRouter(
     responses={
-        **answers(
-            *ALWAYS, "role-too-low", "not-found", "confirmation-needed", "in-progress", "outcome-unknown",
+        **problem_responses(
+            *COMMON_PROBLEMS, "role-too-low", "not-found", "confirmation-needed", "in-progress", "outcome-unknown",
             "changed-meanwhile", "key-reused", "store-away",
         ),
         200: {"model": WriteAnswer, "headers": {**REPEATABLE, **ETAG}},
@@ -33,7 +33,7 @@ router: Final = APIRouter(
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------ one client
+# ------------------------------------------------------------------ clients
 
 
 @router.post("/client/reset", response_model=None)
@@ -116,7 +116,7 @@ def unblock_client(write: Write, query: Annotated[schemas.TierRemovalQuery, Quer
     return write.run(lambda: write.service.blocks.remove(write.context(query, reason), write.client(query)))
 
 
-# ------------------------------------------------------------------ the policy
+# ------------------------------------------------------------------ policy
 
 
 @router.put("/tiers/{tier}/{limit:path}", response_model=None)
@@ -156,7 +156,7 @@ def remove_route(write: Write, query: Annotated[schemas.RouteRemovalQuery, Query
     return write.run(lambda: write.service.policy.remove_route(write.context(query, reason), query.path))
 
 
-@router.put("/policy", response_model=None, responses=answers("if-match-needed"))
+@router.put("/policy", response_model=None, responses=problem_responses("if-match-needed"))
 def put_policy(write: Write, body: schemas.PolicyBody) -> Response:
     """Replace the policy document. If-Match is the version that it was edited from."""
     write.require_if_match()

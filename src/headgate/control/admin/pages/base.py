@@ -229,7 +229,7 @@ class PageRenderer:
         if request.method == "POST":
             form = self.form(request)
             return handler(Visit(self, request, self.sessions.check_form(request, form), form))
-        session = self.sessions.of(request)
+        session = self.sessions.find(request)
         if session is None:
             target = _path_and_query(request)
             query = "" if target in ("/", "/overview/live") else f"?{urlencode({'next': target})}"
@@ -249,7 +249,7 @@ class PageRenderer:
     def problem(self, request: Request, problem: ProblemDetails) -> Response:
         """An error page, with navigation for signed-in users."""
         try:
-            session = self.sessions.of(request)
+            session = self.sessions.find(request)
         except HeadgateError:  # sessions are in the same database
             session = None
         can_retry = problem.status == 503 and request.method == "GET"

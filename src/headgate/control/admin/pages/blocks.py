@@ -21,7 +21,7 @@ from headgate.control.admin.pages.forms import (
 from headgate.control.admin.pages.search import STATES, client_from, list_filter, redirect_without_key
 from headgate.control.admin.problems import of_error
 from headgate.control.service import ClientRef, NotAllowed, NotFound
-from headgate.control.service.redaction import SHORTEST_HIDDEN, looks_secret, may_be_key
+from headgate.control.service.redaction import MIN_SECRET_LENGTH, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 
 if TYPE_CHECKING:
@@ -142,5 +142,5 @@ def _hide_key(visit: Visit, typed: str) -> None:
             if first.kind == "api_key":
                 visit.form.put("client", f"api_key={first.value}")
                 return
-    if looks_secret(typed) or may_be_key(typed, shortest=SHORTEST_HIDDEN):
+    if looks_secret(typed) or may_be_key(typed, shortest=MIN_SECRET_LENGTH):
         visit.form.put("client", "")

@@ -22,7 +22,7 @@ from headgate.control.admin.pages.forms import (
 from headgate.control.admin.pages.search import client_from, redirect_without_key
 from headgate.control.admin.problems import of_error
 from headgate.control.service import ChangeContext, OverrideSpec
-from headgate.control.service.redaction import SHORTEST_HIDDEN, looks_secret, may_be_key
+from headgate.control.service.redaction import MIN_SECRET_LENGTH, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.human_time import span
 from headgate.telemetry.why.render import details, mail
@@ -78,7 +78,7 @@ def find(visit: Visit) -> Response:
         return RedirectResponse(filters.client_url(*found[0].who), 303)
     others = [] if found else visit.service.clients.candidates(typed)
     is_key = any(each.who.kind == "api_key" for each in others) and (
-        looks_secret(typed) or may_be_key(typed, shortest=SHORTEST_HIDDEN)
+        looks_secret(typed) or may_be_key(typed, shortest=MIN_SECRET_LENGTH)
     )
     return visit.page(
         "client_search.html",

@@ -39,7 +39,7 @@ def routes(renderer: PageRenderer) -> Iterator[tuple[str, list[str], Callable[[R
 
 def login(renderer: PageRenderer, request: Request) -> Response:
     next = local_path(request.query_params.get("next", "/"))
-    if renderer.sessions.of(request) is not None:
+    if renderer.sessions.find(request) is not None:
         return RedirectResponse(next, 303)
     return _login_page(renderer, next=next)
 
@@ -69,7 +69,7 @@ def sign_out(renderer: PageRenderer, request: Request) -> Response:
     try:
         renderer.sessions.check_form(request, renderer.form(request))
     except FormRefused:
-        if renderer.sessions.of(request) is not None:
+        if renderer.sessions.find(request) is not None:
             raise
     renderer.sessions.end(request, response)
     return response

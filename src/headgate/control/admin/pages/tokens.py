@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from headgate.control.admin.pages.base import Visit
-    from headgate.control.admin.tokens import Made
+    from headgate.control.admin.tokens import NewToken
 
 __all__ = ["create_token", "revoke_token", "tokens"]
 
@@ -62,7 +62,7 @@ def revoke_token(visit: Visit) -> Response:
     return visit.redirect("/tokens", f"Token of {token.name} revoked. All of its sessions have ended.")
 
 
-def _page(visit: Visit, submission: Submission | None = None, *, made: Made | None = None) -> Response:
+def _page(visit: Visit, submission: Submission | None = None, *, made: NewToken | None = None) -> Response:
     return visit.page(
         "tokens.html",
         here="/tokens",
