@@ -471,7 +471,7 @@ def test_a_time_on_the_other_side_of_a_change_of_clocks_says_its_zone() -> None:
 
 
 def test_a_rare_outcome_is_found_among_all_that_has_come_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headgate.telemetry.decision_log.sinks.sqlite.MOST_LOOKED_AT", 100)
+    monkeypatch.setattr("headgate.telemetry.decision_log.sinks.sqlite.MAX_SCANNED", 100)
     now_us = time.time_ns() // 1000 - 1_000_000
     log = Log(tmp_path)
     blocked = _record(now_us, "b")._replace(outcome="blocked")

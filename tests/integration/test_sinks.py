@@ -76,7 +76,7 @@ def test_sqlite_forgets_what_is_too_old(tmp_path: Path, records: list[DecisionRe
     sink.write(at(records, -3 * DAY_US))
     sink.write(at(records, -1 * DAY_US))
     sink.write(records)
-    sink.tidy()
+    sink.clean_up()
     assert len(stored(tmp_path / "decisions.db")) == 2 * len(records)
     with closing(sqlite3.connect(tmp_path / "decisions.db")) as connection:
         (indexed,) = connection.execute("SELECT count(*) FROM decisions_of").fetchone()
@@ -89,7 +89,7 @@ def test_a_record_of_tomorrow_does_not_make_sqlite_forget(tmp_path: Path, record
     sink = SqliteSink(tmp_path / "decisions.db", days=2)
     sink.write(at(records, now_us - START_US - DAY_US))
     sink.write(at(records, now_us - START_US + 300 * DAY_US))
-    sink.tidy()
+    sink.clean_up()
     assert len(stored(tmp_path / "decisions.db")) == 2 * len(records)
     sink.close()
 
@@ -97,11 +97,11 @@ def test_a_record_of_tomorrow_does_not_make_sqlite_forget(tmp_path: Path, record
 def test_sqlite_stays_within_its_size(
     tmp_path: Path, records: list[DecisionRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite, "AT_ONCE_FORGOTTEN", 100)
+    monkeypatch.setattr(sqlite, "ROWS_PER_DELETE", 100)
     sink = SqliteSink(tmp_path / "decisions.db", days=400, size_mb=0.5)
     for day in range(40):
         sink.write(at(records, day * DAY_US // 24))
-    sink.tidy()
+    sink.clean_up()
     kept = stored(tmp_path / "decisions.db")
     assert 0 < len(kept) < 40 * len(records)
     assert kept[-1].at_us == records[-1].at_us + 39 * DAY_US // 24  # the newest stay
@@ -380,9 +380,9 @@ def test_kafka_gets_each_record_as_a_message_of_its_client(brokers: str, records
 def test_kafka_without_brokers_is_a_failure_and_nothing_is_lost(
     brokers: str, records: list[DecisionRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kafka, "PATIENCE", 0.5)
+    monkeypatch.setattr(kafka, "TIMEOUT_S", 0.5)
     sink = kafka.KafkaSink("127.0.0.1:1", "later", settings={"message.timeout.ms": 300})
-    with pytest.raises(ConnectionError, match=r"Kafka has not taken \d+ of 60 records"):
+    with pytest.raises(ConnectionError, match=r"Kafka did not accept \d+ of 60 records"):
         sink.write(records)
     sink.close()
     again = kafka.KafkaSink(brokers, "later")
@@ -394,7 +394,7 @@ def test_kafka_without_brokers_is_a_failure_and_nothing_is_lost(
 def test_a_record_that_kafka_refuses_is_a_failure(brokers: str, records: list[DecisionRecord]) -> None:
     sink = open_sink(f"kafka://{brokers}/small?message.max.bytes=2000")
     sink.write(records)
-    with pytest.raises(ConnectionError, match=r"Kafka has not taken 1 of 60 records: .*size too large"):
+    with pytest.raises(ConnectionError, match=r"Kafka did not accept 1 of 60 records: .*size too large"):
         sink.write([*records[1:], records[0]._replace(note="x" * 5000)])
     sink.close()
 
@@ -537,10 +537,10 @@ def test_a_server_that_is_not_there_is_a_failure(records: list[DecisionRecord]) 
         ("sqlite:///a.db?days=0", "days=0 is no number above 0"),
         ("sqlite:///a.db?dayz=3", "unknown setting 'dayz'; did you mean 'days'?"),
         ("jsonl:///a?files=x", "files=x is no number above 0"),
-        ("logging://x?level=loud", "level=loud is none of logging's; write debug, info, warning or error"),
+        ("logging://x?level=loud", "unknown level=loud; write debug, info, warning or error"),
         ("kafka://host:9092", "write kafka://host:9092/topic"),
         ("clickhouse://", "write clickhouse://user:password@host:8123/database"),
-        ("clickhouse://host/db?table=a-b", "table=a-b is no name; use letters, digits and underscores"),
+        ("clickhouse://host/db?table=a-b", "table=a-b is not a valid name; use letters, digits and underscores"),
         ("clickhouse://host/db?create=maybe", "create=maybe is neither yes nor no"),
         ("sqlit:///a.db", "did you mean 'sqlite'?"),
         ("decisions.db", "known are sqlite, jsonl, logging, kafka, clickhouse"),

@@ -384,7 +384,7 @@ def test_beyond_the_bound_records_are_lost_counted_and_told(
     assert log.flush()
     lost = [each for each in sink.records if each.outcome == "lost"]
     assert [(each.weight, each.at_us, each.period_us) for each in lost] == [(40.0, START_US + 60_000_000, 60_000_000)]
-    assert lost[0].words == "40 decisions could not be kept"
+    assert lost[0].words == "40 decisions could not be recorded"
     assert len(sink.records) == 1 + 19 + 1
     assert max(sink.batches) <= 6
 
@@ -675,7 +675,7 @@ assert os.wait()[1] == 0
         ({"every": 0}, "every 0: give the seconds between two batches, above 0 and at most 60"),
         ({"show": ("api_key",)}, "API keys are never shown: leave 'api_key' out of show"),
         ({"secret": "short"}, "the secret for API keys has 5 bytes and can be guessed"),
-        ({"secret": None}, "clients are logged as keyed hashes, and there is no secret to key them with: give secret="),
+        ({"secret": None}, "clients are stored as keyed hashes, which need a secret: give secret="),
     ],
 )
 def test_what_means_nothing_is_refused(

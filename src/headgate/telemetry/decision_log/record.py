@@ -1,4 +1,4 @@
-"""What became of one request, as a value: what the decision log keeps of it, and what it says in words."""
+"""The record of one decision in the decision log."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ Reason: TypeAlias = Literal[
 ]
 
 REJECTIONS: Final = ("denied", "blocked", "unavailable")
-"""The outcomes of requests that did not get in."""
+"""The outcomes of rejected requests."""
 
 LOST: Final = "lost"
-"""The outcome of records that stand for others which could not be kept, and the client under whom they are found."""
+"""The outcome of records that stand for lost ones, and the client by which they are found."""
 
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 SECOND_US: Final = 1_000_000
-FIRST_LISTED: Final = -3
-"""Where the columns begin that hold lists."""
+FIRST_LIST: Final = -3
+"""The index of the first column with a list."""
 
 
 class LimitDenial(NamedTuple):
-    """One limit's No."""
+    """The denial of a request by one limit."""
 
     limit: str
-    """Its name in the policy."""
+    """The name of the limit in the policy."""
     by: str
-    """The kinds of identity that it counts by: "tenant+user"; "global" for one counter for all."""
+    """The kinds of identity that the limit counts by, like "tenant+user"; "global" for one counter."""
     quota: int
     period_us: int
     burst: int
     algorithm: str
     origin: str
-    """Why these numbers: "override", "tier", or empty for those of everybody."""
+    """The source of the numbers: "override", "tier", or empty for the limit's default."""
     cost: int
     remaining: int
     retry_us: int | None
-    """How long until the same request passes; None if it never does."""
+    """The time until the same request passes; None if it never does."""
 
     @property
     def allows(self) -> Limit:
-        """The limit with its numbers."""
+        """The limit as a value."""
         period = timedelta(microseconds=self.period_us)
         return Limit(self.quota, period, burst=self.burst, algorithm=self.algorithm, name=self.limit)
 
 
 class DecisionRecord(NamedTuple):
-    """What the decision log keeps of one request. The client stands here as a keyed hash, and never by its API key.
+    """The record of one decision. It identifies the client by a keyed hash, and never contains an API key.
 
-    The fields from `limit` to `retry_us` are those of the limit that decided: of several that denied, the one with the
-    longest wait; of several that let it pass, the one with the least share left.
+    The fields from `limit` to `retry_us` belong to the decisive limit: of those that denied, the one with the longest
+    wait; if none denied, the one with the least share left.
     """
 
     id: str
-    """Unique, and in the order of time: what is written twice under the same id has happened once."""
+    """Unique and ordered by time. Two records with the same id are one decision."""
     at_us: int
     node: str
     region: str
@@ -85,21 +85,21 @@ class DecisionRecord(NamedTuple):
     remaining: int
     retry_us: int | None
     client_kind: str
-    """What the client is known by: "tenant", "api_key", "user" or "ip", the first of these that there is."""
+    """The first of "tenant", "api_key", "user" and "ip" that the request has."""
     client: str
     label: str
-    """Who that is, as may be shown."""
+    """The client's name for display."""
     degraded: str
-    """Why this is not the store's own answer; empty for an exact one."""
+    """The reason for a decision without the store; empty for an exact one."""
     shadow: bool
-    """It passed, and would not have, if a limit that is only watched were enforced: the limit's numbers stand here."""
+    """True if the request passed, but a limit in shadow mode would have denied it; the fields are that limit's."""
     note: str
-    """The reason that was written beside a block."""
+    """The reason of a block."""
     weight: float
-    """For how many requests it stands: 1 for rejections, 100 for each that passed if 1% of those are kept."""
+    """The number of requests that the record represents: 1 for rejections, 100 for a sample of 1 %."""
     kinds: tuple[str, ...]
     clients: tuple[str, ...]
-    """All keys under which it can be found, of these kinds: keyed hashes of its identities, and labels."""
+    """All keys by which the record can be found, of these kinds: keyed hashes of identities, and labels."""
     also: tuple[LimitDenial, ...]
     """The other limits that denied."""
 
@@ -109,30 +109,30 @@ class DecisionRecord(NamedTuple):
 
     @property
     def denials(self) -> tuple[LimitDenial, ...]:
-        """All limits that denied, or would have."""
+        """The denials by all limits, including those in shadow mode."""
         if self.outcome != "denied" and not self.shadow:
             return ()
         return LimitDenial._make(self[FIRST_OF_LIMIT:AFTER_LIMIT]), *self.also
 
     @property
     def words(self) -> str:
-        """What happened, in one line for people."""
-        who = self.label or "somebody"
+        """The decision in one line of text."""
+        who = self.label or "unknown client"
         what = f"{self.outcome} {self.method} {self.route} of {who}"
         if self.outcome == LOST:
-            return f"{self.weight:.0f} decisions could not be kept"
+            return f"{self.weight:.0f} decisions could not be recorded"
         if self.outcome == "blocked":
             return f"{what}: blocked" + (f": {self.note}" if self.note else "")
-        told = [_said(denial) for denial in self.denials]
+        details = [_describe(denial) for denial in self.denials]
         if self.shadow:
             what = f"{what}, would be denied"
-        if self.outcome == "allowed" and self.limit and not told:
-            told = [f"{self.remaining} left of {self.limit}"]
-        answer = f"{what}: {'; '.join(told)}" if told else what
-        return f"{answer} [{self.degraded}]" if self.degraded else answer
+        if self.outcome == "allowed" and self.limit and not details:
+            details = [f"{self.remaining} left of {self.limit}"]
+        text = f"{what}: {'; '.join(details)}" if details else what
+        return f"{text} [{self.degraded}]" if self.degraded else text
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """The record for JSON."""
         found: dict[str, Any] = dict(zip(_NAMES, self, strict=True))
         if self.also:
             found["also"] = [denial._asdict() for denial in self.also]
@@ -142,26 +142,26 @@ class DecisionRecord(NamedTuple):
         return _encode(self.as_dict())
 
     def as_row(self) -> tuple[Any, ...]:
-        """The same for tables without lists."""
-        also = f"[{','.join([_written(denial) for denial in self.also])}]" if self.also else ""
-        return (*self[:FIRST_LISTED], *_texts(self.kinds, self.clients), also)
+        """The record for tables without list columns."""
+        also = f"[{','.join([_encode_denial(denial) for denial in self.also])}]" if self.also else ""
+        return (*self[:FIRST_LIST], *_texts(self.kinds, self.clients), also)
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> DecisionRecord:
-        """The record that `as_dict` has described."""
+        """The inverse of `as_dict`."""
         lists = {"kinds": tuple(found["kinds"]), "clients": tuple(found["clients"])}
         return cls(**{**found, **lists, "also": tuple([LimitDenial(**each) for each in found["also"]])})
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> DecisionRecord:
-        """The record that `as_row` has laid out, or a table with lists."""
-        kinds, clients, also = row[FIRST_LISTED:]
+        """The inverse of `as_row`; also for tables with list columns."""
+        kinds, clients, also = row[FIRST_LIST:]
         found = cls._make(
             (
-                *row[:FIRST_LISTED],
+                *row[:FIRST_LIST],
                 tuple(kinds.split() if isinstance(kinds, str) else kinds),
                 tuple(json.loads(clients) if isinstance(clients, str) else clients),
-                tuple([_denial(each) for each in json.loads(also)]) if also else (),
+                tuple([_decode_denial(each) for each in json.loads(also)]) if also else (),
             )
         )
         return found._replace(shadow=bool(found.shadow))
@@ -173,7 +173,7 @@ AFTER_LIMIT: Final = DecisionRecord._fields.index("retry_us") + 1
 
 
 def lost_record(id: str, count: int, *, since_us: int, until_us: int, node: str, region: str) -> DecisionRecord:
-    """What is kept of records that could not be: how many, and from when (`at_us`) for how long (`period_us`)."""
+    """The record that stands for lost ones: their number, the first time (`at_us`) and the duration (`period_us`)."""
     blank = dict.fromkeys(DecisionRecord._fields, "")
     numbers = {"quota": 0, "period_us": until_us - since_us, "burst": 0, "cost": 0, "remaining": 0, "retry_us": None}
     lists = {"kinds": (LOST,), "clients": (LOST,), "also": ()}
@@ -182,33 +182,33 @@ def lost_record(id: str, count: int, *, since_us: int, until_us: int, node: str,
 
 
 def id_prefix(at_us: int) -> str:
-    """What the ids of all records of that moment begin with; they sort as times do."""
+    """The beginning of the ids of all records of a time. Ids sort by time."""
     return f"{max(0, at_us):014x}"
 
 
 @lru_cache(maxsize=4096)
 def _texts(kinds: tuple[str, ...], clients: tuple[str, ...]) -> tuple[str, str]:
-    """The lists of one client, as text: busy clients have many records."""
+    """The list columns as text, cached for clients with many records."""
     return " ".join(kinds), _encode(clients)
 
 
-def _written(denial: LimitDenial) -> str:
-    """A denial in JSON, as a list: all but the last two of its fields are the same again and again."""
+def _encode_denial(denial: LimitDenial) -> str:
+    """A denial as a JSON list; all but its last two fields are cached."""
     *same, remaining, retry_us = denial
-    return f"{_beginning(*same)},{remaining},{'null' if retry_us is None else retry_us}]"
+    return f"{_encode_beginning(*same)},{remaining},{'null' if retry_us is None else retry_us}]"
 
 
 @lru_cache(maxsize=4096)
-def _beginning(*same: Any) -> str:
+def _encode_beginning(*same: Any) -> str:
     return _encode(same)[:-1]
 
 
-def _denial(written: list[Any] | dict[str, Any]) -> LimitDenial:
-    """A denial out of JSON: ClickHouse writes those that came through Kafka with their names."""
+def _decode_denial(written: list[Any] | dict[str, Any]) -> LimitDenial:
+    """A denial from JSON: a list, or an object if it came to ClickHouse through Kafka."""
     return LimitDenial(**written) if isinstance(written, dict) else LimitDenial._make(written)
 
 
-def _said(denial: LimitDenial) -> str:
+def _describe(denial: LimitDenial) -> str:
     numbers = f"cost {denial.cost}, {denial.remaining} left"
     if denial.retry_us is None:
         return f"{denial.limit} ({denial.allows}): {numbers}, more than it can ever allow"

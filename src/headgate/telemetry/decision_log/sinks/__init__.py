@@ -1,4 +1,4 @@
-"""Where records go. A sink takes batches, each whole or not at all; `open_sink` picks one by its URL."""
+"""Sinks and readers of the decision log, by URL."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 
     from headgate.telemetry.decision_log.record import DecisionRecord
 
-__all__ = ["MOST_LOOKED_AT", "REJECTED", "Count", "Reader", "Sink", "open_reader", "open_sink", "time_of"]
+__all__ = ["MAX_SCANNED", "REJECTED", "Count", "Reader", "Sink", "open_reader", "open_sink", "time_of"]
 
 REJECTED: Final = "rejected"
-"""Instead of an outcome: all those that are rejections."""
+"""Stands for all outcomes that are rejections."""
 
-MOST_LOOKED_AT: Final = 100_000
-"""Records in which those of one outcome are looked for, where the newest are asked for."""
+MAX_SCANNED: Final = 100_000
+"""Records that are scanned for those of one outcome."""
 
 
 class Sink(Protocol):
-    """Takes records. Only one thread calls it at a time.
+    """Writes records. Only one thread calls it at a time.
 
-    It may say what suits it with `batch`, the most records to be given at once, and `every`, the seconds between.
+    Optional attributes are `batch`, the preferred number of records per call, and `every`, the seconds between calls.
     """
 
     def write(self, batch: Sequence[DecisionRecord]) -> None:
-        """Keep all of them; an exception, if that is not certain. Then they come again, with the same ids."""
+        """Write all records, or raise an exception: then they are written again, with the same ids."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Release all resources."""
 
 
 class Reader(Protocol):
-    """Finds records again."""
+    """Finds records."""
 
     def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[DecisionRecord]:
-        """The records of the clients with these keys in that time, the oldest first, and no more than `most`."""
+        """The first `most` records of the clients with these keys in a time range, oldest first."""
 
     def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
-        """The times of the last rejection before a moment and of the first at it or later."""
+        """The times of the last rejection before a time, and of the first at or after it."""
 
     def recent(
         self,
@@ -53,28 +53,27 @@ class Reader(Protocol):
         outcome: str | None = None,
         most: int = 100,
     ) -> list[DecisionRecord]:
-        """The newest records, or the first `after` that with an id, or the last `before` it; the oldest of them first.
-        Of the clients with these keys, or of everybody; of one outcome, or those that are `REJECTED`."""
+        """The newest records, or the first `after` an id, or the last `before` one; oldest first. Optionally only those
+        of the clients with these keys, and of one outcome or `REJECTED`."""
 
     def counts(self, keys: Sequence[str] = (), *, since_us: int, until_us: int, width_us: int) -> list[Count]:
-        """For how many requests the records stand, by outcome and by part of the time, each `width_us` long."""
+        """The numbers of requests by outcome and by slots of `width_us`."""
 
     def close(self) -> None: ...
 
 
 class Count(NamedTuple):
-    """For how many requests the records of one part of a time stand."""
+    """The number of requests in one slot."""
 
     slot: int
-    """The number of the part, from 0."""
     outcome: str
     requests: float
     degraded: float
-    """How many of these were decided without the store."""
+    """Those that were decided without the store."""
 
 
 def time_of(id: str) -> int:
-    """When the record with an id was made, in microseconds; 0 for what is no id."""
+    """The time of a record in microseconds, from its id; 0 for an invalid id."""
     try:
         return int(id[:14], 16)
     except ValueError:
@@ -82,19 +81,19 @@ def time_of(id: str) -> int:
 
 
 def open_sink(url: str) -> Sink:
-    """The sink that a URL stands for: "sqlite:///decisions.db", "jsonl:///var/log/decisions.jsonl", "logging://name",
-    "kafka://host:9092/topic", "clickhouse://user:password@host:8123/database". Nothing is connected yet."""
-    sink: Sink = _opened(url, _SINKS, "sink")
+    """The sink of a URL, not yet connected: "sqlite:///decisions.db", "jsonl:///var/log/decisions.jsonl",
+    "logging://name", "kafka://host:9092/topic" or "clickhouse://user:password@host:8123/database"."""
+    sink: Sink = _open(url, _SINKS, "sink")
     return sink
 
 
 def open_reader(url: str) -> Reader:
-    """Where `headgate why` looks: "sqlite:///decisions.db" or "clickhouse://host:8123/database"."""
-    reader: Reader = _opened(url, _READERS, "decision log")
+    """The reader of a URL: "sqlite:///decisions.db" or "clickhouse://host:8123/database"."""
+    reader: Reader = _open(url, _READERS, "decision log")
     return reader
 
 
-def _opened(url: str, openers: Mapping[str, Callable[[SplitResult, dict[str, str]], Any]], what: str) -> Any:
+def _open(url: str, openers: Mapping[str, Callable[[SplitResult, dict[str, str]], Any]], what: str) -> Any:
     try:
         parts = urlsplit(url)
         given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
@@ -114,13 +113,13 @@ def _opened(url: str, openers: Mapping[str, Callable[[SplitResult, dict[str, str
 
 
 def without_password(url: str) -> str:
-    """A URL as it may be shown: neither what stands before an @, nor its settings."""
+    """A URL without credentials and settings."""
     scheme, separator, rest = url.partition("?")[0].partition("://")
     return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme}{separator}{rest}"
 
 
 def _path(parts: SplitResult) -> str:
-    """The file of sqlite:///decisions.db, which is here, or of sqlite:////var/lib/decisions.db."""
+    """The file of sqlite:///decisions.db (relative) or sqlite:////var/lib/decisions.db (absolute)."""
     path = unquote(parts.path.removeprefix("/"))
     if parts.netloc or not path:
         raise ValueError(f"write {parts.scheme}:///decisions.db, or {parts.scheme}:////var/lib/app/decisions.db")
@@ -138,7 +137,7 @@ def _number(settings: dict[str, str], name: str, default: float) -> float:
     return number
 
 
-def _nothing_more(settings: dict[str, str], *known: str) -> None:
+def _reject_unknown(settings: dict[str, str], *known: str) -> None:
     for name in settings:
         raise ValueError(f"unknown setting {name!r}; {suggest(name, [*known]) if known else 'it has none'}")
 
@@ -150,7 +149,7 @@ def _sqlite(parts: SplitResult, settings: dict[str, str]) -> Sink:
     from headgate.telemetry.decision_log.sinks.sqlite import SqliteSink
 
     days, size_mb = _number(settings, "days", 30), _number(settings, "size_mb", 1024)
-    _nothing_more(settings, "days", "size_mb")
+    _reject_unknown(settings, "days", "size_mb")
     return SqliteSink(_path(parts), days=days, size_mb=size_mb)
 
 
@@ -158,7 +157,7 @@ def _jsonl(parts: SplitResult, settings: dict[str, str]) -> Sink:
     from headgate.telemetry.decision_log.sinks.jsonl import JsonLinesSink
 
     size_mb, files = _number(settings, "size_mb", 100), _number(settings, "files", 5)
-    _nothing_more(settings, "size_mb", "files")
+    _reject_unknown(settings, "size_mb", "files")
     return JsonLinesSink(_path(parts), size_mb=size_mb, files=int(files))
 
 
@@ -166,7 +165,7 @@ def _logging(parts: SplitResult, settings: dict[str, str]) -> Sink:
     from headgate.telemetry.decision_log.sinks.logging_sink import LoggingSink
 
     level = settings.pop("level", "info")
-    _nothing_more(settings, "level")
+    _reject_unknown(settings, "level")
     return LoggingSink(parts.netloc or "headgate.decisions", level=level)
 
 
@@ -192,12 +191,12 @@ def _sqlite_reader(parts: SplitResult, settings: dict[str, str]) -> Reader:
     from headgate.telemetry.decision_log.sinks.sqlite import SqliteReader
 
     settings.pop("days", None), settings.pop("size_mb", None)
-    _nothing_more(settings)
+    _reject_unknown(settings)
     return SqliteReader(_path(parts))
 
 
 def _clickhouse_reader(parts: SplitResult, settings: dict[str, str]) -> Any:
-    return _clickhouse(parts, {**settings, "create": "no"})  # who only asks makes nothing
+    return _clickhouse(parts, {**settings, "create": "no"})  # readers create no tables
 
 
 _SINKS: Final[Mapping[str, Callable[[SplitResult, dict[str, str]], Any]]] = {
@@ -216,4 +215,4 @@ _READERS: Final[Mapping[str, Callable[[SplitResult, dict[str, str]], Any]]] = {
     "chdb": _clickhouse_reader,
 }
 _EXTRAS: Final = {"confluent_kafka": "kafka", "clickhouse_connect": "clickhouse", "chdb": "clickhouse"}
-"""What to install for what is missing."""
+"""The extra to install for a missing package."""

@@ -1,4 +1,4 @@
-"""The decision log in ClickHouse: written directly, or read where Kafka feeds it. The tables are in clickhouse.sql."""
+"""The decision log in ClickHouse, written directly or through Kafka. The tables are in clickhouse.sql."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ if TYPE_CHECKING:
 
 __all__ = ["ClickHouse", "connector", "statements"]
 
-PATIENCE: Final = 10
-"""Seconds for an answer."""
+TIMEOUT_S: Final = 10
 COLUMNS: Final = ", ".join(f'"{name}"' for name in DecisionRecord._fields)
 _TABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,100}")
 
 
 class ClickHouse:
-    """Writes into a table, and finds what is there; the tables are made if they are missing.
+    """Sink and reader of a table, which is created if it is missing.
 
-    A batch that comes again is recognised by its ids: the table is a ReplacingMergeTree, and its counts are of ids.
+    A batch that is written again is recognised by its ids: the table is a ReplacingMergeTree.
     """
 
     batch = 10_000
     every = 1.0
-    """ClickHouse wants few and large inserts."""
+    """ClickHouse prefers few and large inserts."""
 
     def __init__(self, connect: Callable[[], Any], *, table: str = "decisions", create: bool = True) -> None:
         if not _TABLE.fullmatch(table):
-            raise ValueError(f"table={table} is no name; use letters, digits and underscores")
+            raise ValueError(f"table={table} is not a valid name; use letters, digits and underscores")
         self._connect = connect
         self._table = table
         self._creates = create
@@ -50,20 +49,20 @@ class ClickHouse:
         client.insert(self._table, rows, column_names=DecisionRecord._fields)
 
     def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[DecisionRecord]:
-        # FINAL: what was written twice is found once, also before ClickHouse has merged it.
-        asked = (
+        # FINAL: duplicates are removed also before ClickHouse has merged them.
+        query = (
             f"SELECT {COLUMNS} FROM {self._table} FINAL WHERE hasAny(clients, {{keys:Array(String)}}) "
             "AND at_us >= {since:Int64} AND at_us < {until:Int64} ORDER BY id LIMIT {most:UInt32}"
         )
         given = {"keys": [*keys], "since": since_us, "until": until_us, "most": most}
-        return [DecisionRecord.from_row(row) for row in self._connected().query(asked, parameters=given).result_rows]
+        return [DecisionRecord.from_row(row) for row in self._connected().query(query, parameters=given).result_rows]
 
     def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
-        asked = (
+        query = (
             "SELECT maxOrNullIf(at_us, at_us < {at:Int64}), minOrNullIf(at_us, at_us >= {at:Int64}) "
             f"FROM {self._table} WHERE hasAny(clients, {{keys:Array(String)}}) AND outcome IN {REJECTIONS}"
         )
-        found = self._connected().query(asked, parameters={"keys": [*keys], "at": at_us}).result_rows
+        found = self._connected().query(query, parameters={"keys": [*keys], "at": at_us}).result_rows
         before, after = found[0]
         return before, after
 
@@ -81,30 +80,30 @@ class ClickHouse:
             tests.append("id < {before:String} AND at_us <= {until:Int64}")
         if keys:
             tests.append("hasAny(clients, {keys:Array(String)})")
-        if after:  # ids are in the order of time, and the index by time is the one that there is
+        if after:  # ids are ordered by time, and the index is by time
             tests.append("at_us >= {since:Int64}")
         if outcome is not None:
             tests.append(f"outcome IN {REJECTIONS}" if outcome == REJECTED else "outcome = {outcome:String}")
         order = "ASC" if after else "DESC"
-        asked = (
+        query = (
             f"SELECT {COLUMNS} FROM {self._table} FINAL WHERE {' AND '.join(tests)} "
             f"ORDER BY at_us {order}, id {order} LIMIT {{most:UInt32}}"
         )
         times = {"since": time_of(after), "until": time_of(before)}
         given = {"keys": [*keys], "after": after, "before": before, "outcome": outcome or "", "most": most, **times}
-        found = self._connected().query(asked, parameters=given).result_rows
+        found = self._connected().query(query, parameters=given).result_rows
         return sorted([DecisionRecord.from_row(row) for row in found], key=lambda record: record.id)
 
     def counts(self, keys: Sequence[str] = (), *, since_us: int, until_us: int, width_us: int) -> list[Count]:
         of_keys = "AND hasAny(clients, {keys:Array(String)})" if keys else ""
-        asked = (
+        query = (
             "SELECT intDiv(at_us - {since:Int64}, {width:Int64}) AS slot, toString(outcome), sum(weight), "
             f"sumIf(weight, degraded != '') FROM {self._table} FINAL "
             f"WHERE at_us >= {{since:Int64}} AND at_us < {{until:Int64}} {of_keys} "
             "GROUP BY slot, outcome ORDER BY slot, outcome"
         )
         given = {"keys": [*keys], "since": since_us, "until": until_us, "width": width_us}
-        return [Count(*row) for row in self._connected().query(asked, parameters=given).result_rows]
+        return [Count(*row) for row in self._connected().query(query, parameters=given).result_rows]
 
     def close(self) -> None:
         if self._client is not None:
@@ -112,7 +111,7 @@ class ClickHouse:
             self._client = None
 
     def reset_after_fork(self) -> None:
-        """Connections are of the process that opened them: here they are neither used nor closed."""
+        """Drop the parent's connection without closing it."""
         if self._client is not None:
             _inherited.append(self._client)
             self._client = None
@@ -128,12 +127,12 @@ class ClickHouse:
 
 
 _inherited: list[Any] = []
-"""Clients of parents, kept so that they are never closed."""
+"""Clients of parents, kept alive so that they are never closed."""
 
 
 def connector(parts: SplitResult, settings: dict[str, str]) -> Callable[[], Any]:
-    """Connects to what a URL names: clickhouse://host:8123/database, clickhouses:// with TLS, or chdb:///directory for
-    the engine in this process. The settings are those of clickhouse_connect.get_client."""
+    """A function that connects to a URL: clickhouse://host:8123/database, clickhouses:// with TLS, or chdb:///directory
+    for the engine in this process. The settings are those of clickhouse_connect.get_client."""
     place = unquote(parts.path.removeprefix("/"))
     if parts.scheme == "chdb":
         inside: dict[str, Any] = {**settings, "interface": "chdb", "path": place or None}
@@ -142,8 +141,8 @@ def connector(parts: SplitResult, settings: dict[str, str]) -> Callable[[], Any]
         raise ValueError("write clickhouse://user:password@host:8123/database")
     is_secure = parts.scheme == "clickhouses"
     options: dict[str, Any] = {
-        "connect_timeout": PATIENCE,
-        "send_receive_timeout": PATIENCE,
+        "connect_timeout": TIMEOUT_S,
+        "send_receive_timeout": TIMEOUT_S,
         **settings,
         "host": parts.hostname,
         "port": parts.port or (8443 if is_secure else 8123),
@@ -151,14 +150,14 @@ def connector(parts: SplitResult, settings: dict[str, str]) -> Callable[[], Any]
         "password": unquote(parts.password or ""),
         "database": place or "default",
         "interface": "https" if is_secure else "http",
-        # One client, one session: else a retry would find that session still busy.
+        # With a session, a retry would find it still busy.
         "autogenerate_session_id": False,
     }
     return lambda: get_client(**options)
 
 
 def statements(file: str, *, table: str = "decisions") -> list[str]:
-    """The statements of one of the supplied files, for a table of that name."""
+    """The statements of a file in this package, for a table name."""
     text = (files("headgate.telemetry.decision_log.sinks") / file).read_text("utf-8")
     without_comments = re.sub(r"--.*", "", text)
     named = re.sub(r"\bdecisions(?=\b|_)", table, without_comments)

@@ -1,4 +1,4 @@
-"""The decision log as lines of JSON, in files that are rotated by size: for whatever ships logs already."""
+"""The decision log as JSON lines, in files that are rotated by size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 try:
     import fcntl
-except ImportError:  # not everywhere can files be locked: there, let only one process write
+except ImportError:  # without file locks, only one process may write
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ __all__ = ["JsonLinesSink"]
 
 
 class JsonLinesSink:
-    """Appends to a file, which is renamed to `name.1` when it is full; so many of those are kept.
+    """Appends to a file that is renamed to `name.1` when it is full; `files` of those are kept.
 
-    It is opened for each batch: so it may be moved away by others, too, and many processes may write into it.
+    The file is opened for each batch, so that other programs may rotate it, and many processes may write to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, size_mb: float = 100, files: int = 5) -> None:
         self._path = os.fspath(path)
-        self._most_bytes = int(size_mb * 1_000_000)
+        self._max_bytes = int(size_mb * 1_000_000)
         self._files = files
 
     def write(self, batch: Sequence[DecisionRecord]) -> None:
@@ -38,9 +38,9 @@ class JsonLinesSink:
                 if fcntl is not None:
                     fcntl.flock(file, fcntl.LOCK_EX)
                 if not self._is_current(file):
-                    continue  # another process has moved it away meanwhile
+                    continue  # another process has rotated it meanwhile
                 size = os.fstat(file).st_size
-                if size and size + len(lines) > self._most_bytes:
+                if size and size + len(lines) > self._max_bytes:
                     self._rotate()
                     continue
                 self._append(file, lines, size)
@@ -49,10 +49,10 @@ class JsonLinesSink:
                 os.close(file)
 
     def close(self) -> None:
-        """Nothing is open between two batches."""
+        """No effect: nothing is open between two batches."""
 
     def _append(self, file: int, lines: bytes, size: int) -> None:
-        """All of them or none: half a line would spoil the next one, too."""
+        """Write all lines or none: a partial line would corrupt the next one."""
         try:
             rest = lines
             while rest:

@@ -1,4 +1,4 @@
-"""The decision log in a Kafka topic: one message of JSON for each record, with its client as the key."""
+"""The decision log in a Kafka topic: one JSON message per record, with its client as the key."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 __all__ = ["KafkaSink"]
 
-PATIENCE: Final = 10.0
-"""Seconds until a message that no broker has confirmed counts as not written."""
+TIMEOUT_S: Final = 10.0
+"""The time for brokers to confirm a message."""
 
 DEFAULTS: Final[Mapping[str, Any]] = {
     "acks": "all",
     "enable.idempotence": True,
     "linger.ms": 5,
     "compression.type": "lz4",
-    "message.timeout.ms": int(PATIENCE * 1000),
+    "message.timeout.ms": int(TIMEOUT_S * 1000),
     "queue.buffering.max.messages": 100_000,
     "client.id": "headgate",
     "log_level": 0,
 }
-"""What the URL does not set; its settings are librdkafka's own."""
+"""Default settings of librdkafka, which a URL can override."""
 
 
 class KafkaSink:
-    """Writes into a topic. A batch is written when brokers have confirmed all of it."""
+    """Writes to a topic, and waits until the brokers have confirmed the batch."""
 
     def __init__(self, brokers: str, topic: str, *, settings: Mapping[str, Any] | None = None) -> None:
         self._topic = topic
@@ -54,28 +54,28 @@ class KafkaSink:
 
         messages = [{"key": record.client, "value": record.as_json()} for record in batch]
         producer.produce_batch(self._topic, messages, on_delivery=delivered)
-        refused = [message["_error"] for message in messages if "_error" in message]
-        end = time.monotonic() + PATIENCE + 1
-        while unsent > len(refused) and time.monotonic() < end:
+        rejected = [message["_error"] for message in messages if "_error" in message]
+        end = time.monotonic() + TIMEOUT_S + 1
+        while unsent > len(rejected) and time.monotonic() < end:
             producer.flush(0.2)
-        if failed or refused or unsent:
-            # What is still on its way is not waited for: all of the batch comes again, under the same ids.
+        if failed or rejected or unsent:
+            # Do not wait for the rest: the whole batch is sent again, with the same ids.
             producer.purge()
             producer.flush(0)
-            reason = (*failed, *refused, "no broker has answered in time")[0]
-            raise ConnectionError(f"Kafka has not taken {len(failed) or unsent} of {len(batch)} records: {reason}")
+            reason = (*failed, *rejected, "no broker answered in time")[0]
+            raise ConnectionError(f"Kafka did not accept {len(failed) or unsent} of {len(batch)} records: {reason}")
 
     def close(self) -> None:
         if self._producer is not None:
-            self._producer.flush(PATIENCE)
+            self._producer.flush(TIMEOUT_S)
             self._producer = None
 
     def reset_after_fork(self) -> None:
-        """A producer's threads stay with the process that made it: here it is neither used nor ended."""
+        """Drop the parent's producer, whose threads do not exist here, without closing it."""
         if self._producer is not None:
             _inherited.append(self._producer)
             self._producer = None
 
 
 _inherited: list[Any] = []
-"""Producers of parents, kept so that they are never ended."""
+"""Producers of parents, kept alive so that they are never closed."""

@@ -1,4 +1,4 @@
-"""The decision log as lines of Python's own logging: for a first look, or where all logs go one way."""
+"""The decision log as messages of Python's logging."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["LoggingSink"]
 
 
 class LoggingSink:
-    """Says each record in words; handlers find all of it as `record.decision`, a dictionary."""
+    """Logs one message per record; handlers find all fields in the dictionary `record.decision`."""
 
     def __init__(self, name: str = "headgate.decisions", *, level: str = "info") -> None:
         number = logging.getLevelNamesMapping().get(level.upper())
         if number is None:
-            raise ValueError(f"level={level} is none of logging's; write debug, info, warning or error")
+            raise ValueError(f"unknown level={level}; write debug, info, warning or error")
         self._level = number
         self._logger = logging.getLogger(name)
 
@@ -29,4 +29,4 @@ class LoggingSink:
                 self._logger.log(self._level, "%s", record.words, extra={"decision": record.as_dict()})
 
     def close(self) -> None:
-        """Handlers are logging's own to close."""
+        """No effect: handlers belong to logging."""

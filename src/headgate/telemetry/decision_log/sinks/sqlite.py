@@ -1,4 +1,4 @@
-"""The decision log in one SQLite file: for as many processes of a machine as there are, and without a server."""
+"""The decision log in an SQLite file, shared by all processes of a machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headgate._fork import reinit_after_fork
 from headgate._sqlite import FileId, close_stale, create_file, file_id, set_journal_mode
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.decision_log.record import REJECTIONS, DecisionRecord, id_prefix
-from headgate.telemetry.decision_log.sinks import MOST_LOOKED_AT, REJECTED, Count
+from headgate.telemetry.decision_log.sinks import MAX_SCANNED, REJECTED, Count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,25 +27,20 @@ logger = logging.getLogger("headgate")
 
 DAY_US: Final = 86_400_000_000
 VERSION: Final = 1
-"""Of the tables, in `PRAGMA user_version`."""
-AT_ONCE: Final = 1000
-"""Rows of one statement: for each statement the interpreter's lock is given away once, for each row it would cost more
-than the row."""
-TIDIES: Final = 30.0
-"""Seconds between two looks for what is too old, or too much."""
-PATIENCE: Final = 5.0
-"""Seconds to wait for another process that writes."""
-AT_ONCE_FORGOTTEN: Final = 5000
-"""Rows of one transaction that forgets."""
+"""The version of the schema, in `PRAGMA user_version`."""
+ROWS_PER_INSERT: Final = 1000
+"""Each statement releases the GIL once, which for single rows would cost more than the row."""
+CLEANUP_INTERVAL_S: Final = 30.0
+LOCK_TIMEOUT_S: Final = 5.0
+ROWS_PER_DELETE: Final = 5000
 AFTER_ALL: Final = "g"
 """Sorts after all ids, which are hexadecimal."""
-PAGES_AT_ONCE: Final = 4000
-"""Pages that are given back to the file system at a time; those that are not are used again."""
+PAGES_PER_VACUUM: Final = 4000
+"""Free pages that are returned to the file system at a time; SQLite reuses the others."""
 
 CACHE_KB: Final = 16_000
 PAGES_BEFORE_CHECKPOINT: Final = 16_000
-"""Of 4 kB, that may stand in the journal before they are put into the file itself: by then most have been changed more
-than once."""
+"""Pages of 4 kB in the write-ahead log before a checkpoint: by then, most have changed more than once."""
 
 NUMBERS: Final = frozenset({"at_us", "quota", "period_us", "burst", "cost", "remaining", "retry_us", "shadow"})
 COLUMNS: Final = ", ".join(f'"{name}"' for name in DecisionRecord._fields)
@@ -58,12 +53,11 @@ TABLES: Final = (
         + (" PRIMARY KEY" if name == "id" else "" if name == "retry_us" else " NOT NULL")
         for name in DecisionRecord._fields
     )
-    # Ids are in the order of time: so are the rows, and what is old lies together.
+    # Ids are ordered by time, and so are the rows: old ones are adjacent.
     + ") WITHOUT ROWID",
     "CREATE TABLE IF NOT EXISTS decisions_of (client TEXT, id TEXT, PRIMARY KEY (client, id)) WITHOUT ROWID",
 )
 """The second table is the index by client and time."""
-
 
 ROW: Final = f"({', '.join('?' * len(DecisionRecord._fields))})"
 INDEX: Final = """
@@ -72,53 +66,53 @@ INDEX: Final = """
     WHERE decisions.id IN (SELECT value FROM json_each(?))
     ORDER BY 1, 2
 """
-"""In its own order, so that each page of it is visited once: most of what a record costs is spent on these."""
+"""Sorted, so that each page of the index, which is most of the cost of a record, is visited once."""
 
 
 class SqliteSink:
-    """Writes to one file. It keeps records for `days`, and no more than about `size_mb` megabytes of them.
+    """Writes to a file, which keeps records for `days`, and about `size_mb` megabytes at most.
 
     A file that is deleted, moved away or replaced while it is in use is created again, with mode 0600.
     """
 
-    batch = 10 * AT_ONCE
+    batch = 10 * ROWS_PER_INSERT
     every = 0.5
-    """Seconds between two batches: the more go together, the fewer pages of the index are written for each."""
+    """The larger a batch, the fewer pages of the index are written per record."""
 
     def __init__(self, path: str | os.PathLike[str], *, days: float = 30, size_mb: float = 1024) -> None:
         self._path = os.path.abspath(path)  # the process may change its directory before the file is opened again
-        self._most_us = int(days * DAY_US)
-        self._most_bytes = int(size_mb * 1_000_000)
+        self._max_age_us = int(days * DAY_US)
+        self._max_bytes = int(size_mb * 1_000_000)
         self._connection: sqlite3.Connection | None = None
         self._file: FileId | None = None
         """Identity of the file that the connection has open."""
-        self._next_tidying = 0.0
+        self._next_cleanup = 0.0
         reinit_after_fork(self)
 
     def write(self, batch: Sequence[DecisionRecord]) -> None:
         connection = self._connected()
         with _transaction(connection):
             _insert(connection, batch)
-        if self._is_stale():  # the batch went into a file that nobody can read any more: have it written again
+        if self._is_stale():  # the batch went into a deleted file, and must be written again
             raise sqlite3.OperationalError(f"{self._path} was deleted or replaced while records were written to it")
-        if time.monotonic() >= self._next_tidying:
-            self._next_tidying = time.monotonic() + TIDIES
-            self.tidy()
+        if time.monotonic() >= self._next_cleanup:
+            self._next_cleanup = time.monotonic() + CLEANUP_INTERVAL_S
+            self.clean_up()
 
-    def tidy(self) -> None:
-        """Forget what is too old, and the oldest of what is too much."""
+    def clean_up(self) -> None:
+        """Delete records that are too old, and the oldest ones if the file is too large."""
         connection = self._connected()
         newest = connection.execute("SELECT max(id) FROM decisions").fetchone()[0]
         if newest is None:
             return
-        # By the records' own time where that is behind: a clock that stands still in a test is no reason to forget.
+        # By the time of the records if it is behind, as with a fake clock.
         now_us = min(int(newest[:14], 16), time.time_ns() // 1000)
-        while self._forget_some(connection, id_prefix(now_us - self._most_us)):
+        while self._forget_some(connection, id_prefix(now_us - self._max_age_us)):
             pass
-        while self._size(connection) > self._most_bytes and self._forget_some(connection, newest):
+        while self._size(connection) > self._max_bytes and self._forget_some(connection, newest):
             pass
-        # As a script, for which SQLite is asked until it is done: elsewhere this would free one page.
-        connection.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")
+        # As a script, which runs the pragma to its end: execute() would free one page.
+        connection.executescript(f"PRAGMA incremental_vacuum({PAGES_PER_VACUUM})")
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -140,7 +134,7 @@ class SqliteSink:
         older = "SELECT id FROM decisions WHERE id < ? ORDER BY id"
         if connection.execute(f"{older} LIMIT 1", (before,)).fetchone() is None:
             return False
-        bound = connection.execute(f"{older} LIMIT 1 OFFSET {AT_ONCE_FORGOTTEN}", (before,)).fetchone()
+        bound = connection.execute(f"{older} LIMIT 1 OFFSET {ROWS_PER_DELETE}", (before,)).fetchone()
         end = before if bound is None else bound[0]
         keys = "SELECT DISTINCT value FROM decisions, json_each(decisions.clients) WHERE decisions.id < ?"
         with _transaction(connection):
@@ -165,7 +159,7 @@ class SqliteSink:
         if self._connection is None:
             self._file = create_file(self._path)
             self._connection = sqlite3.connect(
-                self._path, timeout=PATIENCE, isolation_level=None, check_same_thread=False, cached_statements=16
+                self._path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=16
             )
             try:
                 _prepare(self._connection, self._path)
@@ -178,13 +172,13 @@ class SqliteSink:
 
 
 class SqliteReader:
-    """Reads what a `SqliteSink` has written, also while it writes."""
+    """Reads the file of a `SqliteSink`, also while it is written."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = os.fspath(path)
         if not os.path.isfile(path):
             raise InvalidConfiguration(f"there is no decision log at {path}")
-        self._connection = sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=PATIENCE)
+        self._connection = sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)
         try:
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.DatabaseError as error:
@@ -204,10 +198,10 @@ class SqliteReader:
 
     def nearest(self, keys: Sequence[str], *, at_us: int) -> tuple[int | None, int | None]:
         marks = ", ".join("?" * len(REJECTIONS))
-        asked = f"SELECT at_us FROM decisions WHERE id IN ({_ids_of(keys)}) AND outcome IN ({marks}) ORDER BY id"
+        query = f"SELECT at_us FROM decisions WHERE id IN ({_ids_of(keys)}) AND outcome IN ({marks}) ORDER BY id"
         ends = ((id_prefix(0), id_prefix(at_us), "DESC"), (id_prefix(at_us), "g", "ASC"))
         found = [
-            self._connection.execute(f"{asked} {order} LIMIT 1", (*keys, since, until, *REJECTIONS)).fetchone()
+            self._connection.execute(f"{query} {order} LIMIT 1", (*keys, since, until, *REJECTIONS)).fetchone()
             for since, until, order in ends
         ]
         before, after = (row and int(row[0]) for row in found)
@@ -224,14 +218,14 @@ class SqliteReader:
     ) -> list[DecisionRecord]:
         order = "ASC" if after else "DESC"
         wanted = () if outcome is None else REJECTIONS if outcome == REJECTED else (outcome,)
-        looked_at = MOST_LOOKED_AT if wanted else most
+        scanned = MAX_SCANNED if wanted else most
         if keys:
             some = f"SELECT id FROM decisions_of WHERE client = ? AND id > ? AND id < ? ORDER BY id {order} LIMIT ?"
             ids = " UNION ".join([f"SELECT * FROM ({some})"] * len(keys))
-            given: list[Any] = [each for key in keys for each in (key, after, before or AFTER_ALL, looked_at)]
+            given: list[Any] = [each for key in keys for each in (key, after, before or AFTER_ALL, scanned)]
         else:
             ids = f"SELECT id FROM decisions WHERE id > ? AND id < ? ORDER BY id {order} LIMIT ?"
-            given = [after, before or AFTER_ALL, looked_at]
+            given = [after, before or AFTER_ALL, scanned]
         marks = f"AND outcome IN ({', '.join('?' * len(wanted))})" if wanted else ""
         found = self._connection.execute(
             f"SELECT {COLUMNS} FROM decisions WHERE id IN ({ids}) {marks} ORDER BY id {order} LIMIT ?",
@@ -253,21 +247,20 @@ class SqliteReader:
 
 
 _inherited: list[Any] = []
-"""Connections of parents, kept so that they are never closed."""
+"""Connections of parents, kept alive so that they are never closed."""
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:
-    """See that the tables are there, and that nobody else's are."""
+    """Create the tables, or check that they are those of a decision log."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, VERSION):
         raise InvalidConfiguration(f"{path} is the decision log of another headgate, or no such log; name a new file")
     if not version:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    set_journal_mode(connection, "WAL", timeout=PATIENCE)
-    # What the last moments before a power failure wrote may be lost; what a crash of the process leaves never is.
+    set_journal_mode(connection, "WAL", timeout=LOCK_TIMEOUT_S)
+    # The last records may be lost in a power failure, but not in a crash of the process.
     connection.execute("PRAGMA synchronous = NORMAL")
-    # Clients come in any order: much of the index is touched again and again, and should be neither read from the file
-    # nor written back to it each time.
+    # Clients are in random order: pages of the index are changed again and again.
     connection.execute(f"PRAGMA cache_size = -{CACHE_KB}")
     connection.execute(f"PRAGMA wal_autocheckpoint = {PAGES_BEFORE_CHECKPOINT}")
     if not version:
@@ -278,7 +271,7 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
 
 @contextmanager
 def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of it or nothing; whoever else writes is waited for at its beginning, not in its middle."""
+    """A transaction that waits for other writers at its beginning."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -290,9 +283,9 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _insert(connection: sqlite3.Connection, records: Sequence[DecisionRecord]) -> None:
-    """Rows that are there already stay as they are. The index is SQLite's own work, for which nobody has to wait."""
-    for start in range(0, len(records), AT_ONCE):
-        some = records[start : start + AT_ONCE]
+    """Insert records; those that exist already are left unchanged."""
+    for start in range(0, len(records), ROWS_PER_INSERT):
+        some = records[start : start + ROWS_PER_INSERT]
         values = [*chain.from_iterable([record.as_row() for record in some])]
         connection.execute(f"INSERT OR IGNORE INTO decisions VALUES {', '.join([ROW] * len(some))}", values)
     connection.execute(INDEX, (json.dumps([record.id for record in records]),))
