@@ -1,4 +1,4 @@
-"""The control plane as an app sees it: one object, or its URL, that connects a gate to everything operators use."""
+"""The control plane as an app sees it: connects a gate to its policy, decision log, node status and metrics."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ __all__ = ["Connected", "ControlPlane"]
 
 logger = logging.getLogger("headgate")
 
-BESIDE_CONFIG: Final = "beside the config store"
+DEFAULT_LOG: Final = "default"
 CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Connected:
     """The parts of the control plane that are attached to one gate, as `gate.control`."""
 
-    def __init__(self, log: DecisionLog | None, status: StatusReporter, board: StatusStore, *, owns_log: bool) -> None:
+    def __init__(
+        self, log: DecisionLog | None, status: StatusReporter, status_store: StatusStore, *, owns_log: bool
+    ) -> None:
         self.log = log
-        """The decision log; None if none is kept."""
+        """None without a decision log."""
         self.status = status
         """Reports the node's status every second."""
-        self._board = board
+        self._status_store = status_store
         self._owns_log = owns_log
 
     def close(self) -> None:
-        """Stop reporting, and flush the decision log. A log that the app has opened itself stays open."""
+        """Stop reporting, and flush the decision log. A log that the app opened stays open."""
         self.status.close()
-        with suppress(StoreError):  # a store that is down has no connections to close
-            self._board.close()
+        with suppress(StoreError):  # an unavailable store has no connections to close
+            self._status_store.close()
         if self._owns_log and self.log is not None:
             self.log.close(CLOSE_TIMEOUT_S)
 
@@ -62,19 +64,19 @@ class ControlPlane:
 
     - The policy comes from the config store, and changes take effect within a second.
     - `log` is a decision log, a sink or the URL of one. By default, a SQLite config store `headgate.db` has its log
-      beside it, in `headgate-decisions.db`, where `headgate admin` looks for it. None keeps no log.
+      in `headgate-decisions.db`, where `headgate admin` looks for it. None disables the log.
     - Node status goes to the store that the gate counts in, under the name `node` (default: the host name).
     - Metrics go to prometheus-client's default registry, if that package is installed and `metrics` is true.
 
     `cache` is a file with a copy of the configuration, for starting while the config store is unavailable. `show`
-    names the kinds of identity that appear in the log and in the status as they are, and not as keyed hashes.
+    names the kinds of identity that the log and the status contain in plain text, and not as keyed hashes.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        log: DecisionLog | Sink | str | None = BESIDE_CONFIG,
+        log: DecisionLog | Sink | str | None = DEFAULT_LOG,
         cache: str | PathLike[str] | None = None,
         node: str | None = None,
         region: str = "",
@@ -82,7 +84,7 @@ class ControlPlane:
         metrics: bool = True,
     ) -> None:
         self._url = url
-        self._feed = ConfigSource(url, cache=cache)
+        self._source = ConfigSource(url, cache=cache)
         self._log = log
         self._node = node
         self._region = region
@@ -94,7 +96,7 @@ class ControlPlane:
     ) -> Policy | ConfigSource:
         """The policy for a gate. A file is saved as the first version if the config store has no policy yet.
 
-        A `Policy` that the app has built itself stays in force as it is; only files and the config store change.
+        A `Policy` that the app built itself is used as it is, and does not change.
         """
         if isinstance(initial, Policy):
             return initial
@@ -102,45 +104,45 @@ class ControlPlane:
             try:
                 self._ensure_policy(initial, secret)
             except ConfigUnavailable as error:
-                logger.warning("%s", error)  # the feed starts from its copy on disk, or raises
-        return self._feed
+                logger.warning("%s", error)  # the source starts from its copy on disk, or raises
+        return self._source
 
     def connect(self, gate: GateBase, *, store: Any, namespace: str, secret: str | bytes | None) -> Connected:
         """Attach decision log, node status and metrics to a gate."""
         log, is_ours = self._open_log(gate, secret)
         if is_ours and log is not None:
             gate.add_observer(log)
-        board = open_status_store(store, namespace=namespace)
+        status_store = open_status_store(store, namespace=namespace)
         status = StatusReporter(
-            gate, board, secret=secret, node=self._node, region=self._region, show=self._show, log=log
+            gate, status_store, secret=secret, node=self._node, region=self._region, show=self._show, log=log
         )
         if self._metrics and find_spec("prometheus_client") is not None:
             from headgate.telemetry import prometheus
 
             prometheus.register(gate)
-        return Connected(log, status, board, owns_log=is_ours)
+        return Connected(log, status, status_store, owns_log=is_ours)
 
     def _open_log(self, gate: GateBase, secret: str | bytes | None) -> tuple[DecisionLog | None, bool]:
-        """The log, and True if it was opened here. A log that the app has given to its gate is kept."""
+        """The log, and True if it was opened here. A log that the app gave to its gate is used."""
         attached = next((each for each in gate.observers if isinstance(each, DecisionLog)), None)
         if attached is not None:
             return attached, False
         if isinstance(self._log, DecisionLog):
             gate.add_observer(self._log)
             return self._log, False
-        sink = default_decision_log_url(self._url) if self._log == BESIDE_CONFIG else self._log
+        sink = default_decision_log_url(self._url) if self._log == DEFAULT_LOG else self._log
         if sink is None:
             if self._log is not None:
                 logger.warning(
-                    "no decision log is kept: a log beside %s needs SQLite. Name one, for example "
+                    "no decision log: only a SQLite config store has a default one, not %s. Give one, for example "
                     "ControlPlane(url, log='clickhouse://host/database'), or pass log=None",
-                    self._feed.name,
+                    self._source.name,
                 )
             return None, False
         if secret is None:
             raise InvalidConfiguration(
-                "control= needs the secret that client identities are hashed with, so that `headgate admin` can find "
-                "them: pass secret=, or set HEADGATE_SECRET, to the same 16 or more random bytes here and there"
+                "control= needs the secret with which client identities are hashed, so that `headgate admin` can find "
+                "them: pass secret=, or set HEADGATE_SECRET, to the same 16 or more random bytes in both"
             )
         node = socket.gethostname() if self._node is None else self._node
         return DecisionLog(sink, secret=secret, node=node, region=self._region, show=self._show), True
@@ -152,8 +154,8 @@ class ControlPlane:
             if initial is None:
                 if saved is None:
                     raise InvalidConfiguration(
-                        f"{self._feed.name} has no policy yet: pass the path of a policy file, which is then saved as "
-                        "the first version, or save one with `headgate policy put FILE`"
+                        f"{self._source.name} has no policy yet: pass the path of a policy file, which is saved as the "
+                        "first version, or save one with `headgate policy put FILE`"
                     )
                 return
             file = Path(os.fspath(initial))
@@ -162,10 +164,10 @@ class ControlPlane:
                 self._save_first(store, file, text)
             elif saved.text != text:
                 logger.warning(
-                    "%s is not in force: %s already has a policy, and that one is used. To save the file there, run "
+                    "%s is not used, because %s already has a policy. To save the file there, run "
                     "`headgate policy put %s`",
                     file,
-                    self._feed.name,
+                    self._source.name,
                     file,
                 )
         finally:
