@@ -664,7 +664,7 @@ def test_a_hook_that_fails_is_logged_once_and_the_usual_body_goes_out(
     with caplog.at_level(logging.ERROR, "headgate"):
         assert [answers.denied(decision, description) for _ in range(3)] == [refuse(decision)] * 3
     assert [record.getMessage() for record in caplog.records] == [
-        "refusal_body failed on a 429; such refusals get the usual body"
+        "refusal_body failed for status 429; using the default body"
     ]
     assert caplog.records[0].exc_info
 

@@ -19,7 +19,7 @@ Header: TypeAlias = tuple[bytes, bytes]
 
 SECOND_US: Final = 1_000_000
 LARGEST: Final = 999_999_999_999_999
-"""The largest integer of a structured field (RFC 9651); quotas can be larger."""
+"""The largest integer in a structured field (RFC 9651); quotas can be larger."""
 
 
 class Pace(NamedTuple):
@@ -29,13 +29,13 @@ class Pace(NamedTuple):
     window: int
     """In seconds; 0 for a limit that is not a rate."""
     ends_at_once: bool
-    """True if all of the quota is back at the end of a window, as with fixed_window."""
+    """True if the whole quota is restored at the end of a window, as with fixed_window."""
 
 
 class PlainRateLimitHeaders:
     """The RateLimit header fields of requests to which the same limits apply at the same costs."""
 
-    __slots__ = ("_costs", "_filling", "_paces", "_policy", "_quotas", "_ratelimit", "_template", "_x_ratelimit")
+    __slots__ = ("_costs", "_paces", "_policy", "_quotas", "_ratelimit", "_refill_us", "_template", "_x_ratelimit")
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PlainRateLimitHeaders:
         `policy` is RateLimit-Policy. `refill_us` is the time in microseconds from the first token of an empty limit
         until it is full; 0 where all tokens come at once."""
         self._quotas = quotas
-        self._filling = refill_us
+        self._refill_us = refill_us
         self._costs = costs
         self._paces = paces
         self._policy = policy
@@ -61,11 +61,10 @@ class PlainRateLimitHeaders:
         self._ratelimit = ratelimit
 
     def headers(self, verdicts: Sequence[Verdict], now_us: int, /) -> list[Header]:
-        """The fields for an answer, from the verdict of each limit, in the order of the names.
+        """The header fields of a response, given the verdict of each limit in the order of the names.
 
-        X-RateLimit describes the limit that denies first: of those that denied, the one with the longest wait; if none
-        did, the one that admits the fewest further requests of the same cost. This runs on every request, hence one
-        loop and one formatting for all.
+        X-RateLimit describes the tightest limit: of those that denied, the one with the longest wait; if none did, the
+        one that admits the fewest further requests of the same cost. Runs on every request, hence a single loop.
         """
         if not verdicts or not (self._x_ratelimit or self._ratelimit):
             return []
@@ -79,10 +78,10 @@ class PlainRateLimitHeaders:
             if remaining and not retry_us:
                 wait_us = reset_us
             else:
-                denied, wait_us = self._wanting(verdict, index)
+                denied, wait_us = self._rank_exhausted(verdict, index)
                 room = denied or room
             numbers += self._remaining_and_window(remaining, wait_us, index)
-            # Of two that admit the same number, the slower one: the order of the limits does not matter.
+            # Of two that admit the same number, the slower one, whatever the order of the limits.
             if room < least or (room == least and reset_us > verdicts[tightest][2]):
                 least, tightest = room, index
         headers: list[Header] = []
@@ -109,20 +108,20 @@ class PlainRateLimitHeaders:
             seconds = max(seconds, -(left * window // -quota))
         return left, min(seconds, LARGEST)
 
-    def _wanting(self, verdict: Verdict, index: int) -> tuple[float, int]:
-        """The rank of a limit that denied (below 0) or has nothing left (0), and the time until it has more."""
+    def _rank_exhausted(self, verdict: Verdict, index: int) -> tuple[float, int]:
+        """The rank of a limit that denied (negative) or is exhausted (0), and the time until it has tokens again."""
         _, retry_us, reset_us, _ = verdict
         if retry_us == NEVER:
             return -inf, reset_us
         if retry_us:
             return -retry_us, retry_us
-        # Of nothing, the first comes before the rest; a node's own part, without the store, may fill sooner.
-        filling_us = self._filling[index]
-        return 0, reset_us - filling_us if reset_us >= filling_us else reset_us
+        # The first token comes before the rest; the share of a node without the store may fill sooner.
+        refill_us = self._refill_us[index]
+        return 0, reset_us - refill_us if reset_us >= refill_us else reset_us
 
 
 class SeparateFields(PlainRateLimitHeaders):
-    """The same as draft -06 had them: one field for each number, of the limit that denies first."""
+    """Header fields of draft -06: one for each number, of the tightest limit."""
 
     def _draft_fields(self, verdicts: Sequence[Verdict], tightest: int, numbers: list[int]) -> list[Header]:
         remaining, _, reset_us, _ = verdicts[tightest]

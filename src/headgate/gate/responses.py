@@ -1,8 +1,7 @@
-"""What a client is told: the header fields of every answer, and the refusals with their bodies. See docs/http.md.
+"""Responses: RateLimit header templates, and refusals with their bodies. See docs/http.md.
 
-Pure values, and no framework: names and values of fields are bytes in lower case, as ASGI wants them. What stands here
-reaches strangers, so it says what a client can act on, and never who was counted, why somebody is blocked, or what
-failed inside.
+Independent of frameworks: names and values of header fields are bytes, names in lower case, as in ASGI. Responses are
+public: they contain what a client can act on, but no identities, reasons of blocks or internal errors.
 """
 
 from __future__ import annotations
@@ -41,60 +40,60 @@ __all__ = [
 logger = logging.getLogger("headgate")
 
 UNKNOWN_RETRY_US: Final = SECOND_US
-"""When to come back if nobody knows: soon, but not at once."""
+"""Retry-After if the wait is unknown."""
 
 PROBLEM_TYPES: Final = "https://iana.org/assignments/http-problem-types#"
 QUOTA_EXCEEDED: Final = f"{PROBLEM_TYPES}quota-exceeded", "Quota Exceeded"
 REDUCED_CAPACITY: Final = f"{PROBLEM_TYPES}temporary-reduced-capacity", "Temporary Reduced Capacity"
 ABNORMAL_USAGE: Final = f"{PROBLEM_TYPES}abnormal-usage-detected", "Abnormal Usage Detected"
 FORBIDDEN: Final = "about:blank", "Forbidden"
-"""A problem of type about:blank says no more than its status, whose phrase is then its title (RFC 9457)."""
+"""The title of a problem of type about:blank is the phrase of its status (RFC 9457)."""
 
 SEPARATE_FIELDS_DRAFT: Final = 6
 
 
 class Rejection(NamedTuple):
-    """A whole answer that is sent instead of the app's own. To HEAD, send it without the body."""
+    """A response that is sent instead of the app's. Send it to HEAD without the body."""
 
     status: int
     headers: list[Header]
     body: bytes
     message: str = ""
-    """What happened, and when to come back, in one or two sentences: as in the body, unless that is the app's own."""
+    """The reason and when to retry, as in the default body."""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectionInfo:
-    """What a body can be made of. All but `decision` may be shown to the client."""
+    """The facts for the body of a refusal. Everything but `decision` may be shown to the client."""
 
     status: int
     error: str
-    """For programs: "rate_limit_exceeded", "limiter_unavailable" or "blocked"."""
+    """Error code: "rate_limit_exceeded", "limiter_unavailable" or "blocked"."""
     message: str
-    """For people: what happened, and when to come back."""
+    """The reason and when to retry, for people."""
     retry_after_seconds: int | None
-    """As in Retry-After; None where that is left out."""
+    """As in Retry-After; None if that is omitted."""
     violated_policies: tuple[str, ...] = ()
     """The names of the limits that denied."""
     decision: Decision | None = None
-    """With keys and identities in it; None where nothing was decided."""
+    """Contains keys and identities; None if no limit was checked."""
 
 
 RejectionBody: TypeAlias = Callable[[RejectionInfo], tuple[bytes | str | dict[str, Any], str | None]]
-"""Makes another body, and says its content type; None for the usual one of bytes, text or JSON."""
+"""Returns a custom body and its content type; None for the default of bytes, text or JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderTemplate:
-    """The limits of one kind of request, as they are told. Made once by `ResponseBuilder.header_template`."""
+    """Header fields of requests with the same limits and costs, created by `ResponseBuilder.header_template`."""
 
     names: tuple[str, ...]
     headers: Callable[[Sequence[Verdict], int], list[Header]]
-    """The fields for an answer, from what each limit said, in the order of the names, and the instant of that."""
+    """Formats the header fields, given the verdict of each limit in the order of the names, and their time."""
 
 
 class ResponseBuilder:
-    """Turns decisions into header fields and refusals, as the policy's settings want them.
+    """Builds header fields and refusals from decisions, as configured under `answers:` in the policy.
 
     >>> from datetime import timedelta
     >>> from headgate import Limit
@@ -113,10 +112,10 @@ class ResponseBuilder:
         chance: Callable[[], float] = random,
         expected_wait_us: Callable[[Limit, int], int] | None = None,
     ) -> None:
-        """`body` replaces the bodies of refusals; `chance` draws from [0, 1), for the jitter. `expected_wait_us`
-        estimates when so many places of a concurrency limit are free, which the decision has only a bound for."""
+        """`body` builds custom bodies; `chance` returns a random number in [0, 1) for the jitter; `expected_wait_us`
+        estimates the time until places of a concurrency limit are free, for which a decision has only a bound."""
         if settings.jitter < timedelta():
-            raise InvalidConfiguration(f"jitter {settings.jitter} would send clients back too early; use 0 or more")
+            raise InvalidConfiguration(f"jitter {settings.jitter} is negative; use 0 or more")
         self._settings = settings
         self._jitter_us = settings.jitter // timedelta(microseconds=1)
         self._body = body
@@ -127,8 +126,7 @@ class ResponseBuilder:
     def header_template(
         self, limits: Sequence[Limit], units: Sequence[str], costs: Sequence[int] | None = None
     ) -> HeaderTemplate:
-        """What `headers` and `denied` need to know of the limits of a request: what each counts, and what the request
-        costs on each (1, if not given)."""
+        """The header template for limits, with the unit of each and the cost of a request on each (1 by default)."""
         names = [_quoted(limit.name) for limit in limits]
         items = [name + _allowance(limit, unit) for name, limit, unit in zip(names, limits, units, strict=True)]
         make = RateLimitHeaders
@@ -138,7 +136,7 @@ class ResponseBuilder:
         fields = make(
             tuple([name.encode("ascii") for name in names]),
             tuple([(b"x-ratelimit-limit", b"%d" % limit.quota) for limit in limits]),
-            tuple([_filling_us(limit) for limit in limits]),
+            tuple([_refill_us(limit) for limit in limits]),
             (1,) * len(limits) if costs is None else tuple(costs),
             tuple(map(_pace, limits)),
             (b"ratelimit-policy", ", ".join(items).encode("ascii")),
@@ -147,25 +145,25 @@ class ResponseBuilder:
         )
         return HeaderTemplate(tuple([limit.name for limit in limits]), fields.headers)
 
-    def denied(self, decision: Decision, description: HeaderTemplate) -> Rejection:
-        """429, for a request that is over a limit. The description is that of the decision's limits, in their order."""
-        verdicts = self._estimated(decision)
+    def denied(self, decision: Decision, template: HeaderTemplate) -> Rejection:
+        """429, for a request that exceeds a limit; `template` is that of the decision's limits, in their order."""
+        verdicts = self._estimate_waits(decision)
         waits = [verdict[1] for verdict in verdicts]
-        violated = tuple([name for name, wait_us in zip(description.names, waits, strict=True) if wait_us])
+        violated = tuple([name for name, wait_us in zip(template.names, waits, strict=True) if wait_us])
         if NEVER in waits:
             retry = None
-            beyond = [name for name, wait_us in zip(description.names, waits, strict=True) if wait_us == NEVER]
+            beyond = [name for name, wait_us in zip(template.names, waits, strict=True) if wait_us == NEVER]
             message = f"This request costs more than {_limits(beyond)} can ever allow: waiting does not help."
         else:
             retry = self._seconds(max(waits, default=0))
             has = "has" if len(violated) < 2 else "have"
             message = _sentence(f"{_limits(violated)} {has} been reached. {_advice(retry)}")
         facts = RejectionInfo(429, "rate_limit_exceeded", message, retry, violated, decision)
-        return self._refuse(facts, description.headers(verdicts, decision.at_us))
+        return self._refuse(facts, template.headers(verdicts, decision.at_us))
 
-    def _estimated(self, decision: Decision) -> Sequence[Verdict]:
-        """The verdicts of a denial, with the estimated wait of concurrency limits in place of the upper bound: that is
-        when the leases would expire, while most of them are released long before."""
+    def _estimate_waits(self, decision: Decision) -> Sequence[Verdict]:
+        """The verdicts of a denial, with an estimated wait of concurrency limits instead of its upper bound: leases are
+        released long before they expire."""
         expected_wait_us = self._expected_wait_us
         if expected_wait_us is None or "concurrency" not in [key.limit.algorithm for key in decision.keys]:
             return decision.verdicts
@@ -180,20 +178,20 @@ class ResponseBuilder:
         return verdicts
 
     def unavailable(self, decision: Decision | None = None) -> Rejection:
-        """503, for a request that nobody could decide on a route that fails closed. Nothing is known of its limits."""
+        """503, for a request on a route that fails closed while the store is unavailable."""
         wait_us = decision.retry_after_us if decision is not None else None
         retry = self._seconds(wait_us or UNKNOWN_RETRY_US)
         message = f"This request cannot be checked right now. {_advice(retry)}"
         return self._refuse(RejectionInfo(503, "limiter_unavailable", message, retry, decision=decision))
 
     def blocked(self, retry_us: int | None = None) -> Rejection:
-        """403, for somebody who does not get in: until `retry_us` have passed, if the block has an end. Not why."""
+        """403, for a blocked client; `retry_us` is the time until the block ends, if it does. Omits the reason."""
         retry = None if retry_us is None else self._seconds(retry_us)
         message = "Access is blocked." if retry is None else f"Access is blocked. {_advice(retry)}"
         return self._refuse(RejectionInfo(403, "blocked", message, retry))
 
     def _seconds(self, wait_us: int) -> int:
-        """Whole seconds, never earlier than the wait and at least 1, spread by the jitter."""
+        """The wait in seconds, rounded up, at least 1, with jitter."""
         later_us = int(self._jitter_us * self._chance()) if self._jitter_us else 0
         return max(1, -((wait_us + later_us) // -SECOND_US))
 
@@ -218,15 +216,15 @@ class ResponseBuilder:
             try:
                 return _encoded(*self._body(facts))
             except Exception:
-                # A refusal must get out whatever the hook does, and a flood of them must not flood the log.
+                # Logged once: a flood of refusals must not flood the log.
                 if not self._body_failed:
                     self._body_failed = True
-                    logger.exception("refusal_body failed on a %d; such refusals get the usual body", facts.status)
+                    logger.exception("refusal_body failed for status %d; using the default body", facts.status)
         return b"application/problem+json", _problem(facts, self._settings.doc_url)
 
 
 def health_response(facts: Mapping[str, object], *, ready: bool) -> Rejection:
-    """200 or 503, for whoever asks how the gate is."""
+    """200 or 503, at `health_path`."""
     body = json.dumps(facts, indent=2).encode("ascii") + b"\n"
     return Rejection(
         200 if ready else 503,
@@ -239,7 +237,7 @@ def health_response(facts: Mapping[str, object], *, ready: bool) -> Rejection:
     )
 
 
-def _filling_us(limit: Limit) -> int:
+def _refill_us(limit: Limit) -> int:
     is_steady = ALGORITHMS[limit.algorithm].SHAPES_BURST
     return -((1 - limit.capacity) * limit.ticks // limit.tokens) if is_steady else 0
 
@@ -260,7 +258,7 @@ def _type_and_title(facts: RejectionInfo) -> tuple[str, str]:
     if facts.status == 403:
         return FORBIDDEN
     is_degraded = facts.decision is not None and facts.decision.degraded is not None
-    if facts.status == 503 or is_degraded:  # nobody decides, or a node decides by its share of the limit
+    if facts.status == 503 or is_degraded:  # no decision, or one by the share of this node
         return REDUCED_CAPACITY
     if facts.violated_policies and all(name.endswith(NET_SUFFIX) for name in facts.violated_policies):
         return ABNORMAL_USAGE  # many unknown API keys from one address
@@ -268,24 +266,24 @@ def _type_and_title(facts: RejectionInfo) -> tuple[str, str]:
 
 
 def _encoded(content: bytes | str | dict[str, Any], content_type: str | None) -> tuple[bytes, bytes]:
-    """Content type and body of what a hook gave."""
+    """The content type and body of the result of `refusal_body`."""
     if isinstance(content, bytes):
-        usual, body = "application/octet-stream", content
+        default_type, body = "application/octet-stream", content
     elif isinstance(content, str):
-        usual, body = "text/plain; charset=utf-8", content.encode("utf-8")
+        default_type, body = "text/plain; charset=utf-8", content.encode("utf-8")
     else:
-        usual, body = "application/json", json.dumps(content, allow_nan=False).encode("ascii")
-    kind = usual if content_type is None else content_type
+        default_type, body = "application/json", json.dumps(content, allow_nan=False).encode("ascii")
+    kind = default_type if content_type is None else content_type
     if not kind.isprintable():
-        raise ValueError(f"content type {kind!r} cannot stand in a header; use printable ASCII characters")
+        raise ValueError(f"content type {kind!r} cannot be used in a header; use printable ASCII characters")
     return kind.encode("ascii"), body
 
 
 def _allowance(limit: Limit, unit: str) -> str:
     """The parameters of a limit in RateLimit-Policy.
 
-    Windows are whole seconds there. A period that is not is rounded up, and its quota grows in proportion, rounded
-    down: the rate is told as it is, or a little lower, but never higher. Concurrency has no window: it is not a rate.
+    Windows are whole seconds. Other periods are rounded up and their quotas scaled, rounded down, so that the stated
+    rate never exceeds the actual one. Concurrency is not a rate and has no window.
     """
     pace = _pace(limit)
     if not pace.window and unit == "requests":
@@ -304,9 +302,9 @@ def _pace(limit: Limit) -> Pace:
 
 
 def _quoted(text: str) -> str:
-    """A string of a structured field."""
+    """Quote a string for a structured field."""
     if not (text and text.isascii() and text.isprintable()):
-        raise InvalidConfiguration(f"{text!r} cannot stand in a header; use printable ASCII characters")
+        raise InvalidConfiguration(f"{text!r} cannot be used in a header; use printable ASCII characters")
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
@@ -320,7 +318,7 @@ def _limits(names: Sequence[str]) -> str:
 
 
 def _advice(seconds: int) -> str:
-    """When to come back, for people: rounded up to what they would say."""
+    """When to retry, for people, rounded up."""
     for size, unit in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"Try again in {-(seconds // -size)} {unit}."
