@@ -164,14 +164,19 @@ def call(
         ("explain nowhere.yaml GET /", 2, "", "nowhere.yaml: cannot be read"),
         ("explain shop.yaml GET", 2, "", "required: PATH"),
         ("explain shop.yaml /search GET", 2, "", "headgate: '/search' is no method; write the method first, as in GET"),
-        ("explain shop.yaml GET / --ip 203.0.113", 2, "", "headgate: --ip '203.0.113' is no address; write it like"),
+        (
+            "explain shop.yaml GET / --ip 203.0.113",
+            2,
+            "",
+            "headgate: --ip '203.0.113' is no address; write it like",
+        ),
         ("explain shop.yaml GET / --tier por", 2, "", "--tier 'por' is none of the policy's; did you mean 'pro'?"),
         ("explain odd.yaml GET / --tier pro", 2, "", "--tier 'pro' is none of the policy's; it has no tiers"),
         (
             "explain shop.yaml GET / --at 2026-05-28",
             2,
             "",
-            "is a day, not a moment; write it like 2026-05-28T00:00:00Z",
+            "is a date without a time; write it like 2026-05-28T00:00:00Z",
         ),
         ("explain shop.yaml GET / --identity device", 2, "", "--identity 'device' has no value; write it like"),
         ("explain shop.yaml GET / --identity ip=::1", 2, "", "--identity ip cannot be said; give --ip"),
@@ -590,7 +595,7 @@ def test_what_can_be_no_key_is_refused_and_not_shown(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     code, printed, complained = call("hash-key", "--secret-file", "secret.txt")
     assert (code, printed) == (2, "")
-    assert re.fullmatch(r"headgate: an API key of \d+ characters can be no key; .*\n", complained)
+    assert re.fullmatch(r"headgate: an API key of \d+ characters is not valid; .*\n", complained)
 
 
 # ------------------------------------------------------------------ the other commands

@@ -343,4 +343,4 @@ def test_networks_agree_with_asking_each(data: st.DataObject, version: int) -> N
 def test_what_is_no_network_is_refused(text: str, why: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         Networks({text: True})
-    assert str(refused.value) == f"{text!r} is no network: {why}; write '203.0.113.9' or '203.0.113.0/24'"
+    assert str(refused.value) == f"{text!r} is not a network: {why}; write '203.0.113.9' or '203.0.113.0/24'"

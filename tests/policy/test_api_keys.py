@@ -120,7 +120,7 @@ def test_a_client_who_sends_a_hash_is_not_taken_for_its_owner() -> None:
 
 
 HEX = "an API key starts with 'hmac:', but 32 hex digits don't follow"
-WORD = "can be no key; it is one word of printable ASCII, without commas, of up to 4096 characters"
+WORD = "is not valid; it is one word of printable ASCII, without commas, of up to 4096 characters"
 
 
 @pytest.mark.parametrize(

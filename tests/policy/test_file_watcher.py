@@ -109,7 +109,7 @@ def test_a_new_version_is_summarized_by_what_changed(before: str, after: str, su
     [
         (b"limits: [{by: ip, bukcet: 5/minute}]\n", ":1:19: unknown field 'bukcet'; did you mean 'bucket'?"),
         (b"limits: [{by: ip, bucket: 5/minute}\n", ":2:1: "),
-        (b"", ": holds nothing"),
+        (b"", ": is empty"),
         (b"limits: [{by: ip, bucket: \xff}]\n", ": not UTF-8 at byte 26"),
     ],
 )

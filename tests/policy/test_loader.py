@@ -300,7 +300,7 @@ def test_limits_that_another_key_escapes_are_warned_of(limits: str, warned: bool
         (
             "identity: {api_key: {unknown_factor: off}}",
             None,
-            "a client that sends another key each time is",
+            "a client that sends a new key with each request is",
         ),
     ],
 )
@@ -361,7 +361,9 @@ def test_that_no_key_is_known_is_warned_of(named: str) -> None:
 def test_what_has_ended_is_warned_of_where_it_stands() -> None:
     policy = load(POLICIES / "good" / "blocks-alone.json")
     file = POLICIES / "good" / "blocks-alone.json"
-    assert policy.warnings == (f"{file}:1:51: it ended 2020-01-01T00:00:00+00:00 and holds no more; remove the entry",)
+    assert policy.warnings == (
+        f"{file}:1:51: it ended 2020-01-01T00:00:00+00:00 and no longer applies; remove the entry",
+    )
 
 
 @pytest.mark.parametrize(
@@ -380,20 +382,23 @@ def test_endpoints_that_nobody_tells_apart_are_warned_of(policy: str, warned: bo
 
 def test_a_queue_in_which_nobody_waits_is_warned_of() -> None:
     (warning,) = read("limits: [{name: mails, by: ip, bucket: '5/minute, leaky_bucket'}]").warnings
-    assert warning.startswith("policy.yaml:1:10: limit 'mails' is a leaky_bucket, which gives each request its turn")
+    assert warning.startswith("policy.yaml:1:10: limit 'mails' is a leaky_bucket, which assigns each request a delay")
     assert read("limits: [{name: mails, by: ip, bucket: '5/minute, gcra'}]").warnings == ()
 
 
 def test_a_list_of_no_limits_is_warned_of() -> None:
     (warning,) = read("limits: []").warnings
-    assert warning.startswith("policy.yaml:1:9: there are no limits: nothing is counted")
+    assert warning.startswith("policy.yaml:1:9: there are no limits, so nothing is counted")
     assert read("blocked: [{ip: 203.0.113.9}]").warnings == ()
 
 
 @pytest.mark.parametrize("network", ["0.0.0.0/0", "::/0"])
 def test_a_block_of_everybody_is_warned_of(network: str) -> None:
     (warning,) = read(f"blocked: [{{user: mallory}}, {{ip: '{network}'}}]").warnings
-    assert warning == f"policy.yaml:1:28: {network} is everybody: nobody gets in, but to routes of cost 0"
+    assert (
+        warning
+        == f"policy.yaml:1:28: {network} matches every address: all requests are rejected, except to routes of cost 0"
+    )
 
 
 @pytest.mark.parametrize("network", ["fd00::/8", "fc00::/7", "fd12:3456::/32", "10.0.0.0/8", "2001::/16"])
@@ -404,7 +409,7 @@ def test_proxies_may_have_all_of_a_network_that_strangers_cannot_be_in(network: 
 
 @pytest.mark.parametrize("network", ["fc00::/6", "fe00::/9", "2000::/3"])
 def test_proxies_may_not_have_more_than_that(network: str) -> None:
-    with pytest.raises(InvalidPolicy, match="lets strangers say what their address is"):
+    with pytest.raises(InvalidPolicy, match="would let clients choose their address"):
         read(f"{{identity: {{proxies: ['{network}']}}, limits: [{{by: ip, bucket: 5/minute}}]}}")
 
 
@@ -472,7 +477,7 @@ def test_without_pyyaml_the_message_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(__import__("sys").modules, "headgate.policy.formats.from_yaml", None)
     monkeypatch.delattr("headgate.policy.formats.from_yaml", raising=False)
     assert mistakes("name: a") == [
-        "policy.yaml: to read YAML, PyYAML is needed: pip install 'headgate[yaml]'; or use JSON or TOML"
+        "policy.yaml: reading YAML requires PyYAML: pip install 'headgate[yaml]'; or use JSON or TOML"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Policies: which limits a request meets, as data."""
+"""Policies: limits, routes and clients as data."""
 
 from __future__ import annotations
 

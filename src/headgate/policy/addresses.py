@@ -1,6 +1,6 @@
-"""Whose address a request is counted by: behind proxies that are trusted, and in networks.
+"""Client addresses: trusted proxies, forwarding headers and networks.
 
-This file holds the rules that keep a client from choosing its own address: it is the one to audit for that.
+Security-relevant: these rules keep clients from choosing their own address.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["UNKNOWN", "Addresses", "Networks", "canonical"]
 T = TypeVar("T")
 
 Hop: TypeAlias = tuple[str, bool]
-"""An address that a request came through, and whether it is a proxy whose word on who came before is taken."""
+"""An address that a request passed through, and True if it is a trusted proxy."""
 
 UNKNOWN: Final = "unknown"
-"""The one address of all who have none, as over a Unix socket."""
+"""The address of all clients without one, as over a Unix socket."""
 
 MOST_HOPS: Final = 32
 LONGEST_LIST: Final = 4096
-"""How far a list of hops is read, from its right end."""
+"""The characters of a forwarding header that are read, from its right end."""
 
 MOST_REMEMBERED: Final = 4096
 LONGEST_ADDRESS: Final = 64
-"""An IPv6 address with brackets and port has fewer characters."""
+"""In characters; an IPv6 address with brackets and port is shorter."""
 
 
 class Addresses:
-    """Finds the address of a request's client, and the networks that it is counted by."""
+    """Determines the address of a client, and the networks that it is counted by."""
 
     __slots__ = ("_hop", "_ipv6_prefix", "_name", "_network", "_proxies", "_subnets")
 
@@ -51,11 +51,11 @@ class Addresses:
         self._network = lru_cache(MOST_REMEMBERED)(_network)
 
     def client(self, peer: str | None, forwarded: Sequence[str] = ()) -> str:
-        """The client's address: the peer's, or if that is a proxy, what it says.
+        """The address of the client: that of the peer or, if that is a trusted proxy, the one that it forwards.
 
-        `forwarded` holds the lines of the configured header, in their order. Each proxy adds at the right end whom it
-        was called by. So the list is read from there, and the first hop that is no trusted proxy is the client: what
-        stands further left is what the client claims. Where a hop is no address, it is the peer.
+        `forwarded` are the lines of the configured header in order. Each proxy appends the address of its peer on the
+        right, so the first hop from the right that is not a trusted proxy is the client; everything further left is
+        unverified. If a hop is not an address, the peer is the client.
         """
         hop = self._hop(peer) if peer is not None and len(peer) <= LONGEST_ADDRESS else None
         if hop is None:
@@ -64,11 +64,11 @@ class Addresses:
         return self._behind(address, forwarded) if forwarded and is_proxy else address
 
     def identity(self, address: str) -> str:
-        """What `by: ip` counts: an IPv4 address, or the network of an IPv6 one, all of which one client may have."""
+        """The identity for `by: ip`: an IPv4 address, or the network of an IPv6 address, which one client may own."""
         return self._network(address, 32, self._ipv6_prefix) if ":" in address else address
 
     def subnet(self, address: str) -> str:
-        """What `by: subnet` counts, as in "203.0.113.0/24"."""
+        """The identity for `by: subnet`, as in "203.0.113.0/24"."""
         return self._network(address, *self._subnets)
 
     def _behind(self, peer: str, forwarded: Sequence[str]) -> str:
@@ -87,12 +87,12 @@ class Addresses:
         packed = _packed(name)
         if packed is None:
             return None
-        # A proxy is trusted by the address that it has: nobody becomes one because a translator embeds its address.
+        # Proxies are matched without NAT64, so that an embedded address does not make a client a trusted proxy.
         return _text(_without_nat64(packed)), self._proxies.smallest(packed) is not None
 
 
 class Networks(Generic[T]):
-    """Values by network, found by an address in it, at one lookup for each length of prefix.
+    """Values by network, with one lookup per prefix length.
 
     >>> networks = Networks({"10.0.0.0/8": "ours", "10.1.2.3": "Ada's"})
     >>> networks.find("10.1.2.3"), networks.find_all("10.1.2.3"), networks.find("192.0.2.1")
@@ -111,12 +111,12 @@ class Networks(Generic[T]):
         }
 
     def find(self, address: str) -> T | None:
-        """The value of the smallest network that the address is in."""
+        """The value of the smallest network that contains the address."""
         packed = _packed(address)
         return None if packed is None else self.smallest(_without_nat64(packed))
 
     def find_all(self, address: str) -> list[T]:
-        """The values of all networks that the address is in, the smallest first."""
+        """The values of all networks that contain the address, the smallest first."""
         packed = _packed(address)
         if packed is None:
             return []
@@ -125,7 +125,7 @@ class Networks(Generic[T]):
         return [value for shift, starts in self._by_size[len(packed)] for value in starts.get(number >> shift, ())]
 
     def smallest(self, packed: bytes) -> T | None:
-        """What `find` gives, for an address of 4 or 16 bytes."""
+        """The same as `find`, for an address of 4 or 16 bytes."""
         number = int.from_bytes(packed)
         for shift, starts in self._by_size[len(packed)]:
             values = starts.get(number >> shift)
@@ -135,7 +135,7 @@ class Networks(Generic[T]):
 
 
 def canonical(text: str) -> str | None:
-    """The one spelling of an address without its port; None if it is not an address, or has a zone.
+    """The canonical spelling of an address without its port; None if it is not an address or has a zone.
 
     >>> canonical("[2001:DB8:0::1]:443"), canonical("::ffff:192.0.2.1"), canonical("64:ff9b::192.0.2.1")
     ('2001:db8::1', '192.0.2.1', '192.0.2.1')
@@ -147,7 +147,7 @@ def canonical(text: str) -> str | None:
 
 
 def _packed(text: str) -> bytes | None:
-    """An address as its 4 or 16 bytes. One with a zone, which means something on one machine only, is none."""
+    """The 4 or 16 bytes of an address; None if it is not one or has a zone, which is local to a machine."""
     if len(text) > LONGEST_ADDRESS:
         return None
     host = text.strip(" \t")
@@ -198,11 +198,11 @@ def _network(address: str, ipv4_prefix: int, ipv6_prefix: int) -> str:
 
 
 def _parse_network(text: str) -> tuple[int, int, int]:
-    """The bytes of its addresses, the bits that are free in them, and the bits that are not."""
+    """The size of its addresses in bytes, the number of host bits, and the network bits."""
     try:
         network = ip_network(text)
     except ValueError as error:
-        raise InvalidInput(f"{text!r} is no network: {error}; write '203.0.113.9' or '203.0.113.0/24'") from None
+        raise InvalidInput(f"{text!r} is not a network: {error}; write '203.0.113.9' or '203.0.113.0/24'") from None
     start, shift = network.network_address.packed, network.max_prefixlen - network.prefixlen
     if start.startswith(IPV4_MAPPED) and shift <= 32:
         start = start[12:]
@@ -210,7 +210,7 @@ def _parse_network(text: str) -> tuple[int, int, int]:
 
 
 def _elements(lines: Sequence[str]) -> list[str]:
-    """The last elements of a list over several lines, from the right; what is cut in two is given as empty."""
+    """The last elements of a header over several lines, from the right; a truncated element is empty."""
     found: list[str] = []
     room = LONGEST_LIST
     for line in reversed(lines):
@@ -225,10 +225,10 @@ def _elements(lines: Sequence[str]) -> list[str]:
 
 
 def _forwarded_for(element: str) -> str:
-    """Whom an element of RFC 7239's Forwarded names with `for`; empty, if it breaks the grammar or names nobody.
+    """The `for` parameter of an element of Forwarded (RFC 7239); empty if it is missing or the syntax is invalid.
 
-    Commas and semicolons in quoted strings are not honoured: their parts have a lone quote, which breaks the grammar.
-    So no text that a client gets a proxy to quote, as in `host="..."`, can pass for an element of its own.
+    Commas and semicolons in quoted strings are not supported: they leave an unbalanced quote, which is invalid. So a
+    client cannot inject an element through a value that a proxy quotes, as in `host="..."`.
     """
     named = ""
     for pair in element.split(";"):

@@ -1,4 +1,4 @@
-"""API keys as identities: only ever as keyed hashes, so that no counter, log or answer can give one away."""
+"""API keys as identities: only keyed hashes are stored, logged or sent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["LONGEST_KEY", "SHORTEST_SECRET", "ApiKeyHasher", "IdentityHashes"]
 
 LONGEST_KEY: Final = 4096
 SHORTEST_SECRET: Final = 16
-"""In bytes: what is shorter can be guessed, and with it every weak key by its hash."""
+"""In bytes; a shorter secret can be guessed, and with it weak keys from their hashes."""
 
 MOST_KNOWN: Final = 4096
 
 PREFIX: Final = "hmac:"
 DIGEST_SIZE: Final = 16
 PURPOSE: Final = b"headgate api key"
-"""Keeps these hashes apart from others that are made with the same secret."""
+"""Separates these hashes from others with the same secret."""
 
 
 IDENTITY_PURPOSE: Final = b"headgate client"
@@ -49,15 +49,15 @@ class IdentityHashes:
         keyed = self._hash.copy()
         keyed.update(f"{kind}\0{value}".encode("utf-8", "surrogatepass"))
         if len(self._cache) >= MAX_CACHED_IDENTITIES:
-            self._cache.clear()  # busy clients are back with their next request
+            self._cache.clear()  # active clients are cached again with their next request
         found = self._cache[kind, value] = PREFIX + keyed.hexdigest()
         return found
 
 
 class ApiKeyHasher:
-    """Turns the API key of a request into the name that it is counted by.
+    """Computes the keyed hash by which an API key is counted.
 
-    The secret must be the same in all processes of an app. Whoever has it and a hash can only try keys out.
+    All processes of an app need the same secret. With it and a hash, keys can only be guessed.
     """
 
     __slots__ = ("_hash", "_known")
@@ -73,29 +73,29 @@ class ApiKeyHasher:
         key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
         self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=PURPOSE)
         self._known: dict[int, str] = {}
-        """Hashes of busy keys, by what Python's own hash makes of the key: the keys themselves are not kept."""
+        """A cache of hashes by Python's hash() of the key, so that keys are not kept in memory."""
 
     def from_header(self, value: str) -> str | None:
-        """The hash of the key that is the value of a header, or None if there is none.
+        """The hash of the API key in a header; None if the value is not a valid key.
 
-        What cannot be a key (empty, several words, not printable ASCII, above 4 KB) is no identity. Nor is what has a
-        comma: by that, several lines are joined on their way, and which of them would the app believe?
+        Invalid are empty values, several words, non-printable or non-ASCII characters, and more than 4 KB; also commas,
+        as proxies join repeated headers with them.
         """
         return self.hashed(value.strip(" \t"))
 
     def from_bearer(self, authorization: str) -> str | None:
-        """The same of a bearer token, as the value of `Authorization`."""
+        """The same for a bearer token in `Authorization`."""
         return self.hashed(authorization[7:].strip(" \t")) if authorization[:7].lower() == "bearer " else None
 
     def hashed(self, sent: str) -> str | None:
-        """The hash of a key that a client sent, whatever it looks like, or None if it cannot be a key."""
+        """The hash of a key that a client sent; None if it is not valid."""
         known = self._known.get(hash(sent))
         return known if known is not None else self._hashed(sent)
 
     def fingerprint(self, written: str) -> str:
-        """The hash of a key that a policy names; one that is written as a hash stays.
+        """The hash of a key in a policy; a hash is returned as it is.
 
-        Only for policies, never for what a client sent: else a hash would be as good as its key.
+        Never use it for keys that clients send: a hash would then be as good as its key.
         """
         if written.startswith(PREFIX):
             digits = written.removeprefix(PREFIX).lower()
@@ -105,7 +105,7 @@ class ApiKeyHasher:
         hashed = self.hashed(written)
         if hashed is None:
             raise InvalidInput(
-                f"an API key of {len(written)} characters can be no key; "
+                f"an API key of {len(written)} characters is not valid; "
                 f"it is one word of printable ASCII, without commas, of up to {LONGEST_KEY} characters"
             )
         return hashed
@@ -116,7 +116,7 @@ class ApiKeyHasher:
         keyed = self._hash.copy()
         keyed.update(sent.encode("ascii"))
         if len(self._known) >= MOST_KNOWN:
-            # Starting anew is cheaper than to choose whom to forget: busy keys are back with their next request.
+            # Clearing is cheaper than evicting: active keys are cached again with their next request.
             self._known.clear()
         hashed = self._known[hash(sent)] = PREFIX + keyed.hexdigest()
         return hashed

@@ -1,4 +1,4 @@
-"""From the entries of a policy file to a `Policy`, with everything told that does not fit together."""
+"""Builds a `Policy` from the parsed sections of a policy file, and reports contradictions between them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = ["Builder"]
 
 KIND_NAMES: Final = {"ip": "IP", "api_key": "API key"}
 CLIENT_KINDS: Final = frozenset(["api_key", "tenant", "user", "ip"])
-"""What `by: client` may count somebody by."""
+"""The kinds that `by: client` may count by."""
 
 
 class Builder:
-    """Builds one policy; afterwards `problems` and `warnings` say what there is to say."""
+    """Builds one policy and adds to `problems` and `warnings`."""
 
     def __init__(
         self, entry: StructValue, kinds: Iterable[str], problems: PolicyProblems, warnings: PolicyProblems
@@ -53,15 +53,17 @@ class Builder:
         self._now = datetime.now(UTC)
         self._routes = self._all_routes()
         self._classes = {route.route_class for route, _ in self._routes if route.route_class is not None}
-        self._book = RuleTable(entry, self._classes, problems)
-        self._tiers = self._all_tiers(self._book.drafts.values())
-        self._meetings = RuleMatcher(self._book.drafts.values())
-        self._costs = lint.RouteCosts(self._book.drafts.values(), [route for route, _ in self._routes], self._meetings)
+        self._rules = RuleTable(entry, self._classes, problems)
+        self._tiers = self._all_tiers(self._rules.drafts.values())
+        self._rule_matcher = RuleMatcher(self._rules.drafts.values())
+        self._costs = lint.RouteCosts(
+            self._rules.drafts.values(), [route for route, _ in self._routes], self._rule_matcher
+        )
         self._validities: dict[tuple[datetime | None, datetime | None], Validity] = {}
-        self._met: dict[str, list[RuleDraft]] = {}
+        self._rules_by_class: dict[str, list[RuleDraft]] = {}
 
     def policy(self) -> Policy:
-        entry, drafts = self._entry, list(self._book.drafts.values())
+        entry, drafts = self._entry, list(self._rules.drafts.values())
         routes = [route for route, _ in self._routes]
         self._check_classes(drafts)
         lint.routes_given_twice(self._routes, self._problems)
@@ -77,13 +79,13 @@ class Builder:
             self._warnings.add((*entry.at("identity"), "api_key", "known_only"), told)
         lint.endpoints(drafts, routes, self._warnings)
         lint.identities(drafts, self._warnings)
-        lint.turns(drafts, self._warnings)
+        lint.queues(drafts, self._warnings)
         lint.free_limits(drafts, self._warnings)
         lint.unused_tier(entry.get("tier"), drafts, entry.at("tier"), self._warnings)
         if "limits" in entry.fields and not drafts:
-            told = "there are no limits: nothing is counted; add one, like {by: ip, bucket: 10/minute}"
+            told = "there are no limits, so nothing is counted; add one, like {by: ip, bucket: 10/minute}"
             self._warnings.add(entry.at("limits"), told)
-        self._book.release()
+        self._rules.release()
         return Policy(
             rules=tuple([draft.rule() for draft in drafts]),
             routes=tuple(routes),
@@ -127,11 +129,11 @@ class Builder:
         return f"no route is of class {name!r}; {nearest(name, self._classes, 'add class: to a route')}"
 
     def _all_tiers(self, drafts: Iterable[RuleDraft]) -> tuple[str, ...]:
-        """Every tier that the policy names numbers for, and the one that most clients are in."""
+        """All tiers with numbers, and the default tier."""
         tiers = dict.fromkeys([*self._entry.get("tiers", {}), *(tier for each in drafts for tier in each.numbers)])
         tiers.pop(None, None)
         default = self._entry.get("tier")
-        # A default tier without numbers of its own is fine; one that looks like another is a slip of the pen.
+        # A default tier needs no numbers of its own, but one that resembles another tier is probably misspelled.
         if default is not None and default not in tiers:
             if near := get_close_matches(default, tiers, n=1):
                 self._problems.add(
@@ -141,7 +143,7 @@ class Builder:
         return tuple(tiers)
 
     def _is_whole(self, section: str) -> bool:
-        """Whether all entries of a section could be read, so that what is not among them does not exist."""
+        """True if all entries of a section were parsed, so that unknown names can be reported."""
         written, read = self._entry.written.get(section), self._entry.get(section)
         if not isinstance(written, (dict, list)) or read is None:
             return section not in self._entry.written
@@ -180,14 +182,14 @@ class Builder:
             if identity is None or draft is None or phrase is None:
                 continue
             try:
-                limit = self._book.limit(draft, phrase, fields.get("algorithm"))
+                limit = self._rules.limit(draft, phrase, fields.get("algorithm"))
             except InvalidLimit as error:
                 self._problems.add(entry.at("bucket"), str(error))
                 continue
             if draft.limits and (limit.algorithm == CONCURRENCY) != draft.is_concurrency:
                 self._problems.add(entry.at("bucket"), MIXED)
             validity, route_class = self._validity(entry), fields.get("class")
-            # As one text, which the garbage collector has not to look into; no part of it holds a newline.
+            # One str, which the garbage collector does not track; no part contains a newline.
             which = "\n".join([*identity, draft.name, route_class or "", str(id(validity))])
             first = indices.setdefault(which, entry.path[-1])
             if first != entry.path[-1]:
@@ -200,7 +202,7 @@ class Builder:
         return tuple(made)
 
     def _overridden(self, entry: StructValue, identity: Identity) -> RuleDraft | None:
-        """The rule whose numbers an override changes."""
+        """The rule of an override; None if a problem was added."""
         name, route_class = entry.get("limit"), entry.get("class")
         if route_class is not None and route_class not in self._classes:
             if self._is_whole("routes"):
@@ -208,10 +210,10 @@ class Builder:
             return None
         if name is None:
             return self._only_rule(entry, identity, route_class)
-        draft = self._book.drafts.get(name)
+        draft = self._rules.drafts.get(name)
         if draft is None:
-            if self._book.is_complete and self._is_whole("limits"):
-                told = f"no limit is called {name!r}; {nearest(name, self._book.drafts, 'there are none')}"
+            if self._rules.is_complete and self._is_whole("limits"):
+                told = f"no limit is called {name!r}; {nearest(name, self._rules.drafts, 'there are none')}"
                 self._problems.add(entry.at("limit"), told)
             return None
         if not _counts(draft, identity.kind):
@@ -221,7 +223,7 @@ class Builder:
             told = f'"{name}" is a {per} limit, so it can\'t be overridden for {article} {kind}'
             self._problems.add(entry.at(identity.kind), told)
             return None
-        if route_class is not None and draft not in self._meeting(route_class):
+        if route_class is not None and draft not in self._rules_of_class(route_class):
             self._problems.add(
                 entry.at("class"), f"limit {name!r} meets no route of class {route_class!r}; leave class out"
             )
@@ -230,9 +232,11 @@ class Builder:
 
     def _only_rule(self, entry: StructValue, identity: Identity, route_class: str | None) -> RuleDraft | None:
         if route_class is None:
-            self._problems.add(entry.path, "an override of what? add limit: and the name of a limit, or class:")
+            self._problems.add(
+                entry.path, "this override names no limit; add limit: with the name of a limit, or class:"
+            )
             return None
-        found = [draft for draft in self._meeting(route_class) if _counts(draft, identity.kind)]
+        found = [draft for draft in self._rules_of_class(route_class) if _counts(draft, identity.kind)]
         if len(found) == 1:
             return found[0]
         names = ", ".join([repr(draft.name) for draft in found]) or "none"
@@ -243,13 +247,13 @@ class Builder:
         )
         return None
 
-    def _meeting(self, route_class: str) -> list[RuleDraft]:
-        """The rules that routes of a class meet."""
-        if route_class not in self._met:
+    def _rules_of_class(self, route_class: str) -> list[RuleDraft]:
+        """The rules that apply to the routes of a class."""
+        if route_class not in self._rules_by_class:
             routes = [route for route, _ in self._routes if route.route_class == route_class]
-            met = [self._meetings.of(route.template, route.methods, route_class) for route in routes]
-            self._met[route_class] = list(dict.fromkeys(draft for drafts in met for draft in drafts))
-        return self._met[route_class]
+            met = [self._rule_matcher.find(route.template, route.methods, route_class) for route in routes]
+            self._rules_by_class[route_class] = list(dict.fromkeys(draft for drafts in met for draft in drafts))
+        return self._rules_by_class[route_class]
 
     def _blocked(self) -> tuple[Block, ...]:
         made = []
@@ -258,7 +262,9 @@ class Builder:
             if identity is not None:
                 made.append(Block(identity, self._validity(entry), entry.get("reason")))
                 if identity.kind in ADDRESSES and identity.value.endswith("/0"):
-                    told = f"{identity.value} is everybody: nobody gets in, but to routes of cost 0"
+                    told = (
+                        f"{identity.value} matches every address: all requests are rejected, except to routes of cost 0"
+                    )
                     self._warnings.add(entry.path, told)
         return tuple(made)
 
@@ -282,9 +288,9 @@ class Builder:
                 told = f"it ends {until.isoformat()}, before it starts; put it after valid_from"
                 self._problems.add(entry.at("valid_until"), told)
             elif until <= self._now and not self._warnings.full:
-                told = f"it ended {until.isoformat()} and holds no more; remove the entry"
+                told = f"it ended {until.isoformat()} and no longer applies; remove the entry"
                 self._warnings.add(entry.at("valid_until"), told)
-        # Many entries end together: they share one value.
+        # Many entries have the same validity and share one object.
         return self._validities.get(ends) or self._validities.setdefault(ends, Validity(since, until))
 
     # ------------------------------------------------------------------ settings
@@ -303,7 +309,7 @@ class Builder:
             "bearer_token": api_key.get("bearer"),
             "known_keys_only": api_key.get("known_only"),
         }
-        # None is a value of these.
+        # For these, None is a value.
         fields = {"api_key_header": "header", "unknown_key_factor": "unknown_factor"}
         optional = {field: api_key[name] for field, name in fields.items() if name in api_key}
         return IdentitySettings(**{name: value for name, value in given.items() if value is not None}, **optional)
@@ -332,5 +338,5 @@ def _fields(entry: StructValue, name: str) -> dict[str, Any]:
 
 
 def _counts(draft: RuleDraft, kind: str) -> bool:
-    """Whether a rule counts somebody of this kind apart from others."""
+    """True if a rule counts by this kind of identity."""
     return kind in draft.by or ("client" in draft.by and kind in CLIENT_KINDS)

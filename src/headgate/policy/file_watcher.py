@@ -1,4 +1,4 @@
-"""A policy file that is watched: each good version replaces the one before it whole, a bad one changes nothing."""
+"""Watches a policy file: a valid version replaces the previous one, an invalid one is logged and ignored."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ Made = TypeVar("Made")
 
 
 class PolicyWatcher(Generic[Made]):
-    """The newest good version of a policy file, made ready by `make`. The first one has to be good."""
+    """The last valid version of a policy file, converted by `make`. The first version must be valid."""
 
     def __init__(self, path: str | PathLike[str], make: Callable[[Policy], Made], *, every: float | None = 1.0) -> None:
-        """Looks at the file `every` so many seconds, from a thread of its own; never by itself, if None."""
+        """Check the file `every` so many seconds in a thread; None to check only on `look`."""
         self._path = Path(path)
         self._make = make
         self._every = every
         content = file_content(self._path)
         self._seen = self.version = _digest(content)
-        """The content that was looked at last, and the content in force, as hashes."""
+        """Hashes of the content that was checked last, and of the active content."""
         self._policy = self._read(content)
         self.current = make(self._policy)
         self.error: InvalidInput | None = None
-        """Why the newest content is not in force; None if it is."""
+        """The reason why the newest content is not active; None if it is."""
         self._stop = threading.Event()
         self._start()
         reinit_after_fork(self)
 
     def look(self) -> bool:
-        """Read the file now; whether a new version is in force."""
+        """Check the file now; return True if a new version became active."""
         try:
             content = file_content(self._path)
         except InvalidInput as error:
@@ -81,18 +81,18 @@ class PolicyWatcher(Generic[Made]):
         return is_new
 
     def _refuse(self, seen: str, error: InvalidInput) -> None:
-        if seen != self._seen:  # logged once, however often the file is looked at
+        if seen != self._seen:  # log each version once
             logger.error(
                 "policy %s: the new version is refused, %s stays in force:\n%s", self._path, self.version, error
             )
         self._seen, self.error = seen, error
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._stop.set()
 
     def reset_after_fork(self) -> None:
-        """Threads stay with the parent; a child watches by itself."""
+        """Start a thread in the child process."""
         stopped = self._stop.is_set()
         self._stop = threading.Event()
         if stopped:
@@ -111,14 +111,14 @@ class PolicyWatcher(Generic[Made]):
 
 
 def _look_forever(watching: weakref.ref[PolicyWatcher[Any]], stop: threading.Event, every: float) -> None:
-    """Until the watch is closed, or forgotten with what it was made for."""
+    """Check the file until the watcher is closed or garbage collected."""
     while not stop.wait(every):
         watch = watching()
         if watch is None:
             return
         try:
             watch.look()
-        except Exception:  # a bug of ours must not end the watch: the next version may be read
+        except Exception:  # a bug must not end the thread: the next version may be valid
             logger.exception("a policy could not be looked at; version %s stays in force", watch.version)
         del watch
 

@@ -1,4 +1,4 @@
-"""What is well written, but cannot work, or is probably not meant."""
+"""Checks of a policy as a whole: conflicts, limits that deny everything, and probable mistakes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
     "endpoints",
     "free_limits",
     "identities",
+    "queues",
     "routes_given_twice",
-    "turns",
     "unknown_keys",
     "unused_tier",
 ]
@@ -36,7 +36,7 @@ EVERYWHERE: Final = Template.parse("*")
 
 
 def routes_given_twice(routes: list[tuple[RouteRule, Path]], problems: PolicyProblems) -> None:
-    """Two answers to what a route is. That one names its methods and the other does not is fine: the former wins."""
+    """Report routes with conflicting settings. Settings for a method may differ from those for all methods."""
 
     def answer(route: RouteRule) -> object:
         return route.route_class, route.cost, route.on_failure
@@ -53,19 +53,19 @@ def routes_given_twice(routes: list[tuple[RouteRule, Path]], problems: PolicyPro
 
 
 class RouteCosts:
-    """What requests cost at most on each rule."""
+    """The highest cost of a request on each rule."""
 
-    def __init__(self, drafts: Collection[RuleDraft], routes: list[RouteRule], meetings: RuleMatcher) -> None:
+    def __init__(self, drafts: Collection[RuleDraft], routes: list[RouteRule], matcher: RuleMatcher) -> None:
         self._dearest: dict[tuple[str, str | None], tuple[int, str]] = {}
         for route in sorted(routes, key=lambda route: -route.cost):
             cost = (route.cost, f"a request to {route.template.text}")
-            for draft in meetings.of(route.template, route.methods, route.route_class) if route.cost > 1 else ():
+            for draft in matcher.find(route.template, route.methods, route.route_class) if route.cost > 1 else ():
                 self._dearest.setdefault((draft.name, None), cost)
                 self._dearest.setdefault((draft.name, route.route_class), cost)
         self._own = {draft.name: draft.get("cost", draft.get("reserve")) for draft in drafts}
 
     def objection(self, draft: RuleDraft, limit: Limit, route_class: str | None = None) -> str | None:
-        """Why some request could never pass, however long it waits; None if all can."""
+        """The reason why some request is always denied; None if there is none."""
         cost, what = self._own[draft.name], "a request"
         if cost is None:
             cost, what = self._dearest.get((draft.name, route_class), (1, what))
@@ -76,8 +76,8 @@ class RouteCosts:
         if cost <= at_once:
             return None
         return (
-            f"{what} costs {cost}, but limit {draft.name!r} lets at most {at_once} pass at once{where}: "
-            "it never gets in; lower the cost, or allow more at once"
+            f"{what} costs {cost}, but limit {draft.name!r} allows at most {at_once} at once{where}: "
+            "such a request is always denied; lower the cost, or allow more at once"
         )
 
 
@@ -95,7 +95,7 @@ def unknown_keys(
     default_tier: str | None,
     warnings: PolicyProblems,
 ) -> None:
-    """Limits by API key without a limit by address beside them: each request may send another key."""
+    """Warn of limits by API key without a limit by address: a client can send a new key with each request."""
     guards = RuleMatcher([each for each in drafts if _is_guard(each, default_tier)])
     by_class: dict[str | None, list[RouteRule]] = defaultdict(list)
     for route in routes:
@@ -109,9 +109,9 @@ def unknown_keys(
             *((route.template, name) for name in draft.classes for route in by_class[name]),
         ]
         for template, route_class in met or [(EVERYWHERE, None)]:
-            if not any(_guards(guard, draft) for guard in guards.of(template, draft.methods, route_class)):
+            if not any(_guards(guard, draft) for guard in guards.find(template, draft.methods, route_class)):
                 told = (
-                    "a client that sends another key each time is never stopped; add a limit by ip"
+                    "a client that sends a new key with each request is never denied; add a limit by ip"
                     if factor is None
                     else f"requests with unknown API keys also count by address, at {factor} times its numbers; "
                     "add a limit by ip to set other numbers"
@@ -124,19 +124,20 @@ def unknown_keys(
                 break
 
 
-def turns(drafts: list[RuleDraft], warnings: PolicyProblems) -> None:
-    """Queues, in which nobody stands."""
+def queues(drafts: list[RuleDraft], warnings: PolicyProblems) -> None:
+    """Warn of leaky buckets: a gate does not apply their delays."""
     for draft in drafts:
         if any(limit.algorithm == "leaky_bucket" for limit in draft.limits.values()):
             warnings.add(
                 draft.path,
-                f"limit {draft.name!r} is a leaky_bucket, which gives each request its turn, but a gate never waits: "
-                "let the app wait for current_admission().decision.delay, or write gcra, which lets in the same ones",
+                f"limit {draft.name!r} is a leaky_bucket, which assigns each request a delay, but a gate never waits: "
+                "let the app wait for current_admission().decision.delay, or write gcra, which allows the same "
+                "requests",
             )
 
 
 def endpoints(drafts: list[RuleDraft], routes: list[RouteRule], warnings: PolicyProblems) -> None:
-    """Limits by endpoint, where none is told apart."""
+    """Warn of limits by endpoint in a policy without paths."""
     if routes or any(draft.templates for draft in drafts):
         return
     for draft in drafts:
@@ -149,7 +150,7 @@ def endpoints(drafts: list[RuleDraft], routes: list[RouteRule], warnings: Policy
 
 
 def identities(drafts: list[RuleDraft], warnings: PolicyProblems) -> None:
-    """Names of the app's own that look like a slip of the pen."""
+    """Warn of custom kinds of identity that look like misspelled built-in ones."""
     for draft in drafts:
         for kind in draft.by:
             near = get_close_matches(kind.lower(), IDENTITIES, n=1, cutoff=0.75)
@@ -159,7 +160,7 @@ def identities(drafts: list[RuleDraft], warnings: PolicyProblems) -> None:
 
 
 def free_limits(drafts: list[RuleDraft], warnings: PolicyProblems) -> None:
-    """Limits on which no request costs anything."""
+    """Warn of limits with cost 0."""
     for draft in drafts:
         if draft.get("cost") == 0:
             warnings.add(
@@ -170,7 +171,7 @@ def free_limits(drafts: list[RuleDraft], warnings: PolicyProblems) -> None:
 
 
 def unused_tier(tier: str | None, drafts: list[RuleDraft], path: Path, warnings: PolicyProblems) -> None:
-    """A default tier in a policy whose limits are the same for all tiers."""
+    """Warn of a default tier if no limit has numbers for tiers."""
     if tier is not None and not any(each is not None for draft in drafts for each in draft.numbers):
         warnings.add(
             path,
@@ -180,7 +181,7 @@ def unused_tier(tier: str | None, drafts: list[RuleDraft], path: Path, warnings:
 
 
 def _is_guard(draft: RuleDraft, default_tier: str | None) -> bool:
-    """True if a limit counts every request, by the address or for everybody together."""
+    """True if a limit counts every request by address or globally."""
     return (
         {*ADDRESSES, "endpoint"}.issuperset(draft.by)
         and not draft.get("shadow")
@@ -191,6 +192,6 @@ def _is_guard(draft: RuleDraft, default_tier: str | None) -> bool:
 
 
 def _guards(guard: RuleDraft, draft: RuleDraft) -> bool:
-    """True if the guard applies to all methods that the limit does. One on concurrency bounds no rate."""
+    """True if the guard covers all methods of the limit. A concurrency limit does not bound a rate."""
     has_methods = not guard.methods or (bool(draft.methods) and draft.methods <= guard.methods)
     return has_methods and (not guard.is_concurrency or draft.is_concurrency)

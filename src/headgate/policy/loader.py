@@ -1,4 +1,4 @@
-"""Reads a policy: strictly, whole or not at all, and with every mistake told at once and by its place."""
+"""Loads policies. Parsing is strict, and all mistakes are reported at once with their positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
 
-__all__ = ["UnreadablePolicy", "build", "decoded", "file_content", "load", "no_search_for_cycles", "read"]
+__all__ = ["UnreadablePolicy", "build", "decoded", "file_content", "gc_paused", "load", "read"]
 
 
 class UnreadablePolicy(InvalidPolicy):
@@ -29,14 +29,14 @@ class UnreadablePolicy(InvalidPolicy):
 
 
 def load(path: str | PathLike[str]) -> Policy:
-    """The policy in a file: .yaml, .yml, .toml or .json; InvalidPolicy, if it has mistakes."""
+    """Load a policy file (.yaml, .yml, .toml or .json); raise InvalidPolicy if it has mistakes."""
     return read(decoded(file_content(path), path), file=str(path))
 
 
 def read(text: str, *, file: str = "policy.yaml", format: str | None = None) -> Policy:
-    """The policy in a text; InvalidPolicy, if it has mistakes. `file` is what they are told about.
+    """Parse the text of a policy; raise InvalidPolicy if it has mistakes. `file` is the file name in messages.
 
-    `format` is "yaml", "toml" or "json"; by the file's name, if not given.
+    `format` is "yaml", "toml" or "json"; the default depends on the file name.
 
     >>> read("limits: [{by: ip, bucket: 10/minute}]").rules[0].name
     'every route by ip'
@@ -45,7 +45,7 @@ def read(text: str, *, file: str = "policy.yaml", format: str | None = None) -> 
         ...
     headgate.errors.InvalidPolicy: policy.yaml:1:19: unknown field 'bukcet'; did you mean 'bucket'?
     """
-    with no_search_for_cycles():
+    with gc_paused():
         source = Source(text, file, format)
         try:
             problems, warnings = PolicyProblems(), PolicyProblems()
@@ -58,59 +58,59 @@ def read(text: str, *, file: str = "policy.yaml", format: str | None = None) -> 
 
 
 def file_content(path: str | PathLike[str]) -> bytes:
-    """The bytes of a policy file, at once and never without end: no pipe is waited for, no device is read."""
+    """Read a policy file without blocking: only regular files of limited size are read."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise UnreadablePolicy([f"{path}: not a regular file; write the policy to one"])
             if status.st_size > LARGEST:
                 raise InvalidPolicy([f"{path}: {TOO_LARGE}"])
-            return file.read(status.st_size)  # and no more, should it grow meanwhile
+            return file.read(status.st_size)  # not more, even if the file grows
     except OSError as error:
         raise UnreadablePolicy([f"{path}: cannot be read: {error.strerror}"]) from None
 
 
 def decoded(content: bytes, path: str | PathLike[str]) -> str:
-    """The text of a policy file."""
+    """Decode the content of a policy file."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidPolicy([f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def build(value: object, problems: PolicyProblems, warnings: PolicyProblems) -> Policy:
-    """The policy, as far as there are no problems."""
+    """Build the policy; it is only valid if no problem was added."""
     if value in (None, {}):
-        # Half a file that was being written is no reason to let everybody in.
-        problems.add((), "holds nothing; a policy has at least limits:")
+        # An empty file may be one that is being written; it must not remove all limits.
+        problems.add((), "is empty; a policy has at least limits:")
         return Policy()
-    kinds = _kinds_of_the_app(value)
+    kinds = _custom_kinds(value)
     entry = schema.policy(kinds).read(value, (), problems)
     if not isinstance(entry, StructValue) or problems.full:
         return Policy()
     return Builder(entry, kinds, problems, warnings).policy()
 
 
-def _kinds_of_the_app(value: object) -> list[str]:
-    """The identities that limits count by and only the app knows: clients and overrides may name them, too."""
+def _custom_kinds(value: object) -> list[str]:
+    """The custom kinds of identity in `by`, which clients and overrides may use, too."""
     limits = value.get("limits") if isinstance(value, dict) else None
     kinds: dict[str, None] = {}
     for limit in limits if isinstance(limits, list) else ():
         try:
             kinds.update(dict.fromkeys(scalars.by(limit.get("by"))) if isinstance(limit, dict) else {})
         except InvalidInput:
-            continue  # told when the limit is read
+            continue  # reported when the limit is parsed
     return [kind for kind in kinds if kind not in scalars.IDENTITIES]
 
 
 @contextmanager
-def no_search_for_cycles() -> Iterator[None]:
-    """A policy may be a hundred thousand values, none in a cycle: to look for some took a fourth of the time."""
+def gc_paused() -> Iterator[None]:
+    """Disable the garbage collector: it took a quarter of the time for large policies, which have no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

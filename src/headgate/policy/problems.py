@@ -1,4 +1,4 @@
-"""What there is to tell about a policy, and where."""
+"""The problems of a policy, with their positions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 __all__ = ["PolicyProblem", "PolicyProblems"]
 
 MOST_PROBLEMS: Final = 50
-"""So many are told of; who has more wants to mend these first."""
+"""The number of problems that are reported at once."""
 
 
 class PolicyProblem(NamedTuple):
-    """Something to tell about a place, and perhaps about another: `before`, the other place, `after`."""
+    """A message about a position. With `other`, it consists of `before`, the other position and `after`."""
 
     spot: SourcePosition | NodePosition
     before: str
@@ -25,7 +25,7 @@ class PolicyProblem(NamedTuple):
 
 
 class PolicyProblems:
-    """Gathers what there is to tell; once it is `full`, there is no use in looking for more."""
+    """A list of problems; checks stop when it is `full`."""
 
     def __init__(self) -> None:
         self.kept: list[PolicyProblem] = []
@@ -37,7 +37,7 @@ class PolicyProblems:
         )
 
     def add_placed(self, place: NodePosition, text: str) -> None:
-        """For what the format itself has found."""
+        """Add a problem that the parser of the format found."""
         self._keep(PolicyProblem(place, text))
 
     def __len__(self) -> int:

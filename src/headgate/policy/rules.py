@@ -1,4 +1,4 @@
-"""The rules of a policy, out of its `limits` and its `tiers`."""
+"""Builds the rules of a policy from `limits` and `tiers`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["CONCURRENCY", "MIXED", "RuleDraft", "RuleMatcher", "RuleTable", "nearest"]
 
 CONCURRENCY: Final = "concurrency"
-MIXED: Final = "it counts what is inside at once for some and a rate for others; write two limits"
+MIXED: Final = "it limits concurrency for some clients and a rate for others; write two limits"
 MOST_NAMES: Final = 12
 NEVER_LEASED: Final = (CONCURRENCY, "leaky_bucket")
 
 
 @dataclass(slots=True, eq=False)
 class RuleDraft:
-    """A rule in the making, which still knows where it was written."""
+    """A rule under construction, with its position in the file."""
 
     name: str
     path: Path
@@ -43,9 +43,9 @@ class RuleDraft:
     methods: frozenset[str] = frozenset()
     classes: tuple[str, ...] = ()
     algorithm: str | None = None
-    """For numbers that don't name one."""
+    """For numbers without an algorithm."""
     numbers: dict[str | None, tuple[Phrase, Path]] = field(default_factory=dict)
-    """By tier, None for those who are in none of them."""
+    """By tier; None for clients in none of them."""
     limits: dict[str | None, Limit] = field(default_factory=dict)
     is_concurrency: bool = False
     split: int = 1
@@ -83,7 +83,7 @@ class RuleDraft:
 
 
 class RuleMatcher:
-    """Who meets whom: found by one match of a path for all rules, as there may be a thousand of them."""
+    """Finds the rules that apply to a route, with one match for all of up to a thousand rules."""
 
     def __init__(self, drafts: Collection[RuleDraft]) -> None:
         self._everywhere = [draft for draft in drafts if draft.is_everywhere]
@@ -95,9 +95,9 @@ class RuleMatcher:
                 self._by_class.setdefault(name, []).append(draft)
         self._matcher = Matcher([template for template, _ in self._templates])
 
-    def of(self, template: Template, methods: frozenset[str], route_class: str | None = None) -> list[RuleDraft]:
-        """The rules that all requests to these paths meet, if they are of one of the methods."""
-        # Taken as a path, a template fits those that cover it: no segment but a parameter fits "{id}".
+    def find(self, template: Template, methods: frozenset[str], route_class: str | None = None) -> list[RuleDraft]:
+        """The rules that apply to all requests to these paths with one of the methods."""
+        # As a path, a template matches the templates that cover it: only a parameter matches the segment "{id}".
         path = template.text.removesuffix("*")
         covering = [self._templates[index] for index in self._matcher.match(path)]
         found = [
@@ -109,12 +109,12 @@ class RuleMatcher:
 
 
 class RuleTable:
-    """All rules by name. Those with mistakes are among them as far as they could be read."""
+    """All rules by name, including those with mistakes as far as they were parsed."""
 
     def __init__(self, policy: StructValue, classes: Collection[str], problems: PolicyProblems) -> None:
         self.drafts: dict[str, RuleDraft] = {}
         self.is_complete = True
-        """Whether the names of all limits are known."""
+        """True if the names of all limits are known."""
         self._classes = classes
         self._problems = problems
         self._limits: dict[tuple[str, Phrase, str], Limit] = {}
@@ -133,7 +133,7 @@ class RuleTable:
                 problems.add(draft.at("name"), told)
 
     def limit(self, draft: RuleDraft, phrase: Phrase, algorithm: str | None = None) -> Limit:
-        """The limit of that name with these numbers, made once; InvalidLimit, if there can be none."""
+        """The limit of a rule with these numbers, created once; raises InvalidLimit."""
         algorithm = phrase.algorithm or algorithm or draft.algorithm or "token_bucket"
         asked = (draft.name, phrase, algorithm)
         made = self._limits.get(asked)
@@ -145,13 +145,13 @@ class RuleTable:
         return made
 
     def release(self) -> None:
-        """Forget which limits were made, some at a time: to free many at once delays other threads."""
+        """Free the cache of limits in slices, as freeing all at once would delay other threads."""
         release(self._limits)
 
     # ------------------------------------------------------------------ limits
 
     def _declare(self, entry: StructValue) -> None:
-        """A limit as `limits` lists it."""
+        """Add a limit of the list `limits`."""
         paths = entry.get("path", ())
         draft = RuleDraft(
             "",
@@ -187,7 +187,7 @@ class RuleTable:
         if "name" in entry.fields:
             return str(entry.fields["name"])
         if not entry.unread.isdisjoint(("name", "path", "class", "by")):
-            return None  # what the name would be made of
+            return None  # the name would be derived from them
         routes = [template.text for template in draft.templates] or list(draft.classes) or ["every route"]
         made = f"{', '.join(routes)} by {'+'.join(draft.by) or 'global'}"
         try:
@@ -217,12 +217,15 @@ class RuleTable:
         if phrase is not None and None not in (phrase.algorithm, algorithm) and phrase.algorithm != algorithm:
             add(entry.at("algorithm"), f"the numbers name {phrase.algorithm}, this field {algorithm}; keep one")
         if "cost" in fields and "reserve" in fields:
-            add(entry.at("reserve"), "cost is what is taken, reserve an estimate of it; keep one")
+            add(entry.at("reserve"), "cost is the amount that is charged, reserve an estimate of it; keep one")
         if "count_when" in fields and "reserve" in fields:
             add(entry.at("count_when"), "count_when and reserve both say later what counts; keep one")
         for name in ("count_when", "reserve"):
             if name in fields and fields.get("shadow"):
-                add(entry.at(name), f"{name} has no meaning in shadow, where nothing is taken; leave out one of them")
+                add(
+                    entry.at(name),
+                    f"{name} has no effect in shadow mode, where nothing is charged; leave out one of them",
+                )
             if name in fields and draft.split > 1:
                 told = f"what {name} gives back has no place where a limit is split over several counters; keep one"
                 add(entry.at("split"), told)
@@ -230,13 +233,13 @@ class RuleTable:
     # ------------------------------------------------------------------ tiers
 
     def _add_numbers(self, numbers: dict[str, Phrase], tier: str | None, path: Path) -> None:
-        """Numbers by name: for a limit that is declared, or for one that this declares."""
+        """Add numbers by name, for a declared limit or for a new one."""
         for name, phrase in numbers.items():
             where = (*path, name)
             draft = self.drafts.get(name)
             if draft is None:
                 known = name in self._classes
-                # A name that nobody declares makes a limit for every route: not what a slip of the pen should do.
+                # An undeclared name creates a limit for every route, which a misspelled name should not.
                 if not known and (near := get_close_matches(name, self._declared(), n=1, cutoff=0.8)):
                     told = f"no limit and no class is called {name!r}; did you mean {near[0]!r}?"
                     self._problems.add(where, told, at_key=True)
@@ -271,23 +274,23 @@ class RuleTable:
             self._problems.add(draft.path, MIXED)
         if draft.get("cost") == 0:
             self._problems.add(
-                draft.at("cost"), "cost 0 would let everybody in at once; write at least 1, or leave it out"
+                draft.at("cost"), "cost 0 would allow any number at once; write at least 1, or leave it out"
             )
         if draft.get("shadow"):
             self._problems.add(
                 draft.at("shadow"),
-                "concurrency counts who is inside, and a limit in shadow lets nobody in that it could count; "
-                "leave shadow out, and begin with a number that nobody reaches",
+                "concurrency counts admitted requests, and a limit in shadow mode admits none; "
+                "leave shadow out, and start with a high number",
             )
         for name in ("count_when", "reserve"):
             if draft.get(name) is not None:
                 self._problems.add(
-                    draft.at(name), f"{name} has no meaning for concurrency, where all is given back; leave it out"
+                    draft.at(name), f"{name} has no effect on concurrency, which returns everything; leave it out"
                 )
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """The end of a message about a name that is not there: the nearest one, some of them, or what to do without any."""
+    """The end of a message about an unknown name: the most similar one, some names, or what to do without any."""
     names = sorted(known)
     if len(names) > MOST_NAMES and not get_close_matches(word.lower(), names, n=1):
         return f"known are {', '.join(names[:MOST_NAMES])} and {len(names) - MOST_NAMES} more"

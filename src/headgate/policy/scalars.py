@@ -1,4 +1,4 @@
-"""The words of a policy: each function reads one plain value strictly, or raises InvalidInput with the remedy."""
+"""Parsers of scalar policy values. Each returns the value or raises InvalidInput with the remedy."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ __all__ = [
 ]
 
 IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "client")
-"""The kinds that are known without the app's help, and "client": the best of them that a request has."""
+"""The built-in kinds of identity; "client" is the first of CLIENT_KINDS that a request has."""
 
 LONGEST_LABEL: Final = 500
 
 EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
 HORIZON: Final = datetime(2200, 1, 1, tzinfo=UTC)
-"""A later time is a slip, or means "for ever", which is written by leaving it out."""
+"""A later time is a typing error, or means no end, for which valid_until is left out."""
 
 STATUSES: Final = range(100, 600)
 
@@ -80,17 +80,17 @@ _STATUS_FORM: Final = 'write it like "status in [401, 403]", "status not in [2xx
 _METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE", "QUERY")
 
 _SPELLINGS: Final = {re.sub("[-_]", "", kind): kind for kind in (*IDENTITIES, "global")} | {"address": "ip"}
-"""Identities as they are called, by how they are often misspelled."""
+"""Common misspellings of kinds of identity."""
 
 _FIELDS: Final = frozenset(
     ["limit", "class", "bucket", "algorithm", "tier", "label", "reason", "valid_from", "valid_until"]
 )
-"""What stands beside an identity in clients and overrides."""
+"""Fields of clients and overrides, which cannot be kinds of identity."""
 
 _Network: TypeAlias = IPv4Network | IPv6Network
 
 _PRIVATE_IPV6: Final = IPv6Network("fc00::/7")
-"""Reached from nowhere outside, as 10.0.0.0/8 is: no stranger comes from there."""
+"""Private, as 10.0.0.0/8 is: no request from the internet has such an address."""
 
 
 # ------------------------------------------------------------------ simple values
@@ -100,14 +100,14 @@ def text(value: object) -> str:
     if type(value) is str and value and value.isprintable():
         return value
     if isinstance(value, str) and value:
-        raise InvalidInput(f"{show(value)} holds characters that cannot be printed; leave them out")
+        raise InvalidInput(f"{show(value)} contains characters that cannot be printed; remove them")
     if isinstance(value, (int, Decimal)) or value is None:
         raise refusal(value, f'text in quotes: "{show(value)}"')
     raise refusal(value, "text")
 
 
 def name(value: object) -> str:
-    """A text that can be quoted in headers, in reasons and on the command line."""
+    """Parse a name that can be quoted in headers, reasons and on the command line."""
     if type(value) is str and _NAME.fullmatch(value):
         return value
     raise InvalidInput(f"{show(text(value))}: use 1 to 100 printable ASCII characters, no quote and no backslash")
@@ -126,7 +126,7 @@ def flag(value: object) -> bool:
 
 
 def whole(least: int, most: int | None = None, *, example: int) -> Callable[[object], int]:
-    """A reader of whole numbers in a range."""
+    """A parser of integers in a range."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(value: object) -> int:
@@ -140,7 +140,7 @@ def whole(least: int, most: int | None = None, *, example: int) -> Callable[[obj
 
 
 def choice(*known: str) -> Callable[[object], str]:
-    """A reader of one word out of a few."""
+    """A parser of one of several words."""
 
     def read(value: object) -> str:
         if type(value) is not str:
@@ -156,7 +156,7 @@ def choice(*known: str) -> Callable[[object], str]:
 
 
 def numbers(value: object) -> Phrase:
-    """What the text of a limit says."""
+    """Parse the numbers of a limit."""
     if type(value) is not str:
         raise refusal(value, 'a limit like "10/minute" or "1000/minute, burst 200"')
     try:
@@ -173,18 +173,18 @@ def numbers(value: object) -> Phrase:
         raise
 
 
-# Policies repeat themselves: a hundred thousand overrides hold a handful of different texts.
+# A hundred thousand overrides contain only a few different texts.
 _phrase: Final = lru_cache(maxsize=8192)(_limit_syntax.parse)
 
 
 def instant(value: object) -> datetime:
-    """A moment that is the same one everywhere."""
+    """Parse a time with a time zone."""
     if type(value) is str:
         return _moment(value)
     if isinstance(value, datetime):
         return _zoned(value)
     if isinstance(value, date):
-        raise InvalidInput(f"{value} is a day, not a moment; write it like {value}T00:00:00Z")
+        raise InvalidInput(f"{value} is a date without a time; write it like {value}T00:00:00Z")
     raise refusal(value, "a time, like 2026-05-28T02:01:00Z")
 
 
@@ -195,19 +195,18 @@ def _moment(written: str) -> datetime:
     except ValueError:
         raise InvalidInput(f"{show(written)} is not a time; write it like 2026-05-28T02:01:00Z") from None
     if len(written) < len("20260528T02Z"):
-        raise InvalidInput(f"{written} is a day, not a moment; write it like {found.date()}T00:00:00Z")
+        raise InvalidInput(f"{written} is a date without a time; write it like {found.date()}T00:00:00Z")
     return _zoned(found)
 
 
 class OutOfRange(InvalidInput):
-    """A time that is too long ago or too far ahead to be meant."""
+    """A time outside the supported range."""
 
 
 def _zoned(moment: datetime) -> datetime:
     if moment.utcoffset() is None:
         raise InvalidInput(
-            f"{moment} is another moment in every zone; write {moment.isoformat()}Z for UTC, "
-            "or add an offset like +02:00"
+            f"{moment} has no time zone; write {moment.isoformat()}Z for UTC, or add an offset like +02:00"
         )
     if not EARLIEST <= moment < HORIZON:
         raise OutOfRange(
@@ -218,7 +217,7 @@ def _zoned(moment: datetime) -> datetime:
 
 
 def status_test(value: object) -> StatusTest:
-    """Which answers count, out of `status in [401, 403]` and its kin."""
+    """Parse a condition like `status in [401, 403]`."""
     if type(value) is not str:
         raise refusal(value, 'a test in quotes, like "status in [401, 403]"')
     match = _STATUS.fullmatch(value)
@@ -257,11 +256,11 @@ def _compared(sign: str, operand: frozenset[int], value: str) -> frozenset[int]:
     return frozenset(filter(keeps, STATUSES))
 
 
-# ------------------------------------------------------------------ who
+# ------------------------------------------------------------------ identities
 
 
 def by(value: object) -> tuple[str, ...]:
-    """Kinds of identity; none for one counter for all."""
+    """Parse kinds of identity; empty for a global counter."""
     words = value.split("+") if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words) or not words:
         odd = next((word for word in words if not isinstance(word, str)), value) if isinstance(words, list) else value
@@ -283,7 +282,7 @@ def by(value: object) -> tuple[str, ...]:
 
 
 def identity(value: object) -> str:
-    """Who, in the app's own words; a whole number is as good as its digits."""
+    """Parse an identity of the app: text or an integer."""
     if type(value) is str:
         return label(value)
     if type(value) is int:
@@ -292,27 +291,27 @@ def identity(value: object) -> str:
 
 
 def api_key(value: object) -> str:
-    """A key as clients send it, or its fingerprint. No message shows it."""
+    """Parse an API key or its fingerprint. Messages never contain it."""
     if isinstance(value, Unreadable) or type(value) not in (str, int):
-        raise InvalidInput("this is no key; write it as text in quotes")
+        raise InvalidInput("this is not an API key; write it as text in quotes")
     found = str(value)
     if not (found.isascii() and found.isprintable() and 0 < len(found) <= 4096) or " " in found or "," in found:
         raise InvalidInput(
             "no client can send this key; write up to 4096 printable ASCII characters, no blanks or commas"
         )
     if found.startswith("hmac:") and not re.fullmatch(r"hmac:[0-9a-f]{32}", found):
-        raise InvalidInput("this is no fingerprint; write hmac: and 32 hexadecimal digits, or the key itself")
+        raise InvalidInput("this is not a fingerprint; write hmac: and 32 hexadecimal digits, or the key itself")
     return found
 
 
 def address(value: object) -> str:
-    """An address or a network in its one spelling."""
+    """Parse an address or a network into its canonical spelling."""
     found = _network(value, "203.0.113.9 or 203.0.113.0/24", unwraps_nat64=True)
     return str(found.network_address) if found.prefixlen == found.max_prefixlen else str(found)
 
 
 def address_or_hash(value: object) -> str:
-    """An address or a network, or the keyed hash of an address."""
+    """Parse an address, a network, or the keyed hash of an address."""
     if type(value) is str and value.startswith("hmac:"):
         return api_key(value)
     return address(value)
@@ -323,12 +322,12 @@ def subnet(value: object) -> str:
 
 
 def proxy(value: object) -> str:
-    """A network that is narrow enough to be trusted."""
+    """Parse the network of a proxy, which must be narrow enough to be trusted."""
     found = _network(value, "10.0.0.0/8")
     least = 8 if found.version == 4 else 16
     if found.prefixlen < least and not (found.version == 6 and found.subnet_of(_PRIVATE_IPV6)):
         raise InvalidInput(
-            f"{found} lets strangers say what their address is; name the proxies' own network, /{least} or narrower"
+            f"{found} would let clients choose their address; name the network of the proxies, /{least} or narrower"
         )
     return str(found)
 
@@ -348,7 +347,7 @@ def _network(value: object, example: str, *, unwraps_nat64: bool = False) -> _Ne
     except InvalidInput:
         raise
     except ValueError:
-        raise InvalidInput(f"{show(value)} is no address; write it like {example}") from None
+        raise InvalidInput(f"{show(value)} is not an address; write it like {example}") from None
     if found.network_address != start:
         raise InvalidInput(f"{show(value)} starts in the middle of its network; write {found}")
     return found
@@ -357,8 +356,7 @@ def _network(value: object, example: str, *, unwraps_nat64: bool = False) -> _Ne
 def _unmapped(
     start: IPv4Address | IPv6Address, width: int, *, unwraps_nat64: bool
 ) -> tuple[IPv4Address | IPv6Address, int]:
-    """The IPv4 network that an IPv6 network stands for. ::ffff:1.2.3.4/64 is refused: it would be everybody, and so
-    would all of NAT64."""
+    """The IPv4 network for an IPv4-mapped or NAT64 network. Networks that would cover all of IPv4 are refused."""
     if isinstance(start, IPv6Address):
         if start.ipv4_mapped is not None:
             return start.ipv4_mapped, width - 96
@@ -382,12 +380,12 @@ def method(value: object) -> str:
         if near:
             raise InvalidInput(f"unknown method {show(value)}; did you mean {near[0]!r}?")
         if not re.fullmatch(r"[A-Z]{1,20}", value):
-            raise InvalidInput(f"{show(value)} is no method; write one like GET, in capital letters")
+            raise InvalidInput(f"{show(value)} is not a method; write one like GET, in capital letters")
     return value
 
 
 def route(value: object) -> tuple[str | None, Template]:
-    """The paths of a route, and the method if one stands in front: "GET /users/{id}"."""
+    """Parse the path of a route with an optional method: "GET /users/{id}"."""
     found = text(value)
     verb, _, path = found.partition(" ")
     if verb.isalpha() and path:
@@ -396,7 +394,7 @@ def route(value: object) -> tuple[str | None, Template]:
 
 
 def header(value: object) -> str | None:
-    """The name of a header in lower case; None to read none."""
+    """Parse the name of a header, in lower case; None for no header."""
     if value is None or value == "none":
         return None
     if type(value) is not str:
@@ -407,7 +405,7 @@ def header(value: object) -> str | None:
 
 
 def draft(value: object) -> int:
-    """The version of an IETF draft."""
+    """Parse the version of the IETF draft."""
     if type(value) is not int or value not in (6, 11):
         raise refusal(value, "a draft that is supported: 11, or 6 for separate fields")
     return value
@@ -422,7 +420,7 @@ def url(value: object) -> str:
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc or not re.fullmatch(r"[!-~]{1,2000}", value):
-        raise InvalidInput(f"{show(value)} cannot be followed; write {wanted}")
+        raise InvalidInput(f"{show(value)} is not an HTTP URL; write {wanted}")
     return value
 
 
@@ -441,13 +439,13 @@ def duration(value: object) -> timedelta:
 
 
 def duration_between(least: timedelta, most: timedelta, *, example: str) -> Callable[[object], timedelta]:
-    """A reader of durations in a range."""
+    """A parser of durations in a range."""
     wanted = f'a duration from {_spelled(least)} to {_spelled(most)}, like "{example}"'
     return lambda value: _duration(value, wanted, least, most)
 
 
 def duration_or_off(least: timedelta, most: timedelta, *, example: str) -> Callable[[object], timedelta]:
-    """The same, or 0 for what is turned off; also as a word, whatever readers of YAML take that for."""
+    """The same, or 0 or "off" for zero, also if YAML parsers read that word as a boolean."""
     wanted = f'a duration from {_spelled(least)} to {_spelled(most)}, like "{example}", or 0 for none'
 
     def read(value: object) -> timedelta:
@@ -460,7 +458,7 @@ def duration_or_off(least: timedelta, most: timedelta, *, example: str) -> Calla
 
 
 def factor_or_off(most: int, *, example: int) -> Callable[[object], int | None]:
-    """A reader of whole numbers from 1, or "off" for None; also where a YAML reader takes that word for a boolean."""
+    """A parser of integers from 1, or "off" for None, also if YAML parsers read that word as a boolean."""
     wanted = f"a whole number from 1 to {most:,}, like {example}, or off"
 
     def read(value: object) -> int | None:
@@ -477,7 +475,7 @@ def factor_or_off(most: int, *, example: int) -> Callable[[object], int | None]:
 
 
 def rate(value: object) -> Fraction:
-    """Tokens per second, exactly as written."""
+    """Parse tokens per second, exactly as written."""
     if isinstance(value, bool) or not isinstance(value, (int, Decimal)):
         raise refusal(value, "a number of tokens per second, like 16.67")
     found = Fraction(value)
@@ -489,13 +487,13 @@ def rate(value: object) -> Fraction:
 
 
 def foreign_limit(text: str) -> str | None:
-    """What to write for a limit as others write it; None for one that they don't, either.
+    """The remedy for the syntax of other limiters; None if it is not one.
 
     >>> foreign_limit("10k requests/minute"), foreign_limit("1.5 r/s"), foreign_limit("1.5/month")
     ('write "10000/minute"', 'write "3/2 s"', None)
     """
     if re.fullmatch(r"\s*(unlimited|infinite|infinity|none|off)\s*", text, re.IGNORECASE):
-        return 'write more than anybody sends, like "1000000/second", or leave the limit out'
+        return 'write a number that no client reaches, like "1000000/second", or leave the limit out'
     if found := _AT_ONCE.fullmatch(text):
         return f'write "{found[1]}/60 s, concurrency"; a lease ends after the 60 s, unless it is renewed'
     if (found := _FOREIGN.fullmatch(text)) and Fraction(found["quota"]):
@@ -512,7 +510,7 @@ def foreign_limit(text: str) -> str | None:
 
 
 def share(value: object) -> Fraction:
-    """A part of the whole, exactly as written."""
+    """Parse a percentage, exactly as written."""
     wanted = "a share from 1% to 100%, like 20%"
     if type(value) is not str:
         raise refusal(value, wanted)

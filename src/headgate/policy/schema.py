@@ -1,4 +1,4 @@
-"""What may stand in a policy: the tables that the loader reads by, and that editors check by as JSON Schema."""
+"""The schema of policies, for the loader and as JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ON_FAILURE: Final = _choice("open", "closed", "local")
 
 
 def _spelled_out(numbers: StructValue, problems: PolicyProblems) -> Any:
-    """Numbers that were given field by field."""
+    """Convert numbers that are given as separate fields."""
     given = numbers.fields.keys() - {"algorithm"}
     algorithm = numbers.get("algorithm")
     if given == {"bucket_size", "refill_rate"}:
@@ -142,7 +142,7 @@ _ELSEWHERE: Final = {
     **dict.fromkeys(("dry_run", "log_only", "report_only"), "did you mean 'shadow'?"),
     **dict.fromkeys(("fail", "fail_open", "failure_mode"), "did you mean 'on_failure'?"),
 }
-"""What other limiters call the fields of a limit."""
+"""Remedies for field names of other limiters."""
 
 LIMIT: Final = Struct(
     "a limit",
@@ -317,7 +317,7 @@ VALIDITY: Final = {
 
 
 def policy(kinds: Iterable[str] = ()) -> Struct:
-    """A whole policy, in which also the identities of these kinds may be named."""
+    """The schema of a policy with these custom kinds of identity."""
     own = {kind: Field(IDENTITY, f"A {kind}, as the app supplies it.") for kind in kinds}
     client = {
         **WHO,
@@ -370,7 +370,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a policy, for editors that complete and check as one types."""
+    """The JSON Schema (2020-12) of a policy, for completion and checks in editors."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Headgate policy",

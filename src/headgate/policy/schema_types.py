@@ -1,6 +1,6 @@
-"""The kinds of values that a policy is made of: each reads a plain value, and describes itself as JSON Schema.
+"""The types of the policy schema: each parses a value and generates its JSON Schema.
 
-One table of kinds serves both, so that what editors check and what is loaded cannot drift apart.
+One table serves both, so that editors and the loader accept the same policies.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class _Invalid:
 
 
 BROKEN: Final = _Invalid()
-"""What a kind gives for a value that it has told a problem of."""
+"""The result for a value with a problem."""
 
 
 class FieldType(Protocol):
-    """Something that a value can be."""
+    """A type of values."""
 
     def read(self, value: object, path: Path, problems: PolicyProblems) -> Any:
-        """The value as the policy means it, or BROKEN when a problem was added."""
+        """The parsed value, or BROKEN if a problem was added."""
 
     def schema(self) -> JsonSchema: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value without parts, by a function that raises InvalidInput for what it cannot be."""
+    """A scalar; `convert` parses it or raises InvalidInput."""
 
     convert: Callable[[Any], object]
     form: Mapping[str, object]
@@ -85,7 +85,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """A tuple of values of one kind; those that are broken are left out."""
+    """A tuple of values of one type, without broken ones."""
 
     inner: FieldType
     example: str
@@ -107,7 +107,7 @@ class ListOf:
 
 @dataclass(frozen=True, slots=True)
 class LazyList(ListOf):
-    """A list of entries that are read one by one when they are asked for: there may be a hundred thousand."""
+    """A list of structs that is parsed lazily, as there may be a hundred thousand."""
 
     inner: Struct
 
@@ -124,7 +124,7 @@ class LazyList(ListOf):
                 break
             where = (*path, index)
             if type(each) is dict:
-                # Nearly all are right: those take the short way, and only the others the one that tells what is wrong.
+                # Fast path for valid entries; the others are parsed again to report their problems.
                 try:
                     fields = {key: converters[key](content) for key, content in each.items()}
                 except (KeyError, InvalidInput):
@@ -139,7 +139,7 @@ class LazyList(ListOf):
 
 @dataclass(frozen=True, slots=True)
 class OneOrMany:
-    """A tuple, even of a value that stands alone."""
+    """A list, or one value as a list of one."""
 
     inner: FieldType
     example: str
@@ -160,7 +160,7 @@ class OneOrMany:
 
 @dataclass(frozen=True, slots=True)
 class MapOf:
-    """A mapping from names to values of one kind."""
+    """A mapping from names to values of one type."""
 
     name: Scalar
     inner: FieldType
@@ -190,7 +190,7 @@ class MapOf:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of several kinds, told apart by the type of the value."""
+    """A union, distinguished by the Python type of the value."""
 
     kinds: Mapping[type, FieldType]
     wanted: str
@@ -204,7 +204,7 @@ class OneOf:
 
 
 class StructValue:
-    """A mapping that was read: its fields by their proper names, without those that are broken."""
+    """A parsed mapping: its valid fields by their canonical names."""
 
     __slots__ = ("broken", "fields", "path", "record", "written")
 
@@ -219,7 +219,7 @@ class StructValue:
 
     @property
     def unread(self) -> set[str]:
-        """The fields that were written, but could not be read."""
+        """The fields that were given but are broken."""
         known = self.record.fields
         return {known[word].means or word for word in self.written if word in known} - self.fields.keys()
 
@@ -227,7 +227,7 @@ class StructValue:
         return self.fields.get(name, default)
 
     def at(self, name: str) -> Path:
-        """The place of a field, whichever of its names it was given by; that of the entry, if it was not given."""
+        """The path of a field under the name that was used; that of the mapping if it was not given."""
         given = (key for key in self.written if key in self.record.names(name))
         return next(((*self.path, key) for key in given), self.path)
 
@@ -239,28 +239,28 @@ class Field:
     kind: FieldType
     about: str
     means: str | None = None
-    """The proper name of the field, if this is another word for it."""
+    """The canonical name, if this is an alias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Struct:
-    """A mapping with fields that are known."""
+    """A mapping with a fixed set of fields."""
 
     what: str
     fields: Mapping[str, Field]
     finish: Callable[[StructValue, PolicyProblems], Any] | None = field(default=None)
-    """Makes something better of an entry that is not broken."""
+    """Converts a valid mapping."""
     others: FieldType | None = None
-    """For editors: what fields may be whose names stand elsewhere in the policy."""
+    """The JSON Schema of fields whose names are defined elsewhere in the policy."""
     example: str | None = None
     remedies: Mapping[str, str] = field(default_factory=dict)
-    """For fields that other limiters have: what to write here."""
+    """The remedies for field names of other limiters."""
 
     def read(self, value: object, path: Path, problems: PolicyProblems) -> Any:
         if type(value) is not dict:
             form = self.example or f"with fields like {', '.join(list(self.fields)[:3])}"
             wanted = f"{self.what}: a mapping {form}"
-            # Not shown: where a client should stand, it could be a key.
+            # Not shown, as it could be an API key.
             return _mismatch(value, path, problems, wanted, shown=not isinstance(value, str))
         before = len(problems)
         found: dict[str, Any] = {}
@@ -287,7 +287,7 @@ class Struct:
         return BROKEN if entry.broken else self.finish(entry, problems)
 
     def converters(self) -> dict[str, Callable[[Any], object]]:
-        """What reads the fields that are texts and numbers, by their proper names."""
+        """The parsers of scalar fields by canonical name."""
         leaves = {
             name: each.kind.kinds.get(str) if isinstance(each.kind, OneOf) else each.kind
             for name, each in self.fields.items()
@@ -296,7 +296,7 @@ class Struct:
         return {name: leaf.convert for name, leaf in leaves.items() if isinstance(leaf, Scalar)}
 
     def names(self, name: str) -> set[str]:
-        """All words for a field."""
+        """The canonical name of a field and its aliases."""
         return {word for word, each in self.fields.items() if name == (each.means or word)}
 
     def schema(self) -> JsonSchema:
@@ -306,7 +306,7 @@ class Struct:
 
 
 def show(value: object) -> str:
-    """A value as a message names it: short, on one line, and in the words of the formats."""
+    """A value as shown in messages: short, on one line, in the syntax of policies."""
     match value:
         case None:
             return "null"
@@ -330,17 +330,17 @@ def refusal(value: object, wanted: str) -> InvalidInput:
     if isinstance(value, str) and not value:
         return InvalidInput(f"the text is empty; write {wanted}, or leave the field out")
     if isinstance(value, (dict, list)):
-        return InvalidInput(f"{show(value)} cannot stand here; write {wanted}")
+        return InvalidInput(f"{show(value)} is not allowed here; write {wanted}")
     return InvalidInput(f"{show(value)} is {_TYPES.get(type(value), 'a time of day')}; write {wanted}")
 
 
 def _mismatch(value: object, path: Path, problems: PolicyProblems, wanted: str, *, shown: bool = True) -> _Invalid:
-    told = str(refusal(value, wanted)) if shown else f"a text cannot stand here; write {wanted}"
+    told = str(refusal(value, wanted)) if shown else f"a text is not allowed here; write {wanted}"
     problems.add(path, _about(path, told))
     return BROKEN
 
 
 def _about(path: Path, text: str) -> str:
-    """A message that begins with the name of the field that it is about."""
+    """The message, prefixed with the name of the field."""
     name = next((step for step in reversed(path) if isinstance(step, str)), None)
     return text if name is None or text.startswith(f"{name} ") else f"{name}: {text}"

@@ -1,4 +1,4 @@
-"""A policy's text as a document, and what there is to say about its places."""
+"""The text of a policy, and messages with line and column."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOO_LARGE: Final = (
 
 
 class Source:
-    """A text that is well-formed; InvalidPolicy, if it is not."""
+    """A parsed document; raises InvalidPolicy if the text is malformed."""
 
     def __init__(self, text: str, file: str, format: str | None) -> None:
         self.file = file
@@ -41,11 +41,11 @@ class Source:
         self.value = self._document.value
 
     def release(self) -> None:
-        """Free the document some entries at a time. Call it last."""
+        """Free the document in slices. Call it last."""
         self._document.release()
 
     def tell(self, problems: PolicyProblems) -> list[str]:
-        """All that is wrong or odd, one line for each, in the order of their places."""
+        """One line per problem, in the order of their positions."""
         spots = {
             each
             for problem in problems.kept
@@ -56,7 +56,7 @@ class Source:
         places = self._document.places(spots | around)
 
         def place(spot: SourcePosition | NodePosition) -> NodePosition:
-            """Its own, or that of what it stands in."""
+            """The position, or that of the closest enclosing value."""
             if isinstance(spot, NodePosition):
                 return spot
             while spot not in places and spot.path:
@@ -71,7 +71,7 @@ class Source:
         return [_line(self.file, where, what) for where, what in sorted(told)]
 
     def refusal(self, problems: PolicyProblems) -> InvalidPolicy | None:
-        """The error that lists all mistakes; None, if there are none."""
+        """The error that lists all problems; None if there are none."""
         for where, what in self._document.mistakes:
             problems.add_placed(where, what)
         if not problems:
@@ -88,7 +88,7 @@ def _check_characters(text: str, file: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidPolicy([f"{file}: half a character at offset {error.start}; save the file as UTF-8"]) from None
+        raise InvalidPolicy([f"{file}: incomplete character at offset {error.start}; save the file as UTF-8"]) from None
 
 
 def _line(file: str, place: NodePosition | None, text: str) -> str:

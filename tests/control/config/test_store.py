@@ -116,7 +116,7 @@ def tier_of(policy: Policy, tenant: str) -> str | None:
 def test_a_store_that_nothing_was_written_to_has_no_policy(config_url: str) -> None:
     store = ConfigStore(config_url)
     assert (store.version, store.document(), store.history()) == (0, None, [])
-    with pytest.raises(InvalidPolicy, match="holds nothing; a policy has at least limits:"):
+    with pytest.raises(InvalidPolicy, match="is empty; a policy has at least limits:"):
         store.policy()
 
 
@@ -239,7 +239,7 @@ def test_what_is_not_there_is_said_so(untouched: ConfigStore, remove: Any, told:
         ),
         (
             lambda store: store.set_route("/api/search", 101, **BY),
-            "policy.yaml:7:13: a request to /api/search costs 101, but limit 'search' lets at most 100 pass at once",
+            "policy.yaml:7:13: a request to /api/search costs 101, but limit 'search' allows at most 100 at once",
         ),
         (lambda store: store.set_route("api search", 1, **BY), "route api search: cost 1: path: "),
         (
@@ -247,7 +247,7 @@ def test_what_is_not_there_is_said_so(untouched: ConfigStore, remove: Any, told:
             "p.yml:1:19: unknown field 'bukcet'; did you mean 'bucket'?",
         ),
         (lambda store: store.put_policy("limits: [", file="p.json", **BY), "p.json:1:1: not JSON"),
-        (lambda store: store.put_policy("", **BY), "policy.yaml:1:1: holds nothing"),
+        (lambda store: store.put_policy("", **BY), "policy.yaml:1:1: is empty"),
         (
             lambda store: store.put_policy(
                 '{"limits": [{"by": "ip", "by": "ip", "bucket": "9/hour"}]}', file="p.json", **BY

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate._pace import release
 from headgate.control.config.rows import LIST_SECTIONS, PolicyDocument, format_bucket, policy_entry
 from headgate.errors import InvalidInput, InvalidPolicy
-from headgate.policy.loader import build, no_search_for_cycles
+from headgate.policy.loader import build, gc_paused
 from headgate.policy.problems import PolicyProblem, PolicyProblems
 from headgate.policy.scalars import route
 from headgate.policy.source import Source
@@ -69,7 +69,7 @@ class PolicyTemplate:
                 value[section] = [*entries, *map(policy_entry, added)]
                 owners[section,] = _AppendedRows(len(entries), added)
         problems, warnings = PolicyProblems(), PolicyProblems()
-        with no_search_for_cycles():
+        with gc_paused():
             policy = build(value if self._is_readable else self._source.value, problems, warnings)
         if error := self._error(problems, owners):
             raise error

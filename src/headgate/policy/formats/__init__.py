@@ -1,4 +1,4 @@
-"""The formats that a policy may be written in: each makes a `Document` of a text."""
+"""The file formats of policies. Each parses a text into a `Document`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _from_yaml(text: str) -> Document:
     try:
         from headgate.policy.formats import from_yaml
     except ImportError:
-        raise Malformed("to read YAML, PyYAML is needed: pip install 'headgate[yaml]'; or use JSON or TOML") from None
+        raise Malformed("reading YAML requires PyYAML: pip install 'headgate[yaml]'; or use JSON or TOML") from None
     return from_yaml.parse(text)
 
 

@@ -1,4 +1,4 @@
-"""What a format makes of a text: plain values, and on demand the place where each of them stands."""
+"""A parsed document: plain values and, on demand, their positions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 ]
 
 Path: TypeAlias = tuple[str | int, ...]
-"""The way from the top to a value: ("limits", 0, "by")."""
+"""The keys and indices that lead to a value: ("limits", 0, "by")."""
 
 LONGEST_NUMBER: Final = 40
-"""In characters. Nothing that is counted has more, and longer ones are a way to make a reader work."""
+"""In characters; parsing longer ones is expensive."""
 
 
 class NodePosition(NamedTuple):
-    """Where something stands, as editors count: from 1."""
+    """Line and column, counted from 1."""
 
     line: int
     column: int
@@ -43,7 +43,7 @@ class NodePosition(NamedTuple):
 
 
 class SourcePosition(NamedTuple):
-    """Something that has a place: a value, or the key in front of it."""
+    """The path of a value, or of its key."""
 
     path: Path
     at_key: bool = False
@@ -51,15 +51,15 @@ class SourcePosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in for a value that other readers may take for something else, or that no policy can hold."""
+    """A placeholder for a value that is ambiguous or not allowed in policies."""
 
     remedy: str
     word: str | None = None
-    """What was written, where it is a word for true or false."""
+    """The original text, if it is a word for true or false."""
 
 
 class Malformed(Exception):
-    """The text is not of its format; there are no values."""
+    """The text is not valid in its format."""
 
     def __init__(self, text: str, place: NodePosition | None = None) -> None:
         super().__init__(text)
@@ -72,14 +72,14 @@ class Document(ABC):
 
     value: object
     mistakes: list[tuple[NodePosition, str]] = field(default_factory=list)
-    """What the format's own grammar forgives and a policy does not, like a key that is given twice."""
+    """Problems that the format permits but policies do not, like duplicate keys."""
 
     @abstractmethod
     def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
-        """Where these stand. Asked for only when there is something to say, so it may take its time."""
+        """The positions of values. Only called to report problems, so it may be slow."""
 
     def release(self) -> None:
-        """Empty the sections of the document, some entries at a time: to free all at once delays other threads."""
+        """Free the sections in slices, as freeing all at once would delay other threads."""
         for section in self.value.values() if isinstance(self.value, dict) else ():
             if isinstance(section, list | dict):
                 release(section)
@@ -96,13 +96,13 @@ def whole(digits: str) -> int | Unreadable:
 
 
 def decimal(digits: str) -> Decimal | Unreadable:
-    """The number as it was written: 16.67 stays 1667/100, which no float is."""
+    """The exact number: 16.67 is 1667/100, unlike a float."""
     if len(digits) > LONGEST_NUMBER:
         return Unreadable(f"a number of {len(digits)} characters is more exact than a limit can be")
     try:
         number = Decimal(digits)
     except InvalidOperation:
-        return Unreadable(f"{digits} is out of all bounds; write a plain number, like 16.67")
+        return Unreadable(f"{digits} is out of bounds; write a plain number, like 16.67")
     if re.search("[einEIN]", digits):
         return Unreadable(f"{digits}: write a plain number, like 1000 or 16.67")
     return number

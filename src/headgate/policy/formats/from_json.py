@@ -1,4 +1,4 @@
-"""JSON: read at the speed of the standard library; places are looked up only where there is something to say."""
+"""JSON policies, parsed by the standard library; positions are only computed to report problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TOML: values by the standard library, places by a scanner of keys and headers."""
+"""TOML policies, parsed by the standard library; a scanner of keys and headers finds positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["parse"]
 
 DEEPEST: Final = 20
-"""Below that no policy has anything to say."""
+"""The depth up to which positions are recorded."""
 
 _AT: Final = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 _BLANKS: Final = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
@@ -59,12 +59,12 @@ def _malformed(text: str, told: str) -> Malformed:
 
 
 class _Scan:
-    """Where each key and each value of a text starts, which is known to be TOML."""
+    """The offsets of all keys and values of a valid TOML text."""
 
     def __init__(self, text: str) -> None:
         self.offsets: dict[SourcePosition, int] = {}
         self.twice: tuple[SourcePosition, int, int] | None = None
-        """The last key that was there already, and its places."""
+        """The last duplicate key, and its offsets."""
         self._text = text.replace("\r\n", " \n")  # as long as before, and lines end in one way
         self._index = 0
         self._lengths: dict[Path, int] = {}
@@ -128,7 +128,7 @@ class _Scan:
         self._index += 1
 
     def _keys(self) -> list[str]:
-        """The parts of a dotted key; the index stands behind them afterwards."""
+        """Parse a dotted key."""
         keys: list[str] = []
         while match := _KEY.match(self._text, self._index):
             quoted = match[1][0] in "\"'"
@@ -140,7 +140,7 @@ class _Scan:
         return keys
 
     def _latest(self, path: Path) -> Path:
-        """Headers below a list of tables mean the last table of it."""
+        """The path of the last table, for headers below an array of tables."""
         length = self._lengths.get(path)
         return path if length is None else (*path, length - 1)
 
@@ -154,7 +154,7 @@ class _Scan:
         self.offsets.setdefault(SourcePosition(path), value)
 
     def _skip_blanks(self) -> bool:
-        """Whether anything follows."""
+        """Skip whitespace and comments; return False at the end of the text."""
         match = _BLANKS.match(self._text, self._index)
         self._index = match.end() if match else len(self._text)
         return self._index < len(self._text)

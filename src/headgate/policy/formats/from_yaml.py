@@ -1,7 +1,6 @@
-"""YAML, strictly: what readers of YAML disagree on is refused, and nothing is ever made of a tag.
+"""YAML policies, parsed strictly: values that YAML parsers disagree on are refused, and tags are not supported.
 
-Built on the parser's events, where tags, anchors and the style of each scalar are still to be seen. Scalars get their
-type by the rules of this module alone, which are those of JSON.
+Works on parser events, which contain tags, anchors and the style of each scalar. Scalars are typed as in JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _CONSTANTS: Final[dict[str, object]] = {"true": True, "false": False, "null": No
 _WHOLE: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _DECIMAL: Final = re.compile(r"-?(?:0|[1-9][0-9]*)\.[0-9]+")
 _BARE_PATH: Final = re.compile(r"""(?<![\w"'/{}])/[^\s"',]*\{\w+(?::\w+)?\}[^\s"',{}\]]*""")
-"""A path with a parameter that stands without quotes, as braces must not where a mapping is written in braces."""
+"""An unquoted path with a parameter, which is invalid inside a flow mapping."""
 _TRUTH: Final = re.compile(r"(?i:y|yes|n|no|on|off|true|false)")
 _NOTHING: Final = re.compile(r"~|(?i:null)")
 _NUMBER: Final = re.compile(
@@ -53,7 +52,7 @@ _NUMBER: Final = re.compile(
 
 
 def parse(text: str) -> Document:
-    # The loader's class brings nothing but the parser here: events are all that is asked of it.
+    # Only the events of the parser are used.
     events = yaml.parse(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     try:
         return _Reading(events).document()
@@ -67,7 +66,7 @@ def parse(text: str) -> Document:
 
 
 def _hint(text: str, error: yaml.MarkedYAMLError) -> str:
-    """What to do about a syntax error, where its line shows a common cause."""
+    """The remedy for a syntax error with a common cause."""
     lines = text.split("\n")
     marks = [mark for mark in (error.problem_mark, error.context_mark) if mark is not None]
     if marks and _has_tab(text, marks[0].line):
@@ -82,7 +81,7 @@ def _hint(text: str, error: yaml.MarkedYAMLError) -> str:
 @dataclass(slots=True)
 class _Yaml(Document):
     marks: dict[int, dict[Any, tuple[NodePosition, NodePosition]]] = field(default_factory=dict)
-    """By the id of a container, where the key and the value of each of its entries stand."""
+    """By id of a container, the positions of key and value of each entry."""
     top: NodePosition = TOP
 
     def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
@@ -104,7 +103,7 @@ class _Yaml(Document):
 
 
 class _Reading:
-    """One pass over the events of a text."""
+    """Builds a document from parser events."""
 
     def __init__(self, events: Iterator[yaml.Event]) -> None:
         self._events = events
@@ -161,7 +160,7 @@ class _Reading:
 
     def _key(self, event: Any, value: object) -> str | None:
         if value == "<<" and not event.style:
-            self._mistake(event, "<< merges mappings in some readers only; write the fields out")
+            self._mistake(event, "<< merges mappings in some YAML parsers only; write the fields out")
             return None
         if isinstance(value, str):
             return value
@@ -178,7 +177,7 @@ class _Reading:
 
 
 def _plain(text: str) -> object:
-    """What a scalar without quotes is: as in JSON, or text, or something that readers disagree on."""
+    """The value of an unquoted scalar: as in JSON, or text, or Unreadable if YAML parsers disagree."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if text[0].isalpha():
@@ -195,7 +194,7 @@ def _nothing(text: str) -> str | Unreadable:
 
 
 def _disagreement(text: str, plain: str) -> str:
-    return f'{text} is read in different ways by different readers of YAML; write {plain}, or text as "{text}"'
+    return f'{text} is read differently by different YAML parsers; write {plain}, or text as "{text}"'
 
 
 def _place(mark: Any) -> NodePosition:
