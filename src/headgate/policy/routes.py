@@ -139,7 +139,7 @@ class Matcher:
 def normalize_path(path: str) -> str:
     """The canonical spelling of a decoded path: no repeated slashes, none at the end. The length is not limited.
 
-    >>> normal("/users//7/"), normal(""), normal("/a/../b")
+    >>> normalize_path("/users//7/"), normalize_path(""), normalize_path("/a/../b")
     ('/users/7', '/', '/a/../b')
     """
     if "//" in path:
@@ -152,7 +152,7 @@ def normalize_path(path: str) -> str:
 def resolve_dots(path: str) -> str:
     """The normalized path with "." and ".." resolved, never above the root; unchanged if longer than 8 KB.
 
-    >>> resolved("/a/./b/../../../c")
+    >>> resolve_dots("/a/./b/../../../c")
     '/c'
     """
     path = normalize_path(path)
