@@ -688,7 +688,7 @@ def test_a_token_is_shown_once_and_ends_with_its_sessions(town: Town, visit: Cal
     page.get_by_label("Name", exact=True).fill("newcomer")
     page.get_by_label("Role").select_option("viewer")
     page.get_by_role("button", name="Create token").click()
-    token = page.locator("#once").inner_text()
+    token = page.locator("#new-token").inner_text()
     made = town.tokens.check(token)
     assert made is not None
     assert made.role == "viewer"

@@ -807,7 +807,7 @@ def test_hostile_words_on_the_board_stop_nobody(place: Place, caplog: pytest.Log
     watcher = AnomalyDetector(board, place.config, clock=place.clock)
     with caplog.at_level(logging.WARNING, logger="headgate"):
         assert watcher.check() == []
-    sums = watcher._sums(place.clock.now_us())
+    sums = watcher._read_totals(place.clock.now_us())
     assert {client for each in sums.values() for client in each} == {("tenant", "hmac:a")}
     watcher.stop()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from sqlalchemy import and_, insert, or_, select
+from sqlalchemy import and_, insert, literal, null, or_, select
 
 from headgate.control.config.tables import AUDIT, VERSIONS
 from headgate.errors import InvalidInput
@@ -48,39 +48,23 @@ def list_entries(
 ) -> list[AuditRecord]:
     """Entries, newest first; `before` is the id of the last entry of the previous page."""
     position = None if before is None else _parse_id(before)
-    given = position, most, author, search
-    versions = _rows(connection, VERSIONS, VERSION, ("version", "author", "reason", "what", "restores"), *given)
-    actions = _rows(connection, AUDIT, ACTION, ("number", "author", "reason", "action", "about"), *given)
-    found = [
-        AuditRecord(at_us, VERSION, number, by, why, "", what, back) for at_us, number, by, why, what, back in versions
-    ]
-    found += [
-        AuditRecord(at_us, ACTION, number, by, why, action, about) for at_us, number, by, why, action, about in actions
-    ]
+    versions, actions = VERSIONS.c, AUDIT.c
+    found = []
+    for table, source, number, *texts, restores in (
+        (VERSIONS, VERSION, versions.version, literal(""), versions.what, versions.restores),
+        (AUDIT, ACTION, actions.number, actions.action, actions.about, null()),
+    ):
+        columns = [table.c.author, table.c.reason, *texts]
+        query = select(table.c.at_us, literal(source), number, *columns, restores)
+        if position is not None:
+            query = query.where(_is_before(table, source, number, position))
+        if author is not None:
+            query = query.where(table.c.author == author)
+        if search:
+            query = query.where(or_(*[column.icontains(search, autoescape=True) for column in columns]))
+        newest = query.order_by(table.c.at_us.desc(), number.desc()).limit(most)
+        found += [AuditRecord(*row) for row in connection.execute(newest)]
     return sorted(found, key=lambda entry: entry[:3], reverse=True)[:most]
-
-
-def _rows(
-    connection: Connection,
-    table: Table,
-    source: str,
-    names: tuple[str, ...],
-    position: tuple[int, str, int] | None,
-    most: int,
-    author: str | None,
-    search: str,
-) -> list[tuple[Any, ...]]:
-    number = table.c[names[0]]
-    query = select(table.c.at_us, *[table.c[name] for name in names])
-    if position is not None:
-        query = query.where(_is_before(table, source, number, position))
-    if author is not None:
-        query = query.where(table.c.author == author)
-    if search:
-        texts = [table.c[name] for name in names if name in ("author", "reason", "what", "action", "about")]
-        query = query.where(or_(*[text.icontains(search, autoescape=True) for text in texts]))
-    query = query.order_by(table.c.at_us.desc(), number.desc()).limit(most)
-    return [tuple(row) for row in connection.execute(query)]
 
 
 def _is_before(

@@ -118,7 +118,7 @@ def _limits(connection: Connection) -> dict[str, tuple[int, int, int | None]]:
 
 
 def _overrides(connection: Connection, fingerprint: Callable[[str], str], author: str | None) -> list[OverrideRow]:
-    made = []
+    rows = []
     query = select(OVERRIDES).order_by(OVERRIDES.c.api_key, OVERRIDES.c.route_class)
     for number, (key, route_class, quota, seconds, until, reason) in enumerate(connection.execute(query), start=1):
         try:
@@ -127,7 +127,7 @@ def _overrides(connection: Connection, fingerprint: Callable[[str], str], author
             raise InvalidInput(f"rate_limit_overrides, row {number}: {error}") from None
         # Tables without NULL use a year like 9999 for "no end".
         ends = None if until is None or _moment(until) >= scalars.HORIZON else microseconds(_moment(until))
-        made.append(
+        rows.append(
             OverrideRow(
                 "api_key",
                 value,
@@ -140,7 +140,7 @@ def _overrides(connection: Connection, fingerprint: Callable[[str], str], author
                 author=author,
             )
         )
-    return made
+    return rows
 
 
 def _moment(value: Any) -> datetime:

@@ -184,11 +184,11 @@ def unlabelled_clients(
             query = query.where(_matches_text(connection, table, ("value",), search, hashed))
         # Limit each part by its index; otherwise the database would merge all rows first.
         parts.append(select(query.order_by(table.c.kind, table.c.value).limit(most).subquery()))
-    everybody = union(*parts).subquery()
+    unlabelled = union(*parts).subquery()
     query_all = (
-        select(everybody.c.kind, everybody.c.value, clients.c.label, clients.c.tier)
-        .outerjoin_from(everybody, clients, _same_client(everybody, clients))
-        .order_by(everybody.c.kind, everybody.c.value)
+        select(unlabelled.c.kind, unlabelled.c.value, clients.c.label, clients.c.tier)
+        .outerjoin_from(unlabelled, clients, _same_client(unlabelled, clients))
+        .order_by(unlabelled.c.kind, unlabelled.c.value)
         .limit(most)
     )
     return [ClientEntry(*each) for each in connection.execute(query_all)]

@@ -217,8 +217,8 @@ def _instant(at_us: int) -> str:
 
 
 def _ends(row: OverrideRow | BlockRow) -> str:
-    said = _validity(row)
-    since, until = said.get("valid_from"), said.get("valid_until")
+    validity = _validity(row)
+    since, until = validity.get("valid_from"), validity.get("valid_until")
     return f"{'' if since is None else f' from {since}'}{'' if until is None else f' until {until}'}"
 
 

@@ -41,11 +41,13 @@ def create_token(visit: Visit) -> Response:
     if not (days.isascii() and days.isdigit()):
         return _page(visit, submission._replace(errors={"days": "Enter a number of days, for example 90."}))
     try:
-        made = visit.renderer.tokens.make(name, role, by=visit.actor.name, days=int(days[:6]))  # type: ignore[arg-type] # checked there
+        created = visit.renderer.tokens.make(name, role, by=visit.actor.name, days=int(days[:6]))  # type: ignore[arg-type] # checked there
     except InvalidInput as error:
         return _page(visit, submission._replace(problems=(f"{error}",)))
-    visit.service.audit.record(visit.actor, "made token", f"{made.token.name} ({made.token.role}, {made.token.id})")
-    return _page(visit, made=made)
+    visit.service.audit.record(
+        visit.actor, "made token", f"{created.token.name} ({created.token.role}, {created.token.id})"
+    )
+    return _page(visit, created=created)
 
 
 def revoke_token(visit: Visit) -> Response:
@@ -62,7 +64,7 @@ def revoke_token(visit: Visit) -> Response:
     return visit.redirect("/tokens", f"Token of {token.name} revoked. All of its sessions have ended.")
 
 
-def _page(visit: Visit, submission: Submission | None = None, *, made: NewToken | None = None) -> Response:
+def _page(visit: Visit, submission: Submission | None = None, *, created: NewToken | None = None) -> Response:
     return visit.page(
         "tokens.html",
         here="/tokens",
@@ -71,7 +73,7 @@ def _page(visit: Visit, submission: Submission | None = None, *, made: NewToken 
         roles=ROLES,
         role_descriptions=ROLE_DESCRIPTIONS,
         days=DEFAULT_DAYS,
-        made=made,
+        created=created,
         submission=submission,
     )
 
