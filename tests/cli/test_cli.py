@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import headgate
 from headgate import cli
 from headgate.cli.explanation import explain
-from headgate.cli.request import Request
-from headgate.cli.table import GAP, NARROWEST, table
+from headgate.cli.request import HypotheticalRequest
+from headgate.cli.table import GAP, MIN_COLUMN_WIDTH, table
 from headgate.errors import InvalidPolicy
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.loader import read
@@ -74,10 +74,10 @@ blocked:
 
 NOTES = [
     (
-        "limits count by tenant, device: the app has to supply them, "
-        'identities={"tenant": function, "device": function}; without them, requests are counted by IP address'
+        "limits count by tenant, device, which the app must supply: "
+        'identities={"tenant": function, "device": function}; otherwise requests are counted by IP address'
     ),
-    "3 API keys in plain text: write their hashes instead, which `headgate hash-key` prints",
+    "3 API keys in plain text: write their hashes instead; see `headgate hash-key`",
 ]
 
 SLIPS = """\
@@ -146,7 +146,7 @@ def call(
         ("chek shop.yaml", 2, "", "invalid choice: 'chek'"),
         ("check", 2, "", "required: FILE"),
         ("check --stric shop.yaml", 2, "", "unrecognized arguments: --stric"),
-        ("check shop.yaml", 0, "shop.yaml: good: 8 limits, 3 routes, 3 tiers, 2 clients, 3 overrides, 2 blocks\n", ""),
+        ("check shop.yaml", 0, "shop.yaml: valid: 8 limits, 3 routes, 3 tiers, 2 clients, 3 overrides, 2 blocks\n", ""),
         ("check slips.yaml", 1, "", "slips.yaml:2:14: unknown field 'bukcet'; did you mean 'bucket'?\n"),
         ("check nowhere.yaml", 2, "", "nowhere.yaml: cannot be read: No such file or directory\n"),
         ("check folder.yaml", 2, "", "folder.yaml: cannot be read: Is a directory\n"),
@@ -155,23 +155,23 @@ def call(
         (
             "check odd.yaml",
             0,
-            "odd.yaml: good: 1 limit\n",
+            "odd.yaml: valid: 1 limit\n",
             "odd.yaml:1:10: warning: limit 'keys' is counted by api_key",
         ),
-        ("check --strict odd.yaml", 1, "odd.yaml: not good: 1 warning, and --strict\n", "odd.yaml:1:10: warning:"),
-        ("explain shop.yaml GET /health", 0, "exempt: a request here costs 0, so nothing is looked at\n", ""),
+        ("check --strict odd.yaml", 1, "odd.yaml: invalid: 1 warning with --strict\n", "odd.yaml:1:10: warning:"),
+        ("explain shop.yaml GET /health", 0, "exempt: the route costs 0, so no limit applies\n", ""),
         ("explain slips.yaml GET /health", 1, "", "slips.yaml:3:39: "),
         ("explain nowhere.yaml GET /", 2, "", "nowhere.yaml: cannot be read"),
         ("explain shop.yaml GET", 2, "", "required: PATH"),
-        ("explain shop.yaml /search GET", 2, "", "headgate: '/search' is no method; write the method first, as in GET"),
+        ("explain shop.yaml /search GET", 2, "", "headgate: '/search' is not a method; write one first, as in GET"),
         (
             "explain shop.yaml GET / --ip 203.0.113",
             2,
             "",
-            "headgate: --ip '203.0.113' is no address; write it like",
+            "--ip '203.0.113' is not an address; write it like",
         ),
-        ("explain shop.yaml GET / --tier por", 2, "", "--tier 'por' is none of the policy's; did you mean 'pro'?"),
-        ("explain odd.yaml GET / --tier pro", 2, "", "--tier 'pro' is none of the policy's; it has no tiers"),
+        ("explain shop.yaml GET / --tier por", 2, "", "--tier 'por' is not a tier of the policy; did you mean 'pro'?"),
+        ("explain odd.yaml GET / --tier pro", 2, "", "--tier 'pro' is not a tier of the policy; it has no tiers"),
         (
             "explain shop.yaml GET / --at 2026-05-28",
             2,
@@ -179,13 +179,13 @@ def call(
             "is a date without a time; write it like 2026-05-28T00:00:00Z",
         ),
         ("explain shop.yaml GET / --identity device", 2, "", "--identity 'device' has no value; write it like"),
-        ("explain shop.yaml GET / --identity ip=::1", 2, "", "--identity ip cannot be said; give --ip"),
-        ("explain shop.yaml GET / --user= ", 2, "", "the user is empty; leave it out for a request that has none"),
+        ("explain shop.yaml GET / --identity ip=::1", 2, "", "--identity ip cannot be given; give --ip"),
+        ("explain shop.yaml GET / --user= ", 2, "", "the user is empty; omit it for a request that has none"),
         ("explain shop.yaml GET / --user a --identity user=b", 2, "", "the user is given twice; keep one"),
         ("explain shop.yaml GET / --secret-file no.txt", 2, "", "--secret-file no.txt: cannot be read: No such file"),
         ("hash-key --secret-file secret.txt", 2, "", "an API key of 0 characters can be no key"),
         ("hash-key --secret-file short.txt", 2, "", "the secret for API keys has 8 bytes and can be guessed"),
-        ("hash-key", 2, "", "give --secret-file, or set HEADGATE_SECRET, to the app's own"),
+        ("hash-key", 2, "", "give --secret-file, or set HEADGATE_SECRET, as in the app"),
         (f"hash-key {KEY}", 2, "", "unrecognized arguments"),
     ],
 )
@@ -234,7 +234,7 @@ def test_several_files_end_with_the_highest_code(call: Callable[..., tuple[int, 
     assert call("check", "shop.yaml", "slips.yaml")[0] == 1
     code, printed, complained = call("check", "slips.yaml", "nowhere.yaml", "shop.yaml")
     assert code == 2
-    assert printed.startswith("shop.yaml: good")
+    assert printed.startswith("shop.yaml: valid")
     assert [line.partition(":")[0] for line in complained.splitlines()] == ["slips.yaml"] * 2 + ["nowhere.yaml"]
 
 
@@ -277,7 +277,7 @@ def test_what_a_policy_expects_of_the_app_is_noted(call: Callable[..., tuple[int
     """Neither is a mistake, so that neither fails a strict check."""
     code, printed, complained = call("check", "--strict", "shop.yaml")
     first, *others = printed.splitlines()
-    assert (code, complained, first.startswith("shop.yaml: good")) == (0, "", True)
+    assert (code, complained, first.startswith("shop.yaml: valid")) == (0, "", True)
     assert others == [f"shop.yaml: note: {note}" for note in NOTES]
     assert "note" not in call("check", "odd.yaml")[1]
 
@@ -326,8 +326,8 @@ def test_explain_notes_a_limit_that_matches_only_the_end_of_a_path(
     file.write_text('limits: [{name: items, path: "/items/{id}", by: ip, bucket: 5/hour}, {by: ip, bucket: 9/hour}]')
     [note] = json.loads(call("explain", str(file), "GET", "/sub/items/7", "--json")[1])["notes"]
     assert note == (
-        "items is for /items/{id}, which matches only the end of this path: if an app is mounted at /sub, and the gate "
-        "is in front of it, write /sub/items/{id}"
+        "items applies to /items/{id}, which matches only the end of this path: if an app is mounted at /sub and the "
+        "gate is in front of it, write /sub/items/{id}"
     )
     assert json.loads(call("explain", str(file), "GET", "/items/7", "--json")[1])["notes"] == []
 
@@ -353,16 +353,16 @@ route       /search
 class       search
 cost        5
 tier        pro
-on failure  open: it passes uncounted while the store is away
+on failure  open: passes uncounted while the store is unavailable
 
 limit       allows                                    counted by        cost  why
 per-ip      1000 per minute, burst 200, token_bucket  ip: 198.51.100.7     5  every request
 search      5000 per minute, token_bucket             tenant: acme         5  class search, GET only; override until 2099-01-01T00:00:00Z: contract 4711
 everything  50000 per second, token_bucket            global: %all         5  every request; shadow: never rejects
 
-left out    why
-pro-search  no user, and it says missing: skip
-search      the override for tenant acme begins 2098-01-01T00:00:00Z
+skipped     why
+pro-search  no user, and the limit has missing: skip
+search      the override for tenant acme starts 2098-01-01T00:00:00Z
 """,  # noqa: E501 - as wide as it is printed
     "POST /login --ip ::ffff:198.51.100.7": """\
 request     POST /login
@@ -371,14 +371,14 @@ route       /login
 class       none
 cost        1
 tier        free
-on failure  open: it passes uncounted while the store is away
+on failure  open: passes uncounted while the store is unavailable
 
 limit       allows                                    counted by        cost  why
 per-ip      1000 per minute, burst 200, token_bucket  ip: 198.51.100.7     1  every request
 login-ip    10 per minute, token_bucket               ip: 198.51.100.7     1  route /login, POST only; counted if status in [401, 403]
 everything  50000 per second, token_bucket            global: %all         1  every request; shadow: never rejects
 
-left out    why
+skipped     why
 login-user  no user, and per-ip counts by address
 """,  # noqa: E501 - as wide as it is printed
     "DELETE /orders/7 --ip 2001:db8:1:2::7 --secret-file secret.txt --api-key " + KEY: f"""\
@@ -388,11 +388,11 @@ route       /orders/{{id}}
 class       orders
 cost        1
 tier        gold
-on failure  closed: it is answered 503 while the store is away
+on failure  closed: answered with 503 while the store is unavailable
 
 limit       allows                                    counted by                                             cost  why
 per-ip      1000 per minute, burst 200, token_bucket  ip: 2001:db8:1:2::/64                                     1  every request
-orders      600 per minute, token_bucket              client: api_key|{HASH}     3  class orders; override; an estimate, settled by the app
+orders      600 per minute, token_bucket              client: api_key|{HASH}     3  class orders; override; reserved: the app settles the actual cost
 everything  50000 per second, token_bucket            global: %all                                              1  every request; shadow: never rejects
 """,  # noqa: E501 - as wide as it is printed
     "head /search --tier free": """\
@@ -402,15 +402,15 @@ route       /search
 class       search
 cost        5
 tier        free
-on failure  open: it passes uncounted while the store is away
+on failure  open: passes uncounted while the store is unavailable
 
 limit       allows                                    counted by           cost  why
 per-ip      1000 per minute, burst 200, token_bucket  ip: unknown             5  every request
 search      100 per minute, token_bucket              tenant: |ip|unknown     5  class search, GET only; no tenant: counted by address
 everything  50000 per second, token_bucket            global: %all            5  every request; shadow: never rejects
 
-left out    why
-pro-search  only for tiers pro, gold; this is tier free
+skipped     why
+pro-search  only for tiers pro, gold; this client has tier free
 """,  # noqa: E501 - as wide as it is printed
     "PUT /reports --tenant acme --identity device=4711": """\
 request     PUT /reports
@@ -419,7 +419,7 @@ route       /reports
 class       none
 cost        1
 tier        pro
-on failure  open: it passes uncounted while the store is away
+on failure  open: passes uncounted while the store is unavailable
 
 limit       allows                                    counted by                cost  why
 per-ip      1000 per minute, burst 200, token_bucket  ip: unknown                  1  every request
@@ -429,14 +429,14 @@ everything  50000 per second, token_bucket            global: %all              
     "GET /nowhere --ip 203.0.113.9": """\
 request     GET /nowhere
 sent by     203.0.113.9
-route       unmatched: no template fits the path
+route       unmatched: no template matches the path
 class       none
 cost        1
 tier        free
-on failure  open: it passes uncounted while the store is away
+on failure  open: passes uncounted while the store is unavailable
 
 blocked: ip 203.0.113.0/24 until 2098-05-28T00:01:00Z: scraping
-It is answered 403, and no limit is looked at.
+The response is 403, and no limit is checked.
 """,
     "GET /health --ip 203.0.113.9": """\
 request     GET /health
@@ -445,9 +445,9 @@ route       /health
 class       none
 cost        0
 tier        free
-on failure  open: it passes uncounted while the store is away
+on failure  open: passes uncounted while the store is unavailable
 
-exempt: a request here costs 0, so nothing is looked at
+exempt: the route costs 0, so no limit applies
 """,
 }
 
@@ -468,7 +468,7 @@ def test_an_api_key_that_is_not_known_is_none_where_only_known_ones_count(
         ("|ip|unknown", ["every request", "no api_key: counted by address"])
     ]
     (note,) = json.loads(unknown)["notes"]
-    assert note.startswith("the policy does not name this API key, and counts known ones only")
+    assert note.startswith("the policy does not list this API key and accepts only known ones")
     assert json.loads(known)["notes"] == []
 
 
@@ -509,21 +509,21 @@ def test_a_moment_decides_on_overrides_and_blocks(call: Callable[..., tuple[int,
 
 def test_an_override_that_is_passed_over_is_told(call: Callable[..., tuple[int, str, str]]) -> None:
     told = explained(call, "GET /search --tenant acme --user ada --at 2098-06-01T00:00:00Z")["left_out"]
-    assert told == [{"name": "search", "why": "the override for tenant acme comes after another that holds"}]
+    assert told == [{"name": "search", "why": "the override for tenant acme is superseded by another one"}]
     told = explained(call, "GET /search --tenant acme --user ada --at 2099-01-01T00:00:00Z")["left_out"]
     assert told == [{"name": "search", "why": "the override for tenant acme ended 2099-01-01T00:00:00Z"}]
 
 
 def test_no_limit_is_told(call: Callable[..., tuple[int, str, str]], folder: Path) -> None:
     (folder / "few.yaml").write_text("limits: [{path: /a, by: ip, bucket: 1/second}]")
-    assert call("explain", "few.yaml", "GET", "/b")[1].endswith("\nno limit: it passes, and nothing is counted\n")
+    assert call("explain", "few.yaml", "GET", "/b")[1].endswith("\nno limit: the request passes and is not counted\n")
 
 
 @given(policy=policies(), asked=requests())
 def test_every_limit_of_a_route_is_explained_once(policy: Policy, asked: Any) -> None:
     api_keys = ApiKeyHasher(SECRET.encode())
     who = {kind: value for kind, value in asked.who.items() if value}
-    found = explain(policy, Request(asked.method, asked.path, who, asked.at, api_keys, True))
+    found = explain(policy, HypotheticalRequest(asked.method, asked.path, who, asked.at, api_keys, True))
     snapshot = Snapshot(policy, api_keys.fingerprint)
     resolution = snapshot.resolve(snapshot.route(asked.method, asked.path), who, asked.now_us)
     met = [] if found.blocked or found.is_exempt else [*resolution.applied_limits, *resolution.shadows]
@@ -557,7 +557,7 @@ def test_without_the_secret_hashes_are_said_to_differ(
     assert alone["tier"] == "gold"
     assert HASH not in f"{alone}"
     assert ["HEADGATE_SECRET" in note for note in alone["notes"]] == [True]
-    assert "\nnote:  the hash of the API key is made with" in call("explain", "shop.yaml", *question.split())[1]
+    assert "\nnote:  the API key is hashed with" in call("explain", "shop.yaml", *question.split())[1]
     by_file = explained(call, f"{question} --secret-file secret.txt")
     by_hash = explained(call, f"GET /orders/7 --identity api_key={HASH} --secret-file secret.txt")
     monkeypatch.setenv("HEADGATE_SECRET", SECRET)
@@ -615,7 +615,7 @@ def test_the_demonstration_is_the_same(run: Callable[..., Any]) -> None:
 
 
 def commands() -> dict[str, ArgumentParser]:
-    (group,) = [action for action in cli._parser()._actions if action.choices]
+    (group,) = [action for action in cli.build_parser()._actions if action.choices]
     assert isinstance(group.choices, dict)
     return group.choices
 
@@ -629,7 +629,7 @@ def test_help_has_examples_that_could_be_typed(call: Callable[..., tuple[int, st
     for words in examples:
         typed = words[words.index("headgate") + 1 :]
         end = next((place for place, word in enumerate(typed) if word in ("<", ">", "|")), len(typed))
-        cli._parser().parse_args(typed[:end])  # ends the test, if it cannot be
+        cli.build_parser().parse_args(typed[:end])  # ends the test, if it cannot be
 
 
 # ------------------------------------------------------------------ terminals
@@ -670,7 +670,7 @@ def test_a_terminal_shows_the_place_of_a_mistake(folder: Path) -> None:
 
 def test_a_terminal_shows_the_place_of_a_warning(folder: Path) -> None:
     told = shown(folder, "check", "odd.yaml", NO_COLOR="1").splitlines()
-    assert told[-3:] == [f"  1 | {ODD}", "               ^", "odd.yaml: good: 1 limit"]
+    assert told[-3:] == [f"  1 | {ODD}", "               ^", "odd.yaml: valid: 1 limit"]
 
 
 @pytest.mark.parametrize("column", [30, 990])
@@ -759,7 +759,7 @@ def test_a_table_loses_nothing_and_is_as_narrow_as_it_can_be(rows: list[list[str
     assert all(line == line.rstrip() for line in lines)
     if width is None:
         assert len(lines) == len(rows)
-    elif width >= count * NARROWEST + (count - 1) * len(GAP):
+    elif width >= count * MIN_COLUMN_WIDTH + (count - 1) * len(GAP):
         assert all(len(line) <= width for line in lines)
 
 

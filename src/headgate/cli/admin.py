@@ -1,4 +1,4 @@
-"""`headgate admin`: the admin server, and tokens for it."""
+"""`headgate admin`: runs the admin server, and creates tokens for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.request import given_secret
-from headgate.cli.terminal import BOLD, ODD
+from headgate.cli.options import ROLES, add_secret_option
+from headgate.cli.request import read_file, read_secret
+from headgate.cli.terminal import BOLD, YELLOW
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
-ABOUT = "serve the admin API and its pages, on a port of its own"
+ABOUT = "run the admin server: its API and pages, on a separate port"
 EXAMPLES = """
     headgate admin --config sqlite:///headgate.db --store redis://127.0.0.1:6379/0
     headgate admin --config postgresql://db/headgate --log sqlite:///decisions.db --port 8001
@@ -36,61 +37,58 @@ EXAMPLES = """
     it writes the token to a private file and prints the path. If all tokens are
     lost, create another with access to the config store, as in the last example.
 
-    exit code: 0 ended by a signal, 2 it cannot be started so
+    exit code: 0 stopped by a signal, 2 invalid call
 """
 
-CONFIG: Final = "sqlite:///headgate.db"
-ROLES: Final = ("viewer", "support", "operator", "admin")
+DEFAULT_CONFIG: Final = "sqlite:///headgate.db"
+NEXT_STEP: Final = "Create a token for each person who needs one, with the role they need."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """All but --secret-file."""
-    _add_config(parser, CONFIG)
-    parser.add_argument(
-        "--store", metavar="URL", help="where requests are counted, as the gates have it; without it usage is unknown"
-    )
+    _add_config(parser, DEFAULT_CONFIG)
+    parser.add_argument("--store", metavar="URL", help="the store of the gates; without it, usage is unknown")
     parser.add_argument(
         "--log",
         metavar="URL",
-        help="the decision log: sqlite:///decisions.db, clickhouse://host/database; beside --config, if that is SQLite",
+        help="decision log: sqlite:///decisions.db, clickhouse://host/database; default: beside an SQLite --config",
     )
-    parser.add_argument("--namespace", default="headgate", help="what names in the store begin with; %(default)s")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; %(default)s")
-    parser.add_argument("--port", type=int, default=8001, help="%(default)s")
-    parser.add_argument(
-        "--name", action="append", default=[], help="what browsers call the server, beside --host; may be repeated"
-    )
-    parser.add_argument("--cert", metavar="FILE", help="a certificate, to speak TLS; with --key")
-    parser.add_argument("--key", metavar="FILE", help="its key")
-    parser.add_argument("--behind-tls", action="store_true", help="a proxy that speaks TLS stands before this server")
+    parser.add_argument("--namespace", default="headgate", help="prefix of keys in the store; default: %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
+    parser.add_argument("--port", type=int, default=8001, help="default: %(default)s")
+    parser.add_argument("--name", action="append", default=[], help="another host name of the server; may be repeated")
+    parser.add_argument("--cert", metavar="FILE", help="TLS certificate; needs --key")
+    parser.add_argument("--key", metavar="FILE", help="private key of the certificate")
+    parser.add_argument("--behind-tls", action="store_true", help="a proxy in front of this server terminates TLS")
     parser.add_argument(
         "--proxy",
         metavar="NETWORK",
         action="append",
         default=[],
-        help="a proxy whose X-Forwarded-For says whose address a request is from; may be repeated",
+        help="trust X-Forwarded-For from this network; may be repeated",
     )
-    parser.add_argument("--webhook", metavar="URL", help="is told when a client does ten times what it usually does")
-    parser.add_argument("--webhook-secret-file", metavar="FILE", help="holds what these messages are signed with")
+    parser.add_argument(
+        "--webhook", metavar="URL", help="receives anomalies: clients with ten times their usual traffic"
+    )
+    parser.add_argument("--webhook-secret-file", metavar="FILE", help="file with the secret that signs these messages")
     parser.set_defaults(command_of_admin=None)
     commands = parser.add_subparsers(title="instead of serving", metavar="")
     token = commands.add_parser(
         "token",
-        help="make a token, directly in the config store",
-        description="Make a token, directly in the config store: for whoever has it, also without any other token.",
+        help="create a token in the config store",
+        description="Create a token directly in the config store. Needs access to it, but no other token.",
         allow_abbrev=False,
     )
-    token.add_argument("token_name", metavar="NAME", help="of the person or program that it is for")
-    token.add_argument("--role", choices=ROLES, required=True, help="what it may do")
-    token.add_argument("--days", type=int, default=90, help="how long it holds; %(default)s")
+    token.add_argument("token_name", metavar="NAME", help="person or program that the token is for")
+    token.add_argument("--role", choices=ROLES, required=True, help="role of the token")
+    token.add_argument("--days", type=int, default=90, help="validity; default: %(default)s")
     token.set_defaults(command_of_admin="token")
-    _add_config(token, SUPPRESS)  # a default here would undo what stands before the word
+    _add_config(token, SUPPRESS)  # a default here would override an option before `token`
+    add_secret_option(parser)
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    """Serve until a signal comes, or make a token."""
     if arguments.command_of_admin == "token":
-        return _make_token(arguments, out, err)
+        return _create_token(arguments, out, err)
     return _serve(arguments, err)
 
 
@@ -99,15 +97,15 @@ def _add_config(parser: ArgumentParser, default: str) -> None:
         "--config",
         metavar="URL",
         default=default,
-        help=f"the config store: sqlite:///headgate.db, postgresql://host/name; {CONFIG}, if not given",
+        help=f"the config store: sqlite:///headgate.db, postgresql://host/name; default: {DEFAULT_CONFIG}",
     )
 
 
 # ------------------------------------------------------------------ tokens
 
 
-def _make_token(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    """The token on the output, what there is to know of it beside: so that it can be put into a file as it is."""
+def _create_token(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+    """Print the token alone to standard output, so that it can be redirected to a file."""
     from headgate.control.admin import Tokens
     from headgate.control.config import ConfigStore
     from headgate.control.service.models import Actor
@@ -115,7 +113,7 @@ def _make_token(arguments: Namespace, out: Terminal, err: Terminal) -> int:
 
     by = f"{_user()} at the command line"
     tokens, store = Tokens(arguments.config), ConfigStore(arguments.config)
-    service = AdminService(store, secret=given_secret(arguments.secret_file))
+    service = AdminService(store, secret=read_secret(arguments.secret_file))
     tokens.check_name = service.refuse_keys
     try:
         token, text = tokens.make(arguments.token_name, arguments.role, by=by, days=arguments.days)
@@ -123,8 +121,8 @@ def _make_token(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     finally:
         tokens.close()
         store.close()
-    err.say(f"A token for {token.name}, {token.role} until {_day(token)}. It is shown only now:")
-    out.say(text)
+    err.print(f"Token for {token.name}, role {token.role}, valid until {_day(token)}. It is shown once:")
+    out.print(text)
     return 0
 
 
@@ -149,7 +147,7 @@ def _serve(arguments: Namespace, err: Terminal) -> int:
     from headgate.control.service.service import AdminService
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    secret = given_secret(arguments.secret_file)
+    secret = read_secret(arguments.secret_file)
     with ExitStack() as stack:
         store = ConfigStore(arguments.config, secret=secret)
         stack.callback(store.close)
@@ -171,12 +169,12 @@ def _serve(arguments: Namespace, err: Terminal) -> int:
             watchers=_watchers(arguments, fleet, store),
         )
         if arguments.behind_tls and not arguments.proxy:
-            err.say(
-                f"{err.paint('note:', ODD)} no --proxy is given: all clients behind the proxy share one address, and "
-                "its limits for failed sign-ins; valid tokens are accepted all the same"
+            err.print(
+                f"{err.paint('note:', YELLOW)} without --proxy, all clients behind the proxy share one address and its "
+                "limits for failed sign-ins; valid tokens are still accepted"
             )
         _welcome(server, tokens, err, _directory(arguments.config))
-        # uvicorn ends its work on either signal, and then raises it again: so that what is left to close is closed.
+        # uvicorn stops on either signal and raises it again; as KeyboardInterrupt, it lets the stack close everything.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
             server.run()
@@ -184,7 +182,7 @@ def _serve(arguments: Namespace, err: Terminal) -> int:
 
 
 def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
-    """What is known of the nodes, through the store that they share."""
+    """The counters and node statuses in the store of the gates."""
     if arguments.store is None:
         return {}
     from headgate import Limiter
@@ -198,44 +196,36 @@ def _fleet(arguments: Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def _watchers(arguments: Namespace, fleet: dict[str, Any], store: Any) -> list[Any]:
-    """The anomaly detector, if nodes report their status."""
+    """The anomaly detector, if there is a store to read node statuses from."""
     if (arguments.webhook is None) != (arguments.webhook_secret_file is None):
-        raise InvalidInput("--webhook and --webhook-secret-file belong together: who is told must know that it is us")
+        raise InvalidInput("--webhook and --webhook-secret-file go together: the receiver verifies the signature")
     if "status_store" not in fleet:
         if arguments.webhook is not None:
-            raise InvalidInput("--webhook tells of what nodes do, which is known through --store: give that, too")
+            raise InvalidInput("--webhook needs --store, which has the traffic of the nodes")
         return []
     from headgate.control.anomalies.detector import AnomalyDetector
     from headgate.control.anomalies.webhook import Webhook
 
     webhook = None
     if arguments.webhook is not None:
-        webhook = Webhook(arguments.webhook, _content(arguments.webhook_secret_file))
+        webhook = Webhook(arguments.webhook, read_file("--webhook-secret-file", arguments.webhook_secret_file))
     return [AnomalyDetector(fleet["status_store"], store, webhook=webhook)]
 
 
-def _content(file: str) -> bytes:
-    try:
-        return Path(file).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
-    except OSError as error:
-        raise InvalidInput(f"--webhook-secret-file {file}: cannot be read: {error.strerror}") from None
-
-
 def _welcome(server: Any, tokens: Any, err: Terminal, directory: Path) -> None:
-    """Say where the server is, and hand over the token of the first start: to a terminal, or in a private file. Other
-    outputs end up in logs, which more people can read."""
+    """Print the server's URL, and the first token: to a terminal, or to a private file, as more people read logs."""
     made = tokens.first()
-    err.say(f"The admin server is at {err.paint(server.url, BOLD)}")
+    err.print(f"The admin server is at {err.paint(server.url, BOLD)}")
     if made is None:
-        err.say("Sign in there with a token. If all are lost: headgate admin token NAME --role admin")
+        err.print("Sign in there with a token. If all are lost: headgate admin token NAME --role admin")
     elif err.is_terminal:
-        err.say(
+        err.print(
             "",
-            f"This is the first start. Here is an admin's token. It is valid until {_day(made.token)} and shown once:",
+            f"This is the first start. This admin token is valid until {_day(made.token)} and shown once:",
             "",
             f"    {err.paint(made.text, BOLD)}",
             "",
-            "Or sign in with this link, once, in the next ten minutes:",
+            "Or sign in with this link, once, within ten minutes:",
             "",
             f"    {server.link(made.token)}",
             "",
@@ -243,20 +233,17 @@ def _welcome(server: Any, tokens: Any, err: Terminal, directory: Path) -> None:
             "",
         )
     else:
-        file = _saved(made.text, directory)
-        err.say(
-            f"This is the first start. An admin's token, valid until {_day(made.token)}, is in {file}"
+        file = _save(made.text, directory)
+        err.print(
+            f"This is the first start. An admin token, valid until {_day(made.token)}, is in {file}"
             if file is not None
             else "This is the first start. Create a token with: headgate admin token NAME --role admin",
             f"{NEXT_STEP} Delete the file." if file is not None else NEXT_STEP,
         )
 
 
-NEXT_STEP: Final = "Create a token for each person who needs one, with the role they need."
-
-
-def _saved(token: str, directory: Path) -> str | None:
-    """Write a token to a new file that only this user can read. Return its path; None if no file can be written."""
+def _save(token: str, directory: Path) -> str | None:
+    """Write a token to a new private file and return its path; None if no file can be written."""
     for place in (directory, Path(tempfile.gettempdir())):
         with suppress(OSError):
             number, file = tempfile.mkstemp(prefix="headgate-admin-token-", dir=place.absolute())  # mode 0600
@@ -267,6 +254,6 @@ def _saved(token: str, directory: Path) -> str | None:
 
 
 def _directory(config: str) -> Path:
-    """The directory of a config store in SQLite; the current one, for PostgreSQL."""
+    """The directory of an SQLite config store, else the current directory."""
     scheme, _, path = config.partition(":///")
     return Path(path).parent if scheme.startswith("sqlite") and path else Path()

@@ -1,11 +1,11 @@
-"""`headgate audit`: who did what, when and why."""
+"""`headgate audit`: the audit log."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headgate.cli.context import as_json, opened, paged, titled
-from headgate.cli.options import add_page, add_server
+from headgate.cli.context import fetch_pages, open_context, print_list
+from headgate.cli.options import add_page_options, add_server_options
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -14,41 +14,35 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
-ABOUT = "show who did what, when and why"
+ABOUT = "show the audit log: who changed what, when and why"
 EXAMPLES = """
     headgate audit
     headgate audit --author bob --most 200
     headgate audit --search acme --json
 
-    exit code: 0 here is the answer, 1 refused, 2 it cannot be asked
+    exit code: 0 done, 1 refused, 2 invalid call or no answer
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--author", metavar="NAME", help="only what this one did")
-    add_page(parser, most=30)
-    add_server(parser)
+    parser.add_argument("--author", metavar="NAME", help="show only changes by NAME")
+    add_page_options(parser, most=30)
+    add_server_options(parser)
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    desk = opened(arguments, out, err)
-    asked = {"author": arguments.author, "search": arguments.search}
-    found = paged(desk, "audit", arguments.most, cursor="before", **asked)
-    if arguments.json:
-        return as_json(desk, found)
-    if not found["items"]:
-        err.say("Nothing was done.")
-        return 0
-    rows = [
-        [
-            desk.time(each["at_us"]),
+    context = open_context(arguments, out, err)
+    query = {"author": arguments.author, "search": arguments.search}
+    found = fetch_pages(context, "audit", arguments.most, cursor="before", **query)
+
+    def row(each: dict[str, Any]) -> list[str]:
+        return [
+            context.time(each["at_us"]),
             each["author"],
             "" if each.get("version") is None else f"{each['version']}",
-            desk.local_times(each.get("what") or f"{each['action']} {each['about']}".strip()),
+            context.local_times(each.get("what") or f"{each['action']} {each['about']}".strip()),
             each.get("reason") or "",
         ]
-        for each in found["items"]
-    ]
-    out.say(*titled([f"when ({desk.zone_name})", "who", "version", "what", "why"], rows, out))
-    desk.tell_of_more(found)
-    return 0
+
+    titles = [f"when ({context.zone_name})", "who", "version", "what", "why"]
+    return print_list(arguments, context, found, titles, row, empty="No entries.")

@@ -1,4 +1,4 @@
-"""`headgate completion`: lets a shell complete commands and options. The script is made from the parser itself."""
+"""`headgate completion`: shell completion scripts, generated from the argument parser."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from headgate.cli.terminal import Terminal
 
-__all__ = ["ABOUT", "EXAMPLES", "SCRIPTS", "CompletionPoint", "add_arguments", "places", "run"]
+__all__ = ["ABOUT", "EXAMPLES", "SCRIPTS", "CompletionPoint", "add_arguments", "completion_points", "run"]
 
-ABOUT = "print a script by which a shell completes commands and options"
+ABOUT = "print a shell completion script"
 EXAMPLES = """
     headgate completion bash > ~/.local/share/bash-completion/completions/headgate
     headgate completion zsh > ~/.zfunc/_headgate
@@ -22,50 +22,48 @@ EXAMPLES = """
 """
 
 FILE: Final = "FILE"
-"""How options and arguments call a file: it is completed as one."""
+"""The metavar of options and arguments that take a file."""
 
 
 class Option(NamedTuple):
-    """An option of a command."""
-
     name: str
     about: str
     takes: tuple[str, ...] | str | None
-    """The words that it takes, or FILE, or anything (""); None, if it takes nothing."""
+    """Its choices, FILE, or "" for any value; None for a flag."""
 
 
 class CompletionPoint(NamedTuple):
-    """What may come next after some commands."""
+    """The possible continuations after a command."""
 
     path: tuple[str, ...]
     commands: dict[str, str]
-    """With what each is for."""
+    """Subcommands with their descriptions."""
     options: tuple[Option, ...]
     arguments: tuple[str, ...]
-    """Words that its arguments take."""
+    """Choices of positional arguments."""
     takes_files: bool
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=tuple(SCRIPTS), help="which shell")
+    parser.add_argument("shell", choices=tuple(SCRIPTS), help="the shell")
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     from headgate import cli
 
-    out.write(SCRIPTS[arguments.shell]([*places(cli._parser())]))  # noqa: SLF001 - it is this package's own
+    out.write(SCRIPTS[arguments.shell]([*completion_points(cli.build_parser())]))
     return 0
 
 
-def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[CompletionPoint]:
-    """All that the parser knows, command by command."""
+def completion_points(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[CompletionPoint]:
+    """The commands of a parser, in depth-first order."""
     commands: dict[str, str] = {}
     options: list[Option] = []
     words: list[str] = []
     inner: dict[str, ArgumentParser] = {}
     takes_files = False
-    formatter = parser._get_formatter()  # noqa: SLF001
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask a parser what it takes
+    formatter = parser._get_formatter()  # noqa: SLF001 - argparse has no public introspection
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public introspection
         if action.help == SUPPRESS:
             continue
         if isinstance(action.choices, dict):
@@ -73,7 +71,7 @@ def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Compl
             abouts = {each.dest: each.help or "" for each in action._get_subactions()}  # type: ignore[attr-defined] # noqa: SLF001
             commands = {name: abouts.get(name, "") for name in inner}
         elif action.option_strings:
-            takes = None if action.nargs == 0 else _taken(action)
+            takes = None if action.nargs == 0 else _values(action)
             about = _brief(formatter._expand_help(action)) if action.help else ""  # noqa: SLF001 - as --help says it
             options += [Option(name, about, takes) for name in action.option_strings]
         elif action.choices is not None:
@@ -82,22 +80,21 @@ def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Compl
             takes_files |= action.metavar == FILE
     yield CompletionPoint(path, commands, tuple(options), tuple(words), takes_files)
     for name, each in inner.items():
-        yield from places(each, (*path, name))
+        yield from completion_points(each, (*path, name))
 
 
-def _taken(action: Any) -> tuple[str, ...] | str:
+def _values(action: Any) -> tuple[str, ...] | str:
     return tuple(map(str, action.choices)) if action.choices is not None else FILE if action.metavar == FILE else ""
 
 
 def _brief(about: str) -> str:
-    """The first part of what an option says of itself."""
     return about.split(";")[0]
 
 
 # ------------------------------------------------------------------ bash
 
 
-def _bash(found: list[CompletionPoint]) -> str:
+def _bash(points: list[CompletionPoint]) -> str:
     return f"""\
 # Completes headgate in bash.
 _headgate() {{
@@ -110,15 +107,15 @@ _headgate() {{
     fi
     for ((place = 1; place < COMP_CWORD; place++)); do
         case "$path ${{COMP_WORDS[place]}}" in
-{_lines(_bash_paths(found), 12)}
+{_indent(_bash_paths(points), 12)}
         esac
     done
     COMPREPLY=()
     case "$path $before" in
-{_lines(_bash_values(found), 8)}
+{_indent(_bash_values(points), 8)}
     *)
         case $path in
-{_lines(_bash_words(found), 8)}
+{_indent(_bash_words(points), 8)}
         esac
         ;;
     esac
@@ -133,43 +130,43 @@ complete -F _headgate headgate
 """
 
 
-def _bash_paths(found: list[CompletionPoint]) -> Iterator[str]:
-    for place in found:
-        if place.path:
-            yield f"{quote(_spelled(place.path))}) path={quote(_spelled(place.path))} ;;"
+def _bash_paths(points: list[CompletionPoint]) -> Iterator[str]:
+    for point in points:
+        if point.path:
+            yield f"{quote(_key(point.path))}) path={quote(_key(point.path))} ;;"
 
 
-def _bash_values(found: list[CompletionPoint]) -> Iterator[str]:
-    for place in found:
-        for option in place.options:
+def _bash_values(points: list[CompletionPoint]) -> Iterator[str]:
+    for point in points:
+        for option in point.options:
             if option.takes is not None:
                 given = "files=1" if option.takes == FILE else f"words={quote(' '.join(option.takes))}"
-                yield f"{quote(f'{_spelled(place.path)} {option.name}')}) {given} ;;"
+                yield f"{quote(f'{_key(point.path)} {option.name}')}) {given} ;;"
 
 
-def _bash_words(found: list[CompletionPoint]) -> Iterator[str]:
-    for place in found:
-        files = " files=1" if place.takes_files else ""
-        yield f"{quote(_spelled(place.path))}) words={quote(' '.join(_words(place)))}{files} ;;"
+def _bash_words(points: list[CompletionPoint]) -> Iterator[str]:
+    for point in points:
+        files = " files=1" if point.takes_files else ""
+        yield f"{quote(_key(point.path))}) words={quote(' '.join(_words(point)))}{files} ;;"
 
 
-def _spelled(path: tuple[str, ...]) -> str:
-    """Each command with a blank before it, so that no path is the begin of another's word."""
+def _key(path: tuple[str, ...]) -> str:
+    """Each command preceded by a space, so that no path is a prefix of another."""
     return "".join([f" {name}" for name in path])
 
 
-def _words(place: CompletionPoint) -> list[str]:
-    return [*place.commands, *place.arguments, *(option.name for option in place.options)]
+def _words(point: CompletionPoint) -> list[str]:
+    return [*point.commands, *point.arguments, *(option.name for option in point.options)]
 
 
-def _lines(lines: Iterator[str], blanks: int) -> str:
-    return "\n".join([" " * blanks + line for line in lines])
+def _indent(lines: Iterator[str], width: int) -> str:
+    return "\n".join([" " * width + line for line in lines])
 
 
 # ------------------------------------------------------------------ zsh
 
 
-def _zsh(found: list[CompletionPoint]) -> str:
+def _zsh(points: list[CompletionPoint]) -> str:
     return f"""\
 #compdef headgate
 # Completes headgate in zsh.
@@ -178,14 +175,14 @@ _headgate() {{
     local -a given
     for ((place = 2; place < CURRENT; place++)); do
         case "$path_so_far ${{words[place]}}" in
-{_lines((line.replace("path=", "path_so_far=") for line in _bash_paths(found)), 12)}
+{_indent((line.replace("path=", "path_so_far=") for line in _bash_paths(points)), 12)}
         esac
     done
     case "$path_so_far $before" in
-{_lines(_zsh_values(found), 8)}
+{_indent(_zsh_values(points), 8)}
     *)
         case $path_so_far in
-{_lines(_zsh_words(found), 8)}
+{_indent(_zsh_words(points), 8)}
         esac
         ;;
     esac
@@ -198,28 +195,28 @@ fi
 """
 
 
-def _zsh_values(found: list[CompletionPoint]) -> Iterator[str]:
-    for place in found:
-        for option in place.options:
+def _zsh_values(points: list[CompletionPoint]) -> Iterator[str]:
+    for point in points:
+        for option in point.options:
             if option.takes is not None:
                 words = " ".join([quote(word) for word in option.takes])
                 given = "_files" if option.takes == FILE else f"compadd -- {words}" if words else "_message value"
-                yield f"{quote(f'{_spelled(place.path)} {option.name}')}) {given} ;;"
+                yield f"{quote(f'{_key(point.path)} {option.name}')}) {given} ;;"
 
 
-def _zsh_words(found: list[CompletionPoint]) -> Iterator[str]:
-    for place in found:
-        told = [*place.commands.items(), *((word, "") for word in place.arguments)]
-        told += [(option.name, option.about) for option in place.options]
+def _zsh_words(points: list[CompletionPoint]) -> Iterator[str]:
+    for point in points:
+        told = [*point.commands.items(), *((word, "") for word in point.arguments)]
+        told += [(option.name, option.about) for option in point.options]
         given = " ".join([quote(f"{name.replace(':', chr(92) + ':')}:{about}") for name, about in told])
-        files = "; _files" if place.takes_files else ""
-        yield f"{quote(_spelled(place.path))}) given=({given}); _describe headgate given{files} ;;"
+        files = "; _files" if point.takes_files else ""
+        yield f"{quote(_key(point.path))}) given=({given}); _describe headgate given{files} ;;"
 
 
 # ------------------------------------------------------------------ fish
 
 
-def _fish(found: list[CompletionPoint]) -> str:
+def _fish(points: list[CompletionPoint]) -> str:
     lines = [
         "# Completes headgate in fish.",
         "function __headgate_at",
@@ -230,15 +227,15 @@ def _fish(found: list[CompletionPoint]) -> str:
         "    end",
         '    test "$path" = "$argv"',
         "end",
-        "set -g __headgate_paths " + " ".join([_fish_quoted(" ".join(place.path)) for place in found if place.path]),
+        "set -g __headgate_paths " + " ".join([_fish_quoted(" ".join(point.path)) for point in points if point.path]),
         "complete -c headgate -f",
     ]
-    for place in found:
-        at = f"complete -c headgate -n {_fish_quoted('__headgate_at ' + ' '.join(place.path))}"
-        lines += [f"{at} -a {name} -d {_fish_quoted(about)}" for name, about in place.commands.items()]
-        lines += [f"{at} -a {_fish_quoted(' '.join(place.arguments))}"] if place.arguments else []
-        lines += [f"{at} -F"] if place.takes_files else []
-        for option in place.options:
+    for point in points:
+        at = f"complete -c headgate -n {_fish_quoted('__headgate_at ' + ' '.join(point.path))}"
+        lines += [f"{at} -a {name} -d {_fish_quoted(about)}" for name, about in point.commands.items()]
+        lines += [f"{at} -a {_fish_quoted(' '.join(point.arguments))}"] if point.arguments else []
+        lines += [f"{at} -F"] if point.takes_files else []
+        for option in point.options:
             kind = f"-l {option.name[2:]}" if option.name.startswith("--") else f"-s {option.name[1:]}"
             takes = "" if option.takes is None else " -r -F" if option.takes == FILE else " -x"
             words = f" -a {_fish_quoted(' '.join(option.takes))}" if isinstance(option.takes, tuple) else ""

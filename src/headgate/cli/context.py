@@ -1,4 +1,4 @@
-"""What the commands share that ask an admin server: which one, about whom, and how changes are made."""
+"""Shared parts of the commands that use an admin server: connecting, naming clients, making changes, listing."""
 
 from __future__ import annotations
 
@@ -7,74 +7,66 @@ import os
 import re
 import sys
 from datetime import UTC, datetime
-from getpass import getpass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headgate.cli.admin_client import REFUSED, AdminClient, AdminError, Unconfirmed, is_loopback
-from headgate.cli.table import table
-from headgate.cli.terminal import BAD, BOLD, ODD, printable
+from headgate.cli.admin_client import EXIT_REFUSED, AdminClient, AdminError, ConfirmationRequired, is_loopback
+from headgate.cli.request import read_api_key
+from headgate.cli.table import titled_table
+from headgate.cli.terminal import BOLD, RED, YELLOW, printable
 from headgate.errors import InvalidInput
 from headgate.telemetry.human_time import coming, end_in_words, shown
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from datetime import tzinfo
 
-    from headgate.cli.admin_client import Reply
+    from headgate.cli.admin_client import AdminResponse
     from headgate.cli.terminal import Terminal
 
 __all__ = [
     "ClientArgument",
     "CommandContext",
-    "ahead",
-    "as_json",
-    "asked",
-    "asked_client",
-    "at_us_of",
+    "ask_yes",
     "change",
-    "chosen_from",
-    "client_of",
-    "confirmed",
-    "opened",
-    "paged",
-    "read_key",
-    "titled",
-    "told",
-    "warn_of_key",
-    "zone_of",
+    "choose_client",
+    "fetch_pages",
+    "future",
+    "is_interactive",
+    "open_context",
+    "print_json",
+    "print_list",
+    "read_client",
+    "resolve_client",
+    "warn_about_raw_key",
 ]
 
 _INSTANT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?\+00:00")
-LONGEST_TOKEN: Final = 1024
-PAGE: Final = 100
-"""Rows that are asked for at once."""
-NOT_FOUND: Final = 404
-SHORTEST_KEY: Final = 8
-"""Characters of what the server would know as an API key."""
-LONGEST_KEY: Final = 8192
-"""An API key of this many characters is none; see policy/api_keys.py, which says so to whoever gives it."""
+MAX_TOKEN_BYTES: Final = 1024
+PAGE_SIZE: Final = 100
+MIN_KEY_LENGTH: Final = 8
+"""Shorter texts are never API keys for the server."""
 
 
 class ClientArgument(NamedTuple):
-    """A client, as the server knows it: API keys by their hashes."""
+    """A client as the server identifies it; the value of an API key is its hash."""
 
     kind: str
     value: str
     label: str = ""
 
     def __str__(self) -> str:
-        named = f" ({self.label})" if self.label and self.label != self.value else ""
-        return f"{self.kind} {self.value}{named}"
+        label = f" ({self.label})" if self.label and self.label != self.value else ""
+        return f"{self.kind} {self.value}{label}"
 
     @property
-    def plain(self) -> dict[str, str]:
+    def fields(self) -> dict[str, str]:
         return {"kind": self.kind, "value": self.value}
 
 
 class CommandContext(NamedTuple):
-    """All that a command needs: the server, and where to say what it answers."""
+    """An admin server, the output streams, and the time zone; None for the local one."""
 
     api: AdminClient
     out: Terminal
@@ -82,48 +74,45 @@ class CommandContext(NamedTuple):
     zone: tzinfo | None
 
     def time(self, at_us: int | None, *, none: str = "") -> str:
-        """A moment for people; the zone is said once, in the title of a column, and again where clocks are others."""
+        """A timestamp. Column titles name the zone's current offset; a different one is added here."""
         if at_us is None:
             return none
-        at = at_us_of(at_us)
-        other = _offset(at, self.zone)
-        return shown(at, self.zone, with_zone=False) + ("" if other == self.zone_name else f" {other}")
+        at = _to_datetime(at_us)
+        offset = _offset(at, self.zone)
+        return shown(at, self.zone, with_zone=False) + ("" if offset == self.zone_name else f" {offset}")
 
     def local_times(self, text: str) -> str:
-        """A text of the server with its times in the local zone, and with weekdays."""
+        """A text of the server with its timestamps converted to the local zone."""
         return _INSTANT.sub(lambda found: end_in_words(datetime.fromisoformat(found[0]), self.zone), text)
 
     def iso(self, at_us: int | None) -> str | None:
-        """A moment as the server reads it."""
-        return None if at_us is None else at_us_of(at_us).isoformat().replace("+00:00", "Z")
+        return None if at_us is None else _to_datetime(at_us).isoformat().replace("+00:00", "Z")
 
-    def client(self, each: dict[str, Any]) -> str:
-        """Whom a row is about."""
-        return f"{ClientArgument(**each['who'], label=each.get('label') or '')}"
-
-    def tell_of_more(self, found: dict[str, Any]) -> None:
-        if found.get("next") is not None:
-            shown = len(found["items"])
-            self.err.say(f"There are more than these {shown}: --most N shows more, --search TEXT finds some of them.")
+    def client(self, row: dict[str, Any]) -> str:
+        return f"{ClientArgument(**row['who'], label=row.get('label') or '')}"
 
     @property
     def zone_name(self) -> str:
-        """As short as can be: UTC+01:00."""
+        """The current offset of the zone, such as UTC+01:00."""
         return _offset(datetime.now(UTC), self.zone)
 
 
+def _to_datetime(at_us: int) -> datetime:
+    return datetime.fromtimestamp(at_us / 1_000_000, UTC)
+
+
 def _offset(moment: datetime, zone: tzinfo | None) -> str:
-    told = f"{moment.astimezone(zone):%z}"
-    return "UTC" if int(told) == 0 else f"UTC{told[:3]}:{told[3:5]}"
+    offset = f"{moment.astimezone(zone):%z}"
+    return "UTC" if int(offset) == 0 else f"UTC{offset[:3]}:{offset[3:5]}"
 
 
-def opened(arguments: Namespace, out: Terminal, err: Terminal) -> CommandContext:
-    """The server that the arguments, or the environment, name; with the token out of a file or a variable."""
-    url = getattr(arguments, "admin", None) or os.environ.get("HEADGATE_ADMIN") or "http://127.0.0.1:8001"
+def open_context(arguments: Namespace, out: Terminal, err: Terminal) -> CommandContext:
+    """The admin server of the arguments or the environment, with the token from a file or a variable."""
+    url = arguments.admin or os.environ.get("HEADGATE_ADMIN") or "http://127.0.0.1:8001"
     api = AdminClient(url, _token(arguments.token_file))
     if url.startswith("http:") and not is_loopback(url):
-        err.say(f"{err.paint('warning:', ODD)} the token travels in clear to {url}; use https")
-    return CommandContext(api, out, err, zone_of(arguments))
+        err.print(f"{err.paint('warning:', YELLOW)} the token is sent unencrypted to {url}; use https")
+    return CommandContext(api, out, err, UTC if arguments.utc else None)
 
 
 def _token(file: str | None) -> str:
@@ -133,68 +122,58 @@ def _token(file: str | None) -> str:
     else:
         source = f"--token-file {file}"
         try:
-            with Path(file).open("rb") as opened:
-                token = opened.read(LONGEST_TOKEN).decode("ascii", "replace").strip()
+            with Path(file).open("rb") as stream:
+                token = stream.read(MAX_TOKEN_BYTES).decode("ascii", "replace").strip()
         except OSError as error:
             raise InvalidInput(f"{source}: cannot be read: {error.strerror}") from None
     if not token:
         raise AdminError(
-            "there is no token: set HEADGATE_TOKEN, or give --token-file. `headgate admin` prints the first one when "
-            "it starts, and `headgate admin token NAME --role support` makes another"
+            "no token: set HEADGATE_TOKEN, or give --token-file. `headgate admin` prints the first token when it "
+            "starts, and `headgate admin token NAME --role support` creates another"
         )
     if not (token.isascii() and token.isprintable() and " " not in token):
-        raise InvalidInput(f"{source} holds no token: those begin with hg_, and have no blanks")
+        raise InvalidInput(f"{source} contains no token: tokens start with hg_ and have no spaces")
     return token
-
-
-def zone_of(arguments: Namespace) -> tzinfo | None:
-    """That in which times are read and shown; None for this machine's."""
-    return UTC if getattr(arguments, "utc", False) else None
 
 
 # ------------------------------------------------------------------ clients
 
 
-def client_of(desk: CommandContext, written: str) -> ClientArgument:
-    """The client that is meant; `-` reads an API key from the input. What a shell remembers is warned about."""
-    text = asked_client(written)
+def resolve_client(context: CommandContext, text: str) -> ClientArgument:
+    """The client that the text names; `-` reads an API key from standard input."""
+    client = read_client(text)
     try:
-        found = desk.api.ask("POST", "find", body={"client": text}).body
+        found = context.api.request("POST", "find", body={"client": client}).body
         who = ClientArgument(found["kind"], found["value"], found.get("label") or "")
     except AdminError as error:
-        if error.status != NOT_FOUND:
+        if error.status != 404:
             raise
-        who = _matching(desk, text, error)
-    warn_of_key(desk, written, who)
+        matches = context.api.request("POST", "matches", body={"client": client}).body["items"]
+        if not matches:
+            raise
+        match = choose_client(context, matches)
+        who = ClientArgument(**match["who"], label=match["label"] or "")
+    warn_about_raw_key(context, text, who)
     return who
 
 
-def _matching(desk: CommandContext, text: str, error: AdminError) -> ClientArgument:
-    """The client of whose name a text is a part; several are asked about at a terminal, and listed elsewhere."""
-    found = desk.api.ask("POST", "matches", body={"client": text}).body["items"]
-    if not found:
-        raise error
-    each = chosen_from(desk, found)
-    return ClientArgument(**each["who"], label=each["label"] or "")
-
-
-def asked_client(written: str) -> str:
-    """The client as it is sent to the server; `-` reads an API key from the standard input."""
-    asked = f"api_key={read_key()}" if written == "-" else written
-    if not asked.strip():
+def read_client(text: str) -> str:
+    """The client argument as sent to the server; `-` reads an API key from standard input."""
+    client = f"api_key={read_api_key()}" if text == "-" else text
+    if not client.strip():
         raise InvalidInput("name a client")
-    return asked
+    return client
 
 
-def chosen_from(desk: CommandContext, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One of several candidates, chosen at the terminal by its number; AdminError where nobody can be asked."""
+def choose_client(context: CommandContext, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Let the user choose one of several candidates; AdminError without a terminal."""
     lines = [f"{number}. {_candidate(each)}" for number, each in enumerate(found, 1)]
-    many = len(found) > 1
-    if not (sys.stdin.isatty() and desk.err.is_terminal):
-        head = "this can mean several clients; give one of them as KIND=VALUE:" if many else "did you mean this client?"
-        raise AdminError("\n".join([head, *lines]), code=REFUSED)
-    head = "This can mean several clients:" if many else "No client has this name, but one contains it:"
-    desk.err.say(head, *[printable(line) for line in lines])
+    is_ambiguous = len(found) > 1
+    if not is_interactive(context):
+        head = "several clients match; give one of them as KIND=VALUE:" if is_ambiguous else "did you mean this client?"
+        raise AdminError("\n".join([head, *lines]), code=EXIT_REFUSED)
+    head = "Several clients match:" if is_ambiguous else "No client has this name, but one contains it:"
+    context.err.print(head, *[printable(line) for line in lines])
     print(f"Which one? 1 to {len(found)}: ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline().strip()
     if not (answer.isascii() and answer.isdigit() and 1 <= int(answer[:6]) <= len(found)):
@@ -203,33 +182,20 @@ def chosen_from(desk: CommandContext, found: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _candidate(each: dict[str, Any]) -> str:
-    """A candidate on one line, with the argument that names it alone."""
-    who = ClientArgument(**each["who"])
     label = f" ({each['label']})" if each.get("label") else ""
     seen = "" if each["is_known"] else ", never seen before"
-    return f"{each['title']}{label}{seen}: {who.kind}={who.value}"
+    return f"{each['title']}{label}{seen}: {each['who']['kind']}={each['who']['value']}"
 
 
-def warn_of_key(desk: CommandContext, written: str, who: ClientArgument) -> None:
-    """Warn of an API key on the command line, which the shell's history keeps."""
-    said = written.removeprefix("api_key=")
-    # A name has blanks, or is the one that is known; it may be known to the log alone, which does not tell it here.
-    is_name = " " in said or said.casefold() == who.label.casefold()
-    if who.kind == "api_key" and written != "-" and not said.startswith("hmac:") and not is_name:
-        desk.err.say(
-            f"{desk.err.paint('warning:', ODD)} an API key on the command line stays in the shell's history, and "
-            "others on this machine may see it; write - instead, and give the key on the standard input"
+def warn_about_raw_key(context: CommandContext, text: str, who: ClientArgument) -> None:
+    """Warn about an API key on the command line, which the shell's history keeps."""
+    value = text.removeprefix("api_key=")
+    is_name = " " in value or value.casefold() == who.label.casefold()
+    if who.kind == "api_key" and text != "-" and not value.startswith("hmac:") and not is_name:
+        context.err.print(
+            f"{context.err.paint('warning:', YELLOW)} an API key on the command line stays in the shell's history and "
+            "is visible to other users of this machine; write - and give the key on standard input"
         )
-
-
-def read_key() -> str:
-    """The API key that stands on the first line of the input; at a terminal it is not echoed."""
-    if sys.stdin.isatty():
-        try:
-            return getpass("API key: ")
-        except EOFError:
-            return ""
-    return sys.stdin.buffer.readline(LONGEST_KEY).decode("ascii", "replace").rstrip("\r\n")
 
 
 # ------------------------------------------------------------------ changes
@@ -237,130 +203,132 @@ def read_key() -> str:
 
 def change(
     arguments: Namespace,
-    desk: CommandContext,
+    context: CommandContext,
     method: str,
     path: str,
     *,
-    fields: dict[str, Any],
+    fields: dict[str, Any] | None = None,
     based_on: int | None = None,
-    number: str | None = None,
+    id_hint: str | None = None,
 ) -> int:
-    """Make a change, which is confirmed by --confirm or at the terminal, and say what was done. `number` is what to say
-    of the new row's."""
-    reply = confirmed(arguments, desk, method, path, fields=fields, based_on=based_on)
-    return told(arguments, desk, reply, number=number)
-
-
-def confirmed(
-    arguments: Namespace,
-    desk: CommandContext,
-    method: str,
-    path: str,
-    *,
-    fields: dict[str, Any],
-    based_on: int | None = None,
-) -> Reply:
-    """The server's answer to a change."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    reason = _reason(arguments)
-    based_on = getattr(arguments, "based_on", None) if based_on is None else based_on
-    codes = [*(getattr(arguments, "confirm", None) or ())]
+    """Send a change, confirmed by --confirm or at the terminal, and print its result. `id_hint` explains a new ID."""
+    reason = (arguments.reason or "").strip()
+    if not reason:
+        raise InvalidInput('a change needs a reason for the audit log: add --reason "ticket 4711: ..."')
+    if based_on is None:
+        based_on = arguments.based_on
+    codes = [*(arguments.confirm or ())]
     while True:
-        asked = given | ({"confirm": codes} if codes else {})
+        sent = {name: value for name, value in (fields or {}).items() if value is not None}
+        sent |= {"confirm": codes} if codes else {}
         try:
             if method == "DELETE":
-                return desk.api.ask(method, path, query=asked, based_on=based_on, reason=reason)
-            return desk.api.ask(method, path, body={**asked, "reason": reason}, based_on=based_on)
-        except Unconfirmed as unconfirmed:
-            missing = [code for code, _ in unconfirmed.dangers if code not in codes]
-            if not missing or not _agrees(desk, unconfirmed):
+                response = context.api.request(method, path, query=sent, based_on=based_on, reason=reason)
+            else:
+                response = context.api.request(method, path, body={**sent, "reason": reason}, based_on=based_on)
+            break
+        except ConfirmationRequired as required:
+            missing = [code for code, _ in required.dangers if code not in codes]
+            if not missing or not _confirm(context, required):
                 raise
             codes += missing
+    return _print_result(arguments, context, response, id_hint=id_hint)
 
 
-def _reason(arguments: Namespace) -> str:
-    reason: str = (arguments.reason or "").strip()
-    if not reason:
-        raise InvalidInput('a change needs a reason, which others will read: add --reason "ticket 4711: ..."')
-    return reason
-
-
-def _agrees(desk: CommandContext, unconfirmed: Unconfirmed) -> bool:
-    """Whether somebody at a terminal says that a danger is meant; nobody else is asked."""
-    if not (sys.stdin.isatty() and desk.err.is_terminal):
+def _confirm(context: CommandContext, required: ConfirmationRequired) -> bool:
+    """Ask for confirmation at a terminal; False elsewhere."""
+    if not is_interactive(context):
         return False
-    for _, text in unconfirmed.dangers:
-        desk.err.say(f"{desk.err.paint('Careful:', BAD)} {printable(text)}")
-    return asked(desk, "Is that meant? Type yes: ")
+    for _, text in required.dangers:
+        context.err.print(f"{context.err.paint('Careful:', RED)} {printable(text)}")
+    return ask_yes("Continue? Type yes: ")
 
 
-def asked(desk: CommandContext, question: str) -> bool:
+def is_interactive(context: CommandContext) -> bool:
+    return sys.stdin.isatty() and context.err.is_terminal
+
+
+def ask_yes(question: str) -> bool:
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() == "yes"
 
 
-def told(arguments: Namespace, desk: CommandContext, reply: Reply, *, number: str | None = None) -> int:
-    """Say what was changed; and what the new row's number is good for, if that is given."""
-    body = reply.body or {}
+def _print_result(
+    arguments: Namespace, context: CommandContext, response: AdminResponse, *, id_hint: str | None
+) -> int:
+    body = response.body or {}
     if arguments.json:
-        return as_json(desk, body)
-    done = printable(desk.local_times(f"{body.get('what') or 'done'}"))
+        return print_json(context, body)
     version = body.get("version")
     if version is None and not body.get("what"):
-        done = "nothing had to be changed"
-    desk.out.say(done if version is None else f"{done} {desk.out.paint(f'(version {version})', BOLD)}")
-    if number is not None and version is not None:
-        desk.err.say(*[number.format(id) for id in body.get("ids") or ()])
+        done = "nothing to change"
+    else:
+        done = printable(context.local_times(f"{body.get('what') or 'done'}"))
+    context.out.print(done if version is None else f"{done} {context.out.paint(f'(version {version})', BOLD)}")
+    if id_hint is not None and version is not None:
+        context.err.print(*[id_hint.format(id) for id in body.get("ids") or ()])
     for note in body.get("notes") or ():
-        desk.err.say(f"note: {printable(f'{note}')}")
+        context.err.print(f"note: {printable(f'{note}')}")
     return 0
 
 
-# ------------------------------------------------------------------ what is shown
+# ------------------------------------------------------------------ output
 
 
-def as_json(desk: CommandContext, body: Any) -> int:
-    desk.out.say(json.dumps(body, indent=2))
+def print_json(context: CommandContext, body: Any) -> int:
+    context.out.print(json.dumps(body, indent=2))
     return 0
 
 
-def titled(titles: Sequence[str], rows: Sequence[Sequence[str]], out: Terminal) -> Iterator[str]:
-    """Rows under titles that stand out."""
-    first, *lines = table([titles, *rows], width=out.width)
-    yield out.paint(first, BOLD)
-    yield from lines
+def print_list(
+    arguments: Namespace,
+    context: CommandContext,
+    found: dict[str, Any],
+    titles: Sequence[str],
+    row: Callable[[dict[str, Any]], Sequence[str]],
+    *,
+    empty: str,
+) -> int:
+    """Print a list as JSON or as a table, and say on standard error if it is empty or has more entries."""
+    if arguments.json:
+        return print_json(context, found)
+    if not found["items"]:
+        context.err.print(empty)
+        return 0
+    context.out.print(*titled_table(titles, [row(each) for each in found["items"]], context.out))
+    if found.get("next") is not None:
+        context.err.print(f"More than these {len(found['items'])} exist: use --most N or --search TEXT.")
+    return 0
 
 
-def paged(desk: CommandContext, path: str, most: int, *, cursor: str = "after", **asked: Any) -> dict[str, Any]:
-    """The first `most` of a list, over as many pages as that takes; `next` is where it goes on."""
+def fetch_pages(
+    context: CommandContext, path: str, most: int, *, cursor: str = "after", **query: Any
+) -> dict[str, Any]:
+    """The first `most` entries of a list, from as many pages as needed; `next` is where it continues."""
     if most < 1:
-        raise InvalidInput(f"--most {most}: nothing would be shown; give 1 or more")
+        raise InvalidInput(f"--most {most} would show nothing; give 1 or more")
     items: list[Any] = []
-    place: Any = None
-    asked |= {name: _searchable(desk, asked[name]) for name in ("search", "author") if asked.get(name)}
+    position: Any = None
+    query |= {name: _searchable(context, query[name]) for name in ("search", "author") if query.get(name)}
     while True:
-        found = desk.api.get(path, most=min(most - len(items), PAGE), **asked, **{cursor: place})
+        found = context.api.get(path, most=min(most - len(items), PAGE_SIZE), **query, **{cursor: position})
         items += found["items"]
-        place = found.get("next")
-        if place is None or len(items) >= most or not found["items"]:
-            return {"items": items, "next": place}
+        position = found.get("next")
+        if position is None or len(items) >= most or not found["items"]:
+            return {"items": items, "next": position}
 
 
-def _searchable(desk: CommandContext, text: str) -> str:
-    """A text that may stand in a URL, which proxies keep: for what may be an API key, its hash."""
-    if len(text) < SHORTEST_KEY or text.startswith("hmac:"):
+def _searchable(context: CommandContext, text: str) -> str:
+    """The text, with possible API keys hashed: proxies log URLs."""
+    if len(text) < MIN_KEY_LENGTH or text.startswith("hmac:"):
         return text
-    found: str = desk.api.ask("POST", "search", body={"text": text}).body["text"]
+    found: str = context.api.request("POST", "search", body={"text": text}).body["text"]
     return found
 
 
-def at_us_of(at_us: int) -> datetime:
-    return datetime.fromtimestamp(at_us / 1_000_000, UTC)
-
-
-def ahead(written: str | None, desk: CommandContext, *, at_its_end: bool) -> str | None:
-    """A moment to come, as the server reads it; None stays None."""
-    if written is None:
+def future(text: str | None, context: CommandContext, *, is_end: bool = False) -> str | None:
+    """A future time as the server reads it; None stays None. With `is_end`, a day stands for its end."""
+    if text is None:
         return None
-    moment = coming(written, now=datetime.now(UTC), zone=desk.zone, at_its_end=at_its_end)
+    moment = coming(text, now=datetime.now(UTC), zone=context.zone, at_its_end=is_end)
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")

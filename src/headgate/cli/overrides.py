@@ -1,12 +1,12 @@
-"""`headgate override`: other numbers for one client, perhaps for a time."""
+"""`headgate override`: limits of one client that replace those of the policy."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.admin_client import path_of
-from headgate.cli.context import ClientArgument, ahead, as_json, change, client_of, opened, paged, titled
-from headgate.cli.options import CLIENT, EXIT_CODES, Actions, add_change, add_page, add_server
+from headgate.cli.admin_client import build_path
+from headgate.cli.context import change, fetch_pages, future, print_list, resolve_client
+from headgate.cli.options import CLIENT, EXIT_CODES, Actions, add_change_options, add_page_options, add_server_options
 from headgate.cli.who import override_cells
 from headgate.errors import InvalidInput
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from headgate.cli.context import CommandContext
-    from headgate.cli.terminal import Terminal
 
-__all__ = ["ABOUT", "EXAMPLES", "STATES", "add_arguments", "add_until", "run"]
+__all__ = ["ABOUT", "EXAMPLES", "STATES", "add_arguments", "add_until"]
 
-ABOUT = "give a client numbers of its own, perhaps for a time"
+ABOUT = "override the limits of a client, optionally for a period"
 EXAMPLES = f"""
     headgate override add acme 10000/minute --limit search --until friday --reason "contract 4711"
     headgate override list acme
@@ -35,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     adding = actions.add(
         "add",
         add,
-        "give a client other numbers",
+        "override a limit for a client",
         f"""
         headgate override add acme 10000/minute --limit search --until friday --reason "contract 4711"
         headgate override add user=ada "500/hour, burst 50" --class exports --from "monday 8:00" --reason audit
@@ -45,11 +44,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     adding.add_argument("client", metavar="CLIENT", help=CLIENT)
     adding.add_argument("bucket", metavar="BUCKET", help=BUCKET)
     _add_where(adding)
-    add_change(adding)
+    add_change_options(adding)
 
     listing = actions.add(
         "list",
-        list_all,
+        list_rows,
         "list overrides, of all clients or of one",
         """
         headgate override list
@@ -58,111 +57,90 @@ def add_arguments(parser: ArgumentParser) -> None:
         """,
     )
     listing.add_argument("client", metavar="CLIENT", nargs="?", help=CLIENT)
-    listing.add_argument("--state", choices=STATES, default="all", help="only those; all, if not given")
-    add_page(listing)
-    add_server(listing)
+    listing.add_argument("--state", choices=STATES, default="all", help="default: %(default)s")
+    add_page_options(listing)
+    add_server_options(listing)
 
     changing = actions.add(
         "change",
         change_one,
-        "change an override; what is not said stays",
+        "change some fields of an override",
         """
         headgate override change 17 20000/minute --reason "contract 4712"
         headgate override change 17 --until "in 2 weeks" --reason "they need longer"
         """,
     )
-    changing.add_argument("id", metavar="ID", type=int, help="its number, which list shows")
+    changing.add_argument("id", metavar="ID", type=int, help="its ID from `list`")
     changing.add_argument("bucket", metavar="BUCKET", nargs="?", help=BUCKET)
     _add_where(changing)
-    add_change(changing)
+    add_change_options(changing)
 
     removing = actions.add(
-        "remove", remove, "end an override now", 'headgate override remove 17 --reason "the contract has ended"'
+        "remove", remove, "remove an override", 'headgate override remove 17 --reason "the contract has ended"'
     )
-    removing.add_argument("id", metavar="ID", type=int, help="its number, which list shows")
-    add_change(removing)
+    removing.add_argument("id", metavar="ID", type=int, help="its ID from `list`")
+    add_change_options(removing)
 
 
 def _add_where(parser: ArgumentParser) -> None:
-    parser.add_argument("--limit", metavar="LIMIT", help="on this limit, as `headgate who` names it")
-    parser.add_argument("--class", metavar="CLASS", dest="route_class", help="on routes of this class")
-    parser.add_argument("--from", metavar="TIME", dest="since", help="from when on; at once, if not given")
+    parser.add_argument("--limit", metavar="LIMIT", help="override this limit; see `headgate who`")
+    parser.add_argument("--class", metavar="CLASS", dest="route_class", help="override limits on routes of this class")
+    parser.add_argument("--from", metavar="TIME", dest="since", help="start; default: now")
     add_until(parser)
 
 
 def add_until(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--until", metavar="TIME", help='"friday" (all of it), "friday 18:00", "in 2 hours"; for ever, if not given'
+        "--until", metavar="TIME", help='end: "friday" (inclusive), "friday 18:00", "in 2 hours"; default: no end'
     )
 
 
-def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    raise InvalidInput("say what to do: add, list, change or remove")
-
-
-def add(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+def add(arguments: Namespace, context: CommandContext) -> int:
     if arguments.limit is None and arguments.route_class is None:
-        raise InvalidInput(
-            "say of which limit: --limit LIMIT, one of those that `headgate who` shows, or --class CLASS"
-        )
-    desk = opened(arguments, out, err)
-    until = ahead(arguments.until, desk, at_its_end=True)
-    since = ahead(arguments.since, desk, at_its_end=False)
-    who = client_of(desk, arguments.client)
+        raise InvalidInput("name a limit with --limit LIMIT (see `headgate who`), or a class with --class CLASS")
+    until, since = future(arguments.until, context, is_end=True), future(arguments.since, context)
+    who = resolve_client(context, arguments.client)
     fields = {
-        "who": who.plain,
+        "who": who.fields,
         "bucket": arguments.bucket,
         "limit": arguments.limit,
         "class": arguments.route_class,
         "valid_from": since,
         "valid_until": until,
     }
-    number = "It is override {0}: `headgate override remove {0} --reason ...` ends it."
-    return change(arguments, desk, "POST", "overrides", fields=fields, number=number)
+    hint = "Override {0} was created: `headgate override remove {0} --reason ...` removes it."
+    return change(arguments, context, "POST", "overrides", fields=fields, id_hint=hint)
 
 
-def change_one(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    desk = opened(arguments, out, err)
-    until = ahead(arguments.until, desk, at_its_end=True)
-    since = ahead(arguments.since, desk, at_its_end=False)
-    path = path_of("overrides", arguments.id)
-    reply = desk.api.ask("GET", path)
-    before = reply.body
+def change_one(arguments: Namespace, context: CommandContext) -> int:
+    until, since = future(arguments.until, context, is_end=True), future(arguments.since, context)
+    path = build_path("overrides", arguments.id)
+    response = context.api.request("GET", path)
+    before = response.body
     fields = {
-        "who": ClientArgument(**before["who"]).plain,
+        "who": before["who"],
         "bucket": arguments.bucket or before["bucket"],
         "limit": arguments.limit or before.get("limit"),
         "class": arguments.route_class or before.get("route_class"),
-        "valid_from": since or desk.iso(before.get("valid_from_us")),
-        "valid_until": until or desk.iso(before.get("valid_until_us")),
+        "valid_from": since or context.iso(before.get("valid_from_us")),
+        "valid_until": until or context.iso(before.get("valid_until_us")),
     }
-    # What was not said stays as it is, so nobody may have changed it in between.
-    based_on = reply.version if arguments.based_on is None else arguments.based_on
-    return change(arguments, desk, "PUT", path, fields=fields, based_on=based_on)
+    # Fields that are not given keep their value, so the override must not have changed meanwhile.
+    based_on = response.version if arguments.based_on is None else arguments.based_on
+    return change(arguments, context, "PUT", path, fields=fields, based_on=based_on)
 
 
-def remove(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    desk = opened(arguments, out, err)
-    return change(arguments, desk, "DELETE", path_of("overrides", arguments.id), fields={})
+def remove(arguments: Namespace, context: CommandContext) -> int:
+    return change(arguments, context, "DELETE", build_path("overrides", arguments.id))
 
 
-def list_all(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    desk = opened(arguments, out, err)
-    who = None if arguments.client is None else client_of(desk, arguments.client)
-    asked = {"search": arguments.search, "state": arguments.state}
-    if who is not None:
-        asked |= who.plain
-    found = paged(desk, "overrides", arguments.most, **asked)
-    if arguments.json:
-        return as_json(desk, found)
-    if not found["items"]:
-        err.say("There are none.")
-        return 0
-    titles = ["id", "client", "of", "bucket", f"from ({desk.zone_name})", "until", "state", "reason", "by"]
-    out.say(*titled(titles, [_row(each, desk) for each in found["items"]], out))
-    desk.tell_of_more(found)
-    return 0
+def list_rows(arguments: Namespace, context: CommandContext) -> int:
+    who = None if arguments.client is None else resolve_client(context, arguments.client)
+    query = {"search": arguments.search, "state": arguments.state, **({} if who is None else who.fields)}
+    found = fetch_pages(context, "overrides", arguments.most, **query)
 
+    def row(each: dict[str, Any]) -> list[str]:
+        return ["-" if each["id"] is None else f"{each['id']}", context.client(each), *override_cells(each, context)]
 
-def _row(each: dict[str, Any], desk: CommandContext) -> list[str]:
-    return ["-" if each["id"] is None else f"{each['id']}", desk.client(each), *override_cells(each, desk)]
+    titles = ["id", "client", "of", "bucket", f"from ({context.zone_name})", "until", "state", "reason", "by"]
+    return print_list(arguments, context, found, titles, row, empty="No overrides.")

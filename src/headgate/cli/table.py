@@ -1,4 +1,4 @@
-"""Texts in columns."""
+"""Tables of aligned columns."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
-from headgate.cli.terminal import printable
+from headgate.cli.terminal import BOLD, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["table"]
+    from headgate.cli.terminal import Terminal
+
+__all__ = ["table", "titled_table"]
 
 GAP: Final = "  "
-NARROWEST: Final = 12
-"""A column that is broken into less cannot be read; rather is a line too long."""
+MIN_COLUMN_WIDTH: Final = 12
+"""Narrower columns are unreadable; the line gets too long instead."""
+
+
+def titled_table(titles: Sequence[str], rows: Sequence[Sequence[str]], out: Terminal) -> Iterator[str]:
+    """The lines of a table as wide as the terminal, with bold column titles."""
+    first, *lines = table([titles, *rows], width=out.width)
+    yield out.paint(first, BOLD)
+    yield from lines
 
 
 def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[str]:
-    """The rows as lines of aligned columns, numbers to the right. Cells that are too wide for `width` are wrapped.
+    """The rows as lines of aligned columns, numbers to the right. Cells too wide for `width` are wrapped.
 
     >>> table([["limit", "cost"], ["per-ip", "1"], ["search", "50"]])
     ['limit   cost', 'per-ip     1', 'search    50']
@@ -27,7 +36,7 @@ def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[st
     ['note:  too wide for', '       one line']
     """
     rows = [[printable(cell) for cell in row] for row in rows]
-    widths = _fitting([max(map(len, column)) for column in zip(*rows, strict=True)], width)
+    widths = _fit([max(map(len, column)) for column in zip(*rows, strict=True)], width)
     are_numbers = [all(cell.isdigit() for cell in column[1:] or column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -39,12 +48,12 @@ def table(rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[st
     return lines
 
 
-def _fitting(widths: list[int], width: int | None) -> list[int]:
-    """The same widths, the widest made narrower until all fit side by side."""
+def _fit(widths: list[int], width: int | None) -> list[int]:
+    """Shrink the widest columns until all fit side by side."""
     widths = [max(1, each) for each in widths]
     while width is not None and sum(widths) + len(GAP) * (len(widths) - 1) > width:
         widest = max(widths)
-        if widest <= NARROWEST:
+        if widest <= MIN_COLUMN_WIDTH:
             break
         widths[widths.index(widest)] -= 1
     return widths

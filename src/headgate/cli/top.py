@@ -1,4 +1,4 @@
-"""`headgate top`: what the fleet is doing, redrawn each second; once, in a pipe."""
+"""`headgate top`: live overview of the fleet."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.cli.admin_client import UNANSWERED, AdminError
-from headgate.cli.context import as_json, opened
-from headgate.cli.options import add_server
-from headgate.cli.sparklines import bar, condensed, count, duration, sparkline
+from headgate.cli.admin_client import EXIT_UNREACHABLE, AdminError
+from headgate.cli.context import open_context, print_json
+from headgate.cli.options import add_server_options
+from headgate.cli.sparklines import bar, condense, count, duration, sparkline
 from headgate.cli.table import table
-from headgate.cli.terminal import BAD, BOLD, DIM, GOOD, ODD, clipped, printable
+from headgate.cli.terminal import BOLD, DIM, GREEN, RED, YELLOW, clip, printable
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -26,80 +26,78 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "frame", "run"]
 
-ABOUT = "show what the fleet is doing, live"
+ABOUT = "show a live overview of the fleet"
 EXAMPLES = """
     headgate top
     headgate top --once
     headgate top --json
 
-    q or Ctrl-C ends it; in a pipe it is shown once
-    exit code: 0 shown, 1 refused, 2 it cannot be asked
+    q or Ctrl-C exits; in a pipe, the overview is printed once
+    exit code: 0 done, 1 refused, 2 invalid call or no answer
 """
 
-MOST_ROWS: Final = 8
-"""Of each list: what is further down is nobody's first concern."""
-WIDTH: Final = 100
-"""Of a line in a pipe."""
+MAX_ROWS: Final = 8
+PIPE_WIDTH: Final = 100
 
-SET_UP: Final = "\x1b[?1049h\x1b[?25l"
-TAKE_DOWN: Final = "\x1b[?25h\x1b[?1049l"
-"""A screen of its own, without a cursor; and back to what was shown before."""
-BEGIN: Final = "\x1b[?2026h\x1b[H"
-END: Final = "\x1b[J\x1b[?2026l"
-"""From the top left on, over what is there; terminals that know how show it all at once."""
-REST_OF_LINE: Final = "\x1b[K"
+ENTER_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
+LEAVE_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
+"""Switch to the alternate screen and hide the cursor, and back."""
+BEGIN_FRAME: Final = "\x1b[?2026h\x1b[H"
+END_FRAME: Final = "\x1b[J\x1b[?2026l"
+"""A synchronized update from the top left corner."""
+CLEAR_LINE: Final = "\x1b[K"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--once", action="store_true", help="show it once and end, as in a pipe")
-    parser.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="redraw so often; 1, if not given")
-    add_server(parser)
+    parser.add_argument("--once", action="store_true", help="print the overview once and exit")
+    parser.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="refresh interval; default: 1")
+    add_server_options(parser)
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     if not 0.2 <= arguments.every <= 3600:
-        raise InvalidInput(f"--every {arguments.every:g} cannot be; give 0.2 to 3600 seconds")
-    desk = opened(arguments, out, err)
-    found = desk.api.get("overview")
+        raise InvalidInput(f"--every {arguments.every:g} is out of range; give 0.2 to 3600 seconds")
+    context = open_context(arguments, out, err)
+    found = context.api.get("overview")
     if arguments.json:
-        return as_json(desk, found)
+        return print_json(context, found)
     if arguments.once or not out.is_terminal:
-        out.say(*[line.rstrip() for line in frame(found, desk, width=out.width or WIDTH)])
+        out.print(*[line.rstrip() for line in frame(found, context, width=out.width or PIPE_WIDTH)])
         return 0
-    with suppress(KeyboardInterrupt), _own_screen(out):
-        _live(arguments, desk, found)
+    with suppress(KeyboardInterrupt), _alternate_screen(out):
+        _live(arguments, context, found)
     return 0
 
 
-def _live(arguments: Namespace, desk: CommandContext, found: dict[str, Any]) -> None:
+def _live(arguments: Namespace, context: CommandContext, found: dict[str, Any]) -> None:
     trouble = ""
     while True:
         started = time.monotonic()
-        _draw(desk, found, trouble)
-        if _wants_to_go(arguments.every - (time.monotonic() - started)):
+        _draw(context, found, trouble)
+        if _is_quit_within(arguments.every - (time.monotonic() - started)):
             return
         try:
-            found, trouble = desk.api.get("overview"), ""
+            found, trouble = context.api.get("overview"), ""
         except AdminError as error:
-            if error.code != UNANSWERED or error.status == 401:
+            if error.code != EXIT_UNREACHABLE or error.status == 401:
                 raise
             trouble = f"{error}"
 
 
-def _draw(desk: CommandContext, found: dict[str, Any], trouble: str) -> None:
-    """One write, so that nobody sees half of it."""
-    width, height = desk.out.size()
-    lines = [*frame(found, desk, width=width)]
+def _draw(context: CommandContext, found: dict[str, Any], trouble: str) -> None:
+    """Draw a frame with a single write, so that it does not flicker."""
+    width, height = context.out.size()
+    lines = [*frame(found, context, width=width)]
     if trouble:
-        lines.insert(1, desk.out.paint(f"This is old: {printable(trouble)}", BAD))
-    # The last column stays free: a terminal that has written there would take it back with the rest of the line.
-    fitting = [f"{clipped(line, width - 1)}{REST_OF_LINE}" for line in lines[:height]]
-    desk.out.write(BEGIN + "\n".join(fitting) + END)
+        lines.insert(1, context.out.paint(f"Outdated: {printable(trouble)}", RED))
+    # The last column stays free: clearing the line after it would erase its character in some terminals.
+    fitting = [f"{clip(line, width - 1)}{CLEAR_LINE}" for line in lines[:height]]
+    context.out.write(BEGIN_FRAME + "\n".join(fitting) + END_FRAME)
 
 
 @contextmanager
-def _own_screen(out: Terminal) -> Iterator[None]:
-    """A screen that leaves no trace, and keys that are heard one by one."""
+def _alternate_screen(out: Terminal) -> Iterator[None]:
+    """The alternate screen, with unbuffered keyboard input."""
     before = None
     if sys.stdin.isatty():
         import termios
@@ -107,17 +105,17 @@ def _own_screen(out: Terminal) -> Iterator[None]:
 
         before = termios.tcgetattr(sys.stdin.fileno())
         tty.setcbreak(sys.stdin.fileno())
-    out.write(SET_UP)
+    out.write(ENTER_SCREEN)
     try:
         yield
     finally:
-        out.write(TAKE_DOWN)
+        out.write(LEAVE_SCREEN)
         if before is not None:
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, before)
 
 
-def _wants_to_go(seconds: float) -> bool:
-    """Wait, and tell whether q was pressed."""
+def _is_quit_within(seconds: float) -> bool:
+    """Wait; True as soon as q is pressed."""
     until = time.monotonic() + max(0.0, seconds)
     while (left := until - time.monotonic()) > 0:
         if not sys.stdin.isatty():
@@ -129,22 +127,22 @@ def _wants_to_go(seconds: float) -> bool:
     return False
 
 
-# ------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------ the frame
 
 
-def frame(found: dict[str, Any], desk: CommandContext, *, width: int) -> Iterator[str]:
-    """The overview, line by line."""
-    out, totals = desk.out, found["totals"]
+def frame(found: dict[str, Any], context: CommandContext, *, width: int) -> Iterator[str]:
+    """The lines of the overview."""
+    out, totals = context.out, found["totals"]
     version = "unknown" if found["version"] is None else f"{found['version']}"
-    yield f"{out.paint('headgate', BOLD)}  {desk.time(found['at_us'])} {desk.zone_name}  config version {version}"
+    yield f"{out.paint('headgate', BOLD)}  {context.time(found['at_us'])} {context.zone_name}  config version {version}"
     for each in found.get("troubles") or ():
-        yield out.paint(f"trouble: {printable(f'{each}')}", ODD)
+        yield out.paint(f"trouble: {printable(f'{each}')}", YELLOW)
     if not any(each["state"] != "silent" for each in found["nodes"]):
-        yield out.paint("No node is reporting, so no traffic is shown. Requests may be denied all the same.", BAD)
-        yield "Connect each app with control=URL (of the config store), and give it the store of `headgate admin`."
+        yield out.paint("No node is reporting, so no traffic is shown. Requests may still be denied.", RED)
+        yield "Connect each app with control=URL (the config store), and with the store of `headgate admin`."
         yield ""
         if not found["nodes"]:
-            yield from _list("anomalies", ["when", "client", "what"], _steps(found, desk), out)
+            yield from _list("anomalies", ["when", "client", "what"], _steps(found, context), out)
             return
     yield ""
     yield from _rates(found, out, width)
@@ -158,19 +156,19 @@ def frame(found: dict[str, Any], desk: CommandContext, *, width: int) -> Iterato
     yield from _list("denied most", ["client", "denied", "allowed", ""], _denied(found), out)
     yield from _list("near their limit", ["client", "limit", "used", "left"], _near(found), out)
     yield from _list("hot keys", ["client", "limit", "a second"], _hot(found), out)
-    yield from _list("anomalies", ["when", "client", "what"], _steps(found, desk), out)
+    yield from _list("anomalies", ["when", "client", "what"], _steps(found, context), out)
 
 
 def _rates(found: dict[str, Any], out: Terminal, width: int) -> Iterator[str]:
     series = found.get("series")
     if series is None:
-        yield out.paint("nothing is known of the last minutes", DIM)
+        yield out.paint("no data for the last minutes", DIM)
         return
-    room = max(10, width - 26)
-    refused = [sum(each) for each in zip(series["denied"], series["blocked"], series["unavailable"], strict=True)]
-    for name, numbers, style in (("allowed/s", series["allowed"], GOOD), ("denied/s", refused, BAD)):
-        drawn = condensed(numbers, room)
-        # The second that is under way has not been counted whole.
+    columns = max(10, width - 26)
+    rejected = [sum(each) for each in zip(series["denied"], series["blocked"], series["unavailable"], strict=True)]
+    for name, numbers, style in (("allowed/s", series["allowed"], GREEN), ("denied/s", rejected, RED)):
+        drawn = condense(numbers, columns)
+        # The current second is incomplete.
         now = numbers[-2] if len(numbers) > 1 else 0
         most = out.paint(f"max {count(max(drawn))}", DIM)
         yield f"{name:<10}{count(now):>6} {out.paint(sparkline(drawn), style)} {most}"
@@ -179,10 +177,10 @@ def _rates(found: dict[str, Any], out: Terminal, width: int) -> Iterator[str]:
 def _list(name: str, titles: Sequence[str], rows: list[list[str]], out: Terminal) -> Iterator[str]:
     if not rows:
         return
-    more = len(rows) - MOST_ROWS
+    more = len(rows) - MAX_ROWS
     yield out.paint(name + (f" ({more} more)" if more > 0 else ""), BOLD)
-    # Without a width nothing is wrapped: what is too wide is cut, so that lines stay where they are.
-    first, *lines = table([titles, *rows[:MOST_ROWS]])
+    # Without a width: long lines are clipped instead of wrapped, so that rows do not move.
+    first, *lines = table([titles, *rows[:MAX_ROWS]])
     yield f"  {out.paint(first, DIM)}"
     yield from [f"  {line}" for line in lines]
     yield ""
@@ -222,14 +220,14 @@ def _hot(found: dict[str, Any]) -> list[list[str]]:
     return [[_who(each), each["limit"], count(each["rate"])] for each in found["hot"]]
 
 
-def _steps(found: dict[str, Any], desk: CommandContext) -> list[list[str]]:
+def _steps(found: dict[str, Any], context: CommandContext) -> list[list[str]]:
     return [
-        [desk.time(each.get("at_us")), _who(each), f"{each.get('text') or ''}"] for each in found.get("steps") or ()
+        [context.time(each.get("at_us")), _who(each), f"{each.get('text') or ''}"] for each in found.get("steps") or ()
     ]
 
 
 def _who(each: dict[str, Any]) -> str:
-    """A client by what it may be called, or by the begin of its hash."""
+    """The label of a client, or the start of its hash."""
     return each.get("label") or f"{each.get('kind', '')} {each.get('key', '')[:17]}".strip()
 
 

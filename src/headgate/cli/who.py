@@ -1,14 +1,14 @@
-"""`headgate who`: what holds for a client now: its tier, its limits and where they come from, and what is used."""
+"""`headgate who`: the tier, limits, overrides and usage of a client."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headgate.cli.context import as_json, client_of, opened, titled
-from headgate.cli.options import CLIENT, add_server
+from headgate.cli.context import open_context, print_json, resolve_client
+from headgate.cli.options import CLIENT, add_server_options
 from headgate.cli.sparklines import bar, duration
-from headgate.cli.table import table
-from headgate.cli.terminal import BAD, GOOD, ODD, printable
+from headgate.cli.table import table, titled_table
+from headgate.cli.terminal import GREEN, RED, YELLOW, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -19,89 +19,87 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "override_cells", "run"]
 
-ABOUT = "show what holds for a client now, and how much of it is used"
+ABOUT = "show the tier, limits and current usage of a client"
 EXAMPLES = """
     headgate who acme
     headgate who ip=203.0.113.9 --json
     headgate who - < key.txt
 
-    exit code: 0 here is the answer, 1 refused, 2 it cannot be asked
+    exit code: 0 done, 1 refused, 2 invalid call or no answer
 """
 
-TIER_FROM = {"assigned": "assigned", "policy": "by the policy", "default": "the tier of everybody else"}
+TIER_FROM = {"assigned": "assigned", "policy": "from the policy", "default": "the default tier"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("client", metavar="CLIENT", help=CLIENT)
-    add_server(parser)
+    add_server_options(parser)
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    desk = opened(arguments, out, err)
-    who = client_of(desk, arguments.client)
-    found = desk.api.get("client", kind=who.kind, value=who.value)
+    context = open_context(arguments, out, err)
+    who = resolve_client(context, arguments.client)
+    found = context.api.get("client", kind=who.kind, value=who.value)
     if arguments.json:
-        return as_json(desk, found)
-    out.say(*_shown(found, who, desk))
+        return print_json(context, found)
+    out.print(*_lines(found, who, context))
     return 0
 
 
-def _shown(found: dict[str, Any], who: ClientArgument, desk: CommandContext) -> Iterator[str]:
-    out, block = desk.out, found.get("block")
+def _lines(found: dict[str, Any], who: ClientArgument, context: CommandContext) -> Iterator[str]:
+    out, block = context.out, found.get("block")
     tier = found.get("tier")
     facts = [["client", f"{who._replace(label=found.get('label') or who.label)}"]]
     facts.append(["tier", f"{tier}, {TIER_FROM.get(found['tier_from'], found['tier_from'])}" if tier else "none"])
     if found.get("troubles"):
-        facts += [["trouble", f"{each}"] for each in found["troubles"]]
+        facts += [["problem", f"{each}"] for each in found["troubles"]]
     yield from table(facts, width=out.width)
     if block is not None:
-        until = f" until {desk.time(block['valid_until_us'])}" if block.get("valid_until_us") else ""
+        until = f" until {context.time(block['valid_until_us'])}" if block.get("valid_until_us") else ""
         by = f", by {block['author']}" if block.get("author") else ""
-        yield out.paint(printable(f"blocked{until}: {block.get('reason') or 'no reason is given'}{by}"), BAD)
+        yield out.paint(printable(f"blocked{until}: {block.get('reason') or 'no reason given'}{by}"), RED)
     yield ""
-    yield from _limits(found, desk)
+    yield from _limits(found, context)
     if found.get("overrides"):
         yield ""
-        yield from titled(
-            ["override", "of", "bucket", f"from ({desk.zone_name})", "until", "state", "reason", "by"],
-            [[f"{each['id']}", *override_cells(each, desk)] for each in found["overrides"]],
+        yield from titled_table(
+            ["override", "of", "bucket", f"from ({context.zone_name})", "until", "state", "reason", "by"],
+            [[f"{each['id']}", *override_cells(each, context)] for each in found["overrides"]],
             out,
         )
 
 
-def _limits(found: dict[str, Any], desk: CommandContext) -> Iterator[str]:
-    out = desk.out
+def _limits(found: dict[str, Any], context: CommandContext) -> Iterator[str]:
+    out = context.out
     if not found["limits"] and found.get("troubles"):
-        yield out.paint("Which limits it meets is not known.", ODD)
+        yield out.paint("Its limits are unknown.", YELLOW)
         return
     if not found["limits"]:
-        yield out.paint("no limit", ODD) + ": its requests pass, and nothing is counted"
+        yield out.paint("no limit", YELLOW) + ": its requests pass and are not counted"
         return
     rows = [
         [
             each["limit"] + (" (shadow)" if each.get("shadow") else ""),
             each["bucket"],
             each["by"],
-            _source(each, desk),
+            _source(each, context),
             *_usage(each),
         ]
         for each in found["limits"]
     ]
     titles = ["limit", "allows", "counted by", "from", "used", ""]
-    first, *lines = titled(titles, rows, out)
+    first, *lines = titled_table(titles, rows, out)
     yield first
-    for line in lines:
-        # The colour of a bar tells at a glance whom a limit is about to stop.
-        yield _painted(line, out)
+    yield from [_paint_bar(line, out) for line in lines]
 
 
-def _painted(line: str, out: Terminal) -> str:
-    start = next((place for place, sign in enumerate(line) if sign in "█▏▎▍▌▋▊▉░"), None)
+def _paint_bar(line: str, out: Terminal) -> str:
+    start = next((place for place, char in enumerate(line) if char in "█▏▎▍▌▋▊▉░"), None)
     if start is None:
         return line
     drawn = line[start:].split(" ", 1)[0]
     share = drawn.count("█") / len(drawn)
-    style = BAD if share >= 0.9 else ODD if share >= 0.7 else GOOD
+    style = RED if share >= 0.9 else YELLOW if share >= 0.7 else GREEN
     return line[:start] + out.paint(drawn, style) + line[start + len(drawn) :]
 
 
@@ -116,30 +114,29 @@ def _usage(each: dict[str, Any]) -> tuple[str, str]:
     return bar(used / capacity, 16), f"{used} of {capacity}{wait}{full}"
 
 
-def _source(each: dict[str, Any], desk: CommandContext) -> str:
+def _source(each: dict[str, Any], context: CommandContext) -> str:
     source = f"{each.get('from') or each.get('from_') or 'policy'}"
     if each.get("override_id") is not None:
         source = f"{source} {each['override_id']}"
     if each.get("valid_until_us") is not None:
-        source = f"{source} until {desk.time(each['valid_until_us'])}"
+        source = f"{source} until {context.time(each['valid_until_us'])}"
     return source
 
 
-def override_cells(each: dict[str, Any], desk: CommandContext) -> list[str]:
-    """What an override says, from where it holds to who gave it."""
+def override_cells(each: dict[str, Any], context: CommandContext) -> list[str]:
+    """The table cells of an override."""
     return [
-        _place_of(each),
+        _scope(each),
         each["bucket"],
-        desk.time(each.get("valid_from_us"), none="-"),
-        desk.time(each.get("valid_until_us"), none="no end"),
+        context.time(each.get("valid_from_us"), none="-"),
+        context.time(each.get("valid_until_us"), none="no end"),
         each["state"],
         each.get("reason") or "",
         each.get("author") or ("policy" if each.get("source") == "policy" else ""),
     ]
 
 
-def _place_of(each: dict[str, Any]) -> str:
-    """On which limits an override holds."""
+def _scope(each: dict[str, Any]) -> str:
     route_class = each.get("route_class") or each.get("class")
     limit = f"limit {each['limit']}" if each.get("limit") else ""
     return " ".join(filter(None, (limit, f"class {route_class}" if route_class else ""))) or "all limits"

@@ -1,4 +1,4 @@
-"""`headgate why`: explains rejections in a mail for the customer, with details for colleagues."""
+"""`headgate why`: explains rejections, as an email to the customer and details for colleagues."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
-from headgate.cli.check import examine, tell
-from headgate.cli.context import as_json, client_of, opened, read_key
-from headgate.cli.options import add_server
-from headgate.cli.request import given_secret
+from headgate.cli.check import check_file, print_problems
+from headgate.cli.context import open_context, print_json, resolve_client
+from headgate.cli.options import CLIENT, add_secret_option, add_server_options
+from headgate.cli.request import read_api_key, read_secret
 from headgate.cli.terminal import BOLD, printable
 from headgate.errors import InvalidInput
 from headgate.telemetry.decision_log.sinks import open_reader
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
 
-ABOUT = "explain why a client was rejected: a mail for the customer, and details"
+ABOUT = "explain why a client was rejected: an email to the customer, and details"
 EXAMPLES = """
     headgate why acme --at "yesterday 15:00" --log sqlite:///decisions.db
     headgate why tenant=acme --at "2026-11-15 14:00" --until 16:00
@@ -41,130 +41,123 @@ EXAMPLES = """
     headgate why acme --at "yesterday 15:00" --only mail | mail -s "Rate limit" dev@acme.example
     headgate why acme --at "yesterday 15:00" --admin http://127.0.0.1:8001
 
-    exit code: 0 here is the answer, 1 mistakes in the policy,
-    2 a question that cannot be asked
+    exit code: 0 done, 1 invalid policy, 2 invalid call or no answer
 """
-
 
 DEFAULT_LOG = "sqlite:///decisions.db"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """All but --secret-file."""
+    parser.add_argument("client", metavar="CLIENT", help=CLIENT)
     parser.add_argument(
-        "client", metavar="CLIENT", help="its label, tenant, user, address or hmac: hash, or KIND=VALUE; - reads a key"
+        "--at", metavar="TIME", default="today", help='"yesterday 15:00", "3pm", "10 minutes ago"; default: today'
     )
-    parser.add_argument(
-        "--at", metavar="TIME", default="today", help='"yesterday 15:00", "3pm", "10 minutes ago"; today, if not given'
-    )
-    parser.add_argument("--until", metavar="TIME", help="the end of a longer time, which begins at --at")
+    parser.add_argument("--until", metavar="TIME", help="end of the period that starts at --at")
     parser.add_argument(
         "--log",
         metavar="URL",
-        help="sqlite:///decisions.db, clickhouse://host/database; without it an admin server is asked, if there is a "
-        "token for one or its URL is given",
+        help="the decision log: sqlite:///decisions.db, clickhouse://host/database; default: that of the admin server, "
+        "if there is a token or a URL of one",
     )
-    parser.add_argument(
-        "--only", choices=("mail", "details"), help="print only the mail, or only the details for colleagues"
-    )
-    parser.add_argument("--policy", metavar="FILE", help="today's policy: with it, the log's hashes get their names")
-    add_server(parser)
+    parser.add_argument("--only", choices=("mail", "details"), help="print only the email, or only the details")
+    parser.add_argument("--policy", metavar="FILE", help="the current policy, to resolve hashes in the log")
+    add_server_options(parser)
+    add_secret_option(parser)
 
 
 def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
-    """Answer the question; the exit code tells whether it could be asked."""
-    if arguments.log is None and _knows_server(arguments):
-        return _ask_server(arguments, out, err)
+    if arguments.log is None and _has_server(arguments):
+        return _run_on_server(arguments, out, err)
     policy: Policy | None = None
     if arguments.policy is not None:
-        report = examine(arguments.policy)
+        report = check_file(arguments.policy)
         if report.policy is None:
-            tell(report, err)
+            print_problems(report, err)
             return report.code()
         policy = report.policy
     zone = UTC if arguments.utc else None
     when = span(arguments.at, arguments.until, now=datetime.now(UTC), zone=zone)
-    secret = given_secret(arguments.secret_file)
+    secret = read_secret(arguments.secret_file)
     clients = None if secret is None else Pseudonymizer(secret)
-    client = f"api_key={read_key()}" if arguments.client == "-" else arguments.client
-    asked = ClientQuery.read(client, clients, policy)
+    client = f"api_key={read_api_key()}" if arguments.client == "-" else arguments.client
+    query = ClientQuery.read(client, clients, policy)
     with closing(open_reader(arguments.log or DEFAULT_LOG)) as reader:
         try:
-            answer = why(reader, asked, when, policy=policy)
-        except Exception as error:  # of SQLite, or of ClickHouse's client
+            answer = why(reader, query, when, policy=policy)
+        except Exception as error:  # of SQLite, or of the ClickHouse client
             raise InvalidInput(f"the decision log cannot be read: {error}") from error
     if arguments.json:
-        out.say(json.dumps(plain(answer), indent=2))
+        out.print(json.dumps(plain(answer), indent=2))
         return 0
     _print(arguments, mail(answer, zone=zone), details(answer, zone=zone), out)
     if clients is None and not (answer.rejected or answer.passed):
-        err.say(_NO_SECRET)
+        err.print(_NO_SECRET)
     return 0
 
 
 _NO_SECRET = (
-    "Without a secret only labels and hashes can be looked for: give --secret-file, or set HEADGATE_SECRET, "
-    "to look for a tenant, user, address or API key."
+    "Without a secret, only labels and hashes are found: give --secret-file, or set HEADGATE_SECRET, to search for a "
+    "tenant, user, address or API key."
 )
 
 
-def _print(arguments: Namespace, to_customer: list[str], for_colleagues: list[str], out: Terminal) -> None:
-    """Print both parts, the mail first, or only one."""
+def _print(arguments: Namespace, email: list[str], details: list[str], out: Terminal) -> None:
+    """Print the email and the details, or one of them."""
     if arguments.only != "details":
-        out.say(*_wrapped(to_customer, out))
-    if arguments.only is None and for_colleagues:
-        out.say("", out.paint(f"---- {DETAILS_TITLE} ----", BOLD), "")
+        out.print(*_wrap(email, out))
+    if arguments.only is None and details:
+        out.print("", out.paint(f"---- {DETAILS_TITLE} ----", BOLD), "")
     if arguments.only != "mail":
-        out.say(*_wrapped(for_colleagues, out))
+        out.print(*_wrap(details, out))
 
 
-def _wrapped(paragraphs: list[str], out: Terminal) -> Iterator[str]:
-    """Paragraphs with blank lines between them; lines that are to be pasted stay whole."""
+def _wrap(paragraphs: list[str], out: Terminal) -> Iterator[str]:
+    """Wrapped paragraphs, separated by blank lines; indented lines are not wrapped."""
     for index, paragraph in enumerate(paragraphs):
         if index:
             yield ""
         for line in paragraph.split("\n"):
             text = printable(line)
-            is_whole = line.startswith("  ") or out.width is None
-            yield from [text] if is_whole else wrap(text, out.width or 80, break_on_hyphens=False)
+            is_verbatim = line.startswith("  ") or out.width is None
+            yield from [text] if is_verbatim else wrap(text, out.width or 80, break_on_hyphens=False)
 
 
 # ------------------------------------------------------------------ through an admin server
 
 
-def _knows_server(arguments: Namespace) -> bool:
-    """Whether somebody has said anything of an admin server: who has a token means to ask one."""
-    given = arguments.admin or arguments.token_file
-    return bool(given or os.environ.get("HEADGATE_ADMIN") or os.environ.get("HEADGATE_TOKEN"))
+def _has_server(arguments: Namespace) -> bool:
+    return bool(
+        arguments.admin or arguments.token_file or os.environ.get("HEADGATE_ADMIN") or os.environ.get("HEADGATE_TOKEN")
+    )
 
 
-def _ask_server(arguments: Namespace, out: Terminal, err: Terminal) -> int:
+def _run_on_server(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     if arguments.policy is not None:
-        raise InvalidInput("an admin server knows the policy: leave out --policy, or give --log")
-    desk = opened(arguments, out, err)
+        raise InvalidInput("--policy needs --log: an admin server uses its own policy")
+    context = open_context(arguments, out, err)
     zone = "UTC" if arguments.utc else local_zone()
     if zone is None:
-        err.say("note: the name of this machine's zone is not known, so that times are UTC")
-    who = client_of(desk, arguments.client)
-    asked = {"at": arguments.at, "until": arguments.until, "zone": zone or "UTC"}
-    found = desk.api.get("client/why", **who.plain, **asked)
+        err.print("note: the local time zone is unknown, so times are UTC")
+    who = resolve_client(context, arguments.client)
+    period = {"at": arguments.at, "until": arguments.until, "zone": zone or "UTC"}
+    found = context.api.get("client/why", **who.fields, **period)
     if arguments.json:
-        return as_json(desk, found["answer"])
+        return print_json(context, found["answer"])
     _print(arguments, found["mail"], found["details"], out)
     return 0
 
 
 def local_zone() -> str | None:
-    """The name of this machine's zone, for a server that may stand in another; None, if it has none that is known."""
-    named = os.environ.get("TZ", "").removeprefix(":")
-    if not named:
+    """The IANA name of the local time zone; None if unknown."""
+    name = os.environ.get("TZ", "").removeprefix(":")
+    if not name:
         link = os.path.realpath("/etc/localtime")
-        named = link.partition("/zoneinfo/")[2] or _read("/etc/timezone") or "UTC"
+        name = link.partition("/zoneinfo/")[2] or _read("/etc/timezone") or "UTC"
     try:
-        ZoneInfo(named)
+        ZoneInfo(name)
     except (KeyError, OSError, ValueError):
         return None
-    return named
+    return name
 
 
 def _read(file: str) -> str:

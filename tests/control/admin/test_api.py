@@ -1063,7 +1063,7 @@ def test_whoever_has_the_config_store_makes_a_token(
     [
         (["--host", "0.0.0.0"], "unencrypted"),
         (["--cert", "cert.pem"], "belong together"),
-        (["--webhook", "http://127.0.0.1:1/"], "belong together"),
+        (["--webhook", "http://127.0.0.1:1/"], "go together"),
         (["--webhook", "http://127.0.0.1:1/", "--webhook-secret-file", "none"], "--store"),
         (
             ["--store", "memory://", "--webhook", "http://127.0.0.1:1/", "--webhook-secret-file", "none"],
@@ -1098,7 +1098,7 @@ def test_who_names_no_proxy_is_told_when_the_server_starts(proxies: list[str], t
                 told += line
         finally:
             process.terminate()
-    note = "no --proxy is given: all clients behind the proxy share one address, and its limits for failed sign-ins"
+    note = "without --proxy, all clients behind the proxy share one address and its limits for failed sign-ins"
     assert (note in told) == (not proxies)
 
 

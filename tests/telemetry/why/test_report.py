@@ -97,7 +97,6 @@ def asked(folder: Path) -> Callable[..., str]:
     def ask(*words: str, code: int = 0) -> str:
         parser = ArgumentParser()
         add_arguments(parser)
-        parser.add_argument("--secret-file")
         out = io.StringIO()
         assert run(parser.parse_args(words), Terminal(out), Terminal(out)) == code
         return out.getvalue()
@@ -249,7 +248,7 @@ def test_without_the_secret_it_is_said_what_can_be_looked_for(
     traffic.send(Request(tenant="acme"), 30)
     assert traffic.flush()
     monkeypatch.delenv("HEADGATE_SECRET")
-    assert "Without a secret only labels and hashes can be looked for" in asked("ada", "--at", "2026-11-15")
+    assert "Without a secret, only labels and hashes are found" in asked("ada", "--at", "2026-11-15")
     assert "This is about requests from Acme Corp" in asked("acme corp", "--at", "2026-11-15")
     with pytest.raises(InvalidInput, match="the log names each ip by a keyed hash, and there is no secret"):
         asked("203.0.113.9", "--at", "2026-11-15")
