@@ -111,11 +111,11 @@ DEPENDENCIES = {
 }
 """Third-party packages, and the only modules that may import each of them."""
 
-SHARED_CLASS_NAMES = {"HeadgateMiddleware"} | {"TierLimit"}
+SHARED_CLASS_NAMES = {"HeadgateMiddleware"}
 """Class names that are used more than once: public names that each framework's adapter defines."""
 
-MAX_PRIVATE_ACCESSES = 53
-MAX_INDIRECT_DOCSTRINGS = 496
+MAX_PRIVATE_ACCESSES = 15
+MAX_INDIRECT_DOCSTRINGS = 143
 
 
 def module_name(file: Path) -> str:
@@ -282,6 +282,7 @@ def test_private_attributes_of_other_objects_are_rarely_used() -> None:
         line for file in MODULES.values() for line in file.read_text("utf-8").splitlines() if "noqa: SLF001" in line
     ]
     assert len(suppressions) <= MAX_PRIVATE_ACCESSES
+    assert not [line for line in suppressions if not re.search(r"noqa: SLF001 - \w", line)], "give the reason after it"
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:

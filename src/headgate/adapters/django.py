@@ -255,7 +255,7 @@ def _leave(
         response[name] = value
     for each in admissions.unfinished():
         # Where Django itself puts what ends with a response, streaming or not.
-        closers = response._resource_closers  # type: ignore[attr-defined]  # noqa: SLF001
+        closers = response._resource_closers  # type: ignore[attr-defined]  # noqa: SLF001 - Django has no hook
         closers.append(partial(finish, each, response.status_code))
     return response
 

@@ -80,7 +80,7 @@ class AdminClient:
     def __init__(self, url: str, token: str) -> None:
         self.url = _check_url(url)
         self._token = token
-        handlers: list[Any] = [_NoRedirects()]
+        handlers: list[Any] = [_RefuseRedirects()]
         if is_loopback(self.url):
             handlers.append(urllib.request.ProxyHandler({}))  # for a proxy, 127.0.0.1 is another machine
         self._opener = urllib.request.build_opener(*handlers)
@@ -151,7 +151,7 @@ def build_path(*parts: str | int) -> str:
     return "/".join(quote(f"{part}", safe="") for part in parts)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
+class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
     """Never sends the token to another server."""
 
     def redirect_request(self, *_: Any) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headgate.cli.terminal import Terminal
     from headgate.policy.model import Policy
 
-__all__ = ["ABOUT", "EXAMPLES", "EXIT_UNREADABLE", "FileReport", "add_arguments", "check_file", "print_problems", "run"]
+__all__ = ["ABOUT", "EXAMPLES", "EXIT_UNREADABLE", "CheckReport", "add_arguments", "check_file", "print_problems", "run"]
 
 ABOUT = "check policy files, and show where they are wrong"
 EXAMPLES = """
@@ -71,7 +71,7 @@ class CheckProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class FileReport:
+class CheckReport:
     """The result of checking a file."""
 
     file: str
@@ -131,7 +131,7 @@ def run(arguments: Namespace, out: Terminal, err: Terminal) -> int:
     return max(report.code(strict=strict) for report in reports)
 
 
-def check_file(file: str) -> FileReport:
+def check_file(file: str) -> CheckReport:
     """Load a policy file and collect its problems."""
     try:
         policy = load(file)
@@ -139,13 +139,13 @@ def check_file(file: str) -> FileReport:
         Snapshot(policy, ApiKeyHasher(secrets.token_bytes(32)).fingerprint)
     except InvalidPolicy as error:
         problems = tuple([CheckProblem.read(text, file) for text in error.problems])
-        return FileReport(file, problems, was_read=not isinstance(error, UnreadablePolicy))
+        return CheckReport(file, problems, was_read=not isinstance(error, UnreadablePolicy))
     except InvalidInput as error:
-        return FileReport(file, (CheckProblem(f"{error}"),))
-    return FileReport(file, tuple([CheckProblem.read(text, file, is_warning=True) for text in policy.warnings]), policy)
+        return CheckReport(file, (CheckProblem(f"{error}"),))
+    return CheckReport(file, tuple([CheckProblem.read(text, file, is_warning=True) for text in policy.warnings]), policy)
 
 
-def print_problems(report: FileReport, err: Terminal) -> None:
+def print_problems(report: CheckReport, err: Terminal) -> None:
     """Print one line per problem; at a terminal, with an excerpt of the file."""
     lines: list[str] = []
     if err.is_terminal and report.problems:
@@ -173,7 +173,7 @@ def _excerpt(lines: list[str], problem: CheckProblem, err: Terminal) -> list[str
     return [err.paint(margin, DIM) + shown.rstrip(), err.paint(caret, YELLOW if problem.is_warning else RED)]
 
 
-def _verdict(report: FileReport, *, strict: bool, out: Terminal) -> str:
+def _verdict(report: CheckReport, *, strict: bool, out: Terminal) -> str:
     if report.code(strict=strict):
         return f"{report.file}: {out.paint('invalid', RED)}: {_count(len(report.problems), 'warning')} with --strict"
     counts = [_count(count, section[:-1]) for section, count in report.counts.items() if count or section == "limits"]
@@ -184,7 +184,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _as_dict(report: FileReport, *, strict: bool) -> dict[str, object]:
+def _as_dict(report: CheckReport, *, strict: bool) -> dict[str, object]:
     is_valid = report.code(strict=strict) == 0
     problems = [asdict(problem) for problem in report.problems]
     return {"file": report.file, "good": is_valid, "counts": report.counts, "problems": problems, "notes": report.notes}

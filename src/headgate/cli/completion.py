@@ -68,7 +68,8 @@ def completion_points(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Ite
             continue
         if isinstance(action.choices, dict):
             inner = action.choices
-            abouts = {each.dest: each.help or "" for each in action._get_subactions()}  # type: ignore[attr-defined] # noqa: SLF001
+            subactions = action._get_subactions()  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+            abouts = {each.dest: each.help or "" for each in subactions}
             commands = {name: abouts.get(name, "") for name in inner}
         elif action.option_strings:
             takes = None if action.nargs == 0 else _values(action)

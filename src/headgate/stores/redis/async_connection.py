@@ -120,8 +120,8 @@ class AsyncConnection(asyncio.Protocol):
             self._fail(unsent)
             return
         # redis-py has no public way to its streams. They stay referenced, as they close the transport when collected.
-        self._streams = connection._reader, connection._writer  # noqa: SLF001
-        connection._reader = connection._writer = None  # noqa: SLF001
+        self._streams = connection._reader, connection._writer  # noqa: SLF001 - redis-py has no public ones
+        connection._reader = connection._writer = None  # noqa: SLF001 - it must not close them
         transport = self._streams[1].transport
         transport.set_protocol(self)
         transport.resume_reading()
