@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from headgate.cli.terminal import Terminal
     from headgate.policy.model import Policy
 
-__all__ = ["ABOUT", "EXAMPLES", "EXIT_UNREADABLE", "CheckReport", "add_arguments", "check_file", "print_problems", "run"]
+__all__ = [
+    "ABOUT",
+    "EXAMPLES",
+    "EXIT_UNREADABLE",
+    "CheckReport",
+    "add_arguments",
+    "check_file",
+    "print_problems",
+    "run",
+]
 
 ABOUT = "check policy files, and show where they are wrong"
 EXAMPLES = """
@@ -142,7 +151,8 @@ def check_file(file: str) -> CheckReport:
         return CheckReport(file, problems, was_read=not isinstance(error, UnreadablePolicy))
     except InvalidInput as error:
         return CheckReport(file, (CheckProblem(f"{error}"),))
-    return CheckReport(file, tuple([CheckProblem.read(text, file, is_warning=True) for text in policy.warnings]), policy)
+    warnings = tuple([CheckProblem.read(text, file, is_warning=True) for text in policy.warnings])
+    return CheckReport(file, warnings, policy)
 
 
 def print_problems(report: CheckReport, err: Terminal) -> None:
