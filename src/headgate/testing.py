@@ -1,10 +1,9 @@
-"""Test tools: a fake clock, a fake request, and limits that are isolated, switched off, or without their store."""
+"""Tools for tests of apps: a clock that you move, and limits that count from nothing, are off, or lose their store."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -15,14 +14,14 @@ from headgate.stores.memory import MemoryStore
 from headgate.stores.operations import Check, checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from headgate.decisions import Decision
     from headgate.gate.admission import Admission
     from headgate.gate.request import RequestInfo
     from headgate.stores.operations import Cost
 
-__all__ = ["FakeClock", "FakeRequest", "IsolatedLimits", "RecordedRequest", "isolated_limits", "limits_off"]
+__all__ = ["FakeClock", "IsolatedLimits", "RecordedRequest", "isolated_limits", "limits_off"]
 
 DAY_US: Final = 86_400_000_000
 
@@ -254,27 +253,6 @@ class IsolatedLimits:
         """The names of all limits that may have denied a request, those of views as far as they were asked."""
         policies = [each for gate in self._gates for each in (gate.active_policy, *gate.cached_view_policies())]
         return list(dict.fromkeys(rule.name for policy in policies for rule in policy.snapshot.policy.rules))
-
-
-@dataclass(frozen=True, slots=True)
-class FakeRequest:
-    """A framework-neutral request, as gates and identity functions receive it.
-
-    >>> FakeRequest(path="/search", headers={"X-API-Key": "sk_1"}).header("x-api-key")
-    ['sk_1']
-    """
-
-    method: str = "GET"
-    path: str = "/"
-    headers: Mapping[str, str | list[str]] = field(default_factory=dict)
-    """Values by name in any case; a list for a header with several lines."""
-    peer: str | None = "192.0.2.1"
-    native: Any = None
-    mounted_path: str | None = None
-
-    def header(self, name: str) -> list[str]:
-        values = [value for key, value in self.headers.items() if key.lower() == name]
-        return [line for value in values for line in ([value] if isinstance(value, str) else value)]
 
 
 class FakeClock:

@@ -525,7 +525,7 @@ def test_top_shows_the_fleet_once_in_a_pipe(call: Callable[..., tuple[int, str, 
 
 def test_top_says_when_no_node_is_reporting(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     fleet.send(100, tenant="stark")
-    fleet.pulse._leave()  # until its next beat
+    fleet.pulse.close()
     code, printed, _ = call("top --utc", role="viewer")
     assert code == 0
     assert "No node is reporting, so no traffic is shown." in printed

@@ -22,7 +22,6 @@ from headgate.control.config.watcher import ConfigSource, ConfigWatcher
 from headgate.errors import InvalidConfiguration, InvalidPolicy
 from headgate.gate.gate import Gate
 from headgate.policy import read
-from headgate.testing import FakeRequest
 from support.postgres import PostgresServer
 from support.servers import wait_until
 
@@ -175,7 +174,7 @@ def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
     following = ConfigSource(url_of(files)).follow(gate._activate, every=None)
 
     def passes() -> bool:
-        return gate.admit(FakeRequest(peer="192.0.2.7")).allowed
+        return gate.admit(Request()).allowed
 
     assert [passes() for _ in range(11)] == [True] * 10 + [False]
     files.override(("tenant", "acme"), "12/minute", limit="search", **BY)
@@ -185,6 +184,13 @@ def test_a_gate_lives_by_the_store(files: ConfigStore) -> None:
     following.look()
     assert not passes()
     gate.close()
+
+
+class Request:
+    method, path, mounted_path, peer, native = "GET", "/", None, "192.0.2.7", None
+
+    def header(self, _: str) -> list[str]:
+        return []
 
 
 def test_what_a_gate_cannot_use_changes_nothing(files: ConfigStore, caplog: pytest.LogCaptureFixture) -> None:

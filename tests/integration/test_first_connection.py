@@ -13,7 +13,6 @@ import pytest
 from headgate import AsyncLimiter, Limit, Limiter
 from headgate.gate.gate import AsyncGate, Gate
 from headgate.policy import read
-from headgate.testing import FakeRequest
 from support.servers import RedisServer
 
 if TYPE_CHECKING:
@@ -83,3 +82,10 @@ def test_the_first_request_of_a_gate_is_decided_by_a_busy_store(server: RedisSer
             with closing(Gate(policy, server.url, budget=BUDGET)) as gate:
                 answers = [gate.admit(FakeRequest()).allowed for _ in range(3)]
     assert answers == [True, False, False]
+
+
+class FakeRequest:
+    method, path, mounted_path, native, peer = "GET", "/", None, None, "192.0.2.1"
+
+    def header(self, name: str) -> list[str]:
+        return []

@@ -20,6 +20,7 @@ from headgate._fork import reinit_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from typing import Self
 
     from headgate.decisions import Decision
     from headgate.gate.admission import Admission, Shadow
@@ -71,6 +72,21 @@ class DecisionEvent(NamedTuple):
     """The answers of limits in shadow mode."""
     sample: tuple[list[str], str] | None
     """The values of the User-Agent header and the path, for the share of requests that an observer has asked for."""
+
+    @classmethod
+    def of(cls, request: RequestInfo, admission: Admission, now_us: int) -> Self:
+        """The event of a decision that was made at `now_us`, without a sample."""
+        assert admission.resolution is not None, "requests to exempt routes have no event"
+        return cls(
+            admission.received_us,
+            now_us - admission.received_us,
+            request.method,
+            outcome_of(admission),
+            admission.resolution,
+            admission.decision,
+            admission.shadows,
+            None,
+        )
 
 
 class Observer(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args
 
 from headgate.errors import InvalidConfiguration
 from headgate.gate.base import SECRET_VARIABLE
-from headgate.gate.event_stream import flush_all
+from headgate.gate.event_stream import DecisionEvent, flush_all
 from headgate.telemetry.decision_log.codec import EventDecoder, EventEncoder
 from headgate.telemetry.decision_log.delivery import (
     AdaptiveDelivery,
@@ -26,7 +26,8 @@ from headgate.telemetry.pseudonyms import Pseudonymizer
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from headgate.gate.event_stream import DecisionEvent
+    from headgate.gate.admission import Admission
+    from headgate.gate.request import RequestInfo
     from headgate.telemetry.decision_log.sinks import Sink
 
 __all__ = ["DecisionLog"]
@@ -96,6 +97,11 @@ class DecisionLog:
             else:
                 self._queue.lose(event.received_us)
         self._queue.ensure_thread()
+
+    def __call__(self, request: RequestInfo, admission: Admission) -> None:
+        """Record one decision, for an `on_decision` function of the app that passes it on."""
+        if admission.resolution is not None:
+            self.observe([DecisionEvent.of(request, admission, admission.received_us)])
 
     @property
     def stats(self) -> LogStats:
