@@ -1,7 +1,7 @@
 """`python -m headgate.demo`: the seven algorithms answer the same requests, side by side, in a terminal.
 
-Nothing is drawn by hand: every mark is a decision of a limiter on the memory store, at the instant that its column
-stands for. A `FakeClock` goes from column to column, so that the seconds shown take no time.
+Every mark is a real decision of a limiter on the memory store at the instant of its column. A `FakeClock` advances
+from column to column.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ QUOTA: Final = 5
 COLUMNS: Final = 48
 COLUMN_US: Final = 50_000
 START_US: Final = 600_000
-"""Fixed windows begin at whole seconds: the burst has to lie across one."""
+"""Fixed windows start at whole seconds; the burst spans such a boundary."""
 ARRIVALS: Final = (*range(3, 13), *range(19, 34, 2))
-"""The columns in which a request comes: ten in half a second, then for a while twice as many as the limit allows."""
+"""The columns of the requests: ten in half a second, then twice the rate of the limit."""
 WORK_COLUMNS: Final = 12
-"""How long a request stays inside, for the limit on concurrency."""
+"""The duration of a request, for the concurrency limit."""
 
 PURPOSES: Final = {
     "fixed_window": "One count per window: quotas and bills. Mind the boundary.",
@@ -67,7 +67,7 @@ CODE: Final = "36"
 
 
 class Tick(Enum):
-    """What stands in one column of a row: a glyph, the same in ASCII, and its colour."""
+    """A mark in a column: its glyph, ASCII fallback and colour."""
 
     NOTHING = (" ", " ", "")
     ARRIVED = ("■", "|", BOLD)
@@ -83,21 +83,21 @@ class Tick(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one algorithm made of the requests."""
+    """The decisions of one algorithm."""
 
     algorithm: str
     answers: Sequence[Tick]
     effect: Sequence[Tick]
-    """When those who waited leave, or how many are inside; empty where an answer is all there is."""
+    """When delayed requests proceed, or how many are in progress; empty for other algorithms."""
     peak: int
-    """The most that got through in any one second: what the backend has to bear."""
+    """The most requests that reach the backend in any one second."""
 
     def passed(self, upto: int = COLUMNS) -> int:
         return sum(mark in (Tick.PASSED, Tick.WAITS) for mark in self.answers[:upto])
 
 
 def play(algorithm: str) -> Row:
-    """Let all requests come in, each at its own instant."""
+    """Run all requests through an algorithm."""
     clock = FakeClock()
     limiter = Limiter(clock=clock)
     key = Limit(QUOTA, timedelta(seconds=1), algorithm=algorithm, name=algorithm).by("tenant-7")
@@ -126,7 +126,7 @@ def play(algorithm: str) -> Row:
 
 
 class DemoScreen:
-    """Text as the terminal can take it: in colour or not, in UTF-8 or ASCII, at once or column by column."""
+    """Standard output: coloured or not, UTF-8 or ASCII, animated or not."""
 
     def __init__(self) -> None:
         terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -143,7 +143,7 @@ class DemoScreen:
         return self.paint(glyph if self.unicode else plain, style)
 
     def show(self, frame: Callable[[int], list[str]]) -> None:
-        """The lines of a frame as it is in the end; where they can move, after all that come before."""
+        """Print the final frame; if animated, after all frames before it."""
         for column in range(COLUMNS) if self.moves else ():
             lines = frame(column)
             print("\n".join(lines), end=f"\x1b[{len(lines) - 1}A\r", flush=True)
@@ -152,7 +152,7 @@ class DemoScreen:
 
 
 def chart(screen: DemoScreen, rows: list[Row], upto: int) -> list[str]:
-    """The requests, and below them what each algorithm answered, as far as time has come."""
+    """The requests and the decisions of each algorithm, up to a column."""
 
     def line(title: str, cells: str, numbers: str = "", *, style: str = BOLD) -> str:
         return f"  {screen.paint(f'{title:<14}', style)}  {cells}  {numbers}".rstrip()
@@ -176,7 +176,7 @@ def chart(screen: DemoScreen, rows: list[Row], upto: int) -> list[str]:
 
 
 def _axis(screen: DemoScreen) -> str:
-    """A rule with the whole seconds on it."""
+    """The time axis, labelled at whole seconds."""
     axis = list(("─" if screen.unicode else "-") * COLUMNS)
     for column in range(COLUMNS):
         seconds, rest_us = divmod(START_US + column * COLUMN_US, 1_000_000)
@@ -187,7 +187,7 @@ def _axis(screen: DemoScreen) -> str:
 
 
 def explain(screen: DemoScreen, rows: list[Row]) -> Iterator[str]:
-    """What the marks mean, what each algorithm is for, the code, and what it says."""
+    """The legend, the purpose of each algorithm, and an example with its output."""
     meanings = {Tick.PASSED: "passed", Tick.WAITS: "passed, but waits its turn", Tick.DENIED: "denied"}
     yield f"{'':18}" + "   ".join(f"{screen.draw(mark)} {meaning}" for mark, meaning in meanings.items())
     yield f"{'':18}peak: the most that got through in any one second"
@@ -213,7 +213,7 @@ def _run_example() -> str:
 
 
 def main() -> None:
-    """Show it all."""
+    """Run the demo."""
     screen = DemoScreen()
     rows = [play(algorithm) for algorithm in PURPOSES]
     name = screen.paint("headgate", BOLD)
@@ -227,5 +227,5 @@ if __name__ == "__main__":
         main()
         sys.stdout.flush()
     except (KeyboardInterrupt, BrokenPipeError):
-        # Whoever read along has gone, and the interpreter's own last flush must not complain about it.
+        # The reader is gone: redirect the interpreter's final flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Fixtures for suites that use pytest, there as soon as headgate is installed: `headgate_limits` and `headgate_off`."""
+"""Pytest plugin with the fixtures `headgate_limits` and `headgate_off`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["headgate_limits", "headgate_off"]
 
-# Every run of pytest imports this file, also where no test needs it: what the fixtures use is imported in them.
+# Every run of pytest imports this file, so the fixtures import what they need.
 
 
 @pytest.fixture
 def headgate_limits() -> Iterator[IsolatedLimits]:
-    """All gates and limiters count from nothing in this test, by a clock of its own, without a store.
+    """Empty counters in memory and a fake clock for all gates and limiters in this test.
 
     See `headgate.testing.isolated_limits`.
     """
@@ -30,7 +30,7 @@ def headgate_limits() -> Iterator[IsolatedLimits]:
 
 @pytest.fixture
 def headgate_off() -> Iterator[None]:
-    """All gates and limiters allow everything in this test."""
+    """Let all gates and limiters allow everything in this test."""
     from headgate.testing import limits_off
 
     with limits_off():

@@ -28,11 +28,10 @@ DAY_US: Final = 86_400_000_000
 
 @contextmanager
 def isolated_limits(*, start_us: int | None = None) -> Iterator[IsolatedLimits]:
-    """All gates and limiters of this process count from nothing, in memory, by a clock that stands still.
+    """Give all gates and limiters of this process empty counters in memory and a fake clock.
 
-    So do those that are made inside the block. After it, everything is as before. The clock starts at `start_us`, or
-    else at the last midnight (UTC): windows of up to a day are at their beginning, and dates in the policy apply as
-    they do today.
+    This includes those created inside the block. Afterwards, everything is as before. The clock starts at `start_us`,
+    by default at the last midnight (UTC), so that windows of up to a day start there and dates in the policy apply.
     """
     limits = IsolatedLimits(FakeClock(time.time_ns() // 1000 // DAY_US * DAY_US if start_us is None else start_us))
     with _everywhere(limits.take, limits.take_limiter):
@@ -41,7 +40,7 @@ def isolated_limits(*, start_us: int | None = None) -> Iterator[IsolatedLimits]:
 
 @contextmanager
 def limits_off() -> Iterator[None]:
-    """All gates and limiters of this process allow everything and count nothing, also those made in the block."""
+    """Let all gates and limiters of this process, including new ones, allow everything and count nothing."""
 
     def turn_off(gate: Any) -> Callable[[], None]:
         was_on, gate.is_on = gate.is_on, False
@@ -60,8 +59,8 @@ def limits_off() -> Iterator[None]:
 def _everywhere(
     change_gate: Callable[[Any], Callable[[], None]], change_limiter: Callable[[Any], Callable[[], None]]
 ) -> Iterator[None]:
-    """Change all gates and limiters, those to come included; each change returns the function that undoes it."""
-    from headgate.gate.gate import Gate  # not at the top: a clock alone needs no adapters
+    """Change all gates and limiters, including new ones; each change returns a function that undoes it."""
+    from headgate.gate.gate import Gate  # imported late: FakeClock alone needs no gate
 
     with ExitStack() as undoing:
         for change, existing, created in (
@@ -94,7 +93,7 @@ def _exchange(limiter: Any, fresh: Any) -> Callable[[], None]:
 
 
 class _UnlimitedStore(MemoryStore):
-    """Allows everything, and counts nothing: each check is answered as one of cost 0."""
+    """Answers each check as one of cost 0, so that everything passes and nothing is counted."""
 
     __slots__ = ()
 
@@ -106,7 +105,7 @@ class _UnlimitedStore(MemoryStore):
 
 
 class RecordedRequest(NamedTuple):
-    """A request that came to a gate, and what became of it. As text it says why."""
+    """A request and its outcome; `str()` explains it."""
 
     method: str
     path: str
@@ -118,7 +117,7 @@ class RecordedRequest(NamedTuple):
 
     @property
     def blocked(self) -> bool:
-        """Whether the policy does not let its sender in at all."""
+        """True if a block rejected it."""
         return self.admission.resolution is not None and self.admission.resolution.block is not None
 
     @property
@@ -139,24 +138,24 @@ class RecordedRequest(NamedTuple):
 
 
 class IsolatedLimits:
-    """What `isolated_limits()` gives: the clock, what the gates decided, and assertions that say what happened."""
+    """The result of `isolated_limits()`: a clock, the recorded decisions, and assertions."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.decisions: list[RecordedRequest] = []
-        """Every request that the gates decided on, the newest last. Routes that cost nothing are not among them."""
+        """All requests that gates decided on, newest last. Routes of cost 0 are not recorded."""
         self._gates: list[Any] = []
         self._limiters: list[Any] = []
         self._is_down = False
 
     def reset(self) -> None:
-        """Forget all counts and decisions; the clock stays where it is."""
+        """Forget all counts and decisions; the clock keeps its time."""
         self.decisions.clear()
         self._begin_anew()
 
     @contextmanager
     def store_down(self) -> Iterator[None]:
-        """The store is unavailable inside the block: routes and limiters answer by their `on_failure`.
+        """Make the store unavailable inside the block: routes and limiters use their `on_failure`.
 
         After the block, all counts are as they were before.
         """
@@ -171,16 +170,16 @@ class IsolatedLimits:
                 yield
             finally:
                 self._is_down = False
-                self._begin_anew(gates, limiters)  # those that were made meanwhile
+                self._begin_anew(gates, limiters)  # those created in the block
 
     def assert_allowed(self, on: str | None = None) -> None:
-        """The last request was let in; `on` narrows it to the last of a route: "/login", or "POST /login"."""
+        """Assert that the last request was allowed; `on` selects a route: "/login" or "POST /login"."""
         __tracebackhide__ = True
         if not (last := self._last(on)).allowed:
             raise AssertionError(f"not allowed: {last}")
 
     def assert_denied_by(self, *names: str, on: str | None = None) -> None:
-        """The last request was denied by each of these limits, whichever others denied it, too."""
+        """Assert that the last request was denied by each of these limits, and possibly by others."""
         __tracebackhide__ = True
         last = self._last(on)
         for name in [name for name in names if name not in last.denied_by]:
@@ -194,7 +193,7 @@ class IsolatedLimits:
             raise AssertionError(f"not denied: {last}")
 
     def assert_blocked(self, on: str | None = None) -> None:
-        """The last request came from somebody whom the policy does not let in at all."""
+        """Assert that the last request was blocked."""
         __tracebackhide__ = True
         if not (last := self._last(on)).blocked:
             raise AssertionError(f"not blocked: {last}")
@@ -221,7 +220,7 @@ class IsolatedLimits:
         return put_back
 
     def _begin_anew(self, gates: int = 0, limiters: int = 0) -> None:
-        """Let all gates and limiters count from nothing, but for so many of the first."""
+        """Reset the counters of all gates and limiters, except for the first ones."""
         for gate in self._gates[gates:]:
             self._use_fresh_counts(gate)
         for limiter in self._limiters[limiters:]:
@@ -250,7 +249,7 @@ class IsolatedLimits:
         )
 
     def _names(self) -> list[str]:
-        """The names of all limits that may have denied a request, those of views as far as they were asked."""
+        """The names of all limits, including those of views that were called."""
         policies = [each for gate in self._gates for each in (gate.active_policy, *gate.cached_view_policies())]
         return list(dict.fromkeys(rule.name for policy in policies for rule in policy.snapshot.policy.rules))
 
@@ -288,13 +287,13 @@ class FakeClock:
             raise InvalidInput(f"a clock cannot move by {seconds!r}: give seconds, or a timedelta")
 
     def set_us(self, now_us: int) -> None:
-        """Jump to an instant, also backwards: real clocks do."""
+        """Jump to an instant, also backwards, as real clocks do."""
         if type(now_us) is not int or not 0 <= now_us < 2**52:
             raise InvalidInput(f"a clock cannot stand at {now_us!r}: give whole microseconds from 0 to 2**52")
         self._now_us = now_us
 
     def sleep(self, seconds: float) -> None:
-        """What `acquire` does on this clock instead of waiting: time passes at once."""
+        """Advance the clock; `acquire` calls this instead of waiting."""
         self.advance(seconds)
 
     def __repr__(self) -> str:

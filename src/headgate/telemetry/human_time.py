@@ -1,10 +1,9 @@
-"""When something was, in the words of people: "yesterday 15:00", "3pm", "10 minutes ago", "2026-11-15T15:00Z".
+"""Parses and formats times for people: "yesterday 15:00", "3pm", "10 minutes ago", "2026-11-15T15:00Z".
 
-What is asked about lies in the past: a time without a day is the last one that has been. What is to come has words
-of its own: "friday 18:00", "in 2 hours", "tomorrow"; there, the first such moment is meant that is still ahead.
+`span` parses past times: a time without a day is its last occurrence. `coming` parses future times, such as
+"friday 18:00", "in 2 hours" or "tomorrow": the next occurrence.
 
-Where clocks are put back, an hour comes twice, and who asks about 2:30 may mean either: both are looked at. Moments are
-reckoned with in UTC, where no hour is missing or comes twice, and days end where the next one begins.
+When clocks are set back, an hour occurs twice, and a span includes both. All arithmetic is in UTC.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 AROUND: Final = timedelta(minutes=10)
-"""A moment that somebody remembers is meant so exactly."""
+"""The tolerance around a moment that somebody remembers."""
 DAY: Final = timedelta(days=1)
 WEEKDAYS: Final = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 UNITS: Final = {
@@ -53,13 +52,13 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Span(NamedTuple):
-    """A time that is asked about."""
+    """A period of time."""
 
     since: datetime
     until: datetime
-    """Not in it any more."""
+    """Exclusive."""
     moment: datetime | None
-    """What was asked for, where it was a moment and not a whole day."""
+    """The moment it was derived from, unless that was a whole day or a range."""
 
     @property
     def since_us(self) -> int:
@@ -71,8 +70,8 @@ class Span(NamedTuple):
 
 
 def span(at: str, until: str | None = None, *, now: datetime, zone: tzinfo | None = None) -> Span:
-    """The time that is meant: around a moment, or a whole day, or from one to the other. `zone` is that of times which
-    don't say theirs; None for this machine's."""
+    """The period around a moment, of a whole day, or between two times. `zone` applies to times without one; None is
+    the local zone."""
     now = now.astimezone(UTC)
     try:
         start, over, is_day = _read(at, now, zone)
@@ -91,14 +90,14 @@ def span(at: str, until: str | None = None, *, now: datetime, zone: tzinfo | Non
 
 
 def coming(written: str, *, now: datetime, zone: tzinfo | None = None, at_its_end: bool = False) -> datetime:
-    """The moment ahead that is meant: the first Friday that is not over, the next 18:00. A day stands for its begin;
-    `at_its_end`, as in "until friday", for the begin of the day after."""
+    """The next occurrence of a time. A day stands for its start; with `at_its_end`, as in "until friday", for its
+    end."""
     now = now.astimezone(UTC)
     words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
     try:
         if (ahead := _IN.fullmatch(words)) and (seconds := UNITS.get(ahead["unit"])) is not None:
             count = int(ahead["count"]) if ahead["count"].isdigit() else 1
-            return now.replace(microsecond=0) + timedelta(seconds=seconds * count)  # nobody means the microsecond
+            return now.replace(microsecond=0) + timedelta(seconds=seconds * count)  # to the second is precise enough
         if (exact := _iso(words)) is not None:
             moments = _moments(*exact, zone, at_its_end=at_its_end)
             if moments[-1] <= now:
@@ -137,7 +136,7 @@ def end_in_words(moment: datetime, zone: tzinfo | None) -> str:
 
 
 def shown_span(since: datetime, until: datetime, *, zone: tzinfo | None) -> str:
-    """From when until when, with the day and the zone said as seldom as can be."""
+    """A period, naming its day and zone only once if possible."""
     start, end = _local(since, zone), _local(until, zone)
     if start.utcoffset() != end.utcoffset():
         return f"{shown(since, zone)} and {shown(until, zone)}"
@@ -189,7 +188,7 @@ def microseconds(moment: datetime) -> int:
 def _read(
     written: str, now: datetime, zone: tzinfo | None, *, day: date | None = None
 ) -> tuple[datetime, datetime, bool]:
-    """When that begins, when it is over, and whether it is a whole day. `day` is meant where none is said."""
+    """The start, the end, and True for a whole day. `day` is the default day."""
     words = " ".join(word for word in written.lower().replace(",", " ").split() if word not in ("at", "on", "the"))
     if words == "now":
         return now, now + timedelta(seconds=1), False
@@ -212,7 +211,7 @@ def _read(
 def _on(
     day: date, words: str, written: str, today: date, zone: tzinfo | None, *, at_its_end: bool
 ) -> Sequence[datetime]:
-    """The moments that the words may mean on a day."""
+    """The moments of a day that the words may name."""
     names = {"today": today, "tomorrow": today + DAY, WEEKDAYS[day.weekday()]: day, WEEKDAYS[day.weekday()][:3]: day}
     others = {*WEEKDAYS, *(name[:3] for name in WEEKDAYS)}
     parts = words.split()
@@ -229,8 +228,8 @@ def _on(
 
 
 def _moments(found: datetime, width: timedelta, zone: tzinfo | None, *, at_its_end: bool) -> tuple[datetime, datetime]:
-    """What was written as a moment: the first and the last that it may be, which are two only in an hour that comes
-    twice. A day stands for its begin, or for its end."""
+    """The first and last moment that a local time may be; they differ only in an hour that occurs twice. A day stands
+    for its start, or for its end."""
     if width >= DAY:
         moment = _next_day(found, zone) if at_its_end else _utc(found, zone)
         return moment, moment
@@ -239,7 +238,7 @@ def _moments(found: datetime, width: timedelta, zone: tzinfo | None, *, at_its_e
 
 
 def _next_day(day: datetime, zone: tzinfo | None) -> datetime:
-    """Where the day after begins, also where the clocks change in between."""
+    """The start of the next day, also across a clock change."""
     return _utc(datetime.combine(day.date() + DAY, time()), zone)
 
 
@@ -252,9 +251,9 @@ def _ago(ago: re.Match[str], written: str, now: datetime) -> datetime:
 
 
 def _iso(words: str) -> tuple[datetime, timedelta] | None:
-    """What stands there, and how exactly it was said."""
+    """An ISO 8601 time and its precision."""
     if "w" in words:
-        return None  # a week of the calendar, which would be read as its Monday
+        return None  # an ISO week, which would be parsed as its Monday
     try:
         found = datetime.fromisoformat(words.upper())
     except ValueError:
@@ -266,7 +265,7 @@ def _iso(words: str) -> tuple[datetime, timedelta] | None:
 
 
 def _day(words: str, today: date) -> tuple[date | None, str]:
-    """The day that is said, first or last, and the rest of the words."""
+    """The day named by the first or last word, and the other words."""
     known = {"today": today, "yesterday": today - DAY}
     for name in WEEKDAYS:
         # The last one that has been; today is said otherwise.
@@ -285,7 +284,7 @@ def _day(words: str, today: date) -> tuple[date | None, str]:
 
 
 def _clock(words: str, written: str) -> tuple[time, timedelta]:
-    """The time of day, and how exactly it was said; the whole day, if it was not."""
+    """The time of day and its precision; a whole day if there is none."""
     if not words and written.strip():
         return time(), DAY
     words = {"noon": "12:00", "midnight": "0:00"}.get(words, words)
@@ -303,12 +302,12 @@ def _clock(words: str, written: str) -> tuple[time, timedelta]:
 
 
 def _utc(found: datetime, zone: tzinfo | None) -> datetime:
-    """The moment, which is in that zone if it does not say another; of an hour that is missing, as much later."""
+    """The moment in UTC; `zone` applies if it has none."""
     if found.tzinfo is not None or zone is not None:
         return (found if found.tzinfo is not None else found.replace(tzinfo=zone)).astimezone(UTC)
     try:
         return datetime.fromtimestamp(found.timestamp(), UTC)
-    except ValueError as error:  # its way of saying that there is no such year
+    except ValueError as error:  # the year is out of range
         raise OverflowError from error
 
 

@@ -1,5 +1,4 @@
-"""Finds out from the decision log why a client was rejected: by which limits, how far over, and what would have helped.
-See docs/decision-log.md."""
+"""Explains from the decision log why a client was rejected. See docs/decision-log.md."""
 
 from __future__ import annotations
 
@@ -27,26 +26,26 @@ if TYPE_CHECKING:
 __all__ = ["ClientQuery", "LimitDenials", "RejectionReport", "peak_width_us", "why"]
 
 MOST: Final = 200_000
-"""Records that are looked at; who needs more asks for a shorter time."""
+"""Records that are read at most for one report."""
 LONGEST_LOSS_US: Final = 86_400_000_000
 GUESSED: Final = ("tenant", "user", "api_key")
-"""What somebody may be who is given by a single word."""
+"""Kinds that a single word may name."""
 
 
 class ClientQuery(NamedTuple):
-    """Whom a question is about: the keys under which that may be found."""
+    """A client, with the keys of its records in the log."""
 
     shown: str
-    """What was written, where it is certain to be no API key; else empty."""
+    """The text that named the client; empty if it may be an API key."""
     keys: tuple[str, ...]
     identities: dict[str, tuple[str, str]]
-    """Kind and value of each key that stands for one, as far as is known."""
+    """Kind and value by key, as far as known."""
 
     @classmethod
     def read(cls, written: str, clients: Pseudonymizer | None, policy: Policy | None = None) -> ClientQuery:
-        """Somebody's label, hash, address, tenant, user or API key; "tenant=acme" says which of these it is.
+        """Parse a label, hash, address, tenant, user or API key; "tenant=acme" names the kind.
 
-        Without the gate's secret, which `clients` has, only labels and hashes can be looked for.
+        Without `clients`, which has the gate's secret, only labels and hashes are found.
         """
         known = clients.known_identities(policy) if clients is not None and policy is not None else {}
         if written.startswith(PREFIX):
@@ -69,67 +68,67 @@ class ClientQuery(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LimitDenials:
-    """What one limit denied."""
+    """The denials of one limit."""
 
     denial: LimitDenial
-    """The one that was furthest over."""
+    """The denial that exceeded the limit most."""
     at_us: int
-    """When that was."""
+    """The time of that denial."""
     count: int
     cost: int
-    """Of all that was denied."""
+    """The total cost of all denials."""
     first_us: int
     last_us: int
     degraded: int
-    """How many were decided without the store."""
+    """Denials that were decided without the store."""
     shadow: int
-    """How many were not denied, as the limit is only watched."""
+    """Denials in shadow mode, which were not enforced."""
     peak: int
     """The largest cost that was denied within one period of the limit: see `peak_width_us`."""
     routes: tuple[tuple[str, int], ...]
-    """Where, and how often, the busiest first."""
+    """Routes with their number of denials, most first."""
     remedy: SuggestedOverride
 
     @property
     def over(self) -> int:
-        """By how much the worst request was over the limit."""
+        """The excess of the worst request."""
         return self.denial.cost - self.denial.remaining
 
 
 @dataclass(frozen=True, slots=True)
 class RejectionReport:
-    """What became of a client's requests in a time."""
+    """The outcome of a client's requests in a period."""
 
     asked: str
     span: Span
     labels: tuple[str, ...]
-    """What the clients are called that were found."""
+    """Labels of the clients that were found."""
     rejected: int
     denied: int
     blocked: int
     block_notes: tuple[str, ...]
     unavailable: int
-    """Rejected because the store was away, on routes that fail closed."""
+    """Rejections on routes that fail closed, while the store was unavailable."""
     passed: float
-    """About so many got in, by the sample."""
+    """Accepted requests, estimated from the sample."""
     degraded: int
-    """Of those that were rejected, how many were decided without the store, and by what."""
+    """Rejections that were decided without the store, and how."""
     degraded_by: tuple[str, ...]
     limits: tuple[LimitDenials, ...]
     nodes: tuple[str, ...]
     lost: int
-    """Decisions of whatever client that could not be kept in this time: there may have been more."""
+    """Decisions of all clients in this period that could not be logged."""
     is_cut: bool
-    """Whether there were more than could be looked at."""
+    """True if there are more records than were read."""
     before_us: int | None
     after_us: int | None
-    """The last rejection before the time, and the first after it; looked for only if there was none in it."""
+    """The last rejection before the period and the first after it; only if there is none in it."""
 
 
 def why(
     reader: Reader, asked: ClientQuery, span: Span, *, policy: Policy | None = None, most: int = MOST
 ) -> RejectionReport:
-    """What the log says of a client in a time. The policy is that of today; it says how limits are split."""
+    """Report on a client in a period. The current policy tells how limits are sharded."""
     since_us, until_us = span.since_us, span.until_us
     records = reader.find(asked.keys, since_us=since_us, until_us=until_us, most=most + 1)
     is_cut, records = len(records) > most, records[:most]
@@ -161,7 +160,7 @@ def why(
 
 
 def _limits(records: Sequence[DecisionRecord], asked: ClientQuery, splits: Mapping[str, int]) -> Iterable[LimitDenials]:
-    """By limit, the one that denied most often first. Other numbers of the same name are another limit."""
+    """Denials by limit, most first. Limits of the same name with other numbers are separate."""
     grouped: dict[tuple[Any, ...], list[tuple[DecisionRecord, LimitDenial]]] = {}
     for record in records:
         for denial in record.denials:
@@ -214,4 +213,4 @@ def _key(clients: Pseudonymizer, kind: str, written: str) -> str | None:
     try:
         return clients.hash_of(kind, written)
     except InvalidInput:
-        return None  # it cannot be an API key
+        return None  # not a valid API key

@@ -1,4 +1,4 @@
-"""What would have let a client's requests pass: an override, ready to paste into the policy."""
+"""Suggests an override that would have admitted the rejected requests, ready to paste into the policy."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 __all__ = ["SuggestedOverride", "remedy"]
 
 EXACT_DIGITS: Final = 2
-"""Numbers for people are rounded up to so many."""
+"""Significant digits of suggested numbers."""
 AWAY: Final = "while the store is available: without it, a node has only a share of the limit"
 
 
 class SuggestedOverride(NamedTuple):
-    """Numbers under which all would have passed, and how to say so in the policy."""
+    """A limit that would have admitted all requests, and its entry in the policy."""
 
     limit: Limit | None
-    """None if no limit can be so large."""
+    """None if no valid limit is large enough."""
     line: str | None
-    """An entry of `overrides:`; None where the limit has no numbers of one client's own."""
+    """An entry of `overrides:`; None if the limit cannot be overridden for one client."""
     note: str | None
-    """What to see to before it is used."""
+    """A caveat to check before using it."""
 
 
 def remedy(
@@ -45,10 +45,10 @@ def remedy(
     *,
     split: int = 1,
 ) -> SuggestedOverride:
-    """What would have let all of the records pass, of which a limit denied up to `peak` in one of its periods.
+    """Suggest a limit that admits all of the records, of which at most `peak` were denied in one period.
 
-    What was let in keeps to the limit as it is, and what was denied to one of `peak` per period, `peak` at once: both
-    together keep to the sum of the two.
+    The admitted requests obey the current limit, and the denied ones a limit of `peak` per period with a burst of
+    `peak`; together they obey the sum of both.
     """
     limit = _sum(denial, peak, split)
     if limit is None:
@@ -73,7 +73,7 @@ def remedy(
 
 
 def _sum(denial: LimitDenial, peak: int, split: int) -> Limit | None:
-    """The limit with that much more."""
+    """The limit of the denial, increased by `peak`."""
     shapes_burst = ALGORITHMS[denial.algorithm].SHAPES_BURST
     period = timedelta(microseconds=denial.period_us)
     for rounded in (_rounded, int):
@@ -89,7 +89,7 @@ def _sum(denial: LimitDenial, peak: int, split: int) -> Limit | None:
 def _identity(
     kinds: Sequence[str], records: Sequence[DecisionRecord], identities: Mapping[str, tuple[str, str]]
 ) -> tuple[str, str, str | None] | None:
-    """Whose override it is: somebody of these kinds who sent all of the requests, and whom we can name."""
+    """The client of the override: of one of these kinds, the sender of all requests, and known by name."""
     common = set.intersection(*[set(zip(record.kinds, record.clients, strict=True)) for record in records])
     for kind, key in sorted(common):
         if kind in kinds and (key in identities or kind == "api_key") and key.startswith(PREFIX):
@@ -105,14 +105,14 @@ def _identity(
 
 
 def _bucket(limit: Limit) -> str:
-    """The limit in the words of policies."""
+    """The limit in the policy's syntax."""
     burst = f", burst {limit.burst}" if limit.burst != limit.quota else ""
     algorithm = f", {limit.algorithm}" if limit.algorithm != "token_bucket" else ""
     return f"{limit.quota}/{spell(limit.period)}{burst}{algorithm}"
 
 
 def _rounded(number: int) -> int:
-    """Up to a number that people would say.
+    """Round up to two significant digits.
 
     >>> _rounded(7), _rounded(103), _rounded(2001)
     (7, 110, 2100)
