@@ -578,7 +578,9 @@ def test_limits_can_be_off_unless_a_test_asks_for_them(pytester: pytest.Pytester
 
 def test_the_fixtures_explain_themselves(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(*PLUGIN, "--fixtures", timeout=60)
-    result.stdout.fnmatch_lines(["headgate_limits *", "*Empty counters in memory and a fake clock for all gates and limiters*"])
+    result.stdout.fnmatch_lines(
+        ["headgate_limits *", "*Empty counters in memory and a fake clock for all gates and limiters*"]
+    )
     result.stdout.fnmatch_lines(["headgate_off *", "*Let all gates and limiters allow everything in this test.*"])
 
 

@@ -1,4 +1,4 @@
-"""What is kept and counted of requests, for those who operate the app: the decision log, and metrics."""
+"""Telemetry: the decision log, metrics, and the status of the fleet."""
 
 from __future__ import annotations
 

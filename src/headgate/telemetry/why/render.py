@@ -38,7 +38,7 @@ _YOURS: Final = {
     "user": "requests from your user account",
 }
 SHARED: Final = ("global", "endpoint")
-"""What limits count by that all clients share."""
+"""Values of `by:` that all clients share."""
 _COUNTED: Final = {
     "api_key": "API key",
     "ip": "IP address",
@@ -48,7 +48,7 @@ _COUNTED: Final = {
     "client": "client",
     "endpoint": "endpoint",
 }
-"""What limits count by, as customers call it."""
+"""Kinds of identity in the words of customers."""
 
 MISSING_RECORDS: Final = "Some records of that time are missing, so there may have been more rejected requests."
 _RETRY: Final = "After a response with status 429, wait as long as its Retry-After header says before you try again."
