@@ -25,10 +25,13 @@ AT_ONCE_NS: Final = 500_000
 """What is answered within half a millisecond has waited for nobody."""
 SLACK: Final = 0.1
 """Seconds that an answer may be under way: far more than it ever is."""
-_UNCERTAIN: Final = ("did not answer", "broke", "closed the connection", "is no answer", "took nothing")
-"""The words of failures after which nobody knows whether the store has counted the request."""
-_UNSENT: Final = "not asked again"
-"""The words for requests that were not even sent, because of such a failure before."""
+_UNCERTAIN: Final = (
+    *("did not answer", "did not come back", "broke", "closed the connection", "took nothing"),
+    *("is not a reply", "more replies", "invalid reply"),
+)
+"""Parts of messages after which it is unknown whether the store has counted the request."""
+_UNSENT: Final = "circuit breaker open"
+"""Part of the message for requests that were not sent."""
 
 
 class Wait(NamedTuple):

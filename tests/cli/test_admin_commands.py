@@ -745,7 +745,10 @@ def test_who_has_no_token_or_no_server_is_told_what_to_do(
         assert told in complained
     monkeypatch.setitem(fleet.tokens, "none", "hg_0000000000_" + "x" * 43)
     code, _, complained = call("tier list", role="none")
-    assert (code, "set HEADGATE_TOKEN, or give --token-file, to a token that holds" in complained) == (2, True)
+    assert (
+        code,
+        "set HEADGATE_TOKEN, or give --token-file; `headgate admin token NAME` creates a valid token" in complained,
+    ) == (2, True)
 
 
 def test_a_token_that_travels_in_clear_is_warned_about(call: Callable[..., tuple[int, str, str]]) -> None:

@@ -183,7 +183,7 @@ def call(
         ("explain shop.yaml GET / --user= ", 2, "", "the user is empty; omit it for a request that has none"),
         ("explain shop.yaml GET / --user a --identity user=b", 2, "", "the user is given twice; keep one"),
         ("explain shop.yaml GET / --secret-file no.txt", 2, "", "--secret-file no.txt: cannot be read: No such file"),
-        ("hash-key --secret-file secret.txt", 2, "", "an API key of 0 characters can be no key"),
+        ("hash-key --secret-file secret.txt", 2, "", "an API key of 0 characters is not valid"),
         ("hash-key --secret-file short.txt", 2, "", "the secret for API keys has 8 bytes and can be guessed"),
         ("hash-key", 2, "", "give --secret-file, or set HEADGATE_SECRET, as in the app"),
         (f"hash-key {KEY}", 2, "", "unrecognized arguments"),

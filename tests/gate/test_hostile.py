@@ -680,7 +680,7 @@ def test_what_a_refusal_costs_grows_no_faster_than_what_was_sent(make: Make, hos
         """Of admission alone, at its best: what the test itself does with the request is none of it."""
         request = {"peer": "10.0.0.1", **hostile(size)}
         if site.kind == "wsgi":
-            arrival = site.app._arrival(environ(**request))
+            arrival = site.app._make_request(environ(**request))
             return min(timed(lambda: site.gate.admit(arrival)) for _ in range(5))
         headers = [(name.encode(), value.encode()) for name, value in request.get("headers", ())]
         path, method = request.get("path", "/login"), request.get("method", "GET")

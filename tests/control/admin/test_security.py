@@ -1004,7 +1004,7 @@ def test_who_is_signed_in_while_the_config_store_is_away_is_told_and_may_try_aga
     (tmp_path / "lost.db").write_bytes(b"no database any more")
     page = ask(app, "GET", "/blocks?state=active", headers={"cookie": signed_in(place)["cookie"]})
     assert (page.status_code, page.headers["Retry-After"]) == (503, "5")
-    assert "The config store is away" in page.text
+    assert "The config store is unavailable" in page.text
     assert 'href="/blocks?state=active">Try again' in page.text
     assert "Sign out" in page.text
     assert "None" not in page.text, "no version is known"
