@@ -103,7 +103,7 @@ def test_people_and_programs_are_told_within_seconds_and_nothing_was_done(
             "5",
         )
         assert (page.status_code, page.headers["Retry-After"]) == (503, "5")
-        assert "The config store is away" in page.text
+        assert "The config store is unavailable" in page.text
         assert 'href="/blocks">Try again' in page.text
         assert took < 2 * SOON
         assert all(many), "each has had an answer"

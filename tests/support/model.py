@@ -212,14 +212,17 @@ class SlidingLog(State):
 
     def refund(self, now: int, amount: int, charged_at: int | None) -> bool:
         entries = self.live(now)
-        if not entries:
+        # A charge that is dated did not come after its own instant: newer entries are those of others.
+        older = [entry for entry in entries if charged_at is None or entry[0] <= charged_at]
+        newer = entries[len(older) :]
+        if not older:
             return False
-        while entries and amount > 0:
-            start, cost = entries.pop()
+        while older and amount > 0:
+            start, cost = older.pop()
             if cost > amount:
-                entries.append((start, cost - amount))
+                older.append((start, cost - amount))
             amount -= cost
-        self.entries = entries
+        self.entries = [*older, *newer]
         return True
 
     def adopt(self, now: int, plan: Plan) -> None:
