@@ -70,7 +70,8 @@ def test_an_answer_that_is_there_is_seen_at_the_first_look(ends: Ends) -> None:
     assert ends.looks == 3
 
 
-def test_who_has_watched_in_vain_a_few_times_sleeps_for_a_while(ends: Ends) -> None:
+def test_a_few_fruitless_polls_suspend_polling(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "BUSY_POLL_S", 0.01)  # long enough for two looks on a busy machine
     for late in (LATE, 0, *[LATE] * MAX_MISSES):  # one that came at once begins the count anew
         ends.looks = 0
         assert ends.ask(after=late) == 7
