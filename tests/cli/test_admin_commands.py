@@ -525,7 +525,8 @@ def test_top_shows_the_fleet_once_in_a_pipe(call: Callable[..., tuple[int, str, 
 
 def test_top_says_when_no_node_is_reporting(call: Callable[..., tuple[int, str, str]], fleet: Fleet) -> None:
     fleet.send(100, tenant="stark")
-    fleet.pulse.close()
+    for prefix in ("beats", "past"):  # until its next report
+        fleet.pulse._store.put(f"{prefix}/{fleet.pulse._run}", b"", keep=0)
     code, printed, _ = call("top --utc", role="viewer")
     assert code == 0
     assert "No node is reporting, so no traffic is shown." in printed
