@@ -381,10 +381,10 @@ def test_there_is_no_thread_in_the_background() -> None:
     limiter, room = Limiter(max_keys=10), Limit(2, HOUR, algorithm="concurrency", name="room").by("ada")
     for number in range(100):
         limiter.check(Limit(5, SECOND).by(number))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # those of other tests may end meanwhile
     with limiter.hold(room), limiter.hold(room):
         assert [thread.name for thread in set(threading.enumerate()) - before] == ["headgate-renewals"]
-    wait_until(lambda: set(threading.enumerate()) == before, "the thread that renews to end with the last hold")
+    wait_until(lambda: set(threading.enumerate()) <= before, "the thread that renews to end with the last hold")
     limiter.close()
 
 
