@@ -254,7 +254,7 @@ def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, records: list[De
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, records: list[DecisionRecord]) -> None:
     with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
         connection.execute("PRAGMA user_version = 7")
-    with pytest.raises(InvalidConfiguration, match="is the decision log of another headgate, or no such log"):
+    with pytest.raises(InvalidConfiguration, match="is not a decision log of this version"):
         SqliteSink(tmp_path / "other.db").write(records)
 
 
@@ -534,9 +534,9 @@ def test_a_server_that_is_not_there_is_a_failure(records: list[DecisionRecord]) 
     [
         ("sqlite://host/file", "write sqlite:///decisions.db, or sqlite:////var/lib/app/decisions.db"),
         ("sqlite:///", "write sqlite:///decisions.db"),
-        ("sqlite:///a.db?days=0", "days=0 is no number above 0"),
+        ("sqlite:///a.db?days=0", "days=0 is not a number above 0"),
         ("sqlite:///a.db?dayz=3", "unknown setting 'dayz'; did you mean 'days'?"),
-        ("jsonl:///a?files=x", "files=x is no number above 0"),
+        ("jsonl:///a?files=x", "files=x is not a number above 0"),
         ("logging://x?level=loud", "unknown level=loud; write debug, info, warning or error"),
         ("kafka://host:9092", "write kafka://host:9092/topic"),
         ("clickhouse://", "write clickhouse://user:password@host:8123/database"),

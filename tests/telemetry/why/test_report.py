@@ -258,12 +258,12 @@ def test_without_the_secret_it_is_said_what_can_be_looked_for(
     ("words", "message"),
     [
         (("--log", "sqlite:///missing.db"), "there is no decision log at missing.db"),
-        (("--log", "sqlite:///policy.yaml"), "policy.yaml is no decision log: file is not a database"),
-        (("--log", "sqlite:///empty.db"), "empty.db is no decision log: it has no decisions"),
+        (("--log", "sqlite:///policy.yaml"), "policy.yaml is not a decision log: file is not a database"),
+        (("--log", "sqlite:///empty.db"), "empty.db is not a decision log: it has no decisions"),
         (("--log", "mysql://u:hidden@h/d"), "cannot open the decision log 'mysql://***@h/d': known are sqlite, "),
         (("--log", "decisions.db"), "cannot open the decision log 'decisions.db': known are sqlite, "),
         (("--log", "clickhouse://ada:hidden@127.0.0.1:1/d"), "the decision log cannot be read: "),
-        (("--at", "half past"), "'half past' is no time; write it like"),
+        (("--at", "half past"), "'half past' is not a time; write it like"),
         (("--at", "15:00", "--until", "14:00"), "is before '15:00'"),
     ],
 )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headgate.control.service.errors import LogUnavailable, NotFound, log_and_summarize
 from headgate.control.service.models import Slot, Timeline
-from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
+from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.decision_log.record import id_prefix
-from headgate.telemetry.decision_log.sinks import REJECTED, open_reader, without_password
+from headgate.telemetry.decision_log.sinks import REJECTED, InvalidLog, MissingLog, open_reader, without_password
 from headgate.telemetry.why.report import why
 
 if TYPE_CHECKING:
@@ -117,11 +117,10 @@ class DecisionLogReader:
         if self._url is not None:
             try:
                 reader = open_reader(self._url)
-            except InvalidConfiguration as error:
-                if "is no decision log" not in str(error):
-                    raise  # an invalid URL
-                if "there is no decision log at" not in str(error):
-                    raise LogUnavailable(log_and_summarize(UNREADABLE, error)) from None
+            except MissingLog:
+                pass  # nothing has been logged yet
+            except InvalidLog as error:
+                raise LogUnavailable(log_and_summarize(UNREADABLE, error)) from None
         try:
             yield reader
         except HeadgateError:

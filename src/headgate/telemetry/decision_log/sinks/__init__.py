@@ -13,7 +13,18 @@ if TYPE_CHECKING:
 
     from headgate.telemetry.decision_log.record import DecisionRecord
 
-__all__ = ["MAX_SCANNED", "REJECTED", "Count", "Reader", "Sink", "open_reader", "open_sink", "time_of"]
+__all__ = [
+    "MAX_SCANNED",
+    "REJECTED",
+    "Count",
+    "InvalidLog",
+    "MissingLog",
+    "Reader",
+    "Sink",
+    "open_reader",
+    "open_sink",
+    "time_of",
+]
 
 REJECTED: Final = "rejected"
 """Stands for all outcomes that are rejections."""
@@ -87,6 +98,14 @@ def open_sink(url: str) -> Sink:
     return sink
 
 
+class MissingLog(InvalidConfiguration):
+    """There is no decision log at the URL: nothing may have been written yet."""
+
+
+class InvalidLog(InvalidConfiguration):
+    """The file at the URL is not a decision log of this version."""
+
+
 def open_reader(url: str) -> Reader:
     """The reader of a URL: "sqlite:///decisions.db" or "clickhouse://host:8123/database"."""
     reader: Reader = _open(url, _READERS, "decision log")
@@ -109,7 +128,8 @@ def _open(url: str, openers: Mapping[str, Callable[[SplitResult, dict[str, str]]
             f"a {what} of this kind needs the package {name!r}: pip install 'headgate[{_EXTRAS[name]}]'"
         ) from None
     except ValueError as error:
-        raise InvalidConfiguration(f"cannot open the {what} {without_password(url)!r}: {error}") from None
+        kind = type(error) if isinstance(error, InvalidConfiguration) else InvalidConfiguration
+        raise kind(f"cannot open the {what} {without_password(url)!r}: {error}") from None
 
 
 def without_password(url: str) -> str:
@@ -133,7 +153,7 @@ def _number(settings: dict[str, str], name: str, default: float) -> float:
     except ValueError:
         number = -1.0
     if not number > 0:
-        raise ValueError(f"{name}={text} is no number above 0")
+        raise ValueError(f"{name}={text} is not a number above 0")
     return number
 
 

@@ -16,7 +16,7 @@ from headgate._fork import reinit_after_fork
 from headgate._sqlite import FileId, close_stale, create_file, file_id, set_journal_mode
 from headgate.errors import InvalidConfiguration
 from headgate.telemetry.decision_log.record import REJECTIONS, DecisionRecord, id_prefix
-from headgate.telemetry.decision_log.sinks import MAX_SCANNED, REJECTED, Count
+from headgate.telemetry.decision_log.sinks import MAX_SCANNED, REJECTED, Count, InvalidLog, MissingLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -177,17 +177,17 @@ class SqliteReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = os.fspath(path)
         if not os.path.isfile(path):
-            raise InvalidConfiguration(f"there is no decision log at {path}")
+            raise MissingLog(f"there is no decision log at {path}")
         self._connection = sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)
         try:
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.DatabaseError as error:
             version, problem = None, str(error)
         else:
-            problem = "it has no decisions, or those of another headgate"
+            problem = "it has no decisions, or those of another version of Headgate"
         if version != VERSION:
             self._connection.close()
-            raise InvalidConfiguration(f"{path} is no decision log: {problem}")
+            raise InvalidLog(f"{path} is not a decision log: {problem}")
 
     def find(self, keys: Sequence[str], *, since_us: int, until_us: int, most: int) -> list[DecisionRecord]:
         found = self._connection.execute(
@@ -254,7 +254,7 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
     """Create the tables, or check that they are those of a decision log."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, VERSION):
-        raise InvalidConfiguration(f"{path} is the decision log of another headgate, or no such log; name a new file")
+        raise InvalidConfiguration(f"{path} is not a decision log of this version; name a new file")
     if not version:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     set_journal_mode(connection, "WAL", timeout=LOCK_TIMEOUT_S)
