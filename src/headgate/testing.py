@@ -242,7 +242,9 @@ class IsolatedLimits:
             if path in ("", passage.path) and method in ("", passage.method):
                 return passage
         seen = ", ".join(dict.fromkeys(f"{passage.method} {passage.path}" for passage in self.decisions))
-        others = f"were: {seen}" if seen else "were none at all" if self._gates else "is no gate in this process"
+        others = (
+            f"were: {seen}" if seen else "were none at all" if self._gates else "is not a single gate in this process"
+        )
         raise AssertionError(
             f"no request{f' to {on}' if on else ''} was decided on; there {others}. "
             "Requests to routes of cost 0 and to exempt views are not recorded"

@@ -349,7 +349,7 @@ def test_the_mail_for_the_customer_can_be_copied_without_the_details(town: Town,
     page.get_by_role("button", name="Explain").click()
     expect(page.get_by_label("Time", exact=True)).to_be_focused()
     expect(page.get_by_label("Time", exact=True)).to_have_value("half past never")
-    expect(page.locator("#why-error")).to_contain_text("is no time")
+    expect(page.locator("#why-error")).to_contain_text("is not a time")
 
 
 def test_what_is_used_is_shown_and_reset(town: Town, visit: Callable[..., Page]) -> None:

@@ -38,7 +38,7 @@ STYLES: Final = {"allowed": GREEN, "denied": RED, "blocked": RED, "unavailable":
 POLL_INTERVAL_S: Final = 1.0
 PAGE_SIZE: Final = 500
 MAX_DELAY_US: Final = 30_000_000
-"""How late a record may appear in the log: nodes write in batches, and retry."""
+"""Delay after which a record may still appear in the log: nodes write in batches, and retry."""
 MAX_REREAD: Final = 2000
 """Records that are read again in each poll, to find late ones."""
 FIRST_ID: Final = "0"

@@ -72,19 +72,19 @@ class Builder:
         if not identity.known_keys_only:
             lint.unknown_keys(drafts, routes, identity.unknown_key_factor, entry.get("tier"), self._warnings)
         elif "api_key" not in {*[each.identity.kind for each in clients], *[each.identity.kind for each in overrides]}:
-            told = (
+            message = (
                 "only API keys that are known count, and neither clients nor overrides name one: every request is one "
                 "without a key; name some, or leave known_only out"
             )
-            self._warnings.add((*entry.at("identity"), "api_key", "known_only"), told)
+            self._warnings.add((*entry.at("identity"), "api_key", "known_only"), message)
         lint.endpoints(drafts, routes, self._warnings)
         lint.identities(drafts, self._warnings)
         lint.queues(drafts, self._warnings)
         lint.free_limits(drafts, self._warnings)
         lint.unused_tier(entry.get("tier"), drafts, entry.at("tier"), self._warnings)
         if "limits" in entry.fields and not drafts:
-            told = "there are no limits, so nothing is counted; add one, like {by: ip, bucket: 10/minute}"
-            self._warnings.add(entry.at("limits"), told)
+            message = "there are no limits, so nothing is counted; add one, like {by: ip, bucket: 10/minute}"
+            self._warnings.add(entry.at("limits"), message)
         self._rules.release()
         return Policy(
             rules=tuple([draft.rule() for draft in drafts]),
@@ -213,15 +213,15 @@ class Builder:
         draft = self._rules.drafts.get(name)
         if draft is None:
             if self._rules.is_complete and self._is_whole("limits"):
-                told = f"no limit is called {name!r}; {nearest(name, self._rules.drafts, 'there are none')}"
-                self._problems.add(entry.at("limit"), told)
+                message = f"no limit is called {name!r}; {nearest(name, self._rules.drafts, 'there are none')}"
+                self._problems.add(entry.at("limit"), message)
             return None
         if not _counts(draft, identity.kind):
             per = "per-" + "+".join(KIND_NAMES.get(kind, kind) for kind in draft.by) if draft.by else "global"
             kind = KIND_NAMES.get(identity.kind, identity.kind)
             article = "an" if kind[0] in "AIaeio" else "a"
-            told = f'"{name}" is a {per} limit, so it can\'t be overridden for {article} {kind}'
-            self._problems.add(entry.at(identity.kind), told)
+            message = f'"{name}" is a {per} limit, so it can\'t be overridden for {article} {kind}'
+            self._problems.add(entry.at(identity.kind), message)
             return None
         if route_class is not None and draft not in self._rules_of_class(route_class):
             self._problems.add(
@@ -262,10 +262,10 @@ class Builder:
             if identity is not None:
                 made.append(Block(identity, self._validity(entry), entry.get("reason")))
                 if identity.kind in ADDRESSES and identity.value.endswith("/0"):
-                    told = (
+                    message = (
                         f"{identity.value} matches every address: all requests are rejected, except to routes of cost 0"
                     )
-                    self._warnings.add(entry.path, told)
+                    self._warnings.add(entry.path, message)
         return tuple(made)
 
     def _identity(self, entry: StructValue) -> Identity | None:
@@ -285,11 +285,11 @@ class Builder:
         ends = (since, until) = entry.fields.get("valid_from"), entry.fields.get("valid_until")
         if until is not None:
             if since is not None and until <= since:
-                told = f"it ends {until.isoformat()}, before it starts; put it after valid_from"
-                self._problems.add(entry.at("valid_until"), told)
+                message = f"it ends {until.isoformat()}, before it starts; put it after valid_from"
+                self._problems.add(entry.at("valid_until"), message)
             elif until <= self._now and not self._warnings.full:
-                told = f"it ended {until.isoformat()} and no longer applies; remove the entry"
-                self._warnings.add(entry.at("valid_until"), told)
+                message = f"it ended {until.isoformat()} and no longer applies; remove the entry"
+                self._warnings.add(entry.at("valid_until"), message)
         # Many entries have the same validity and share one object.
         return self._validities.get(ends) or self._validities.setdefault(ends, Validity(since, until))
 

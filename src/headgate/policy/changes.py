@@ -43,9 +43,9 @@ def summarize_changes(before: Policy, after: Policy) -> str:
             "added": len(new.keys() - old.keys()),
             "removed": len(old.keys() - new.keys()),
         }
-        told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        if told:
-            found.append(f"{section}: {told}")
+        message = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        if message:
+            found.append(f"{section}: {message}")
     settings = [name for name in _SETTINGS if getattr(before, name) != getattr(after, name)]
     if settings:
         found.append(f"settings: {', '.join(settings)}")

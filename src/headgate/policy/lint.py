@@ -110,7 +110,7 @@ def unknown_keys(
         ]
         for template, route_class in met or [(EVERYWHERE, None)]:
             if not any(_guards(guard, draft) for guard in guards.find(template, draft.methods, route_class)):
-                told = (
+                message = (
                     "a client that sends a new key with each request is never denied; add a limit by ip"
                     if factor is None
                     else f"requests with unknown API keys also count by address, at {factor} times its numbers; "
@@ -119,7 +119,7 @@ def unknown_keys(
                 warnings.add(
                     draft.path,
                     f"limit {draft.name!r} is counted by {kind}, and no limit by ip, subnet or global applies to all "
-                    f"of its routes: {told}",
+                    f"of its routes: {message}",
                 )
                 break
 
@@ -155,8 +155,8 @@ def identities(drafts: list[RuleDraft], warnings: PolicyProblems) -> None:
         for kind in draft.by:
             near = get_close_matches(kind.lower(), IDENTITIES, n=1, cutoff=0.75)
             if kind not in IDENTITIES and near:
-                told = f"{kind!r} is an identity that the app has to supply; did you mean {near[0]!r}?"
-                warnings.add(draft.at("by"), told)
+                message = f"{kind!r} is an identity that the app has to supply; did you mean {near[0]!r}?"
+                warnings.add(draft.at("by"), message)
 
 
 def free_limits(drafts: list[RuleDraft], warnings: PolicyProblems) -> None:

@@ -129,8 +129,10 @@ class RuleTable:
         for draft in self.drafts.values():
             self._make_limits(draft)
             if draft.name.endswith(NET_SUFFIX):
-                told = f"names that end in {NET_SUFFIX.strip()!r} are reserved for what Headgate adds; rename the limit"
-                problems.add(draft.at("name"), told)
+                message = (
+                    f"names that end in {NET_SUFFIX.strip()!r} are reserved for what Headgate adds; rename the limit"
+                )
+                problems.add(draft.at("name"), message)
 
     def limit(self, draft: RuleDraft, phrase: Phrase, algorithm: str | None = None) -> Limit:
         """The limit of a rule with these numbers, created once; raises InvalidLimit."""
@@ -227,8 +229,8 @@ class RuleTable:
                     f"{name} has no effect in shadow mode, where nothing is charged; leave out one of them",
                 )
             if name in fields and draft.split > 1:
-                told = f"what {name} gives back has no place where a limit is split over several counters; keep one"
-                add(entry.at("split"), told)
+                message = f"what {name} gives back has no place where a limit is split over several counters; keep one"
+                add(entry.at("split"), message)
 
     # ------------------------------------------------------------------ tiers
 
@@ -241,8 +243,8 @@ class RuleTable:
                 known = name in self._classes
                 # An undeclared name creates a limit for every route, which a misspelled name should not.
                 if not known and (near := get_close_matches(name, self._declared(), n=1, cutoff=0.8)):
-                    told = f"no limit and no class is called {name!r}; did you mean {near[0]!r}?"
-                    self._problems.add(where, told, at_key=True)
+                    message = f"no limit and no class is called {name!r}; did you mean {near[0]!r}?"
+                    self._problems.add(where, message, at_key=True)
                     continue
                 draft = self.drafts[name] = RuleDraft(name, where, classes=(name,) if known else ())
             if tier in draft.numbers:

@@ -85,15 +85,15 @@ NUMBERS: Final = OneOf(
         dict: Struct(
             "numbers",
             {
-                "algorithm": Field(ALGORITHM, "How it is counted."),
-                "bucket_size": Field(_whole(1, example=200), "How many may pass at once."),
+                "algorithm": Field(ALGORITHM, "The algorithm."),
+                "bucket_size": Field(_whole(1, example=200), "The size of the bucket: requests that pass at once."),
                 "refill_rate": Field(
                     Scalar(scalars.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]}),
-                    "How many come back per second; taken exactly as written.",
+                    "Tokens added per second; decimal numbers are exact.",
                 ),
-                "quota": Field(_whole(1, example=1000), "How many per period."),
+                "quota": Field(_whole(1, example=1000), "Requests per period."),
                 "period": Field(DURATION, "In what time."),
-                "burst": Field(_whole(1, example=200), "How many may pass at once; the quota, if not given."),
+                "burst": Field(_whole(1, example=200), "Requests that pass at once; the quota by default."),
             },
             _spelled_out,
         ),
@@ -121,8 +121,8 @@ ROUTES: Final = ListOf(
             "methods": Field(METHODS, "Which methods; all, if not given."),
             "method": Field(METHODS, "The same as methods.", "methods"),
             "class": Field(NAME, "The class that it belongs to; limits and overrides may name it."),
-            "cost": Field(COST, "What a request costs on limits that don't say otherwise; 0 exempts the route."),
-            "on_failure": Field(ON_FAILURE, "What happens when the store fails."),
+            "cost": Field(COST, "The cost of a request, unless a limit sets its own; 0 exempts the route."),
+            "on_failure": Field(ON_FAILURE, "The failure mode while the store is unavailable."),
         },
     ),
     "[{path: /search, class: search, cost: 5}]",
@@ -147,7 +147,7 @@ _ELSEWHERE: Final = {
 LIMIT: Final = Struct(
     "a limit",
     {
-        "name": Field(NAME, "What it is called in headers, reasons and overrides; counters go by it."),
+        "name": Field(NAME, "Its name in headers, reasons, overrides and stored keys."),
         "path": Field(
             _PATHS, "The routes that meet it: one template, or a list. All, if neither path nor class is given."
         ),
@@ -162,29 +162,27 @@ LIMIT: Final = Struct(
                 scalars.by,
                 {"type": ["string", "array"], "items": {"type": "string"}, "examples": ["ip", "tenant+user"]},
             ),
-            f"Who is counted: {', '.join(scalars.IDENTITIES)}, global, or a name of the app's. client, if not given.",
+            f"The identity to count by: {', '.join(scalars.IDENTITIES)}, global, or the app's own; client by default.",
         ),
-        "bucket": Field(NUMBERS, "How many, how often."),
+        "bucket": Field(NUMBERS, "Quota, period and burst."),
         "limit": Field(NUMBERS, "The same as bucket.", "bucket"),
-        "algorithm": Field(ALGORITHM, "How it is counted, if the numbers don't say."),
+        "algorithm": Field(ALGORITHM, "The algorithm, unless the numbers name one."),
         "tiers": Field(MapOf(NAME, NUMBERS, '{pro: "1000/minute"}'), "Other numbers for the clients of a tier."),
-        "cost": Field(COST, "What a request costs here; the route's cost, if not given."),
+        "cost": Field(COST, "The cost of a request on this limit; the route's cost by default."),
         "reserve": Field(_whole(1, example=500), "An estimate of the cost, which the app corrects afterwards."),
         "count_when": Field(
             Scalar(scalars.status_test, {**_TEXT, "examples": ["status in [401, 403]", "status >= 500"]}),
             "Counts only requests that the app answers so.",
         ),
         "shadow": Field(FLAG, "Evaluated and reported, but never rejects."),
-        "on_failure": Field(ON_FAILURE, "What happens when the store fails."),
+        "on_failure": Field(ON_FAILURE, "The failure mode while the store is unavailable."),
         "missing": Field(
             _choice("skip", "ip"), "For requests without the identity: leave the limit out, or count by ip."
         ),
         "unit": Field(
-            _choice("requests", "content-bytes", "concurrent-requests", "tokens"), "What is counted, as headers say it."
+            _choice("requests", "content-bytes", "concurrent-requests", "tokens"), "The unit that headers report."
         ),
-        "lease": Field(
-            _choice("auto", "always", "never"), "Whether its tokens are prepaid: where it is busy, always, or never."
-        ),
+        "lease": Field(_choice("auto", "always", "never"), "Prepaid tokens: when it is busy (auto), always or never."),
         "split": Field(
             _whole(1, 1_000, example=4), "Over how many counters it is spread; its numbers must be multiples of it."
         ),
@@ -206,16 +204,16 @@ SETTINGS: Final = Struct(
             "The networks of your own proxies, whose word on a client's address is taken.",
         ),
         "forwarded_by": Field(_choice("x-forwarded-for", "forwarded"), "The header in which they give it."),
-        "ipv6_prefix": Field(_whole(32, 128, example=64), "How much of an IPv6 address is one client."),
+        "ipv6_prefix": Field(_whole(32, 128, example=64), "Bits of an IPv6 address that identify one client."),
         "subnet": Field(
             Struct(
                 "settings",
                 {
-                    "ipv4": Field(_whole(8, 32, example=24), "How much of an IPv4 address is one subnet."),
-                    "ipv6": Field(_whole(16, 128, example=48), "How much of an IPv6 address is one subnet."),
+                    "ipv4": Field(_whole(8, 32, example=24), "Bits of an IPv4 address that identify one subnet."),
+                    "ipv6": Field(_whole(16, 128, example=48), "Bits of an IPv6 address that identify one subnet."),
                 },
             ),
-            "What `by: subnet` counts together.",
+            "The subnets of `by: subnet`.",
         ),
         "api_key": Field(
             Struct(
@@ -225,8 +223,8 @@ SETTINGS: Final = Struct(
                         Scalar(scalars.header, {"type": ["string", "null"]}),
                         "The header that holds the key; none for no header.",
                     ),
-                    "bearer": Field(FLAG, "Whether a bearer token is a key, too."),
-                    "known_only": Field(FLAG, "Whether only keys are keys that clients or overrides name."),
+                    "bearer": Field(FLAG, "Treat a bearer token as a key, too."),
+                    "known_only": Field(FLAG, "Ignore keys that neither clients nor overrides name."),
                     "unknown_factor": Field(
                         Scalar(
                             scalars.factor_or_off(1_000, example=10),
@@ -270,18 +268,19 @@ STORE: Final = Struct(
                 scalars.duration_between(_SHORTEST, timedelta(seconds=60), example="5 ms"),
                 {**_TEXT, "examples": ["5 ms"]},
             ),
-            "How long the store may take for an answer; 5 ms, if not given.",
+            "The time that the store may take; 5 ms by default.",
         ),
         "share": Field(
             Scalar(scalars.share, {**_TEXT, "pattern": r"^ *[0-9]{1,3}(\.[0-9]{1,3})? ?% *$", "examples": ["20%"]}),
             "Of each limit, how much all nodes together allow on routes that fail local; 20%, if not given.",
         ),
         "nodes": Field(
-            _whole(1, 100_000, example=4), "How many nodes there are, until they have told each other; 1, if not given."
+            _whole(1, 100_000, example=4),
+            "The number of nodes assumed until heartbeats have counted them; 1 by default.",
         ),
         "remember": Field(
             _whole(0, 10_000_000, example=10_000),
-            "How many denials each process remembers, so that the store is not asked; 0 for none.",
+            "The size of each process's denial cache; 0 turns it off.",
         ),
         "lease": Field(
             Scalar(
@@ -323,7 +322,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
         **WHO,
         **own,
         "tier": Field(NAME, "The tier that the client is in."),
-        "label": Field(LABEL, "Who it is; for people."),
+        "label": Field(LABEL, "A name for people."),
     }
     override = {
         **WHO,
@@ -332,19 +331,19 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
         "limit": Field(NAME, "The name of the limit whose numbers change."),
         "class": Field(NAME, "Only on routes of this class."),
         "bucket": Field(NUMBERS, "The other numbers."),
-        "algorithm": Field(ALGORITHM, "How it is counted; as the limit, if not given."),
+        "algorithm": Field(ALGORITHM, "The algorithm; the limit's by default."),
         **VALIDITY,
     }
     return Struct(
         "a policy",
         {
-            "name": Field(NAME, "What the policy is called."),
+            "name": Field(NAME, "The name of the policy."),
             "tier": Field(NAME, "The tier of everybody whom `clients` does not place."),
-            "on_failure": Field(ON_FAILURE, "What happens when the store fails, where routes and limits don't say."),
+            "on_failure": Field(ON_FAILURE, "The failure mode of routes and limits that do not set one."),
             "identity": Field(SETTINGS, "Where identities come from."),
-            "answers": Field(ANSWERS, "How answers look."),
-            "store": Field(STORE, "How the store is asked, and what holds when it fails."),
-            "routes": Field(ROUTES, "What routes are: their class, their cost."),
+            "answers": Field(ANSWERS, "Headers and rejections."),
+            "store": Field(STORE, "Budget, denial cache, prepaid tokens, and behaviour during outages."),
+            "routes": Field(ROUTES, "Classes and costs of routes."),
             "limits": Field(LIMITS, "The limits: which requests meet them, who is counted, how many may pass."),
             "tiers": Field(TIERS, "Numbers by tier, written from the tier's side."),
             "clients": Field(
@@ -363,7 +362,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
                     Struct("a block", {**WHO, **BLOCKED_ADDRESS, **own, **VALIDITY}, others=IDENTITY),
                     "[{ip: 203.0.113.0/24, reason: scraping}]",
                 ),
-                "Who does not get in at all.",
+                "Blocked clients and networks.",
             ),
         },
     )

@@ -335,8 +335,8 @@ def refusal(value: object, wanted: str) -> InvalidInput:
 
 
 def _mismatch(value: object, path: Path, problems: PolicyProblems, wanted: str, *, shown: bool = True) -> _Invalid:
-    told = str(refusal(value, wanted)) if shown else f"a text is not allowed here; write {wanted}"
-    problems.add(path, _about(path, told))
+    message = str(refusal(value, wanted)) if shown else f"a text is not allowed here; write {wanted}"
+    problems.add(path, _about(path, message))
     return BROKEN
 
 

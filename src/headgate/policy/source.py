@@ -67,8 +67,8 @@ class Source:
             other = "" if problem.other is None else str(place(problem.other))
             return f"{problem.before}{other}{problem.after}"
 
-        told = {(place(problem.spot), text(problem)) for problem in problems.kept}
-        return [_line(self.file, where, what) for where, what in sorted(told)]
+        lines = {(place(problem.spot), text(problem)) for problem in problems.kept}
+        return [_line(self.file, where, what) for where, what in sorted(lines)]
 
     def refusal(self, problems: PolicyProblems) -> InvalidPolicy | None:
         """The error that lists all problems; None if there are none."""
@@ -76,10 +76,10 @@ class Source:
             problems.add_placed(where, what)
         if not problems:
             return None
-        told = self.tell(problems)
+        lines = self.tell(problems)
         if problems.full:
-            told.append(f"{self.file}: these are the first {len(told)} mistakes; there may be more")
-        return InvalidPolicy(told)
+            lines.append(f"{self.file}: these are the first {len(lines)} mistakes; there may be more")
+        return InvalidPolicy(lines)
 
 
 def _check_characters(text: str, file: str) -> None:

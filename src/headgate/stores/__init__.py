@@ -56,6 +56,6 @@ def open_store(
 
 
 def _without_password(url: str) -> str:
-    """A URL as it may be shown: what stands before an @ is nobody's business."""
+    """A URL for messages, without its user and password."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else url

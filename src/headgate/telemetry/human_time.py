@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 AROUND: Final = timedelta(minutes=10)
-"""The tolerance around a moment that somebody remembers."""
+"""Tolerance around a time that was given from memory."""
 DAY: Final = timedelta(days=1)
 WEEKDAYS: Final = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 UNITS: Final = {
@@ -78,8 +78,8 @@ def span(at: str, until: str | None = None, *, now: datetime, zone: tzinfo | Non
         if until is not None:
             last, end, _ = _read(until, now, zone, day=_local(start, zone).date())
             if end <= start:
-                told = f"until {until!r}, which is {shown(last, zone)}, is before {at!r}, {shown(start, zone)}"
-                raise InvalidInput(told)
+                message = f"until {until!r}, which is {shown(last, zone)}, is before {at!r}, {shown(start, zone)}"
+                raise InvalidInput(message)
             found = Span(start, end, None)
         else:
             found = Span(start, over, None) if is_day else Span(start - AROUND, over + AROUND, start)
@@ -127,7 +127,7 @@ def day_and_time(moment: datetime, zone: tzinfo | None) -> str:
 
 def end_in_words(moment: datetime, zone: tzinfo | None) -> str:
     """The end of a period, after "until". Midnight is the end of a day: "the end of Friday 20 November 2026
-    (Europe/Berlin)", which nobody takes for the day after."""
+    (Europe/Berlin)", which cannot be mistaken for the next day."""
     local = _local(moment, zone)
     if (local.hour, local.minute, local.second) != (0, 0, 0):
         return day_and_time(moment, zone)
@@ -221,7 +221,7 @@ def _on(
         clock, width = _clock(rest, written)
         meant = day if said is None else date.fromisoformat(said) if _DATE(said) else names.get(said)
     except ValueError:
-        raise InvalidInput(f"{written!r} is no time; {HOW_TO_COME}") from None
+        raise InvalidInput(f"{written!r} is not a time; {HOW_TO_COME}") from None
     if meant is None:
         return ()
     return _moments(datetime.combine(meant, clock), width, zone, at_its_end=at_its_end)
@@ -245,7 +245,7 @@ def _next_day(day: datetime, zone: tzinfo | None) -> datetime:
 def _ago(ago: re.Match[str], written: str, now: datetime) -> datetime:
     unit = UNITS.get(ago["unit"])
     if unit is None:
-        raise InvalidInput(f"{written!r}: {ago['unit']!r} is no unit of time here; {HOW}")
+        raise InvalidInput(f"{written!r}: {ago['unit']!r} is not a unit of time here; {HOW}")
     count = int(ago["count"]) if ago["count"].isdigit() else 1
     return now - timedelta(seconds=count * unit)
 
@@ -290,14 +290,14 @@ def _clock(words: str, written: str) -> tuple[time, timedelta]:
     words = {"noon": "12:00", "midnight": "0:00"}.get(words, words)
     clock = _CLOCK.fullmatch(words)
     if clock is None or (clock["minute"] is None and clock["half"] is None):
-        raise InvalidInput(f"{written!r} is no time; {HOW}")
+        raise InvalidInput(f"{written!r} is not a time; {HOW}")
     hour, minute, second = int(clock["hour"]), int(clock["minute"] or 0), int(clock["second"] or 0)
     if clock["half"] is not None:
         if not 1 <= hour <= 12:
-            raise InvalidInput(f"{written!r} is no time: {hour}{clock['half']}; {HOW}")
+            raise InvalidInput(f"{written!r} is not a time: {hour}{clock['half']}; {HOW}")
         hour = hour % 12 + (12 if clock["half"] == "pm" else 0)
     if hour > 23 or minute > 59 or second > 59:
-        raise InvalidInput(f"{written!r} is no time of a day; {HOW}")
+        raise InvalidInput(f"{written!r} is not a time of day; {HOW}")
     return time(hour, minute, second), timedelta(seconds=1) if clock["second"] else timedelta(minutes=1)
 
 
@@ -317,5 +317,5 @@ def _local(moment: datetime, zone: tzinfo | None) -> datetime:
 
 def _zone(local: datetime) -> str:
     name, offset = local.tzname() or "", f"{local:%z}"
-    told = f"UTC{offset[:3]}:{offset[3:5]}"
-    return "UTC" if name == "UTC" else told if name in ("", told) or name[0] in "+-" else f"{name} ({told})"
+    utc = f"UTC{offset[:3]}:{offset[3:5]}"
+    return "UTC" if name == "UTC" else utc if name in ("", utc) or name[0] in "+-" else f"{name} ({utc})"

@@ -46,11 +46,11 @@ logger = logging.getLogger("headgate")
 MIN_HISTORY_MINUTES: Final = DAY
 """Clients with a shorter history have no anomalies."""
 GRACE_US: Final = 15_000_000
-"""How long nodes have to report a minute."""
+"""Time that nodes have to report a minute."""
 MAX_CATCH_UP_MINUTES: Final = 4
 """Older minutes are no longer in the status store."""
 WRITE_INTERVAL_MINUTES: Final = 10
-"""How often baselines are written."""
+"""Interval at which baselines are written."""
 MAX_SAMPLED: Final = 2**53
 """Larger numbers of requests are errors, and exceed what databases can store."""
 CHECK_INTERVAL_S: Final = 5.0

@@ -12,7 +12,7 @@ __all__ = ["COOLDOWN_MINUTES", "MIN_BASELINE", "THRESHOLD_FACTOR", "Anomaly", "a
 THRESHOLD_FACTOR: Final = 10
 """A minute is anomalous from this multiple of the baseline."""
 MIN_BASELINE: Final = 6
-"""The least baseline, in requests per minute, so that ten requests of a rare client are no anomaly."""
+"""The least baseline, in requests per minute, so that ten requests of a rare client are not an anomaly."""
 COOLDOWN_MINUTES: Final = 10
 """Minutes below the threshold after which an anomaly is over."""
 MIN_DISTINCT: Final = 4

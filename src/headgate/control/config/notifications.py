@@ -27,13 +27,13 @@ SQLITE_POLL_INTERVAL_S: Final = 0.2
 """Polling reads the change counter of the file, which takes microseconds."""
 
 STOP_CHECK_INTERVAL_S: Final = 0.5
-"""How often a waiting thread checks whether it should stop."""
+"""Interval at which a waiting thread checks whether it should stop."""
 
 RETRY_INTERVAL_S: Final = 1.0
 """Pause after a failed attempt."""
 
 VERSION_CHECK_INTERVAL_S: Final = 5.0
-"""How often PostgreSQL is queried while listening: a dead connection sends no notifications either."""
+"""Interval of queries while listening: a dead connection sends no notifications either."""
 
 
 class ChangeNotifications(Protocol):

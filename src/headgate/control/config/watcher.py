@@ -39,7 +39,7 @@ __all__ = ["ConfigSource", "ConfigWatcher"]
 logger = logging.getLogger("headgate")
 
 POLL_INTERVAL_S: Final = 60.0
-"""How often the store is checked without a notification."""
+"""Interval at which the store is checked without a notification."""
 
 Made = TypeVar("Made")
 

@@ -43,18 +43,18 @@ class _Toml(Document):
         return {spot: place_of(self.text, found[spot]) for spot in spots if spot in found}
 
 
-def _malformed(text: str, told: str) -> Malformed:
-    match = _AT.fullmatch(told)
+def _malformed(text: str, message: str) -> Malformed:
+    match = _AT.fullmatch(message)
     if match is None:
-        return Malformed(f"not TOML: {told}")
+        return Malformed(f"not TOML: {message}")
     place = NodePosition(int(match[2]), int(match[3])) if match[2] else place_of(text, len(text))
-    if re.match("Cannot (overwrite|declare|mutate)", told):
+    if re.match("Cannot (overwrite|declare|mutate)", message):
         lines = text.splitlines(keepends=True)[: place.line]
         read = "".join([*lines[:-1], lines[-1][: place.column]])  # so far it is TOML
         if twice := _Scan(read).twice:
             spot, first, last = twice
-            told = f"{spot.path[-1]!r} is given twice, first at {place_of(text, first)}; keep one"
-            return Malformed(told, place_of(text, last))
+            message = f"{spot.path[-1]!r} is given twice, first at {place_of(text, first)}; keep one"
+            return Malformed(message, place_of(text, last))
     return Malformed(f"not TOML: {match[1]}", place)
 
 

@@ -34,7 +34,7 @@ SILENT_AFTER_S: Final = 5.0
 REPORT_DELAY_S: Final = 2
 """A series ends this long before now, as the last seconds are not reported by all nodes yet."""
 MAX_DRIFT: Final = 0.9
-"""How far a node may seem to be off before its offset is changed."""
+"""Deviation of a node's clock above which its offset is changed."""
 MIN_LATE_REPORTS: Final = 3
 """Consecutive late reports that change the offset: a single one may have been delayed."""
 HISTORY_INTERVAL_US: Final = 5_000_000

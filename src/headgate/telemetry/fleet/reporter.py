@@ -162,7 +162,7 @@ class StatusReporter:
             self._begin()
 
     def pause_if_idle(self) -> None:
-        """After a fork: a parent that only starts workers is no node, and reports nothing until its first decision."""
+        """After a fork, report nothing until the first decision: a parent that only starts workers is not a node."""
         gate = self._gate()
         if gate is not None:
             gate.flush_events()

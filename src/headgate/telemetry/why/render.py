@@ -203,22 +203,24 @@ def _exceeded(found: LimitDenials, answer: RejectionReport, zone: tzinfo | None)
 
     first, last, worst = clock(found.first_us), clock(found.last_us), clock(found.at_us)
     when = "" if first == last else f", between {first} and {last}"
-    told = [f"{which}{_places(found)} exceeded the limit of {_limit_in_words(found)}{when}."]
+    sentences = [f"{which}{_places(found)} exceeded the limit of {_limit_in_words(found)}{when}."]
     request = f"At {worst} {'the' if found.count == 1 else 'a'} request"
     needed = f"{request} needed {_tokens(denial.cost)} and {_left(denial.remaining)}"
     if denial.algorithm == "concurrency":
         others = denial.quota - denial.remaining
-        told.append(f"{request} arrived while {others:,} {'other was' if others == 1 else 'others were'} in progress.")
+        sentences.append(
+            f"{request} arrived while {others:,} {'other was' if others == 1 else 'others were'} in progress."
+        )
     elif denial.retry_us is None:
-        told.append(f"{needed}; the limit never allows so many at once, so it could not succeed.")
+        sentences.append(f"{needed}; the limit never allows so many at once, so it could not succeed.")
     else:
-        told.append(f"{needed}; it would have succeeded {_seconds(denial.retry_us)} later.")
+        sentences.append(f"{needed}; it would have succeeded {_seconds(denial.retry_us)} later.")
     if found.count > 1 and denial.algorithm != "concurrency":
-        told.append(_excess(found))
+        sentences.append(_excess(found))
     if found.degraded:
         which = _number_of(found.degraded, found.count)
-        told.append(f"{which} rejected during a temporary problem on our side, by a stricter limit than usual.")
-    return " ".join(told)
+        sentences.append(f"{which} rejected during a temporary problem on our side, by a stricter limit than usual.")
+    return " ".join(sentences)
 
 
 def _excess(found: LimitDenials) -> str:
@@ -231,22 +233,22 @@ def _excess(found: LimitDenials) -> str:
 
 
 def _advice(limits: Sequence[LimitDenials]) -> Iterator[str]:
-    """How to avoid it."""
+    """Advice on avoiding the rejections."""
     own = [each for each in limits if each.degraded < each.count]
     if not own:
         if limits:
             yield "You do not have to change anything."
         return
-    told: list[str] = []
+    sentences: list[str] = []
     if any(each.denial.retry_us is None for each in own):
-        told.append("To avoid this, split requests that need more than the limit allows into smaller ones.")
+        sentences.append("To avoid this, split requests that need more than the limit allows into smaller ones.")
     elif all(each.denial.by in SHARED for each in own):
-        told.append("All clients share this limit, so it can be exceeded through no fault of your own.")
+        sentences.append("All clients share this limit, so it can be exceeded through no fault of your own.")
     elif len(own) == 1:
-        told.append(f"To avoid this, {_keep_to(own[0])}.")
+        sentences.append(f"To avoid this, {_keep_to(own[0])}.")
     else:
-        told.append("To avoid this, keep to these limits.")
-    yield " ".join([*told, _RETRY, _MORE])
+        sentences.append("To avoid this, keep to these limits.")
+    yield " ".join([*sentences, _RETRY, _MORE])
 
 
 def _keep_to(found: LimitDenials) -> str:
@@ -336,13 +338,13 @@ def _limit_details(found: LimitDenials, zone: tzinfo | None) -> str:
         when = f"between {shown_span(_moment(found.first_us), _moment(found.last_us), zone=zone)}"
     where = _listed([f"{route} ({count})" for route, count in found.routes])
     retry = "it can never pass" if denial.retry_us is None else f"passes after {_seconds(denial.retry_us)}"
-    told = [
+    sentences = [
         f'Limit "{denial.limit}" ({denial.allows}, by {denial.by}{source}{mode}) {denied} {when}, on {where}.',
         f"Furthest over: cost {denial.cost}, {denial.remaining} left, {found.over} over, {retry}.",
     ]
     if found.count > 1:
-        told.append(f"Peak demand over the limit: {found.peak:,} {_within(denial)}.")
-    return " ".join([*told, *([] if found.shadow else _remedy(found))])
+        sentences.append(f"Peak demand over the limit: {found.peak:,} {_within(denial)}.")
+    return " ".join([*sentences, *([] if found.shadow else _remedy(found))])
 
 
 def _remedy(found: LimitDenials) -> Iterator[str]:
