@@ -1,7 +1,8 @@
-"""Builds the optional C extension. Everything else is in pyproject.toml."""
+"""Builds the optional C extension, or with HEADGATE_PURE=1 none. Everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
+import os
 import sys
 from glob import glob
 
@@ -26,16 +27,16 @@ class BuildSpeedups(build_ext):
             raise
 
 
+SPEEDUPS = Extension(
+    "headgate._native",
+    ["src/headgate/_native.c"],
+    depends=glob("src/headgate/algorithms/*.h"),
+    # -O3, with which many Pythons were built, is slower here: the longer code costs more than its loops gain.
+    extra_compile_args=["-O2"],
+    optional=True,
+)
+
 setup(
     cmdclass={"build_ext": BuildSpeedups},
-    ext_modules=[
-        Extension(
-            "headgate._native",
-            ["src/headgate/_native.c"],
-            depends=glob("src/headgate/algorithms/*.h"),
-            # -O3, with which many Pythons were built, is slower here: the longer code costs more than its loops gain.
-            extra_compile_args=["-O2"],
-            optional=True,
-        )
-    ],
+    ext_modules=[] if os.environ.get("HEADGATE_PURE") == "1" else [SPEEDUPS],
 )

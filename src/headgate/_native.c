@@ -21,45 +21,26 @@
 /* The fields of Key, Check and Decision, and of a reply; the tests compare them with the Python classes. */
 enum { KEY_LIMIT, KEY_PARTS, KEY_IDENTITY, KEY_FIELDS };
 enum { CHECK_KEYS, CHECK_COST, CHECK_ID, CHECK_FIELDS };
-enum {
-    DECISION_ALLOWED,
-    DECISION_KEYS,
-    DECISION_VERDICTS,
-    DECISION_ID,
-    DECISION_DEGRADED,
-    DECISION_AT_US,
-    DECISION_NEXT_ALLOWED_US,
-    DECISION_COST,
-    DECISION_FIELDS
-};
 enum { REPLY_NOW, REPLY_NUMBERS, REPLY_UNUSUAL, REPLY_AGAIN, REPLY_FIELDS };
-enum { VERDICT_FIELDS = 4 };
+enum { VERDICT_FIELDS = 4, DECISION_FIELDS = 8 };
 
-typedef struct {
-    PyTypeObject *key_type;
-    PyTypeObject *limit_type;
-    PyTypeObject *decision_type;
-    PyTypeObject *meter_type;
-    PyTypeObject *headers_type;
-    PyObject *space;
-    PyObject *remaining_name;
-    PyObject *reset_name;
-    PyObject *ratelimit_name;
+typedef union {
+    struct {
+        PyTypeObject *key_type, *limit_type, *decision_type, *meter_type, *headers_type;
+        PyObject *space, *remaining_name, *reset_name, *ratelimit_name;
+    };
+    PyObject *references[9]; /* all of them */
 } ModuleState;
 
 /* -- Integers ------------------------------------------------------------------------------------------------------ */
 
 #if PY_VERSION_HEX >= 0x030D0000
 
-static bool
-read_wide(PyObject *number, int128 *value)
-{
+static bool read_wide(PyObject *number, int128 *value) {
     return PyLong_AsNativeBytes(number, value, sizeof(*value), -1) <= (Py_ssize_t)sizeof(*value);
 }
 
-static PyObject *
-new_wide(int128 value)
-{
+static PyObject *new_wide(int128 value) {
     return PyLong_FromNativeBytes(&value, sizeof(value), -1);
 }
 
@@ -68,9 +49,7 @@ new_wide(int128 value)
 /* Before 3.13, no public function converts more than 64 bits. Below 2**115, a double holds the high bits exactly. */
 enum { LOW_BITS = 62 };
 
-static bool
-read_wide(PyObject *number, int128 *value)
-{
+static bool read_wide(PyObject *number, int128 *value) {
     double all = PyLong_AsDouble(number);
     if (all >= 0x1p115 || all <= -0x1p115 || (all == -1.0 && PyErr_Occurred())) {
         PyErr_Clear();
@@ -82,9 +61,7 @@ read_wide(PyObject *number, int128 *value)
     return true;
 }
 
-static PyObject *
-new_wide(int128 value)
-{
+static PyObject *new_wide(int128 value) {
     PyObject *high = PyLong_FromDouble((double)(long long)(value >> LOW_BITS) * 0x1p62);
     PyObject *low = PyLong_FromLongLong((long long)(value & (((int128)1 << LOW_BITS) - 1)));
     PyObject *number = high == NULL || low == NULL ? NULL : PyNumber_Add(high, low);
@@ -96,26 +73,18 @@ new_wide(int128 value)
 #endif
 
 /* Returns false, without an exception, for anything but an int that fits. */
-static bool
-read_int(PyObject *number, int128 *value)
-{
-    if (!PyLong_CheckExact(number)) {
-        return false;
-    }
+static bool read_int(PyObject *number, int128 *value) {
+    if (!PyLong_CheckExact(number)) return false;
     int overflow;
     *value = PyLong_AsLongLongAndOverflow(number, &overflow);
     return !overflow || read_wide(number, value);
 }
 
-static PyObject *
-new_int(int128 value)
-{
+static PyObject *new_int(int128 value) {
     return (long long)value == value ? PyLong_FromLongLong((long long)value) : new_wide(value);
 }
 
-static PyObject *
-new_int_tuple(const int128 *values, Py_ssize_t size)
-{
+static PyObject *new_int_tuple(const int128 *values, Py_ssize_t size) {
     PyObject *tuple = PyTuple_New(size);
     for (Py_ssize_t index = 0; tuple != NULL && index < size; index++) {
         PyObject *number = new_int(values[index]);
@@ -129,22 +98,17 @@ new_int_tuple(const int128 *values, Py_ssize_t size)
 }
 
 /* A new Decision that comes from the store itself; NULL with an exception. */
-static PyObject *
-new_decision(const ModuleState *state, bool is_allowed, PyObject *keys, PyObject *verdicts, PyObject *id,
-             PyObject *now_us, PyObject *cost)
-{
+static PyObject *new_decision(const ModuleState *state, bool is_allowed, PyObject *keys, PyObject *verdicts,
+                              PyObject *id, PyObject *now_us, PyObject *cost) {
     PyObject *decision = state->decision_type->tp_alloc(state->decision_type, DECISION_FIELDS);
-    if (decision == NULL) {
-        return NULL;
+    if (decision == NULL) return NULL;
+    /* allowed, keys, verdicts, id, degraded, at_us, next_allowed_us, cost */
+    PyObject *zero = PyLong_FromLong(0), *allowed = is_allowed ? Py_True : Py_False; /* small ints exist once */
+    PyObject *fields[DECISION_FIELDS] = {allowed, keys, verdicts, id, Py_None, now_us, zero, cost};
+    for (Py_ssize_t index = 0; index < DECISION_FIELDS; index++) {
+        PyTuple_SET_ITEM(decision, index, Py_NewRef(fields[index]));
     }
-    PyTuple_SET_ITEM(decision, DECISION_ALLOWED, Py_NewRef(is_allowed ? Py_True : Py_False));
-    PyTuple_SET_ITEM(decision, DECISION_KEYS, Py_NewRef(keys));
-    PyTuple_SET_ITEM(decision, DECISION_VERDICTS, Py_NewRef(verdicts));
-    PyTuple_SET_ITEM(decision, DECISION_ID, Py_NewRef(id));
-    PyTuple_SET_ITEM(decision, DECISION_DEGRADED, Py_NewRef(Py_None));
-    PyTuple_SET_ITEM(decision, DECISION_AT_US, Py_NewRef(now_us));
-    PyTuple_SET_ITEM(decision, DECISION_NEXT_ALLOWED_US, PyLong_FromLong(0)); /* cannot fail: small ints exist once */
-    PyTuple_SET_ITEM(decision, DECISION_COST, Py_NewRef(cost));
+    Py_DECREF(zero);
     return decision;
 }
 
@@ -175,8 +139,7 @@ enum { ALGORITHM_COUNT = sizeof(ALGORITHMS) / sizeof(ALGORITHMS[0]) };
 
 typedef struct {
     PyObject_HEAD
-    PyObject *limit;
-    PyObject *states;
+    PyObject *limit, *states;
     const Algorithm *algorithm;
     LimitNumbers numbers;
 } Meter;
@@ -186,20 +149,14 @@ typedef struct {
 typedef struct {
     const Meter *meter;
     PyObject *identity;
-    int128 cost;
-    int128 before[MAX_STATE_SIZE];
-    int128 after[MAX_STATE_SIZE];
+    int128 cost, before[MAX_STATE_SIZE], after[MAX_STATE_SIZE];
     Verdict verdict;
     PyObject *new_state;
 } Charge;
 
-static bool
-read_limit_number(PyObject *limit, const char *name, int128 *value)
-{
+static bool read_limit_number(PyObject *limit, const char *name, int128 *value) {
     PyObject *number = PyObject_GetAttrString(limit, name);
-    if (number == NULL) {
-        return false;
-    }
+    if (number == NULL) return false;
     /* The algorithms divide by these; no `Limit` has one below 1. */
     bool is_valid = read_int(number, value) && *value > 0;
     if (!is_valid) {
@@ -209,34 +166,24 @@ read_limit_number(PyObject *limit, const char *name, int128 *value)
     return is_valid;
 }
 
-static const Algorithm *
-find_algorithm(PyObject *limit)
-{
+static const Algorithm *find_algorithm(PyObject *limit) {
     PyObject *name = PyObject_GetAttrString(limit, "algorithm");
-    if (name == NULL) {
-        return NULL;
-    }
+    if (name == NULL) return NULL;
     const Algorithm *algorithm = NULL;
     for (int index = 0; index < ALGORITHM_COUNT && PyUnicode_Check(name) && algorithm == NULL; index++) {
         if (PyUnicode_CompareWithASCIIString(name, ALGORITHMS[index].name) == 0) {
             algorithm = &ALGORITHMS[index];
         }
     }
-    if (algorithm == NULL) {
-        PyErr_Format(PyExc_LookupError, "no algorithm in C for %R", name);
-    }
+    if (algorithm == NULL) PyErr_Format(PyExc_LookupError, "no algorithm in C for %R", name);
     Py_DECREF(name);
     return algorithm;
 }
 
-static PyObject *
-meter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
+static PyObject *meter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"limit", "states", NULL};
     PyObject *limit, *states;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!", names, &limit, &PyDict_Type, &states)) {
-        return NULL;
-    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!", names, &limit, &PyDict_Type, &states)) return NULL;
     const Algorithm *algorithm = find_algorithm(limit);
     LimitNumbers numbers;
     if (algorithm == NULL || !read_limit_number(limit, "quota", &numbers.quota) ||
@@ -255,9 +202,7 @@ meter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)meter;
 }
 
-static void
-meter_dealloc(PyObject *self)
-{
+static void meter_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     Py_XDECREF(((Meter *)self)->limit);
     Py_XDECREF(((Meter *)self)->states);
@@ -265,36 +210,25 @@ meter_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-static bool
-read_state(PyObject *state, Py_ssize_t size, int128 *values)
-{
-    if (size == 1) {
-        return read_int(state, values);
-    }
-    if (!PyTuple_CheckExact(state) || PyTuple_GET_SIZE(state) != size) {
-        return false;
-    }
+static bool read_state(PyObject *state, Py_ssize_t size, int128 *values) {
+    if (size == 1) return read_int(state, values);
+    if (!PyTuple_CheckExact(state) || PyTuple_GET_SIZE(state) != size) return false;
     for (Py_ssize_t index = 0; index < size; index++) {
-        if (!read_int(PyTuple_GET_ITEM(state, index), &values[index])) {
-            return false;
-        }
+        if (!read_int(PyTuple_GET_ITEM(state, index), &values[index])) return false;
     }
     return true;
 }
 
 /* Fills in meter, cost and state of a key. Returns false, without an exception, for anything unusual. */
-static bool
-find_counter(const ModuleState *module, PyObject *meters, PyObject *key, PyObject *cost, int128 now_us, Charge *charge)
-{
+static bool find_counter(const ModuleState *module, PyObject *meters, PyObject *key, PyObject *cost, int128 now_us,
+                         Charge *charge) {
     if (!Py_IS_TYPE(key, module->key_type) || PyTuple_GET_SIZE(key) != KEY_FIELDS || !read_int(cost, &charge->cost) ||
         charge->cost < 0 || charge->cost > MAX_MAGNITUDE) {
         return false;
     }
     PyObject *limit = PyTuple_GET_ITEM(key, KEY_LIMIT), *identity = PyTuple_GET_ITEM(key, KEY_IDENTITY);
     /* Of exactly this class: an attribute of another could be a property, which runs Python code. */
-    if (!Py_IS_TYPE(limit, module->limit_type) || !PyUnicode_CheckExact(identity)) {
-        return false;
-    }
+    if (!Py_IS_TYPE(limit, module->limit_type) || !PyUnicode_CheckExact(identity)) return false;
     PyObject *space = PyObject_GetAttr(limit, module->space);
     PyObject *meter = space == NULL ? NULL : PyDict_GetItemWithError(meters, space);
     Py_XDECREF(space);
@@ -311,9 +245,7 @@ find_counter(const ModuleState *module, PyObject *meters, PyObject *key, PyObjec
 }
 
 /* True if an earlier key of the request is the same counter. */
-static bool
-is_repeated(const Charge *charges, Py_ssize_t index)
-{
+static bool is_repeated(const Charge *charges, Py_ssize_t index) {
     for (Py_ssize_t other = 0; other < index; other++) {
         if (charges[other].meter == charges[index].meter &&
             PyUnicode_Compare(charges[other].identity, charges[index].identity) == 0) {
@@ -323,17 +255,13 @@ is_repeated(const Charge *charges, Py_ssize_t index)
     return false;
 }
 
-static void
-decide(Charge *charge, int128 now_us, int128 cost)
-{
+static void decide(Charge *charge, int128 now_us, int128 cost) {
     memcpy(charge->after, charge->before, sizeof(charge->before));
     charge->verdict = charge->meter->algorithm->decide(charge->after, now_us, cost, &charge->meter->numbers);
 }
 
 /* Stores the states after the request: all of them or, if memory runs out, none. */
-static bool
-store_states(Charge *charges, Py_ssize_t count)
-{
+static bool store_states(Charge *charges, Py_ssize_t count) {
     bool is_ok = true;
     for (Py_ssize_t index = 0; index < count; index++) {
         Charge *charge = &charges[index];
@@ -354,10 +282,8 @@ store_states(Charge *charges, Py_ssize_t count)
     return is_ok;
 }
 
-static PyObject *
-charge_decision(const ModuleState *module, bool is_allowed, PyObject *keys, const Charge *charges, int128 now_us,
-                PyObject *cost)
-{
+static PyObject *charge_decision(const ModuleState *module, bool is_allowed, PyObject *keys, const Charge *charges,
+                                 int128 now_us, PyObject *cost) {
     Py_ssize_t count = PyTuple_GET_SIZE(keys);
     PyObject *at_us = new_int(now_us), *verdicts = at_us == NULL ? NULL : PyTuple_New(count), *decision = NULL;
     for (Py_ssize_t index = 0; verdicts != NULL && index < count; index++) {
@@ -386,9 +312,7 @@ PyDoc_STRVAR(charge_doc,
 
 /* No other thread or finalizer runs between reading the states and storing the new ones: the GIL is held, nothing
  * that is called runs Python code, and the garbage collector is off. */
-static PyObject *
-charge(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
+static PyObject *charge(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5 || !PyDict_Check(args[0]) || !PyTuple_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "expected charge(meters: dict, keys: tuple, cost, now_ns, is_busy)");
         return NULL;
@@ -402,9 +326,7 @@ charge(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         Py_RETURN_NONE;
     }
     now_us = floor_div(now_ns, 1000);
-    if (now_us > MAX_MAGNITUDE || now_us < -MAX_MAGNITUDE) {
-        Py_RETURN_NONE;
-    }
+    if (now_us > MAX_MAGNITUDE || now_us < -MAX_MAGNITUDE) Py_RETURN_NONE;
     Charge charges[MAX_KEYS];
     bool is_allowed = true;
     for (Py_ssize_t index = 0; index < count; index++) {
@@ -419,17 +341,13 @@ charge(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     int gc_was_enabled = PyGC_Disable();
     /* A denied request is not charged: where it would have passed, the verdict is that of a peek. */
     for (Py_ssize_t index = 0; !is_allowed && index < count; index++) {
-        if (!charges[index].verdict.retry_us) {
-            decide(&charges[index], now_us, 0);
-        }
+        if (!charges[index].verdict.retry_us) decide(&charges[index], now_us, 0);
     }
     PyObject *decision = NULL;
     if (!is_allowed || store_states(charges, count)) {
         decision = charge_decision(module, is_allowed, keys, charges, now_us, cost);
     }
-    if (gc_was_enabled) {
-        PyGC_Enable();
-    }
+    if (gc_was_enabled) PyGC_Enable();
     return decision;
 }
 
@@ -443,12 +361,8 @@ enum { MAX_TEXT = 49999, MAX_BATCH_KEYS = 1 << 16 };
 
 /* True if two costs are equal. Compares only ints and tuples of ints: other types could run Python code, which could
  * change the batch while it is packed. */
-static bool
-is_same_cost(PyObject *one, PyObject *other)
-{
-    if (one == other) {
-        return true;
-    }
+static bool is_same_cost(PyObject *one, PyObject *other) {
+    if (one == other) return true;
     if (PyLong_CheckExact(one) && PyLong_CheckExact(other)) {
         return PyObject_RichCompareBool(one, other, Py_EQ) == 1;
     }
@@ -467,9 +381,7 @@ is_same_cost(PyObject *one, PyObject *other)
 
 /* The bytes of a text that is stored unchanged: ASCII without braces, which a cluster reads as hash tags. Returns NULL,
  * without an exception, for any other. */
-static const char *
-plain_bytes(PyObject *text, Py_ssize_t *length)
-{
+static const char *plain_bytes(PyObject *text, Py_ssize_t *length) {
     const char *bytes = PyUnicode_CheckExact(text) ? PyUnicode_AsUTF8AndSize(text, length) : NULL;
     if (bytes == NULL) { /* also for a lone surrogate */
         PyErr_Clear();
@@ -480,17 +392,13 @@ plain_bytes(PyObject *text, Py_ssize_t *length)
     return is_plain ? bytes : NULL;
 }
 
-static bool
-is_check(PyObject *check)
-{
+static bool is_check(PyObject *check) {
     return PyTuple_Check(check) && PyTuple_GET_SIZE(check) == CHECK_FIELDS &&
            PyTuple_Check(PyTuple_GET_ITEM(check, CHECK_KEYS));
 }
 
 /* The identity of a check under one of the limits; NULL, without an exception, if limits, cost or id differ. */
-static PyObject *
-find_identity(PyObject *check, PyObject *cost, PyObject *limits, Py_ssize_t column)
-{
+static PyObject *find_identity(PyObject *check, PyObject *cost, PyObject *limits, Py_ssize_t column) {
     if (!is_check(check) || PyTuple_GET_ITEM(check, CHECK_ID) != Py_None ||
         !is_same_cost(PyTuple_GET_ITEM(check, CHECK_COST), cost)) {
         return NULL;
@@ -504,9 +412,7 @@ find_identity(PyObject *check, PyObject *cost, PyObject *limits, Py_ssize_t colu
     return PyTuple_GET_ITEM(key, KEY_IDENTITY);
 }
 
-static char *
-put_bytes(char *end, const char *bytes, Py_ssize_t length)
-{
+static char *put_bytes(char *end, const char *bytes, Py_ssize_t length) {
     memcpy(end, bytes, (size_t)length);
     return end + length;
 }
@@ -514,20 +420,15 @@ put_bytes(char *end, const char *bytes, Py_ssize_t length)
 /* Enough for an int128 with its sign. */
 enum { MAX_DIGITS = 40 };
 
-static char *
-put_int(char *end, int128 value)
-{
+static char *put_int(char *end, int128 value) {
     char digits[MAX_DIGITS], *first = digits + MAX_DIGITS;
-    if (value < 0) {
-        *end++ = '-';
-    }
+    if (value < 0) *end++ = '-';
     if ((long long)value == value) { /* 64-bit division is much faster */
         unsigned long long rest = value < 0 ? -(unsigned long long)value : (unsigned long long)value;
         do {
             *--first = (char)('0' + rest % 10);
         } while (rest /= 10);
-    }
-    else {
+    } else {
         do {
             int digit = (int)(value % 10);
             *--first = (char)('0' + (digit < 0 ? -digit : digit));
@@ -537,15 +438,11 @@ put_int(char *end, int128 value)
 }
 
 /* "$<length>\r\n<prefix><identity>\r\n", or only its length if `end` is NULL. */
-static Py_ssize_t
-put_key(char *end, PyObject *prefix, PyObject *identity)
-{
+static Py_ssize_t put_key(char *end, PyObject *prefix, PyObject *identity) {
     Py_ssize_t prefix_length, identity_length;
     const char *prefix_bytes = plain_bytes(prefix, &prefix_length);
     const char *identity_bytes = plain_bytes(identity, &identity_length);
-    if (prefix_bytes == NULL || identity_bytes == NULL) {
-        return -1;
-    }
+    if (prefix_bytes == NULL || identity_bytes == NULL) return -1;
     char head[MAX_DIGITS] = "$", *head_end = put_int(head + 1, prefix_length + identity_length);
     head_end = put_bytes(head_end, "\r\n", 2);
     if (end != NULL) {
@@ -558,42 +455,31 @@ put_key(char *end, PyObject *prefix, PyObject *identity)
 }
 
 /* True if no earlier limit has the same prefix. */
-static bool
-is_new_prefix(PyObject *prefixes, Py_ssize_t column)
-{
+static bool is_new_prefix(PyObject *prefixes, Py_ssize_t column) {
     PyObject *prefix = PyTuple_GET_ITEM(prefixes, column);
     for (Py_ssize_t other = 0; other < column; other++) {
-        if (PyUnicode_Compare(PyTuple_GET_ITEM(prefixes, other), prefix) == 0) {
-            return false;
-        }
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(prefixes, other), prefix) == 0) return false;
     }
     return true;
 }
 
 /* The number of bytes that the keys of all checks need; -1 if they are not the common case or an exception is set.
  * Creates no object that the garbage collector tracks, so that no finalizer can change the batch. */
-static Py_ssize_t
-measure_keys(PyObject *checks, PyObject *limits, PyObject *prefixes, PyObject *identities, bool *has_duplicates)
-{
+static Py_ssize_t measure_keys(PyObject *checks, PyObject *limits, PyObject *prefixes, PyObject *identities,
+                               bool *has_duplicates) {
     Py_ssize_t size = PyList_GET_SIZE(checks), total = 0;
     PyObject *first = PyList_GET_ITEM(checks, 0);
-    if (!is_check(first)) {
-        return -1;
-    }
+    if (!is_check(first)) return -1;
     for (Py_ssize_t column = 0; column < PyTuple_GET_SIZE(limits); column++) {
         PySet_Clear(identities);
         for (Py_ssize_t row = 0; row < size; row++) {
             PyObject *identity =
                 find_identity(PyList_GET_ITEM(checks, row), PyTuple_GET_ITEM(first, CHECK_COST), limits, column);
             Py_ssize_t length = identity == NULL ? -1 : put_key(NULL, PyTuple_GET_ITEM(prefixes, column), identity);
-            if (length < 0 || PySet_Add(identities, identity) < 0) {
-                return -1;
-            }
+            if (length < 0 || PySet_Add(identities, identity) < 0) return -1;
             total += length;
         }
-        if (!is_new_prefix(prefixes, column)) {
-            return -1;
-        }
+        if (!is_new_prefix(prefixes, column)) return -1;
         *has_duplicates = *has_duplicates || PySet_GET_SIZE(identities) < size;
     }
     return total;
@@ -604,18 +490,14 @@ PyDoc_STRVAR(pack_keys_doc,
              "Return the number of keys of checks that differ only in their clients, the keys as RESP bulk strings,\n"
              "and whether any two are equal. Return None if the checks differ in limits, cost or id.");
 
-static PyObject *
-pack_keys(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs)
-{
+static PyObject *pack_keys(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 3 || !PyList_Check(args[0]) || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) ||
         PyTuple_GET_SIZE(args[1]) != PyTuple_GET_SIZE(args[2])) {
         PyErr_SetString(PyExc_TypeError, "expected pack_keys(checks: list, limits: tuple, prefixes: tuple)");
         return NULL;
     }
     PyObject *checks = args[0], *limits = args[1], *prefixes = args[2], *identities = PySet_New(NULL);
-    if (identities == NULL) {
-        return NULL;
-    }
+    if (identities == NULL) return NULL;
     Py_ssize_t size = PyList_GET_SIZE(checks), width = PyTuple_GET_SIZE(limits), length = -1;
     bool has_duplicates = false;
     if (size && width && width <= MAX_BATCH_KEYS / size) {
@@ -636,36 +518,25 @@ pack_keys(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t nargs)
     if (packed != NULL) {
         return Py_BuildValue("nNO", size * width, packed, has_duplicates ? Py_True : Py_False);
     }
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* True for an int that a script could have replied: from 0 to the largest exact one. */
-static bool
-is_script_int(PyObject *number)
-{
+static bool is_script_int(PyObject *number) {
     int overflow;
-    if (!PyLong_CheckExact(number)) {
-        return false;
-    }
+    if (!PyLong_CheckExact(number)) return false;
     long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     return !overflow && 0 <= value && value < EXACT;
 }
 
 /* A new reference to an int of a list; NULL, without an exception, if there is none. */
-static PyObject *
-get_script_int(PyObject *list, Py_ssize_t index)
-{
+static PyObject *get_script_int(PyObject *list, Py_ssize_t index) {
     PyObject *number = index < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, index) : NULL;
     return number != NULL && is_script_int(number) ? Py_NewRef(number) : NULL;
 }
 
 /* The verdicts of limits that neither deny nor delay; NULL, with or without an exception, if they cannot be made. */
-static PyObject *
-read_verdicts(PyObject *numbers, Py_ssize_t start, Py_ssize_t count)
-{
+static PyObject *read_verdicts(PyObject *numbers, Py_ssize_t start, Py_ssize_t count) {
     PyObject *verdicts = PyTuple_New(count);
     for (Py_ssize_t index = 0; verdicts != NULL && index < count; index++) {
         PyObject *remaining = get_script_int(numbers, start + 2 * index);
@@ -687,18 +558,14 @@ read_verdicts(PyObject *numbers, Py_ssize_t start, Py_ssize_t count)
 }
 
 /* True if a reply has the shape for a batch in which no request is denied, delayed or close to a limit. */
-static bool
-is_allowed_reply(PyObject *reply)
-{
+static bool is_allowed_reply(PyObject *reply) {
     if (!PyList_CheckExact(reply) || PyList_GET_SIZE(reply) != REPLY_FIELDS ||
         !is_script_int(PyList_GET_ITEM(reply, REPLY_NOW))) {
         return false;
     }
     for (Py_ssize_t index = REPLY_NUMBERS; index < REPLY_FIELDS; index++) {
         PyObject *part = PyList_GET_ITEM(reply, index);
-        if (!PyList_CheckExact(part) || (index != REPLY_NUMBERS && PyList_GET_SIZE(part))) {
-            return false;
-        }
+        if (!PyList_CheckExact(part) || (index != REPLY_NUMBERS && PyList_GET_SIZE(part))) return false;
     }
     return true;
 }
@@ -707,18 +574,14 @@ PyDoc_STRVAR(decode_allowed_doc,
              "decode_allowed(checks, reply, /)\n--\n\n"
              "Return the Decisions on a batch of which every check is allowed; None for any other reply.");
 
-static PyObject *
-decode_allowed(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
+static PyObject *decode_allowed(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     const ModuleState *module = PyModule_GetState(self);
     if (nargs != 2) {
         PyErr_SetString(PyExc_TypeError, "expected decode_allowed(checks, reply)");
         return NULL;
     }
     PyObject *checks = args[0], *reply = args[1];
-    if (!PyList_CheckExact(checks) || !is_allowed_reply(reply)) {
-        Py_RETURN_NONE;
-    }
+    if (!PyList_CheckExact(checks) || !is_allowed_reply(reply)) Py_RETURN_NONE;
     PyObject *now_us = PyList_GET_ITEM(reply, REPLY_NOW), *numbers = PyList_GET_ITEM(reply, REPLY_NUMBERS);
     Py_ssize_t start = 0;
     PyObject *decisions = PyList_New(0);
@@ -733,20 +596,13 @@ decode_allowed(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
             decision = new_decision(module, true, PyTuple_GET_ITEM(check, CHECK_KEYS), verdicts,
                                     PyTuple_GET_ITEM(check, CHECK_ID), now_us, PyTuple_GET_ITEM(check, CHECK_COST));
         }
-        if (decision == NULL || PyList_Append(decisions, decision) < 0) {
-            Py_CLEAR(decisions);
-        }
+        if (decision == NULL || PyList_Append(decisions, decision) < 0) Py_CLEAR(decisions);
         Py_XDECREF(verdicts);
         Py_XDECREF(decision);
     }
-    if (decisions != NULL && start == PyList_GET_SIZE(numbers)) {
-        return decisions;
-    }
+    if (decisions != NULL && start == PyList_GET_SIZE(numbers)) return decisions;
     Py_XDECREF(decisions);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* -- HTTP: RateLimitHeaders ---------------------------------------------------------------------------------------- */
@@ -760,26 +616,18 @@ enum { MAX_HEADERS = 5 };
 
 /* A limit as the header fields describe it. */
 typedef struct {
-    int128 refill_us;
-    int128 cost;
-    int128 quota;
-    int128 window;
+    int128 refill_us, cost, quota, window;
     bool ends_at_once;
 } HeaderLimit;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *names;
-    PyObject *quotas;
-    PyObject *policy;
+    PyObject *names, *quotas, *policy;
     HeaderLimit *limits;
-    int has_x_ratelimit;
-    int has_ratelimit;
+    int has_x_ratelimit, has_ratelimit;
 } Headers;
 
-static bool
-read_header_limit(PyObject *name, PyObject *refill_us, PyObject *cost, PyObject *pace, HeaderLimit *limit)
-{
+static bool read_header_limit(PyObject *name, PyObject *refill_us, PyObject *cost, PyObject *pace, HeaderLimit *limit) {
     if (!PyBytes_CheckExact(name) || !read_int(refill_us, &limit->refill_us) || !read_int(cost, &limit->cost) ||
         limit->cost < 0 || !PyTuple_Check(pace) || PyTuple_GET_SIZE(pace) != 3 ||
         !read_int(PyTuple_GET_ITEM(pace, 0), &limit->quota) || limit->quota < 1 || limit->quota > LARGEST ||
@@ -790,9 +638,7 @@ read_header_limit(PyObject *name, PyObject *refill_us, PyObject *cost, PyObject 
     return true;
 }
 
-static void
-headers_dealloc(PyObject *self)
-{
+static void headers_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     Headers *headers = (Headers *)self;
     Py_XDECREF(headers->names);
@@ -803,9 +649,7 @@ headers_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-static PyObject *
-headers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
+static PyObject *headers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"names",  "quotas",      "refill_us", "costs", "paces",
                                "policy", "x_ratelimit", "ratelimit", NULL};
     PyObject *names, *quotas, *refill_us, *costs, *paces, *policy;
@@ -822,33 +666,25 @@ headers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     Headers *self = (Headers *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        return NULL;
-    }
+    if (self == NULL) return NULL;
     self->names = Py_NewRef(names);
     self->quotas = Py_NewRef(quotas);
     self->policy = Py_NewRef(policy);
     self->has_x_ratelimit = has_x_ratelimit;
     self->has_ratelimit = has_ratelimit;
     self->limits = PyMem_Calloc(count ? (size_t)count : 1, sizeof(HeaderLimit));
-    if (self->limits == NULL) {
-        PyErr_NoMemory();
-    }
+    if (self->limits == NULL) PyErr_NoMemory();
     for (Py_ssize_t index = 0; index < count && !PyErr_Occurred(); index++) {
         if (!read_header_limit(PyTuple_GET_ITEM(names, index), PyTuple_GET_ITEM(refill_us, index),
                                PyTuple_GET_ITEM(costs, index), PyTuple_GET_ITEM(paces, index), &self->limits[index])) {
             PyErr_SetString(PyExc_TypeError, "expected names: bytes, refill_us and costs: int, paces: Pace");
         }
     }
-    if (PyErr_Occurred()) {
-        Py_CLEAR(self);
-    }
+    if (PyErr_Occurred()) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
-static bool
-read_verdict(PyObject *tuple, Verdict *verdict)
-{
+static bool read_verdict(PyObject *tuple, Verdict *verdict) {
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != VERDICT_FIELDS ||
         !read_int(PyTuple_GET_ITEM(tuple, 0), &verdict->remaining) ||
         !read_int(PyTuple_GET_ITEM(tuple, 1), &verdict->retry_us) ||
@@ -859,34 +695,23 @@ read_verdict(PyObject *tuple, Verdict *verdict)
     return true;
 }
 
-/* The number of further requests of the same cost, or a rank below 0 if the limit denied; and the time until there is
- * more. */
-static int128
-rank_limit(const HeaderLimit *limit, const Verdict *verdict, int128 *wait_us)
-{
+/* The number of further requests of the same cost, or a rank below 0 if the limit denied; and the time to wait. */
+static int128 rank_limit(const HeaderLimit *limit, const Verdict *verdict, int128 *wait_us) {
     const int128 most = ((int128)1 << 126) - 1;
     const int128 room = limit->cost ? verdict->remaining / limit->cost : most;
     *wait_us = verdict->reset_us;
-    if (verdict->remaining && !verdict->retry_us) {
-        return room;
-    }
-    if (verdict->retry_us == NEVER) {
-        return -most;
-    }
+    if (verdict->remaining && !verdict->retry_us) return room;
+    if (verdict->retry_us == NEVER) return -most;
     if (verdict->retry_us) {
         *wait_us = verdict->retry_us;
         return -verdict->retry_us;
     }
-    if (verdict->reset_us >= limit->refill_us) {
-        *wait_us = verdict->reset_us - limit->refill_us;
-    }
+    if (verdict->reset_us >= limit->refill_us) *wait_us = verdict->reset_us - limit->refill_us;
     return room;
 }
 
 /* `t` of RateLimit: clients may spread r over t seconds, and r/t must not exceed the rate of the policy. */
-static int128
-effective_window(const HeaderLimit *limit, int128 remaining, int128 wait_us)
-{
+static int128 effective_window(const HeaderLimit *limit, int128 remaining, int128 wait_us) {
     int128 seconds = ceil_div(wait_us, SECOND_US);
     if (remaining > 0 && limit->window && !(limit->ends_at_once && wait_us)) {
         seconds = larger(seconds, ceil_div(remaining * limit->window, limit->quota));
@@ -894,33 +719,25 @@ effective_window(const HeaderLimit *limit, int128 remaining, int128 wait_us)
     return smaller(seconds, LARGEST);
 }
 
-static PyObject *
-new_header(PyObject *name, const char *value, Py_ssize_t length)
-{
+static PyObject *new_header(PyObject *name, const char *value, Py_ssize_t length) {
     return Py_BuildValue("Oy#", name, value, length);
 }
 
-static PyObject *
-new_int_header(PyObject *name, int128 value)
-{
+static PyObject *new_int_header(PyObject *name, int128 value) {
     char digits[MAX_DIGITS];
     return new_header(name, digits, put_int(digits, value) - digits);
 }
 
 /* Fills in the header fields, which are new references. Returns how many, or -1 with an exception. `text` has room for
  * `max_text_bytes`. */
-static int
-format_headers(const Headers *self, const ModuleState *module, PyObject *verdicts, int128 now_us, char *text,
-               PyObject **headers)
-{
+static int format_headers(const Headers *self, const ModuleState *module, PyObject *verdicts, int128 now_us, char *text,
+                          PyObject **headers) {
     char *end = text;
     int128 least = 0;
     Verdict verdict, tightest_verdict = {0, 0, 0, 0};
     Py_ssize_t tightest = 0;
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(self->names); index++) {
-        if (!read_verdict(PySequence_Fast_GET_ITEM(verdicts, index), &verdict)) {
-            return -1;
-        }
+        if (!read_verdict(PySequence_Fast_GET_ITEM(verdicts, index), &verdict)) return -1;
         const HeaderLimit *limit = &self->limits[index];
         int128 wait_us, room = rank_limit(limit, &verdict, &wait_us), remaining = smaller(verdict.remaining, LARGEST);
         if (index == 0 || room < least || (room == least && verdict.reset_us > tightest_verdict.reset_us)) {
@@ -948,9 +765,7 @@ format_headers(const Headers *self, const ModuleState *module, PyObject *verdict
     return PyErr_Occurred() ? -1 : count;
 }
 
-static size_t
-max_text_bytes(const Headers *self)
-{
+static size_t max_text_bytes(const Headers *self) {
     size_t most = (size_t)PyTuple_GET_SIZE(self->names) * (2 * MAX_DIGITS + strlen(", ;r=;t="));
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(self->names); index++) {
         most += (size_t)PyBytes_GET_SIZE(PyTuple_GET_ITEM(self->names, index));
@@ -960,9 +775,7 @@ max_text_bytes(const Headers *self)
 
 PyDoc_STRVAR(headers_doc, "headers(verdicts, now_us, /)\n--\n\nThe header fields of a response.");
 
-static PyObject *
-headers_headers(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
-{
+static PyObject *headers_headers(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     const Headers *self = (const Headers *)object;
     int128 now_us;
     if (nargs != 2 || !read_int(args[1], &now_us)) {
@@ -970,9 +783,7 @@ headers_headers(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     PyObject *verdicts = PySequence_Fast(args[0], "verdicts must be a sequence");
-    if (verdicts == NULL) {
-        return NULL;
-    }
+    if (verdicts == NULL) return NULL;
     Py_ssize_t given = PySequence_Fast_GET_SIZE(verdicts), expected = PyTuple_GET_SIZE(self->names);
     char small[1024], *large = NULL;
     PyObject *headers[MAX_HEADERS] = {NULL}, *list = NULL;
@@ -980,15 +791,13 @@ headers_headers(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
     if (given > 0 && given != expected) {
         PyErr_Format(PyExc_IndexError, "got %zd verdicts for %zd limits", given, expected);
         count = -1;
-    }
-    else if (given > 0 && (self->has_x_ratelimit || self->has_ratelimit)) {
+    } else if (given > 0 && (self->has_x_ratelimit || self->has_ratelimit)) {
         size_t size = max_text_bytes(self);
         large = size > sizeof(small) ? PyMem_Malloc(size) : NULL;
         if (size > sizeof(small) && large == NULL) {
             PyErr_NoMemory();
             count = -1;
-        }
-        else {
+        } else {
             count = format_headers(self, PyType_GetModuleState(Py_TYPE(object)), verdicts, now_us,
                                    large == NULL ? small : large, headers);
         }
@@ -1043,18 +852,14 @@ static PyType_Spec HEADERS = {
     .slots = HEADERS_SLOTS,
 };
 
-static PyTypeObject *
-import_class(const char *module_name, const char *name)
-{
+static PyTypeObject *import_class(const char *module_name, const char *name) {
     PyObject *module = PyImport_ImportModule(module_name);
     PyObject *type = module == NULL ? NULL : PyObject_GetAttrString(module, name);
     Py_XDECREF(module);
     return (PyTypeObject *)type;
 }
 
-static int
-exec_module(PyObject *self)
-{
+static int exec_module(PyObject *self) {
     ModuleState *module = PyModule_GetState(self);
     if ((module->key_type = import_class("headgate.keys", "Key")) == NULL ||
         (module->limit_type = import_class("headgate.limits", "Limit")) == NULL ||
@@ -1071,9 +876,7 @@ exec_module(PyObject *self)
     PyObject *names = PyList_New(0);
     for (int index = 0; names != NULL && index < ALGORITHM_COUNT; index++) {
         PyObject *name = PyUnicode_FromString(ALGORITHMS[index].name);
-        if (name == NULL || PyList_Append(names, name) < 0) {
-            Py_CLEAR(names);
-        }
+        if (name == NULL || PyList_Append(names, name) < 0) Py_CLEAR(names);
         Py_XDECREF(name);
     }
     int result = names == NULL ? -1 : PyModule_AddObjectRef(self, "ALGORITHMS", names);
@@ -1081,37 +884,23 @@ exec_module(PyObject *self)
     return result;
 }
 
-static int
-traverse_module(PyObject *self, visitproc visit, void *arg)
-{
+static int traverse_module(PyObject *self, visitproc visit, void *arg) {
     ModuleState *module = PyModule_GetState(self);
-    Py_VISIT(module->key_type);
-    Py_VISIT(module->limit_type);
-    Py_VISIT(module->decision_type);
-    Py_VISIT(module->meter_type);
-    Py_VISIT(module->headers_type);
+    for (size_t index = 0; index < sizeof(*module) / sizeof(PyObject *); index++) {
+        Py_VISIT(module->references[index]);
+    }
     return 0;
 }
 
-static int
-clear_module(PyObject *self)
-{
+static int clear_module(PyObject *self) {
     ModuleState *module = PyModule_GetState(self);
-    Py_CLEAR(module->key_type);
-    Py_CLEAR(module->limit_type);
-    Py_CLEAR(module->decision_type);
-    Py_CLEAR(module->meter_type);
-    Py_CLEAR(module->headers_type);
-    Py_CLEAR(module->space);
-    Py_CLEAR(module->remaining_name);
-    Py_CLEAR(module->reset_name);
-    Py_CLEAR(module->ratelimit_name);
+    for (size_t index = 0; index < sizeof(*module) / sizeof(PyObject *); index++) {
+        Py_CLEAR(module->references[index]);
+    }
     return 0;
 }
 
-static void
-free_module(void *self)
-{
+static void free_module(void *self) {
     clear_module(self);
 }
 
@@ -1147,8 +936,6 @@ static struct PyModuleDef MODULE = {
     .m_free = free_module,
 };
 
-PyMODINIT_FUNC
-PyInit__native(void)
-{
+PyMODINIT_FUNC PyInit__native(void) {
     return PyModuleDef_Init(&MODULE);
 }

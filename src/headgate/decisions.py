@@ -80,13 +80,7 @@ class Decision(NamedTuple):
         """The verdict of each limit, in the order of the keys."""
         return tuple(
             Outcome(
-                key.limit,
-                key,
-                retry_us == 0,
-                remaining,
-                None if retry_us == NEVER else retry_us,
-                reset_us,
-                delay_us,
+                key.limit, key, retry_us == 0, remaining, None if retry_us == NEVER else retry_us, reset_us, delay_us
             )
             for key, (remaining, retry_us, reset_us, delay_us) in zip(self.keys, self.verdicts, strict=True)
         )
@@ -157,9 +151,10 @@ class Decision(NamedTuple):
         >>> limiter.check(login.by("ada")).reason
         'denied by login (1 per minute, token_bucket): 0 left, passes in 60 s'
         """
-        answer = "; ".join(map(_denial, (outcome for outcome in self.outcomes if not outcome.allowed)))
+        outcomes = self.outcomes
+        answer = "; ".join([_denial(outcome) for outcome in outcomes if not outcome.allowed])
         if self.allowed:
-            tightest = min(self.outcomes, key=lambda outcome: outcome.remaining)
+            tightest = min(outcomes, key=lambda outcome: outcome.remaining)
             answer = f"allowed: {tightest.remaining} left of {tightest.limit.name} ({tightest.limit})"
         elif not answer:
             answer = "denied"
@@ -171,8 +166,6 @@ def _denial(outcome: Outcome) -> str:
     if outcome.retry_after_us is None:
         fate = f"it costs more than the whole capacity of {limit.capacity}, so it can never pass"
     else:
-        fate = (
-            f"{outcome.remaining} left, passes in {outcome.retry_after_us / 1_000_000:.6f}".rstrip("0").rstrip(".")
-            + " s"
-        )
+        seconds = f"{outcome.retry_after_us / 1_000_000:.6f}".rstrip("0").rstrip(".")
+        fate = f"{outcome.remaining} left, passes in {seconds} s"
     return f"denied by {limit.name} ({limit}): {fate}"

@@ -8,6 +8,7 @@
     │   ├── InvalidConfiguration              a URL or an option of a limiter
     │   └── InvalidPolicy                     an invalid policy; lists all mistakes with their places
     ├── RequestDenied                         a limited function may not run now; has the decision
+    ├── WaitTooLong                           a client's request was not sent: its quota is exhausted for too long
     └── StoreError                            the shared store could not answer
         ├── StoreUnavailable                  it could not be reached, or refused to serve
         ├── StoreTimeout                      it did not answer within the budget; the operation may have run
@@ -18,10 +19,11 @@ To a limiter, a denied request is not an exception: it is a `Decision` whose `al
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
     "HeadgateError",
@@ -36,6 +38,8 @@ __all__ = [
     "StoreError",
     "StoreTimeout",
     "StoreUnavailable",
+    "WaitTooLong",
+    "name_missing_extra",
 ]
 
 
@@ -83,6 +87,21 @@ class RequestDenied(HeadgateError):
         return str(self.decision.reason)
 
 
+class WaitTooLong(HeadgateError):
+    """A client did not send a request, as it would have to wait longer than it may; see docs/clients.md."""
+
+    def __init__(self, method: str, host: str, seconds: float | None, allowed_s: float, cause: str) -> None:
+        super().__init__(method, host, seconds, allowed_s, cause)
+        self.seconds = seconds
+        """The time that it would have to wait; None if waiting does not help."""
+        self.cause = cause
+
+    def __str__(self) -> str:
+        method, host, seconds, allowed_s, cause = self.args
+        wait = "would never be allowed" if seconds is None else f"would have to wait {seconds:.3g} s"
+        return f"{method} {host} was not sent: it {wait}, and may wait {allowed_s:.3g} s ({cause})"
+
+
 class StoreError(HeadgateError):
     """The store failed, with `on_failure="raise"`."""
 
@@ -102,3 +121,15 @@ class StoreTimeout(StoreError):
 
 class ScriptError(StoreError):
     """A script failed in the store: a bug of headgate, or a foreign value in a key."""
+
+
+@contextmanager
+def name_missing_extra(feature: str, extra: str, *packages: str) -> Iterator[None]:
+    """Around imports for a feature: if a package is not installed, name the extra that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in packages:
+            raise
+        raise InvalidConfiguration(f"{feature} the package {package!r}: pip install 'headgate[{extra}]'") from None

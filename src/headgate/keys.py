@@ -1,7 +1,8 @@
-"""Keys: a limit with the identity that it counts, and the names of both in a store."""
+"""Keys: a limit with the identity that it counts, the names of both in a store, and keyed hashes of identities."""
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -10,14 +11,13 @@ from headgate.errors import InvalidKey
 if TYPE_CHECKING:
     from headgate.limits import Limit
 
-__all__ = ["MAX_IDENTITY_LENGTH", "Key", "escape", "identify"]
+__all__ = ["MAX_IDENTITY_LENGTH", "Key", "escape", "identify", "is_keyed_hash"]
 
 MAX_IDENTITY_LENGTH: Final = 128
 """In characters. Longer identities are stored as their hash, so that callers cannot fill the store with long keys."""
 
-GLOBAL_IDENTITY: Final = "%all"
-"""The identity without parts. Identities of callers never contain a bare percent sign."""
-
+GLOBAL_IDENTITY: Final = "%all"  # the identity without parts; identities of callers never contain a bare percent sign
+_KEYED_HASH: Final = re.compile(r"hmac:[0-9a-f]{32}")
 _NAME_ESCAPES: Final = str.maketrans({"%": "%25", ":": "%3A"})
 _PART_ESCAPES: Final = str.maketrans({"%": "%25", "|": "%7C"})
 
@@ -53,6 +53,15 @@ def identify(parts: tuple[str | int, ...]) -> str:
 def escape(name: str) -> str:
     """Escape a name for use between colons in a stored key."""
     return name.translate(_NAME_ESCAPES)
+
+
+def is_keyed_hash(value: str) -> bool:
+    """True for the keyed hash of an identity or of an API key.
+
+    >>> is_keyed_hash("hmac:00112233445566778899aabbccddeeff"), is_keyed_hash("203.0.113.9")
+    (True, False)
+    """
+    return _KEYED_HASH.fullmatch(value) is not None
 
 
 def _text(part: str | int) -> str:

@@ -6,24 +6,37 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from math import gcd, isfinite
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from headgate import _limit_syntax
-from headgate.algorithms import ALGORITHMS
+from headgate.algorithms import ALGORITHMS, INTERNAL_ALGORITHMS, Algorithm
+from headgate.calendars import Calendar
 from headgate.errors import InvalidLimit
 from headgate.keys import MAX_IDENTITY_LENGTH, Key, escape, identify
 
-__all__ = ["Limit"]
+__all__ = ["DEFAULT_ALGORITHM", "REGION_MODES", "Limit"]
 
-EXACT: Final = 2**53
-"""Upper bound on all numbers: beyond it, the doubles of Redis's Lua are not exact."""
+REGION_MODES: Final = ("regional", "divided", "reserved", "reconciled", "central")
+"""The ways in which the regions of a limiter share a limit; see docs/regions.md."""
 
+
+class _DefaultAlgorithm(str):
+    """The name of the algorithm of limits that name none; those with a calendar have another."""
+
+    __slots__ = ()
+
+
+DEFAULT_ALGORITHM: Final = _DefaultAlgorithm("token_bucket")
+"""The algorithm of limits that name none: "fixed_window" for a calendar, else "token_bucket"."""
+
+EXACT: Final = 2**53  # upper bound on all numbers: beyond it, the doubles of Redis's Lua are not exact
 HORIZON_US: Final = 10 * 366 * 86_400 * 1_000_000
 """Ten years: the longest period, so that all instants stay far below 2**53."""
 
-MAX_CACHED_KEYS: Final = 256
-"""Keys that a limit caches, as most clients return."""
+_LENGTHS: Final = {"day": "24 hours", "week": "7 days", "month": "30 days", "year": "365 days"}
+"""Lengths of time to suggest in place of a calendar period."""
 
+MAX_CACHED_KEYS: Final = 256  # keys that a limit caches, as most clients return
 _NO_PART: Final[Any] = object()
 
 _new_key = tuple.__new__
@@ -38,6 +51,9 @@ class Limit:
     >>> Limit(1000, timedelta(minutes=1), burst=200, name="search").by("tenant-7").identity
     'tenant-7'
 
+    The period is a length of time, counted by "token_bucket" unless another algorithm is given, or a `Calendar`: a day,
+    week, month or year of a time zone, counted by "fixed_window".
+
     `burst` is the capacity of a bucket or a queue, by default the quota. For "concurrency", the quota is the number of
     leases at the same time, and the period is the lease time after which the lease of a crashed holder expires.
 
@@ -45,18 +61,31 @@ class Limit:
     is counted in one of the shards, each of which allows its share of quota and burst. All of them together never allow
     more than the limit; but a request may be denied by its shard while the others have up to (split - 1) / split of the
     capacity left, and one that costs more than the capacity of a shard never passes.
+
+    `region` says how the regions of a limiter share the limit: "regional" (each has its own), "divided" (each has an
+    equal part), "reserved" (each leases tokens from the home region in advance), "reconciled" (each counts for itself,
+    and learns what the others have admitted) or "central" (the home region decides). See docs/regions.md.
     """
 
     quota: int
-    period: timedelta
+    period: timedelta | Calendar
     burst: int | None = field(default=None, kw_only=True)
-    algorithm: str = field(default="token_bucket", kw_only=True)
+    algorithm: str = field(default=DEFAULT_ALGORITHM, kw_only=True)
     name: str = field(default="default", kw_only=True)
     split: int = field(default=1, kw_only=True)
+    region: str = field(default="regional", kw_only=True)
+
+    algorithms: ClassVar[dict[str, Algorithm]] = ALGORITHMS
+    """Those that a limit of this class can have."""
 
     capacity: int = field(init=False, repr=False, compare=False)
     """The largest cost that can pass at once: the burst, or the quota."""
     period_us: int = field(init=False, repr=False, compare=False)
+    """The length of the period; that of the longest one for a calendar."""
+    calendar: Calendar | None = field(init=False, repr=False, compare=False)
+    """The period, if it is a calendar; None for a length of time."""
+    counter_algorithm: str = field(init=False, repr=False, compare=False)
+    """The algorithm of its counters: "calendar_window" with a calendar."""
     tokens: int = field(init=False, repr=False, compare=False)
     """With `ticks`, the rate in lowest terms: `tokens` per `ticks` microseconds."""
     ticks: int = field(init=False, repr=False, compare=False)
@@ -66,35 +95,49 @@ class Limit:
     """The prefix of its counters in a store: name, algorithm and version of the stored form."""
     part: Limit | None = field(init=False, repr=False, compare=False)
     """The limit of each shard; None without `split`."""
+    is_composite: bool = field(init=False, repr=False, compare=False)
+    """True if other keys are counted than the caller's: those of shards or regions."""
     _keys: dict[str, Key] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_whole("quota", self.quota)
         if self.burst is not None:
             _check_whole("burst", self.burst)
-        if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
-            hint = _limit_syntax.suggest(str(self.algorithm), list(ALGORITHMS))
+        set_field = partial(object.__setattr__, self)  # the dataclass is frozen
+        calendar = self.period if isinstance(self.period, Calendar) else None
+        if isinstance(self.algorithm, _DefaultAlgorithm):
+            set_field("algorithm", "token_bucket" if calendar is None else "fixed_window")
+        if not isinstance(self.algorithm, str) or self.algorithm not in self.algorithms:
+            hint = _limit_syntax.suggest(str(self.algorithm), list(self.algorithms))
             raise InvalidLimit(f"unknown algorithm {self.algorithm!r}; {hint}")
-        algorithm = ALGORITHMS[self.algorithm]
+        if calendar is not None and self.algorithm != "fixed_window":
+            raise InvalidLimit(
+                f"{self.algorithm} cannot count a calendar {calendar.unit}, only fixed_window can; leave the algorithm "
+                f"out, or use a length of time, such as {_LENGTHS[calendar.unit]}"
+            )
+        set_field("calendar", calendar)
+        set_field("counter_algorithm", self.algorithm if calendar is None else "calendar_window")
+        algorithm = self.implementation
         if not algorithm.SHAPES_BURST and self.burst not in (None, self.quota):
             raise InvalidLimit(
                 f"burst {self.burst} means nothing to {self.algorithm}, which lets {self.quota} pass at once; "
                 "leave it out, or use token_bucket, gcra or leaky_bucket"
             )
         _check_name(self.name)
-        period_us = _microseconds(self.period)
+        period_us = _microseconds(self.period) if calendar is None else calendar.length_us
         common = gcd(self.quota, period_us)
-        set_field = object.__setattr__  # the dataclass is frozen
-        set_field(self, "burst", self.quota if self.burst is None else self.burst)
-        set_field(self, "capacity", self.burst)
-        set_field(self, "period_us", period_us)
-        set_field(self, "tokens", self.quota // common)
-        set_field(self, "ticks", period_us // common)
-        set_field(self, "full", self.capacity * self.ticks)
-        set_field(self, "space", f"{escape(self.name)}:{self.algorithm}.{algorithm.VERSION}")
+        capacity, ticks = self.quota if self.burst is None else self.burst, period_us // common
+        rate = {"period_us": period_us, "tokens": self.quota // common, "ticks": ticks, "full": capacity * ticks}
+        space = f"{escape(self.name)}:{self.counter_algorithm}.{algorithm.VERSION}"
+        for name, value in {"burst": capacity, "capacity": capacity, **rate, "space": space, "_keys": {}}.items():
+            set_field(name, value)
         self._check_exactness(algorithm.peak(self))
-        set_field(self, "part", self._make_shard())
-        set_field(self, "_keys", {})
+        set_field("part", self._make_shard())
+        self._check_region()
+        set_field("is_composite", self.split > 1 or self.region != "regional")
+        # Computed once, as keys of limits with regions are looked up on every request.
+        set_field("_hash", hash(tuple([getattr(self, each.name) for each in fields(self) if each.compare])))
 
     @classmethod
     def parse(cls, text: str, *, name: str = "default", algorithm: str | None = None) -> Limit:
@@ -104,17 +147,15 @@ class Limit:
         Limit(quota=100, period=datetime.timedelta(seconds=1), burst=50, algorithm='token_bucket', name='posts')
         >>> Limit.parse("5 per 30 seconds, sliding_window").algorithm
         'sliding_window'
+        >>> Limit.parse("1000/month, starts 15, timezone Europe/Berlin").period
+        Calendar('month', starts=15, timezone='Europe/Berlin')
         """
         phrase = _limit_syntax.parse(text)
         if algorithm is not None and phrase.algorithm not in (None, algorithm):
             raise InvalidLimit(f"{text!r} names {phrase.algorithm!r}, the caller {algorithm!r}; keep one")
-        return cls(
-            phrase.quota,
-            phrase.period,
-            burst=phrase.burst,
-            algorithm=phrase.algorithm or algorithm or "token_bucket",
-            name=name,
-        )
+        algorithm = phrase.algorithm or algorithm
+        period, algorithm = phrase.period_for(algorithm), algorithm or DEFAULT_ALGORITHM
+        return cls(phrase.quota, period, burst=phrase.burst, algorithm=algorithm, name=name)
 
     @classmethod
     def parse_many(cls, text: str, *, name: str = "default", algorithm: str | None = None) -> tuple[Limit, ...]:
@@ -145,10 +186,18 @@ class Limit:
         parts = () if part is _NO_PART else (part, *more)
         return _new_key(Key, (self, parts, identify(parts)))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def implementation(self) -> Algorithm:
+        """The algorithm of its counters."""
+        return self.algorithms[self.algorithm] if self.calendar is None else INTERNAL_ALGORITHMS["calendar_window"]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments only: a copy computes the rest, and has its own cache of keys."""
         names = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        return partial(Limit, **names), ()
+        return partial(type(self), **names), ()
 
     def __str__(self) -> str:
         """The limit in the syntax of `parse`, except for concurrency."""
@@ -159,30 +208,37 @@ class Limit:
         return f"{self.quota} per {length}{burst}, {self.algorithm}"
 
     def __repr__(self) -> str:
+        numbers = f"quota={self.quota}, period={self.period!r}, burst={self.burst}"
         split = f", split={self.split}" if self.split != 1 else ""
-        return (
-            f"Limit(quota={self.quota}, period={self.period!r}, burst={self.burst}, algorithm={self.algorithm!r}, "
-            f"name={self.name!r}{split})"
-        )
+        region = f", region={self.region!r}" if self.region != "regional" else ""
+        return f"Limit({numbers}, algorithm={self.algorithm!r}, name={self.name!r}{split}{region})"
 
     def _make_shard(self) -> Limit | None:
-        """The limit of each shard."""
         if type(self.split) is not int or self.split < 1:
             raise InvalidLimit(f"split {self.split!r} is not a whole number of at least 1")
         if self.split == 1:
             return None
         if self.algorithm == "concurrency":
-            raise InvalidLimit(
-                f"split {self.split} means nothing to concurrency, which finds a lease by its id; leave it out"
-            )
+            problem = f"split {self.split} means nothing to concurrency, which finds a lease by its id"
+            raise InvalidLimit(f"{problem}; leave it out")
         for what, number in (("quota", self.quota), ("burst", self.capacity)):
             if rest := number % self.split:
                 near = " or ".join([str(each) for each in (number - rest, number - rest + self.split) if each])
-                raise InvalidLimit(
-                    f"{what} {number} cannot be split over {self.split} counters evenly; write {near}, or another split"
-                )
+                problem = f"{what} {number} cannot be split over {self.split} counters evenly"
+                raise InvalidLimit(f"{problem}; write {near}, or another split")
         burst = self.capacity // self.split
         return Limit(self.quota // self.split, self.period, burst=burst, algorithm=self.algorithm, name=self.name)
+
+    def _check_region(self) -> None:
+        if self.region not in REGION_MODES:
+            hint = _limit_syntax.suggest(str(self.region), list(REGION_MODES))
+            raise InvalidLimit(f"unknown region mode {self.region!r}; {hint}")
+        if self.calendar is not None and self.region in ("reserved", "reconciled"):
+            problem = f"region {self.region!r} cannot share a calendar {self.calendar.unit}"
+            remedy = f"use 'central' or 'divided', or a length of time, such as {_LENGTHS[self.calendar.unit]}"
+            raise InvalidLimit(f"{problem}; {remedy}")
+        if self.region != "regional" and self.split > 1:
+            raise InvalidLimit(f"split {self.split} and region {self.region!r} cannot be combined; leave one out")
 
     def _check_exactness(self, peak: int) -> None:
         if peak >= EXACT:
@@ -190,10 +246,23 @@ class Limit:
                 f"limit {self.name!r} ({self}) needs numbers up to {peak}, beyond 2**53, where they stop being exact; "
                 "use a smaller quota or burst, or a quota that divides the period's microseconds"
             )
-        if self.full > HORIZON_US * self.tokens and ALGORITHMS[self.algorithm].SHAPES_BURST:
-            raise InvalidLimit(
-                f"limit {self.name!r} ({self}) takes more than ten years to fill; use a smaller burst or a faster rate"
-            )
+        if self.full > HORIZON_US * self.tokens and self.implementation.SHAPES_BURST:
+            remedy = "use a smaller burst or a faster rate"
+            raise InvalidLimit(f"limit {self.name!r} ({self}) takes more than ten years to fill; {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimit(Limit):
+    """A pool of tokens that were taken from another counter: at most `quota`, each for at most the period.
+
+    Internal: for counters that headgate creates for itself, in a store that it reaches without the local tier's caches.
+    """
+
+    algorithm: str = field(default="pool", kw_only=True)
+
+    algorithms: ClassVar[dict[str, Algorithm]] = INTERNAL_ALGORITHMS
+
+    __hash__ = Limit.__hash__
 
 
 def _check_whole(what: str, number: object) -> None:
@@ -220,6 +289,9 @@ def _microseconds(period: object) -> int:
 
 
 def _period_remedy(period: object) -> str:
+    if isinstance(period, str) and period.strip().lower().removesuffix("s") in ("month", "year"):
+        unit = period.strip().lower().removesuffix("s")
+        return f'write Calendar("{unit}"), or the whole limit in words: Limit.parse("10/{unit}")'
     if isinstance(period, str) and not period.isdecimal():
         unit = f"{period.strip().lower().removesuffix('s')}s"
         if unit in ("microseconds", "milliseconds", "seconds", "minutes", "hours", "days", "weeks"):

@@ -278,7 +278,7 @@ def test_lua_decides_requests_that_ride_together_as_if_one_by_one(lua: InRedis, 
         assert lua.run_together(checks, now_us) == [python.run(check, now_us) for check in checks]
 
 
-def test_lua_tells_of_a_wait_of_a_single_microsecond(lua: InRedis) -> None:
+def test_lua_reports_a_wait_of_one_microsecond(lua: InRedis) -> None:
     one, other = (limit_of("leaky_bucket", 2, 2, name=name).by("ada") for name in ("one", "other"))
     for keys in ((one,), (one, other)):
         lua.run(Reset(keys))
@@ -298,7 +298,7 @@ def test_lua_writes_a_key_once_however_many_requests_meet_there(lua: InRedis) ->
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_lua_says_when_to_come_again_only_to_who_has_passed(lua: InRedis, together: int) -> None:
+def test_lua_reports_the_next_time_only_when_allowed(lua: InRedis, together: int) -> None:
     """Also where the plan has changed, so that a denial is written down."""
     old, new = (limit_of("token_bucket", quota, DAY) for quota in (5, 4))
     assert lua.run(check(old, 5), NOW).next_allowed_us == DAY
@@ -323,7 +323,7 @@ def test_lua_adopts_no_plan_of_what_a_denied_request_only_looks_at(lua: InRedis,
 
 
 @each_algorithm
-def test_a_state_is_redated_from_the_same_microsecond_on_everywhere(client: Redis, algorithm: str) -> None:
+def test_state_is_redated_from_the_same_microsecond_on_everywhere(client: Redis, algorithm: str) -> None:
     """One period and a microsecond in the future; for gcra, whose instant is a period later, two periods."""
     for limit in plans_of(algorithm):
         period_us = limit.capacity * limit.period_us // limit.quota
@@ -410,9 +410,7 @@ STORIES: dict[str, tuple[list[tuple[int, Call]], tuple[int, int, int, int]]] = {
 
 
 @pytest.mark.parametrize(("calls", "verdict"), STORIES.values(), ids=STORIES)
-def test_python_and_lua_tell_the_same_story(
-    lua: InRedis, calls: list[tuple[int, Call]], verdict: tuple[int, int, int, int]
-) -> None:
+def test_python_and_lua_agree(lua: InRedis, calls: list[tuple[int, Call]], verdict: tuple[int, int, int, int]) -> None:
     for store in (InMemory(), lua):
         *_, last = [store.run(call, NOW + after_us) for after_us, call in calls]
         assert last.verdicts == (verdict,)
@@ -541,7 +539,7 @@ def told_of(command: Command) -> list[tuple[str | None, list[tuple[str, int]]]]:
     return told
 
 
-def test_a_batch_says_of_each_request_what_it_meets() -> None:
+def test_batch_says_of_each_request_what_it_meets() -> None:
     draw, wire = Random(5), CommandEncoder("headgate", None)
     a, b, _ = SHAPED
     # Of other lengths, and yet the same limits one after the other.
@@ -578,7 +576,7 @@ def test_what_is_kept_of_packed_checks_is_bounded() -> None:
         assert len(wire._packed) <= MAX_PACKED
 
 
-def test_lua_says_and_is_told_only_what_is_unusual_of_a_request_that_comes_alone(lua: InRedis) -> None:
+def test_lua_uses_the_short_form_for_a_single_check(lua: InRedis) -> None:
     key = limit_of("leaky_bucket", 2, 2, name="queue").by("ada")
     assert len(CommandEncoder("headgate", None).encode_one(Check((key,), 1)).args) == 4
     lua.run(Check((key,), 1), NOW)
@@ -607,7 +605,7 @@ def test_lua_takes_no_numbers_from_a_text_only_for_its_signature(lua: InRedis, a
 
 @pytest.mark.parametrize("numbers", NO_NUMBERS)
 @each_algorithm
-def test_lua_charges_nobody_twice_for_having_met_such_a_text(lua: InRedis, algorithm: str, numbers: str) -> None:
+def test_lua_charges_once_beside_a_foreign_value(lua: InRedis, algorithm: str, numbers: str) -> None:
     beside, python = limit_of(algorithm, 9, SECOND, name="beside"), InMemoryWithAgain()
     foreign = limit_of("token_bucket", 5, SECOND, name="foreign").by("ada")
     lua.client.set(lua.wire.name(foreign), f"{numbers} 1/200000/5")
@@ -618,7 +616,7 @@ def test_lua_charges_nobody_twice_for_having_met_such_a_text(lua: InRedis, algor
         assert answers == [python.run(check, NOW) for check in (before, *after)]
 
 
-def test_lua_charges_nobody_twice_where_a_login_may_not_write_all(redis7: RedisServer, client: Redis) -> None:
+def test_lua_charges_once_with_restricted_permissions(redis7: RedisServer, client: Redis) -> None:
     client.acl_setuser("no-hashes", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-hset"])
     log, leases = (limit_of(name, 5, SECOND, name=name).by("ada") for name in ("sliding_log", "concurrency"))
     with redis7.client(single_connection_client=True) as login:
@@ -833,14 +831,14 @@ def test_lua_multiplies_and_divides_exactly_also_beyond_2_to_the_53(client: Redi
         ("leaky_bucket", 1_000, 2**53 - 1_001),
     ],
 )
-def test_a_limit_may_be_as_large_as_its_arithmetic_is_exact(algorithm: str, quota: int, burst: int | None) -> None:
+def test_limit_may_be_as_large_as_its_arithmetic_is_exact(algorithm: str, quota: int, burst: int | None) -> None:
     limit_of(algorithm, quota, 1, burst)
     with pytest.raises(InvalidLimit, match="beyond 2"):
         limit_of(algorithm, quota + (burst is None), 1, burst and burst + 1)
 
 
 @each_algorithm
-def test_the_stored_form_has_a_version(algorithm: str) -> None:
+def test_stored_form_has_a_version(algorithm: str) -> None:
     version = 1 if algorithm in BUCKETS else 2
     assert limit_of(algorithm, 1, 1).space == f"x:{algorithm}.{version}"
 

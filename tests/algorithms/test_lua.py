@@ -173,7 +173,7 @@ def widest(algorithm: str, name: str) -> Limit:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_widest_limit_counts_to_the_last_unit(twins: Twins, unique: str, algorithm: str) -> None:
+def test_widest_limit_counts_to_the_last_unit(twins: Twins, unique: str, algorithm: str) -> None:
     limit = widest(algorithm, unique)
     key = limit.by("ada")
     assert twins.ask("check", key, cost=limit.capacity - 2, id="a").remaining == 2
@@ -188,7 +188,7 @@ def test_the_widest_limit_counts_to_the_last_unit(twins: Twins, unique: str, alg
 
 
 @pytest.mark.parametrize("cost", [1, 999_999_999, 10**9])
-def test_a_billion_a_day_slides_exactly(twins: Twins, unique: str, cost: int) -> None:
+def test_billion_a_day_slides_exactly(twins: Twins, unique: str, cost: int) -> None:
     """10**9 times a day in microseconds is 8.64e19, ten thousand times what a double counts exactly."""
     key = limit_of("sliding_window", 10**9, DAY, unique).by("ada")
     twins.ask("check", key, cost=10**9)
@@ -201,7 +201,7 @@ def test_a_billion_a_day_slides_exactly(twins: Twins, unique: str, cost: int) ->
     twins.ask("check", key, cost=10**9 // 3)
 
 
-def test_a_log_that_is_never_empty_counts_on_for_ever(twins: Twins, unique: str) -> None:
+def test_log_that_is_never_empty_counts_on_for_ever(twins: Twins, unique: str) -> None:
     """Its running total has no end: it must not run out of exact numbers, or of the digits that keep its order."""
     limit = widest("sliding_log", unique)
     key, half = limit.by("ada"), limit.capacity // 2 - 4
@@ -214,7 +214,7 @@ def test_a_log_that_is_never_empty_counts_on_for_ever(twins: Twins, unique: str)
 
 @pytest.mark.parametrize("algorithm", REFILLED)
 @pytest.mark.parametrize("quotas", [(999_983, 1_000_003), (7, 999_999_937), (999_999_937, 7), (3, 10**9)])
-def test_a_plan_that_shares_no_divisor_with_the_last_is_adopted_exactly(
+def test_plan_that_shares_no_divisor_with_the_last_is_adopted_exactly(
     twins: Twins, unique: str, algorithm: str, quotas: tuple[int, int]
 ) -> None:
     """Here old and new fractions of a token multiply to far more than 2**53."""
@@ -231,7 +231,7 @@ def test_a_plan_that_shares_no_divisor_with_the_last_is_adopted_exactly(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_ends_of_time_are_counted_like_any_other(twins: Twins, unique: str, algorithm: str) -> None:
+def test_ends_of_time_are_counted_like_any_other(twins: Twins, unique: str, algorithm: str) -> None:
     key = limit_of(algorithm, 3, 10 * 365 * DAY, unique).by("ada")
     for now_us in (0, 1, LATEST_US, LATEST_US - 1, 0):
         twins.clock.set_us(now_us)

@@ -102,7 +102,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("trace", TRACES)
-def test_the_model_answers_as_worked_out_by_hand(trace: str) -> None:
+def test_model_answers_as_worked_out_by_hand(trace: str) -> None:
     limit, rows = TRACES[trace]
     model = Model()
     assert [answer(model, limit, *event) for event, _ in rows] == [expected for _, expected in rows]
@@ -114,7 +114,7 @@ def test_polling_just_below_the_rate_passes_all_but_one() -> None:
     assert sum(answer(model, limit, 99 * poll, 1)[0] for poll in range(1, 101)) == 99
 
 
-def test_a_bucket_admits_its_burst_and_a_minutes_refill_in_the_first_minute() -> None:
+def test_bucket_admits_its_burst_and_a_minutes_refill_in_the_first_minute() -> None:
     model, limit = Model(), plan("token_bucket", 1000, MINUTE, 200)
     assert sum(answer(model, limit, ms, 1)[0] for ms in range(0, 60_001, 20)) == 1_200
 
@@ -132,19 +132,19 @@ def test_layered_limits_are_all_or_nothing() -> None:
 
 
 @pytest.mark.parametrize(("capacity", "left"), [(20, 0), (80, 20), (200, 140)])
-def test_a_bucket_keeps_its_usage_through_a_plan_change(capacity: int, left: int) -> None:
+def test_bucket_keeps_its_usage_through_a_plan_change(capacity: int, left: int) -> None:
     model = Model()
     answer(model, plan("token_bucket", 1, MINUTE, 100), 0, 60)
     assert answer(model, plan("token_bucket", 1, MINUTE, capacity), 0, 0) == (True, left, 0)
 
 
-def test_a_smaller_gcra_plan_locks_nobody_out_for_longer_than_its_own_burst() -> None:
+def test_smaller_gcra_limit_denies_no_longer_than_its_own_burst() -> None:
     model = Model()
     answer(model, plan("gcra", 3_600, 60 * MINUTE), 0, 3_000)
     assert answer(model, plan("gcra", 60, MINUTE), 0, 1) == (False, 0, 1_000)
 
 
-def test_a_refund_fills_up_to_the_capacity_and_counts_once_per_id() -> None:
+def test_refund_fills_up_to_the_capacity_and_counts_once_per_id() -> None:
     model, bucket = Model(), Subject(plan("token_bucket", 5, MINUTE))
     model.check([bucket], 0, 5)
     assert model.refund(bucket, 0, 2, id="a")
@@ -155,7 +155,7 @@ def test_a_refund_fills_up_to_the_capacity_and_counts_once_per_id() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window"])
-def test_a_refund_after_the_window_is_dropped(algorithm: str) -> None:
+def test_refund_after_the_window_is_dropped(algorithm: str) -> None:
     model, window = Model(), Subject(plan(algorithm, 5, SECOND))
     model.check([window], 0, 5)
     assert not model.refund(window, SECOND, 5)
@@ -164,7 +164,7 @@ def test_a_refund_after_the_window_is_dropped(algorithm: str) -> None:
     assert model.refund(window, 2 * SECOND, 5, charged_at=2 * SECOND)
 
 
-def test_a_lease_ends_once() -> None:
+def test_lease_ends_once() -> None:
     model, seats = Model(), Subject(plan("concurrency", 1, SECOND))
     assert model.check([seats], 0, id="a").allowed
     assert model.check([seats], 0, id="b").retry_after_us == SECOND
@@ -194,9 +194,7 @@ def test_bucket_gcra_and_queue_admit_alike_while_time_does_not_go_back(
 
 
 @given(st.sampled_from(sorted(ALGORITHMS)), events, st.integers(1, 9), st.integers(1, 40))
-def test_the_models_promises_are_exact(
-    algorithm: str, events: list[tuple[int, int]], quota: int, period_us: int
-) -> None:
+def test_models_promises_are_exact(algorithm: str, events: list[tuple[int, int]], quota: int, period_us: int) -> None:
     model, now, subject = Model(), 0, Subject(plan(algorithm, quota, period_us))
     for number, (step, cost) in enumerate(events):
         now += step

@@ -1,4 +1,4 @@
-"""The seven algorithms: pure arithmetic on whole numbers, no clock, no store, no lock.
+"""The algorithms: pure arithmetic on whole numbers, no clock, no store, no lock. Seven are for limits, two internal.
 
 Each is one module, `decide(state, now_us, cost, limit) -> (state, verdict)`, and beside it the Lua file of the same
 name that Redis runs. The two are held to each other, and to an independent model in exact fractions, by the tests.
@@ -9,17 +9,19 @@ from __future__ import annotations
 from typing import Final
 
 from headgate.algorithms import (
+    calendar_window,
     concurrency,
     fixed_window,
     gcra,
     leaky_bucket,
+    pool,
     sliding_log,
     sliding_window,
     token_bucket,
 )
 from headgate.algorithms._interface import NEVER, Algorithm, LimitNumbers, Verdict
 
-__all__ = ["ALGORITHMS", "NEVER", "Algorithm", "LimitNumbers", "Verdict"]
+__all__ = ["ALGORITHMS", "INTERNAL_ALGORITHMS", "NEVER", "Algorithm", "LimitNumbers", "Verdict"]
 
 ALGORITHMS: Final[dict[str, Algorithm]] = {
     "token_bucket": token_bucket,
@@ -30,3 +32,7 @@ ALGORITHMS: Final[dict[str, Algorithm]] = {
     "sliding_log": sliding_log,
     "concurrency": concurrency,
 }
+
+INTERNAL_ALGORITHMS: Final[dict[str, Algorithm]] = {"calendar_window": calendar_window, "pool": pool}
+"""Algorithms that no limit of a user can name: that of fixed_window limits with a calendar period, and that of counters
+that headgate creates for itself."""

@@ -26,28 +26,20 @@ typedef struct {
 } Verdict;
 
 /* Rounds down, as Python does; `by` is positive. */
-static inline int128
-floor_div(int128 number, int128 by)
-{
+static inline int128 floor_div(int128 number, int128 by) {
     int128 quotient = number / by;
     return quotient - (quotient * by > number);
 }
 
-static inline int128
-ceil_div(int128 number, int128 by)
-{
+static inline int128 ceil_div(int128 number, int128 by) {
     return -floor_div(-number, by);
 }
 
-static inline int128
-larger(int128 one, int128 other)
-{
+static inline int128 larger(int128 one, int128 other) {
     return one > other ? one : other;
 }
 
-static inline int128
-smaller(int128 one, int128 other)
-{
+static inline int128 smaller(int128 one, int128 other) {
     return one < other ? one : other;
 }
 

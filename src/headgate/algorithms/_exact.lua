@@ -22,9 +22,7 @@ end
 -- floor(a * b / c) and the remainder. If the product exceeds 2^53, it is computed bit by bit.
 local function mul_div(a, b, c)
   local product = a * b
-  if product < 9007199254740992 then
-    return div(product, c), product % c
-  end
+  if product < 9007199254740992 then return div(product, c), product % c end
   local whole, part = div(a, c), a % c
   local quotient, rest, bit = 0, 0, 4503599627370496
   while bit >= 1 do
@@ -51,9 +49,7 @@ end
 -- The text of an instant. Most requests of a run have the same, so the last one is cached.
 local last_us, last_text
 local function instant(us)
-  if us ~= last_us then
-    last_us, last_text = us, format(INT, us)
-  end
+  if us ~= last_us then last_us, last_text = us, format(INT, us) end
   return last_text
 end
 
@@ -67,22 +63,16 @@ local skip_validation = false
 -- The stored string, which is `text` if that is given; nil if the key does not exist, false for a foreign value.
 local function fetch(key, text)
   text = text or pcall('GET', key)
-  if text and text.err then
-    return false
-  end
+  if text and text.err then return false end
   return text or nil
 end
 
 -- The space-separated numbers of a stored string; nil if the key does not exist, false for a foreign value.
 local function read(key, text, pattern)
   text = fetch(key, text)
-  if not text then
-    return text
-  end
+  if not text then return text end
   local first, second, third, fourth = match(text, pattern)
-  if not first then
-    return false
-  end
+  if not first then return false end
   return first + 0, second + 0, third, fourth -- adding is three times as fast as tonumber
 end
 
@@ -91,9 +81,7 @@ end
 -- (from 2001 until 2286): cutting there takes half the time of matching a pattern.
 local function read_signed(key, text, limit)
   text = text or fetch(key)
-  if not text then
-    return text
-  end
+  if not text then return text end
   local signature_at = find(text, limit.signature_suffix, limit.suffix_at, true)
   if signature_at then
     local first = sub(text, 1, 17)
@@ -102,9 +90,7 @@ local function read_signed(key, text, limit)
     end
     local second = sub(text, 18, signature_at - 1)
     second = skip_validation and second + 0 or tonumber(second)
-    if last_number and second then
-      return last_number, second, limit.signature, last_has_tab
-    end
+    if last_number and second then return last_number, second, limit.signature, last_has_tab end
   end
   return read(key, text, '^(%d+)[ \t](%d+) (.+)')
 end

@@ -30,6 +30,9 @@ class LimitNumbers(Protocol):
     def ticks(self) -> int: ...
     @property
     def full(self) -> int: ...
+    @property
+    def calendar(self) -> Any:
+        """The `Calendar` of a limit with such a period, else None."""
 
 
 class Algorithm(Protocol):

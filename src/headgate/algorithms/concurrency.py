@@ -8,14 +8,12 @@ taken or renewed more than its own ttl in the future, because the clock was set 
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
-from headgate.algorithms._interface import NEVER
+from headgate.algorithms._interface import NEVER, LimitNumbers, Verdict
 
-if TYPE_CHECKING:
-    from headgate.algorithms._interface import LimitNumbers, Verdict
-
-State: TypeAlias = tuple[tuple[str, int, int, int], ...]
+Leases: TypeAlias = tuple[tuple[str, int, int, int], ...]
+State: TypeAlias = Leases | None
 
 SHAPES_BURST: Final = False
 VERSION: Final = 2
@@ -27,9 +25,7 @@ def peak(limit: LimitNumbers) -> int:
     return 2 * limit.quota + 1
 
 
-def decide(
-    state: State | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
-) -> tuple[State | None, Verdict]:
+def decide(state: State, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[State, Verdict]:
     state = _redated(state, now_us)
     leases = _held(state, now_us)
     held = sum(lease[1] for lease in leases)
@@ -49,7 +45,7 @@ def decide(
     return state, (max(0, limit.quota - held), retry_us, reset_us, 0)
 
 
-def renew(state: State | None, now_us: int, limit: LimitNumbers, id: str) -> tuple[State, bool]:
+def renew(state: State, now_us: int, limit: LimitNumbers, id: str) -> tuple[Leases, bool]:
     """The leases with that of `id` extended, and whether it was still held."""
     leases = _held(_redated(state, now_us), now_us)
     expiry_us = now_us + limit.period_us
@@ -60,25 +56,23 @@ def renew(state: State | None, now_us: int, limit: LimitNumbers, id: str) -> tup
     return prolonged, any(lease[0] == id for lease in leases)
 
 
-def leave(state: State | None, now_us: int, id: str) -> tuple[State, bool]:
+def leave(state: State, now_us: int, id: str) -> tuple[Leases, bool]:
     """The leases without that of `id`, and whether it was still held: an expired lease cannot be ended."""
     leases = _held(_redated(state, now_us), now_us)
     staying = tuple(lease for lease in leases if lease[0] != id)
     return staying, len(staying) < len(leases)
 
 
-def refund(
-    state: State | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
-) -> State | None:
+def refund(state: State, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None) -> State:
     """Nothing: a lease is given back whole, by leaving."""
     return state
 
 
-def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:
+def adopt(state: Leases, now_us: int, old: LimitNumbers, new: LimitNumbers) -> Leases:
     return state
 
 
-def _redated(state: State | None, now_us: int) -> State | None:
+def _redated(state: State, now_us: int) -> State:
     """The same state object, unless one of its leases begins too far in the future."""
     if not state or not any(expiry_us - 2 * ttl_us > now_us for _, _, expiry_us, ttl_us in state):
         return state
@@ -88,11 +82,11 @@ def _redated(state: State | None, now_us: int) -> State | None:
     )
 
 
-def _held(state: State | None, now_us: int) -> State:
+def _held(state: State, now_us: int) -> Leases:
     return tuple(lease for lease in state or () if lease[2] > now_us)
 
 
-def _freed_us(leases: State, needed: int) -> int:
+def _freed_us(leases: Leases, needed: int) -> int:
     """The time at which leases worth `needed` will have expired, unless they are renewed or ended."""
     for _, cost, expiry_us, _ in sorted(leases, key=_expiry_us):
         needed -= cost

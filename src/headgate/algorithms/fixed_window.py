@@ -8,12 +8,12 @@ is dated now.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final, TypeAlias
 
-from headgate.algorithms._interface import NEVER
+from headgate.algorithms._interface import NEVER, LimitNumbers, Verdict
 
-if TYPE_CHECKING:
-    from headgate.algorithms._interface import LimitNumbers, Verdict
+Count: TypeAlias = tuple[int, int]
+State: TypeAlias = Count | None
 
 SHAPES_BURST: Final = False
 VERSION: Final = 2
@@ -23,9 +23,7 @@ def peak(limit: LimitNumbers) -> int:
     return 2 * limit.quota + 1
 
 
-def decide(
-    state: tuple[int, int] | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
-) -> tuple[tuple[int, int] | None, Verdict]:
+def decide(state: State, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[State, Verdict]:
     if state is not None and state[0] - now_us > limit.period_us:  # the clock was set back by more than a period
         state = now_us, state[1]
     te_us, window, used = _count(state, now_us, limit)
@@ -41,9 +39,7 @@ def decide(
     return state, (remaining, retry_us, to_next_us if used else 0, 0)
 
 
-def refund(
-    state: tuple[int, int] | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
-) -> tuple[int, int] | None:
+def refund(state: State, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None) -> State:
     _, window, used = _count(state, now_us, limit)
     if at_us is None or at_us - now_us > limit.period_us:  # charged before the clock was set back, and re-dated since
         at_us = window * limit.period_us
@@ -52,14 +48,14 @@ def refund(
     return state[0], max(0, used - amount)
 
 
-def adopt(state: tuple[int, int], now_us: int, old: LimitNumbers, new: LimitNumbers) -> tuple[int, int]:
+def adopt(state: Count, now_us: int, old: LimitNumbers, new: LimitNumbers) -> Count:
     if old.period_us == new.period_us:
         return state
     _, _, used = _count(state, now_us, old)
     return state[0], used
 
 
-def _count(state: tuple[int, int] | None, now_us: int, limit: LimitNumbers) -> tuple[int, int, int]:
+def _count(state: State, now_us: int, limit: LimitNumbers) -> tuple[int, int, int]:
     """The effective instant, its window, and what was used of that."""
     if state is None:
         return now_us, now_us // limit.period_us, 0

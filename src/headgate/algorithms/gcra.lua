@@ -3,8 +3,7 @@
 -- In: key, now (us), cost (<= capacity + 1), limit, nil, and the stored text if known.
 -- Out: remaining, retry (us, -1 never), reset (us), delay, new state or nil, and whether the TTL of the key suffices for it.
 
--- True if an instant is further ahead than twice the time in which an empty bucket fills; the product with the tokens
--- might not be exact.
+-- True if an instant is further ahead than twice the time to fill an empty bucket; that times tokens may be inexact.
 local function gcra_is_too_far(ahead, rest, limit)
   local tokens = limit.tokens
   local longest, part = div(limit.full, tokens) * 2, limit.full % tokens
@@ -29,16 +28,12 @@ local function gcra_load(key, now, limit, text)
     return true, tat, rest, false, has_long_ttl
   end
   local tokens, left = parse_signature(signature), nil
-  if not tokens then
-    return false
-  end
+  if not tokens then return false end
   rest, left = mul_div(rest, limit.tokens, tokens)
   if left > 0 then -- rounding up loses no decision
     rest = rest + 1
   end
-  if rest >= limit.tokens then
-    tat, rest = tat + 1, rest - limit.tokens
-  end
+  if rest >= limit.tokens then tat, rest = tat + 1, rest - limit.tokens end
   -- No client waits longer than an empty bucket of the new limit takes to fill.
   local longest = now + div(limit.full, limit.tokens)
   if tat > longest or (tat == longest and rest > limit.full % limit.tokens) then
@@ -50,17 +45,13 @@ end
 -- As a queue: the fourth value is the delay of the request.
 local function gcra_queue(key, now, cost, limit, _, text)
   local exists, tat, rest, must_write, has_long_ttl = gcra_load(key, now, limit, text)
-  if exists == false then
-    return nil
-  end
+  if exists == false then return nil end
   local full_at = has_long_ttl and tat -- when the bucket would have been full
   local tokens, ticks, full = limit.tokens, limit.ticks, limit.full
   local need, retry, delay = cost * ticks, 0, 0
   -- The debt, in us and 1/tokens of one.
   local ahead, part = tat - now, rest
-  if ahead < 0 then
-    ahead, part = 0, 0
-  end
+  if ahead < 0 then ahead, part = 0, 0 end
   local room = full - part - ahead * tokens
   if need <= room or cost == 0 then
     delay = ahead + (part > 0 and 1 or 0)
@@ -90,17 +81,20 @@ end
 
 local function gcra_refund(key, now, amount, limit)
   local exists, tat, rest = gcra_load(key, now, limit)
-  if not exists or tat < now or (tat == now and rest == 0) then
-    return nil
-  end
+  if not exists or tat < now or (tat == now and rest == 0) then return nil end
   -- In us and 1/tokens, borrowing one us if the rest does not suffice.
   local back = amount * limit.ticks
   tat, rest = tat - div(back, limit.tokens), rest - back % limit.tokens
-  if rest < 0 then
-    tat, rest = tat - 1, rest + limit.tokens
-  end
-  if tat < now then
-    tat, rest = now, 0
-  end
+  if rest < 0 then tat, rest = tat - 1, rest + limit.tokens end
+  if tat < now then tat, rest = now, 0 end
+  return format(SIGNED_STATE, tat, limit.separator, rest, limit.signature)
+end
+
+local function gcra_overdraw(key, now, amount, limit)
+  local _, tat, rest = gcra_load(key, now, limit)
+  if tat < now then tat, rest = now, 0 end
+  local moved, longest = rest + amount * limit.ticks, now + div(limit.full, limit.tokens) * 2
+  tat, rest = tat + div(moved, limit.tokens), moved % limit.tokens
+  if tat >= longest then tat, rest = longest, 0 end
   return format(SIGNED_STATE, tat, limit.separator, rest, limit.signature)
 end

@@ -10,12 +10,9 @@ also written for a request that is denied, as is the conversion after a plan cha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from headgate.algorithms._interface import NEVER
-
-if TYPE_CHECKING:
-    from headgate.algorithms._interface import LimitNumbers, Verdict
+from headgate.algorithms._interface import NEVER, LimitNumbers, Verdict
 
 SHAPES_BURST: Final = True
 VERSION: Final = 1
@@ -52,6 +49,13 @@ def refund(state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_
     if state is None or state <= now:
         return state
     return max(now, state - amount * limit.ticks)
+
+
+def overdraw(state: int | None, now_us: int, amount: int, limit: LimitNumbers) -> int:
+    """The state after up to a capacity was charged, even if that much is not left, up to twice the capacity in all."""
+    now, longest_us = now_us * limit.tokens, limit.full // limit.tokens * 2
+    state = decide(state, now_us, 0, limit)[0]
+    return min(max(state or now, now) + amount * limit.ticks, (now_us + longest_us) * limit.tokens)
 
 
 def adopt(state: int, now_us: int, old: LimitNumbers, new: LimitNumbers) -> int:

@@ -7,3 +7,4 @@ local leaky_bucket = gcra_queue
 -- >8 -- scripts that only decide end here
 
 local leaky_bucket_refund = gcra_refund
+local leaky_bucket_overdraw = gcra_overdraw

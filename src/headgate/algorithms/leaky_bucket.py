@@ -18,6 +18,7 @@ VERSION: Final = 1
 
 peak = gcra.peak
 refund = gcra.refund
+overdraw = gcra.overdraw
 adopt = gcra.adopt
 
 

@@ -51,25 +51,19 @@ end
 local function sliding_log(key, now, cost, limit)
   local quota, period = limit.capacity, limit.period
   local newest = pcall('ZREVRANGE', key, 0, 1, 'WITHSCORES')
-  if newest.err then
-    return nil
-  end
+  if newest.err then return nil end
   local te, total, used, last, first = now, 0, 0, now, nil
   local is_zero, commands, after, is_redated = false, nil, nil, false
   if newest[1] then
     local newest_total, newest_cost, old = sliding_log_entry(newest[1])
-    if not newest_total then
-      return nil
-    end
+    if not newest_total then return nil end
     te = math.max(now, tonumber(newest[2]))
     -- Expired entries do not count again when the period becomes longer.
     after = format(INT, te - math.min(period, old))
     first = call('ZRANGEBYSCORE', key, '(' .. after, '+inf', 'LIMIT', 0, 1)[1]
     if first then
       local first_total, first_cost = sliding_log_entry(first)
-      if not first_total then
-        return nil
-      end
+      if not first_total then return nil end
       total = newest_total
       used = total - (first_total - first_cost)
       is_zero = newest_cost == 0
@@ -93,9 +87,7 @@ local function sliding_log(key, now, cost, limit)
         elseif newest[1] then
           commands[1] = { 'ZREMRANGEBYSCORE', key, '-inf', after }
         end
-        if is_zero then
-          commands[#commands + 1] = { 'ZREM', key, newest[1] }
-        end
+        if is_zero then commands[#commands + 1] = { 'ZREM', key, newest[1] } end
       end
       commands[#commands + 1] = { 'ZADD', key, format(INT, te), sliding_log_member(total + cost, cost, limit) }
     end
@@ -113,9 +105,7 @@ end
 
 local function sliding_log_refund(key, now, amount, limit, at)
   local log = call('ZRANGE', key, 0, -1, 'WITHSCORES')
-  if #log == 0 then
-    return nil
-  end
+  if #log == 0 then return nil end
   local te = math.max(now, tonumber(log[#log]))
   local kept, left = {}, amount
   for index = #log - 1, 1, -2 do
@@ -125,18 +115,12 @@ local function sliding_log_refund(key, now, amount, limit, at)
       local taken = (not at or us <= at) and math.min(cost, left) or 0
       left = left - taken
       -- The newest entry stays even if its cost is 0: it holds the instant before which time may not fall.
-      if taken < cost or index == #log - 1 then
-        kept[#kept + 1] = { us, cost - taken }
-      end
+      if taken < cost or index == #log - 1 then kept[#kept + 1] = { us, cost - taken } end
     end
   end
-  if left == amount then
-    return nil
-  end
+  if left == amount then return nil end
   -- In a sorted set, an entry of cost 0 would come before one of the same instant and total, which holds the instant too.
-  if #kept > 1 and kept[1][2] == 0 and kept[1][1] == kept[2][1] then
-    table.remove(kept, 1)
-  end
+  if #kept > 1 and kept[1][2] == 0 and kept[1][1] == kept[2][1] then table.remove(kept, 1) end
   local commands, total = { { 'DEL', key } }, 0
   for index = #kept, 1, -1 do
     local us, cost = kept[index][1], kept[index][2]

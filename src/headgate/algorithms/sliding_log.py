@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
-from headgate.algorithms._interface import NEVER
+from headgate.algorithms._interface import NEVER, LimitNumbers, Verdict
 
-if TYPE_CHECKING:
-    from headgate.algorithms._interface import LimitNumbers, Verdict
-
-State: TypeAlias = tuple[tuple[int, int, int], ...]
+Log: TypeAlias = tuple[tuple[int, int, int], ...]
+State: TypeAlias = Log | None
 
 SHAPES_BURST: Final = False
 VERSION: Final = 2
@@ -31,9 +29,7 @@ def peak(limit: LimitNumbers) -> int:
     return 2 * limit.quota + 1
 
 
-def decide(
-    state: State | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
-) -> tuple[State | None, Verdict]:
+def decide(state: State, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[State, Verdict]:
     quota, period_us = limit.quota, limit.period_us
     log = state or ()
     te_us = max(now_us, log[-1][0]) if log else now_us
@@ -62,9 +58,7 @@ def decide(
     return state, (max(0, quota - used), retry_us, last_us + period_us - now_us if used else 0, 0)
 
 
-def refund(
-    state: State | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
-) -> State | None:
+def refund(state: State, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None) -> State:
     """The newest charges go first; of those known to be older, none that came after `at_us` is touched."""
     if not state:
         return state
@@ -88,13 +82,13 @@ def refund(
     return tuple(renumbered)
 
 
-def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:
+def adopt(state: Log, now_us: int, old: LimitNumbers, new: LimitNumbers) -> Log:
     if not state or old.period_us == new.period_us:
         return state
     te_us = max(now_us, state[-1][0])
     return state[bisect_right(state, te_us - min(old.period_us, new.period_us), key=_at_us) :]
 
 
-def _last_charge_us(log: State) -> int:
+def _last_charge_us(log: Log) -> int:
     """When the last charge was made that was not given back: only the newest entry can be worth nothing."""
     return log[-1][0] if log[-1][2] else log[-2][0]

@@ -1,14 +1,10 @@
 /* The same as sliding_window.py, for an existing counter. */
 
-static bool
-sliding_window_is_ahead(const int128 *state, int128 now_us, const LimitNumbers *limit)
-{
+static bool sliding_window_is_ahead(const int128 *state, int128 now_us, const LimitNumbers *limit) {
     return state[0] - now_us > limit->period_us;
 }
 
-static Verdict
-sliding_window(int128 *state, int128 now_us, int128 cost, const LimitNumbers *limit)
-{
+static Verdict sliding_window(int128 *state, int128 now_us, int128 cost, const LimitNumbers *limit) {
     const int128 quota = limit->quota, period_us = limit->period_us;
     int128 ts_us = state[0], te_us = larger(now_us, ts_us);
     int128 window = floor_div(te_us, period_us), age = window - floor_div(ts_us, period_us);
@@ -23,14 +19,11 @@ sliding_window(int128 *state, int128 now_us, int128 cost, const LimitNumbers *li
             state[1] = current;
             state[2] = previous;
         }
-    }
-    else if (cost > quota) {
+    } else if (cost > quota) {
         retry_us = NEVER;
-    }
-    else if (current + cost <= quota) {
+    } else if (current + cost <= quota) {
         retry_us = start_us + period_us - floor_div((quota - current - cost) * period_us, previous) - now_us;
-    }
-    else {
+    } else {
         retry_us = start_us + 2 * period_us - floor_div((quota - cost) * period_us, current) - now_us;
     }
     int128 weighs_for = current ? 2 : previous ? 1 : 0;

@@ -5,17 +5,13 @@
 -- The instant of the last admitted request (nil if none), its counts, and, if they were migrated, the state as text.
 local function sliding_window_load(key, now, limit, text)
   local ts, current, previous, old = read(key, text, '^(%d+) (%d+) (%d+) (%d+)$')
-  if not ts then
-    return ts
-  end
+  if not ts then return ts end
   previous = previous + 0
   local migrated = false
   if old ~= limit.period_text then -- counts that no longer weigh stay forgotten
     old, migrated = old + 0, true
     local age = now > ts and div(now, old) - div(ts, old) or 0
-    if age > 0 then
-      current, previous = age == 1 and current or 0, 0
-    end
+    if age > 0 then current, previous = age == 1 and current or 0, 0 end
   end
   if ts - now > limit.period then -- the clock was set back by more than a period
     ts, migrated = now, true
@@ -25,16 +21,12 @@ end
 
 local function sliding_window(key, now, cost, limit, _, text)
   local ts, current, previous, state = sliding_window_load(key, now, limit, text)
-  if ts == false then
-    return nil
-  end
+  if ts == false then return nil end
   local quota, period = limit.capacity, limit.period
   local te = ts and math.max(now, ts) or now
   local window = div(te, period)
   local age = ts and window - div(ts, period) or 2
-  if age ~= 0 then
-    current, previous = 0, age == 1 and current or 0
-  end
+  if age ~= 0 then current, previous = 0, age == 1 and current or 0 end
   local start, retry = window * period, 0
   local share, part = mul_div(previous, period - (te - start), period)
   if part > 0 then -- compared with whole numbers, rounding up changes nothing
@@ -66,9 +58,7 @@ end
 -- An undo also applies to the previous window: it is over, but still weighs.
 local function sliding_window_refund(key, now, amount, limit, at, _, undo)
   local ts, current, previous = sliding_window_load(key, now, limit)
-  if not ts then
-    return nil
-  end
+  if not ts then return nil end
   if at and at - now > limit.period then -- charged before the clock was set back, and re-dated since
     at = nil
   end

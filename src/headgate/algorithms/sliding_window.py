@@ -9,14 +9,12 @@ back, are dated now.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
-from headgate.algorithms._interface import NEVER
+from headgate.algorithms._interface import NEVER, LimitNumbers, Verdict
 
-if TYPE_CHECKING:
-    from headgate.algorithms._interface import LimitNumbers, Verdict
-
-State: TypeAlias = tuple[int, int, int]
+Counts: TypeAlias = tuple[int, int, int]
+State: TypeAlias = Counts | None
 
 SHAPES_BURST: Final = False
 VERSION: Final = 2
@@ -26,9 +24,7 @@ def peak(limit: LimitNumbers) -> int:
     return 4 * limit.quota
 
 
-def decide(
-    state: State | None, now_us: int, cost: int, limit: LimitNumbers, id: str = ""
-) -> tuple[State | None, Verdict]:
+def decide(state: State, now_us: int, cost: int, limit: LimitNumbers, id: str = "") -> tuple[State, Verdict]:
     quota, period_us = limit.quota, limit.period_us
     if state is not None and state[0] - now_us > period_us:  # the clock was set back by more than a period
         state = now_us, *state[1:]
@@ -51,9 +47,7 @@ def decide(
     return state, (max(0, quota - current - share), retry_us, reset_us, 0)
 
 
-def refund(
-    state: State | None, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None
-) -> State | None:
+def refund(state: State, now_us: int, amount: int, limit: LimitNumbers, at_us: int | None = None) -> State:
     if state is None:
         return None
     ts_us, current, previous = state
@@ -66,7 +60,7 @@ def refund(
     return ts_us, max(0, current - amount), previous
 
 
-def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> State:
+def adopt(state: Counts, now_us: int, old: LimitNumbers, new: LimitNumbers) -> Counts:
     if old.period_us == new.period_us:
         return state
     ts_us, current, previous = state
@@ -74,7 +68,7 @@ def adopt(state: State, now_us: int, old: LimitNumbers, new: LimitNumbers) -> St
     return ts_us, current if age < 2 else 0, previous if age < 1 else 0
 
 
-def _count(state: State | None, now_us: int, limit: LimitNumbers) -> tuple[int, int, int, int]:
+def _count(state: State, now_us: int, limit: LimitNumbers) -> tuple[int, int, int, int]:
     """The effective instant, its window, and the counts of that window and the one before."""
     if state is None:
         return now_us, now_us // limit.period_us, 0, 0

@@ -7,22 +7,14 @@
 -- stays used. Returns nil for a foreign value.
 local function token_bucket_migrate(te, level, signature, now, limit)
   local tokens, ticks, capacity = parse_signature(signature)
-  if not tokens then
-    return nil
-  end
+  if not tokens then return nil end
   local used = capacity * ticks - level
-  if now > te then
-    used, te = math.max(0, used - (now - te) * tokens), now
-  end
+  if now > te then used, te = math.max(0, used - (now - te) * tokens), now end
   -- Whole tokens first, so that the product stays small; rounding the rest up loses no decision.
   local whole = div(used, ticks)
-  if whole >= limit.capacity then
-    return te, 0
-  end
+  if whole >= limit.capacity then return te, 0 end
   local part, left = mul_div(used % ticks, limit.ticks, ticks)
-  if left > 0 then
-    part = part + 1
-  end
+  if left > 0 then part = part + 1 end
   return te, limit.full - whole * limit.ticks - part
 end
 
@@ -35,9 +27,7 @@ local function token_bucket(key, now, cost, limit, _, text)
     return nil
   elseif signature ~= limit.signature then
     te, level = token_bucket_migrate(te, level, signature, now, limit)
-    if not te then
-      return nil
-    end
+    if not te then return nil end
     must_write = true
   elseif now > te then
     if has_long_ttl then
@@ -53,9 +43,7 @@ local function token_bucket(key, now, cost, limit, _, text)
   end
   local need, retry = cost * ticks, 0
   if need <= level then
-    if cost > 0 then
-      level, must_write = level - need, true
-    end
+    if cost > 0 then level, must_write = level - need, true end
   elseif cost > limit.capacity then
     retry = -1
   else
@@ -83,9 +71,20 @@ end
 local function token_bucket_refund(key, now, amount, limit)
   -- A state of another limit has been migrated before.
   local te, level = read_signed(key, nil, limit)
-  if not te or math.max(now - te, 0) * limit.tokens >= limit.full - level then
-    return nil
-  end
+  if not te or math.max(now - te, 0) * limit.tokens >= limit.full - level then return nil end
   -- Adding before or after the refill gives the same level, so the instant stays as it is.
   return format(SIGNED_STATE, te, limit.separator, math.min(limit.full, level + amount * limit.ticks), limit.signature)
+end
+
+local function token_bucket_overdraw(key, now, amount, limit)
+  local te, level = read_signed(key, nil, limit)
+  if not te then te, level = now, limit.full end
+  if now > te then
+    local gained = (now - te) * limit.tokens
+    te, level = now, gained < limit.full - level and level + gained or limit.full
+  end
+  local need = amount * limit.ticks
+  local taken = math.min(level, need)
+  local ahead = math.min(te - now + ceil_div(need - taken, limit.tokens), div(limit.full, limit.tokens))
+  return format(SIGNED_STATE, now + ahead, limit.separator, level - taken, limit.signature)
 end

@@ -12,12 +12,9 @@ for a request that is denied.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from headgate.algorithms._interface import NEVER
-
-if TYPE_CHECKING:
-    from headgate.algorithms._interface import LimitNumbers, Verdict
+from headgate.algorithms._interface import NEVER, LimitNumbers, Verdict
 
 SHAPES_BURST: Final = True
 VERSION: Final = 1
@@ -68,6 +65,19 @@ def refund(state: int | None, now_us: int, amount: int, limit: LimitNumbers, at_
     if level + max(0, now_us - ts_us) * limit.tokens >= limit.full:
         return state
     return ts_us << 53 | min(limit.full, level + amount * limit.ticks)
+
+
+def overdraw(state: int | None, now_us: int, amount: int, limit: LimitNumbers) -> int:
+    """The state after up to a capacity was charged, even if that much is not left: refilling then begins later, at most
+    after the time to fill an empty bucket."""
+    state = decide(state, now_us, 0, limit)[0]
+    te_us, level = (now_us, limit.full) if state is None else (state >> 53, state & _LEVEL)
+    if now_us > te_us:
+        te_us, level = now_us, min(limit.full, level + (now_us - te_us) * limit.tokens)
+    need = amount * limit.ticks
+    taken = min(level, need)
+    ahead_us = min(te_us - now_us - (taken - need) // limit.tokens, limit.full // limit.tokens)
+    return now_us + ahead_us << 53 | level - taken
 
 
 def adopt(state: int, now_us: int, old: LimitNumbers, new: LimitNumbers) -> int:
