@@ -60,7 +60,7 @@ def test_there_are_never_more_keys_than_allowed(
         assert limiter.stats.keys <= 100
 
 
-def test_the_bound_is_on_all_limits_together(open_limiter: Callable[[int], Limiter]) -> None:
+def test_bound_is_on_all_limits_together(open_limiter: Callable[[int], Limiter]) -> None:
     limiter = open_limiter(100)
     limits = [Limit(5, HOUR, algorithm=algorithm, name=f"{number}") for number in range(5) for algorithm in ALGORITHMS]
     for number in range(200):
@@ -68,7 +68,7 @@ def test_the_bound_is_on_all_limits_together(open_limiter: Callable[[int], Limit
         assert limiter.stats.keys <= 100
 
 
-def test_the_smallest_store_holds_one_key(open_limiter: Callable[[int], Limiter]) -> None:
+def test_smallest_store_holds_one_key(open_limiter: Callable[[int], Limiter]) -> None:
     limiter, limit = open_limiter(1), Limit(2, HOUR)
     for number in range(10):
         assert limiter.check(limit.by(number)).remaining == 1
@@ -76,7 +76,7 @@ def test_the_smallest_store_holds_one_key(open_limiter: Callable[[int], Limiter]
     assert [limiter.check(limit.by(9)).allowed for _ in range(2)] == [True, False]
 
 
-def test_the_bound_holds_after_many_resets(open_limiter: Callable[[int], Limiter]) -> None:
+def test_bound_holds_after_many_resets(open_limiter: Callable[[int], Limiter]) -> None:
     """What was reset must not stand in the way when something has to be forgotten."""
     limiter, limit = open_limiter(100), Limit(5, HOUR)
     for number in range(3_000):
@@ -87,9 +87,7 @@ def test_the_bound_holds_after_many_resets(open_limiter: Callable[[int], Limiter
         assert limiter.stats.keys <= 100
 
 
-def test_who_was_reset_and_came_back_can_be_forgotten_like_anybody(
-    open_limiter: Callable[[int], Limiter], clock: FakeClock
-) -> None:
+def test_reset_key_can_be_evicted_again(open_limiter: Callable[[int], Limiter], clock: FakeClock) -> None:
     """Known twice to the order of forgetting, but only once to be forgotten."""
     limiter, limit = open_limiter(10), Limit(5, SECOND)
     for _ in range(3):
@@ -104,7 +102,7 @@ def test_who_was_reset_and_came_back_can_be_forgotten_like_anybody(
         assert limiter.stats.keys <= 10
 
 
-def test_a_key_that_is_reset_again_and_again_costs_no_memory(open_limiter: Callable[[int], Limiter]) -> None:
+def test_key_that_is_reset_again_and_again_costs_no_memory(open_limiter: Callable[[int], Limiter]) -> None:
     limiter, key = open_limiter(1_000), Limit(5, timedelta(days=30)).by("ada")
     limiter.check(key)
     tracemalloc.start()
@@ -192,7 +190,7 @@ def test_what_is_as_new_goes_before_any_debt(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_least_debt_goes_before_the_greatest(open_limiter: Callable[[int], Limiter], algorithm: str) -> None:
+def test_least_debt_goes_before_the_greatest(open_limiter: Callable[[int], Limiter], algorithm: str) -> None:
     limiter = open_limiter(100)
     great = [Limit(4, HOUR, algorithm=algorithm, name="great").by(number) for number in range(50)]
     for number, debtor in enumerate(great):
@@ -209,7 +207,7 @@ def test_the_least_debt_goes_before_the_greatest(open_limiter: Callable[[int], L
 
 @pytest.mark.parametrize("seconds", [0, 2, 40])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_flood_of_new_keys_frees_no_client_that_is_blocked(
+def test_flood_of_new_keys_frees_no_client_that_is_blocked(
     open_limiter: Callable[[int], Limiter], clock: FakeClock, algorithm: str, seconds: float
 ) -> None:
     limiter, limit = open_limiter(1_000), Limit(10, MINUTE, burst=None, algorithm=algorithm)
@@ -290,7 +288,7 @@ def test_if_all_keys_are_blocked_new_clients_share_one_counter(
     assert limiter.stats.forgiven == 0
 
 
-def test_a_lease_in_a_shared_counter_can_be_renewed_and_left(
+def test_lease_in_a_shared_counter_can_be_renewed_and_left(
     open_limiter: Callable[[int], Limiter], clock: FakeClock
 ) -> None:
     limiter, limit = open_limiter(1), Limit(1, MINUTE, algorithm="concurrency")
@@ -306,9 +304,7 @@ def test_a_lease_in_a_shared_counter_can_be_renewed_and_left(
     assert limiter.enter(limit.by("eve"), id="e").allowed
 
 
-def test_a_shared_counter_is_dropped_when_it_is_as_new(
-    open_limiter: Callable[[int], Limiter], clock: FakeClock
-) -> None:
+def test_shared_counter_is_dropped_when_it_is_as_new(open_limiter: Callable[[int], Limiter], clock: FakeClock) -> None:
     limiter, limit = open_limiter(2), Limit(1, SECOND)
     for number in range(3):
         assert limiter.check(limit.by(number)).allowed
@@ -320,9 +316,7 @@ def test_a_shared_counter_is_dropped_when_it_is_as_new(
     assert len(space.states) == limiter.stats.keys <= 2
 
 
-def test_who_was_charged_since_is_judged_by_what_they_owe_now(
-    open_limiter: Callable[[int], Limiter], clock: FakeClock
-) -> None:
+def test_eviction_uses_the_current_debt(open_limiter: Callable[[int], Limiter], clock: FakeClock) -> None:
     """A debt that grew after its key was first seen is not mistaken for the small one that it was."""
     limiter, limit = open_limiter(100), Limit(100, HOUR)
     for number in range(100):
@@ -335,7 +329,7 @@ def test_who_was_charged_since_is_judged_by_what_they_owe_now(
     assert limiter.stats.forgiven == 0
 
 
-def test_a_clock_that_steps_back_finds_what_was_owed(open_limiter: Callable[[int], Limiter], clock: FakeClock) -> None:
+def test_clock_that_steps_back_finds_what_was_owed(open_limiter: Callable[[int], Limiter], clock: FakeClock) -> None:
     limiter, limit = open_limiter(1_000), Limit(5, timedelta(seconds=10))
     limiter.check(limit.by("ada"), cost=5)
     clock.advance(40)
@@ -345,7 +339,7 @@ def test_a_clock_that_steps_back_finds_what_was_owed(open_limiter: Callable[[int
     assert not limiter.check(limit.by("ada")).allowed
 
 
-def test_a_forgiven_debt_is_counted_and_said_aloud(
+def test_forgiven_debt_is_counted_and_said_aloud(
     open_limiter: Callable[[int], Limiter], caplog: pytest.LogCaptureFixture
 ) -> None:
     limiter, limit = open_limiter(10), Limit(5, HOUR)
@@ -418,7 +412,7 @@ def test_nothing_that_lets_another_thread_run_stands_between_the_last_look_and_t
     assert after[0] == "CALL", "`_is_locked` is the last argument, read right before the call"
 
 
-def test_a_finalizer_that_asks_is_answered_wherever_it_comes_between() -> None:
+def test_finalizer_that_asks_is_answered_wherever_it_comes_between() -> None:
     """The collector runs finalizers wherever something is made, also while the store decides."""
     asked, kept = 0, []
 
@@ -466,7 +460,7 @@ def test_a_finalizer_that_asks_is_answered_wherever_it_comes_between() -> None:
     limiter.close()
 
 
-def test_the_handler_of_a_signal_may_ask() -> None:
+def test_handler_of_a_signal_may_ask() -> None:
     limiter, keys = Limiter(clock=FakeClock(START_US)), tuple(Limit(10**6, HOUR, name=name).by("ada") for name in "abc")
     asked = 0
 
@@ -532,7 +526,7 @@ print((resident() - before) / number)
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "gcra"])
-def test_a_key_takes_at_most_two_hundred_bytes(algorithm: str) -> None:
+def test_key_takes_at_most_two_hundred_bytes(algorithm: str) -> None:
     """Of what the process takes from the system: the key's name, and all bookkeeping, included."""
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE, algorithm, "200000"], capture_output=True, text=True, check=True

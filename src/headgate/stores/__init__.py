@@ -1,5 +1,4 @@
-"""Where counts live. A store carries out the calls of `stores.calls`, each atomically; `open_store` picks one by
-its URL."""
+"""Stores of counters. A store runs the operations of `stores.operations` atomically; `open_store` picks one by URL."""
 
 from __future__ import annotations
 
@@ -14,13 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["open_store"]
 
 REDIS_SCHEMES = (
-    "redis",
-    "rediss",
-    "unix",
-    "redis+cluster",
-    "rediss+cluster",
-    "redis+sentinel",
-    "rediss+sentinel",
+    *("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel"),
+    "sharded",
 )
 
 
@@ -34,7 +28,10 @@ def open_store(
     max_keys: int,
     asynchronous: bool,
 ) -> Any:
-    """The store that a URL, or a Redis client that the caller has already, stands for. Nothing is connected yet."""
+    """The store that a URL, a Redis client that the caller has already, or a dict of these by shard, stands for.
+
+    Nothing is connected yet.
+    """
     if isinstance(url, str):
         scheme, separator, rest = url.partition("://")
         if url in ("memory://", "memory:") or (scheme == "memory" and separator and not rest):
@@ -56,6 +53,5 @@ def open_store(
 
 
 def _without_password(url: str) -> str:
-    """A URL for messages, without its user and password."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else url

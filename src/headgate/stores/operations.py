@@ -14,24 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Call",
-    "Check",
-    "Cost",
-    "IdempotentCheck",
-    "Leave",
-    "Refund",
-    "Renew",
-    "Reset",
-    "Withdraw",
-    "checked",
-    "checked_id",
-    "checked_keys",
-    "checked_lease",
-    "checked_refund",
-    "id_validity_us",
-    "joined_costs",
-    "refund_memory_us",
-]
+    "Call", "Check", "Cost", "Deposit", "IdempotentCheck", "Leave", "Overdraw", "Refund", "Renew", "Reset", "TakeBack",
+    "Withdraw", "checked", "checked_id", "checked_keys", "checked_lease", "checked_refund", "id_validity_us",
+    "joined_costs", "refund_memory_us",
+]  # fmt: skip
 
 REFUND_MEMORY_US: Final = 3600 * 1_000_000
 MIN_ID_VALIDITY_US: Final = 60 * 1_000_000
@@ -53,7 +39,6 @@ class Check(NamedTuple):
 
     @property
     def costs(self) -> tuple[int, ...]:
-        """The cost for each key."""
         return self.cost if type(self.cost) is tuple else (self.cost,) * len(self.keys)  # type: ignore[return-value]
 
 
@@ -101,7 +86,44 @@ class Leave(NamedTuple):
     id: str
 
 
-Call: TypeAlias = Check | Refund | Reset | Renew | Leave
+class Deposit(NamedTuple):
+    """Add a batch of tokens to a pool, at most once for the id. The result is the number of tokens that were accepted:
+    a pool contains no more than its quota. A repetition gets the result of the first deposit.
+
+    The id is valid for the period of the pool, so that a deposit may be repeated while its tokens are alive.
+    """
+
+    key: Key
+    tokens: int
+    ttl_us: int
+    """The lifetime of the batch, at most the period of the pool; 0 until the end of a period."""
+    id: str
+    since_us: int | None = None
+    """The instant at which the lifetime began, by the store's clock; None for now. A deposit that arrives after its end
+    adds nothing."""
+
+
+class TakeBack(NamedTuple):
+    """Remove up to an amount of unspent tokens from a pool, those that expire first. The result is their number."""
+
+    key: Key
+    amount: int
+    within_us: int
+    """Only tokens that expire within this time are taken."""
+
+
+class Overdraw(NamedTuple):
+    """Charge a bucket for what was admitted elsewhere, even if that much is not left; at most once for the id.
+
+    The result is the amount: at most the capacity, and for a repetition that of the first call.
+    """
+
+    key: Key
+    amount: int
+    id: str
+
+
+Call: TypeAlias = Check | Refund | Reset | Renew | Leave | Deposit | TakeBack | Overdraw
 
 
 def checked(keys: tuple[Key | Limit, ...], cost: Cost, id: str | None) -> Check:
@@ -169,7 +191,6 @@ def checked_refund(key: Key | Limit, amount: int, id: str | None, of: Decision |
 
 
 def checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
-    """Validate the key and the id of a lease."""
     (checked,) = checked_keys((key,))
     if checked.limit.algorithm != "concurrency":
         raise InvalidKey(
@@ -179,7 +200,6 @@ def checked_lease(key: Key | Limit, id: str) -> tuple[Key, str]:
 
 
 def checked_id(what: str, id: str) -> str:
-    """Validate the id of a check, a lease or a refund."""
     if not isinstance(id, str) or not 1 <= len(id) <= 128 or not id.isprintable():
         raise InvalidKey(f"{what} id {id!r}: use a text of 1 to 128 printable characters")
     return id

@@ -63,7 +63,7 @@ def test_what_breaks_in_one_moment_is_one_failure(breaker: Watched) -> None:
     assert [breaker.fail_after(2 * FAILURE_SPACING_S) for _ in range(4)] == [False] * 3 + [True]
 
 
-def test_an_answer_in_between_begins_the_row_anew(breaker: Watched) -> None:
+def test_answer_in_between_begins_the_row_anew(breaker: Watched) -> None:
     for _ in range(3):
         assert [breaker.fail_after(1) for _ in range(3)] == [False] * 3
         for _ in range(100):
@@ -101,7 +101,7 @@ def test_it_opens_anew_only_after_a_row_of_its_own(breaker: Watched) -> None:
     assert breaker.times_opened == 2
 
 
-def test_whoever_is_turned_away_is_told_why_and_was_not_charged(breaker: Watched) -> None:
+def test_open_breaker_reports_the_reason_and_no_charge(breaker: Watched) -> None:
     for _ in range(5):
         breaker.fail_after(1)
     told = public(breaker.refusal())
@@ -116,7 +116,7 @@ def test_each_server_has_its_own_and_sentinels_have_none() -> None:
     one, other, sentinel = Node("a", 1), Node("b", 2), Node("c", 3, "sentinel")
     clock = Stopwatch()
     for node in (one, other, sentinel):
-        breakers[node]._now = clock
+        breakers[node].now = clock
     for _ in range(9):
         clock.seconds += 1
         breakers.fail(one, GONE)
@@ -138,9 +138,7 @@ def test_each_server_has_its_own_and_sentinels_have_none() -> None:
         (StoreUnavailable("refused"), False),
     ],
 )
-def test_an_error_says_whether_a_request_may_have_been_counted(
-    error: StoreUnavailable, may_have_happened: bool
-) -> None:
+def test_error_says_whether_a_request_may_have_been_counted(error: StoreUnavailable, may_have_happened: bool) -> None:
     assert public(error).may_have_happened is may_have_happened
     assert type(public(error)) in (StoreUnavailable, StoreTimeout)
 
@@ -152,11 +150,11 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("word", REFUSALS)
-def test_a_server_that_says_it_does_not_serve_has_failed(word: str) -> None:
+def test_server_that_says_it_does_not_serve_has_failed(word: str) -> None:
     assert isinstance(refusal(ReplyError(f"{word} for some reason")), StoreUnavailable)
 
 
 @pytest.mark.parametrize("word", ["NOSCRIPT", "MOVED 1 a:1", "ASK 1 a:1", "TRYAGAIN", "WRONGTYPE", "ERR syntax"])
-def test_a_server_that_says_something_else_serves(word: str) -> None:
+def test_server_that_says_something_else_serves(word: str) -> None:
     assert refusal(ReplyError(f"{word} and so on")) is None
     assert refusal([1, 2, 3]) is None

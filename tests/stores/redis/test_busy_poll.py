@@ -26,7 +26,7 @@ def test_after_a_few_answers_in_vain_many_are_slept_for() -> None:
         assert [busy_poll.should_poll() for _ in range(PAUSE_REPLIES)] == [False] * PAUSE_REPLIES
 
 
-def test_an_answer_that_comes_begins_the_count_anew() -> None:
+def test_answer_that_comes_begins_the_count_anew() -> None:
     busy_poll = BusyPoll()
     for is_hit in (False, True) * MAX_MISSES:
         assert busy_poll.should_poll()
@@ -60,7 +60,7 @@ async def naps_of_a_check(limiter: AsyncLimiter, *keys: Key) -> list[float | Non
 
 
 @pytest.mark.parametrize("limits", [1, 3])
-def test_a_loop_that_watches_does_not_sleep(
+def test_loop_that_watches_does_not_sleep(
     redis7: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch, limits: int
 ) -> None:
     keys = [Limit(9, timedelta(hours=1), name=f"{unique}-{number}").by("ada") for number in range(limits)]

@@ -34,14 +34,14 @@ def alike(checks: list[Check]) -> tuple[Any, ...]:
 
 
 @given(st.integers(1, 3).flatmap(lambda width: st.lists(st.tuples(*[who] * width), min_size=1, max_size=40)))
-def test_the_keys_of_a_batch_in_c_are_those_in_python(whose: list[tuple[str, ...]]) -> None:
+def test_keys_of_a_batch_in_c_are_those_in_python(whose: list[tuple[str, ...]]) -> None:
     args = alike([Check(keys_of(*each), 1) for each in whose])
     assert pack_keys(*args) == plain_pack_keys(*args)
     assert plain_pack_keys(*args) is not None
 
 
 @pytest.mark.parametrize("size", [1, 2, 31, 256])
-def test_who_meets_whom_is_seen_wherever_they_stand(size: int) -> None:
+def test_repeated_key_is_detected_at_any_position(size: int) -> None:
     for first in {0, size // 2}:
         for last in {size // 2, size - 1} - {first}:
             whose = [("ip", str(number)) for number in range(size)]
@@ -52,7 +52,7 @@ def test_who_meets_whom_is_seen_wherever_they_stand(size: int) -> None:
     assert pack_keys(*alike(strangers))[2] is False  # type: ignore[index]
 
 
-def test_the_same_name_under_two_limits_is_no_meeting() -> None:
+def test_same_name_under_two_limits_is_no_meeting() -> None:
     args = alike([Check(keys_of("ada", "bob"), 1), Check(keys_of("bob", "ada"), 1)])
     assert pack_keys(*args) == plain_pack_keys(*args)
     assert pack_keys(*args)[2] is False  # type: ignore[index]
@@ -106,13 +106,13 @@ def test_limits_whose_keys_are_not_stored_as_they_are_are_left_to_python(heads: 
     assert pack_keys([ONE], alike([ONE])[1], heads) is None
 
 
-def test_an_empty_batch_is_left_to_python() -> None:
+def test_empty_batch_is_left_to_python() -> None:
     assert pack_keys([], *alike([ONE])[1:]) is None
     assert pack_keys([ONE._replace(keys=())], (), ()) is None
 
 
 @pytest.mark.parametrize("args", [(), ([ONE],), ((ONE,), LIMITS, ("a", "b", "c")), ([ONE], LIMITS, ("a", "b"))])
-def test_a_wrong_call_is_told_so(args: tuple[Any, ...]) -> None:
+def test_invalid_arguments_are_rejected(args: tuple[Any, ...]) -> None:
     with pytest.raises(TypeError, match="pack_keys"):
         pack_keys(*args)
     with pytest.raises(TypeError, match="decode_allowed"):
@@ -125,7 +125,7 @@ counts = st.integers(0, 5) | st.integers(0, 2**53 - 1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.none() | st.just("lease")), min_size=1, max_size=20), st.data())
-def test_the_usual_reply_means_in_c_what_it_means_in_python(
+def test_usual_reply_means_in_c_what_it_means_in_python(
     asked: list[tuple[int, str | None]], data: st.DataObject
 ) -> None:
     checks = [Check(keys_of(*"abc"[:width]), 1, lease) for width, lease in asked]

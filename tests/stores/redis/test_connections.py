@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from headgate import AsyncLimiter, InvalidConfiguration, Key, Limit, Limiter, StoreError, StoreUnavailable
+from headgate.stores.redis.batch_protocol import NotSent
+from headgate.stores.redis.connection_pool import PendingConnection
 from support.servers import HOST, AclUser, RedisServer
 
 if TYPE_CHECKING:
@@ -95,13 +98,13 @@ def test_tls(tls: RedisServer, unique: str) -> None:
     use(tls.url, unique)
 
 
-def test_a_server_that_cannot_prove_who_it_is_is_not_talked_to(tls: RedisServer, unique: str) -> None:
+def test_untrusted_certificate_is_rejected(tls: RedisServer, unique: str) -> None:
     for told in errors_at(tls.url.partition("?")[0], unique):
         assert "certificate verify failed" in told
         assert "secret" not in told
 
 
-def test_who_speaks_no_tls_to_a_server_that_does_is_told_so_soon(tls: RedisServer, unique: str) -> None:
+def test_plain_connection_to_a_tls_server_fails_soon(tls: RedisServer, unique: str) -> None:
     for told in errors_at(tls.url.partition("?")[0].replace("rediss://", "redis://"), unique):
         assert "secret" not in told
 
@@ -124,7 +127,7 @@ NEEDED = (
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
-def test_a_user_who_may_do_no_more_than_is_needed(kind: Any, unique: str) -> None:
+def test_acl_user_with_minimal_permissions(kind: Any, unique: str) -> None:
     rules = "-@all ~headgate:* ~{headgate:* " + " ".join(f"+{command}" for command in NEEDED)
     with RedisServer(kind, user=AclUser("gate", "secret", rules)) as server:
         use(server.url, unique)
@@ -134,7 +137,7 @@ def test_a_user_who_may_do_no_more_than_is_needed(kind: Any, unique: str) -> Non
 
 
 @pytest.mark.parametrize("refused", [*[(each,) for each in QUICKER], QUICKER])
-def test_a_user_who_may_not_do_what_is_only_quicker(refused: tuple[str, ...], unique: str) -> None:
+def test_acl_user_without_optional_commands(refused: tuple[str, ...], unique: str) -> None:
     """Such as one who was let in for an earlier version."""
     rules = "-@all ~headgate:* ~{headgate:* " + " ".join(f"+{command}" for command in NEEDED if command not in refused)
     with RedisServer(user=AclUser("gate", "secret", rules)) as server, server.client() as client:
@@ -149,7 +152,7 @@ def test_a_user_who_may_not_do_what_is_only_quicker(refused: tuple[str, ...], un
         assert all(1_190_000 < life_ms <= 3_602_000 for life_ms in lives_ms)
 
 
-def test_a_socket_file(unique: str) -> None:
+def test_socket_file(unique: str) -> None:
     with RedisServer(unix=True, password="secret") as server:
         use(server.url, unique)
         use(f"{server.url}?db=3", unique)
@@ -178,12 +181,12 @@ def test_any_sentinel_will_do_and_a_dead_one_among_them(sentinel: SentinelSet, u
     use(f"redis+sentinel://{watchers[0]}/{sentinel.name}/2", unique)
 
 
-def test_a_primary_that_no_sentinel_knows_is_named_in_the_error(sentinel: SentinelSet, unique: str) -> None:
+def test_primary_that_no_sentinel_knows_is_named_in_the_error(sentinel: SentinelSet, unique: str) -> None:
     for told in errors_at(sentinel.url.replace(sentinel.name, "nobody"), unique):
         assert "'nobody'" in told
 
 
-def test_a_url_that_is_no_cluster_is_told_so(redis7: RedisServer, unique: str) -> None:
+def test_cluster_url_of_a_single_server_is_an_error(redis7: RedisServer, unique: str) -> None:
     for told in errors_at(f"redis+cluster://{HOST}:{redis7.port}", unique):
         assert "cluster" in told
 
@@ -231,7 +234,7 @@ ASYNC_CLIENTS: dict[str, Callable[[RedisServer], redis.asyncio.Redis]] = {
 
 
 @pytest.mark.parametrize("make", ASYNC_CLIENTS.values(), ids=ASYNC_CLIENTS)
-def test_a_client_of_asyncio(
+def test_client_of_asyncio(
     redis7: RedisServer, unique: str, make: Callable[[RedisServer], redis.asyncio.Redis]
 ) -> None:
     async def main() -> None:
@@ -245,7 +248,7 @@ def test_a_client_of_asyncio(
     asyncio.run(main())
 
 
-def test_a_client_with_tls(tls: RedisServer, unique: str) -> None:
+def test_client_with_tls(tls: RedisServer, unique: str) -> None:
     options: dict[str, Any] = {"host": HOST, "port": tls.port, "password": "secret", "ssl": True}
     options["ssl_ca_certs"] = f"{tls.directory}/ca.pem"
     with opened(redis.Redis(**options)) as client, Limiter(client) as limiter:
@@ -260,14 +263,14 @@ def test_a_client_with_tls(tls: RedisServer, unique: str) -> None:
     asyncio.run(main())
 
 
-def test_a_client_with_a_socket_file(unique: str) -> None:
+def test_client_with_a_socket_file(unique: str) -> None:
     with RedisServer(unix=True, user=AclUser("gate", "secret", "~* +@all")) as server:
         options = {"unix_socket_path": f"{server.directory}/socket", "username": "gate", "password": "secret"}
         with opened(redis.Redis(**options)) as client, Limiter(client) as limiter:
             exercise(limiter, unique)
 
 
-def test_a_client_of_a_cluster(cluster: RedisCluster, unique: str) -> None:
+def test_client_of_a_cluster(cluster: RedisCluster, unique: str) -> None:
     with opened(redis.RedisCluster(host=HOST, port=cluster.nodes[0].port)) as client:
         with Limiter(client) as limiter:
             exercise(limiter, f"{unique}-sync")
@@ -282,7 +285,7 @@ def test_a_client_of_a_cluster(cluster: RedisCluster, unique: str) -> None:
     asyncio.run(main())
 
 
-def test_a_client_of_a_sentinels_primary(sentinel: SentinelSet, unique: str) -> None:
+def test_client_of_a_sentinels_primary(sentinel: SentinelSet, unique: str) -> None:
     watchers = [(HOST, each.port) for each in sentinel.sentinels]
     known = redis.sentinel.Sentinel(watchers)
     with opened(known.master_for(sentinel.name)) as client, Limiter(client) as limiter:
@@ -301,7 +304,7 @@ def test_a_client_of_a_sentinels_primary(sentinel: SentinelSet, unique: str) -> 
     asyncio.run(main())
 
 
-def test_a_client_of_the_other_kind_is_refused() -> None:
+def test_client_of_the_other_kind_is_refused() -> None:
     plain, of_asyncio = redis.Redis(), redis.asyncio.Redis()
     with pytest.raises(InvalidConfiguration, match=r"neither a URL nor a redis\.Redis or RedisCluster client"):
         Limiter(of_asyncio)
@@ -309,7 +312,7 @@ def test_a_client_of_the_other_kind_is_refused() -> None:
         AsyncLimiter(plain)
 
 
-def test_the_options_that_are_passed_on_are_options_that_redis_py_has() -> None:
+def test_options_that_are_passed_on_are_options_that_redis_py_has() -> None:
     """A name that redis-py gives up would be a TypeError at the first connection of whoever uses it."""
     from headgate.stores.redis.connection_factory import _HANDSHAKE
 
@@ -319,3 +322,20 @@ def test_the_options_that_are_passed_on_are_options_that_redis_py_has() -> None:
             if "__init__" in vars(base):
                 taken |= set(inspect.signature(vars(base)["__init__"]).parameters)
     assert set(_HANDSHAKE) <= taken
+
+
+def test_any_error_while_connecting_is_a_store_error() -> None:
+    def make() -> Any:
+        raise KeyError("the provider of credentials is away")
+
+    with pytest.raises(NotSent, match="the provider of credentials"):
+        PendingConnection(make).wait(10)
+
+
+def test_thread_start_failure_is_a_connection_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(NotSent, match="can't start new thread"):
+        PendingConnection(lambda: None).wait(10)

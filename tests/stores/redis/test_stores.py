@@ -88,7 +88,7 @@ def commands_of(client: redis.Redis) -> Iterator[Counter[str]]:
 # How often Redis is asked
 
 
-def test_a_script_that_is_not_known_there_is_sent_once(limiter: Limiter, client: redis.Redis, unique: str) -> None:
+def test_script_that_is_not_known_there_is_sent_once(limiter: Limiter, client: redis.Redis, unique: str) -> None:
     key = Limit(5, HOUR, name=unique).by("ada")
     client.script_flush()
     with commands_of(client) as first:
@@ -136,7 +136,7 @@ def test_tasks_that_ask_at_the_same_time_travel_together(server: RedisServer, cl
     ]
 
 
-def test_a_lone_task_does_not_wait_for_company(server: RedisServer, client: redis.Redis, unique: str) -> None:
+def test_lone_task_does_not_wait_for_company(server: RedisServer, client: redis.Redis, unique: str) -> None:
     key = Limit(50, HOUR, name=unique).by("ada")
 
     async def main() -> Counter[str]:
@@ -159,7 +159,7 @@ def test_threads_that_ask_at_the_same_time_share_round_trips(limiter: Limiter, u
     assert limiter.stats["round_trips"] < 800
 
 
-def test_the_handler_of_a_signal_that_asks_in_between_gets_an_answer_or_an_error_but_never_hangs(
+def test_handler_of_a_signal_that_asks_in_between_gets_an_answer_or_an_error_but_never_hangs(
     limiter: Limiter, unique: str
 ) -> None:
     limit = Limit(10**6, HOUR, name=unique, algorithm="fixed_window")
@@ -194,7 +194,7 @@ def test_the_handler_of_a_signal_that_asks_in_between_gets_an_answer_or_an_error
     assert limiter.peek(limit.by("ada")).remaining == 10**6 - told["answered"]
 
 
-def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_holds_up_nobody(
+def test_reentrant_check_is_rejected_and_delays_no_other(
     limiter: Limiter, client: redis.Redis, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a signal's handler may, just before the thread goes to sleep: whoever leads would let it lead next, and wake
@@ -222,9 +222,7 @@ def test_whoever_comes_between_while_its_thread_waits_for_a_turn_is_refused_and_
 
 
 @pytest.mark.parametrize("store", ["redis7", "valkey9", "cluster", "sentinel"])
-def test_scripts_that_are_forgotten_hurt_nobody_in_a_mixed_batch(
-    request: pytest.FixtureRequest, store: str, unique: str
-) -> None:
+def test_flushed_scripts_do_not_fail_a_mixed_batch(request: pytest.FixtureRequest, store: str, unique: str) -> None:
     servers = request.getfixturevalue(store)
     keys = [limit_of(algorithm, 5, unique).by("ada") for algorithm in ALGORITHMS]
     room, *others = keys
@@ -253,7 +251,7 @@ def test_scripts_that_are_forgotten_hurt_nobody_in_a_mixed_batch(
 # What Redis keeps
 
 
-def test_a_key_can_be_read_by_people(limiter: Limiter, client: redis.Redis, unique: str) -> None:
+def test_key_can_be_read_by_people(limiter: Limiter, client: redis.Redis, unique: str) -> None:
     for algorithm in ALGORITHMS:
         limiter.check(limit_of(algorithm, 5, unique).by("tenant-7", "ada@example.org", 42))
     limiter.check(Limit(5, HOUR, name=f"{unique}:v1"))
@@ -272,7 +270,7 @@ def test_a_key_can_be_read_by_people(limiter: Limiter, client: redis.Redis, uniq
 
 @pytest.mark.parametrize("denied", [0, 1, 2])
 @pytest.mark.parametrize("clock", [None, FakeClock()])
-def test_whoever_lost_a_counter_starts_anew_at_once(
+def test_lost_counter_starts_again_at_once(
     server: RedisServer, client: redis.Redis, unique: str, clock: FakeClock | None, denied: int
 ) -> None:
     """Pitfall 37. Only who knocks on and on is denied from memory; with a clock for tests, nobody is."""
@@ -313,7 +311,7 @@ def test_namespaces_are_worlds_apart(server: RedisServer, client: redis.Redis, u
         assert not limiter.check(key)
 
 
-def test_a_peek_writes_nothing_at_all(limiter: Limiter, client: redis.Redis, unique: str) -> None:
+def test_peek_writes_nothing_at_all(limiter: Limiter, client: redis.Redis, unique: str) -> None:
     keys = [limit_of(algorithm, 5, unique).by("ada") for algorithm in ALGORITHMS]
     fresh = [limit_of(algorithm, 5, unique).by("bob") for algorithm in ALGORITHMS]
     limiter.check(*keys, cost=3)
@@ -329,7 +327,7 @@ def test_a_peek_writes_nothing_at_all(limiter: Limiter, client: redis.Redis, uni
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_denial_leaves_no_trace(limiter: Limiter, client: redis.Redis, unique: str, algorithm: str) -> None:
+def test_denial_leaves_no_trace(limiter: Limiter, client: redis.Redis, unique: str, algorithm: str) -> None:
     key, beside = limit_of(algorithm, 5, unique).by("ada"), Limit(9, HOUR, name=f"{unique}-beside").by("ada")
     limiter.check(key, beside, cost=3)
     before = trace(client, key), trace(client, beside)
@@ -365,7 +363,7 @@ WRITING: dict[str, Callable[[Limiter, Key], Any]] = {
 
 @pytest.mark.parametrize("write", WRITING.values(), ids=WRITING)
 @pytest.mark.parametrize("algorithm", REFUNDABLE)
-def test_a_key_lives_until_its_debt_is_paid_and_hardly_longer(
+def test_key_lives_until_its_debt_is_paid_and_hardly_longer(
     limiter: Limiter, client: redis.Redis, unique: str, algorithm: str, write: Callable[[Limiter, Key], Any]
 ) -> None:
     key = limit_of(algorithm, 5, unique, timedelta(seconds=20)).by("ada")
@@ -376,7 +374,7 @@ def test_a_key_lives_until_its_debt_is_paid_and_hardly_longer(
     assert all(client.pttl(name) > 0 for name in client.scan_iter(f"*{unique}*", count=1000))
 
 
-def test_the_record_of_an_id_is_short_and_lives_as_long_as_the_id_is_valid(
+def test_record_of_an_id_is_short_and_lives_as_long_as_the_id_is_valid(
     limiter: Limiter, client: redis.Redis, unique: str
 ) -> None:
     keys = [
@@ -399,7 +397,7 @@ def test_the_record_of_an_id_is_short_and_lives_as_long_as_the_id_is_valid(
 @pytest.mark.parametrize(
     "value", ["", "1", "1 2 3 4 5 6 7", "9e99 1 1 1 1 1 1 1", "-1 1 1 1 1 1 1 1", "\0", "x" * 10_000]
 )
-def test_a_foreign_value_in_a_record_is_an_error_and_charges_nothing(
+def test_foreign_value_in_a_record_is_an_error_and_charges_nothing(
     limiter: Limiter, client: redis.Redis, unique: str, value: str
 ) -> None:
     key, other = limit_of("fixed_window", 5, unique).by("ada"), limit_of("gcra", 5, unique).by("ada")
@@ -422,7 +420,7 @@ def test_a_foreign_value_in_a_record_is_an_error_and_charges_nothing(
 
 @pytest.mark.parametrize("algorithm", REFUNDABLE)
 @pytest.mark.parametrize("cost", [1, 4, 9], ids=["allowed", "denied", "unsatisfiable"])
-def test_a_key_lives_by_the_plan_that_last_met_it(
+def test_key_lives_by_the_plan_that_last_met_it(
     limiter: Limiter, client: redis.Redis, unique: str, algorithm: str, cost: int
 ) -> None:
     """A window of 90 s remembers what one of 20 s has counted, also if all that it ever does is deny."""
@@ -457,7 +455,7 @@ def test_leases_live_until_the_last_one_ends(
     assert 19_000 < reset_ms(limiter, room) <= client.pttl(stored(room)) <= 23_000
 
 
-def test_the_last_to_leave_turns_off_the_light(limiter: Limiter, client: redis.Redis, unique: str) -> None:
+def test_last_to_leave_turns_off_the_light(limiter: Limiter, client: redis.Redis, unique: str) -> None:
     room = limit_of("concurrency", 5, unique).by("ada")
     limiter.enter(room, id="a")
     assert limiter.leave(room, id="a")
@@ -478,7 +476,7 @@ def test_where_callers_bring_the_time_a_key_lives_at_least_as_long(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_shortest_debt_is_remembered_and_the_longest_can_be(
+def test_shortest_debt_is_remembered_and_the_longest_can_be(
     limiter: Limiter, client: redis.Redis, unique: str, algorithm: str
 ) -> None:
     """A lifetime that is rounded down to 0 deletes the key; one that is too long is an error."""
@@ -489,7 +487,7 @@ def test_the_shortest_debt_is_remembered_and_the_longest_can_be(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_key_that_was_made_to_live_for_ever_is_mended_by_the_next_check_but_not_by_a_peek(
+def test_key_that_was_made_to_live_for_ever_is_mended_by_the_next_check_but_not_by_a_peek(
     limiter: Limiter, client: redis.Redis, unique: str, algorithm: str
 ) -> None:
     key, beside = limit_of(algorithm, 5, unique).by("ada"), Limit(1, HOUR, name=f"{unique}-beside").by("ada")
@@ -547,7 +545,7 @@ FOREIGN: dict[str, Callable[[redis.Redis, str], Any]] = {
 
 @pytest.mark.parametrize("poison", FOREIGN.values(), ids=FOREIGN)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_foreign_value_is_an_error_for_those_who_meet_it_and_nobody_else(
+def test_foreign_value_fails_only_the_checks_of_its_key(
     server: RedisServer, client: redis.Redis, unique: str, algorithm: str, poison: Callable[[redis.Redis, str], Any]
 ) -> None:
     limit = limit_of(algorithm, 5, unique)
@@ -610,7 +608,7 @@ def test_ten_thousand_crashed_holders_are_forgotten_in_one_go(
 # Whose clock
 
 
-def test_by_default_no_caller_tells_the_time(server: RedisServer, client: redis.Redis, unique: str) -> None:
+def test_default_clock_is_that_of_the_server(server: RedisServer, client: redis.Redis, unique: str) -> None:
     limiter = Limiter(server.url)
     keys = [limit_of(algorithm, 5, unique).by("ada") for algorithm in ALGORITHMS]
     with client.monitor() as monitor:
@@ -631,7 +629,7 @@ def test_by_default_no_caller_tells_the_time(server: RedisServer, client: redis.
     assert [number for number in numbers if abs(number - now_us) < 10 * 366 * 86_400 * 1_000_000] == []
 
 
-def test_a_wrong_clock_on_a_callers_machine_changes_nothing(
+def test_wrong_clock_on_a_callers_machine_changes_nothing(
     server: RedisServer, client: redis.Redis, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five a minute are five, whatever three machines believe what time it is."""
@@ -665,9 +663,7 @@ AFTER_A_FAST_CLOCK = {
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_callers_who_bring_clocks_two_minutes_apart_share_one_limit(
-    server: RedisServer, unique: str, algorithm: str
-) -> None:
+def test_injected_clocks_two_minutes_apart_share_one_limit(server: RedisServer, unique: str, algorithm: str) -> None:
     key = limit_of(algorithm, 5, unique, timedelta(minutes=5)).by("ada")
     noon_us = 1_763_251_200_000_000
     clocks = {skew: FakeClock(noon_us + skew * 1_000_000) for skew in (120, 0, -120)}
@@ -711,7 +707,7 @@ def test_limits_of_one_request_live_on_several_servers(cluster: RedisCluster, un
     assert len(set(names_in(cluster, f"*{unique}*").values())) == 3
 
 
-def test_a_batch_is_split_only_by_a_process_that_waits_for_it(
+def test_batch_is_split_only_by_a_process_that_waits_for_it(
     redis7: RedisServer, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has other work meanwhile, as a server has, would pay for two batches and win nothing."""
@@ -766,7 +762,7 @@ def test_no_refund_of_one_key_uses_up_the_id_of_another(limiter: Limiter, unique
 
 
 @pytest.mark.parametrize("way", ["hold", "acquire"])
-def test_who_is_cancelled_on_the_way_in_holds_nothing(redis7: RedisServer, unique: str, way: str) -> None:
+def test_cancelled_enter_holds_no_lease(redis7: RedisServer, unique: str, way: str) -> None:
     async def enter(limiter: AsyncLimiter, room: Limit) -> None:
         if way == "hold":
             async with limiter.hold(room):

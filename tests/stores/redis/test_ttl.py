@@ -105,7 +105,7 @@ def test_keys_that_live_long_enough_are_only_written(busy: Busy, algorithm: str,
 
 
 @pytest.mark.parametrize("size", [BUSY - 1, BUSY])
-def test_a_few_keys_live_exactly_as_long_as_they_must(busy: Busy, size: int) -> None:
+def test_few_keys_live_exactly_as_long_as_they_must(busy: Busy, size: int) -> None:
     limit = limit_of(quota=7)
     checks = crowd(limit, size)
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_a_few_keys_live_exactly_as_long_as_they_must(busy: Busy, size: int) -> 
 @pytest.mark.parametrize("size", [1, BUSY - 1, BUSY])
 @pytest.mark.parametrize("algorithm", ["fixed_window", "gcra", "leaky_bucket", "sliding_window", "token_bucket"])
 @pytest.mark.parametrize("change", ["a clock set back", "a longer period", "a shorter period"])
-def test_a_migrated_state_lives_as_long_as_it_owes_even_if_it_was_denied(
+def test_migrated_state_lives_as_long_as_it_owes_even_if_it_was_denied(
     busy: Busy, algorithm: str, size: int, change: str
 ) -> None:
     """Neither shorter, so that no debt is forgotten, nor for the hours that the clock was set back by."""
@@ -141,7 +141,7 @@ def test_a_migrated_state_lives_as_long_as_it_owes_even_if_it_was_denied(
     assert [one.retry_after_us for one in again] == [one.retry_after_us - 1 for one in told]
 
 
-def test_a_clock_that_goes_back_leaves_nothing_to_rely_on(busy: Busy) -> None:
+def test_clock_that_goes_back_leaves_nothing_to_rely_on(busy: Busy) -> None:
     checks = crowd(limit_of())
     now_us = busy.now_us
     for step in (0, 0, -1, -SECOND):
@@ -152,7 +152,7 @@ def test_a_clock_that_goes_back_leaves_nothing_to_rely_on(busy: Busy) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "gcra"])
-def test_a_life_is_set_anew_with_the_first_state_that_outlasts_it(busy: Busy, algorithm: str) -> None:
+def test_life_is_set_anew_with_the_first_state_that_outlasts_it(busy: Busy, algorithm: str) -> None:
     """A token takes 100 ms, a life is rounded to seconds."""
     checks = crowd(limit_of(algorithm, quota=160, period_us=16 * SECOND))
     began_us = busy.now_us - 1
@@ -165,7 +165,7 @@ def test_a_life_is_set_anew_with_the_first_state_that_outlasts_it(busy: Busy, al
     assert [spent for spent, is_it in enumerate(is_set, 1) if is_it] == [1, 10, 20, 30]
 
 
-def test_a_state_whose_length_changes_is_written_whole(busy: Busy) -> None:
+def test_state_whose_length_changes_is_written_whole(busy: Busy) -> None:
     limit = limit_of(quota=1000, period_us=1000 * SECOND)  # 10**9 units when it is full
     checks = crowd(limit)
     busy.run_together(checks)
@@ -183,7 +183,7 @@ def test_a_state_whose_length_changes_is_written_whole(busy: Busy) -> None:
 # ------------------------------------------------------------------------------- and exact
 
 
-def test_a_key_found_without_a_lifetime_gets_one(busy: Busy) -> None:
+def test_key_found_without_a_lifetime_gets_one(busy: Busy) -> None:
     checks = crowd(limit_of())
     for step in range(1, 3):
         busy.run_together(checks, busy.now_us + step)
@@ -214,7 +214,7 @@ def test_where_others_keep_keys_for_ever_lifetimes_are_set_each_time(busy: Busy)
     assert "SETRANGE" in busy.commands
 
 
-def test_a_denial_gives_no_less_than_the_state_speaks_of(busy: Busy) -> None:
+def test_denial_gives_no_less_than_the_state_speaks_of(busy: Busy) -> None:
     """The state of a persisted key still says that its life is long when a denial has given it one."""
     limit = limit_of(quota=160, period_us=16 * SECOND)
     checks = crowd(limit, cost=155)
@@ -229,7 +229,7 @@ def test_a_denial_gives_no_less_than_the_state_speaks_of(busy: Busy) -> None:
 
 
 @pytest.mark.parametrize("refused", [("info",), ("setrange",), ("mget",), ("mset",), ("pexpireat",), ("info", "mset")])
-def test_who_may_not_do_what_is_quicker_is_answered_alike(refused: tuple[str, ...]) -> None:
+def test_restricted_permissions_give_the_same_answers(refused: tuple[str, ...]) -> None:
     allowed = {"eval", "time", "get", "set", "mget", "mset", "pttl", "pexpire", "pexpireat", "setrange", "info"}
     rules = "-@all ~* " + " ".join(f"+{command}" for command in (*(allowed - {*refused}), "flushall", "pexpiretime"))
     user = AclUser("gate", "secret", rules)

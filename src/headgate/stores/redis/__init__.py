@@ -1,4 +1,4 @@
-"""The Redis store: standalone, Sentinel or Cluster, for threads or for asyncio."""
+"""The Redis store: standalone, Sentinel, Cluster or several of these, for threads or for asyncio."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AsyncRedisStore", "RedisStore", "open_redis"]
 def open_redis(
     where: Any, *, clock: Clock | None, namespace: str, budget: float, asynchronous: bool
 ) -> RedisStore | AsyncRedisStore:
-    """The store at a URL, or at the same place as a redis-py client."""
+    """The store at a URL, at the same place as a redis-py client, or spread over several of these by name."""
     factory = connection_factory(where, asynchronous=asynchronous)
-    encoder = CommandEncoder(namespace, clock, database=factory.options.get("db") or 0)
+    encoder = CommandEncoder(namespace, clock, database=factory.database)
     return (AsyncRedisStore if asynchronous else RedisStore)(factory, encoder, budget=budget)

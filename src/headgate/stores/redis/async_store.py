@@ -7,31 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from time import monotonic
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._fork import reinit_after_fork
 from headgate.decisions import Decision
-from headgate.errors import StoreError, StoreUnavailable
-from headgate.stores.operations import Check
-from headgate.stores.redis.async_connection import AsyncConnection
+from headgate.errors import StoreError, StoreTimeout, StoreUnavailable
+from headgate.stores.operations import Call, Check
 from headgate.stores.redis.base import RedisStoreBase
-from headgate.stores.redis.batch_protocol import BudgetExhausted, NotSent, public
+from headgate.stores.redis.batch_protocol import BudgetExhausted, ConnectionLost, NotSent, public
 from headgate.stores.redis.breaker import CircuitOpen
 from headgate.stores.redis.busy_poll import BUSY_POLL_S, BusyPoll
-from headgate.stores.redis.exchange import FIRST_CONNECTION_S, MAX_BATCH, Lanes, LoneCheck
-from headgate.stores.redis.topology import Cluster
+from headgate.stores.redis.decoding import INCOMPLETE, ReplyReader, UnexpectedReply
+from headgate.stores.redis.exchange import FIRST_CONNECTION_S, MAX_BATCH, MIN_REPLY_S, Lanes, LoneCheck, ServerRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headgate.stores.operations import Call
     from headgate.stores.redis.connection_factory import ConnectionFactory
     from headgate.stores.redis.encoding import CommandEncoder, Node
-    from headgate.stores.redis.exchange import ServerRequest
 
 __all__ = ["AsyncRedisStore"]
 
@@ -42,32 +41,31 @@ MIN_SPLIT: Final = 16
 PROMPT_S_PER_CALL: Final = 0.00004
 """Duration of a batch, per call, up to which this process was idle meanwhile. A busy one gains nothing from two."""
 
+LATE_CHECKS: Final = 3
+"""Iterations of the loop after the deadline in which a reply that has arrived still counts."""
+
 
 class AsyncRedisStore(RedisStoreBase):
     """Counters in Redis, for asyncio. Connects on the first call; each event loop has connections of its own."""
 
     def __init__(self, factory: ConnectionFactory, encoder: CommandEncoder, *, budget: float) -> None:
         super().__init__(factory, encoder, budget=budget)
-        self._start()
+        self.reset_after_fork()
         reinit_after_fork(self)
-
-    def _start(self) -> None:
-        self._last: LoopBatcher | None = None
-        """The batcher of the loop that called last."""
-        self.batchers: dict[asyncio.AbstractEventLoop, LoopBatcher] = {}
-        self._grace_s = FIRST_CONNECTION_S
-        """Time beyond the budget that the next loop may take to connect."""
 
     def reset_after_fork(self) -> None:
         super().reset_after_fork()
-        self._start()
+        self._last: LoopBatcher | None = None
+        self.batchers: dict[asyncio.AbstractEventLoop, LoopBatcher] = {}
+        self._grace_s = FIRST_CONNECTION_S
+        """Time beyond the budget that the next loop may take to connect."""
 
     def run(self, call: Call) -> asyncio.Future[Any]:
         """Carry out a call, together with those of other tasks that are waiting."""
         if self.only_breaker is not None and self.only_breaker.is_open:
             raise public(self.only_breaker.refusal())
         batcher = self._last
-        if batcher is None or batcher.thread_of._thread_id != get_ident():  # noqa: SLF001 - see _ThreadUnknown
+        if batcher is None or batcher.thread_of._thread_id != get_ident():  # noqa: SLF001 - see LoopBatcher
             loop = asyncio.get_running_loop()
             if batcher is None or batcher.loop is not loop:
                 batcher = self._last = self._batcher_of(loop)
@@ -76,13 +74,16 @@ class AsyncRedisStore(RedisStoreBase):
     def warm(self, *, wait: float = 0) -> None:
         """Start to connect, if a loop is running: the first call needs a connection within its budget."""
         with suppress(RuntimeError):
-            self._batcher_of(asyncio.get_running_loop()).warm()
+            self._start_warming()
 
     async def warm_up(self, *, wait: float) -> None:
-        """Connect, and wait that many seconds for it."""
-        opening = self._batcher_of(asyncio.get_running_loop()).warm()
-        if opening is not None:
-            await asyncio.wait([opening], timeout=wait)
+        opening = self._start_warming()
+        if opening:
+            await asyncio.wait(opening, timeout=wait)
+
+    def _start_warming(self) -> list[asyncio.Task[None]]:
+        batcher = self._batcher_of(asyncio.get_running_loop())
+        return [task for node in self.nodes() if (task := batcher.warm(node)) is not None]
 
     def preconnect(self, node: Node | None, *, wait: float) -> None:
         """Connect to a recovered server before requests are sent there; called from another thread, which waits."""
@@ -98,7 +99,6 @@ class AsyncRedisStore(RedisStoreBase):
         """Do nothing: the connections of a loop are closed together."""
 
     def set_budget(self, budget: float) -> None:
-        """Change the number of seconds that a call may take."""
         self.budget = budget
         for batcher in list(self.batchers.values()):
             for connection in list(batcher.connections.values()):
@@ -126,20 +126,22 @@ class LoopBatcher:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, store: AsyncRedisStore, grace_s: float) -> None:
         self.loop = loop
-        self.thread_of: Any = loop if isinstance(loop, asyncio.BaseEventLoop) else _ThreadUnknown
+        # Comparing the thread of a loop with the current one takes a fifth of the time of `get_running_loop`, which is
+        # a system call on Python 3.11. Only asyncio's own loops know their thread.
+        self.thread_of: Any = loop if isinstance(loop, asyncio.BaseEventLoop) else SimpleNamespace(_thread_id=None)
         self.store = store
         self.connections: dict[Node | None, AsyncConnection] = {}
         self._is_closed = False
         self._grace_until = loop.time() + grace_s if grace_s else 0.0
-        """Until when connecting may take longer than the budget."""
+        """Until when connecting may take longer than the budget; it ends with the first connection."""
         self.lanes = Lanes(lambda: LoopLane(self), store.encoder, store.factory.topology)
         self.submit: Callable[[Call], asyncio.Future[Any]] = self.lanes.default.submit
-        if isinstance(store.factory.topology, Cluster):
+        if store.factory.topology.has_shards:
             self.submit = lambda call: self.lanes.find(call).submit(call)
 
-    def warm(self, node: Node | None = None) -> asyncio.Task[None] | None:
-        """Start to connect, even if the breaker is open; None if it is not known where to."""
-        if self._is_closed or (node is None and self.store.only_breaker is None):
+    def warm(self, node: Node | None) -> asyncio.Task[None] | None:
+        """Start to connect, even if the breaker is open; None if this is closed."""
+        if self._is_closed:
             return None
         connection = self.connections.get(node)
         if connection is None or connection.is_closed:
@@ -158,11 +160,12 @@ class LoopBatcher:
             await connection.close()
 
     def send(self, requests: list[ServerRequest]) -> None:
-        """Send the requests of one round trip."""
         for request in requests:
             try:
                 connection = self._connection(request.node)
-                if not connection.is_open:
+                if connection.is_open:
+                    self._grace_until = 0.0
+                else:
                     request.deadline = max(request.deadline, self._grace_until)
                 if self.loop.time() >= request.deadline:
                     raise BudgetExhausted("cannot reach Redis: the budget was spent before its turn")
@@ -205,20 +208,21 @@ class LoopLane:
         self.is_prompt = True
         """True if this process was idle until the replies to the last batch arrived."""
         self.has_failed = False
-        """True if the last exchange did."""
         self._loop = batcher.loop
         self._store = batcher.store
-        self._create_future = _future_factory(batcher.loop)
+        has_wrapper = type(self._loop).create_future is asyncio.BaseEventLoop.create_future  # in Python
+        self._create_future = partial(asyncio.Future, loop=self._loop) if has_wrapper else self._loop.create_future
         self._is_flush_scheduled = False
         self._is_lone = True
         """True if the last batch had one call: then another is unlikely to join the next one, either."""
         self._busy_poll = BusyPoll()
 
     def submit(self, call: Call) -> asyncio.Future[Any]:
-        """Queue a call; the future gets its answer."""
         future = self._create_future()
         if type(call) is Check or not getattr(call, "goes_first", False):
-            self._append(call, future)
+            self.waiting.append(call)
+            self.futures.append(future)
+            self.arrivals.append(monotonic())
         else:
             self.waiting.insert(0, call)
             self.futures.insert(0, future)
@@ -252,13 +256,10 @@ class LoopLane:
             self.end_batch(has_failed=False)
         else:
             self.end_batch(has_failed=False)
-            self._append(check.call, future)
+            self.waiting.append(check.call)
+            self.futures.append(future)
+            self.arrivals.append(monotonic())
             self._flush()
-
-    def _append(self, call: Call, future: asyncio.Future[Any]) -> None:
-        self.waiting.append(call)
-        self.futures.append(future)
-        self.arrivals.append(monotonic())
 
     def _flush(self) -> None:
         self._is_flush_scheduled = False
@@ -279,8 +280,10 @@ class LoopLane:
     def _send_lone(self) -> bool:
         """Send a check that travels alone; False if it has to be sent as a batch."""
         connection = self.batcher.connections.get(None)
+        if connection is None or len(self.waiting) > 1 or not connection.is_open:
+            return False
         packed = self._store.encoder.pack_alone(self.waiting[0])
-        if connection is None or packed is None or len(self.waiting) > 1 or not connection.is_open:
+        if packed is None:
             return False
         self.in_flight += 1
         self._store.calls += 1
@@ -318,7 +321,6 @@ class InFlightBatch:
         self._started = time.perf_counter()
 
     def advance(self) -> None:
-        """Send the next round, or deliver the answers."""
         exchange, lane = self._exchange, self._lane
         try:
             requests = exchange.next_round(lane.batcher.loop.time())
@@ -360,6 +362,151 @@ class _InFlightCheck(LoneCheck):
         self._lane.end_batch(has_failed=True)
 
 
+class AsyncConnection(asyncio.Protocol):
+    """A connection to one server, shared by all requests of an event loop: redis-py opens it, then replies arrive here.
+
+    No request waits for longer than its deadline, neither for a reply nor for the connection to be open: if it has not
+    been sent by then, it never is. `on_failure` is called once for each failure, however many requests it affects.
+    """
+
+    def __init__(self, connection: Any, budget_s: float, on_failure: Callable[[StoreError], None]) -> None:
+        self.is_closed = False
+        self.budget_s = budget_s
+        """For error messages, and for requests sent when the connection opens late."""
+        self.pending: deque[ServerRequest | _InFlightCheck] = deque()
+        self._on_failure = on_failure
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._replies = ReplyReader()
+        self._transport: asyncio.Transport | None = None
+        self._streams: Any = None
+        self._opening: asyncio.Task[None] | None = None
+        self._timer_at: float | None = None
+        self._overdue = 0.0
+        self._late_checks = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self.is_closed
+
+    def send(self, request: ServerRequest | _InFlightCheck) -> None:
+        self.pending.append(request)
+        if self._transport is not None:
+            self._transport.write(request.pack())
+        else:
+            self.open()
+        if self._timer_at is None or request.deadline < self._timer_at:
+            self._set_timer(request.deadline)
+
+    def open(self) -> asyncio.Task[None]:
+        """Start to connect; the task ends when the connection is open, or has failed."""
+        if self._opening is None:
+            self._opening = self._loop.create_task(self._open())
+        return self._opening
+
+    def data_received(self, data: bytes) -> None:
+        replies, pending = self._replies, self.pending
+        complete: list[ServerRequest | _InFlightCheck] = []
+        try:
+            replies.feed(data, len(data))
+            while (reply := replies.next_reply()) is not INCOMPLETE:
+                if not pending:
+                    raise UnexpectedReply("the store sent more replies than it was asked for")
+                if pending[0].take(reply):
+                    complete.append(pending.popleft())
+            if not pending and replies.has_leftover():
+                raise UnexpectedReply("the store sent more replies than it was asked for")
+        except UnexpectedReply as error:
+            pending.extendleft(reversed(complete))  # it is unknown which of the replies were theirs
+            self._fail(error)
+            return
+        for request in complete:
+            request.finish()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(ConnectionLost(f"the connection to Redis broke: {error or 'it was closed by the server'}"))
+
+    async def close(self) -> None:
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+            await self._connection.disconnect(nowait=True)
+        self._fail(NotSent("the limiter was closed"))
+        await asyncio.sleep(0)  # lets the transport close
+
+    async def _open(self) -> None:
+        connection = self._connection
+        try:
+            await connection.connect()
+        except Exception as error:  # including those of a credential provider
+            unsent = NotSent(f"cannot reach Redis: {error}")
+            unsent.__cause__ = error
+            self._fail(unsent)
+            return
+        # redis-py has no public way to its streams. They stay referenced, as they close the transport when collected.
+        self._streams = connection._reader, connection._writer  # noqa: SLF001 - redis-py has no public ones
+        connection._reader = connection._writer = None  # noqa: SLF001 - it must not close them
+        transport = self._streams[1].transport
+        transport.set_protocol(self)
+        transport.resume_reading()
+        if self.is_closed:
+            transport.abort()
+            return
+        self._transport = transport
+        earliest = self._loop.time() + min(MIN_REPLY_S, self.budget_s)
+        for request in self.pending:
+            request.deadline = max(request.deadline, earliest)
+            transport.write(request.pack())
+
+    def _set_timer(self, deadline: float) -> None:
+        """Set one timer for the request whose deadline is next, not one for each."""
+        self._timer_at = deadline
+        self._loop.call_at(deadline, self._check_deadlines, deadline)
+
+    def _check_deadlines(self, deadline: float) -> None:
+        if deadline != self._timer_at:  # replaced by an earlier one
+            return
+        self._timer_at = None
+        if not self.pending or self.is_closed:
+            return
+        now, first = self._loop.time(), min([request.deadline for request in self.pending])
+        if first > now:
+            self._set_timer(first)
+        elif first != self._overdue or self._late_checks < LATE_CHECKS:
+            # The loop may have been busy, and some loops run timers first: a reply that has arrived counts.
+            self._late_checks = self._late_checks + 1 if first == self._overdue else 0
+            self._overdue = first
+            self._timer_at = deadline
+            self._loop.call_soon(self._check_deadlines, deadline)
+        elif self._transport is None:
+            self._fail_unsent(now)
+        else:
+            self._fail(StoreTimeout(f"Redis did not answer within the budget of {self.budget_s * 1000:g} ms"))
+
+    def _fail_unsent(self, now: float) -> None:
+        """Fail the requests that have waited too long for the connection, which goes on being opened for others."""
+        error = NotSent("cannot reach Redis: there is no connection within the budget")
+        self._on_failure(error)
+        late = [request for request in self.pending if request.deadline <= now]
+        self.pending = deque([request for request in self.pending if request.deadline > now])
+        if self.pending:
+            self._set_timer(min([request.deadline for request in self.pending]))
+        for request in late:
+            request.fail(error)
+
+    def _fail(self, error: StoreError) -> None:
+        """Close the connection: a late reply would be taken for that of another request."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._on_failure(error)
+        if self._transport is not None:
+            self._transport.abort()
+        pending, self.pending = self.pending, deque()
+        for request in pending:
+            request.fail(error)
+
+
 def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
     """Set the result of a future, unless it was cancelled."""
     if not future.done():
@@ -370,20 +517,3 @@ def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
 
 
 _is_done = asyncio.Future.done
-
-
-class _ThreadUnknown:
-    """In place of a loop that does not tell its thread, as asyncio's own loops do by `_thread_id`.
-
-    Comparing that with the current thread shows which loop runs in a fifth of the time of `get_running_loop`, which is
-    a system call on Python 3.11.
-    """
-
-    _thread_id: Final = None
-
-
-def _future_factory(loop: asyncio.AbstractEventLoop) -> Callable[[], asyncio.Future[Any]]:
-    """The loop's `create_future`, without asyncio's wrapper in Python around it."""
-    if type(loop).create_future is asyncio.BaseEventLoop.create_future:
-        return partial(asyncio.Future, loop=loop)
-    return loop.create_future

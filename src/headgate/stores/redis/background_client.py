@@ -11,24 +11,20 @@ import threading
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hiredis import ReplyError
-
 from headgate._fork import reinit_after_fork
-from headgate.errors import InvalidInput, ScriptError, StoreError, StoreUnavailable
+from headgate.errors import InvalidInput, StoreError, StoreUnavailable
 from headgate.limits import EXACT
-from headgate.stores.redis.batch_protocol import deliver, public, refusal, run_batch
+from headgate.stores.redis.batch_protocol import deliver, error_of, run_batch
 from headgate.stores.redis.connection_pool import ConnectionPool, ConnectionUser
-from headgate.stores.redis.encoding import Command, Keys
+from headgate.stores.redis.encoding import Command, CommandEncoder, Keys, Node
 from headgate.stores.redis.exchange import MAX_BATCH, Exchange
-from headgate.stores.redis.topology import Cluster, Standalone
+from headgate.stores.redis.topology import Cluster, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Container, Generator, Sequence
 
     from headgate.stores.operations import Call
     from headgate.stores.redis.connection_factory import ConnectionFactory
-    from headgate.stores.redis.encoding import CommandEncoder, Node
-    from headgate.stores.redis.topology import Topology
 
 __all__ = ["REPLY_TIMEOUT_S", "BackgroundClient", "StoredBlock", "read_block"]
 
@@ -75,10 +71,13 @@ class BackgroundClient:
         return answers
 
     def find_primaries(
-        self, suspects: Container[Node | None] = (), *, timeout_s: float = REPLY_TIMEOUT_S
+        self, suspects: Container[Node | None] = (), *, of: Node | None = None, timeout_s: float = REPLY_TIMEOUT_S
     ) -> list[Node | None]:
-        """The primaries, discovered again; suspects, which may not reply, are asked last."""
-        topology = self.factory.topology
+        """The primaries, discovered again; suspects, which may not reply, are asked last.
+
+        With `of`, only those of the deployment to which that server belongs.
+        """
+        topology = self.factory.topology.part_of(of)
         self._run(topology.refresh(suspects), timeout_s)
         return topology.primaries()
 
@@ -89,7 +88,7 @@ class BackgroundClient:
         """
         keys, args = Keys.of(self.epoch_key(node)), [fresh, EPOCH_TTL_MS]
         command = Command(self.encoder.own_script("epoch"), keys, args, expects=bytes)
-        epoch: bytes = self.execute(command, _SingleServer(node), timeout_s)
+        epoch: bytes = self.execute(command, Topology(node), timeout_s)
         return epoch.decode("utf-8", "replace")
 
     def heartbeat(self, member: str, lifetime_us: int) -> int:
@@ -97,7 +96,6 @@ class BackgroundClient:
         return self._call_members("beat", member, lifetime_us)
 
     def leave(self, member: str) -> int:
-        """Remove a member; returns the number of live members."""
         return self._call_members("leave", member, 0)
 
     def block(self, kind: str, value: str, *, until_us: int | None = None, reason: str | None = None) -> None:
@@ -105,17 +103,17 @@ class BackgroundClient:
         if until_us is not None and not 0 <= until_us < EXACT:
             raise InvalidInput(f"until_us {until_us!r} is not an instant: give microseconds since 1970, or None")
         block = _text(until_us=until_us, kind=kind, value=value, reason=reason)
-        self._call_blocks("set", self.encoder.channel, _identity(kind, value), block)
+        self._call_blocks("set", self.encoder.channel, _text(kind=kind, value=value), block)
 
     def unblock(self, kind: str, value: str) -> bool:
         """Remove a block, and notify all subscribers; False if there was none."""
-        return bool(self._call_blocks("drop", self.encoder.channel, _identity(kind, value)))
+        return bool(self._call_blocks("drop", self.encoder.channel, _text(kind=kind, value=value)))
 
     def find_blocks(self, identities: Sequence[tuple[str, str]]) -> list[StoredBlock | None]:
         """The stored block of each (kind, value), or None if there is none or it has ended."""
         found: list[StoredBlock | None] = []
         for start in range(0, len(identities), BLOCKS_PER_READ):
-            names = [_identity(kind, value) for kind, value in identities[start : start + BLOCKS_PER_READ]]
+            names = [_text(kind=kind, value=value) for kind, value in identities[start : start + BLOCKS_PER_READ]]
             blocks = self._call_blocks("get", *names)
             if len(blocks) != len(names) or {*map(type, blocks)} != {bytes}:
                 raise StoreUnavailable(f"the store answered {str(blocks)[:100]}, expected blocks")
@@ -156,29 +154,26 @@ class BackgroundClient:
 
     def epoch_key(self, node: Node | None) -> str:
         """The key of a server's epoch: always the same while its slot stays there."""
-        cluster = self.factory.topology
+        cluster = self.factory.topology.part_of(node)
+        # Named after the shard: a server that takes the place of another one is recognized as such.
+        base = f"mark@{node.shard}" if node is not None and node.shard else "mark"
         if not isinstance(cluster, Cluster):
-            return self.encoder.own_name("mark")
+            return self.encoder.own_name(base)
         name = self._epoch_keys.get(node)
         if name is None or not cluster.serves(node, name):
             if node not in cluster.primaries():
                 raise StoreUnavailable(f"{node} is not a primary of the cluster")
             # Counted from 0, so that all limiters use the same key, also on a replica that is promoted.
-            name = next(name for n in count() if cluster.serves(node, name := self.encoder.own_name(f"mark:{n}")))
+            name = next(name for n in count() if cluster.serves(node, name := self.encoder.own_name(f"{base}:{n}")))
             self._epoch_keys[node] = name
         return name
 
     def execute(self, command: Command, topology: Topology | None = None, timeout_s: float = REPLY_TIMEOUT_S) -> Any:
-        """The reply to a command, from the server with its key."""
         self._run(deliver([command], topology or self.factory.topology), timeout_s)
-        reply = command.reply
-        if isinstance(reply, ReplyError):
-            message = f"the store answered: {reply}"
-            has_moved = str(reply).startswith("MOVED")  # from the only server that was to be asked
-            raise refusal(reply) or (StoreUnavailable(message) if has_moved else ScriptError(message))
-        if isinstance(reply, StoreError):
-            raise public(reply)
-        return reply
+        error = error_of(command.reply)
+        if error is not None:
+            raise error
+        return command.reply
 
     def _run(self, rounds: Generator[list[Command], None, Any], timeout_s: float = REPLY_TIMEOUT_S) -> Any:
         user = ConnectionUser()
@@ -202,20 +197,6 @@ def read_block(text: bytes) -> StoredBlock | None:
     kind, value, until_us, reason = map(type, block)
     is_valid = kind is value is str and until_us in (int, type(None)) and reason in (str, type(None))
     return block if is_valid and 0 <= (block.until_us or 0) < EXACT else None
-
-
-class _SingleServer(Standalone):
-    """One server of several."""
-
-    def __init__(self, node: Node | None) -> None:
-        self._node = node
-
-    def locate(self, command: Command) -> None:
-        command.node = self._node
-
-
-def _identity(kind: str, value: str) -> str:
-    return _text(kind=kind, value=value)
 
 
 def _text(**fields: Any) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headgate.stores.operations import Call, Check, Reset
 from headgate.stores.redis.background_client import BackgroundClient
 from headgate.stores.redis.batch_protocol import run_batch
 from headgate.stores.redis.breaker import CircuitBreakers
 from headgate.stores.redis.decoding import UnexpectedReply
-from headgate.stores.redis.exchange import Exchange, batch_deadline
+from headgate.stores.redis.exchange import MIN_BUDGET_SHARE, MIN_REPLY_S, Exchange
 from headgate.stores.redis.pubsub import Subscriber
-from headgate.stores.redis.topology import Standalone
+from headgate.stores.redis.rollout_follower import RolloutFollower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headgate.errors import StoreError
-    from headgate.stores.operations import Call
     from headgate.stores.redis.connection_factory import ConnectionFactory
     from headgate.stores.redis.encoding import CommandEncoder, Node
 
@@ -32,8 +32,7 @@ class RedisStoreBase:
         self.budget = budget
         """Seconds that a call may take."""
         self.breakers = CircuitBreakers()
-        self.only_breaker = self.breakers[None] if isinstance(factory.topology, Standalone) else None
-        """The breaker of the server, if there is only one."""
+        self.only_breaker = self.breakers[None] if factory.topology.primaries() == [None] else None
         self.calls = self.round_trips = self.unexpected_replies = 0
 
     @property
@@ -43,13 +42,13 @@ class RedisStoreBase:
 
     def start_exchange(self, calls: Sequence[Call], arrived: float, now: float, *, after_failure: bool) -> Exchange:
         """An exchange for calls of which the oldest arrived at `arrived`."""
-        end = batch_deadline(arrived, now, self.budget, after_failure=after_failure)
+        minimum_s = min(MIN_REPLY_S, self.budget) if after_failure else self.budget * MIN_BUDGET_SHARE
+        end = max(arrived + self.budget, now + minimum_s)  # the budget includes time spent waiting
         self.calls += len(calls)
         rounds = run_batch(calls, self.encoder, self.factory.topology)
         return Exchange(rounds, self.budget, end=end, breakers=self.breakers)
 
     def report_failure(self, node: Node | None, error: StoreError) -> None:
-        """Count the failure of a connection or a server."""
         if isinstance(error, UnexpectedReply):
             self.unexpected_replies += 1
         self.breakers.fail(node, error)
@@ -64,16 +63,31 @@ class RedisStoreBase:
         return self.factory.topology.primaries()
 
     def address(self, node: Node | None) -> str:
-        """The display name of a server."""
-        if node is not None:
-            return f"{node.host}:{node.port}"
-        options = self.factory.options
-        return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+        return self.factory.address(node)
 
     def background_client(self) -> BackgroundClient:
         """A client of the same servers for background threads, with connections of its own."""
         return BackgroundClient(self.factory, self.encoder)
 
-    def subscriber(self, **callbacks: Any) -> Subscriber:
-        """A subscriber to the notifications of other processes."""
-        return Subscriber(self.factory, self.encoder, **callbacks)
+    def rollout_follower(self, client: BackgroundClient) -> RolloutFollower:
+        """The follower of rollouts of scripts, for the maintenance thread."""
+        where = ", ".join(map(self.address, self.nodes())) or "the store"
+        return RolloutFollower(self.encoder, client, where=where)
+
+    def subscriber(self, source: str | None = None, **callbacks: Any) -> Subscriber:
+        """A subscriber to one of the sources of messages."""
+        factory = self.factory if source is None else self.factory.shards[source]
+        return Subscriber(factory, self.encoder, **callbacks)
+
+    def message_sources(self) -> list[str | None]:
+        """The sources of messages, each of which needs a subscriber: the shards, or None for the only one. The first
+        one also announces changes of the block list."""
+        return [*self.factory.shards] or [None]
+
+    def is_available(self, call: Call) -> bool:
+        """True if no breaker of the servers that a call needs is open."""
+        down = self.breakers.open_breakers()
+        if not down:
+            return True
+        keys = call.keys if isinstance(call, Check | Reset) else (call.key,)
+        return down.keys().isdisjoint(self.factory.topology.servers_of([self.encoder.name(key) for key in keys]))

@@ -7,26 +7,27 @@ about NOSCRIPT, MOVED or a denial by another shard is here, once. `exchange` run
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hiredis import ReplyError
 
 from headgate.decisions import Decision
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
-from headgate.stores.operations import Check, IdempotentCheck, Reset, id_validity_us, joined_costs
+from headgate.stores.operations import Call, Check, IdempotentCheck, Reset, id_validity_us, joined_costs
 from headgate.stores.redis.breaker import CircuitOpen
 from headgate.stores.redis.decoding import UnexpectedReply
-from headgate.stores.redis.encoding import Command, Node, Undo
-from headgate.stores.redis.topology import Cluster
+from headgate.stores.redis.encoding import Command, CommandEncoder, Node, Undo
+from headgate.stores.redis.topology import Cluster, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Hashable, Iterator, Sequence
 
-    from headgate.stores.operations import Call
-    from headgate.stores.redis.encoding import CommandEncoder
-    from headgate.stores.redis.topology import Topology
+    from headgate.limits import Limit
 
-__all__ = ["BudgetExhausted", "ConnectionLost", "NotSent", "deliver", "is_undo", "public", "refusal", "run_batch"]
+__all__ = [
+    "BudgetExhausted", "ConnectionLost", "NotSent", "deliver", "error_of", "is_undo", "public", "refusal",
+    "run_batch",
+]  # fmt: skip
 
 MAX_ROUNDS: Final = 6
 """Round trips of a command, including redirections in a cluster that is being resharded."""
@@ -84,191 +85,210 @@ def run_batch(
     calls: Sequence[Call], encoder: CommandEncoder, topology: Topology
 ) -> Generator[list[Command], None, list[Any]]:
     """The answers to the calls, in their order; an exception among them belongs to that call alone."""
-    if isinstance(topology, Cluster):
+    if topology.has_shards:
         return (yield from _run_on_shards(calls, encoder, topology))
     commands = encoder.encode(calls)
-    yield from deliver(commands, topology)
+    yield from deliver(commands, topology, encoder)
     if len(commands) == 1:
         return _read_answers(commands[0])
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
     return [answers[id(call)] for call in calls]
 
 
+class _Piece(NamedTuple):
+    """The part of a call that one script run can carry out."""
+
+    call: Any
+    positions: Sequence[int]
+    """Of its keys, among those of the whole call."""
+
+
 def _run_on_shards(
-    calls: Sequence[Call], encoder: CommandEncoder, cluster: Cluster
+    calls: Sequence[Call], encoder: CommandEncoder, topology: Topology
 ) -> Generator[list[Command], None, list[Any]]:
     """Check each key on its shard. A check over several shards is sent to all at once, and undone on those that allowed
     it if another did not."""
-    by_key: dict[str, list[Check]] = {}
+    by_group: dict[Hashable, list[Check]] = {}
     commands: list[Command] = []
-    parts: list[list[Any]] = []
+    parts: list[list[_Piece]] = []
     for call in calls:
-        if isinstance(call, Check):
-            pieces = _split(call, encoder)
-            for name, piece in pieces.items():
-                if isinstance(piece, IdempotentCheck):
-                    commands.append(encoder.encode_idempotent(piece, id_validity_us(call.keys)))
-                else:
-                    by_key.setdefault(name, []).append(piece)
-            parts.append(list(pieces.values()))
-        elif isinstance(call, Reset):
-            resets = [Reset((key,)) for key in call.keys]
-            commands += map(encoder.encode_other, resets)
-            parts.append(resets)
-        else:
+        if not isinstance(call, Check | Reset):
             commands.append(encoder.encode_other(call))
-            parts.append([call])
-    commands += [encoder.encode_checks(checks) for checks in by_key.values()]
-    yield from deliver(commands, cluster)
+            parts.append([_Piece(call, (0,))])
+            continue
+        pieces = _split(call, encoder, topology)
+        for group, (piece, _) in pieces.items():
+            if isinstance(piece, IdempotentCheck):
+                commands.append(encoder.encode_idempotent(piece, id_validity_us(call.keys)))
+            elif isinstance(piece, Reset):
+                commands.append(encoder.encode_other(piece))
+            else:
+                by_group.setdefault(group, []).append(piece)
+        parts.append(list(pieces.values()))
+    commands += [encoder.encode_checks(checks) for checks in by_group.values()]
+    yield from deliver(commands, topology, encoder)
     answers = {id(call): answer for command in commands for call, answer in _answers(command)}
-    undone = yield from _undo_denied(calls, parts, answers, encoder, cluster)
-    return [
-        _join(call, [answers[id(piece)] for piece in pieces], undone) for call, pieces in zip(calls, parts, strict=True)
-    ]
+    undone = yield from _undo_denied(parts, answers, encoder, topology)
+    return [_join(call, pieces, answers, undone) for call, pieces in zip(calls, parts, strict=True)]
 
 
-def _split(check: Check, encoder: CommandEncoder) -> dict[str, Check]:
-    """One check per key: while slots migrate, servers accept only commands of a single key at any time."""
-    if len(check.keys) == 1:
-        return {encoder.name(check.keys[0]): check}
-    is_idempotent = isinstance(check, IdempotentCheck)
-    return {
-        encoder.name(key): (IdempotentCheck if is_idempotent and key.limit.algorithm != "concurrency" else Check)(
-            (key,), cost, check.id
-        )
-        for key, cost in zip(check.keys, check.costs, strict=True)
-    }
+def _split(call: Check | Reset, encoder: CommandEncoder, topology: Topology) -> dict[Hashable, _Piece]:
+    """One piece for each group of keys that a single script run can use."""
+    groups: dict[Hashable, list[int]] = {}
+    for position, key in enumerate(call.keys):
+        groups.setdefault(topology.script_group(encoder.name(key)), []).append(position)
+    if len(groups) == 1:
+        return {group: _Piece(call, positions) for group, positions in groups.items()}
+    return {group: _Piece(_piece_of(call, positions), positions) for group, positions in groups.items()}
+
+
+def _piece_of(call: Check | Reset, positions: list[int]) -> Check | Reset:
+    keys = tuple([call.keys[position] for position in positions])
+    if isinstance(call, Reset):
+        return Reset(keys)
+    is_idempotent = isinstance(call, IdempotentCheck) and any(key.limit.algorithm != "concurrency" for key in keys)
+    costs = call.costs
+    cost = joined_costs([costs[position] for position in positions])
+    return (IdempotentCheck if is_idempotent else Check)(keys, cost, call.id)
+
+
+def _is_allowed(answer: Any) -> bool:
+    return isinstance(answer, Decision) and answer.allowed
 
 
 def _undo_denied(
-    calls: Sequence[Call], parts: list[list[Any]], answers: dict[int, Any], encoder: CommandEncoder, cluster: Cluster
-) -> Generator[list[Command], None, dict[tuple[int, str, str], Any]]:
-    """Undo charges on shards where another one denied or failed; returns the verdicts after that."""
-    undos: list[tuple[tuple[int, str, str], Command]] = []
-    for call, pieces in zip(calls, parts, strict=True):
-        decisions = [answers[id(piece)] for piece in pieces]
-        if isinstance(call, Check) and not all(isinstance(one, Decision) and one.allowed for one in decisions):
-            for piece, decision in zip(pieces, decisions, strict=True):
-                # Even at no cost, a check with an id has a record.
-                is_charged = piece.cost or isinstance(piece, IdempotentCheck)
-                if is_charged and isinstance(decision, Decision) and decision.allowed:
-                    (key,) = piece.keys
-                    undo = Undo(piece, key, _charged_us(decision))
-                    undos.append(((id(call), key.limit.space, key.identity), encoder.encode_other(undo)))
-    if undos:
-        yield from deliver([command for _, command in undos], cluster)
+    parts: list[list[_Piece]], answers: dict[int, Any], encoder: CommandEncoder, topology: Topology
+) -> Generator[list[Command], None, dict[tuple[int, int], Any]]:
+    """Undo charges on shards where another one denied or failed; returns the verdicts after that, by piece and index of
+    the key in it."""
+    undos = [
+        (id(piece), index, undo)
+        for pieces in parts
+        if len(pieces) > 1 and not all(_is_allowed(answers[id(piece)]) for piece, _ in pieces)
+        for piece, _ in pieces
+        if _is_allowed(answers[id(piece)])
+        for index, undo in _undos(piece, answers[id(piece)])
+    ]
+    if not undos:
+        return {}
+    commands = [encoder.encode_other(undo) for _, _, undo in undos]
+    yield from deliver(commands, topology, encoder)
+    replies = [answer for command in commands for _, answer in _answers(command)]
     return {
-        name: answer for name, command in undos for _, answer in _answers(command) if not isinstance(answer, Exception)
+        (piece, index): reply
+        for (piece, index, _), reply in zip(undos, replies, strict=True)
+        if not isinstance(reply, Exception)
     }
 
 
-def _charged_us(decision: Decision) -> int:
+def _undos(check: Check, decision: Decision) -> Iterator[tuple[int, Undo]]:
+    """The undo of each key that an allowed check has charged, with the index of the key."""
+    for index, (key, cost, verdict) in enumerate(zip(check.keys, check.costs, decision.verdicts, strict=True)):
+        is_idempotent = isinstance(check, IdempotentCheck) and key.limit.algorithm != "concurrency"
+        if cost or is_idempotent:  # even at no cost, a check with an id has a record
+            alone = (IdempotentCheck if is_idempotent else Check)((key,), cost, check.id)
+            yield index, Undo(alone, key, _charged_us(key.limit, decision.at_us, verdict[2]))
+
+
+def _charged_us(limit: Limit, at_us: int, reset_us: int) -> int:
     """The instant to which a shard charged a limit, derived from the reset time: if the clock was set back, that is the
     instant of the last request."""
-    limit = decision.keys[0].limit
-    _, _, reset_us, _ = decision.verdicts[0]
+    if limit.calendar is not None:
+        return at_us + reset_us - 1  # inside of the window, whenever that began
     periods = _PERIODS_UNTIL_RESET.get(limit.algorithm)
-    return decision.at_us if periods is None else decision.at_us + reset_us - periods * limit.period_us
+    return at_us if periods is None else at_us + reset_us - periods * limit.period_us
 
 
-def _join(call: Call, parts: list[Any], undone: dict[tuple[int, str, str], Any]) -> Any:
+def _join(call: Call, pieces: list[_Piece], answers: dict[int, Any], undone: dict[tuple[int, int], Any]) -> Any:
     """Combine the answers of the shards."""
+    parts = [answers[id(piece)] for piece, _ in pieces]
     errors = [answer for answer in parts if isinstance(answer, StoreError)]
     if errors:
-        return _join_errors(call, parts, errors, undone)
+        worst = max(errors, key=lambda error: error.may_have_happened)
+        charged = [
+            (id(piece), index)
+            for piece, _ in pieces
+            if _is_allowed(answers[id(piece)])
+            for index, cost in enumerate(piece.costs)
+            if cost
+        ]
+        if worst.may_have_happened or all(each in undone for each in charged):
+            return worst
+        # A shard has charged it, and that could not be undone: it must not be charged again.
+        error = type(worst)(str(worst))
+        error.may_have_happened = True
+        return error
     if not isinstance(call, Check) or len(parts) == 1:
         return parts[0]
-    verdicts = {
-        (key.limit.space, key.identity): verdict
-        for decision in parts
-        for key, verdict in zip(decision.keys, decision.verdicts, strict=True)
-    }
-    for key in call.keys:
-        name = (key.limit.space, key.identity)
-        verdicts[name] = undone.get((id(call), *name), verdicts[name])
     allowed = all(decision.allowed for decision in parts)
     can_wait = allowed and all(key.limit.algorithm != "concurrency" for key in call.keys)
+    verdicts: list[Any] = [None] * len(call.keys)
+    costs = [0] * len(call.keys)
+    for (piece, positions), decision in zip(pieces, parts, strict=True):
+        each = decision.cost if type(decision.cost) is tuple else (decision.cost,) * len(positions)
+        for index, position in enumerate(positions):
+            verdicts[position] = undone.get((id(piece), index), decision.verdicts[index])
+            costs[position] = each[index]
     return Decision(
         allowed,
         call.keys,
-        tuple(verdicts[key.limit.space, key.identity] for key in call.keys),
+        tuple(verdicts),
         call.id,
         None,
         max(decision.at_us for decision in parts),
         max(decision.next_allowed_us for decision in parts) if can_wait else 0,
-        joined_costs([decision.cost for decision in parts]) if allowed else call.cost,  # with an id, those recorded
+        joined_costs(costs) if allowed else call.cost,  # with an id, those recorded
     )
 
 
-def _join_errors(
-    call: Call, parts: list[Any], errors: list[StoreError], undone: dict[tuple[int, str, str], Any]
-) -> StoreError:
-    """The error of a call that some shards did not answer. If a shard may have charged it, or has and the charge could
-    not be undone, it may have happened, and must not be charged again."""
-    worst = max(errors, key=lambda error: error.may_have_happened)
-    taken = [
-        (id(call), key.limit.space, key.identity)
-        for decision in parts
-        if isinstance(call, Check) and isinstance(decision, Decision) and decision.allowed
-        for key, cost in zip(call.keys, call.costs, strict=True)
-        if cost and key in decision.keys
-    ]
-    if worst.may_have_happened or all(name in undone for name in taken):
-        return worst
-    error = type(worst)(str(worst))
-    error.may_have_happened = True
-    return error
-
-
-def deliver(commands: list[Command], topology: Topology) -> Generator[list[Command], None, None]:
+def deliver(
+    commands: list[Command], topology: Topology, encoder: CommandEncoder | None = None
+) -> Generator[list[Command], None, None]:
     """Send commands until each has a final reply."""
-    pending, has_rediscovered = commands, False
-    try:
-        if not is_undo(pending):  # an undo is for the server that charged, wherever its keys are now
-            yield from topology.discover()
-        for command in pending:
-            topology.locate(command)
-        for _ in range(MAX_ROUNDS):
-            yield pending
-            again = [command for command in pending if _redirect(command, topology)]
-            stale = [command for command in pending if _is_stale(command)]
-            if stale:
-                # Ask other servers first: one that hangs would use up the budget.
-                topology.forget([command.node for command in stale])
-            # A command that may have been carried out is never sent again.
-            unsent = [command for command in stale if not getattr(command.reply, "may_have_happened", False)]
-            if unsent and topology.can_move and not has_rediscovered:
-                has_rediscovered = True
-                pending = [*again, *unsent]  # which fail if discovery does
-                yield from topology.discover()
-                for command in unsent:
-                    topology.locate(command)
-                again += unsent
-            pending = again
-            if not pending:
-                return
-    except StoreError as error:
-        for command in pending:
-            command.reply = error
+    has_rediscovered = False
+    # An undo is for the server that charged, wherever its keys are now.
+    pending = yield from topology.assign(commands, discovers=not is_undo(commands))
+    for _ in range(MAX_ROUNDS):
+        if not pending:
+            return
+        yield pending
+        again = [command for command in pending if _must_repeat(command, topology, encoder)]
+        stale = [command for command in pending if _is_stale(command)]
+        if stale:
+            # Ask other servers first: one that hangs would use up the budget.
+            topology.forget([command.node for command in stale])
+        # A command that may have been carried out is never sent again.
+        unsent = [
+            command
+            for command in stale
+            if topology.part_of(command.node).can_move and not getattr(command.reply, "may_have_happened", False)
+        ]
+        if unsent and not has_rediscovered:
+            has_rediscovered = True
+            again += yield from topology.assign(unsent)
+        pending = again
 
 
-def _redirect(command: Command, topology: Topology) -> bool:
-    """True if the command must be sent again: with its text, or to another server."""
+def _must_repeat(command: Command, topology: Topology, encoder: CommandEncoder | None) -> bool:
+    """True if the command must be sent again: with its text, other edges of a calendar, or to another server."""
     if not isinstance(command.reply, ReplyError):
         return False
     kind, _, rest = str(command.reply).partition(" ")
     if kind == "NOSCRIPT" and not command.send_text:
         command.send_text = True
         return True
+    if kind == "EDGES" and encoder is not None and re.fullmatch("[0-9]{1,16}", rest):
+        return encoder.replace_edges(command, int(rest))
     command.asking = kind == "ASK"
-    if kind in ("MOVED", "ASK") and isinstance(topology, Cluster) and command.node is not None:
+    cluster = topology.part_of(command.node)
+    if kind in ("MOVED", "ASK") and isinstance(cluster, Cluster) and command.node is not None:
         match = _MOVED.fullmatch(rest)
         if match is None:
             return False
         slot, host, port = match.groups()
-        command.node = Node(host.strip("[]") or command.node.host, int(port))
+        command.node = Node(host.strip("[]") or command.node.host, int(port), shard=command.node.shard)
         if kind == "MOVED":
-            topology.record_move(int(slot), command.node)
+            cluster.record_move(int(slot), command.node)
         return True
     return kind == "TRYAGAIN"
 
@@ -281,18 +301,19 @@ def _is_stale(command: Command) -> bool:
     return isinstance(command.reply, StoreError) and not isinstance(command.reply, CircuitOpen)
 
 
+def error_of(reply: Any) -> StoreError | None:
+    """The error that callers get for a reply; None if it is a value."""
+    if isinstance(reply, ReplyError):
+        is_moving = str(reply).startswith(("TRYAGAIN", "MOVED", "ASK "))  # a slot that migrates for too long
+        message = f"the store answered: {reply}"
+        return refusal(reply) or (StoreUnavailable(message) if is_moving else ScriptError(message))
+    return public(reply) if isinstance(reply, StoreError) else None
+
+
 def _answers(command: Command) -> list[tuple[Any, Any]]:
-    """Pairs of call and answer."""
     return list(zip(command.calls, _read_answers(command), strict=True))
 
 
 def _read_answers(command: Command) -> list[Any]:
-    """The answers to the calls of a command, in their order."""
-    reply = command.reply
-    if isinstance(reply, ReplyError):
-        is_moving = str(reply).startswith(("TRYAGAIN", "MOVED", "ASK "))  # a slot that migrates for too long
-        message = f"the store answered: {reply}"
-        reply = refusal(reply) or (StoreUnavailable(message) if is_moving else ScriptError(message))
-    elif isinstance(reply, StoreError):
-        reply = public(reply)
-    return [reply] * len(command.calls) if isinstance(reply, StoreError) else command.answers
+    error = error_of(command.reply)
+    return command.answers if error is None else [error] * len(command.calls)

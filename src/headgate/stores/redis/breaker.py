@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from headgate.errors import StoreUnavailable
+from headgate.errors import StoreError, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headgate.errors import StoreError
     from headgate.stores.redis.encoding import Node
 
 __all__ = ["CircuitBreaker", "CircuitBreakers", "CircuitOpen"]
@@ -34,26 +34,23 @@ class CircuitOpen(StoreUnavailable):
     """The breaker of the server is open; nothing was sent."""
 
 
+@dataclass(slots=True, eq=False)
 class CircuitBreaker:
     """The breaker of one server; `on_open` is called when it opens."""
 
-    __slots__ = (
-        "_consecutive", "_failed", "_incidents", "_last", "_now", "_on_open", "_succeeded", "is_open", "opened_at",
-        "reason",
-    )  # fmt: skip
-
-    def __init__(self, on_open: Callable[[], None], now: Callable[[], float] = time.monotonic) -> None:
-        self.is_open = False
-        self.opened_at = 0.0
-        """On the monotonic clock."""
-        self.reason: str | None = None
-        """The failure that opened it, or the last probe."""
-        self._on_open = on_open
-        self._now = now
-        self._succeeded = self._failed = self._consecutive = 0
-        self._last = -FAILURE_SPACING_S
-        self._incidents: deque[tuple[float, int, int]] = deque(maxlen=2_000)
-        """Of the window: the time, and the numbers of successes and failures before."""
+    on_open: Callable[[], None]
+    now: Callable[[], float] = time.monotonic
+    is_open: bool = False
+    opened_at: float = 0.0
+    """On the monotonic clock."""
+    reason: str | None = None
+    """The failure that opened it, or the last probe."""
+    _succeeded: int = 0
+    _failed: int = 0
+    _consecutive: int = 0
+    _last: float = -FAILURE_SPACING_S
+    _incidents: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=2_000))
+    """Of the window: the time, and the numbers of successes and failures before."""
 
     def succeed(self) -> None:
         """Record a reply. Called for every round trip, so it does next to nothing."""
@@ -63,14 +60,20 @@ class CircuitBreaker:
     def fail(self, error: StoreError) -> None:
         """Record that the server did not reply, or refused to serve."""
         self._failed += 1
-        now = self._now()
+        now = self.now()
         if self.is_open or now - self._last < FAILURE_SPACING_S:
             return
         self._last = now
         self._consecutive += 1
         if self._consecutive >= MAX_FAILURES or self._mostly_fails(now):
             self.is_open, self.opened_at, self.reason = True, now, str(error)
-            self._on_open()
+            self.on_open()
+
+    def trip(self, reason: str) -> None:
+        """Open the breaker at once: the server must not be used."""
+        if not self.is_open:
+            self.is_open, self.opened_at, self.reason = True, self.now(), reason
+            self.on_open()
 
     def close(self) -> None:
         """Close the breaker: the server serves again."""
@@ -95,7 +98,8 @@ class CircuitBreaker:
 class CircuitBreakers:
     """The breakers of all servers, shared by the threads and event loops of a store."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self.on_open: Callable[[Node | None], Any] = lambda node: None
         """Called with the server of each breaker that opens."""
         self._all: dict[Node | None, CircuitBreaker] = {}
@@ -103,7 +107,7 @@ class CircuitBreakers:
     def __getitem__(self, node: Node | None) -> CircuitBreaker:
         breaker = self._all.get(node)
         if breaker is None:
-            breaker = self._all.setdefault(node, CircuitBreaker(lambda: self.on_open(node)))
+            breaker = self._all.setdefault(node, CircuitBreaker(lambda: self.on_open(node), self._now))
         return breaker
 
     def succeed(self, node: Node | None) -> None:

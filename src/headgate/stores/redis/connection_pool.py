@@ -7,16 +7,22 @@ command. Nothing is locked, as signal handlers may raise between any two steps o
 
 from __future__ import annotations
 
+import os
+import select
+import selectors
+import socket
+import ssl
+import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._interrupts import BackgroundThread, InterruptSafeEvent
-from headgate.errors import StoreError
-from headgate.stores.redis.batch_protocol import BudgetExhausted, NotSent
-from headgate.stores.redis.exchange import FIRST_CONNECTION_S
-from headgate.stores.redis.reply_reader import MAX_REPLY_BYTES
-from headgate.stores.redis.sync_connection import SyncConnection
+from headgate.errors import StoreError, StoreTimeout
+from headgate.stores.redis.batch_protocol import BudgetExhausted, ConnectionLost, NotSent
+from headgate.stores.redis.busy_poll import BUSY_POLL_S, BusyPoll
+from headgate.stores.redis.decoding import INCOMPLETE, MAX_REPLY_BYTES, ReplyReader, UnexpectedReply
+from headgate.stores.redis.exchange import FIRST_CONNECTION_S, Exchange, LoneCheck, ServerRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,9 +30,8 @@ if TYPE_CHECKING:
     from headgate.stores.redis.breaker import CircuitBreakers
     from headgate.stores.redis.connection_factory import ConnectionFactory
     from headgate.stores.redis.encoding import Node
-    from headgate.stores.redis.exchange import Exchange, ServerRequest
 
-__all__ = ["CONNECT_TIMEOUT_S", "ConnectionPool", "ConnectionUser", "PendingConnection"]
+__all__ = ["CONNECT_TIMEOUT_S", "ConnectionPool", "ConnectionUser", "PendingConnection", "SyncConnection"]
 
 MAX_IDLE: Final = 4
 """Idle connections kept per server."""
@@ -38,21 +43,159 @@ MAX_BACKGROUND_REPLY_BYTES: Final = 256 * 1024 * 1024
 """The status documents of all nodes of a fleet are one reply."""
 
 
+class SyncConnection:
+    """A connection to one server, used by one thread at a time: redis-py opens it, then bytes are sent and received
+    without it. It may busy poll if a request waits for its replies."""
+
+    def __init__(
+        self, connection: Any, budget_s: float, *, can_busy_poll: bool = False, max_bytes: int = MAX_REPLY_BYTES
+    ) -> None:
+        self._connection = connection  # closes the socket when collected
+        self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
+        if self._socket is None or self._socket.fileno() < 0:
+            raise NotSent("cannot reach Redis: the connection was closed as soon as it was open")
+        self._budget_s = budget_s
+        self._replies = ReplyReader(max_bytes)
+        self._buffer = bytearray(65_536)
+        self._needs_timeout = True
+        """True if the timeout of the socket is not the budget."""
+        is_tls = isinstance(self._socket, ssl.SSLSocket)
+        self._is_plain = not is_tls and sys.platform != "win32"
+        # Cooperative sockets, as gevent's, let other green threads run while they wait, but not while we poll.
+        is_native = type(self._socket).__module__ in ("socket", "ssl")
+        self._poll = _new_poll(self._socket, is_native=is_native)
+        self._tls_pending = self._socket.pending if is_tls else None
+        self._busy_poll = BusyPoll() if can_busy_poll and self._is_plain and is_native else None
+
+    def set_budget(self, budget_s: float) -> None:
+        if budget_s != self._budget_s:
+            self._budget_s = budget_s
+            self._needs_timeout = True
+
+    def set_deadline(self, deadline: float) -> None:
+        """Wait until then, and not for the budget, for what is received next."""
+        with suppress(OSError):  # closed by another thread, as receive will report
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.000_001))
+        self._needs_timeout = True
+
+    def is_usable(self) -> bool:
+        """True if nothing has arrived: neither the end of the stream nor a stray reply, which would be taken for the
+        reply to the next command."""
+        try:
+            if self._socket.fileno() < 0 or self._poll(0):
+                return False
+            return self._tls_pending is None or not self._tls_pending()
+        except (OSError, ValueError):  # closed by another thread
+            return False
+
+    def has_stray_bytes(self) -> bool:
+        """True if data has arrived, and not only the end of the stream."""
+        try:
+            if self._tls_pending is not None:
+                return bool(self._tls_pending())
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except (OSError, ValueError):
+            return False
+
+    def send(self, packed: bytes) -> None:
+        try:
+            if self._needs_timeout:
+                self._socket.settimeout(self._budget_s)
+                self._needs_timeout = False
+            if self._is_plain:
+                # Python would first poll whether the socket is writable; it nearly always is.
+                try:  # noqa: SIM105 - several times as fast
+                    packed = packed[os.write(self._socket.fileno(), packed) :]
+                except BlockingIOError:
+                    pass
+            if packed:
+                self._socket.sendall(packed)
+        except TimeoutError as error:
+            raise StoreTimeout(f"Redis took nothing within the budget of {self._budget_s * 1000:g} ms") from error
+        except OSError as error:
+            raise ConnectionLost(f"the connection to Redis broke: {error}") from error
+
+    def read(self, request: ServerRequest | LoneCheck, deadline: float) -> None:
+        """Receive all replies to a request."""
+        while not request.take(self.receive(deadline)):
+            pass
+        if self._replies.has_leftover():
+            raise UnexpectedReply("the store sent more replies than it was asked for")
+
+    def receive(self, deadline: float) -> Any:
+        """The next reply. One that has arrived in time counts, however late this thread gets to see it."""
+        replies = self._replies
+        is_late = False
+        try:
+            while (reply := replies.next_reply()) is INCOMPLETE:
+                if is_late:  # each piece arrived in time, but not all of them
+                    raise TimeoutError
+                try:
+                    size = self._busy_read(deadline) or self._socket.recv_into(self._buffer)
+                except TimeoutError:
+                    size = self._read_available()
+                if not size:
+                    raise ConnectionLost("Redis closed the connection while the answer was on its way")
+                replies.feed(self._buffer, size)
+                is_late = time.monotonic() > deadline
+        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as error:
+            raise StoreTimeout(f"Redis did not answer within the budget of {self._budget_s * 1000:g} ms") from error
+        except OSError as error:
+            raise ConnectionLost(f"the connection to Redis broke: {error}") from error
+        return reply
+
+    def close(self) -> None:
+        self._connection.disconnect()
+
+    def _busy_read(self, deadline: float) -> int:
+        """Bytes read by busy polling; 0 if that is paused or was in vain. Each poll lets other threads run."""
+        busy_poll = self._busy_poll
+        if busy_poll is None or not busy_poll.should_poll():
+            return 0
+        end, buffers, size = min(time.monotonic() + BUSY_POLL_S, deadline), (self._buffer,), 0
+        while True:
+            try:
+                size = os.readv(self._socket.fileno(), buffers)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    continue
+            busy_poll.record(is_hit=size > 0)
+            return size
+
+    def _read_available(self) -> int:
+        """Bytes that have arrived: this thread may have waited for the interpreter, and not for the server."""
+        self._socket.settimeout(0)
+        self._needs_timeout = True
+        size: int = self._socket.recv_into(self._buffer)
+        return size
+
+
+def _new_poll(sock: Any, *, is_native: bool) -> Callable[[float], list[Any]]:
+    """A function that tells if the socket is readable, within a timeout."""
+    if is_native and hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        return poll.poll
+    selector = selectors.DefaultSelector()
+    selector.register(sock, selectors.EVENT_READ)
+    return selector.select
+
+
 class PendingConnection:
     """A connection being opened in a thread. It stays available after a caller has stopped waiting for it."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._connection: Any = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._is_abandoned = False
         self._done = InterruptSafeEvent()
         self._done_at = 0.0
         self._unclaimed = [True]
         try:
-            BackgroundThread("headgate-connecting", self._open, failed=self._fail)
+            BackgroundThread("headgate-connecting", self._open, failed=self._finish)
         except RuntimeError as error:  # too many threads, or the interpreter is shutting down
-            self._fail(error)
+            self._finish(error)
 
     @property
     def is_done(self) -> bool:
@@ -60,14 +203,9 @@ class PendingConnection:
         return self._done.is_set()
 
     @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
-    @property
     def is_reusable(self) -> bool:
         """True unless a caller has claimed the connection, or it failed some time ago."""
-        is_outdated = self.is_done and self.has_failed and time.monotonic() - self._done_at > RECONNECT_AFTER_S
-        return bool(self._unclaimed) and not is_outdated
+        return bool(self._unclaimed) and not (self.error and time.monotonic() - self._done_at > RECONNECT_AFTER_S)
 
     def claim(self) -> bool:
         """Reserve the connection for the caller; False if another caller was quicker."""
@@ -80,8 +218,8 @@ class PendingConnection:
         """The connection once it is open; raises NotSent."""
         if not self._done.wait(max(timeout_s, 0)):
             raise NotSent("cannot reach Redis: there is no connection within the budget")
-        if self._error is not None:
-            raise NotSent(f"cannot reach Redis: {self._error}") from self._error
+        if self.error is not None:
+            raise NotSent(f"cannot reach Redis: {self.error}") from self.error
         return self._connection
 
     def abandon(self) -> None:
@@ -96,17 +234,16 @@ class PendingConnection:
             connection = self._make()
             connection.connect()
             self._connection = connection
-            self._done_at = time.monotonic()
-            self._done.set()
+            self._finish(None)
         except Exception as error:  # including those of a credential provider: a caller is waiting
             if connection is not None:
                 connection.disconnect()
-            self._fail(error)
+            self._finish(error)
         if self._is_abandoned:
             self.abandon()
 
-    def _fail(self, error: Exception) -> None:
-        self._error = error
+    def _finish(self, error: Exception | None) -> None:
+        self.error = error
         self._done_at = time.monotonic()
         self._done.set()
 
@@ -116,7 +253,6 @@ class ConnectionUser:
 
     connections: Sequence[SyncConnection] = ()
     has_sent = False
-    """True if anything may have been sent to a server."""
 
     def close_connections(self) -> None:
         """Close connections on which a reply may still arrive."""
@@ -203,7 +339,7 @@ class ConnectionPool:
         if self._idle.get(node):
             return
         pending = self._pending.get(node)
-        if pending is None or pending.has_failed or not pending.is_reusable:
+        if pending is None or pending.error or not pending.is_reusable:
             pending = self._pending[node] = self._open(node)
         if wait_s:
             with suppress(StoreError):
@@ -215,12 +351,9 @@ class ConnectionPool:
             pending.abandon()
 
     def close(self) -> None:
-        """Close all connections that are not in use."""
-        idle, self._idle = self._idle, {}
-        for connections in idle.values():
-            for connection in connections:
-                connection.close()
-        pending, self._pending = self._pending, {}
+        idle, self._idle, pending, self._pending = self._idle, {}, self._pending, {}
+        for connection in [one for connections in idle.values() for one in connections]:
+            connection.close()
         for each in pending.values():
             each.abandon()
 
@@ -277,7 +410,7 @@ class ConnectionPool:
                 connection = pending.wait(deadline - time.monotonic())
             except NotSent:
                 # One that is still being opened stays for the next caller.
-                if pending.has_failed and self._pending.get(node) is pending:
+                if pending.error and self._pending.get(node) is pending:
                     self._pending.pop(node, None)
                 raise
             if pending.claim():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from operator import add
@@ -11,27 +13,31 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from hiredis import pack_command
 
 from headgate import speedups
-from headgate.algorithms import ALGORITHMS
+from headgate.calendars import EdgeText
 from headgate.limits import EXACT, Limit
 from headgate.stores.operations import (
+    Call,
     Check,
+    Cost,
+    Deposit,
     IdempotentCheck,
     Leave,
+    Overdraw,
     Refund,
     Renew,
     Reset,
+    TakeBack,
     Withdraw,
     id_validity_us,
     refund_memory_us,
 )
-from headgate.stores.redis.scripts import Script, script
+from headgate.stores.redis.scripts import Script, ScriptSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headgate.clock import Clock
     from headgate.keys import Key
-    from headgate.stores.operations import Call, Cost
 
 __all__ = ["NO_KEYS", "Command", "CommandEncoder", "Keys", "Node", "Undo"]
 
@@ -52,6 +58,8 @@ class Node(NamedTuple):
     host: str
     port: int
     role: str = "server"
+    shard: str = ""
+    """The name of its deployment in a sharded store; empty in others."""
 
 
 class Keys(NamedTuple):
@@ -70,35 +78,25 @@ class Keys(NamedTuple):
 NO_KEYS: Final = Keys(0, b"", "")
 
 
+@dataclass(slots=True, eq=False)
 class Command:
     """A command for one server, with the calls that its reply answers."""
 
-    __slots__ = ("answers", "args", "asking", "calls", "expects", "keys", "node", "reply", "script", "send_text")
-
-    def __init__(
-        self,
-        script: Script | None,
-        keys: Keys,
-        args: Sequence[Any],
-        calls: Sequence[Any] = (),
-        *,
-        expects: type | tuple[type, ...] = object,
-    ) -> None:
-        self.script = script
-        """None for a plain command, which consists of `args` and then the keys."""
-        self.keys = keys
-        self.args = args
-        self.calls = calls
-        self.expects = expects
-        """The types of the reply to a command without calls."""
-        self.node: Node | None = None
-        """The server; None for the only one."""
-        self.asking = False
-        self.send_text = False
-        self.reply: Any = None
-        """A value, an error of the server (hiredis.ReplyError), or a StoreError."""
-        self.answers: list[Any] = []
-        """The answers to the calls, decoded from the reply."""
+    script: Script | None
+    """None for a plain command, which consists of `args` and then the keys."""
+    keys: Keys
+    args: Sequence[Any]
+    calls: Sequence[Any] = ()
+    expects: type | tuple[type, ...] = object
+    """The types of the reply to a command without calls."""
+    node: Node | None = None
+    """The server; None for the only one."""
+    asking: bool = False
+    send_text: bool = False
+    reply: Any = None
+    """A value, an error of the server (hiredis.ReplyError), or a StoreError."""
+    answers: Any = ()
+    """The answers to the calls, in their order."""
 
     def pack(self) -> bytes:
         # Numbers as text: hiredis crashes if an interrupt (Ctrl-C) comes while it formats a number.
@@ -113,15 +111,12 @@ class Command:
         return b"*1\r\n$6\r\nASKING\r\n" + packed if self.asking else packed
 
 
-class Undo:
+class Undo(NamedTuple):
     """Undo the charge of a check on one shard, as another shard denied it."""
 
-    __slots__ = ("at_us", "check", "key")
-
-    def __init__(self, check: Check, key: Key, at_us: int) -> None:
-        self.check = check
-        self.key = key
-        self.at_us = at_us
+    check: Check
+    key: Key
+    at_us: int
 
 
 class CommandEncoder:
@@ -131,10 +126,13 @@ class CommandEncoder:
         self._prefix = namespace + ":"
         self._clock = clock
         self._packed: dict[tuple[Any, ...], tuple[Any, bytes, bytes]] = {}
+        self._script: Callable[[str, tuple[str, ...], int], Script] = ScriptSet.shipped().script
+        self._sends_alone = clock is None
+        self._store_ahead_us = 0
+        """Correction of the clock of this process, once it was found to differ from the server's by more than a day."""
         self._margin = SERVER_MARGIN_MS if clock is None else CALLER_MARGIN_MS
         # Messages reach the subscribers of all databases, so each has a channel of its own.
         self.channel = self.own_name(f"news:{database}" if database else "news")
-        """The channel of notifications to other processes."""
 
     def name(self, key: Key) -> str:
         """The stored key of a counter."""
@@ -154,12 +152,37 @@ class CommandEncoder:
         return _safe(f"{self._prefix}%{name}")
 
     def own_script(self, name: str) -> Script:
-        """The script of that name, for other data than counters."""
-        return script(name, (), self._margin)
+        return ScriptSet.shipped().script(name, (), self._margin)
+
+    def use_scripts(self, scripts: Callable[[str, tuple[str, ...], int], Script], *, is_canary: bool = False) -> None:
+        """Decide with these scripts from now on. The replies of a canary are not those of a check that goes alone."""
+        self._sends_alone = self._clock is None and not is_canary
+        self._script = scripts
+        # Last: a thread that fills the new cache uses the new scripts.
+        self._packed = {}
 
     def now(self) -> str | int:
         """The time for the scripts; empty for the clock of the server."""
         return "" if self._clock is None else self._clock.now_us()
+
+    def describe(self, limit: Limit) -> tuple[Any, ...]:
+        """The arguments for a limit. Scripts do not know time zones, so they receive the edges of a calendar."""
+        period = limit.period_us if limit.calendar is None else limit.calendar.edges(self._edges_now_us())
+        return limit.capacity, limit.tokens, limit.ticks, period
+
+    def replace_edges(self, command: Command, now_us: int) -> bool:
+        """Replace the edges of calendars by those around the time of the store; False if there are none."""
+        if self._clock is None:
+            self._store_ahead_us = now_us - time.time_ns() // 1000
+        args = [arg.calendar.edges(now_us) if type(arg) is EdgeText else arg for arg in command.args]
+        has_changed = args != command.args
+        command.args = args
+        return has_changed
+
+    def _edges_now_us(self) -> int:
+        if self._clock is not None:
+            return self._clock.now_us()
+        return time.time_ns() // 1000 + self._store_ahead_us
 
     def encode(self, calls: Sequence[Call]) -> list[Command]:
         """The commands for one server: one script run for all checks, and one command for each other call."""
@@ -176,44 +199,53 @@ class CommandEncoder:
 
         All but the keys depends on limits and cost only, and is cached.
         """
-        if type(call) is not Check or call[2] is not None or self._clock is not None:
+        if type(call) is not Check or call[2] is not None or not self._sends_alone:
             return None
         keys, cost, _ = call
         if len(keys) == 1:
-            shape: tuple[Any, ...] = (cost, id(keys[0][0]))
+            limit = keys[0][0]
+            shape: tuple[Any, ...] = (cost, id(limit))
+            if limit.calendar is not None:
+                shape += (limit.calendar.edges(self._edges_now_us()),)
             names = b"$%d\r\n%b\r\n" % (len(name := self.name(keys[0]).encode()), name)
         else:
-            shape = (cost, *[id(key[0]) for key in keys])
+            shape = (cost, *[id(key[0]) if key[0].calendar is None else self.describe(key[0]) for key in keys])
             names = b"".join([b"$%d\r\n%b\r\n" % (len(name := self.name(key).encode()), name) for key in keys])
         packed = self._packed.get(shape)
         if packed is None:
             packed = self._pack_around(call, shape, names)
+            if packed is None:
+                return None
         return packed[1] + names + packed[2]
 
-    def _pack_around(self, check: Check, shape: tuple[Any, ...], names: bytes) -> tuple[Any, bytes, bytes]:
-        """The parts before and after the keys of a packed check."""
-        if len(self._packed) >= MAX_PACKED:
-            self._packed.clear()
-        head, tail = self.encode_checks([check]).pack().split(names, 1)
+    def _pack_around(self, check: Check, shape: tuple[Any, ...], names: bytes) -> tuple[Any, bytes, bytes] | None:
+        """The parts before and after the keys of a packed check; None if a canary has started meanwhile."""
+        cache = self._packed
+        if len(cache) >= MAX_PACKED:
+            cache.clear()
+        command = self.encode_checks([check])
+        if command.script is None or command.script.observer is not None:
+            return None
+        head, tail = command.pack().split(names, 1)
         # References the limits, so that their ids are not reused.
-        packed = self._packed[shape] = [key.limit for key in check.keys], head, tail
+        packed = cache[shape] = [key.limit for key in check.keys], head, tail
         return packed
 
     def encode_one(self, check: Check) -> Command:
-        """A single check of one limit."""
         (key,), _, lease = check
         limit = key.limit
-        args = [*_describe(limit)]
+        args = [*self.describe(limit)]
         # The defaults of the script: cost 1, the clock of the server, and no lease.
         if check.cost != 1 or self._clock is not None or lease is not None:
             args += min(check.costs[0], limit.capacity + 1), self.now(), lease or ""
-        return Command(script("check_one", (limit.algorithm,), self._margin), Keys.of(self.name(key)), args, [check])
+        its = self._script("check_one", (limit.counter_algorithm,), self._margin)
+        return Command(its, Keys.of(self.name(key)), args, [check])
 
     def encode_checks(self, checks: list[Check]) -> Command:
         """One script run for all checks. Consecutive checks of the same limits and cost are described once."""
         if len(checks) == 1 and len(checks[0].keys) == 1:
             return self.encode_one(checks[0])
-        shapes = _Shapes()
+        shapes = _Shapes(self.describe)
         limits = tuple([key.limit for key in checks[0].keys])
         uniform = checks, limits, self._heads(limits)
         packed = pack_keys(*uniform)
@@ -227,17 +259,17 @@ class CommandEncoder:
         args = [self.now(), "meeting" if has_duplicates else "", len(shapes.indices), *shapes.limits, *shapes.groups]
         algorithms = tuple(sorted(shapes.algorithms))
         its = Keys(number, keys, self.name(checks[0].keys[0]))
-        return Command(script("check_batch", algorithms, self._margin), its, args, checks)
+        return Command(self._script("check_batch", algorithms, self._margin), its, args, checks)
 
     def encode_idempotent(self, check: IdempotentCheck, validity_us: int) -> Command:
         """A single check with an id, whose records are valid for that time."""
         keys, _, id = check
         names = [self.name(key) for key in keys]
         records = [self.record_name(key, id or "") for key in keys if key.limit.algorithm != "concurrency"]
-        shapes = _Shapes()
+        shapes = _Shapes(self.describe)
         shapes.add(check, [key.limit for key in keys])
         args = [self.now(), "", len(shapes.indices), *shapes.limits, *shapes.groups, validity_us]
-        its = script("check_idempotent", tuple(sorted(shapes.algorithms)), self._margin)
+        its = self._script("check_idempotent", tuple(sorted(shapes.algorithms)), self._margin)
         return Command(its, Keys.of(*names, *records), args, [check])
 
     def _encode_shapes(self, checks: Sequence[Check], shapes: _Shapes) -> list[str]:
@@ -267,10 +299,11 @@ class CommandEncoder:
         return keys
 
     def _heads(self, limits: Sequence[Limit]) -> tuple[str, ...]:
-        """The prefixes of the stored keys of limits."""
         return tuple([f"{self._prefix}{limit.space}:" for limit in limits])
 
-    def encode_other(self, call: IdempotentCheck | Refund | Renew | Leave | Reset | Undo) -> Command:
+    def encode_other(
+        self, call: IdempotentCheck | Refund | Renew | Leave | Reset | Deposit | TakeBack | Overdraw | Undo
+    ) -> Command:
         if isinstance(call, IdempotentCheck):
             return self.encode_idempotent(call, id_validity_us(call.keys))
         if isinstance(call, Reset):
@@ -278,49 +311,58 @@ class CommandEncoder:
             return Command(self.own_script("reset"), Keys.of(*names), [self.channel, *subjects], [call])
         limit = call.key.limit
         name = self.name(call.key)
-        keys = Keys.of(name)
-        head = [*_describe(limit), self.now()]
+        head = [*self.describe(limit), self.now()]
         if isinstance(call, Renew | Leave):
             verb = "renew" if isinstance(call, Renew) else "leave"
-            return Command(script("lease", (limit.algorithm,), self._margin), keys, [*head, verb, call.id], [call])
-        # Denials of leases are not cached, so their end is not published.
-        message = ("", "") if limit.algorithm == "concurrency" else (self.channel, _subject(call.key))
-        if isinstance(call, Undo):
-            args = [*head, call.check.cost, call.at_us, 0, call.check.id or "", "undo", *message]
-            if isinstance(call.check, IdempotentCheck):
-                keys = Keys.of(name, self.record_name(call.key, call.check.id or ""))
-            return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
-        if call.id is not None:
+            its = self._script("lease", (limit.counter_algorithm,), self._margin)
+            return Command(its, Keys.of(name), [*head, verb, call.id], [call])
+        if isinstance(call, Overdraw):
             keys = Keys.of(name, self.record_name(call.key, call.id))
-        # Capped where integers are exact in Lua, which is more than any key can owe.
-        unit = limit.ticks if ALGORITHMS[limit.algorithm].SHAPES_BURST else 2
-        amount = min(call.amount, (EXACT - 1) // unit)
-        charged_us = "" if call.at_us is None else call.at_us
-        undo = "undo" if isinstance(call, Withdraw) else ""
-        args = [*head, amount, charged_us, refund_memory_us(call.key), "", undo, *message]
-        return Command(script("refund", (limit.algorithm,), self._margin), keys, args, [call])
+            args = [*head, min(call.amount, limit.capacity), id_validity_us((call.key,))]
+            return Command(self._script("overdraw", (limit.counter_algorithm,), self._margin), keys, args, [call])
+        if isinstance(call, Deposit | TakeBack):
+            its = self._script("deposit", (limit.counter_algorithm,), self._margin)
+            if isinstance(call, TakeBack):
+                args = [*head, min(call.amount, EXACT - 1), min(call.within_us, limit.period_us)]
+                return Command(its, Keys.of(name), args, [call])
+            keys = Keys.of(name, self.record_name(call.key, call.id))
+            since: Any = "" if call.since_us is None else call.since_us
+            return Command(its, keys, [*head, min(call.tokens, EXACT - 1), min(call.ttl_us, EXACT - 1), since], [call])
+        # Denials of leases are not cached, so their end is not published.
+        message = ("", "") if limit.algorithm in ("concurrency", "pool") else (self.channel, _subject(call.key))
+        if isinstance(call, Undo):
+            id = call.check.id if isinstance(call.check, IdempotentCheck) else None
+            what = [call.check.cost, call.at_us, 0, call.check.id or "", "undo"]
+        else:
+            id = call.id
+            # Capped where integers are exact in Lua, which is more than any key can owe.
+            amount = min(call.amount, (EXACT - 1) // (limit.ticks if limit.implementation.SHAPES_BURST else 2))
+            charged_us = "" if call.at_us is None else call.at_us
+            what = [amount, charged_us, refund_memory_us(call.key), "", "undo" if isinstance(call, Withdraw) else ""]
+        keys = Keys.of(name) if id is None else Keys.of(name, self.record_name(call.key, id))
+        return Command(
+            self._script("refund", (limit.counter_algorithm,), self._margin), keys, [*head, *what, *message], [call]
+        )
 
 
+@dataclass(slots=True)
 class _Shapes:
     """The description of checks for the script: their limits, each once, and runs of checks of one shape."""
 
-    __slots__ = ("_size_at", "algorithms", "groups", "indices", "limits")
-
-    def __init__(self) -> None:
-        self.indices: dict[int, int] = {}
-        self.limits: list[Any] = []
-        self.groups: list[Any] = []
-        self.algorithms: set[str] = set()
-        self._size_at = -1
+    describe: Callable[[Limit], tuple[Any, ...]]
+    indices: dict[int, int] = field(default_factory=dict)
+    limits: list[Any] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)
+    algorithms: set[str] = field(default_factory=set)
+    _size_at: int = -1
 
     def add(self, check: Check, limits: Sequence[Limit], size: int = 1) -> None:
-        """Add that many checks like this one."""
         indices = self.indices
         for limit in limits:
             if id(limit) not in indices:
                 indices[id(limit)] = len(indices) + 1
-                self.limits += (limit.algorithm, *_describe(limit))
-                self.algorithms.add(limit.algorithm)
+                self.limits += (limit.counter_algorithm, *self.describe(limit))
+                self.algorithms.add(limit.counter_algorithm)
         self._size_at = len(self.groups)
         self.groups += (size, check.id or "", len(limits))
         for limit, each in zip(limits, check.costs, strict=True):
@@ -328,7 +370,6 @@ class _Shapes:
             self.groups += (indices[id(limit)], min(each, limit.capacity + 1))
 
     def repeat(self) -> None:
-        """Add one more check like the last one."""
         self.groups[self._size_at] += 1
 
 
@@ -358,10 +399,6 @@ def _packed(args: Sequence[Any]) -> bytes:
     """Arguments of a command, without the header that tells their number."""
     packed: bytes = pack_command((*args,))
     return packed[packed.index(b"\n") + 1 :]
-
-
-def _describe(limit: Limit) -> tuple[Any, ...]:
-    return limit.capacity, limit.tokens, limit.ticks, limit.period_us
 
 
 def _subject(key: Key) -> bytes:

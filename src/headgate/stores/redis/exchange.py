@@ -8,30 +8,38 @@ trip, with a deadline, and reports the health of the servers. Drivers only conne
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from hiredis import ReplyError
 
-from headgate.stores.operations import Check, Reset
+from headgate.stores.operations import Call, Check, Reset
 from headgate.stores.redis.batch_protocol import is_undo, refusal
 from headgate.stores.redis.decoding import UnexpectedReply, accept, decode_alone, unexpected
-from headgate.stores.redis.topology import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from headgate.errors import StoreError
-    from headgate.stores.operations import Call
     from headgate.stores.redis.breaker import CircuitBreakers
     from headgate.stores.redis.encoding import Command, CommandEncoder, Node
     from headgate.stores.redis.topology import Topology
 
-__all__ = ["FIRST_CONNECTION_S", "MAX_BATCH", "MIN_REPLY_S", "Exchange", "Lanes", "LoneCheck", "ServerRequest"]
+__all__ = [
+    "FIRST_CONNECTION_S",
+    "MAX_BATCH",
+    "MIN_BUDGET_SHARE",
+    "MIN_REPLY_S",
+    "Exchange",
+    "Lanes",
+    "LoneCheck",
+    "ServerRequest",
+]
 
 MAX_BATCH: Final = 256
 """Calls sent together."""
 MAX_LANES: Final = 1_000
-"""Sets of servers with a lane of their own, in a cluster."""
+"""Sets of servers with a lane of their own."""
 FIRST_CONNECTION_S: Final = 0.5
 """Time beyond the budget that the first calls of a process may wait for a connection."""
 MIN_REPLY_S: Final = 0.002
@@ -72,7 +80,6 @@ class ServerRequest:
         return not self._missing
 
     def finish(self) -> None:
-        """Complete the request, whose replies have all been taken."""
         self._exchange.report_health(self.node, self._commands)
         self._exchange.end_request()
 
@@ -81,21 +88,21 @@ class ServerRequest:
         for command in self._commands if isinstance(error, UnexpectedReply) else self._missing:
             if command is not None:
                 command.reply = error
+                if command.script is not None and command.script.observer is not None:
+                    command.script.observer.fail(error)
         self._exchange.has_failed = True
         self._exchange.end_request()
 
 
+@dataclass(slots=True, eq=False)
 class LoneCheck:
     """A check that goes alone to the only server, which needs neither a batch nor a Command."""
 
-    __slots__ = ("answer", "call", "deadline", "packed")
-
-    def __init__(self, call: Call, packed: bytes) -> None:
-        self.call = call
-        self.packed = packed
-        self.deadline = 0.0
-        self.answer: Any = None
-        """The decision; None after an error of the server, which has done nothing: retry the check as a batch."""
+    call: Call
+    packed: bytes
+    deadline: float = 0.0
+    answer: Any = None
+    """The decision; None after an error of the server, which has done nothing: retry the check as a batch."""
 
     def pack(self) -> bytes:
         return self.packed
@@ -108,43 +115,31 @@ class LoneCheck:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
     """Runs the rounds of a batch: call `next_round`, then `finish` or `fail` each of its requests, until none are left.
 
     `end` is when the batch must be answered; without it, each round has the whole budget.
     """
 
-    __slots__ = (
-        "_breakers", "_budget_s", "_pending", "_rounds", "answers", "deadline", "end", "has_failed", "on_round_done",
-        "round_trips",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        rounds: Generator[list[Command], None, Any],
-        budget_s: float,
-        *,
-        end: float = math.inf,
-        breakers: CircuitBreakers | None = None,
-    ) -> None:
-        self.answers: Any = None
-        """Once there are no more rounds: the answers to the calls, in their order, with StoreErrors among them."""
-        self.deadline = 0.0
-        """When the current round must be over."""
-        self.has_failed = False
-        """True if a request of the last round failed."""
-        self.round_trips = 0
-        self.on_round_done: Callable[[], None] | None = None
-        self.end = end
-        self._rounds = rounds
-        self._budget_s = budget_s
-        self._breakers = breakers
-        self._pending = 0
+    rounds: Generator[list[Command], None, Any]
+    budget_s: float
+    end: float = math.inf
+    breakers: CircuitBreakers | None = None
+    answers: Any = None
+    """Once there are no more rounds: the answers to the calls, in their order, with StoreErrors among them."""
+    deadline: float = 0.0
+    """When the current round must be over."""
+    has_failed: bool = False
+    """True if a request of the last round failed."""
+    round_trips: int = 0
+    on_round_done: Callable[[], None] | None = None
+    _pending: int = 0
 
     def next_round(self, now: float) -> list[ServerRequest]:
         """The requests of the next round trip, to be sent at the same time; empty when there are `answers`."""
         try:
-            commands = self._rounds.send(None)
+            commands = self.rounds.send(None)
         except StopIteration as stop:
             self.answers = stop.value
             return []
@@ -161,19 +156,18 @@ class Exchange:
     def extend_deadline(self, now: float, *, is_first_connection: bool) -> float:
         """Allow for the time that connecting to other servers took; returns the new deadline."""
         is_whole = is_first_connection or self.end == math.inf
-        self.deadline = max(self.deadline, now + (self._budget_s if is_whole else min(MIN_REPLY_S, self._budget_s)))
+        self.deadline = max(self.deadline, now + (self.budget_s if is_whole else min(MIN_REPLY_S, self.budget_s)))
         return self.deadline
 
     def report_health(self, node: Node | None, commands: list[Command]) -> None:
         """Tell the breaker of a server that it replied, or refused to serve."""
-        if self._breakers is None:
+        if self.breakers is None:
             return
         for command in commands:
-            refused = refusal(command.reply)
-            if refused is not None:
-                self._breakers.fail(node, refused)
+            if (refused := refusal(command.reply)) is not None:
+                self.breakers.fail(node, refused)
                 return
-        self._breakers.succeed(node)
+        self.breakers.succeed(node)
 
     def end_request(self) -> None:
         self._pending -= 1
@@ -182,20 +176,14 @@ class Exchange:
 
     def _round_deadline(self, commands: list[Command], now: float) -> float:
         if self.end == math.inf:
-            return now + self._budget_s
+            return now + self.budget_s
         if is_undo(commands):
             # The servers that charged do reply, so they get time however much the others have used up.
-            return now + min(self._budget_s, max(UNDO_S, self._budget_s * UNDO_BUDGET_SHARE))
+            return now + min(self.budget_s, max(UNDO_S, self.budget_s * UNDO_BUDGET_SHARE))
         if commands[0].script is None and self.end > now:
             # Discovery: leaves time to ask another server if this one does not reply.
             return now + (self.end - now) / 2
-        return self.end if self.has_failed else max(self.end, now + min(MIN_REPLY_S, self._budget_s))
-
-
-def batch_deadline(arrived: float, now: float, budget_s: float, *, after_failure: bool) -> float:
-    """When a batch must be answered whose oldest call arrived at `arrived`: the budget includes time spent waiting."""
-    minimum_s = min(MIN_REPLY_S, budget_s) if after_failure else budget_s * MIN_BUDGET_SHARE
-    return max(arrived + budget_s, now + minimum_s)
+        return self.end if self.has_failed else max(self.end, now + min(MIN_REPLY_S, self.budget_s))
 
 
 class Lanes(Generic[LaneT]):
@@ -214,7 +202,7 @@ class Lanes(Generic[LaneT]):
 
     def find(self, call: Call) -> LaneT:
         """The lane of the servers that a call needs, as far as they are known."""
-        if not isinstance(self._topology, Cluster):
+        if not self._topology.has_shards:
             return self.default
         keys = call.keys if isinstance(call, Check | Reset) else (call.key,)
         servers = self._topology.servers_of([self._encoder.name(key) for key in keys])

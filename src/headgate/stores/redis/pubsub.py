@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import random
-import selectors
+import re
 import socket
-import ssl
 import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -22,17 +21,17 @@ from typing import TYPE_CHECKING, Any, Final
 from hiredis import ReplyError
 
 from headgate._fork import reinit_after_fork
+from headgate._interrupts import InterruptSafeEvent
 from headgate.errors import StoreError, StoreUnavailable
 from headgate.stores.redis.background_client import REPLY_TIMEOUT_S, BackgroundClient, read_block
 from headgate.stores.redis.batch_protocol import NotSent
 from headgate.stores.redis.connection_pool import CONNECT_TIMEOUT_S, PendingConnection
-from headgate.stores.redis.encoding import NO_KEYS, Command
+from headgate.stores.redis.encoding import NO_KEYS, Command, CommandEncoder, Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from headgate.stores.redis.connection_factory import ConnectionFactory
-    from headgate.stores.redis.encoding import CommandEncoder, Node
 
 __all__ = ["Subscriber"]
 
@@ -89,85 +88,82 @@ class Subscriber:
         self.factory = factory
         self.encoder = encoder
         self.ignored = 0
-        """Messages that were malformed or too long."""
         self._on_blocks_changed = on_blocks_changed
         self._on_forget = on_forget
         self._on_connect = on_connect
         self._on_lost = on_lost
         self._node: Node | None = None
         """The server chosen last."""
-        self._is_stopped = False
-        self._stop_signal: socket.socket | None = None
         self._pending = _Pending()
         self._ignored_before = 0
         self._warn_at = 0.0
+        self.reset_after_fork()
         reinit_after_fork(self)
-
-    def listen(self) -> None:
-        """Receive messages until `stop` is called, reconnecting as often as needed."""
-        stop_reader, stop_signal = socket.socketpair()
-        with stop_reader, stop_signal, suppress(_Stopped):
-            self._stop_signal = stop_signal
-            pause_s, was_connected = MIN_RECONNECT_S, True
-            while True:
-                started = time.monotonic()
-                try:
-                    with closing(self._open(stop_reader)) as connection:
-                        connection.subscribe(self.encoder.channel)
-                        self._pending = _Pending()
-                        self._call(self._on_connect)
-                        was_connected = True
-                        for message in connection.messages(self._is_current, self._pending.due):
-                            if message is not None and not self._pending.add(message):
-                                self._ignore()
-                            self._apply()
-                except Exception as error:
-                    reason = error if isinstance(error, StoreError) else StoreUnavailable(f"it failed: {error}")
-                    if reason is not error:
-                        logger.exception("subscription to %s failed; reconnecting", self.encoder.channel)
-                    if was_connected:
-                        with suppress(StoreError):
-                            self._call(self._on_lost, reason)
-                    was_connected = False
-                lasted_s = time.monotonic() - started
-                pause_s = MIN_RECONNECT_S if lasted_s > MAX_RECONNECT_S else min(pause_s * 2, MAX_RECONNECT_S)
-                stop_reader.settimeout(pause_s * _random.uniform(0.5, 1.0))
-                with suppress(TimeoutError):
-                    stop_reader.recv(1)
-                if self._is_stopped:
-                    return
-
-    def stop(self) -> None:
-        """Make `listen` return: immediately, or after the callback that it is in."""
-        self._is_stopped = True
-        if self._stop_signal is not None:
-            with suppress(OSError):  # it has returned already
-                self._stop_signal.send(b"!")
 
     def reset_after_fork(self) -> None:
         """Start afresh: a child has no such thread, and must not stop that of its parent."""
-        self._is_stopped, self._stop_signal = False, None
+        self._stopped = InterruptSafeEvent()
+        self._socket: socket.socket | None = None
 
-    def _open(self, stop_reader: socket.socket) -> _SubscriberConnection:
+    def listen(self) -> None:
+        """Receive messages until `stop` is called, reconnecting as often as needed."""
+        pause_s, was_connected = MIN_RECONNECT_S, True
+        while not self._stopped.is_set():
+            started = time.monotonic()
+            try:
+                with closing(self._open()) as connection:
+                    connection.subscribe(self.encoder.channel)
+                    self._pending = _Pending()
+                    self._call(self._on_connect)
+                    was_connected = True
+                    for message in connection.messages(self._is_current, self._pending.due):
+                        if message is not None and not self._pending.add(message):
+                            self._ignore()
+                        self._apply()
+            except Exception as error:
+                if self._stopped.is_set():
+                    return
+                reason = error if isinstance(error, StoreError) else StoreUnavailable(f"it failed: {error}")
+                if reason is not error:
+                    logger.exception("subscription to %s failed; reconnecting", self.encoder.channel)
+                if was_connected:
+                    with suppress(StoreError):
+                        self._call(self._on_lost, reason)
+                was_connected = False
+            lasted_s = time.monotonic() - started
+            pause_s = MIN_RECONNECT_S if lasted_s > MAX_RECONNECT_S else min(pause_s * 2, MAX_RECONNECT_S)
+            self._stopped.wait(pause_s * _random.uniform(0.5, 1.0))
+
+    def stop(self) -> None:
+        """Make `listen` return: immediately, or after the callback that it is in."""
+        self._stopped.set()
+        if self._socket is not None:
+            with suppress(OSError):  # closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _open(self) -> _SubscriberConnection:
         """A connection to one of the servers, opened in another thread so that `stop` need not wait for it."""
         chosen: list[Node | None] = []
         pending = PendingConnection(lambda: self._new_connection(chosen))
         try:
             deadline = time.monotonic() + REPLY_TIMEOUT_S
             while True:
-                if self._is_stopped:
-                    raise _Stopped
                 try:
-                    return _SubscriberConnection(pending.wait(STOP_CHECK_INTERVAL_S), stop_reader)
+                    connection = _SubscriberConnection(pending.wait(STOP_CHECK_INTERVAL_S))
+                    break
                 except NotSent:
-                    if pending.is_done or time.monotonic() > deadline:
+                    if pending.is_done or time.monotonic() > deadline or self._stopped.is_set():
                         raise
+            self._socket = connection.socket
+            if self._stopped.is_set():  # before it could be shut down
+                raise NotSent("the subscriber was stopped")
         except BaseException:
             pending.abandon()
             raise
         finally:
             if chosen:
                 (self._node,) = chosen
+        return connection
 
     def _new_connection(self, chosen: list[Node | None]) -> Any:
         try:
@@ -188,13 +184,15 @@ class Subscriber:
 
     def _apply(self) -> None:
         """Act on pending messages as far as the rate limits allow."""
-        now = time.monotonic()
-        for space, identity in self._pending.take_forgotten(now):
+        now, pending = time.monotonic(), self._pending
+        for space, identity in pending.take_forgotten(now):
             self._call(self._on_forget, space, identity)
-        if self._pending.take_all(now):
+        if pending.all_changed and now >= pending.read_all_at:
+            pending.all_changed = False
             self._call(self._on_blocks_changed, None)
-            self._pending.note_read_all(now, time.monotonic())
-        elif identities := self._pending.take_blocks(now):
+            ended = time.monotonic()
+            pending.read_all_at = max(now + READ_ALL_INTERVAL_S, ended + (ended - now) / READ_ALL_MAX_SHARE)
+        elif identities := pending.take_blocks(now):
             self._call(self._on_blocks_changed, identities)
 
     def _ignore(self) -> None:
@@ -220,26 +218,27 @@ class _Pending:
     """Coalesces messages: each counter and each block is there once, however often it was named."""
 
     def __init__(self) -> None:
+        self.all_changed = False
+        """True if all blocks have to be read again, and not only those that were named."""
+        self.read_all_at = 0.0
         self._forgotten: dict[tuple[str, str], None] = {}
         self._blocks: dict[tuple[str, str], None] = {}
-        self._all = False
-        self._forget_at = self._read_at = self._read_all_at = 0.0
+        self._forget_at = self._read_at = 0.0
 
     def add(self, message: bytes) -> bool:
         """Add a message; False if it is malformed."""
         if len(message) > MAX_MESSAGE_BYTES:
             return False
         verb, _, rest = message.partition(b" ")
-        if verb == b"block" and not rest:
-            self._add_all()
-            return True
         if verb == b"block":
             block = read_block(rest)
-            if block is None:
+            if block is not None:
+                self._blocks[block.kind, block.value] = None
+            elif rest:
                 return False
-            self._blocks[block.kind, block.value] = None
-            if len(self._blocks) > MAX_PENDING:
-                self._add_all()
+            if block is None or len(self._blocks) > MAX_PENDING:
+                self.all_changed = True
+                self._blocks.clear()
             return True
         if verb == b"forget" and rest.count(b":") >= 2:
             try:
@@ -257,7 +256,7 @@ class _Pending:
         """The next instant, on the monotonic clock, at which something is to be done."""
         dues = [self._forget_at] if self._forgotten else []
         dues += [self._read_at] if self._blocks else []
-        dues += [self._read_all_at] if self._all else []
+        dues += [self.read_all_at] if self.all_changed else []
         return min(dues, default=None)
 
     def take_forgotten(self, now: float) -> list[tuple[str, str]]:
@@ -276,32 +275,18 @@ class _Pending:
         self._read_at = now + READ_INTERVAL_S
         return taken
 
-    def take_all(self, now: float) -> bool:
-        if not self._all or now < self._read_all_at:
-            return False
-        self._all = False
-        self._blocks.clear()
-        return True
-
-    def note_read_all(self, started: float, ended: float) -> None:
-        self._read_all_at = max(started + READ_ALL_INTERVAL_S, ended + (ended - started) / READ_ALL_MAX_SHARE)
-
-    def _add_all(self) -> None:
-        self._all = True
-        self._blocks.clear()
-
 
 OVERSIZED: Final = b"\xff"
 """Stands for a message that was too long to be received; no message is spelled like that."""
 _INCOMPLETE: Final = object()
+_HEADER: Final = re.compile(rb"([*>$+:_-])([^\r\n]{0,4096})\r\n")
+_MAX_HEADER_BYTES: Final = 4_099
+_MAX_LENGTHS: Final = {b"*": 8, b">": 8, b"$": 2**32}
+"""The items that an array, and the bytes that a text may announce."""
 
 
 class _MessageReader:
     """Incremental RESP parser for a subscribed connection; stores at most MAX_MESSAGE_BYTES of any message."""
-
-    MAX_LINE_BYTES: Final = 4_096
-    MAX_ITEMS: Final = 8
-    MAX_SKIPPED_BYTES: Final = 2**32
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -311,12 +296,10 @@ class _MessageReader:
     def feed(self, data: bytes) -> None:
         skipped = min(self._skipped, len(data))
         self._skipped -= skipped
-        self._buffer += data[skipped:] if skipped else data
+        self._buffer += data[skipped:]
 
     def get(self) -> Any:
         """The next reply, OVERSIZED in place of one that is too long, or _INCOMPLETE."""
-        if not self._buffer:
-            return _INCOMPLETE
         reply, end = self._parse(0)
         if reply is not _INCOMPLETE:
             self._skipped = max(0, end - len(self._buffer))
@@ -325,26 +308,22 @@ class _MessageReader:
 
     def _parse(self, start: int) -> tuple[Any, int]:
         """A reply and where it ends, which may be beyond what was received of an oversized one."""
-        line_end = self._buffer.find(b"\r\n", start, start + self.MAX_LINE_BYTES)
-        if line_end < 0:
-            if len(self._buffer) - start >= self.MAX_LINE_BYTES:
+        header = _HEADER.match(self._buffer, start)
+        if header is None:
+            if len(self._buffer) - start >= _MAX_HEADER_BYTES:
                 raise StoreUnavailable("Redis sent an invalid reply")
             return _INCOMPLETE, 0
-        kind, line = bytes(self._buffer[start : start + 1]), bytes(self._buffer[start + 1 : line_end])
-        end = line_end + 2
-        if kind in (b"*", b">"):
-            return self._parse_items(_parse_length(line, self.MAX_ITEMS), end)
-        if kind == b"$":
-            return self._parse_text(_parse_length(line, self.MAX_SKIPPED_BYTES), end)
+        kind, line, end = header[1], header[2], header.end()
         if kind == b"-":
             return ReplyError(line.decode("utf-8", "replace")), end
-        if kind in (b"+", b":", b"_"):
+        if kind not in _MAX_LENGTHS:
             return line, end
-        raise StoreUnavailable("Redis sent an invalid reply")
-
-    def _parse_items(self, count: int, end: int) -> tuple[Any, int]:
+        if not re.fullmatch(rb"-?[0-9]{1,11}", line) or int(line) > _MAX_LENGTHS[kind]:
+            raise StoreUnavailable("Redis sent an invalid reply")
+        if kind == b"$":
+            return self._parse_text(int(line), end)
         items = []
-        for _ in range(count):
+        for _ in range(int(line)):
             item, end = self._parse(end)
             if item is _INCOMPLETE or item is OVERSIZED:
                 return item, end
@@ -362,28 +341,13 @@ class _MessageReader:
         return bytes(self._buffer[start : end - 2]), end
 
 
-def _parse_length(line: bytes, maximum: int) -> int:
-    if not line.removeprefix(b"-").isdigit() or len(line) > 12 or int(line) > maximum:
-        raise StoreUnavailable("Redis sent an invalid reply")
-    return int(line)
-
-
-class _Stopped(BaseException):
-    """Raised in `listen` after `stop`."""
-
-
 class _SubscriberConnection:
-    """A connection that receives messages until it is closed, or `stop_reader` is readable."""
+    """A connection that receives messages until it is closed, or its socket is shut down."""
 
-    def __init__(self, connection: Any, stop_reader: socket.socket) -> None:
-        self._connection = connection
-        self._socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
-        self._socket.settimeout(STOP_CHECK_INTERVAL_S)
+    def __init__(self, connection: Any) -> None:
+        self.socket: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public way to its socket
+        self.close = connection.disconnect
         self._reader = _MessageReader()
-        self._stop_reader = stop_reader
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        self._selector.register(stop_reader, selectors.EVENT_READ)
 
     def subscribe(self, channel: str) -> None:
         self._send(Command(None, NO_KEYS, ("SUBSCRIBE", channel)).pack())
@@ -415,23 +379,14 @@ class _SubscriberConnection:
                 self._send(_PING)
                 ping_at = now + PING_INTERVAL_S
 
-    def close(self) -> None:
-        self._selector.close()
-        self._connection.disconnect()
-
     def _next_reply(self, deadline: float) -> Any:
         """The next reply, or None after the deadline."""
         while (reply := self._reader.get()) is _INCOMPLETE:
-            timeout_s = 0.0 if self._has_tls_pending() else max(0.0, deadline - time.monotonic())
-            ready = [key.fileobj for key, _ in self._selector.select(timeout_s)]
-            if self._stop_reader in ready:
-                raise _Stopped
-            if not ready and not self._has_tls_pending():
-                return None
             try:
-                data = self._socket.recv(65536)
+                self.socket.settimeout(max(deadline - time.monotonic(), 0.000_001))
+                data = self.socket.recv(65536)
             except TimeoutError:
-                continue  # only a part of a TLS record has arrived
+                return None
             except OSError as error:
                 raise StoreUnavailable(f"the connection to Redis broke: {error}") from error
             if not data:
@@ -441,12 +396,9 @@ class _SubscriberConnection:
             raise StoreUnavailable(f"the store answered: {reply}")
         return reply
 
-    def _has_tls_pending(self) -> bool:
-        """True if TLS has received data that the selector does not see."""
-        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
-
     def _send(self, packed: bytes) -> None:
         try:
-            self._socket.sendall(packed)
+            self.socket.settimeout(STOP_CHECK_INTERVAL_S)
+            self.socket.sendall(packed)
         except OSError as error:
             raise StoreUnavailable(f"the connection to Redis broke: {error}") from error

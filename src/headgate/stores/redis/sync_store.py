@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,19 +83,20 @@ class RedisStore(RedisStoreBase):
 
     def warm(self, *, wait: float = 0) -> None:
         """Start to connect, and wait that many seconds for it: the first call needs a connection within its budget."""
-        if self.only_breaker is not None:
-            self._pool.preconnect(None, wait_s=wait)
+        nodes, end = self.nodes(), time.monotonic() + wait
+        for node in nodes:
+            self._pool.preconnect(node, wait_s=0)
+        for node in nodes if wait else ():
+            self._pool.preconnect(node, wait_s=max(end - time.monotonic(), 0.0))
 
     def preconnect(self, node: Node | None, *, wait: float) -> None:
         """Connect to a recovered server before requests are sent there; called from another thread, which waits."""
         self._pool.preconnect(node, wait_s=wait)
 
     def drop_preconnected(self, node: Node | None) -> None:
-        """Close a connection that was opened by `preconnect`."""
         self._pool.drop_preconnected(node)
 
     def set_budget(self, budget: float) -> None:
-        """Change the number of seconds that a call may take."""
         self.budget = self._pool.budget_s = budget
 
     def close(self) -> None:
@@ -109,7 +111,6 @@ class RedisStore(RedisStoreBase):
         self._start(is_forked=True)
 
     def _lead_first(self, lane: ThreadLane, waiter: Waiter) -> Any:
-        """The answer to a call that found no leader."""
         answer = self._run_lone(lane, waiter)
         if answer is None:
             return self._lead(lane, waiter, lane.take(waiter) or NO_BATCH)
@@ -249,7 +250,6 @@ class Waiter(ConnectionUser):
         """When the exchange that this thread leads must be over."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait to be woken; False after the timeout."""
         return self.lock.acquire(timeout=timeout_s)
 
     def finish(self, answer: Any, *, needs_wake: bool) -> None:
@@ -260,17 +260,16 @@ class Waiter(ConnectionUser):
             wake(self.lock)
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """Calls that wait for the same leader."""
 
-    __slots__ = ("taker", "waiters")
-
-    def __init__(self) -> None:
-        self.waiters: list[Waiter] = []
-        self.taker: Waiter | None = None
-        """The leader that carries them out; calls that arrive later join the next batch."""
+    waiters: list[Waiter] = field(default_factory=list)
+    taker: Waiter | None = None
+    """The leader that carries them out; calls that arrive later join the next batch."""
 
 
+@dataclass(slots=True, eq=False)
 class ThreadLane:
     """A queue of calls to the same servers, without locks.
 
@@ -278,14 +277,10 @@ class ThreadLane:
     below without a call between them are one step.
     """
 
-    __slots__ = ("has_failed", "leader", "next")
-
-    def __init__(self) -> None:
-        self.leader: dict[int, Waiter] = {}
-        """The waiter of the leading thread, if any: `setdefault` finds or sets it in one step."""
-        self.next = Batch()
-        self.has_failed = False
-        """True if the last exchange did."""
+    leader: dict[int, Waiter] = field(default_factory=dict)
+    """The waiter of the leading thread, if any: `setdefault` finds or sets it in one step."""
+    next: Batch = field(default_factory=Batch)
+    has_failed: bool = False
 
     def join(self, waiter: Waiter) -> None:
         lock = threading.Lock()

@@ -2,35 +2,43 @@
 
 -- The current time (us): that of the client if given, else that of the server.
 local function current_us(client_us)
-  if client_us ~= '' then
-    return tonumber(client_us)
-  end
+  if client_us ~= '' then return tonumber(client_us) end
   local time = call('TIME')
   return time[1] * 1000000 + time[2]
 end
 
--- Parses a limit from ARGV[first ..]: capacity, tokens, ticks, period (us). States end with its signature, or with the
+-- Parses a limit from ARGV[first ..]: capacity, tokens, ticks, period (us), or for a calendar the longest period (us), the
+-- series and edges. States end with its signature, or with the
 -- period. Long TTLs are multiples of `ttl_step`, a sixteenth of the time that an empty bucket takes to fill; `separator`
 -- marks the states of keys that have one.
 local function parse_limit(first)
   local ARGV = ARGV
-  local capacity, tokens, ticks = ARGV[first], ARGV[first + 1], ARGV[first + 2]
+  local capacity, tokens, ticks, period_text = ARGV[first], ARGV[first + 1], ARGV[first + 2], ARGV[first + 3]
   local signature = tokens .. '/' .. ticks .. '/' .. capacity
   capacity, tokens, ticks = capacity + 0, tokens + 0, ticks + 0 -- faster than tonumber
+  local period, edges, series = tonumber(period_text), nil, nil
+  if not period then
+    edges, period, series = {}, match(period_text, '^(%d+) (%S+)')
+    period = period + 0
+    for edge in gmatch(period_text, ' (%-?%d+)') do
+      edges[#edges + 1] = edge + 0
+    end
+  end
   return {
-    capacity = capacity,
-    tokens = tokens,
-    ticks = ticks,
-    period = ARGV[first + 3] + 0,
-    period_text = ARGV[first + 3],
-    period_suffix = ' ' .. ARGV[first + 3],
-    full = capacity * ticks,
-    ttl_step = ceil_div(capacity * ticks, tokens * 16),
-    separator = ' ',
-    signature = signature,
-    signature_suffix = ' ' .. signature,
-    suffix_at = -1 - #signature,
+    capacity = capacity, tokens = tokens, ticks = ticks, full = capacity * ticks,
+    period = period, period_text = period_text, period_suffix = ' ' .. ARGV[first + 3], edges = edges, series = series,
+    ttl_step = ceil_div(capacity * ticks, tokens * 16), separator = ' ',
+    signature = signature, signature_suffix = ' ' .. signature, suffix_at = -1 - #signature,
   }
+end
+
+-- The error for edges of a calendar that are not those around now, as the clocks of client and server differ by more than
+-- a day: the client then sends others. Nil if they are.
+local function edges_error(limit, now)
+  local edges = limit.edges
+  if edges and (now < edges[1] or edges[#edges] - now <= 2 * limit.period) then
+    return redis.error_reply(format('EDGES %s', format(INT, now)))
+  end
 end
 
 -- The last TTL as text: many requests of a batch have the same.
@@ -45,6 +53,7 @@ local function write(key, state, reset)
   if not state[1] then -- a text: three times as fast as checking its type
     return call('SET', key, state, 'PX', last_ttl)
   end
+  if state.lifetime then return call('SET', key, state[1], 'PX', format(INT, ceil_div(state.lifetime, 1000) + MARGIN_MS)) end
   for _, command in ipairs(state) do
     call(unpack(command))
   end

@@ -1,35 +1,21 @@
--- Idempotency records. Mirrors IdRecord in idempotency.py.
+-- Idempotency records. Mirrors IdRecord in memory.py.
 -- A record is a string in the slot of its counter: "until at cost left holders remaining reset delay", times in us. A
 -- record without holders is that of a refund whose id no check had.
 
 -- The record of that name; nil if there is none or it has expired, false for a foreign value.
 local function read_record(name, now)
   local text = pcall('GET', name)
-  if not text then
-    return nil
-  end
-  if text.err then
-    return false
-  end
+  if not text then return nil end
+  if text.err then return false end
   local fields = {}
   for field in gmatch(text, '%d+') do
     fields[#fields + 1] = tonumber(field)
   end
-  if #fields ~= 8 or not match(text, '^[%d ]+$') then
-    return false
-  end
-  if now >= fields[1] then
-    return nil
-  end
+  if #fields ~= 8 or not match(text, '^[%d ]+$') then return false end
+  if now >= fields[1] then return nil end
   return {
-    until_us = fields[1],
-    at = fields[2],
-    cost = fields[3],
-    left = fields[4],
-    holders = fields[5],
-    remaining = fields[6],
-    reset = fields[7],
-    delay = fields[8],
+    until_us = fields[1], at = fields[2], cost = fields[3], left = fields[4], holders = fields[5],
+    remaining = fields[6], reset = fields[7], delay = fields[8],
   }
 end
 

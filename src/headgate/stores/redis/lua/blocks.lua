@@ -19,9 +19,7 @@ end
 
 -- Deletes a hash in which only the counts are left.
 local function delete_if_empty()
-  if call('HLEN', key) == 1 and call('HGET', key, '%') then
-    call('DEL', key)
-  end
+  if call('HLEN', key) == 1 and call('HGET', key, '%') then call('DEL', key) end
 end
 
 -- By page, so that no request waits for the whole list.
@@ -56,9 +54,7 @@ local function change(channel, identity, block)
   local before, counts = call('HGET', key, identity), call('HGET', key, '%') or '0 0'
   local endless, last = match(counts, '^(%d+) (%d+)$')
   endless, last = tonumber(endless), tonumber(last)
-  if before and not ends_at(before) then
-    endless = math.max(0, endless - 1)
-  end
+  if before and not ends_at(before) then endless = math.max(0, endless - 1) end
   if block then
     call('HSET', key, identity, block)
     endless, last = endless + (ends_at(block) and 0 or 1), math.max(last, ends_at(block) or 0)

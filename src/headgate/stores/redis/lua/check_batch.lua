@@ -10,12 +10,14 @@
 --   request would be allowed again (us).
 
 local MAX_KEYS_AT_ONCE = 3000 -- a call in Lua takes 8,000 values, and MSET two for each key
-local COLLECTIONS = { sliding_log = true, concurrency = true } -- written immediately, unlike strings
+local COLLECTIONS = { calendar_window = true, concurrency = true, sliding_log = true } -- written immediately, unlike strings
 local MIN_BUSY_KEYS = 32
 local KEYS, ARGV = KEYS, ARGV
 local now, limits, position_of_groups, has_collections = current_us(ARGV[1]), {}, 4, false
 for index = 1, tonumber(ARGV[3]) do
   local limit, algorithm = parse_limit(position_of_groups + 1), ARGV[position_of_groups]
+  local unknown = edges_error(limit, now)
+  if unknown then return unknown end
   limit.decide = ALGORITHMS[algorithm]
   limit.is_collection = COLLECTIONS[algorithm]
   limits[index] = limit
@@ -39,13 +41,9 @@ end
 -- True if all keys of the server expire; otherwise one of those below may have been persisted by hand.
 local function all_keys_expire()
   local databases = pcall('INFO', 'keyspace')
-  if databases.err then
-    return false
-  end
+  if databases.err then return false end
   for keys, expiring in gmatch(databases, 'keys=(%d+),expires=(%d+)') do
-    if keys ~= expiring then
-      return false
-    end
+    if keys ~= expiring then return false end
   end
   return true
 end
@@ -74,9 +72,7 @@ end
 
 local function repair(at, limit)
   local key = KEYS[at]
-  if not new_state_at[key] then
-    repair_ttl(key, results[at * 2], limit)
-  end
+  if not new_state_at[key] then repair_ttl(key, results[at * 2], limit) end
 end
 
 -- States of keys whose TTL suffices: in place, which is faster, if the length is the same and SETRANGE is permitted.
@@ -100,9 +96,7 @@ end
 
 local function write_one_by_one()
   for at = 1, #KEYS do
-    if states[at] then
-      write(KEYS[at], states[at], expiry_of(at) - now)
-    end
+    if states[at] then write(KEYS[at], states[at], expiry_of(at) - now) end
   end
 end
 
@@ -116,9 +110,7 @@ local function write_batch()
       written[last] = state
     end
   end
-  if last > MAX_KEYS_AT_ONCE * 2 or (last > 0 and pcall('MSET', unpack(written)).err) then
-    return write_one_by_one()
-  end
+  if last > MAX_KEYS_AT_ONCE * 2 or (last > 0 and pcall('MSET', unpack(written)).err) then return write_one_by_one() end
   -- By the server's clock, PEXPIREAT is faster: many keys expire at the same instant.
   local is_server_time, last_expiry, text = ARGV[1] == '', nil, nil
   for at = 1, #KEYS do
@@ -151,9 +143,7 @@ local function charge_all(first, costs)
     local at = first + index
     local state = states[at]
     states[at] = false
-    if state and costs[index] > 0 then
-      store_state(at, state)
-    end
+    if state and costs[index] > 0 then store_state(at, state) end
   end
 end
 
@@ -161,9 +151,7 @@ local function add_next_allowed_of_all(request, first, id, request_limits, costs
   local longest = 0
   for index = 1, #request_limits do
     local limit, cost, at = request_limits[index], costs[index], first + index
-    if limit.decide == ALGORITHMS.concurrency then
-      return
-    end
+    if limit.decide == ALGORITHMS.concurrency then return end
     if results[at * 2 - 1] < cost then
       local _, wait = limit.decide(KEYS[at], now, cost, limit, id, states[at])
       longest = math.max(longest, wait)
@@ -208,36 +196,24 @@ local function decide_all(request, first, id, request_limits, costs, is_plain)
     results[at * 2 - 1] = remaining
     results[at * 2] = reset
     states[at] = state
-    if is_busy and ttl_suffices ~= nil then
-      long_ttl_limits[at] = limit
-    end
+    if is_busy and ttl_suffices ~= nil then long_ttl_limits[at] = limit end
     if retry ~= 0 or delay ~= 0 then
       retries, delays = retries or {}, delays or {}
       retries[index], delays[index] = retry, delay
       is_allowed = is_allowed and retry == 0
     end
-    if remaining < cost then
-      is_exhausted = true
-    end
+    if remaining < cost then is_exhausted = true end
   end
   if not is_allowed then
     deny_all(first, id, request_limits, costs, retries, delays)
   else
-    if not is_plain then
-      charge_all(first, costs)
-    end
-    if is_exhausted then
-      add_next_allowed_of_all(request, first, id, request_limits, costs)
-    end
+    if not is_plain then charge_all(first, costs) end
+    if is_exhausted then add_next_allowed_of_all(request, first, id, request_limits, costs) end
   end
-  if not retries then
-    return
-  end
+  if not retries then return end
   for number = 1, #request_limits do
     local retry, delay = retries[number] or 0, delays[number] or 0
-    if retry ~= 0 or delay ~= 0 then
-      add_unusual(first + number, retry, delay)
-    end
+    if retry ~= 0 or delay ~= 0 then add_unusual(first + number, retry, delay) end
   end
 end
 
@@ -278,14 +254,10 @@ local function decide_groups()
         local key = KEYS[at]
         local remaining, retry, reset, delay, state, ttl_suffices =
           decide(key, now, cost, limit, id, has_duplicates and new_states[key] or texts[at])
-        if not remaining then
-          remaining, reset, retry, delay = -1, 0, 0, 0
-        end
+        if not remaining then remaining, reset, retry, delay = -1, 0, 0, 0 end
         results[at * 2 - 1] = remaining
         results[at * 2] = reset
-        if is_busy and ttl_suffices ~= nil then
-          long_ttl_limits[at] = limit
-        end
+        if is_busy and ttl_suffices ~= nil then long_ttl_limits[at] = limit end
         if is_busy and ttl_suffices then
           in_place[at] = state
         elseif is_plain then
@@ -298,9 +270,7 @@ local function decide_groups()
           add_next_allowed(requests_before + at - keys_before - 1, wait)
         end
         if retry ~= 0 or delay ~= 0 then
-          if retry ~= 0 and not state then
-            repair(at, limit)
-          end
+          if retry ~= 0 and not state then repair(at, limit) end
           add_unusual(at, retry, delay)
         end
       end
@@ -329,8 +299,6 @@ if has_collections or not protected_call(decide_groups) then
   skip_validation = false
   decide_groups()
 end
-if is_busy then
-  write_in_place()
-end
+if is_busy then write_in_place() end
 write_batch()
 return { now, results, unusual, next_allowed }

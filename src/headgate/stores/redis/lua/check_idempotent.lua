@@ -39,10 +39,9 @@ if is_repeated then
   end
 else
   local reply = decide_batch(keys, ARGV)
+  if reply.err then return reply end
   at, results = reply[1], reply[2]
-  if results[1] < 0 then
-    return { at, results, {}, {}, {} }
-  end
+  if results[1] < 0 then return { at, results, {}, {}, {} } end
   for place = 1, #reply[3], 3 do
     local index = reply[3][place] + 1
     retries[index], delays[index] = reply[3][place + 1], reply[3][place + 2]
@@ -60,14 +59,8 @@ for index = 1, count do
     end
   elseif names[index] and is_allowed then
     write_record(names[index], {
-      until_us = at + validity,
-      at = at,
-      cost = costs[index],
-      left = costs[index],
-      holders = 1,
-      remaining = results[index * 2 - 1],
-      reset = results[index * 2],
-      delay = delays[index] or 0,
+      until_us = at + validity, at = at, cost = costs[index], left = costs[index], holders = 1,
+      remaining = results[index * 2 - 1], reset = results[index * 2], delay = delays[index] or 0,
     }, validity)
   end
   local retry, delay = retries[index] or 0, delays[index] or 0

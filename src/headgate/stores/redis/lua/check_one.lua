@@ -6,10 +6,10 @@
 --   allowed again (us).
 
 local limit, now, cost = parse_limit(1), current_us(ARGV[6] or ''), (ARGV[5] or 1) + 0
+local unknown = edges_error(limit, now)
+if unknown then return unknown end
 local remaining, retry, reset, delay, state = DECIDE(KEYS[1], now, cost, limit, ARGV[7])
-if not remaining then
-  return { now, -1, 0 }
-end
+if not remaining then return { now, -1, 0 } end
 local next_allowed = 0
 if state and cost > 0 then
   write(KEYS[1], state, reset)
@@ -21,7 +21,5 @@ if state and cost > 0 then
 elseif retry ~= 0 then
   repair_ttl(KEYS[1], reset, limit)
 end
-if retry == 0 and delay == 0 and next_allowed == 0 then
-  return { now, remaining, reset }
-end
+if retry == 0 and delay == 0 and next_allowed == 0 then return { now, remaining, reset } end
 return { now, remaining, reset, retry, delay, next_allowed }

@@ -8,11 +8,11 @@
 local limit, now, amount, at, id = parse_limit(1), current_us(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[9]
 local is_undo = ARGV[10] == 'undo'
 
+local unknown = edges_error(limit, now)
+if unknown then return unknown end
 local remaining, retry, reset, delay, migrated = DECIDE(KEYS[1], now, 0, limit, id)
 local record = KEYS[2] and read_record(KEYS[2], now)
-if not remaining or record == false then
-  return { -1, 0, 0, 0, 0 }
-end
+if not remaining or record == false then return { -1, 0, 0, 0, 0 } end
 if KEYS[2] and is_undo then
   -- Each caller that got the recorded answer is a holder: the undo of the last one refunds the charge.
   if not record or record.holders ~= 1 then
@@ -30,13 +30,9 @@ elseif record then
   end
   amount, at = math.min(amount, record.left), at or record.at
 end
-if migrated then
-  write(KEYS[1], migrated, reset)
-end
+if migrated then write(KEYS[1], migrated, reset) end
 local state = amount > 0 and REFUND(KEYS[1], now, amount, limit, at, id, is_undo)
-if not state then
-  return { 0, remaining, retry, reset, delay }
-end
+if not state then return { 0, remaining, retry, reset, delay } end
 if record and not is_undo then
   record.left = record.left - amount
   write_record(KEYS[2], record)
@@ -54,5 +50,7 @@ end
 -- The TTL is known only after the new state is written.
 write(KEYS[1], state, reset)
 remaining, retry, reset, delay = DECIDE(KEYS[1], now, 0, limit, id)
-call('PEXPIRE', KEYS[1], format(INT, ceil_div(reset, 1000) + MARGIN_MS))
+if type(state) == 'string' or not state.lifetime then
+  call('PEXPIRE', KEYS[1], format(INT, ceil_div(reset, 1000) + MARGIN_MS))
+end
 return { 1, remaining, retry, reset, delay }

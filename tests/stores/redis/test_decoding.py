@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from headgate import Decision, Limit
 from headgate.errors import ScriptError, StoreUnavailable
 from headgate.stores.operations import Check, Leave, Refund, Renew, Reset
-from headgate.stores.redis.decoding import UnexpectedReply, accept, decode
+from headgate.stores.redis.decoding import INCOMPLETE, MAX_REPLY_BYTES, ReplyReader, UnexpectedReply, accept, decode
 from headgate.stores.redis.encoding import NO_KEYS, Command, Node, Undo
-from headgate.stores.redis.reply_reader import INCOMPLETE, MAX_REPLY_BYTES, ReplyReader
 from headgate.stores.redis.topology import Cluster, Sentinel
 
 LIMIT = Limit(5, timedelta(hours=1), name="per-user")
@@ -59,7 +58,7 @@ def test_what_is_not_the_reply_to_a_check_of_one_limit_is_not_accepted(reply: An
         decode([ONE], reply)
 
 
-def test_a_reply_that_was_not_expected_leaves_open_what_has_happened() -> None:
+def test_reply_that_was_not_expected_leaves_open_what_has_happened() -> None:
     assert UnexpectedReply("").may_have_happened
 
 
@@ -114,7 +113,7 @@ def test_whatever_a_server_says_a_check_is_answered_by_whole_numbers_or_not_at_a
     assert {type(number) for number in numbers_in(reply)} == {int}
 
 
-def test_an_error_of_the_server_is_a_reply_to_any_command() -> None:
+def test_error_of_the_server_is_a_reply_to_any_command() -> None:
     for command in (Command(None, NO_KEYS, (), [ONE]), Command(None, NO_KEYS, ("CLUSTER", "SLOTS"), expects=list)):
         accept(command, ReplyError("LOADING"))
         assert str(command.reply) == "LOADING"
@@ -146,7 +145,7 @@ def test_slots_that_cannot_be_are_not_believed(reply: Any) -> None:
 @pytest.mark.parametrize(
     "reply", [[], [b"host"], [b"host", b"port"], [7, 7], [b"\xff", b"1"], [b"a", b"1", b"2"]], ids=repr
 )
-def test_a_primary_that_cannot_be_is_not_believed(reply: Any) -> None:
+def test_primary_that_cannot_be_is_not_believed(reply: Any) -> None:
     sentinel = Sentinel([Node("127.0.0.1", 1, "sentinel")], "main")
     refreshing = sentinel.refresh()
     (command,) = next(refreshing)
@@ -195,7 +194,7 @@ def test_replies_are_read_in_pieces_of_any_size(size: int, text: bytes, number: 
         *(b"*2\r\n:1\r\n*150000000\r\n", b"*3\r\n*900000\r\n*900000\r\n", b":1\r\n$99999999999\r\n"),
     ],
 )
-def test_a_header_that_announces_too_much_is_refused_before_anything_is_allocated(header: bytes, size: int) -> None:
+def test_header_that_announces_too_much_is_refused_before_anything_is_allocated(header: bytes, size: int) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(UnexpectedReply, match="too large"):
@@ -210,13 +209,13 @@ def test_arrays_that_announce_much_between_them_are_refused() -> None:
         read(b"*1000\r\n" + b"*9999\r\n" * 1000)
 
 
-def test_a_reply_without_an_end_is_refused() -> None:
+def test_reply_without_an_end_is_refused() -> None:
     for start, more in ((b"+", b"a" * 400), (b"*100000\r\n", b"+a\r\n" * 100)):
         with pytest.raises(UnexpectedReply, match="more than 10000 bytes"):
             read(start, *[more] * 30, max_bytes=10_000)
 
 
-def test_a_text_may_say_what_looks_like_a_header() -> None:
+def test_text_may_say_what_looks_like_a_header() -> None:
     text = b'{"reason":"*150000000 $200000000 >5"}'
     assert read(*pieces_of(b"$%d\r\n%b\r\n" % (len(text), text), 9)) == [text]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headgate.errors import StoreTimeout
-from headgate.stores.redis import sync_connection as lines
+from headgate.stores.redis import connection_pool as lines
 from headgate.stores.redis.batch_protocol import ConnectionLost
 from headgate.stores.redis.busy_poll import BUSY_POLL_S, MAX_MISSES, PAUSE_REPLIES
-from headgate.stores.redis.sync_connection import SyncConnection
+from headgate.stores.redis.connection_pool import SyncConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,12 +65,12 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
         ends.line.close()
 
 
-def test_an_answer_that_is_there_is_seen_at_the_first_look(ends: Ends) -> None:
+def test_answer_that_is_there_is_seen_at_the_first_look(ends: Ends) -> None:
     assert [ends.ask() for _ in range(3)] == [7, 7, 7]
     assert ends.looks == 3
 
 
-def test_a_few_fruitless_polls_suspend_polling(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_fruitless_polls_suspend_polling(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "BUSY_POLL_S", 0.01)  # long enough for two looks on a busy machine
     for late in (LATE, 0, *[LATE] * MAX_MISSES):  # one that came at once begins the count anew
         ends.looks = 0
@@ -91,7 +91,7 @@ def test_to_watch_takes_no_longer_than_the_deadline(ends: Ends, monkeypatch: pyt
         ends.line.receive(time.monotonic() + 0.01)
 
 
-def test_a_server_that_goes_while_it_is_watched_is_lost(ends: Ends) -> None:
+def test_server_that_goes_while_it_is_watched_is_lost(ends: Ends) -> None:
     ends.put()
     ends.server.close()
     with pytest.raises(ConnectionLost, match="closed the connection"):
@@ -105,7 +105,7 @@ class Cooperative(socket.socket):
 @pytest.mark.parametrize(
     "options", [{}, {"can_busy_poll": True, "kind": Cooperative}], ids=["in the background", "green"]
 )
-def test_nobody_watches_where_nobody_waits_or_others_could_run(ends: Ends, options: Any) -> None:
+def test_busy_poll_runs_only_for_waiting_lone_threads(ends: Ends, options: Any) -> None:
     others = Ends(**options)
     with others.server:
         assert others.ask() == 7
