@@ -1,4 +1,4 @@
-"""Denials that are remembered say what the store would say: whether, who, and to the microsecond when."""
+"""The denial cache: cached denials equal the answers of the store, to the microsecond."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 SECOND = 1_000_000
 ALGORITHMS = ("concurrency", "fixed_window", "gcra", "leaky_bucket", "sliding_log", "sliding_window", "token_bucket")
-REMEMBERED = ALGORITHMS[1:]
+CACHED_ALGORITHMS = ALGORITHMS[1:]
 
-each_algorithm = pytest.mark.parametrize("algorithm", REMEMBERED)
+each_algorithm = pytest.mark.parametrize("algorithm", CACHED_ALGORITHMS)
 
 
 def limit_of(algorithm: str, quota: int, period_us: int, name: str = "x") -> Limit:
@@ -40,15 +40,15 @@ EVERYBODY = limit_of("fixed_window", 6, 100 * SECOND, "everybody")
 
 
 class CachedStore:
-    """A store in memory behind what it denied, at one instant."""
+    """A memory store behind a denial cache, on a fake clock."""
 
     def __init__(
-        self, now_us: int = 100 * SECOND, *, most: int = 100, tells_again: bool = False, min_denials: int = 0
+        self, now_us: int = 100 * SECOND, *, most: int = 100, reports_next_allowed: bool = False, min_denials: int = 0
     ) -> None:
         self.clock = FakeClock(now_us)
         self.store = MemoryStore(self.clock)
         self.cache = DenialCache(self.clock, max_entries=most, min_denials=min_denials)
-        self.tells_again = tells_again
+        self.reports_next_allowed = reports_next_allowed
         self.sent = 0
 
     def check(self, *keys: Key, cost: int | tuple[int, ...] = 1, id: str | None = None) -> Decision:
@@ -68,15 +68,15 @@ class CachedStore:
     def ask(self, call: Check) -> Decision:
         self.sent += 1
         decision: Decision = self.store.run(call)
-        return with_again(decision, call.cost, lambda: self.store.run(call)) if self.tells_again else decision
+        return with_again(decision, call.cost, lambda: self.store.run(call)) if self.reports_next_allowed else decision
 
     def refund(self, key: Key, amount: int) -> bool:
         given: bool = self.store.run(Refund(key, amount))
         self.cache.invalidate(key.limit.space, key.identity)
         return given
 
-    def answers_from_memory(self, *keys: Key, cost: int | tuple[int, ...] = 1) -> bool:
-        """Whether the answer to this request is remembered; it is looked for, and nobody is asked."""
+    def is_cached(self, *keys: Key, cost: int | tuple[int, ...] = 1) -> bool:
+        """True if the cache answers this check; the store is not called."""
         return isinstance(self.cache.get(Check(keys, cost)), Decision)
 
 
@@ -85,11 +85,11 @@ def cached() -> CachedStore:
     return CachedStore()
 
 
-# ------------------------------------------------------------ for how long
+# ------------------------------------------------------------ expiry
 
 
 @each_algorithm
-def test_a_denial_is_remembered_until_the_very_moment_at_which_it_ends(cached: CachedStore, algorithm: str) -> None:
+def test_denial_is_cached_until_it_ends(cached: CachedStore, algorithm: str) -> None:
     key = limit_of(algorithm, 3, 7 * SECOND).by("ada")
     cached.check(key, cost=2)
     denied = cached.check(key, cost=2)
@@ -99,9 +99,9 @@ def test_a_denial_is_remembered_until_the_very_moment_at_which_it_ends(cached: C
     for after_us in (0, 1, denied.retry_after_us // 2, denied.retry_after_us - 1):
         cached.clock.set_us(start_us + after_us)
         again = cached.check(key, cost=2)
-        truth = cached.store.run(Check((key,), 2))
-        assert again._replace(verdicts=()) == truth._replace(verdicts=())
-        assert again.verdicts[0][1:] == truth.verdicts[0][1:]
+        direct = cached.store.run(Check((key,), 2))
+        assert again._replace(verdicts=()) == direct._replace(verdicts=())
+        assert again.verdicts[0][1:] == direct.verdicts[0][1:]
         assert again.denied_by == ("x",)
     assert (cached.sent, cached.cache.hits) == (2, 4)
     cached.clock.set_us(start_us + denied.retry_after_us)
@@ -109,52 +109,50 @@ def test_a_denial_is_remembered_until_the_very_moment_at_which_it_ends(cached: C
     assert cached.sent == 3
 
 
-@pytest.mark.parametrize(("age_us", "is_remembered"), [(0, True), (MAX_AGE_US - SECOND, True), (MAX_AGE_US, False)])
-def test_by_the_real_clock_a_denial_is_trusted_for_five_seconds(age_us: int, is_remembered: bool) -> None:
+@pytest.mark.parametrize(("age_us", "is_hit"), [(0, True), (MAX_AGE_US - SECOND, True), (MAX_AGE_US, False)])
+def test_denial_is_cached_for_at_most_five_seconds(age_us: int, is_hit: bool) -> None:
     denials, call = DenialCache(), Check((TEN.by("ada"),), 3)
     denied = Decision(False, call.keys, ((0, 60 * SECOND, 99 * SECOND, 0),))
     denials.record(call, denied, denials.now_us() - age_us)
-    assert isinstance(denials.get(call), Decision) == is_remembered
+    assert isinstance(denials.get(call), Decision) == is_hit
 
 
-def test_by_the_real_clock_a_denial_does_not_outlast_its_wait() -> None:
+def test_real_clock_denial_does_not_outlast_its_wait() -> None:
     denials, call = DenialCache(), Check((TEN.by("ada"),), 3)
-    for wait_us, is_remembered in ((2 * SECOND, True), (SECOND, False), (SECOND - 1, False)):
+    for wait_us, is_hit in ((2 * SECOND, True), (SECOND, False), (SECOND - 1, False)):
         denials.record(call, Decision(False, call.keys, ((0, wait_us, wait_us, 0),)), denials.now_us() - SECOND)
-        assert isinstance(denials.get(call), Decision) == is_remembered
+        assert isinstance(denials.get(call), Decision) == is_hit
 
 
-@pytest.mark.parametrize(("after_us", "is_remembered"), [(0, True), (MAX_AGE_US - 1, True), (MAX_AGE_US, False)])
-def test_what_can_never_pass_is_asked_for_every_five_seconds(
-    cached: CachedStore, after_us: int, is_remembered: bool
-) -> None:
+@pytest.mark.parametrize(("after_us", "is_hit"), [(0, True), (MAX_AGE_US - 1, True), (MAX_AGE_US, False)])
+def test_unsatisfiable_check_is_repeated_every_five_seconds(cached: CachedStore, after_us: int, is_hit: bool) -> None:
     assert cached.check(TEN.by("ada"), cost=11).unsatisfiable
     cached.clock.set_us(cached.clock.now_us() + after_us)
-    assert cached.answers_from_memory(TEN.by("ada"), cost=11) == is_remembered
+    assert cached.is_cached(TEN.by("ada"), cost=11) == is_hit
     assert cached.check(TEN.by("ada"), cost=11).retry_after is None
 
 
-def test_an_instant_before_the_denial_is_not_answered_and_does_not_end_it(cached: CachedStore) -> None:
+def test_clock_before_the_denial_misses_but_keeps_it(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=10)
     cached.check(TEN.by("ada"))
     cached.clock.set_us(cached.clock.now_us() - 1)
-    assert not cached.answers_from_memory(TEN.by("ada"))
+    assert not cached.is_cached(TEN.by("ada"))
     cached.clock.set_us(cached.clock.now_us() + 1)
-    assert cached.answers_from_memory(TEN.by("ada"))
+    assert cached.is_cached(TEN.by("ada"))
 
 
-# ------------------------------------------------------- what is remembered
+# ------------------------------------------------------- cached requests
 
 
-@pytest.mark.parametrize(("cost", "is_remembered"), [(1, False), (4, False), (5, True), (6, False), (11, False)])
-def test_a_denial_answers_its_own_cost(cached: CachedStore, cost: int, is_remembered: bool) -> None:
-    """Pitfall 33: a smaller cost may pass. Of a larger one nobody has said yet when it will."""
+@pytest.mark.parametrize(("cost", "is_hit"), [(1, False), (4, False), (5, True), (6, False), (11, False)])
+def test_denial_answers_its_own_cost(cached: CachedStore, cost: int, is_hit: bool) -> None:
+    """Pitfall 33: a smaller cost may pass, and the wait of a larger cost is unknown."""
     cached.check(TEN.by("ada"), cost=6)
     assert not cached.check(TEN.by("ada"), cost=5)
-    assert cached.answers_from_memory(TEN.by("ada"), cost=cost) == is_remembered
+    assert cached.is_cached(TEN.by("ada"), cost=cost) == is_hit
 
 
-def test_a_denial_answers_its_own_client(cached: CachedStore) -> None:
+def test_denial_answers_its_own_client(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=10)
     cached.check(TEN.by("ada"))
     others = [
@@ -162,19 +160,19 @@ def test_a_denial_answers_its_own_client(cached: CachedStore) -> None:
         limit_of("token_bucket", 10, 10 * SECOND).by("ada"),
         limit_of("gcra", 10, 1, "ten").by("ada"),
     ]
-    assert [cached.answers_from_memory(key) for key in (TEN.by("ada"), *others)] == [True, False, False, False]
+    assert [cached.is_cached(key) for key in (TEN.by("ada"), *others)] == [True, False, False, False]
 
 
-def test_a_peek_is_never_answered_from_memory(cached: CachedStore) -> None:
+def test_peek_is_never_answered_from_the_cache(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=10)
     cached.check(TEN.by("ada"))
     assert cached.check(TEN.by("ada"), cost=0)
-    assert not cached.answers_from_memory(TEN.by("ada"), cost=0)
-    assert cached.answers_from_memory(TEN.by("ada"))
+    assert not cached.is_cached(TEN.by("ada"), cost=0)
+    assert cached.is_cached(TEN.by("ada"))
 
 
-def test_leases_are_never_remembered(cached: CachedStore) -> None:
-    """Whoever holds one may give it up at any moment."""
+def test_denied_leases_are_not_cached(cached: CachedStore) -> None:
+    """A holder may release its lease at any moment."""
     inside, key = limit_of("concurrency", 1, 10 * SECOND).by("ada"), TEN.by("ada")
     cached.check(inside, id="a")
     assert not cached.check(inside, id="b")
@@ -182,7 +180,7 @@ def test_leases_are_never_remembered(cached: CachedStore) -> None:
     assert (len(cached.cache), cached.sent) == (0, 3)
 
 
-def test_an_answer_that_is_not_the_stores_own_is_never_remembered() -> None:
+def test_degraded_decision_is_not_cached() -> None:
     denials, call = DenialCache(FakeClock()), Check((TEN.by("ada"),), 1)
     denials.record(call, Decision(False, call.keys, ((0, 9, 9, 0),), degraded="closed: gone"), 0)
     assert denials.get(call) is None
@@ -191,22 +189,22 @@ def test_an_answer_that_is_not_the_stores_own_is_never_remembered() -> None:
     assert denials.get(call) is not None
 
 
-def test_the_id_of_a_request_is_its_own(cached: CachedStore) -> None:
+def test_cached_denial_has_the_id_of_its_request(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=10)
     cached.check(TEN.by("ada"), id="first")
     assert cached.check(TEN.by("ada"), id="second").id == "second"
     assert cached.sent == 2
 
 
-# ---------------------------------------------------------- several limits
+# ---------------------------------------------------------- layered limits
 
 
-def test_each_limit_denies_for_its_own_time(cached: CachedStore) -> None:
+def test_each_limit_denies_until_its_own_time(cached: CachedStore) -> None:
     quick, slow, wide = (limit_of("gcra", 2, seconds * SECOND, f"{seconds} s").by("ada") for seconds in (2, 20, 200))
     cached.check(quick, slow, cost=2)
     cached.check(wide)
     start_us = cached.clock.now_us()
-    rows = [  # after, who denies, retry
+    rows = [  # after, denied_by, retry
         (0, ("2 s", "20 s"), 10 * SECOND),
         (SECOND - 1, ("2 s", "20 s"), 9 * SECOND + 1),
         (SECOND, ("20 s",), 9 * SECOND),
@@ -215,15 +213,15 @@ def test_each_limit_denies_for_its_own_time(cached: CachedStore) -> None:
     for after_us, denied_by, retry_us in rows:
         cached.clock.set_us(start_us + after_us)
         denied = cached.check(quick, slow, wide)
-        truth = cached.store.run(Check((quick, slow, wide), 1))
+        direct = cached.store.run(Check((quick, slow, wide), 1))
         assert (denied.denied_by, denied.retry_after_us) == (denied_by, retry_us)
-        assert [verdict[1:] for verdict in denied.verdicts] == [verdict[1:] for verdict in truth.verdicts]
+        assert [verdict[1:] for verdict in denied.verdicts] == [verdict[1:] for verdict in direct.verdicts]
     assert cached.sent == 3
     cached.clock.set_us(start_us + 10 * SECOND)
     assert cached.check(quick, slow, wide)
 
 
-def test_a_limit_that_would_pass_meanwhile_says_that_as_much_is_left(cached: CachedStore) -> None:
+def test_refilled_limit_reports_the_cost_as_remaining(cached: CachedStore) -> None:
     quick, slow = (limit_of("token_bucket", 2, seconds * SECOND, f"{seconds} s").by("ada") for seconds in (2, 20))
     cached.check(quick, slow, cost=2)
     cached.check(quick, slow, cost=2)
@@ -232,7 +230,7 @@ def test_a_limit_that_would_pass_meanwhile_says_that_as_much_is_left(cached: Cac
     assert cached.cache.hits == 1
 
 
-def test_who_passes_on_a_shared_limit_does_not_wake_those_whom_another_denies(cached: CachedStore) -> None:
+def test_pass_on_a_shared_limit_keeps_denials_of_another(cached: CachedStore) -> None:
     ada, bob, all_of_them = USER.by("ada"), USER.by("bob"), EVERYBODY.by()
     cached.check(ada, all_of_them, cost=2)
     cached.check(ada, all_of_them)
@@ -243,7 +241,7 @@ def test_who_passes_on_a_shared_limit_does_not_wake_those_whom_another_denies(ca
     assert [outcome.remaining for outcome in denied.outcomes] == [0, 3]
 
 
-def test_a_shared_limit_that_others_use_up_denies_as_well(cached: CachedStore) -> None:
+def test_shared_limit_exhausted_by_others_denies_too(cached: CachedStore) -> None:
     ada, all_of_them = USER.by("ada"), EVERYBODY.by()
     cached.check(ada, all_of_them, cost=2)
     cached.check(ada, all_of_them)
@@ -253,7 +251,7 @@ def test_a_shared_limit_that_others_use_up_denies_as_well(cached: CachedStore) -
     assert (denied.denied_by, denied.retry_after, cached.sent) == (("user", "everybody"), 100.0, asked + 1)
 
 
-def test_who_takes_from_the_limit_that_denies_makes_the_others_wait_longer(cached: CachedStore) -> None:
+def test_charge_on_a_denying_limit_extends_the_denial(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=6)
     assert cached.check(TEN.by("ada"), cost=5).retry_after == 1
     assert cached.check(TEN.by("ada"), cost=4)
@@ -261,19 +259,19 @@ def test_who_takes_from_the_limit_that_denies_makes_the_others_wait_longer(cache
     assert (cached.sent, cached.cache.hits) == (4, 0)
 
 
-def test_a_lease_that_is_taken_together_with_a_charge_counts_as_that_charge(cached: CachedStore) -> None:
+def test_lease_with_a_charge_extends_the_denial(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=6)
     assert cached.check(TEN.by("ada"), cost=5).retry_after == 1
     assert cached.check(TEN.by("ada"), limit_of("concurrency", 9, SECOND).by("ada"), cost=4, id="a")
     assert cached.check(TEN.by("ada"), cost=5).retry_after == 5
 
 
-# ---------------------------------------------- what an allowed answer says
+# ---------------------------------------------- denials known in advance
 
 
 @pytest.mark.parametrize("algorithm", ["fixed_window", "gcra", "sliding_log", "sliding_window", "token_bucket"])
-def test_whoever_takes_the_last_is_denied_without_asking(algorithm: str) -> None:
-    cached = CachedStore(tells_again=True)
+def test_last_token_is_followed_by_local_denials(algorithm: str) -> None:
+    cached = CachedStore(reports_next_allowed=True)
     key, wide = limit_of(algorithm, 3, 7 * SECOND).by("ada"), limit_of("gcra", 2, SECOND, "wide").by("ada")
     taken = cached.check(key, wide, cost=(2, 1))
     assert taken
@@ -282,16 +280,16 @@ def test_whoever_takes_the_last_is_denied_without_asking(algorithm: str) -> None
     for after_us in (0, 1, taken.next_allowed_us - 1):
         cached.clock.set_us(start_us + after_us)
         denied = cached.check(key, wide, cost=(2, 1))
-        truth = cached.store.run(Check((key, wide), (2, 1)))
-        assert (denied.denied_by, denied.at_us) == (("x",), truth.at_us)
-        assert [verdict[1:] for verdict in denied.verdicts] == [verdict[1:] for verdict in truth.verdicts]
+        direct = cached.store.run(Check((key, wide), (2, 1)))
+        assert (denied.denied_by, denied.at_us) == (("x",), direct.at_us)
+        assert [verdict[1:] for verdict in denied.verdicts] == [verdict[1:] for verdict in direct.verdicts]
     assert cached.sent == 1
     cached.clock.set_us(start_us + taken.next_allowed_us)
     assert cached.check(key, wide, cost=(2, 1))
 
 
-def test_only_who_keeps_on_knocking_is_remembered_and_then_from_the_last_that_passes() -> None:
-    cached = CachedStore(tells_again=True, min_denials=3)
+def test_denial_is_cached_from_the_third_time() -> None:
+    cached = CachedStore(reports_next_allowed=True, min_denials=3)
     key, other = limit_of("gcra", 2, 2 * SECOND).by("ada"), limit_of("gcra", 2, 2 * SECOND).by("bob")
     cached.check(other, cost=2)
     assert cached.check(key, cost=2).next_allowed_us > 0
@@ -300,13 +298,13 @@ def test_only_who_keeps_on_knocking_is_remembered_and_then_from_the_last_that_pa
         assert not cached.check(key, cost=2).allowed
         asked.append(cached.sent - 2)
     assert asked == [1, 2, 3, 3, 3]
-    assert not cached.answers_from_memory(other, cost=2)
+    assert not cached.is_cached(other, cost=2)
     cached.clock.advance(2)
     assert cached.check(key, cost=2).next_allowed_us > 0
-    assert cached.answers_from_memory(key, cost=2)
+    assert cached.is_cached(key, cost=2)
 
 
-def test_those_who_knocked_are_forgotten_too() -> None:
+def test_denial_counts_are_bounded() -> None:
     cached = CachedStore(most=2, min_denials=2)
     keys = [limit_of("gcra", 1, SECOND).by(name) for name in ("ada", "bob", "eve")]
     for key in keys:
@@ -315,11 +313,11 @@ def test_those_who_knocked_are_forgotten_too() -> None:
     for key in keys[1:]:
         cached.check(key)
     cached.check(keys[0])
-    assert [cached.answers_from_memory(key) for key in keys] == [False, True, True]
+    assert [cached.is_cached(key) for key in keys] == [False, True, True]
 
 
-def test_of_two_limits_that_are_used_up_together_the_store_is_asked_who_denies_for_how_long() -> None:
-    cached = CachedStore(tells_again=True)
+def test_two_exhausted_limits_are_decided_by_the_store() -> None:
+    cached = CachedStore(reports_next_allowed=True)
     quick, slow = (limit_of("gcra", 2, seconds * SECOND, f"{seconds} s").by("ada") for seconds in (2, 20))
     assert cached.check(quick, slow, cost=2).next_allowed_us == 20 * SECOND
     assert cached.check(quick, slow, cost=2).denied_by == ("2 s", "20 s")
@@ -329,17 +327,17 @@ def test_of_two_limits_that_are_used_up_together_the_store_is_asked_who_denies_f
     assert cached.sent == 2
 
 
-# ---------------------------------------------------------- what ends it
+# ---------------------------------------------------------- invalidation
 
 
-def test_what_is_given_back_can_be_had_at_once(cached: CachedStore) -> None:
+def test_refund_can_be_spent_at_once(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=10)
     assert not cached.check(TEN.by("ada"), cost=5)
     assert cached.refund(TEN.by("ada"), 5)
     assert cached.check(TEN.by("ada"), cost=5)
 
 
-def test_what_is_given_back_ends_every_denial_of_that_counter_and_no_other(cached: CachedStore) -> None:
+def test_refund_ends_all_denials_of_its_counter_only(cached: CachedStore) -> None:
     ada, bob, all_of_them = USER.by("ada"), USER.by("bob"), EVERYBODY.by()
     for keys in ((ada, all_of_them), (bob,)):
         cached.check(*keys, cost=2)
@@ -347,13 +345,11 @@ def test_what_is_given_back_ends_every_denial_of_that_counter_and_no_other(cache
     cached.check(ada)
     cached.refund(ada, 1)
     met = [(ada, all_of_them), (ada,), (bob,)]
-    assert [cached.answers_from_memory(*keys) for keys in met] == [False, False, True]
+    assert [cached.is_cached(*keys) for keys in met] == [False, False, True]
 
 
 @pytest.mark.parametrize("before", [0.0, 0.000_001, 2.0])
-def test_an_answer_that_comes_after_a_refund_but_was_asked_for_before_is_not_learnt_from(
-    cached: CachedStore, before: float
-) -> None:
+def test_denial_requested_before_a_refund_is_not_cached(cached: CachedStore, before: float) -> None:
     call = Check((TEN.by("ada"),), 5)
     cached.check(TEN.by("ada"), cost=10)
     asked_us = cached.cache.now_us()
@@ -365,10 +361,10 @@ def test_an_answer_that_comes_after_a_refund_but_was_asked_for_before_is_not_lea
     cached.clock.advance(0.001)
     cached.check(TEN.by("ada"), cost=5)
     assert not cached.check(TEN.by("ada"), cost=5)
-    assert cached.answers_from_memory(TEN.by("ada"), cost=5)
+    assert cached.is_cached(TEN.by("ada"), cost=5)
 
 
-def test_that_holds_also_where_too_many_were_given_back_to_know_each(cached: CachedStore) -> None:
+def test_denial_before_a_refund_is_dropped_after_overflow(cached: CachedStore) -> None:
     call = Check((TEN.by("ada"),), 5)
     cached.check(TEN.by("ada"), cost=10)
     asked_us = cached.cache.now_us()
@@ -382,7 +378,7 @@ def test_that_holds_also_where_too_many_were_given_back_to_know_each(cached: Cac
     assert cached.cache.get(call) is None
 
 
-def test_one_that_is_given_back_to_again_and_again_does_not_keep_others_from_being_learnt(cached: CachedStore) -> None:
+def test_repeated_refunds_do_not_keep_others_uncached(cached: CachedStore) -> None:
     for number in range(MAX_INVALIDATIONS):
         cached.cache.invalidate(TEN.space, f"{number}")
     cached.clock.advance(0.001)
@@ -392,18 +388,18 @@ def test_one_that_is_given_back_to_again_and_again_does_not_keep_others_from_bei
     cached.cache.invalidate(TEN.space, "0")
     cached.cache.invalidate(TEN.space, "one more")
     cached.cache.record(Check((TEN.by("ada"),), 11), denied, asked_us)
-    assert cached.answers_from_memory(TEN.by("ada"), cost=11)
+    assert cached.is_cached(TEN.by("ada"), cost=11)
 
 
-def test_clear_forgets_all_of_it(cached: CachedStore) -> None:
+def test_clear_removes_everything(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=10)
     cached.check(TEN.by("ada"))
     cached.cache.clear()
     assert (len(cached.cache), len(cached.cache._counters)) == (0, 0)
-    assert not cached.answers_from_memory(TEN.by("ada"))
+    assert not cached.is_cached(TEN.by("ada"))
 
 
-def test_an_answer_that_was_asked_for_before_all_was_forgotten_is_not_learnt_from(cached: CachedStore) -> None:
+def test_denial_requested_before_clear_is_not_cached(cached: CachedStore) -> None:
     call, asked_us = Check((TEN.by("ada"),), 11), cached.cache.now_us()
     denied = cached.ask(call)
     cached.clock.advance(0.001)
@@ -412,42 +408,42 @@ def test_an_answer_that_was_asked_for_before_all_was_forgotten_is_not_learnt_fro
     assert cached.cache.get(call) is None
 
 
-def test_a_remaining_that_grew_faster_than_time_ends_the_denial(cached: CachedStore) -> None:
-    """Another process has given something back, and a peek has seen it."""
+def test_unexpected_refill_ends_the_denial(cached: CachedStore) -> None:
+    """A peek shows a refund by another process."""
     cached.check(TEN.by("ada"), cost=10)
     assert not cached.check(TEN.by("ada"), cost=5)
     cached.store.run(Refund(TEN.by("ada"), 5))
-    assert cached.answers_from_memory(TEN.by("ada"), cost=5)
+    assert cached.is_cached(TEN.by("ada"), cost=5)
     assert cached.check(TEN.by("ada"), cost=0).remaining == 5
     assert cached.check(TEN.by("ada"), cost=5)
 
 
-def test_a_limit_with_other_numbers_is_asked_for_anew_and_ends_what_the_old_one_denied(cached: CachedStore) -> None:
-    """A bucket is cut, or a debt is, when the numbers change: what the old ones promised does not hold any more."""
+def test_changed_limit_misses_and_ends_the_old_denial(cached: CachedStore) -> None:
+    """A change of limit converts the stored state, so earlier retry times no longer apply."""
     old, new = (limit_of("gcra", quota, 10 * SECOND, "plan").by("ada") for quota in (1, 10))
     cached.check(old)
     assert not cached.check(old)
-    assert not cached.answers_from_memory(new)
+    assert not cached.is_cached(new)
     assert len(cached.cache) == 0
     assert not cached.check(old)
     assert cached.check(new, cost=2).retry_after == 1.0 + 1.0
-    assert not cached.answers_from_memory(old)
+    assert not cached.is_cached(old)
 
 
-def test_an_equal_limit_is_the_same(cached: CachedStore) -> None:
+def test_equal_limit_shares_the_denial(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=10)
     cached.check(TEN.by("ada"))
     twin = limit_of("token_bucket", 10, 10 * SECOND, "ten")
     assert twin is not TEN
-    assert cached.answers_from_memory(twin.by("ada"))
+    assert cached.is_cached(twin.by("ada"))
     cached.check(twin.by("ada"), cost=0)
-    assert cached.answers_from_memory(TEN.by("ada"))
+    assert cached.is_cached(TEN.by("ada"))
 
 
-# ------------------------------------------------------------ its own life
+# ------------------------------------------------------------ its own comparison
 
 
-def test_the_denial_that_nobody_asked_for_the_longest_goes_first() -> None:
+def test_least_recently_used_denial_is_evicted_first() -> None:
     cached = CachedStore(most=3)
     keys = [TEN.by(name) for name in ("ada", "bob", "cat", "dan")]
     for key in keys[:3]:
@@ -457,31 +453,31 @@ def test_the_denial_that_nobody_asked_for_the_longest_goes_first() -> None:
     cached.check(keys[3], cost=10)
     cached.check(keys[3])
     assert len(cached.cache) == 3
-    assert [cached.answers_from_memory(key) for key in keys] == [True, False, True, True]
+    assert [cached.is_cached(key) for key in keys] == [True, False, True, True]
 
 
-def test_nothing_is_kept_of_what_was_forgotten() -> None:
+def test_evicted_denials_leave_no_counters() -> None:
     cached = CachedStore(most=10)
     for number in range(100):
         cached.check(TEN.by(number), EVERYBODY.by(number), cost=11)
     assert (len(cached.cache), len(cached.cache._counters)) == (10, 20)
     for number in range(90, 100):
         cached.clock.advance(10)
-        cached.answers_from_memory(TEN.by(number), EVERYBODY.by(number), cost=11)
+        cached.is_cached(TEN.by(number), EVERYBODY.by(number), cost=11)
     assert (len(cached.cache), len(cached.cache._counters)) == (0, 0)
 
 
-def test_two_who_were_denied_at_the_same_time_are_one_denial(cached: CachedStore) -> None:
+def test_equal_denials_share_one_entry(cached: CachedStore) -> None:
     call, asked_us = Check((TEN.by("ada"),), 11), cached.cache.now_us()
     for _ in range(2):
         cached.cache.record(call, cached.ask(call), asked_us)
     assert len(cached.cache) == 1
     cached.clock.advance(5)
-    assert not cached.answers_from_memory(*call.keys, cost=call.cost)
+    assert not cached.is_cached(*call.keys, cost=call.cost)
     assert (len(cached.cache), len(cached.cache._counters)) == (0, 0)
 
 
-def test_a_memory_that_is_made_smaller_lets_go_with_the_next_denial(cached: CachedStore) -> None:
+def test_smaller_capacity_applies_at_the_next_denial(cached: CachedStore) -> None:
     for number in range(5):
         cached.check(TEN.by(number), cost=11)
     cached.cache.max_entries = 2
@@ -489,22 +485,22 @@ def test_a_memory_that_is_made_smaller_lets_go_with_the_next_denial(cached: Cach
     assert (len(cached.cache), len(cached.cache._counters)) == (2, 1)
 
 
-def test_a_memory_of_no_size_remembers_nothing() -> None:
+def test_cache_of_size_zero_stores_nothing() -> None:
     cached = CachedStore(most=0)
     cached.check(TEN.by("ada"), cost=11)
-    assert (len(cached.cache), cached.answers_from_memory(TEN.by("ada"), cost=11)) == (0, False)
+    assert (len(cached.cache), cached.is_cached(TEN.by("ada"), cost=11)) == (0, False)
 
 
-def test_a_forked_child_begins_with_nothing_and_waits_for_nobody(cached: CachedStore) -> None:
+def test_forked_child_starts_empty_and_unlocked(cached: CachedStore) -> None:
     cached.check(TEN.by("ada"), cost=11)
-    cached.cache._lock.acquire()  # by a thread that is not in the child
+    cached.cache._lock.acquire()  # held by a thread that does not exist in the child
     cached.cache.reset_after_fork()
-    assert not cached.answers_from_memory(TEN.by("ada"), cost=11)
+    assert not cached.is_cached(TEN.by("ada"), cost=11)
     cached.check(TEN.by("ada"), cost=11)
-    assert cached.answers_from_memory(TEN.by("ada"), cost=11)
+    assert cached.is_cached(TEN.by("ada"), cost=11)
 
 
-def test_threads_share_one_memory() -> None:
+def test_threads_share_one_cache() -> None:
     denials = DenialCache(max_entries=20)
     limits = [limit_of("gcra", 1, SECOND, name) for name in "abc"]
 
@@ -548,29 +544,29 @@ def run_all(jobs: list[Callable[[], None]], failures: list[Any]) -> None:
         thread.join()
 
 
-# ----------------------------------------------- beside a store that is asked
+# ----------------------------------------------- comparison with the store
 
 
-class Life:
-    """The same requests, asked of a store directly, and of one behind what it has denied."""
+class Comparison:
+    """Runs the same operations on a plain store and on one behind a denial cache."""
 
-    def __init__(self, plans: list[list[Limit]], *, tells_again: bool) -> None:
-        self.truth, self.cached = CachedStore(50), CachedStore(50, tells_again=tells_again)
+    def __init__(self, plans: list[list[Limit]], *, reports_next_allowed: bool) -> None:
+        self.direct, self.cached = CachedStore(50), CachedStore(50, reports_next_allowed=reports_next_allowed)
         self.plans = plans
         """For each limit, the numbers that it may change between."""
         self.limits = [choices[0] for choices in plans]
-        self.said: list[str] = []
+        self.log: list[str] = []
 
     def check(self, met: list[int], who: str, costs: list[int], id: str) -> Decision:
         limits = [self.limits[place] for place in met]
         leased = any(limit.algorithm == "concurrency" for limit in limits)
         cost = costs[0] if len(set(costs[: len(met)])) == 1 else tuple(costs[: len(met)])
         call = Check(tuple(self._key(limit, who) for limit in limits), cost, id if leased else None)
-        told, true = self.cached.run(call), self.truth.store.run(call)
-        self.said.append(
+        told, true = self.cached.run(call), self.direct.store.run(call)
+        self.log.append(
             f"@{self.cached.clock.now_us()} {[str(limit) for limit in limits]} {who} {cost} -> {true.verdicts}"
         )
-        story = "\n".join(self.said[-15:])
+        story = "\n".join(self.log[-15:])
         assert told.allowed == true.allowed, story
         assert told.retry_after_us == true.retry_after_us, story
         assert told.denied_by == true.denied_by, story
@@ -592,20 +588,20 @@ class Life:
     def change(self, place: int, plan: int) -> None:
         choices = self.plans[place]
         self.limits[place] = choices[plan % len(choices)]
-        self.said.append(f"{place} is {self.limits[place]}")
+        self.log.append(f"{place} is {self.limits[place]}")
 
     def move(self, step_us: int) -> None:
-        for cached in (self.truth, self.cached):
+        for cached in (self.direct, self.cached):
             cached.clock.set_us(max(0, cached.clock.now_us() + step_us))
 
     def _both(self, call: Leave | Refund | Reset, key: Key) -> None:
-        self.said.append(f"@{self.cached.clock.now_us()} {call}")
-        for cached in (self.truth, self.cached):
+        self.log.append(f"@{self.cached.clock.now_us()} {call}")
+        for cached in (self.direct, self.cached):
             cached.store.run(call)
         self.cached.cache.invalidate(key.limit.space, key.identity)
 
     def _key(self, limit: Limit, who: str) -> Key:
-        """The first limit is everybody's."""
+        """All clients share the first limit."""
         return limit.by() if limit.name == "0" else limit.by(who)
 
 
@@ -622,7 +618,7 @@ def plans(draw: st.DrawFn) -> list[list[Limit]]:
 who = st.sampled_from(["ada", "ada", "bob"])
 place = st.integers(0, 2)
 id = st.sampled_from("ab")
-# Mostly the same request, again and again: so do those whom a memory is for.
+# Mostly repeated requests, as from clients that ignore denials.
 costs = st.sampled_from([[1, 1, 1]] * 4 + [[2, 2, 2]] * 2 + [[1, 2, 1], [2, 1, 3], [0, 1, 2], [0, 0, 0], [6, 6, 6]])
 checks = st.tuples(st.just("check"), st.permutations([0, 1, 2]), st.integers(1, 3), who, costs, id)
 steps = st.one_of(
@@ -634,47 +630,47 @@ steps = st.one_of(
 )
 
 
-def live(life: Life, step: tuple[Any, ...]) -> None:
+def apply_step(comparison: Comparison, step: tuple[Any, ...]) -> None:
     what, *words = step
     if what == "check":
         order, number, who, costs, id = words
-        life.check([place for place in order if place < len(life.limits)][:number], who, costs, id)
+        comparison.check([place for place in order if place < len(comparison.limits)][:number], who, costs, id)
     elif what == "move":
-        life.move(*words)
-    elif words[0] < len(life.limits):
-        getattr(life, what)(*words)
+        comparison.move(*words)
+    elif words[0] < len(comparison.limits):
+        getattr(comparison, what)(*words)
 
 
 @given(plans(), st.booleans(), st.lists(steps, min_size=10, max_size=60))
-def test_behind_the_memory_every_decision_is_the_stores_own(
-    plans: list[list[Limit]], tells_again: bool, steps: list[tuple[Any, ...]]
+def test_cached_decisions_equal_the_store_decisions(
+    plans: list[list[Limit]], reports_next_allowed: bool, steps: list[tuple[Any, ...]]
 ) -> None:
-    life = Life(plans, tells_again=tells_again)
+    comparison = Comparison(plans, reports_next_allowed=reports_next_allowed)
     for step in steps:
-        live(life, step)
+        apply_step(comparison, step)
 
 
-@pytest.mark.parametrize("tells_again", [False, True])
+@pytest.mark.parametrize("reports_next_allowed", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_long_life_is_answered_alike_and_often_from_memory(seed: int, tells_again: bool) -> None:
-    """The same as above, for long enough that what is remembered meets all that can happen to it."""
+def test_long_run_equals_the_store_with_many_hits(seed: int, reports_next_allowed: bool) -> None:
+    """As above, but long enough that cached denials see every kind of operation."""
     draw = random.Random(seed)
     plans = [
-        [limit_of(draw.choice(REMEMBERED), draw.randint(1, 5), draw.randint(5, 40), f"{place}")]
+        [limit_of(draw.choice(CACHED_ALGORITHMS), draw.randint(1, 5), draw.randint(5, 40), f"{place}")]
         for place in range(draw.randint(1, 3))
     ]
     plans[-1].append(limit_of(plans[-1][0].algorithm, draw.randint(1, 5), draw.randint(5, 40), plans[-1][0].name))
-    life = Life(plans, tells_again=tells_again)
+    comparison = Comparison(plans, reports_next_allowed=reports_next_allowed)
     for _ in range(600):
         if draw.random() < 0.3:
-            life.move(draw.choice([1, 1, 1, 1, 2, 3, 10, -1]))
+            comparison.move(draw.choice([1, 1, 1, 1, 2, 3, 10, -1]))
         if draw.random() < 0.04:
-            life.give_back(draw.randrange(len(plans)), draw.choice(["ada", "bob"]), draw.randint(1, 4), "a")
+            comparison.give_back(draw.randrange(len(plans)), draw.choice(["ada", "bob"]), draw.randint(1, 4), "a")
         if draw.random() < 0.01:
-            life.reset(draw.randrange(len(plans)), draw.choice(["ada", "bob"]))
+            comparison.reset(draw.randrange(len(plans)), draw.choice(["ada", "bob"]))
         if draw.random() < 0.02:
-            life.change(draw.randrange(len(plans)), draw.randint(0, 1))
+            comparison.change(draw.randrange(len(plans)), draw.randint(0, 1))
         met = sorted(draw.sample(range(len(plans)), draw.randint(1, len(plans))))
         costs = draw.choice([[1, 1, 1], [1, 1, 1], [2, 2, 2], [1, 2, 3], [0, 1, 2]])
-        life.check(met, draw.choice(["ada", "bob"]), costs, "a")
-    assert life.cached.cache.hits > 30
+        comparison.check(met, draw.choice(["ada", "bob"]), costs, "a")
+    assert comparison.cached.cache.hits > 30

@@ -1,4 +1,4 @@
-"""What is hot: found quickly where it lasts, not at all where it is a short burst, and in bounded memory."""
+"""Hot-key detection: sustained load is found quickly, short bursts are not hot, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ HOT = ("busy:token_bucket.1", "ada")
 
 
 def feed(detector: HotKeyDetector, per_second: int, start_us: int, length_us: int) -> list[int]:
-    """Checks at even intervals, of which one in sixteen is noted; when each became hot, in microseconds since then."""
+    """Send checks at even intervals, one in sixteen sampled; return when each became hot, in microseconds from the
+    start.
+    """
     since_us = [number * SECOND // per_second for number in range(0, per_second * length_us // SECOND, SAMPLED_EVERY)]
     return [each_us for each_us in since_us if detector.record_sample(HOT, start_us + each_us)]
 
@@ -28,27 +30,27 @@ def feed(detector: HotKeyDetector, per_second: int, start_us: int, length_us: in
         (10_000, 310_000, True),
     ],
 )
-def test_hot_is_a_thousand_a_second_in_three_windows_in_a_row(per_second: int, length_us: int, is_hot: bool) -> None:
+def test_hot_means_1000_per_second_in_three_windows(per_second: int, length_us: int, is_hot: bool) -> None:
     assert bool(feed(HotKeyDetector(), per_second, START_US, length_us)) is is_hot
 
 
-def test_a_counter_becomes_hot_once_as_soon_as_three_windows_are_over() -> None:
+def test_key_becomes_hot_once_after_three_windows() -> None:
     (hot_us,) = feed(HotKeyDetector(), 20_000, START_US, SECOND)
     assert 3 * WINDOW_US <= hot_us < 3 * WINDOW_US + SECOND * SAMPLED_EVERY // 20_000
 
 
-def test_a_window_that_began_in_the_middle_counts_by_what_was_in_it() -> None:
+def test_partial_window_is_judged_by_its_count() -> None:
     (hot_us,) = feed(HotKeyDetector(), 20_000, START_US + WINDOW_US // 2, SECOND)
     assert hot_us >= 2 * WINDOW_US + WINDOW_US // 2
 
 
-def test_bursts_with_quiet_in_between_are_never_hot() -> None:
+def test_short_bursts_are_never_hot() -> None:
     detector = HotKeyDetector()
     for burst in range(20):
         assert feed(detector, 50_000, START_US + burst * 400_000, 2 * WINDOW_US) == []
 
 
-def test_what_is_half_as_busy_stays_hot_and_less_is_cold_after_a_second() -> None:
+def test_key_cools_down_below_half_the_threshold() -> None:
     detector = HotKeyDetector()
     assert feed(detector, 10_000, START_US, SECOND)
     assert feed(detector, 640, START_US + SECOND, 3 * SECOND) == []
@@ -60,21 +62,21 @@ def test_what_is_half_as_busy_stays_hot_and_less_is_cold_after_a_second() -> Non
     assert feed(detector, 10_000, START_US + 6 * SECOND, SECOND), "and can become hot again"
 
 
-def test_a_counter_that_nobody_asks_for_is_cold_after_a_second() -> None:
+def test_unused_key_is_cold_after_a_second() -> None:
     detector = HotKeyDetector()
     detector.add(HOT, START_US)
     assert detector.take_cold(START_US + 9 * WINDOW_US) == []
     assert detector.take_cold(START_US + 10 * WINDOW_US) == [HOT]
 
 
-def test_a_flood_of_keys_costs_no_memory_and_hides_nothing_that_is_hot() -> None:
+def test_flood_of_keys_is_bounded_and_hides_no_hot_key() -> None:
     detector = HotKeyDetector()
     hot_us = []
-    samples = 62_500 // 2  # half a second of a million keys a second
+    samples = 62_500 // 2  # half a second at a million keys per second
     for number in range(samples):
         now_us = START_US + number * SECOND // 62_500
         detector.record_sample(("flood:gcra.1", f"key-{number}"), now_us)
-        if number % 100 == 99 and detector.record_sample(HOT, now_us):  # ten thousand checks a second
+        if number % 100 == 99 and detector.record_sample(HOT, now_us):  # 10,000 checks per second
             hot_us.append(now_us)
     assert len(hot_us) == 1
     assert sum(map(len, (detector._samples, detector._busy, detector._streaks, detector._idle))) < 2_100

@@ -1,4 +1,4 @@
-"""A store that is away is told of loudly, without a flood, and so is its return."""
+"""Store outages: logging without floods, events, and the failure modes behind an open circuit breaker."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ AWAY = StoreUnavailable("nobody is there")
 
 
 def messages(log: pytest.LogCaptureFixture) -> list[str]:
-    told = [record.getMessage() for record in log.records]
+    lines = [record.getMessage() for record in log.records]
     log.clear()
-    return told
+    return lines
 
 
-def test_an_outage_is_told_of_at_once_then_now_and_then_and_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_is_logged_at_start_periodically_and_at_end(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock(1_000_000)
     events: list[Event] = []
     outage = OutageTracker(EventEmitter(events.append), lambda: clock.now_us() / 1_000_000)
@@ -59,18 +59,18 @@ def test_an_outage_is_told_of_at_once_then_now_and_then_and_at_its_end(caplog: p
     assert len(messages(caplog)) == 1
 
 
-def arrival() -> AsgiRequest:
+def make_request() -> AsgiRequest:
     return AsgiRequest({"type": "http", "method": "GET", "path": "/", "client": ("203.0.113.9", 1), "headers": []})
 
 
-def test_a_gate_tells_of_a_store_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_gate_reports_an_unavailable_store(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(POLICY, "redis://127.0.0.1:1/0")
-    assert gate.admit(arrival()).allowed
+    assert gate.admit(make_request()).allowed
     assert (gate.health().state, gate.health().decided_without) == ("degraded", 1)
     assert "Redis is unavailable" in messages(caplog)[0]
 
 
-def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
+def test_async_gate_reports_outage_and_recovery(
     redis7: RedisServer, caplog: pytest.LogCaptureFixture, unique: str
 ) -> None:
     async def served() -> None:
@@ -79,7 +79,7 @@ def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
         local.outage = OutageTracker(EventEmitter(events.append), lambda: clock.now_us() / 1_000_000)
         local.outage.record_failure(AWAY)
         clock.advance(2)
-        assert (await gate.admit(arrival())).allowed
+        assert (await gate.admit(make_request())).allowed
         await gate.close()
 
     events: list[Event] = []
@@ -89,12 +89,12 @@ def test_an_asynchronous_gate_tells_of_it_too_and_of_its_return(
     assert [event.kind for event in events] == ["store-lost", "store-back"]
 
 
-def test_who_is_told_of_events_and_fails_is_told_of_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_event_listener_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     EventEmitter(lambda event: 1 / 0).emit("store-lost", "it is gone")
     assert messages(caplog) == ["it is gone", "on_event failed on store-lost"]
 
 
-def test_identities_that_nobody_supplies_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupplied_identities_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     mistyped = Policy(rules=(Rule("a", Limit(5, timedelta(minutes=1), name="a"), ("ipp", "user")),))
     Gate(mistyped, identities={"user": lambda _: "ada"})
     assert messages(caplog)[0] == (
@@ -110,8 +110,8 @@ def test_identities_that_nobody_supplies_are_warned_of(caplog: pytest.LogCapture
 # ------------------------------------------------- while the breaker is open
 
 
-def opened(limiter: Limiter | AsyncLimiter) -> None:
-    """Its store has failed until nobody asks it any more; and nobody looks after it."""
+def open_breaker(limiter: Limiter | AsyncLimiter) -> None:
+    """Open the circuit breaker of the limiter and stop its maintenance."""
     assert limiter.engine.maintenance is not None
     limiter.engine.maintenance.close()
     breaker = limiter.engine.store.breakers[None]
@@ -124,16 +124,16 @@ UNSENT = f"{AWAY} (circuit breaker open)"
 
 @pytest.mark.parametrize("cost", [0, 2, (2, 0), (0, 0)])
 @pytest.mark.parametrize("mode", ["open", "closed", "local"])
-def test_while_nobody_asks_the_store_each_mode_answers_as_ever(mode: Any, cost: Any) -> None:
-    """The short way and the long way by an exception of the store's are one."""
+def test_failure_modes_apply_while_the_breaker_is_open(mode: Any, cost: Any) -> None:
+    """The shortcut gives the same decisions as an exception of the store."""
     keys = [Limit(100, timedelta(minutes=1), name=name).by("ada") for name in ("a", "b")]
     with Limiter("redis://127.0.0.1:1/0", on_failure=mode, clock=FakeClock()) as limiter:
-        opened(limiter)
+        open_breaker(limiter)
         limiter.engine.local.breaker, breaker = None, limiter.engine.local.breaker
         long = limiter.check(*keys, cost=cost)
         owed = limiter.health().owed_tokens
         limiter.engine.local.breaker = breaker
-        limiter.engine.store.run = None  # it is not even asked
+        limiter.engine.store.run = None  # the store must not be called
         short = limiter.check(*keys, cost=cost)
         assert short.degraded == f"{mode}: {UNSENT}"
         assert short.allowed == long.allowed
@@ -142,32 +142,32 @@ def test_while_nobody_asks_the_store_each_mode_answers_as_ever(mode: Any, cost: 
         assert limiter.health().decided_without == 3
 
 
-def test_where_it_raises_each_gets_an_exception_of_its_own() -> None:
+def test_each_caller_gets_its_own_exception() -> None:
     async def ask(limiter: AsyncLimiter) -> list[Any]:
-        opened(limiter)
+        open_breaker(limiter)
         key = Limit(10, timedelta(minutes=1)).by("ada")
-        told = await asyncio.gather(*[limiter.check(key) for _ in range(2)], return_exceptions=True)
+        errors = await asyncio.gather(*[limiter.check(key) for _ in range(2)], return_exceptions=True)
         await limiter.close()
-        return told
+        return errors
 
-    told = asyncio.run(ask(AsyncLimiter("redis://127.0.0.1:1/0")))
-    assert [(type(error), str(error), error.may_have_happened) for error in told] == [
+    errors = asyncio.run(ask(AsyncLimiter("redis://127.0.0.1:1/0")))
+    assert [(type(error), str(error), error.may_have_happened) for error in errors] == [
         (StoreUnavailable, UNSENT, False)
     ] * 2
-    assert told[0] is not told[1]
+    assert errors[0] is not errors[1]
 
 
-def test_as_soon_as_the_breaker_closes_the_store_is_asked(redis7: RedisServer, unique: str) -> None:
+def test_closed_breaker_lets_the_next_check_through(redis7: RedisServer, unique: str) -> None:
     with Limiter(redis7.url, on_failure="open", budget=5.0) as limiter:
         key = Limit(10, timedelta(minutes=1), name=unique).by("ada")
         assert limiter.check(key).degraded is None
-        opened(limiter)
+        open_breaker(limiter)
         assert limiter.check(key).degraded == f"open: {UNSENT}"
         limiter.engine.local.breaker.close()
         assert limiter.check(key).remaining == 8
 
 
-def test_where_there_are_several_servers_each_has_a_breaker_of_its_own() -> None:
+def test_cluster_and_sentinel_have_a_breaker_per_server() -> None:
     for url in ("redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/main"):
         with Limiter(url, on_failure="open") as limiter:
             assert limiter.engine.local.breaker is None

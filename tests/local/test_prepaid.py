@@ -1,4 +1,4 @@
-"""Prepaid tokens: a fleet never gets more than it may, a hot key costs few calls, and hardly anything is lost."""
+"""Prepaid tokens: a fleet never exceeds the documented bound, a hot key needs few calls, and few tokens are lost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate import Decision, Limit, StoreTimeout
+from headgate import Calendar, Decision, Limit, StoreTimeout
 from headgate.clock import SystemClock
+from headgate.limits import PoolLimit
 from headgate.local.prepaid import PrepaidTokens, can_prepay
 from headgate.stores.memory import MemoryStore
-from headgate.stores.operations import Check, Refund
+from headgate.stores.operations import Check, Deposit, Refund
 from headgate.testing import FakeClock
 from support.fleets import START_US, Arrival, Fleet, Spent, steady
 
@@ -34,7 +35,7 @@ def limit_of(quota: int, seconds: float, algorithm: str = "token_bucket", **more
 
 
 class Node:
-    """One process with purses and a store at hand, on a clock that is set by the test."""
+    """One process with prepaid tokens and a memory store, on a fake clock."""
 
     def __init__(self, *limits: Limit, lease_us: int = LEASE_US) -> None:
         self.clock = FakeClock(START_US)
@@ -63,21 +64,39 @@ class Node:
         return self.store.decide(call)
 
     def left(self, key: Key) -> int:
-        """What the store has left."""
+        """The tokens remaining in the store."""
         return self.store.decide(Check((key,), 0)).remaining
 
     def held(self) -> int:
         return self.prepaid.stats.held
 
 
+def test_prepaid_tokens_end_with_a_calendar_day() -> None:
+    """A day of Berlin has exactly its quota, although tokens were held when it began."""
+    limit = Limit(1000, Calendar("day", timezone="Europe/Berlin"), name="daily")
+    node, midnight_us = Node(limit), 1_793_487_600_000_000  # 23:00 UTC
+    node.clock.set_us(midnight_us - 50_000)
+    for _ in range(250):
+        node.check(limit.by("a"))
+        node.clock.advance(0.0001)
+    assert node.held()
+    node.clock.set_us(midnight_us)
+    admitted = 0
+    for _ in range(4000):
+        admitted += node.check(limit.by("a")).allowed
+        node.clock.advance(0.0001)
+    assert admitted == 1000
+    assert node.calls < 2000
+
+
 # --------------------------------------------------------------------- never more than the limit
 
 
-def most_beyond(limit: Limit, spent: list[Spent]) -> int:
-    """By how much C + r(D + L) was exceeded in the worst interval of all, in 1/ticks of a token; negative if by none.
+def excess_over_bound(limit: Limit, spent: list[Spent]) -> int:
+    """The largest excess over C + r(D + L) in any interval, in 1/ticks of a token; negative if there is none.
 
-    For the interval from one spending to another the sum between them counts, so it is enough to know, for each, the
-    worst beginning before it.
+    For the interval between two spendings the sum between them counts, so it is enough to know, for each, the
+    worst start before it.
     """
     total, lowest, worst = 0, 0, -limit.full
     for index, (at_us, _, cost) in enumerate(sorted(spent)):
@@ -89,7 +108,7 @@ def most_beyond(limit: Limit, spent: list[Spent]) -> int:
 
 
 def most_in_a_window(limit: Limit, spent: list[Spent]) -> int:
-    """The fullest window, as a sliding window sees it: with the share of the one before that has not slid out."""
+    """The fullest window; for a sliding window, with the weighted share of the previous one."""
     counts: dict[int, int] = {}
     worst = 0
     for at_us, _, cost in sorted(spent):
@@ -101,7 +120,7 @@ def most_in_a_window(limit: Limit, spent: list[Spent]) -> int:
 
 
 def most_in_a_span(span_us: int, spent: list[Spent]) -> int:
-    """The most that was spent in less than so much time."""
+    """The most spent in any interval shorter than span_us."""
     most = total = oldest = 0
     ordered = sorted(spent)
     for at_us, _, cost in ordered:
@@ -117,30 +136,30 @@ def assert_bounded(limit: Limit, spent: list[Spent]) -> None:
     if limit.algorithm in ("fixed_window", "sliding_window"):
         assert most_in_a_window(limit, spent) <= limit.quota * limit.period_us
     else:
-        assert most_beyond(limit, spent) <= 0
+        assert excess_over_bound(limit, spent) <= 0
     if limit.algorithm == "sliding_log":
         assert most_in_a_span(limit.period_us - LEASE_US, spent) <= limit.quota
 
 
 @st.composite
 def limits(draw: st.DrawFn, algorithm: str, name: str = "x") -> Limit:
-    """Small enough to be used up, large enough to be leased."""
+    """Limits small enough to exhaust and large enough to prepay."""
     quota = draw(st.integers(100, 300))
     least_us = 10 * LEASE_US if algorithm.startswith("sliding") else 2 * LEASE_US
     period_us = draw(st.integers(least_us, 3 * least_us) | st.just(86_400 * SECOND))
     return Limit(quota, timedelta(microseconds=period_us), algorithm=algorithm, name=name)
 
 
-ways = st.sampled_from([0, 1, 300, 5_000, 40_000, 130_000])
+delays_us = st.sampled_from([0, 1, 300, 5_000, 40_000, 130_000])
 
 
 @st.composite
 def arrivals(draw: st.DrawFn, nodes: int, keys: tuple[Key, ...], *, most_gap_us: int, returns: bool) -> list[Arrival]:
-    """Storms with lulls, from all nodes, at all costs, over fast and slow ways."""
+    """Bursts with pauses, from all nodes, with various costs and delays."""
     at_us, made = START_US, []
     for _ in range(draw(st.integers(1, 12))):
         at_us += draw(st.integers(0, most_gap_us) | st.just(0))
-        there_us, back_us = draw(ways), draw(ways)
+        there_us, back_us = draw(delays_us), draw(delays_us)
         if returns and draw(st.integers(0, 3)) == 0:
             made += [Arrival(at_us, node, None, min(there_us, LEASE_US)) for node in range(nodes)]
         cost = draw(st.sampled_from([1, 1, 2, 7, 40]))
@@ -155,7 +174,7 @@ def arrivals(draw: st.DrawFn, nodes: int, keys: tuple[Key, ...], *, most_gap_us:
 
 @every_leased_algorithm
 @given(data=st.data())
-def test_a_fleet_gets_no_more_than_the_bound_in_any_interval(algorithm: str, data: st.DataObject) -> None:
+def test_fleet_never_exceeds_the_bound_in_any_interval(algorithm: str, data: st.DataObject) -> None:
     limit, other = data.draw(limits(algorithm)), data.draw(limits("token_bucket", "y"))
     nodes = data.draw(st.integers(1, 5))
     fleet = Fleet(nodes, announce=[limit, other], told=data.draw(st.sampled_from([0, 1, 50])))
@@ -167,8 +186,8 @@ def test_a_fleet_gets_no_more_than_the_bound_in_any_interval(algorithm: str, dat
 
 @every_leased_algorithm
 @given(data=st.data())
-def test_every_token_is_charged_once_and_spent_or_kept_or_ended(algorithm: str, data: st.DataObject) -> None:
-    """Also where one of two limits denies: then nothing is taken from either, in the store or in a purse."""
+def test_every_token_is_charged_once_and_accounted_for(algorithm: str, data: st.DataObject) -> None:
+    """If one of two limits denies, nothing is taken from either, in the store or locally."""
     limit, other = data.draw(limits(algorithm)), data.draw(limits("gcra", "y"))
     nodes = data.draw(st.integers(1, 3))
     fleet = Fleet(nodes, announce=[limit, other])
@@ -178,8 +197,8 @@ def test_every_token_is_charged_once_and_spent_or_kept_or_ended(algorithm: str, 
         assert fleet.charged[key] == fleet.admitted_by(key) + fleet.kept_by(key)
 
 
-def test_the_bound_is_reached_by_a_full_bucket_and_what_was_held_before() -> None:
-    """Else the bound that is tested would be too generous to notice anything."""
+def test_bound_is_tight() -> None:
+    """A looser bound would hide overspending."""
     limit = limit_of(1_000, 1)
     fleet = Fleet(1, announce=[limit])
     call = Check((limit.by("ada"),), 1)
@@ -192,9 +211,7 @@ def test_the_bound_is_reached_by_a_full_bucket_and_what_was_held_before() -> Non
 
 @every_leased_algorithm
 @pytest.mark.parametrize("early_us", [1_000, 30_000, 99_000])
-def test_a_fleet_that_stocks_before_a_boundary_and_bursts_behind_it_stays_in_bounds(
-    algorithm: str, early_us: int
-) -> None:
+def test_fleet_stays_in_bounds_at_a_window_boundary(algorithm: str, early_us: int) -> None:
     limit = limit_of(2_000, 2, algorithm)
     fleet = Fleet(4, announce=[limit])
     call = Check((limit.by("ada"),), 1)
@@ -205,8 +222,8 @@ def test_a_fleet_that_stocks_before_a_boundary_and_bursts_behind_it_stays_in_bou
     assert_bounded(limit, fleet.spent)
 
 
-def test_what_ten_nodes_held_is_not_spent_beside_a_bucket_that_has_refilled() -> None:
-    """A hundred tokens held, a hundred refilled: without an end to what is held, two hundred would pass at once."""
+def test_held_tokens_expire_while_the_bucket_refills() -> None:
+    """A hundred tokens held and a hundred refilled: without expiry, two hundred would pass at once."""
     limit = limit_of(100, 10)
     fleet = Fleet(10, announce=[limit])
     call = Check((limit.by("ada"),), 1)
@@ -222,8 +239,8 @@ def test_what_ten_nodes_held_is_not_spent_beside_a_bucket_that_has_refilled() ->
 
 @every_leased_algorithm
 @pytest.mark.parametrize("demand", [0.5, 2, 20])
-def test_a_hot_key_costs_a_tenth_of_the_calls_and_is_used_up(algorithm: str, demand: float) -> None:
-    """Twenty thousand checks a second from four nodes, from the very first one on, which nobody knows to be hot yet."""
+def test_hot_key_needs_a_tenth_of_the_calls(algorithm: str, demand: float) -> None:
+    """20,000 checks per second from four nodes, including the first ones, before the key is known to be hot."""
     limit = limit_of(int(20_000 / demand), 1, algorithm)
     fleet = Fleet(4)
     fleet.run(steady(20_000, 5, 4, Check((limit.by("ada"),), 1), there_us=200, back_us=200))
@@ -234,16 +251,16 @@ def test_a_hot_key_costs_a_tenth_of_the_calls_and_is_used_up(algorithm: str, dem
 
 
 @pytest.mark.parametrize("told", [1, 16])
-def test_a_wrong_count_of_nodes_costs_calls_only(told: int) -> None:
+def test_wrong_node_count_only_costs_calls(told: int) -> None:
     limit = limit_of(10_000, 1)
     fleet = Fleet(4, told=told)
     fleet.run(steady(20_000, 3, 4, Check((limit.by("ada"),), 1), there_us=200, back_us=200))
-    assert fleet.calls <= 0.13 * fleet.asked  # a tenth of the time goes by before it is hot
+    assert fleet.calls <= 0.13 * fleet.asked  # a tenth of the run passes before the key is hot
     assert fleet.admitted >= 0.98 * 4 * limit.quota
     assert_bounded(limit, fleet.spent)
 
 
-def test_slow_answers_are_made_up_for_by_ordering_earlier() -> None:
+def test_slow_store_is_compensated_by_earlier_refills() -> None:
     limit = limit_of(40_000, 1)
     fleet = Fleet(4)
     fleet.run(steady(20_000, 5, 4, Check((limit.by("ada"),), 1), there_us=5_000, back_us=5_000))
@@ -251,7 +268,7 @@ def test_slow_answers_are_made_up_for_by_ordering_earlier() -> None:
     assert fleet.admitted == fleet.asked
 
 
-def test_answers_that_take_a_whole_lease_waste_few_tokens() -> None:
+def test_refills_slower_than_a_lease_waste_few_tokens() -> None:
     limit = limit_of(40_000, 1)
     fleet = Fleet(1)
     fleet.run(steady(5_000, 5, 1, Check((limit.by("ada"),), 1), there_us=60_000, back_us=60_000))
@@ -262,7 +279,7 @@ def test_answers_that_take_a_whole_lease_waste_few_tokens() -> None:
 @every_leased_algorithm
 @pytest.mark.parametrize("step_us", [0, 10])
 @pytest.mark.parametrize("cost", [1, 3])
-def test_one_node_admits_exactly_what_an_exact_limiter_would(algorithm: str, step_us: int, cost: int) -> None:
+def test_single_node_admits_exactly_the_limit(algorithm: str, step_us: int, cost: int) -> None:
     limit = limit_of(1_000, 86_400, algorithm)
     fleet = Fleet(1, announce=[limit])
     call = Check((limit.by("ada"),), cost)
@@ -271,7 +288,7 @@ def test_one_node_admits_exactly_what_an_exact_limiter_would(algorithm: str, ste
     assert fleet.calls < 60
 
 
-def test_threads_that_share_purses_admit_exactly_the_limit() -> None:
+def test_threads_sharing_prepaid_tokens_admit_exactly_the_limit() -> None:
     limit = limit_of(2_000, 86_400, "fixed_window")
     store = MemoryStore(SystemClock())
     prepaid = PrepaidTokens(lease_us=60 * SECOND)
@@ -304,10 +321,10 @@ def test_threads_that_share_purses_admit_exactly_the_limit() -> None:
     assert prepaid.stats.held == 0
 
 
-# --------------------------------------------------------------------- one purse
+# --------------------------------------------------------------------- tokens of one key
 
 
-def test_a_token_is_spent_until_a_lease_after_its_order_left_and_no_longer() -> None:
+def test_prepaid_token_expires_one_lease_after_its_refill() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
     call = Check((limit.by("ada"),), 1)
@@ -331,7 +348,7 @@ def test_a_token_is_spent_until_a_lease_after_its_order_left_and_no_longer() -> 
 
 
 @pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window"])
-def test_tokens_of_a_window_die_with_the_window(algorithm: str) -> None:
+def test_tokens_of_a_window_expire_with_it(algorithm: str) -> None:
     limit = limit_of(100_000, 10, algorithm)
     node = Node(limit)
     node.clock.set_us(START_US + 10 * SECOND - 30_000)
@@ -343,7 +360,7 @@ def test_tokens_of_a_window_die_with_the_window(algorithm: str) -> None:
     assert node.held() == 0
 
 
-def test_an_answer_from_the_purse_tells_what_the_store_said_and_what_is_held() -> None:
+def test_prepaid_decision_reports_stored_and_held_tokens() -> None:
     limit = limit_of(1_000, 100)
     node = Node(limit)
     first = node.check(limit.by("ada"))
@@ -356,11 +373,11 @@ def test_an_answer_from_the_purse_tells_what_the_store_said_and_what_is_held() -
     )
 
 
-def test_a_nearly_empty_key_is_asked_exactly() -> None:
+def test_nearly_empty_key_is_checked_exactly() -> None:
     limit = limit_of(1_000, 86_400)
     node = Node(limit)
     node.store.decide(Check((limit.by("ada"),), 991))
-    assert node.check(limit.by("ada")).allowed  # nothing is known yet, so more is asked for, and less is got
+    assert node.check(limit.by("ada")).allowed  # remaining is unknown: the refill requests more and gets less
     assert node.held() == 0
     calls = node.calls
     assert [node.check(limit.by("ada")).allowed for _ in range(8)] == [True] * 8
@@ -368,13 +385,13 @@ def test_a_nearly_empty_key_is_asked_exactly() -> None:
     assert not node.check(limit.by("ada")).allowed
 
 
-def test_a_key_that_was_found_exhausted_is_asked_again_at_a_pace() -> None:
-    limit = limit_of(1_000, 1)  # a token each millisecond
+def test_exhausted_key_is_rechecked_at_intervals() -> None:
+    limit = limit_of(1_000, 1)  # one token per millisecond
     node = Node(limit)
     key = limit.by("ada")
     while (denial := node.check(key)).allowed:
         pass
-    assert denial.retry_after_us == LEASE_US // 10, "though the store said a millisecond: it is not asked before"
+    assert denial.retry_after_us == LEASE_US // 10, "the next refill is later than the millisecond of the store"
     calls = node.calls
     denial = node.check(key)
     assert (denial.allowed, denial.remaining, denial.retry_after_us, denial.denied_by) == (
@@ -393,7 +410,7 @@ def test_a_key_that_was_found_exhausted_is_asked_again_at_a_pace() -> None:
     assert node.calls == calls + 1
 
 
-def test_a_denial_tells_when_the_store_said_if_that_is_later() -> None:
+def test_denial_reports_the_later_time_of_the_store() -> None:
     limit = limit_of(1_000, 10, "fixed_window")
     node = Node(limit)
     node.clock.advance(4)
@@ -405,7 +422,7 @@ def test_a_denial_tells_when_the_store_said_if_that_is_later() -> None:
     assert node.check(limit.by("ada")).allowed
 
 
-def test_whoever_asks_for_less_than_was_denied_is_not_held_up() -> None:
+def test_smaller_cost_is_checked_after_a_denial() -> None:
     limit = limit_of(100, 86_400)
     node = Node(limit)
     node.store.decide(Check((limit.by("ada"),), 95))
@@ -414,7 +431,7 @@ def test_whoever_asks_for_less_than_was_denied_is_not_held_up() -> None:
     assert node.check(limit.by("ada"), cost=5).allowed
 
 
-def test_a_denial_of_little_does_not_tell_the_time_that_much_would_take() -> None:
+def test_small_cost_does_not_report_the_wait_of_a_large_one() -> None:
     limit = limit_of(100, 86_400)
     node = Node(limit)
     node.store.decide(Check((limit.by("ada"),), 50))
@@ -426,7 +443,7 @@ def test_a_denial_of_little_does_not_tell_the_time_that_much_would_take() -> Non
     assert (node.check(limit.by("ada"), cost=61).retry_after_us or 0) > 3_600 * SECOND + 864 * SECOND
 
 
-def test_who_finds_an_order_under_way_goes_the_ordinary_way() -> None:
+def test_check_during_a_refill_goes_to_the_store() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
     call = Check((limit.by("ada"),), 1)
@@ -435,11 +452,11 @@ def test_who_finds_an_order_under_way_goes_the_ordinary_way() -> None:
     assert not isinstance(steps, Decision)
     next(steps)
     assert node.prepaid.take(call) is None
-    steps.close()  # as when its caller is cancelled
+    steps.close()  # as if its caller was cancelled
     assert node.prepaid.take(call) is not None
 
 
-def test_who_finds_an_order_for_an_exhausted_key_under_way_is_denied() -> None:
+def test_check_during_a_refill_of_an_exhausted_key_is_denied() -> None:
     limit = limit_of(1_000, 1)
     node = Node(limit)
     call = Check((limit.by("ada"),), 1)
@@ -459,7 +476,7 @@ def test_who_finds_an_order_for_an_exhausted_key_under_way_is_denied() -> None:
     assert end.value.value.allowed
 
 
-def test_an_order_in_advance_that_is_denied_costs_nobody_anything() -> None:
+def test_denied_early_refill_denies_no_request() -> None:
     hot, other = limit_of(1_000, 86_400, name="hot"), limit_of(1_000, 86_400, name="other")
     node = Node(hot, other)
     keys = hot.by("ada"), other.by("ada")
@@ -474,7 +491,7 @@ def test_an_order_in_advance_that_is_denied_costs_nobody_anything() -> None:
     assert (node.calls, one.tokens, two.tokens) == (calls + 1, 1, 0)
 
 
-def test_an_order_that_fails_leaves_everything_as_it_was() -> None:
+def test_failed_refill_changes_nothing() -> None:
     hot, other = limit_of(1_000, 60, name="hot"), limit_of(1_000, 60, name="other")
     node = Node(hot, other)
     node.check(hot.by("ada"))
@@ -492,7 +509,7 @@ def test_an_order_that_fails_leaves_everything_as_it_was() -> None:
     assert node.check(hot.by("ada"), other.by("ada")).allowed
 
 
-def test_a_denial_by_another_limit_takes_nothing_out_of_a_purse() -> None:
+def test_denial_by_another_limit_takes_no_prepaid_tokens() -> None:
     hot, empty = limit_of(1_000, 86_400, name="hot"), limit_of(100, 86_400, name="empty")
     node = Node(hot, empty)
     node.store.decide(Check((empty.by("ada"),), 100))
@@ -507,7 +524,7 @@ def test_a_denial_by_another_limit_takes_nothing_out_of_a_purse() -> None:
     assert (node.held(), node.left(hot.by("ada"))) == (held, left)
 
 
-def test_several_hot_keys_are_paid_for_together_without_a_call() -> None:
+def test_several_hot_keys_are_charged_without_a_call() -> None:
     one, two = limit_of(1_000, 60, name="one"), limit_of(1_000, 60, name="two", algorithm="gcra")
     node = Node(one, two)
     keys = one.by("ada"), two.by("ada")
@@ -519,8 +536,8 @@ def test_several_hot_keys_are_paid_for_together_without_a_call() -> None:
     assert (node.prepaid.stats.hot, node.prepaid.stats.found) == (2, 2), "each was found once"
 
 
-def test_the_instant_of_an_answer_is_the_earliest_that_it_can_be() -> None:
-    """What is refunded by it must be found in the window that was charged, not in the next one."""
+def test_decision_time_is_the_earliest_of_its_refills() -> None:
+    """A refund at that time must find the charged window, not the next one."""
     one, two = limit_of(1_000, 60, name="one"), limit_of(1_000, 60, name="two")
     node = Node(one, two)
     node.check(one.by("ada"))
@@ -556,14 +573,14 @@ def test_the_instant_of_an_answer_is_the_earliest_that_it_can_be() -> None:
     ],
     ids=str,
 )
-def test_only_limits_that_are_large_enough_are_leased(limit: Limit, leased: bool) -> None:
+def test_only_large_enough_limits_are_prepaid(limit: Limit, leased: bool) -> None:
     assert can_prepay(limit, LEASE_US) is leased
     node = Node(limit)
     assert bool(node.prepaid) is leased
     assert (node.prepaid.take(Check((limit.by("ada"),), 1, "id")) is not None) is leased
 
 
-def test_peeks_and_impossible_costs_and_mixed_requests_go_to_the_store() -> None:
+def test_peeks_and_mixed_requests_go_to_the_store() -> None:
     hot, cold = limit_of(1_000, 60, name="hot"), limit_of(1_000, 60, name="cold")
     node = Node(hot)
     node.check(hot.by("ada"))
@@ -576,7 +593,7 @@ def test_peeks_and_impossible_costs_and_mixed_requests_go_to_the_store() -> None
         assert node.prepaid.take(call) is None
 
 
-def test_what_is_excluded_is_not_leased_and_gives_back_what_it_has() -> None:
+def test_excluded_limit_returns_its_tokens() -> None:
     limit = limit_of(1_000, 86_400)
     node = Node(limit)
     node.check(limit.by("ada"))
@@ -586,16 +603,16 @@ def test_what_is_excluded_is_not_leased_and_gives_back_what_it_has() -> None:
     assert [(refund.key, refund.amount) for refund in node.prepaid.take_refunds()] == [(limit.by("ada"), held - 1)]
 
 
-def test_a_limit_whose_numbers_have_changed_is_asked_for_anew() -> None:
+def test_changed_limit_discards_prepaid_tokens() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
     node.check(limit.by("ada"))
-    assert node.prepaid.take(Check((limit_of(1_000, 60).by("ada"),), 1)) is not None, "equal numbers are the same"
+    assert node.prepaid.take(Check((limit_of(1_000, 60).by("ada"),), 1)) is not None, "an equal limit shares the tokens"
     assert node.prepaid.take(Check((limit_of(900, 60).by("ada"),), 1)) is None
     assert node.held() == 0
 
 
-# --------------------------------------------------------------------- giving back
+# --------------------------------------------------------------------- returned tokens
 
 
 @pytest.mark.parametrize(
@@ -613,10 +630,8 @@ def test_a_limit_whose_numbers_have_changed_is_asked_for_anew() -> None:
     ],
     ids=str,
 )
-def test_what_was_held_too_long_goes_back_but_for_what_was_refilled(
-    limit: Limit, age_us: int, lost: int | None
-) -> None:
-    """A lease more is counted for the way of the refund."""
+def test_expired_tokens_are_returned_minus_the_refill(limit: Limit, age_us: int, lost: int | None) -> None:
+    """One more lease is subtracted for the delay of the refund."""
     node = Node(limit)
     node.check(limit.by("ada"))
     held = node.held()
@@ -626,7 +641,7 @@ def test_what_was_held_too_long_goes_back_but_for_what_was_refilled(
     assert (node.held(), node.prepaid.take_refunds()) == (0, [])
 
 
-def test_what_comes_back_can_be_had_again() -> None:
+def test_returned_tokens_can_be_spent_again() -> None:
     limit = limit_of(1_000, 86_400, "sliding_log")
     node = Node(limit)
     node.check(limit.by("ada"))
@@ -636,7 +651,7 @@ def test_what_comes_back_can_be_had_again() -> None:
     assert node.left(limit.by("ada")) == 999
 
 
-def test_keys_that_have_cooled_down_give_back_what_they_hold() -> None:
+def test_cold_keys_return_their_tokens() -> None:
     limit, other = limit_of(1_000, 86_400), limit_of(50, 1, name="other")
     node = Node()
     call = Check((limit.by("ada"),), 1)
@@ -654,7 +669,7 @@ def test_keys_that_have_cooled_down_give_back_what_they_hold() -> None:
 
 
 @every_leased_algorithm
-def test_tokens_that_arrive_after_their_key_has_cooled_down_are_returned(algorithm: str) -> None:
+def test_tokens_arriving_for_a_cold_key_are_returned(algorithm: str) -> None:
     limit = limit_of(1_000, 86_400, algorithm)
     node = Node(limit)
     steps = node.prepaid.take(Check((limit.by("ada"),), 1))
@@ -666,12 +681,12 @@ def test_tokens_that_arrive_after_their_key_has_cooled_down_are_returned(algorit
     with pytest.raises(StopIteration):
         steps.send(node.ask(order))
     assert (node.prepaid.pending_refills, node.prepaid.has_refunds, node.held()) == (0, True, 0)
-    lost = 1 if algorithm in BUCKETS else 0  # refilled while it was on its way, rounded up
+    lost = 1 if algorithm in BUCKETS else 0  # refilled meanwhile, rounded up
     assert [refund.amount for refund in node.prepaid.take_refunds()] == [order.costs[0] - 1 - lost]
     assert not node.prepaid.has_refunds
 
 
-def test_after_a_reset_nothing_that_was_prepaid_is_spent_or_given_back() -> None:
+def test_reset_discards_prepaid_tokens() -> None:
     limit = limit_of(1_000, 86_400)
     node = Node(limit)
     call = Check((limit.by("ada"),), 1)
@@ -688,7 +703,7 @@ def test_after_a_reset_nothing_that_was_prepaid_is_spent_or_given_back() -> None
     assert (node.held(), node.prepaid.clear()) == (0, [])
 
 
-def test_after_a_refund_an_exhausted_key_is_asked_at_once() -> None:
+def test_refund_wakes_an_exhausted_key() -> None:
     limit = limit_of(1_000, 86_400, "fixed_window")
     node = Node(limit)
     while node.check(limit.by("ada")).allowed:
@@ -699,7 +714,7 @@ def test_after_a_refund_an_exhausted_key_is_asked_at_once() -> None:
     assert node.check(limit.by("ada")).allowed
 
 
-def test_a_forked_child_holds_nothing_of_its_parent() -> None:
+def test_forked_child_has_no_tokens_of_its_parent() -> None:
     limit = limit_of(1_000, 60)
     node = Node(limit)
     node.check(limit.by("ada"))
@@ -707,7 +722,7 @@ def test_a_forked_child_holds_nothing_of_its_parent() -> None:
     assert (node.held(), node.prepaid.clear()) == (0, [])
 
 
-def test_an_announced_burst_gets_larger_provisions_from_the_first_check_on() -> None:
+def test_announced_burst_gets_larger_refills() -> None:
     limit = limit_of(10_000, 1)
     announced, found = Node(limit), Node()
     call = Check((limit.by("ada"),), 1)
@@ -719,13 +734,15 @@ def test_an_announced_burst_gets_larger_provisions_from_the_first_check_on() -> 
     assert announced.held() >= 5 * found.held() > 0
 
 
-def test_requests_that_meet_a_cold_key_too_are_not_held_up_by_keys_that_are_hot() -> None:
-    """Such a request goes to the store with all its keys: as long as there are no others, nobody looks into purses."""
+def test_hot_keys_do_not_slow_requests_with_a_cold_key() -> None:
+    """Such a request goes to the store with all its keys, so prepaid tokens are not consulted if all requests are
+    mixed.
+    """
     everybody, own = limit_of(10_000, 1, name="everybody"), limit_of(100, 1, name="own")
     clock = FakeClock(START_US)
     prepaid = PrepaidTokens(now_us=clock.now_us)
 
-    def come(seconds: float, *, mixed: bool) -> list[bool]:
+    def send(seconds: float, *, mixed: bool) -> list[bool]:
         said = []
         for number in range(round(seconds * 1_000)):
             keys = (everybody.by(), own.by(str(number))) if mixed else (everybody.by(),)
@@ -734,12 +751,36 @@ def test_requests_that_meet_a_cold_key_too_are_not_held_up_by_keys_that_are_hot(
             clock.advance(0.001)
         return said
 
-    assert not any(come(1.5, mixed=True))
-    assert prepaid.stats.hot == 1  # and can be told of
-    assert all(come(0.1, mixed=False))
-    said = come(1.5, mixed=True)
+    assert not any(send(1.5, mixed=True))
+    assert prepaid.stats.hot == 1  # still reported as hot
+    assert all(send(0.1, mixed=False))
+    said = send(1.5, mixed=True)
     assert (said[0], said[900], said[1_000]) == (True, True, False)
-    come(0.1, mixed=False)
+    send(0.1, mixed=False)
     clock.advance(30)
     prepaid.take_refunds()
     assert (bool(prepaid), prepaid.stats.hot) == (False, 0)
+
+
+def test_tokens_of_a_pool_return_while_their_batch_lives() -> None:
+    pool = PoolLimit(10_000, timedelta(seconds=60), name="pool")
+    node = Node(pool)
+    node.store.run(Deposit(pool.by("ada"), 500, SECOND, "first"))
+    assert node.check(pool.by("ada")).allowed
+    held = node.held()
+    node.clock.advance(LEASE_US / SECOND)
+    assert [refund.amount for refund in node.prepaid.take_refunds()] == [held]
+
+
+def test_tokens_of_a_pool_are_spent_before_their_batch_expires_and_do_not_return_later() -> None:
+    """A refund would put them into a batch that expires later."""
+    pool = PoolLimit(10_000, timedelta(seconds=60), name="pool")
+    node = Node(pool)
+    node.store.run(Deposit(pool.by("ada"), 300, LEASE_US // 2, "first"))
+    node.store.run(Deposit(pool.by("ada"), 500, 10 * SECOND, "second"))
+    assert node.check(pool.by("ada")).allowed
+    assert node.held() > 0
+    node.clock.advance(LEASE_US / 2 / SECOND)
+    assert (node.held(), node.prepaid.take_refunds()) == (0, [])
+    assert node.check(pool.by("ada")).allowed
+    assert node.check(pool.by("ada"), cost=0).remaining < 500

@@ -1,4 +1,4 @@
-"""What a review of hot keys has found: purses that learn too late, wait too long, or hide that the store is back."""
+"""Prepaid tokens while refills are pending: denials, abandoned and slow refills, and recovery from an outage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL = Check((LIMIT.by("ada"),), 1_000)
 
 
 class Node:
-    """One process with a hot key, and the store at hand."""
+    """One process with a hot key and a memory store."""
 
     def __init__(self) -> None:
         self.clock = FakeClock(START_US)
@@ -37,15 +37,15 @@ class Node:
         self.prepaid = PrepaidTokens(lease_us=LEASE_US, now_us=self.clock.now_us)
         self.prepaid.announce([LIMIT])
 
-    def order(self) -> tuple[Refill, Check]:
-        """A request that goes to the store for more than it needs, and what it asks there."""
+    def start_refill(self) -> tuple[Refill, Check]:
+        """Start a check that refills; return its steps and the operation for the store."""
         steps = self.prepaid.take(ONE)
         assert steps is not None
         assert not isinstance(steps, Decision)
         return steps, next(steps)
 
     def drain(self) -> None:
-        """Ask until the store has denied an order."""
+        """Check until the store denies a refill."""
         while True:
             answer = self.prepaid.take(ONE)
             if isinstance(answer, Decision):
@@ -61,10 +61,10 @@ class Node:
                 pass
 
 
-def test_a_denial_beside_an_order_is_known_to_those_who_come_after() -> None:
+def test_denial_beside_a_refill_is_cached() -> None:
     node = Node()
-    waiting, _ = node.order()
-    assert node.prepaid.take(ONE) is None  # the order is on its way: ask the store
+    waiting, _ = node.start_refill()
+    assert node.prepaid.take(ONE) is None  # a refill is pending: go to the store
     node.store.decide(ALL)
     node.clock.advance(0.001)
     node.prepaid.record_denial(ONE, node.store.decide(ONE), node.clock.now_us())
@@ -74,8 +74,8 @@ def test_a_denial_beside_an_order_is_known_to_those_who_come_after() -> None:
     waiting.close()
 
 
-def test_a_limiter_tells_its_purses_of_denials() -> None:
-    """Tasks come in crowds, and find an order on its way: else all of them go to the store, turn after turn."""
+def test_limiter_reports_denials_to_prepaid_tokens() -> None:
+    """Many tasks arrive during one refill; without the denial, all of them would go to the store each time."""
     local = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
     local.configure(remember=0, lease_us=LEASE_US)
     local.prepaid.announce([LIMIT])
@@ -92,9 +92,9 @@ def test_a_limiter_tells_its_purses_of_denials() -> None:
     waiting.close()
 
 
-def test_a_cost_that_no_limit_can_bear_says_nothing_about_others() -> None:
+def test_unsatisfiable_cost_does_not_affect_other_costs() -> None:
     node = Node()
-    waiting, _ = node.order()
+    waiting, _ = node.start_refill()
     large = Check((LIMIT.by("ada"),), 1_001)
     node.clock.advance(0.001)
     node.prepaid.record_denial(large, node.store.decide(large), node.clock.now_us())
@@ -103,7 +103,7 @@ def test_a_cost_that_no_limit_can_bear_says_nothing_about_others() -> None:
 
 
 @pytest.mark.parametrize("event", ["discard", "wake"])
-def test_a_denial_of_what_was_asked_before_something_came_back_is_not_learnt(event: str) -> None:
+def test_denial_requested_before_a_refund_is_ignored(event: str) -> None:
     node = Node()
     node.drain()
     asked_us = node.clock.now_us()
@@ -116,23 +116,23 @@ def test_a_denial_of_what_was_asked_before_something_came_back_is_not_learnt(eve
     assert not isinstance(node.prepaid.take(ONE), Decision)
 
 
-def test_an_order_that_was_given_up_hinders_nobody_for_longer_than_a_lease() -> None:
+def test_abandoned_refill_blocks_for_one_lease_at_most() -> None:
     node = Node()
     node.drain()
     node.clock.advance(0.2)
-    abandoned, _ = node.order()  # kept by a traceback: nobody closes it
+    abandoned, _ = node.start_refill()  # kept alive by a traceback, never closed
     node.store.run(Refund(LIMIT.by("ada"), 500))
     assert isinstance(node.prepaid.take(ONE), Decision)
     node.clock.advance(LEASE_US / 1_000_000)
-    again, _ = node.order()
+    again, _ = node.start_refill()
     again.close()
     abandoned.close()
 
 
-def test_one_answer_that_was_held_up_does_not_end_prepaying() -> None:
+def test_one_slow_refill_does_not_stop_prepaying() -> None:
     node = Node()
     for seconds in (0.001, 0.5, 0.001):
-        steps, ordered = node.order()
+        steps, ordered = node.start_refill()
         assert ordered.costs > (1,)
         node.clock.advance(seconds)
         with pytest.raises(StopIteration):
@@ -140,7 +140,7 @@ def test_one_answer_that_was_held_up_does_not_end_prepaying() -> None:
         node.clock.advance(0.2)
 
 
-def test_answers_that_always_take_a_lease_end_it() -> None:
+def test_refills_slower_than_a_lease_stop_prepaying() -> None:
     node = Node()
     asked = []
     for _ in range(8):
@@ -157,7 +157,7 @@ def test_answers_that_always_take_a_lease_end_it() -> None:
     assert not asked[-1]
 
 
-def test_an_order_that_is_answered_ends_an_outage() -> None:
+def test_answered_refill_ends_an_outage() -> None:
     local = LocalTier(EventEmitter(None), clock=None, fleet=FleetShare())
     local.configure(remember=0, lease_us=LEASE_US)
     local.prepaid.announce([LIMIT])

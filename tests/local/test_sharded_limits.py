@@ -1,4 +1,4 @@
-"""Limits over several counters: never more than the whole, and what a request may be denied by."""
+"""Sharded limits: all shards together never exceed the limit, and the decisions they give."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ every_splittable_algorithm = pytest.mark.parametrize("algorithm", SPLITTABLE)
 
 
 class Counters:
-    """A store that is asked for parts, in the order that the test picks them."""
+    """A memory store whose shards are chosen by the test."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -34,7 +34,7 @@ class Counters:
         return merge(call, self.store.decide(shard(call, lambda _: part)))
 
 
-def test_a_limit_is_whole_unless_it_is_split() -> None:
+def test_limit_has_one_shard_by_default() -> None:
     limit = Limit(100, MINUTE)
     assert (limit.split, limit.part) == (1, None)
     assert repr(limit) == (
@@ -47,7 +47,7 @@ def test_a_limit_is_whole_unless_it_is_split() -> None:
     assert not is_sharded(call)
 
 
-def test_a_part_allows_its_share_under_the_same_name() -> None:
+def test_shard_has_its_share_under_the_same_name() -> None:
     limit = Limit(100, MINUTE, burst=40, name="busy", split=4)
     assert limit.part == Limit(25, MINUTE, burst=10, name="busy")
     assert limit.part.space == limit.space
@@ -58,7 +58,7 @@ def test_a_part_allows_its_share_under_the_same_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "message"),
     [
         (
             {"quota": 100, "split": 3},
@@ -78,14 +78,14 @@ def test_a_part_allows_its_share_under_the_same_name() -> None:
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused_with_a_remedy(numbers: dict[str, Any], told: str) -> None:
+def test_invalid_split_is_rejected_with_a_remedy(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidLimit) as caught:
         Limit(period=MINUTE, **numbers)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 @given(st.text(max_size=200), st.integers(0, 7), st.integers(0, 7))
-def test_no_identity_of_a_callers_is_one_of_a_part(text: str, one: int, other: int) -> None:
+def test_no_identity_equals_that_of_a_shard(text: str, one: int, other: int) -> None:
     limit = Limit(8, MINUTE, split=8)
     part = limit.by(text).part(one)
     assert part.identity not in {limit.by(part.identity).identity, limit.by(text, f"%part-{one}").identity}
@@ -96,7 +96,7 @@ def test_no_identity_of_a_callers_is_one_of_a_part(text: str, one: int, other: i
 
 @every_splittable_algorithm
 @given(data=st.data())
-def test_all_parts_together_never_allow_more_than_the_limit(algorithm: str, data: st.DataObject) -> None:
+def test_all_shards_never_exceed_the_limit(algorithm: str, data: st.DataObject) -> None:
     limit = Limit(24, MINUTE, algorithm=algorithm, split=data.draw(st.sampled_from([2, 3, 8])))
     counters = Counters()
     asked = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5)), max_size=60))
@@ -104,15 +104,15 @@ def test_all_parts_together_never_allow_more_than_the_limit(algorithm: str, data
 
 
 @every_splittable_algorithm
-def test_all_parts_together_allow_the_whole_limit_to_requests_that_meet_them_evenly(algorithm: str) -> None:
+def test_evenly_used_shards_allow_the_whole_limit(algorithm: str) -> None:
     limit = Limit(24, MINUTE, algorithm=algorithm, split=4)
     counters = Counters()
     assert [bool(counters.check(limit, number)) for number in range(28)] == [True] * 24 + [False] * 4
 
 
 @every_splittable_algorithm
-def test_a_part_may_deny_while_the_others_are_full(algorithm: str) -> None:
-    """The other side of the bound: three quarters of the capacity are left, and no more can be."""
+def test_shard_may_deny_while_others_are_full(algorithm: str) -> None:
+    """The cost of sharding: three quarters of the capacity may be left."""
     limit = Limit(24, MINUTE, algorithm=algorithm, split=4)
     counters = Counters()
     assert all(counters.check(limit, 0) for _ in range(6))
@@ -120,13 +120,13 @@ def test_a_part_may_deny_while_the_others_are_full(algorithm: str) -> None:
     assert [bool(counters.check(limit, 1 + number % 3)) for number in range(21)] == [True] * 18 + [False] * 3
 
 
-def test_what_costs_more_than_a_part_can_never_pass() -> None:
+def test_cost_above_a_shard_is_unsatisfiable() -> None:
     limit = Limit(24, MINUTE, split=4)
     assert Counters().check(limit, 0, cost=6).allowed
     assert Counters().check(limit, 0, cost=7).unsatisfiable
 
 
-def test_a_decision_names_the_whole_limit_and_estimates_what_is_left() -> None:
+def test_decision_names_the_limit_and_estimates_remaining() -> None:
     limit, whole = Limit(24, MINUTE, name="busy", split=4), Limit(10, MINUTE, name="whole")
     counters = Counters()
     call = Check((limit.by("ada"), whole.by("ada")), 2)
@@ -138,7 +138,7 @@ def test_a_decision_names_the_whole_limit_and_estimates_what_is_left() -> None:
     assert decision.reason == "allowed: 8 left of whole (10 per minute, token_bucket)"
 
 
-def test_a_denial_tells_what_its_part_said() -> None:
+def test_denial_reports_the_answer_of_its_shard() -> None:
     limit = Limit(24, MINUTE, split=4)
     counters = Counters()
     assert counters.check(limit, 3, cost=5).allowed
@@ -148,7 +148,7 @@ def test_a_denial_tells_what_its_part_said() -> None:
     assert counters.check(limit, 3, cost=2).allowed
 
 
-def test_a_refund_with_an_id_always_goes_to_the_same_part() -> None:
+def test_refund_with_an_id_goes_to_one_shard() -> None:
     limit = Limit(24, MINUTE, split=4)
     key = limit.by("ada")
     picks = iter(range(100))
@@ -162,7 +162,7 @@ def test_a_refund_with_an_id_always_goes_to_the_same_part() -> None:
     assert shard_operation(whole, lambda _: 2) == whole
 
 
-def test_a_reset_forgets_all_parts() -> None:
+def test_reset_covers_all_shards() -> None:
     limit, whole = Limit(24, MINUTE, name="busy", split=3), Limit(10, MINUTE, name="whole")
     key = limit.by("ada")
     assert shard_operation(Reset((key, whole.by("ada"))), lambda _: 0) == Reset(
@@ -170,7 +170,7 @@ def test_a_reset_forgets_all_parts() -> None:
     )
 
 
-def test_an_id_always_meets_the_same_part_and_so_does_its_refund() -> None:
+def test_idempotent_check_and_its_refund_share_a_shard() -> None:
     key = Limit(100, timedelta(minutes=1), name="all", split=4).by("ada")
     picks = itertools.cycle(range(4))
     check = IdempotentCheck((key,), 1, "req-1")

@@ -1,4 +1,6 @@
-"""When a denial ends, one asks for all who are alike, and what it brings is what the store would have told each."""
+"""Single flight: when a denial ends, one check goes to the store, and its followers get the answers that the store
+would give.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ FIVE = Limit(5, timedelta(seconds=1), algorithm="fixed_window", name="five")
 
 
 class Request:
-    """A check that is under way: what it waits for, until it has its answer."""
+    """A check in progress."""
 
     def __init__(self, site: Site, key: Key, cost: int = 1) -> None:
         self.site = site
@@ -49,17 +51,17 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for another; else it has its answer, or asks the store."""
+        """True if it follows another check; otherwise it is answered or goes to the store."""
         return isinstance(self.step, SingleFlight)
 
     def reach_store(self) -> Decision:
-        """What the store says, at this instant; the answer is still on its way back."""
+        """Run it in the store now; the reply is still in transit."""
         self.site.asked += 1
         store = self.site.store
         return with_again(store.run(self.call), self.call.cost, lambda: store.run(self.call))
 
-    def go_on(self, answer: Decision | StoreError | None = None) -> None:
-        """The store's answer, or its failure, has come; or what it waited for is over."""
+    def resume(self, answer: Decision | StoreError | None = None) -> None:
+        """Continue with the reply or error of the store, or after the flight has ended."""
         if self.flow is None:
             assert isinstance(answer, Decision)
             self.site.local.record_answer(self.call, answer, self.asked_ns)
@@ -78,17 +80,17 @@ class Request:
             step.add_waiter(lambda: None)
 
     def finish(self) -> Decision:
-        self.go_on(self.reach_store())
+        self.resume(self.reach_store())
         assert self.answer is not None
         return self.answer
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         assert self.flow is not None
         self.flow.close()
 
 
 class Site:
-    """A store in memory, behind what stands before it."""
+    """A memory store behind a local tier."""
 
     def __init__(self) -> None:
         self.clock = FakeClock(100 * SECOND)
@@ -101,8 +103,8 @@ class Site:
     def begin(self, key: Key, cost: int = 1) -> Request:
         return Request(self, key, cost)
 
-    def use_up(self, key: Key, cost: int = 1) -> None:
-        """So much at once, until it is denied so often that it is remembered, and the denial is over."""
+    def exhaust(self, key: Key, cost: int = 1) -> None:
+        """Spend the quota, repeat the denial until it is cached, and wait until it ends."""
         while self.begin(key, cost).finish().next_allowed_us == 0:
             pass
         for _ in range(MIN_DENIALS):
@@ -116,78 +118,78 @@ def site() -> Site:
     return Site()
 
 
-def test_one_asks_and_what_it_leaves_answers_the_others(site: Site) -> None:
-    site.use_up(ONE.by("ada"))
+def test_followers_are_answered_from_the_leaders_reply(site: Site) -> None:
+    site.exhaust(ONE.by("ada"))
     first, *others = [site.begin(ONE.by("ada")) for _ in range(10)]
     assert [request.waits for request in (first, *others)] == [False, *[True] * 9]
     assert first.finish().allowed
     site.clock.advance(0.25)
     for request in others:
-        request.go_on()
+        request.resume()
         truth = site.store.run(request.call)
         assert request.answer == truth
         assert (truth.allowed, truth.retry_after) == (False, 0.75)
     assert site.asked == 1
 
 
-def test_a_denial_that_it_brings_answers_them_as_well(site: Site) -> None:
-    """Another process was quicker."""
-    site.use_up(ONE.by("ada"))
+def test_followers_share_the_denial_of_the_leader(site: Site) -> None:
+    """Another process was faster."""
+    site.exhaust(ONE.by("ada"))
     first, other = [site.begin(ONE.by("ada")) for _ in range(2)]
     site.store.run(first.call)
     assert not first.finish().allowed
-    other.go_on()
+    other.resume()
     assert other.answer == site.store.run(other.call)
     assert site.asked == 1
 
 
-def test_if_there_is_more_so_many_more_ask(site: Site) -> None:
-    site.use_up(FIVE.by("ada"))
+def test_remaining_quota_releases_as_many_followers(site: Site) -> None:
+    site.exhaust(FIVE.by("ada"))
     first, *others = [site.begin(FIVE.by("ada")) for _ in range(9)]
     assert first.finish().remaining == 4
     for request in others:
-        request.go_on()
+        request.resume()
     assert [request.waits for request in others] == [*[False] * 4, *[True] * 4]
     late = site.begin(FIVE.by("ada"))
     assert late.waits
     assert [request.finish().allowed for request in others[:4]] == [True] * 4
     truth = site.store.run(first.call)
     for request in (*others[4:], late):
-        request.go_on()
+        request.resume()
         assert request.answer == truth
     assert (truth.allowed, site.asked) == (False, 5)
 
 
-def test_if_there_is_more_than_anybody_wants_nobody_waits(site: Site) -> None:
-    site.use_up(FIVE.by("ada"))
+def test_followers_proceed_when_enough_quota_is_left(site: Site) -> None:
+    site.exhaust(FIVE.by("ada"))
     first, *others = [site.begin(FIVE.by("ada")) for _ in range(3)]
     first.finish()
     for request in others:
-        request.go_on()
+        request.resume()
     assert [request.finish().remaining for request in others] == [3, 2]
     assert site.local.denial_cache._flights == {}
 
 
-def test_of_larger_requests_fewer_ask(site: Site) -> None:
+def test_large_costs_release_fewer_followers(site: Site) -> None:
     fifty = Limit(50, timedelta(seconds=1), algorithm="fixed_window", name="fifty").by("ada")
-    site.use_up(fifty, cost=4)
+    site.exhaust(fifty, cost=4)
     first, *others = [site.begin(fifty, cost=4) for _ in range(14)]
     assert first.finish().remaining == 46
     for request in others:
-        request.go_on()
+        request.resume()
     assert [request.waits for request in others] == [*[False] * 11, *[True] * 2]
 
 
-def test_those_who_wait_for_several_hear_of_the_first_denial(site: Site) -> None:
-    """Another process has taken what was said to be there."""
-    site.use_up(FIVE.by("ada"))
+def test_followers_of_several_flights_get_the_first_denial(site: Site) -> None:
+    """Another process spent the reported quota."""
+    site.exhaust(FIVE.by("ada"))
     first, *others = [site.begin(FIVE.by("ada")) for _ in range(9)]
     first.finish()
     site.store.run(Check(first.call.keys, 4))
     for request in others:
-        request.go_on()
+        request.resume()
     assert not others[0].finish().allowed
-    others[-1].go_on()
+    others[-1].resume()
     assert others[-1].answer == site.store.run(first.call)
     assert [request.finish().allowed for request in others[1:4]] == [False] * 3
 
@@ -195,8 +197,8 @@ def test_those_who_wait_for_several_hear_of_the_first_denial(site: Site) -> None
 @pytest.mark.parametrize(
     ("key", "cost"), [(ONE.by("bob"), 1), (ONE.by("ada"), 0), (FIVE.by("ada"), 1), (FIVE.by("ada"), 2)]
 )
-def test_nobody_waits_for_what_is_not_alike(site: Site, key: Key, cost: int) -> None:
-    site.use_up(ONE.by("ada"))
+def test_different_requests_do_not_share_a_flight(site: Site, key: Key, cost: int) -> None:
+    site.exhaust(ONE.by("ada"))
     assert not site.begin(ONE.by("ada")).waits
     assert not site.begin(key, cost).waits
 
@@ -204,11 +206,11 @@ def test_nobody_waits_for_what_is_not_alike(site: Site, key: Key, cost: int) -> 
 @pytest.mark.parametrize(
     "error", [StoreTimeout("no answer within 5 ms"), StoreUnavailable("connection refused")], ids=["late", "refused"]
 )
-def test_if_the_store_fails_they_are_told_that_theirs_was_never_sent(site: Site, error: StoreError) -> None:
-    site.use_up(ONE.by("ada"))
+def test_followers_of_a_failed_leader_are_reported_as_not_sent(site: Site, error: StoreError) -> None:
+    site.exhaust(ONE.by("ada"))
     first, other = [site.begin(ONE.by("ada")) for _ in range(2)]
-    first.go_on(error)
-    other.go_on()
+    first.resume(error)
+    other.resume()
     assert first.error is error
     assert (type(other.error), str(other.error)) == (type(error), str(error))
     assert other.error is not None
@@ -217,82 +219,82 @@ def test_if_the_store_fails_they_are_told_that_theirs_was_never_sent(site: Site,
     assert not site.begin(ONE.by("ada")).waits
 
 
-def test_if_its_script_fails_each_asks_for_itself(site: Site) -> None:
-    site.use_up(ONE.by("ada"))
+def test_script_error_affects_the_leader_only(site: Site) -> None:
+    site.exhaust(ONE.by("ada"))
     first, other = [site.begin(ONE.by("ada")) for _ in range(2)]
-    first.go_on(ScriptError("a foreign value"))
-    other.go_on()
+    first.resume(ScriptError("a foreign value"))
+    other.resume()
     assert other.finish().allowed
 
 
-def test_if_whoever_asks_gives_up_the_others_are_not_lost(site: Site) -> None:
-    site.use_up(ONE.by("ada"))
+def test_followers_survive_a_cancelled_leader(site: Site) -> None:
+    site.exhaust(ONE.by("ada"))
     first, *others = [site.begin(ONE.by("ada")) for _ in range(3)]
-    first.give_up()
+    first.cancel()
     for request in others:
-        request.go_on()
+        request.resume()
         assert not request.waits
     assert [request.finish().allowed for request in others] == [True, False]
 
 
-def test_who_came_while_it_held_is_told_of_a_denial_that_is_over_by_the_time_it_is_heard_of(site: Site) -> None:
-    """As those are who travel together: this process was behind, and not the store."""
-    site.use_up(ONE.by("ada"))
+def test_follower_gets_a_denial_that_expired_meanwhile(site: Site) -> None:
+    """As for requests of one batch: the process was late, not the store."""
+    site.exhaust(ONE.by("ada"))
     first = site.begin(ONE.by("ada"))
-    brought = first.reach_store()
+    reply = first.reach_store()
     site.clock.advance(0.4)
     other = site.begin(ONE.by("ada"))
     truth = site.store.run(other.call)
     site.clock.advance(0.6)
-    first.go_on(brought)
-    other.go_on()
+    first.resume(reply)
+    other.resume()
     assert other.answer == truth
     assert truth.retry_after == 0.6
 
 
-def test_who_came_after_that_waits_once_more_and_no_longer(site: Site) -> None:
-    site.use_up(ONE.by("ada"))
+def test_late_follower_waits_for_one_more_flight(site: Site) -> None:
+    site.exhaust(ONE.by("ada"))
     first = site.begin(ONE.by("ada"))
-    brought = first.reach_store()
+    reply = first.reach_store()
     site.clock.advance(1)
     second, *others = [site.begin(ONE.by("ada")) for _ in range(5)]
-    first.go_on(brought)
+    first.resume(reply)
     for request in (second, *others):
-        request.go_on()
+        request.resume()
     assert [request.waits for request in (second, *others)] == [False, *[True] * 4]
-    brought = second.reach_store()
+    reply = second.reach_store()
     site.clock.advance(5)
-    second.go_on(brought)
+    second.resume(reply)
     for request in others:
-        request.go_on()
-    assert brought.allowed
+        request.resume()
+    assert reply.allowed
     assert [request.answer.retry_after for request in others if request.answer is not None] == [1.0] * 4
     assert site.asked == 2
 
 
-def test_a_refund_meanwhile_lets_them_ask(site: Site) -> None:
-    site.use_up(ONE.by("ada"))
+def test_refund_during_a_flight_releases_followers(site: Site) -> None:
+    site.exhaust(ONE.by("ada"))
     first, other = [site.begin(ONE.by("ada")) for _ in range(2)]
-    brought = first.reach_store()
+    reply = first.reach_store()
     site.store.run(Refund(ONE.by("ada"), 1))
     site.local.invalidate(Refund(ONE.by("ada"), 1))
-    first.go_on(brought)
-    other.go_on()
+    first.resume(reply)
+    other.resume()
     assert other.finish().allowed
 
 
-def test_other_numbers_meanwhile_are_not_answered_by_the_old_ones(site: Site) -> None:
-    site.use_up(ONE.by("ada"))
+def test_changed_limit_does_not_share_a_flight(site: Site) -> None:
+    site.exhaust(ONE.by("ada"))
     first = site.begin(ONE.by("ada"))
     more = site.begin(Limit(3, timedelta(seconds=1), name="one").by("ada"))
     first.finish()
     if more.waits:
-        more.go_on()
+        more.resume()
     assert more.step == more.call
 
 
-def test_whoever_vanishes_is_waited_for_no_longer_than_a_second(site: Site) -> None:
-    site.use_up(ONE.by("ada"))
+def test_lost_leader_is_waited_for_one_second(site: Site) -> None:
+    site.exhaust(ONE.by("ada"))
     vanished = site.begin(ONE.by("ada"))
     flight = site.begin(ONE.by("ada")).step
     flight._started -= MAX_AGE_S
@@ -302,15 +304,15 @@ def test_whoever_vanishes_is_waited_for_no_longer_than_a_second(site: Site) -> N
     following = site.begin(ONE.by("ada"))
     assert not following.waits, "it asks for all"
     assert site.begin(ONE.by("ada")).waits
-    vanished.give_up()
+    vanished.cancel()
     assert site.begin(ONE.by("ada")).waits, "and is not taken for the one that vanished"
     assert following.finish().allowed
 
 
-# -------------------------------------------------------- how they wait
+# -------------------------------------------------------- waiting
 
 
-def test_a_thread_waits_until_it_is_over_and_not_at_all_after_that() -> None:
+def test_thread_waits_until_the_flight_ends() -> None:
     flight = SingleFlight()
     threads = [threading.Thread(target=flight.wait, args=(60,)) for _ in range(3)]
     for thread in threads:
@@ -325,7 +327,7 @@ def test_a_thread_waits_until_it_is_over_and_not_at_all_after_that() -> None:
     flight.end()
 
 
-def test_tasks_of_several_loops_wait_for_the_same() -> None:
+def test_tasks_of_several_loops_share_a_flight() -> None:
     flight, told = SingleFlight(), []
     waiting = threading.Barrier(4)
 
@@ -345,7 +347,7 @@ def test_tasks_of_several_loops_wait_for_the_same() -> None:
     assert len(set(told)) == 3
 
 
-def test_a_task_waits_no_longer_than_it_wants_and_leaves_no_timer() -> None:
+def test_task_wait_times_out_and_leaves_no_timer() -> None:
     async def wait(flight: SingleFlight, seconds: float) -> None:
         future = flight.future(seconds)
         if seconds > 1:
@@ -361,7 +363,7 @@ def test_a_task_waits_no_longer_than_it_wants_and_leaves_no_timer() -> None:
     asyncio.run(wait(over, 60))
 
 
-def test_of_several_who_ask_the_last_ends_it_or_the_first_who_is_denied() -> None:
+def test_flight_ends_with_its_last_request_or_first_denial() -> None:
     several = SingleFlight(3)
     assert [several.try_lead() for _ in range(4)] == [True, True, True, False]
     assert [several.finish_leader(is_denied=False) for _ in range(3)] == [False, False, True]
@@ -370,7 +372,7 @@ def test_of_several_who_ask_the_last_ends_it_or_the_first_who_is_denied() -> Non
     assert several.finish_leader(is_denied=True)
 
 
-def test_a_loop_that_is_closed_does_not_keep_the_others_waiting() -> None:
+def test_closed_loop_does_not_block_other_waiters() -> None:
     flight = SingleFlight()
 
     async def leave() -> None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
-from functools import lru_cache
 from ipaddress import ip_network
-from socket import AF_INET, AF_INET6, inet_pton
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headgate._fork import reinit_after_fork
 from headgate.errors import InvalidInput
-from headgate.keyed_hashes import is_keyed_hash
+from headgate.keys import is_keyed_hash
+from headgate.local.networks import IPV4_MAPPED, MAX_ADDRESS_LENGTH, NAT64, Networks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
     from datetime import datetime
 
 __all__ = ["BlockList", "LiveBlock", "canonical", "checked_block"]
@@ -27,14 +26,6 @@ logger = logging.getLogger("headgate")
 
 ADDRESS: Final = "ip"
 """The kind of identity whose values are networks, matched by every address in them."""
-IPV4_MAPPED: Final = bytes(10) + b"\xff\xff"
-"""The prefix of an IPv4-mapped IPv6 address."""
-
-NAT64: Final = (b"\x00\x64\xff\x9b" + bytes(8), b"\x00\x64\xff\x9b\x00\x01" + bytes(6))
-"""The prefixes under which NAT64 embeds an IPv4 address: 64:ff9b::/96 (RFC 6052), and 64:ff9b:1::/96 for local use (RFC
-8215). All IPv4 clients behind such a translator would be in one /64."""
-MAX_ADDRESS_LENGTH: Final = 64
-"""In characters; a longer text is neither an address nor a network."""
 
 
 class LiveBlock(NamedTuple):
@@ -61,12 +52,15 @@ class BlockList:
     'unpaid'
     """
 
-    __slots__ = ("__weakref__", "_lock", "_own_changes", "_tables", "has_blocks", "kinds")
+    __slots__ = ("__weakref__", "_hashed", "_lock", "_networks", "_own_changes", "_plain", "has_blocks", "kinds")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        """For writers. Readers do not wait."""
-        self._tables = _BlockTables()
+        # Requests read all of this without the lock: every change is atomic.
+        self._plain: dict[str, dict[str, LiveBlock]] = {}
+        """By kind and value."""
+        self._hashed: dict[str, dict[str, LiveBlock]] = {}
+        """By kind and keyed hash of the value."""
+        self._networks: Networks[LiveBlock] = Networks()
         self._own_changes = 0
         """Calls of `set` and `drop`. Compared before and after a read of the store, which may be older than a change
         made here in the meantime."""
@@ -74,10 +68,11 @@ class BlockList:
         self.has_blocks = False
         self.kinds: frozenset[str] = frozenset()
         """The kinds of blocked identities, beside addresses."""
+        self.reset_after_fork()
         reinit_after_fork(self)
 
     def reset_after_fork(self) -> None:
-        """Replace the lock, which a thread of the parent may have held."""
+        """Replace the lock of the writers, which a thread of the parent may have held."""
         self._lock = threading.RLock()
 
     def set(self, kind: str, value: str, until_us: int | None, reason: str | None) -> None:
@@ -88,9 +83,8 @@ class BlockList:
             logger.warning("ignored an invalid block: %s", error)
             return
         with self._lock:
-            self._own_changes += 1
-            self._tables.put(block)
-            self._update_flags()
+            self._table_of(kind, block.value)[block.value] = block
+            self._record_change()
 
     def drop(self, kind: str, value: str) -> bool:
         """Remove a block; False if there was none."""
@@ -99,9 +93,8 @@ class BlockList:
         except InvalidInput:
             return False
         with self._lock:
-            self._own_changes += 1
-            existed = self._tables.remove(kind, value)
-            self._update_flags()
+            existed = self._table_of(kind, value).pop(value, None) is not None
+            self._record_change()
         return existed
 
     def replace(self, blocks: Iterable[tuple[str, str, int | None, str | None]]) -> None:
@@ -110,20 +103,12 @@ class BlockList:
         for block in blocks:
             fresh.set(*block)
         with self._lock:
-            self._own_changes += 1
-            self._tables = fresh._tables
-            self._update_flags()
+            self._plain, self._hashed, self._networks = fresh._plain, fresh._hashed, fresh._networks
+            self._record_change()
 
     def reload(self, read_all: Callable[[], Iterable[tuple[str, str, int | None, str | None]]]) -> None:
         """Replace all blocks by what `read_all` reads from the store."""
-        is_done = False
-        while not is_done:
-            seen = self._own_changes
-            blocks = list(read_all())
-            with self._lock:
-                is_done = self._own_changes == seen
-                if is_done:
-                    self.replace(blocks)
+        self._apply(lambda: list(read_all()), self.replace)
 
     def refresh(
         self,
@@ -138,25 +123,32 @@ class BlockList:
                 spellings[kind, canonical(kind, value)] = None
                 spellings[kind, value] = None
         identities = list(spellings)
-        is_done = not identities
-        while not is_done:
+
+        def update(stored: Sequence[tuple[str, str, int | None, str | None] | None]) -> None:
+            for (kind, value), block in zip(identities, stored, strict=True):
+                if block is not None:
+                    self.set(*block)
+                elif value == canonical(kind, value):
+                    self.drop(kind, value)
+
+        if identities:
+            self._apply(lambda: find(identities), update)
+
+    def _apply(self, read: Callable[[], Any], apply: Callable[[Any], None]) -> None:
+        """Apply what is read from the store; read it again if a change was made here in the meantime."""
+        while True:
             seen = self._own_changes
-            stored = find(identities)
+            stored = read()
             with self._lock:
-                is_done = self._own_changes == seen
-                for (kind, value), block in zip(identities, stored, strict=True) if is_done else ():
-                    if block is not None:
-                        self.set(*block)
-                    elif value == canonical(kind, value):
-                        self.drop(kind, value)
+                if self._own_changes == seen:
+                    return apply(stored)
 
     def sweep(self, now_us: int) -> None:
         """Remove blocks that have ended: `find` ignores them, but they take up memory."""
         with self._lock:
-            for block in list(self._tables):
+            for block in self:
                 if not block.applies_at(now_us):
-                    self._tables.remove(block.kind, block.value)
-            self._update_flags()
+                    self.drop(block.kind, block.value)
 
     def find(
         self, who: Mapping[str, str], now_us: int, hash_identity: Callable[[str, str], str] | None = None
@@ -167,38 +159,46 @@ class BlockList:
         `hash_identity` computes the keyed hashes by which clients can be blocked; it is called only if there are such
         blocks.
         """
-        tables = self._tables
-        if tables.networks:
-            address = who.get("address") or who.get(ADDRESS)
-            found = None if address is None else tables.find_network(address, now_us)
-            if found is not None:
-                return found
-        if tables.plain:
+        if self._networks.data and "address" in who:
+            for block in self._networks.find_all(who["address"]):
+                if block.applies_at(now_us):
+                    return block
+        if self._plain:
             for kind, value in who.items():
-                values = tables.plain.get(kind)
+                values = self._plain.get(kind)
                 found = None if values is None else values.get(value)
                 if found is not None and found.applies_at(now_us):
                     return found
-        if tables.hashed and hash_identity is not None:
+        if self._hashed and hash_identity is not None:
             for field, value in who.items():
                 kind = ADDRESS if field == "address" else field
-                values = tables.hashed.get(kind)
-                found = None if values is None else values.get(hash_identity(kind, value))
+                values = self._hashed.get(kind)
+                found = values.get(hash_identity(kind, value)) if values else None
                 if found is not None and found.applies_at(now_us):
                     return found
         return None
 
     def __len__(self) -> int:
-        return self._tables.count
+        return sum(map(len, self._tables()))
 
     def __iter__(self) -> Iterator[LiveBlock]:
         """All blocks, including those that have ended and were not swept yet."""
         with self._lock:
-            return iter(list(self._tables))
+            return iter([block for table in self._tables() for block in table.values()])
 
-    def _update_flags(self) -> None:
-        self.kinds = frozenset([*self._tables.plain, *self._tables.hashed]) - {ADDRESS}
-        self.has_blocks = self._tables.count > 0
+    def _tables(self) -> list[MutableMapping[str, LiveBlock]]:
+        return [*self._plain.values(), *self._hashed.values(), self._networks]
+
+    def _table_of(self, kind: str, value: str) -> MutableMapping[str, LiveBlock]:
+        if kind != "api_key" and is_keyed_hash(value):  # API keys always are hashes, in requests, too
+            return self._hashed.setdefault(kind, {})
+        return self._networks if kind == ADDRESS else self._plain.setdefault(kind, {})
+
+    def _record_change(self) -> None:
+        self._own_changes += 1
+        blocked = [kind for tables in (self._plain, self._hashed) for kind, values in tables.items() if values]
+        self.kinds = frozenset(blocked) - {ADDRESS}
+        self.has_blocks = len(self) > 0
 
 
 def canonical(kind: str, value: str) -> str:
@@ -237,110 +237,3 @@ def checked_block(kind: str, value: str, until: datetime | None = None, reason: 
         raise InvalidInput(f"until {until!r} has no time zone: give datetime(..., tzinfo=UTC)")
     until_us = None if until is None else round(until.timestamp() * 1_000_000)
     return LiveBlock(kind, canonical(kind, value), until_us, reason)
-
-
-class _BlockTables:
-    """Lookup tables of blocks. They may be read while they are changed: every change is atomic."""
-
-    __slots__ = ("count", "hashed", "networks", "plain", "shifts")
-
-    def __init__(self) -> None:
-        self.plain: dict[str, dict[str, LiveBlock]] = {}
-        """By kind and value."""
-        self.hashed: dict[str, dict[str, LiveBlock]] = {}
-        """By kind and keyed hash of the value."""
-        self.networks: dict[tuple[int, int], dict[int, LiveBlock]] = {}
-        """By the address size in bytes and the number of host bits; then by the network bits."""
-        self.shifts: dict[int, tuple[int, ...]] = {0: (), 4: (), 16: ()}
-        """By the address size in bytes, the numbers of host bits of all networks, in ascending order."""
-        self.count = 0
-
-    def put(self, block: LiveBlock) -> None:
-        if _is_hashed(block.kind, block.value):
-            self._put_value(self.hashed, block)
-        elif block.kind == ADDRESS:
-            size, shift, start = _parse(block.value)
-            starts = self.networks.setdefault((size, shift), {})
-            self.count += start not in starts
-            starts[start] = block
-            self._update_shifts(size)
-        else:
-            self._put_value(self.plain, block)
-
-    def remove(self, kind: str, value: str) -> bool:
-        if _is_hashed(kind, value):
-            found = self._remove_value(self.hashed, kind, value)
-        elif kind == ADDRESS:
-            size, shift, start = _parse(value)
-            found = self.networks.get((size, shift), {}).pop(start, None)
-            if found is not None and not self.networks[size, shift]:
-                del self.networks[size, shift]
-                self._update_shifts(size)
-        else:
-            found = self._remove_value(self.plain, kind, value)
-        self.count -= found is not None
-        return found is not None
-
-    def _put_value(self, table: dict[str, dict[str, LiveBlock]], block: LiveBlock) -> None:
-        values = table.setdefault(block.kind, {})
-        self.count += block.value not in values
-        values[block.value] = block
-
-    @staticmethod
-    def _remove_value(table: dict[str, dict[str, LiveBlock]], kind: str, value: str) -> LiveBlock | None:
-        found = table.get(kind, {}).pop(value, None)
-        if found is not None and not table[kind]:
-            del table[kind]
-        return found
-
-    def find_network(self, address: str, now_us: int) -> LiveBlock | None:
-        """The block in force of the smallest network that contains the address, or the network given in its place."""
-        if len(address) > MAX_ADDRESS_LENGTH:
-            return None
-        number, size, free = _parse_address(address)
-        for shift in self.shifts[size]:
-            block = self.networks.get((size, shift), _NONE).get(number >> shift)
-            if block is not None and shift >= free and block.applies_at(now_us):
-                return block
-        return None
-
-    def _update_shifts(self, size: int) -> None:
-        shifts = tuple(sorted(shift for of, shift in self.networks if of == size))
-        if shifts != self.shifts[size]:
-            self.shifts[size] = shifts
-
-    def __iter__(self) -> Iterator[LiveBlock]:
-        for table in (self.plain, self.hashed):
-            for values in table.values():
-                yield from values.values()
-        for starts in self.networks.values():
-            yield from starts.values()
-
-
-def _is_hashed(kind: str, value: str) -> bool:
-    """True for a block by the keyed hash of an identity. API keys always are hashes, in requests, too."""
-    return kind != "api_key" and is_keyed_hash(value)
-
-
-_NONE: Final[dict[int, LiveBlock]] = {}
-
-
-def _parse(network: str) -> tuple[int, int, int]:
-    """The address size in bytes, the number of host bits, and the network bits as a number."""
-    parsed = ip_network(network)
-    packed, shift = parsed.network_address.packed, parsed.max_prefixlen - parsed.prefixlen
-    return len(packed), shift, int.from_bytes(packed) >> shift
-
-
-@lru_cache(4096)
-def _parse_address(text: str) -> tuple[int, int, int]:
-    """An address, or a network in its place: its number, its size in bytes, and the number of host bits. The size is 0
-    if it is not an address, as for a client over a Unix socket."""
-    address, _, prefix = text.partition("/")
-    try:
-        packed = inet_pton(AF_INET6 if ":" in address else AF_INET, address)
-    except (OSError, ValueError):
-        return 0, 0, 0
-    if packed.startswith(IPV4_MAPPED):
-        packed = packed[12:]
-    return int.from_bytes(packed), len(packed), 8 * len(packed) - int(prefix) if prefix.isdecimal() else 0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate._fork import reinit_after_fork
 from headgate.algorithms import NEVER
 from headgate.decisions import Decision
 from headgate.local.single_flight import SingleFlight
+from headgate.runtime import SYSTEM, Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,14 +75,15 @@ class DenialCache:
         exact: bool = False,
         min_denials: int = 0,
         is_refund_announced: Callable[[int, Limit], bool] = lambda cost, limit: True,
+        runtime: Runtime = SYSTEM,
     ) -> None:
-        self._clock = clock
-        self._exact = exact
+        self._clock, self._exact = clock, exact
         """True to answer only where `remaining` cannot have grown since."""
         self._min_denials = min_denials
         """0 to cache a request also when the answer that allows it says that the next one is denied."""
         self._is_refund_announced = is_refund_announced
         """Called with a cost and a limit: True if this process hears of every refund after which that cost passes."""
+        self._runtime = runtime
         self.max_entries = max_entries
         self.hits = 0
         self.reset_after_fork()
@@ -110,7 +112,7 @@ class DenialCache:
 
     def now_us(self) -> int:
         """The instant to pass to `record`: read it before the store is asked."""
-        return time.monotonic_ns() // 1000 if self._clock is None else self._clock.now_us()
+        return self._runtime.monotonic_ns() // 1000 if self._clock is None else self._clock.now_us()
 
     def get(self, check: Check) -> Decision | SingleFlight | None:
         """The denial of this request as the store would give it now; None if the store has to be asked.
@@ -136,7 +138,9 @@ class DenialCache:
             if verdicts is None:
                 del self._entries[name]
                 self._release_counters(entry)
-                return self._open_flight(name) if is_over else None
+                if is_over and (name not in self._flights or self._flights[name].is_lost):
+                    self._flights[name] = SingleFlight(now=self._runtime.monotonic)
+                return self._flights[name] if is_over else None
             self._entries.move_to_end(name)
             self.hits += 1
         return _new_decision(Decision, (False, keys, verdicts, id, None, entry.at_us + now_us - entry.sent_us, 0, cost))
@@ -154,7 +158,7 @@ class DenialCache:
             if self._flights.get(name) is flight:
                 del self._flights[name]
                 if left and flight.has_waiters:
-                    self._flights[name] = SingleFlight(left)
+                    self._flights[name] = SingleFlight(left, self._runtime.monotonic)
         flight.end()
 
     def get_from_flight(self, check: Check, received_us: int) -> Decision | None:
@@ -195,8 +199,6 @@ class DenialCache:
             else:
                 return
         waits_us = _waits_us(check, decision)
-        if waits_us is not None and not self._hears_of_refunds(check, waits_us):
-            waits_us = None
         names = [(limit.space, identity) for limit, _, identity in check.keys]
         with self._lock:
             for name, key, cost, verdict in zip(names, check.keys, check.costs, decision.verdicts, strict=True):
@@ -208,7 +210,9 @@ class DenialCache:
                     counter.charges += decision.allowed and cost > 0
                 else:
                     self._retire(name)
-            if waits_us is not None and self._is_repeated(check, decision) and not self._is_outdated(names, sent_us):
+            if waits_us is None or not self._hears_of_refunds(check, waits_us):
+                return
+            if self._is_repeated(check, decision) and not self._is_outdated(names, sent_us):
                 self._add(check, decision, waits_us, names, sent_us)
 
     def invalidate(self, space: str, identity: str) -> None:
@@ -232,35 +236,29 @@ class DenialCache:
             self._invalidated_us.clear()
             self._all_invalidated_us = self.now_us()
 
-    def _open_flight(self, name: EntryName) -> SingleFlight:
-        flight = self._flights.get(name)
-        if flight is None or flight.is_lost:
-            flight = self._flights[name] = SingleFlight()
-        return flight
-
     def _add(
         self, check: Check, decision: Decision, waits_us: list[int], names: list[CounterName], sent_us: int
     ) -> None:
         longest_us = MAX_AGE_US if NEVER in waits_us else max(waits_us)
         if self._clock is None:
             longest_us = min(longest_us, MAX_AGE_US)
-        counters = []
-        for name, key, verdict in zip(names, check.keys, decision.verdicts, strict=True):
+        parts = []
+        for name, key, cost, wait_us, verdict in zip(
+            names, check.keys, check.costs, waits_us, decision.verdicts, strict=True
+        ):
             counter = self._counters.get(name)
             if counter is None:
                 counter = self._counters[name] = _Counter(name, key.limit)
                 counter.update(verdict, sent_us)
             counter.uses += 1
-            counters.append(counter)
-        entry = _Entry(check, counters, waits_us, sent_us, sent_us + longest_us, decision.at_us)
-        name = _entry_name(check)
-        replaced = self._entries.pop(name, None)
-        self._entries[name] = entry
+            parts.append((counter, cost, wait_us, counter.charges))
+        entry_name = _entry_name(check)
+        replaced = self._entries.pop(entry_name, None)
+        self._entries[entry_name] = _Entry(parts, sent_us, sent_us + longest_us, decision.at_us)
         if replaced is not None:
             self._release_counters(replaced)
         while len(self._entries) > self.max_entries:
-            _, oldest = self._entries.popitem(last=False)
-            self._release_counters(oldest)
+            self._release_counters(self._entries.popitem(last=False)[1])
 
     def _is_repeated(self, check: Check, decision: Decision) -> bool:
         """Count a denial; True if the request was denied often enough to be cached."""
@@ -297,40 +295,33 @@ class DenialCache:
                 del self._counters[counter.name]
 
 
+@dataclass(slots=True, eq=False)
 class _Counter:
     """The last known state of a counter."""
 
-    __slots__ = ("charges", "limit", "name", "remaining", "reset_at_us", "updated_us", "uses")
-
-    def __init__(self, name: CounterName, limit: Limit) -> None:
-        self.name = name
-        self.limit: Limit | None = limit
-        """None once its entries are invalid."""
-        self.charges = 0
-        """Requests seen to be charged to it: each makes the denied ones wait longer."""
-        self.uses = 0
-        """Entries that depend on it."""
-        self.updated_us = self.remaining = self.reset_at_us = 0
+    name: CounterName
+    limit: Limit | None
+    """None once its entries are invalid."""
+    charges: int = 0
+    """Requests seen to be charged to it: each makes the denied ones wait longer."""
+    uses: int = 0
+    """Entries that depend on it."""
+    updated_us: int = 0
+    remaining: int = 0
+    reset_at_us: int = 0
 
     def update(self, verdict: Verdict, sent_us: int) -> None:
         self.updated_us, self.remaining, self.reset_at_us = sent_us, verdict[0], sent_us + verdict[2]
 
 
-class _Entry:
+class _Entry(NamedTuple):
     """A denied request: how long each limit denies it, from the instant before the store was asked."""
 
-    __slots__ = ("at_us", "parts", "sent_us", "until_us")
-
-    def __init__(
-        self, check: Check, counters: list[_Counter], waits_us: list[int], sent_us: int, until_us: int, at_us: int
-    ) -> None:
-        self.parts = [
-            (counter, cost, wait_us, counter.charges)
-            for counter, cost, wait_us in zip(counters, check.costs, waits_us, strict=True)
-        ]
-        self.sent_us = sent_us
-        self.until_us = until_us
-        self.at_us = at_us
+    parts: list[tuple[_Counter, int, int, int]]
+    """Of each limit: its counter, the cost, the wait, and the charges of the counter at that time."""
+    sent_us: int
+    until_us: int
+    at_us: int
 
     def verdicts(self, keys: tuple[Key, ...], now_us: int, *, exact: bool) -> tuple[Verdict, ...] | None:
         """The verdict of each limit now; None if one of the counters has changed since.
@@ -375,7 +366,7 @@ def _waits_us(check: Check, decision: Decision) -> list[int] | None:
     """
     if decision.allowed and not decision.next_allowed_us:
         return None
-    if "concurrency" in [key.limit.algorithm for key in check.keys]:
+    if {"concurrency", "pool"} & {key.limit.algorithm for key in check.keys}:
         return None
     if not decision.allowed:
         return [verdict[1] for verdict in decision.verdicts]

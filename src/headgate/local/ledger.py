@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
 from headgate._fork import reinit_after_fork
-from headgate.algorithms import ALGORITHMS
 from headgate.clock import SystemClock
 from headgate.errors import ScriptError, StoreError
 from headgate.stores.operations import Check, Refund, refund_memory_us
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from headgate.algorithms import Verdict
     from headgate.clock import Clock
     from headgate.keys import Key
+    from headgate.limits import Limit
 
-__all__ = ["OutageDebt", "OutageLedger", "Settlement", "settle"]
+__all__ = ["OutageDebt", "OutageLedger", "OutageOvershoot", "Settlement", "settle"]
 
 MAX_BATCH: Final = 256
 MAX_ATTEMPTS: Final = 8
@@ -71,6 +72,20 @@ class Settlement(NamedTuple):
     """Refunded, of what could not be refunded before."""
 
 
+class OutageOvershoot(NamedTuple):
+    """The counter that was furthest over its limit after an outage, as far as this process knows."""
+
+    limit: Limit
+    over: int
+    """Tokens that this process admitted, and that exceeded the limit."""
+    outage_us: int
+    """The time since its first request without the store."""
+    nodes: int
+    """Live nodes when it began."""
+    is_bounded: bool
+    """False if the failure mode admitted everything."""
+
+
 class OutageLedger:
     """The debts of counters; `max_counters` bounds their number.
 
@@ -94,6 +109,7 @@ class OutageLedger:
         self._taken: OrderedDict[tuple[str, str], _Account] = OrderedDict()
         """The accounts that were taken last, until the outcome is known."""
         self._tokens = self._forgiven = self._uncertain = 0
+        self._overshoot: OutageOvershoot | None = None
         self._refunds: OrderedDict[tuple[str, str, int], Refund] = OrderedDict()
         """Refunds that were never sent, and can still grow."""
         self._sent_refunds: deque[Refund] = deque(maxlen=self._max_counters)
@@ -116,44 +132,41 @@ class OutageLedger:
     def refunds(self) -> int:
         return len(self._refunds) + len(self._sent_refunds)
 
-    def record(self, check: Check) -> None:
-        """Charge a check that was admitted without the store, and certainly not charged there."""
+    def record(self, check: Check, *, is_bounded: bool = True) -> None:
+        """Charge a check that was admitted without the store, and certainly not charged there.
+
+        `is_bounded` is False if its failure mode admits everything.
+        """
         keys, costs, _ = check
         for index, key in enumerate(keys):
             cost = costs[index] if isinstance(costs, tuple) else costs
-            # Leases end by themselves.
-            if cost and key[0].algorithm != "concurrency":
-                self._charge(key, cost)
+            if cost and key[0].algorithm != "concurrency":  # leases end by themselves
+                self._charge(key, cost, is_bounded=is_bounded)
 
     def record_uncertain(self, check: Check) -> None:
         """Count a check that was admitted without the store but may have been charged there."""
-        tokens = sum(
-            [cost for key, cost in zip(check.keys, check.costs, strict=True) if key.limit.algorithm != "concurrency"]
-        )
+        charges = zip(check.keys, check.costs, strict=True)
         with self._lock:
-            self._uncertain += tokens
+            self._uncertain += sum([cost for key, cost in charges if key.limit.algorithm != "concurrency"])
 
     def record_refund(self, refund: Refund) -> None:
         """Keep a refund that was certainly not made, of a charge whose instant is known. Those of one counter, or of
         one window, become one."""
         limit, _, identity = refund.key
-        at_us = window = refund.at_us or 0
-        if limit.algorithm in _REFILLED:
-            window = 0
-        elif limit.algorithm in _WINDOWS:
-            window = at_us // limit.period_us
-        name = limit.space, identity, window
+        at_us = refund.at_us or 0
+        if limit.calendar is not None:
+            window = limit.calendar.window(at_us)[0]
+        else:
+            window = at_us // (limit.period_us if limit.algorithm in _WINDOWS else 1)
+        name = limit.space, identity, 0 if limit.algorithm in _REFILLED else window
         with self._lock:
             known = self._refunds.get(name)
-            if known is not None:
-                refund = refund._replace(
-                    amount=known.amount + refund.amount, id=known.id, at_us=min(known.at_us or 0, at_us)
-                )
-            else:
+            if known is None:
                 if len(self._refunds) >= self._max_counters:
                     self._refunds.popitem(last=False)  # the oldest, which is worth the least
-                refund = refund._replace(id=uuid4().hex)
-            self._refunds[name] = refund
+                known = refund._replace(id=uuid4().hex, amount=0)
+            amount, earliest_us = known.amount + refund.amount, min(known.at_us or 0, at_us)
+            self._refunds[name] = known._replace(key=refund.key, amount=amount, at_us=earliest_us)
 
     def take_refunds(self, most: int) -> list[tuple[Refund, int]]:
         """Remove the oldest refunds, each with the amount that may be returned now.
@@ -184,6 +197,8 @@ class OutageLedger:
             count = len(self._accounts) if most is None else min(most, len(self._accounts))
             self._taken = OrderedDict([self._accounts.popitem(last=False) for _ in range(count)])
             accounts = list(self._taken.values())
+            for account in accounts:
+                self._compare_overshoot(account)
             self._tokens -= sum([account.owed for account in accounts])
         now_us = self._now_us()
         owed = [(account.key, account.owed_at(now_us)) for account in accounts]
@@ -209,7 +224,27 @@ class OutageLedger:
             forgiven, self._forgiven = self._forgiven, 0
         return forgiven
 
-    def _charge(self, key: Key, cost: int) -> None:
+    def record_forgiven(self, key: Key, tokens: int) -> None:
+        """Record that the store had so much less left than an account owed."""
+        with self._lock:
+            account = self._taken.get((key.limit.space, key.identity))
+            if account is not None:
+                account.forgiven += tokens
+                self._compare_overshoot(account)
+
+    def take_overshoot(self) -> OutageOvershoot | None:
+        """The largest overshoot of one counter that was settled since the last call; None if there was none."""
+        with self._lock:
+            overshoot, self._overshoot = self._overshoot, None
+            return overshoot
+
+    def _compare_overshoot(self, account: _Account) -> None:
+        if account.forgiven > (0 if self._overshoot is None else self._overshoot.over):
+            outage_us = max(0, self._now_us() - account.start_us)
+            nodes, is_bounded = account.nodes, account.is_bounded
+            self._overshoot = OutageOvershoot(account.key.limit, account.forgiven, outage_us, nodes, is_bounded)
+
+    def _charge(self, key: Key, cost: int, *, is_bounded: bool = True) -> None:
         limit, _, identity = key
         name = limit.space, identity
         now_us = self._now_us()
@@ -220,7 +255,10 @@ class OutageLedger:
                     self._evict(now_us)
                 account = self._accounts[name] = _Account(key, now_us, max(1, self._nodes()))
             before = account.owed
-            self._forgiven += account.charge(key, cost, now_us)
+            forgiven = account.charge(key, cost, now_us)
+            account.forgiven += forgiven
+            account.is_bounded &= is_bounded
+            self._forgiven += forgiven
             self._tokens += account.owed - before
 
     def _restore(self, key: Key, tokens: int) -> bool:
@@ -251,21 +289,22 @@ class OutageLedger:
                 self._tokens -= account.owed
 
 
+@dataclass(slots=True, eq=False)
 class _Account:
     """One counter, in the state that it would have in the store."""
 
-    __slots__ = ("key", "nodes", "owed", "start_us", "state")
-
-    def __init__(self, key: Key, start_us: int, nodes: int) -> None:
-        self.key = key
-        self.start_us, self.nodes = start_us, nodes
-        self.state: Any = None
-        self.owed = 0
-        """When it was last charged."""
+    key: Key
+    start_us: int
+    nodes: int
+    state: Any = None
+    owed: int = 0
+    """When it was last charged."""
+    forgiven: int = 0
+    is_bounded: bool = True
 
     def charge(self, key: Key, cost: int, now_us: int) -> int:
         """Charge as much as the limit allows; return what is forgiven."""
-        limit, algorithm, state = key.limit, ALGORITHMS[key.limit.algorithm], self.state
+        limit, algorithm, state = key.limit, key.limit.implementation, self.state
         now_us = self._scaled(now_us)
         if state is not None and self.key.limit is not limit:
             state = algorithm.adopt(state, now_us, self.key.limit, limit)
@@ -289,7 +328,7 @@ class _Account:
         return limit.capacity - self.verdict_at(now_us)[0]
 
     def verdict_at(self, now_us: int) -> Verdict:
-        return ALGORITHMS[self.key.limit.algorithm].decide(self.state, self._scaled(now_us), 0, self.key.limit)[1]
+        return self.key.limit.implementation.decide(self.state, self._scaled(now_us), 0, self.key.limit)[1]
 
     def _scaled(self, now_us: int) -> int:
         """The instant at which the whole refill is this node's share of it now. Windows and logs add up over the nodes
@@ -300,7 +339,6 @@ class _Account:
 
 
 def _refundable(refund: Refund, now_us: int) -> int:
-    """The part of a refund that may be returned now."""
     limit, age_us = refund.key.limit, max(0, now_us - (refund.at_us or 0)) + REFUND_LATENCY_US
     if age_us >= refund_memory_us(refund.key):  # the store may have forgotten the id: it could be made twice
         return 0
@@ -339,12 +377,12 @@ def settle(
                         continue
                     is_answered = True
                     if answer.allowed:
-                        keys += 1
-                        charged += amount
+                        keys, charged = keys + 1, charged + amount
                         continue
                     # Nothing was charged: try again with what is left.
                     rest = min(amount, answer.remaining)
                     forgiven += amount - rest
+                    ledger.record_forgiven(key, amount - rest)
                     if rest and attempt < MAX_ATTEMPTS:
                         waiting.append((key, rest, attempt + 1))
                     elif rest:

@@ -7,34 +7,28 @@ keeps a limiter alive that is not used any more.
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
 import weakref
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
+from headgate import bounds
 from headgate._fork import reinit_after_fork
-from headgate._interrupts import BackgroundThread, InterruptSafeEvent
 from headgate.errors import StoreError, StoreTimeout
 from headgate.health import Health, Shard
 from headgate.local.ledger import settle
-from headgate.local.membership import HEARTBEAT_INTERVAL_S, Membership
+from headgate.runtime import SYSTEM, Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from headgate.events import EventEmitter
-    from headgate.local.block_list import BlockList
+    from headgate.local.ledger import OutageOvershoot
     from headgate.local.tier import LocalTier
 
 __all__ = ["MaintenanceThread"]
 
 logger = logging.getLogger("headgate")
-
-_random = random.Random()
-"""Not the shared generator, which tests may seed."""
 
 FIRST_PROBE_S: Final = 0.02
 MAX_PROBE_S: Final = 0.4
@@ -43,6 +37,14 @@ PROBE_TIMEOUT_S: Final = 0.1
 """Per answer, as other servers wait to be probed."""
 PRECONNECT_TIMEOUT_S: Final = 0.1
 """Time that requests are held back while the connection to a recovered server is opened."""
+HEARTBEAT_INTERVAL_S: Final = 2.0
+MISSED_HEARTBEATS: Final = 3
+"""Heartbeats that a member of the fleet may miss before it counts as dead."""
+SETTLING_HEARTBEATS: Final = 3
+"""At first and after an outage, this many heartbeats follow each other quickly, and the fleet is not taken to be
+smaller than before: not all members have sent theirs yet."""
+ROLLOUT_POLL_S: Final = 1.0
+"""Interval between two reads of the rollout of scripts."""
 EPOCH_HEARTBEATS: Final = 5
 """Every so many heartbeats, the epochs of all servers are compared with the last known ones."""
 REFUND_INTERVAL_S: Final = 0.05
@@ -64,37 +66,27 @@ class MaintainedStore(Protocol):
     budget: float
     """Seconds that an operation may take."""
 
-    def background_client(self) -> Any:
-        """A blocking client of the same store, for background threads."""
-
-    def subscriber(self, **callbacks: Any) -> Any:
-        """A subscriber to the messages of other processes."""
-
-    def preconnect(self, node: Any, *, wait: float) -> None:
-        """Connect to a server before requests are sent there."""
-
-    def drop_preconnected(self, node: Any) -> None:
-        """Close such a connection."""
-
-    def nodes(self) -> list[Any]:
-        """The known servers that have keys."""
-
-    def address(self, node: Any) -> str:
-        """The address of a server for people."""
+    def background_client(self) -> Any: ...
+    def rollout_follower(self, client: Any) -> Any: ...
+    def message_sources(self) -> list[Any]: ...
+    def subscriber(self, source: Any, **callbacks: Any) -> Any: ...
+    def is_available(self, call: Any) -> bool: ...
+    def preconnect(self, node: Any, *, wait: float) -> None: ...
+    def drop_preconnected(self, node: Any) -> None: ...
+    def nodes(self) -> list[Any]: ...
+    def address(self, node: Any) -> str: ...
 
 
 class MaintenanceThread:
     """Maintains the store and the local tier of one limiter."""
 
     def __init__(
-        self, local: LocalTier, store: MaintainedStore, event_emitter: EventEmitter, *, sends_heartbeats: bool
+        self, local: LocalTier, store: MaintainedStore, *, sends_heartbeats: bool, runtime: Runtime = SYSTEM
     ) -> None:
         self.sends_heartbeats = sends_heartbeats
         self.needs_block_list = False
         """True to subscribe at once and follow the block list; otherwise as soon as denials are cached."""
-        self._local = local
-        self._store = store
-        self._event_emitter = event_emitter
+        self._local, self._store, self._runtime = local, store, runtime
         self._client = store.background_client()
         # Also if this is dropped before its thread gets to close the client.
         weakref.finalize(self, self._client.close).atexit = False
@@ -107,20 +99,28 @@ class MaintenanceThread:
         reinit_after_fork(self)
 
     def _init_process(self) -> None:
-        self.membership = Membership(self._client, self._local.fleet)
+        self._member_id = uuid4().hex
+        self._next_heartbeat = 0.0
+        self._heartbeats = 0
+        """Heartbeats that were answered."""
+        self.unsettled_heartbeats = SETTLING_HEARTBEATS
+        """Heartbeats until the fleet may be taken to be smaller than before."""
         self._lock = threading.RLock()
-        self._wakeup = InterruptSafeEvent()
+        self._wakeup = self._runtime.new_event()
         self._finalizer = weakref.finalize(self, self._wakeup.set)
-        self._thread: BackgroundThread | None = None
+        self._thread: Any = None
         self._workers: dict[int, object] = {}
         """The running thread, if any: `setdefault` finds it or sets it in one step."""
-        self._subscriber: Any = None
+        self._subscribers: list[Any] = []
         self._probes: dict[Any, tuple[float, float]] = {}
         """Unavailable servers: the time of the next probe, and the interval after it."""
         self._planned = 0
         """The work for which the thread wakes up by itself."""
         self._next_refund = self._next_settlement = 0.0
         self._epochs: dict[str, str] = {}
+        self._next_poll = 0.0
+        self.rollout_follower = self._store.rollout_follower(self._client)
+        self.rollout_follower.wake = self._wakeup.set
         self._settled = [0, 0, 0, 0]
 
     def reset_after_fork(self) -> None:
@@ -136,15 +136,17 @@ class MaintenanceThread:
         if (thread is None or thread.has_failed) and (self.sends_heartbeats or self._work_to_do()):
             with self._lock:
                 if self._thread is thread:
-                    self._thread = _start_thread("headgate-maintenance", _run, weakref.ref(self), self._wakeup)
+                    self._thread = self._runtime.start_worker(
+                        "headgate-maintenance", _steps(weakref.ref(self)), self._wakeup
+                    )
         elif self._work_to_do() & ~self._planned:  # otherwise it wakes up by itself, not for each request of an outage
             self._wakeup.set()
-        if self._subscriber is None and (self.needs_block_list or self._local.denial_cache):
+        if not self._subscribers and (self.needs_block_list or self._local.denial_cache):
             self._subscribe()
 
     @property
     def knows_fleet_size(self) -> bool:
-        return self.membership.heartbeats > 0
+        return self._heartbeats > 0
 
     @property
     def is_stopping(self) -> bool:
@@ -159,8 +161,8 @@ class MaintenanceThread:
         self.ensure()
         with self._lock:
             self.is_closed = True
-            thread, subscriber = self._thread, self._subscriber
-        if subscriber is not None:
+            thread, subscribers = self._thread, self._subscribers
+        for subscriber in subscribers:
             subscriber.stop()
         if thread is None:
             self._client.close()
@@ -169,7 +171,7 @@ class MaintenanceThread:
 
     def health(self) -> Health:
         """The health of the limiter and of each known server."""
-        store, now = self._store, time.monotonic()
+        store, now = self._store, self._runtime.monotonic()
         down = store.breakers.open_breakers()
         shards = [
             Shard(store.address(node), False, now - down[node].opened_at, down[node].reason)
@@ -184,7 +186,7 @@ class MaintenanceThread:
         if self.is_closed:  # no thread will probe it: the remaining requests have to try
             self._store.breakers[node].close()
             return
-        self._probes[node] = time.monotonic() + FIRST_PROBE_S, FIRST_PROBE_S
+        self._probes[node] = self._runtime.monotonic() + FIRST_PROBE_S, FIRST_PROBE_S
         self.ensure()
         self._wakeup.set()
 
@@ -194,15 +196,17 @@ class MaintenanceThread:
 
     def work(self) -> float | None:
         """Do the work that is due; return the seconds until more is due, None to end the thread."""
-        now = time.monotonic()
+        now = self._runtime.monotonic()
         if self.is_closed:
             self._finish()
             return None
         for node, (due, _) in list(self._probes.items()):
             if due <= now:
                 self._probe(node)
-        if self.sends_heartbeats and self.membership.next_heartbeat <= now:
+        if self.sends_heartbeats and self._next_heartbeat <= now:
             self._send_heartbeat()
+        if self.sends_heartbeats and (self._next_poll <= now or self.rollout_follower.needs_poll):
+            self._follow_rollout()
         if self._next_refund <= now and self._has_refunds():
             self._next_refund = now + REFUND_INTERVAL_S
             self._refund_unspent()
@@ -210,10 +214,10 @@ class MaintenanceThread:
             self._next_settlement = now + SETTLE_INTERVAL_S
             if not self._probes and self._local.outage.is_calm(CALM_BEFORE_SETTLING_S):
                 self._settle()
-        now = time.monotonic()
+        now = self._runtime.monotonic()
         self._planned = work = self._work_to_do()
         dues = [due for due, _ in self._probes.values()]
-        dues += [self.membership.next_heartbeat] if self.sends_heartbeats else []
+        dues += [self._next_heartbeat, self._next_poll] if self.sends_heartbeats else []
         dues += [self._next_refund] if work & REFUND else []
         dues += [self._next_settlement] if work & SETTLE else []
         with self._lock:
@@ -230,12 +234,11 @@ class MaintenanceThread:
         return bool(self._local.prepaid.has_refunds or self._local.unspent)
 
     def _finish(self) -> None:
-        """Return prepaid tokens, leave the fleet and disconnect."""
         try:
             if not self._store.breakers.open_breakers():
                 self._refund_unspent()
                 if self.sends_heartbeats:
-                    self.membership.leave()
+                    self._client.leave(self._member_id)
         except StoreError:
             pass  # tokens and membership expire by themselves
         finally:
@@ -246,30 +249,29 @@ class MaintenanceThread:
         breaker, timeout_s = self._store.breakers[node], max(PROBE_TIMEOUT_S, self._store.budget)
         try:
             suspects = self._store.breakers.open_breakers()
-            primaries = self._client.find_primaries(suspects, timeout_s=timeout_s)
+            primaries = self._client.find_primaries(suspects, of=node, timeout_s=timeout_s)
             if node in primaries:
+                if self.sends_heartbeats:
+                    self.rollout_follower.check_store()
                 self._check_epoch(node, timeout_s=timeout_s)
                 self._check_latency(node)
                 # It may have been suspended for so long that another server has been promoted.
-                primaries = self._client.find_primaries(suspects, timeout_s=timeout_s)
+                primaries = self._client.find_primaries(suspects, of=node, timeout_s=timeout_s)
             if node in primaries:
                 self._settle()
                 self._store.preconnect(node, wait=PRECONNECT_TIMEOUT_S)
                 if self.is_closed:  # in the meantime, so that no one else closes the connection
                     self._store.drop_preconnected(node)
             else:
-                self._event_emitter.emit(
-                    "moved",
-                    f"{self._store.address(node)} is no longer a primary; requests go to "
-                    + ", ".join(map(self._store.address, primaries)),
-                    server=self._store.address(node),
-                )
+                server, others = self._store.address(node), ", ".join(map(self._store.address, primaries))
+                message = f"{server} is no longer a primary; requests go to {others}"
+                self._local.event_emitter.emit("moved", message, server=server)
         except StoreError as error:
             breaker.reason = str(error)
             _, interval = self._probes[node]
             interval = min(interval * 2, MAX_PROBE_S)
             # Jitter: the processes of a fleet should not probe at the same moment.
-            self._probes[node] = time.monotonic() + interval * _random.uniform(0.5, 1.0), interval
+            self._probes[node] = self._runtime.monotonic() + interval * self._runtime.random.uniform(0.5, 1.0), interval
             return
         del self._probes[node]
         breaker.close()
@@ -292,59 +294,89 @@ class MaintenanceThread:
         self._epochs[name] = epoch
         if known is not None and known != epoch:
             self._local.denial_cache.clear()
-            self._event_emitter.emit(
-                "state-lost",
-                f"{self._store.address(node)} has lost its counters: its limits start from zero",
-                server=self._store.address(node),
-            )
+            server = self._store.address(node)
+            message = f"{server} has lost its counters: its limits start from zero"
+            self._local.event_emitter.emit("state-lost", message, server=server)
 
     def _send_heartbeat(self) -> None:
-        local, membership = self._local, self.membership
-        membership.schedule_heartbeat()
-        if self._store.breakers.open_breakers():
-            membership.record_outage()
+        """Report that this process is alive, and count the live ones that share the limits."""
+        local = self._local
+        interval = HEARTBEAT_INTERVAL_S / 8 if self.unsettled_heartbeats else HEARTBEAT_INTERVAL_S
+        self._next_heartbeat = self._runtime.monotonic() + interval * self._runtime.random.uniform(0.8, 1.0)
+        if self._store.breakers.open_breakers():  # keep the known size of the fleet: the others cannot send, either
+            self.unsettled_heartbeats = SETTLING_HEARTBEATS
             return
         try:
-            local.block_list.sweep(time.time_ns() // 1000)
-            membership.send_heartbeat()
-            if membership.heartbeats % EPOCH_HEARTBEATS == 0:
+            local.block_list.sweep(self._runtime.now_us())
+            nodes = self._client.heartbeat(self._member_id, int(HEARTBEAT_INTERVAL_S * MISSED_HEARTBEATS * 1_000_000))
+            local.fleet.nodes = max(nodes, local.fleet.nodes) if self.unsettled_heartbeats else nodes
+            if self._heartbeats % EPOCH_HEARTBEATS == 0:
                 for node in self._client.find_primaries():
                     self._check_epoch(node)
-            membership.record_success()
+            self._heartbeats += 1
+            self.unsettled_heartbeats = max(0, self.unsettled_heartbeats - 1)
             if local.outage.failures:  # a node that is not ready gets no requests whose answers would end the outage
                 local.outage.record_answer()
-        except StoreError:
-            membership.record_outage()  # requests will notice if it lasts
+        except StoreError:  # requests will notice if it lasts
+            self.unsettled_heartbeats = SETTLING_HEARTBEATS
+
+    def _follow_rollout(self) -> None:
+        """Follow the rollout of scripts. A store in a format that this library cannot read is not used."""
+        self._next_poll = self._runtime.monotonic() + ROLLOUT_POLL_S * self._runtime.random.uniform(0.8, 1.0)
+        if self._store.breakers.open_breakers():
+            return
+        try:
+            self.rollout_follower.check_store()
+        except StoreError as error:
+            if self.rollout_follower.is_refused:
+                for node in self._store.nodes():
+                    self._store.breakers[node].trip(str(error))
+            return
+        with suppress(StoreError):  # the next poll follows in a second
+            self.rollout_follower.poll()
 
     def _refund_unspent(self) -> None:
         unspent = self._local.prepaid.take_refunds()
         while self._local.unspent:  # only this thread removes
             unspent.append(self._local.unspent.popleft())
-        if unspent and not self._store.breakers.open_breakers():
-            self._client.run_all(unspent)  # tokens whose refund fails stay charged
+        refunds = [refund for refund in unspent if self._store.is_available(refund)]
+        if refunds:
+            self._client.run_all(refunds)  # tokens whose refund fails stay charged
 
     def _settle(self) -> None:
-        """Charge what was admitted without the store."""
         if self._local.ledger.is_empty:
             return
-        result = settle(self._local.ledger, self._client.run_all, timeout_s=SETTLE_TIMEOUT_S, now=time.monotonic)
+        result = settle(
+            self._local.ledger, self._client.run_all, timeout_s=SETTLE_TIMEOUT_S, now=self._runtime.monotonic
+        )
         for index, number in enumerate(result[:4]):
             self._settled[index] += number
         if not result.left and any(self._settled):
             (keys, charged, forgiven, uncertain), self._settled = self._settled, [0, 0, 0, 0]
-            self._event_emitter.emit(
-                "settled",
+            message = (
                 f"requests admitted during the outage are settled: {charged} tokens charged to {keys} counters, "
-                f"{forgiven} over their limits, {uncertain} uncertain",
-                keys=keys,
-                charged=charged,
-                forgiven=forgiven,
-                uncertain=uncertain,
+                f"{forgiven} over their limits, {uncertain} uncertain"
             )
+            details: dict[str, Any] = {"keys": keys, "charged": charged, "forgiven": forgiven, "uncertain": uncertain}
+            overshoot = self._local.ledger.take_overshoot()
+            if overshoot is not None:
+                report = self._describe_overshoot(overshoot)
+                admitted, capacity, bound = report["admitted"], report["capacity"], report["bound"]
+                bounded = "not bounded" if bound is None else f"bound {bound:,}"
+                message += f"; limit {report['limit']!r} admitted {admitted:,} of {capacity:,}; {bounded}"
+                details |= report
+            self._local.event_emitter.emit("settled", message, **details)
+
+    def _describe_overshoot(self, found: OutageOvershoot) -> dict[str, Any]:
+        """The use of the counter that was furthest over its limit, and the most that all nodes may have admitted."""
+        limit, capacity = found.limit, found.limit.capacity
+        over = bounds.local_failure(limit, self._local.fleet.share, found.nodes, found.outage_us)
+        bound = capacity + over if found.is_bounded else None
+        return {"limit": limit.name, "admitted": capacity + found.over, "capacity": capacity, "bound": bound}
 
     def _subscribe(self) -> None:
         with self._lock:
-            if self._subscriber is not None or self.is_closed:
+            if self._subscribers or self.is_closed:
                 return
             local = self._local
             block_list, denial_cache, prepaid = local.block_list, local.denial_cache, local.prepaid
@@ -355,32 +387,33 @@ class MaintenanceThread:
                 prepaid.wake(space, identity)
 
             def refresh(changed: list[tuple[str, str]] | None) -> None:
+                """Read the blocks of these identities from the store; for None, all blocks."""
                 if client is not None:
-                    _refresh(block_list, changed, client)
+                    with closing(client):
+                        if changed is None:
+                            block_list.reload(client.blocks)
+                        else:
+                            block_list.refresh(changed, client.find_blocks)
 
             def connected() -> None:
                 denial_cache.clear()
                 refresh(None)
 
-            subscriber = self._store.subscriber(
-                on_blocks_changed=refresh,
-                on_forget=invalidate,
-                on_connect=connected,
-                on_lost=lambda _: denial_cache.clear(),
-            )
-            local.listener = subscriber
-            weakref.finalize(self, subscriber.stop)
-            if _start_thread("headgate-pubsub", subscriber.listen) is not None:
-                self._subscriber = subscriber  # last: an interrupt before this lets another thread try
-
-
-def _refresh(block_list: BlockList, changed: list[tuple[str, str]] | None, client: Any) -> None:
-    """Read the blocks of these identities from the store; for None, all blocks."""
-    with closing(client):
-        if changed is None:
-            block_list.reload(client.blocks)
-        else:
-            block_list.refresh(changed, client.find_blocks)
+            started = []
+            for index, source in enumerate(self._store.message_sources()):
+                subscriber = self._store.subscriber(
+                    source,
+                    # The block list is on the first one, and the others work without it.
+                    on_blocks_changed=(lambda changed: None) if index else refresh,
+                    on_forget=invalidate,
+                    on_connect=denial_cache.clear if index else connected,
+                    on_lost=lambda _: denial_cache.clear(),
+                )
+                weakref.finalize(self, subscriber.stop)
+                if self._runtime.start("headgate-pubsub", subscriber.listen) is not None:
+                    started.append(subscriber)
+            local.listeners = started
+            self._subscribers = started  # last: an interrupt before this lets another thread try
 
 
 def _with(reference: weakref.ref[MaintenanceThread], do: Callable[[MaintenanceThread], None]) -> None:
@@ -389,7 +422,8 @@ def _with(reference: weakref.ref[MaintenanceThread], do: Callable[[MaintenanceTh
         do(thread)
 
 
-def _run(reference: weakref.ref[MaintenanceThread], wakeup: InterruptSafeEvent) -> None:
+def _steps(reference: weakref.ref[MaintenanceThread]) -> Iterator[float]:
+    """The work of a maintenance thread; yields the seconds to wait before the next step."""
     worker = object()
     while (thread := reference()) is not None:
         if not thread.claim(worker):
@@ -402,13 +436,4 @@ def _run(reference: weakref.ref[MaintenanceThread], wakeup: InterruptSafeEvent) 
         if wait is None:
             return
         del thread
-        wakeup.wait(wait)
-        wakeup.clear()
-
-
-def _start_thread(name: str, target: Callable[..., None], *args: Any) -> BackgroundThread | None:
-    """Start a thread; None if there are too many, or the interpreter is shutting down."""
-    try:
-        return BackgroundThread(name, target, *args)
-    except RuntimeError:
-        return None
+        yield wait

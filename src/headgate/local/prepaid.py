@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from headgate._fork import reinit_after_fork
@@ -27,6 +28,8 @@ __all__ = ["PrepaidCounter", "PrepaidStats", "PrepaidTokens", "Refill", "RefillC
 
 LEASE_US: Final = 100_000
 MIN_CAPACITY: Final = 100
+MIN_POOL_CAPACITY: Final = 10_000
+"""Tokens of a pool that are held too long are lost for a period: only where that is a small part of it."""
 MIN_LEFT: Final = 10
 """With no more than this left in the store nothing is prepaid: the last tokens go to single requests."""
 SLOW_STORE_US: Final = 1_000_000
@@ -38,7 +41,7 @@ MAX_HOT_COUNTERS: Final = 256
 
 _MAX_EXPIRED: Final = 64
 """Expired batches kept for refunds; the oldest are worth the least."""
-_ALGORITHMS: Final = frozenset({"fixed_window", "gcra", "sliding_log", "sliding_window", "token_bucket"})
+_ALGORITHMS: Final = frozenset({"fixed_window", "gcra", "pool", "sliding_log", "sliding_window", "token_bucket"})
 """A leaky bucket gives every request its own turn, and a concurrency lease has an id: neither can be prepaid."""
 _BUCKETS: Final = frozenset({"gcra", "token_bucket"})
 _WINDOWS: Final = frozenset({"fixed_window", "sliding_window"})
@@ -52,9 +55,10 @@ Refill: TypeAlias = "Generator[Check, Decision, Decision]"
 def can_prepay(limit: Limit, lease_us: int) -> bool:
     """True if tokens of the limit can be held for so long: it must be large enough for what its nodes may hold."""
     leases = 10 if limit.algorithm in _SLIDING else 2
+    least = MIN_POOL_CAPACITY if limit.algorithm == "pool" else MIN_CAPACITY
     return (
         limit.algorithm in _ALGORITHMS
-        and limit.capacity >= MIN_CAPACITY
+        and limit.capacity >= least
         and limit.full >= leases * limit.tokens * lease_us  # in 1/ticks of a token, as all exact amounts
     )
 
@@ -69,6 +73,8 @@ class TokenBatch(NamedTuple):
     """From here on they must not be spent, on the same clock."""
     at_us: int
     """When the store charged them, on the store's clock."""
+    dies_us: int = 0
+    """When tokens of a pool expire in the store, on this process's clock."""
 
 
 class PrepaidCounter:
@@ -79,40 +85,36 @@ class PrepaidCounter:
 
     __slots__ = (
         *("answered_us", "at_us", "backoff_from", "backoff_until_us", "charged_us", "demand", "demand_us"),
-        *("denied_cost", "expired", "expires_us", "is_announced", "is_closed", "is_exhausted", "key", "later"),
+        *("denied_cost", "dies_us", "expired", "expires_us", "is_announced", "is_closed", "is_exhausted"),
+        *("key", "later"),
         *("lease_us", "left", "limit", "no_refill_until_us", "pace_us", "rate", "refill_below", "refill_until_us"),
         *("reset_us", "retry_at_us", "round_trip_us", "sent_us", "since_us", "single_refills", "tokens"),
     )
 
     def __init__(self, key: Key, now_us: int, *, lease_us: int, rate: int, is_announced: bool = False) -> None:
-        limit = key.limit
-        self.key, self.limit, self.lease_us = key, limit, lease_us
+        self.key, self.limit, self.lease_us = key, key.limit, lease_us
         self.is_announced = is_announced
         """True if the policy announces bursts of this limit: refills are larger."""
         self.is_closed = False
         """True once the counter is no longer hot: tokens that arrive later go straight back to the store."""
-
         # The batch that is being spent, unpacked, as every check reads it.
-        self.tokens = self.sent_us = self.expires_us = self.charged_us = 0
+        self.tokens = self.sent_us = self.expires_us = self.charged_us = self.dies_us = 0
         self.later: list[TokenBatch] = []
         self.expired: list[TokenBatch] = []
         """Batches that expired before they were spent."""
         self.refill_below = 0
         """With fewer tokens than this, the next refill is sent while the rest is being spent."""
-
         # The last answer of the store.
         self.left: int | None = None
         self.reset_us = self.at_us = 0
         self.answered_us = now_us
         self.since_us = now_us
         """Denials of checks that were sent earlier do not count: something was refunded since."""
-
         # The demand of this process, and the latency of the store.
         self.rate = rate
         """Tokens per second."""
         self.demand, self.demand_us = 0, now_us
         self.round_trip_us = 0
-
         # When to ask the store.
         self.refill_until_us = 0
         """Before this instant a refill is in flight; bounded, as its driver may vanish."""
@@ -126,10 +128,8 @@ class PrepaidCounter:
         """Lower costs are sent to the store in spite of the backoff."""
         self.denied_cost, self.retry_at_us = 0, 0
         """The cost that was denied last, and until when, on this process's clock."""
-        slack_us = limit.period_us // 128 if limit.algorithm in _SLIDING else lease_us
+        slack_us = key.limit.period_us // 128 if key.limit.algorithm in _SLIDING else lease_us
         self.pace_us = max(1, min(lease_us // 10, slack_us))
-
-    # ---------------------------------------------------------------- tokens
 
     def available(self, now_us: int) -> int:
         """The tokens that can be spent now."""
@@ -163,13 +163,15 @@ class PrepaidCounter:
 
     def new_batch(self, tokens: int, sent_us: int, verdict: Verdict, at_us: int) -> TokenBatch:
         """The batch that the store charged with this verdict at `at_us`, for a refill that was sent at `sent_us`."""
-        lease_us = self.lease_us
+        lease_us, dies_us = self.lease_us, 0
         if self.limit.algorithm in _WINDOWS:
             # From the verdict, as each shard of a cluster has its own clock. A sliding window is reset only when the
             # next window is over, too.
             weighs_us = self.limit.period_us if self.limit.algorithm == "sliding_window" else 0
             lease_us = min(lease_us, verdict[2] - weighs_us)
-        return TokenBatch(tokens, sent_us, sent_us + lease_us, at_us)
+        elif self.limit.algorithm == "pool":
+            lease_us, dies_us = min(lease_us, verdict[3]), sent_us + verdict[3]
+        return TokenBatch(tokens, sent_us, sent_us + lease_us, at_us, dies_us)
 
     def take_refunds(self, now_us: int, *, everything: bool = False) -> list[Refund]:
         """Refunds of expired tokens, or of all tokens."""
@@ -186,8 +188,11 @@ class PrepaidCounter:
 
         What a bucket has refilled since the charge stays charged: it may have become full in the meantime, and then
         its capacity and the refund would both be spent. One lease is added for the refund's own way. Windows and logs
-        return a charge to where it was counted, so that no part of it is too late.
+        return a charge to where it was counted, so that no part of it is too late. Tokens of a pool that have expired
+        there would return to a batch that expires later.
         """
+        if self.limit.algorithm == "pool":
+            return batch.tokens if now_us + self.lease_us < batch.dies_us else 0
         age_us = now_us - batch.sent_us + self.lease_us
         if self.limit.algorithm in _BUCKETS:
             return batch.tokens + -age_us * self.limit.tokens // self.limit.ticks
@@ -196,15 +201,17 @@ class PrepaidCounter:
         return batch.tokens
 
     def _batches(self) -> list[TokenBatch]:
-        first = [TokenBatch(self.tokens, self.sent_us, self.expires_us, self.charged_us)] if self.tokens else []
-        return [*first, *self.later]
+        first = TokenBatch(self.tokens, self.sent_us, self.expires_us, self.charged_us, self.dies_us)
+        return [first, *self.later] if self.tokens else [*self.later]
 
     def _set_batches(self, batches: list[TokenBatch]) -> None:
         kept = [batch for batch in batches if batch.tokens]
-        self.tokens, self.sent_us, self.expires_us, self.charged_us = kept[0] if kept else (0, 0, 0, 0)
+        self.tokens, self.sent_us, self.expires_us, self.charged_us, self.dies_us = kept[0] if kept else (0,) * 5
         self.later = kept[1:]
 
     def _until_boundary_us(self, at_us: int) -> int:
+        if self.limit.calendar is not None:
+            return self.limit.calendar.window(at_us)[1] - at_us
         return self.limit.period_us - at_us % self.limit.period_us
 
     # ---------------------------------------------------------------- refills
@@ -255,8 +262,7 @@ class PrepaidCounter:
         elif self.single_refills > MIN_LEFT:
             self.is_exhausted = True
         if self.is_exhausted:
-            self.backoff_from = 1
-            self.refill_below = 0
+            self.backoff_from, self.refill_below = 1, 0
         else:
             self.refill_below = min(batch.tokens * 3 // 4, 2 * self.rate * self.round_trip_us // 1_000_000)
         # Not earlier: if it is this process that is behind, sending every check would keep it there.
@@ -303,11 +309,10 @@ class PrepaidCounter:
         """The tokens left in the store, if no other node has taken any; None if unknown."""
         if self.left is None:
             return None
-        since_us = now_us - self.answered_us
-        limit = self.limit
+        limit, since_us = self.limit, now_us - self.answered_us
         if limit.algorithm == "fixed_window":
             return limit.capacity if since_us >= self._until_boundary_us(self.at_us) else self.left
-        if self.is_exhausted and since_us < self.lease_us:
+        if limit.algorithm == "pool" or (self.is_exhausted and since_us < self.lease_us):
             return self.left
         return min(limit.capacity, self.left + since_us * limit.tokens // limit.ticks)
 
@@ -326,11 +331,8 @@ class PrepaidStats(NamedTuple):
     held: int
     """Tokens that can be spent now."""
     allowed: int
-    """Checks that were allowed without asking the store."""
     denied: int
-    """Checks that were denied without asking the store, during the backoff of an exhausted counter."""
-    refills: int
-    """Checks that were sent to the store to prepay tokens."""
+    """Checks that were answered without asking the store; denied during the backoff of an exhausted counter."""
     found: int
     """Counters that became hot, over time."""
 
@@ -343,19 +345,17 @@ class RefillCheck(Check):
     goes_first = True
 
 
+@dataclass(slots=True, eq=False)
 class _RefillItem:
     """One key of a refill."""
 
-    __slots__ = ("cost", "counter", "extra", "taken", "target")
-
-    def __init__(self, counter: PrepaidCounter, cost: int, extra: int | None, target: int) -> None:
-        self.counter = counter
-        self.cost = cost
-        self.extra = extra
-        """Tokens to prepay beside the cost; None if the cost is paid with available tokens."""
-        self.target = target
-        self.taken: list[TokenBatch] = counter.take(cost) if extra is None else []
-        """Tokens set aside for the request, and put back if it is denied."""
+    counter: PrepaidCounter
+    cost: int
+    extra: int | None
+    """Tokens to prepay beside the cost; None if the cost is paid with available tokens."""
+    target: int
+    taken: list[TokenBatch]
+    """Tokens set aside for the request, and put back if it is denied."""
 
 
 class PrepaidTokens:
@@ -377,7 +377,7 @@ class PrepaidTokens:
         self._now_us = now_us
         self._announced: dict[str, list[Limit]] = {}
         self._excluded: frozenset[str] = frozenset()
-        self._allowed = self._denied = self._refills = self._found = 0
+        self._allowed = self._denied = self._found = 0
         self.reset_after_fork()
         reinit_after_fork(self)
 
@@ -389,16 +389,12 @@ class PrepaidTokens:
         self._useful_until_us = 0
         self._is_useful = False
         self._refunds: list[Refund] = []
-        self._pending = 0
+        self.pending_refills = 0
+        """Refills sent to the store and not yet answered."""
 
     def __bool__(self) -> bool:
         """False if `take` has nothing to offer: also if all requests have a cold key beside their hot ones."""
         return bool(self._announced or (self._is_useful and self._counters))
-
-    @property
-    def pending_refills(self) -> int:
-        """Refills sent to the store and not yet answered."""
-        return self._pending
 
     @property
     def has_refunds(self) -> bool:
@@ -410,7 +406,7 @@ class PrepaidTokens:
         with self._lock:
             now_us = self._now_us()
             held = sum([counter.available(now_us) for counter in self._counters.values()])
-            return PrepaidStats(len(self._counters), held, self._allowed, self._denied, self._refills, self._found)
+            return PrepaidStats(len(self._counters), held, self._allowed, self._denied, self._found)
 
     def hot_counters(self) -> list[PrepaidCounter]:
         with self._lock:
@@ -458,12 +454,8 @@ class PrepaidTokens:
                             tokens += sum([batch.tokens for batch in counter.later])
                         verdict = ((counter.left or 0) + tokens, 0, max(0, counter.reset_us - since_us), 0)
                         return Decision(True, keys, (verdict,), id, None, counter.at_us + since_us, 0, cost)
-                    if (
-                        not counter.tokens
-                        and cost >= counter.backoff_from
-                        and counter.is_exhausted
-                        and now_us < counter.backoff_until_us
-                    ):
+                    is_backing_off = counter.is_exhausted and now_us < counter.backoff_until_us
+                    if is_backing_off and not counter.tokens and cost >= counter.backoff_from:
                         counter.demand += cost
                         self._denied += 1
                         return _deny(check, [(counter, cost)], now_us)
@@ -493,14 +485,13 @@ class PrepaidTokens:
         """Drop the tokens of a counter that was reset, without refunds."""
         with self._lock:
             now_us = self._now_us()
-            self._refunds = [
-                refund for refund in self._refunds if (refund.key.limit.space, refund.key.identity) != (space, identity)
-            ]
-            counter = self._counters.get((space, identity))
+            name = space, identity
+            self._refunds = [each for each in self._refunds if (each.key.limit.space, each.key.identity) != name]
+            counter = self._counters.get(name)
             if counter is not None:
                 counter.discard()
                 # A new one: tokens of a refill in flight are added to the old one, which is not used any more.
-                self._counters[space, identity] = self._new_counter(counter.key, now_us, counter.rate)
+                self._counters[name] = self._new_counter(counter.key, now_us, counter.rate)
 
     def record_denial(self, check: Check, decision: Decision, sent_us: int) -> None:
         """Back off after the store has denied a check that was sent at that instant, as no tokens were available."""
@@ -580,13 +571,12 @@ class PrepaidTokens:
             for counter, cost in found:
                 counter.take(cost)
             return _allow(check, [counter for counter, _ in found], now_us)
-        items = [
-            _RefillItem(counter, cost, extra, counter.target_size(now_us))
-            for (counter, cost), extra in zip(found, extras, strict=True)
-        ]
-        for item in items:
-            if item.extra is not None:
-                item.counter.start_refill(now_us)
+        items = []
+        for (counter, cost), extra in zip(found, extras, strict=True):
+            taken = counter.take(cost) if extra is None else []
+            items.append(_RefillItem(counter, cost, extra, counter.target_size(now_us), taken))
+            if extra is not None:
+                counter.start_refill(now_us)
         return self._refill(check, items)
 
     def _extra(self, counter: PrepaidCounter, cost: int, now_us: int, nodes: int) -> int | None:
@@ -594,38 +584,32 @@ class PrepaidTokens:
         spare = counter.available(now_us) - cost
         if spare < 0:
             return counter.refill_size(cost, now_us, nodes)
-        if (
-            spare >= counter.refill_below
-            or now_us < counter.refill_until_us
-            or (counter.is_exhausted and now_us < counter.backoff_until_us)
-        ):
+        is_backing_off = counter.is_exhausted and now_us < counter.backoff_until_us
+        if spare >= counter.refill_below or now_us < counter.refill_until_us or is_backing_off:
             return None
         return counter.refill_size(cost, now_us, nodes) or None
 
     def _refill(self, check: Check, items: list[_RefillItem]) -> Refill:
         """Ask for more than the request needs; if that is denied, for less, and at last for what it needs."""
         with self._lock:
-            self._pending += 1
+            self.pending_refills += 1
         try:
-            for _ in range(2):
-                if not any(item.extra for item in items):
-                    break
+            for is_last in (False, False, True):
+                if not is_last and not any(item.extra for item in items):
+                    continue
+                for item in items if is_last else ():
+                    item.extra = item.extra and 0
                 sent_us = self._now_us()
                 decision = yield self._refill_check(check, items)
                 answer = self._record_answer(check, items, decision, sent_us)
                 if answer is not None:
                     return answer
-            for item in items:
-                item.extra = item.extra and 0
-            sent_us = self._now_us()
-            decision = yield self._refill_check(check, items)
-            return self._record_answer(check, items, decision, sent_us) or self._refuse(check, items, decision)
+            return self._refuse(check, items, decision)
         finally:
             self._release(items)
 
-    def _refill_check(self, check: Check, items: list[_RefillItem]) -> Check:
-        with self._lock:
-            self._refills += 1
+    @staticmethod
+    def _refill_check(check: Check, items: list[_RefillItem]) -> Check:
         costs = tuple([0 if item.extra is None else item.cost + item.extra for item in items])
         return RefillCheck(check.keys, costs if len(costs) > 1 else costs[0], check.id)
 
@@ -639,11 +623,11 @@ class PrepaidTokens:
                 item.counter.record_verdict(verdict, decision.at_us, now_us)
             if decision.allowed:
                 return self._grant(check, items, decision, sent_us, now_us)
-            short = [item for item in items if item.extra is not None and item.counter.available(now_us) < item.cost]
-            if not short:
+            unpaid = [item for item in items if item.extra is not None]
+            if all(item.counter.available(now_us) >= item.cost for item in unpaid):
+                for item in unpaid:
+                    item.counter.take(item.cost)
                 for item in items:
-                    if item.extra is not None:
-                        item.counter.take(item.cost)
                     item.taken = []
                 return _allow(check, [item.counter for item in items], now_us)
             for item, verdict in zip(items, decision.verdicts, strict=True):
@@ -678,7 +662,7 @@ class PrepaidTokens:
 
     def _release(self, items: list[_RefillItem]) -> None:
         with self._lock:
-            self._pending = max(0, self._pending - 1)  # 0 in a child that was forked in the meantime
+            self.pending_refills = max(0, self.pending_refills - 1)  # 0 in a child that was forked in the meantime
             for item in items:
                 if item.extra is not None:
                     item.counter.refill_until_us = 0
@@ -695,9 +679,8 @@ class PrepaidTokens:
         name = limit.space, identity
         counter = self._counters.get(name)
         if counter is None:
-            if not self._announced or not self._is_announced(limit) or not self._can_prepay(limit):
-                return None
-            return self._open(key, now_us)
+            is_hot = self._announced and self._is_announced(limit) and self._can_prepay(limit)
+            return self._open(key, now_us) if is_hot else None
         if counter.limit is not limit:
             if counter.limit != limit:
                 counter.discard()

@@ -32,10 +32,8 @@ def shard(check: Check, pick: Callable[[int], int]) -> Check:
     """
     if not is_sharded(check):
         return check
-    if isinstance(check, IdempotentCheck):
-        index = _shard_of_id(check.id or "")
-        return check._replace(keys=tuple([key.part(index) for key in check.keys]))
-    return check._replace(keys=tuple([_pick_shard(key, pick) for key in check.keys]))
+    id = check.id or "" if isinstance(check, IdempotentCheck) else None
+    return check._replace(keys=tuple([_shard_key(key, id, pick) for key in check.keys]))
 
 
 def merge(check: Check, decision: Decision) -> Decision:
@@ -48,9 +46,8 @@ def merge(check: Check, decision: Decision) -> Decision:
         return decision
     verdicts = decision.verdicts
     if decision.allowed:
-        verdicts = tuple(
-            [(verdict[0] * key.limit.split, *verdict[1:]) for key, verdict in zip(check.keys, verdicts, strict=True)]
-        )
+        shards = zip(check.keys, verdicts, strict=True)
+        verdicts = tuple([(verdict[0] * key.limit.split, *verdict[1:]) for key, verdict in shards])
     return decision._replace(keys=check.keys, verdicts=verdicts)
 
 
@@ -63,15 +60,11 @@ def shard_operation(operation: Call, pick: Callable[[int], int]) -> Call:
     if isinstance(operation, Reset) and any(key.limit.split > 1 for key in operation.keys):
         return Reset(tuple([key.part(index) for key in operation.keys for index in range(key.limit.split)]))
     if isinstance(operation, Refund) and operation.key.limit.split > 1:
-        if operation.id is None:
-            return operation._replace(key=_pick_shard(operation.key, pick))
-        return operation._replace(key=operation.key.part(_shard_of_id(operation.id)))
+        return operation._replace(key=_shard_key(operation.key, operation.id, pick))
     return operation
 
 
-def _shard_of_id(id: str) -> int:
-    return crc32(id.encode("utf-8", "surrogatepass"))
-
-
-def _pick_shard(key: Key, pick: Callable[[int], int]) -> Key:
+def _shard_key(key: Key, id: str | None, pick: Callable[[int], int]) -> Key:
+    if id is not None:
+        return key.part(crc32(id.encode("utf-8", "surrogatepass")))
     return key.part(pick(key.limit.split)) if key.limit.split > 1 else key

@@ -26,13 +26,14 @@ MAX_AGE_S: Final = 1.0
 class SingleFlight:
     """Requests on their way to the store on behalf of all identical ones: as many as are likely to pass."""
 
-    __slots__ = ("_is_over", "_leaders", "_lock", "_seats", "_started", "_wakers", "error")
+    __slots__ = ("_is_over", "_leaders", "_lock", "_now", "_seats", "_started", "_wakers", "error")
 
-    def __init__(self, seats: int = 1) -> None:
+    def __init__(self, seats: int = 1, now: Callable[[], float] = time.monotonic) -> None:
         self._seats = seats
         """Requests that may still become leaders."""
         self._leaders = 0
-        self._started = time.monotonic()
+        self._now = now
+        self._started = now()
         self._lock = threading.RLock()
         self._is_over = False
         self._wakers: list[Callable[[], Any]] = []
@@ -42,7 +43,7 @@ class SingleFlight:
     @property
     def is_lost(self) -> bool:
         """True if it has lasted too long to wait for it."""
-        return time.monotonic() - self._started > MAX_AGE_S
+        return self._now() - self._started > MAX_AGE_S
 
     @property
     def has_waiters(self) -> bool:

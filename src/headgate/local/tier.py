@@ -5,21 +5,20 @@ Nothing in here waits or knows a store. `headgate.flow` has the order of the ste
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from headgate._fork import reinit_after_fork
 from headgate.errors import ScriptError, StoreError, StoreUnavailable
 from headgate.health import Health, Shard
-from headgate.local.admitted_ids import AdmittedIds
 from headgate.local.block_list import BlockList
 from headgate.local.denial_cache import MIN_DENIALS, DenialCache
 from headgate.local.hot_keys import SAMPLED_EVERY
 from headgate.local.ledger import OutageLedger
-from headgate.local.outage import OutageTracker
+from headgate.local.outage import AdmittedIds, OutageTracker
 from headgate.local.prepaid import PrepaidTokens
-from headgate.stores.operations import IdempotentCheck, Refund, Reset
+from headgate.runtime import SYSTEM, Runtime
+from headgate.stores.operations import Deposit, IdempotentCheck, Refund, Reset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,25 +43,30 @@ class LocalTier:
 
     __slots__ = (
         *("__weakref__", "_breaker_error", "_can_cache", "_can_prepay", "_clock", "admitted_ids", "block_list"),
-        *("breaker", "checks", "denial_cache", "ensure", "event_emitter", "fleet", "is_active", "ledger", "listener"),
-        *("now_ns", "outage", "prepaid", "script_errors", "unspent"),
+        *("breaker", "checks", "denial_cache", "ensure", "event_emitter", "fleet", "is_active", "ledger", "listeners"),
+        *("now_ns", "outage", "pick", "prepaid", "script_errors", "unspent"),
     )
 
-    def __init__(self, event_emitter: EventEmitter, *, clock: Clock | None, fleet: FleetShare) -> None:
-        self.event_emitter = event_emitter
-        self.fleet = fleet
+    def __init__(
+        self, event_emitter: EventEmitter, *, clock: Clock | None, fleet: FleetShare, runtime: Runtime = SYSTEM
+    ) -> None:
+        self.event_emitter, self.fleet = event_emitter, fleet
         self.denial_cache = DenialCache(
-            clock, exact=clock is not None, min_denials=MIN_DENIALS, is_refund_announced=_is_refund_announced
+            clock,
+            exact=clock is not None,
+            min_denials=MIN_DENIALS,
+            is_refund_announced=_is_refund_announced,
+            runtime=runtime,
         )
-        self.prepaid = PrepaidTokens(nodes=lambda: fleet.nodes)
+        self.prepaid = PrepaidTokens(nodes=lambda: fleet.nodes, now_us=lambda: runtime.monotonic_ns() // 1000)
         self.block_list = BlockList()
-        self.ledger = OutageLedger(clock, nodes=lambda: fleet.nodes)
-        self.outage = OutageTracker(event_emitter)
+        self.ledger = OutageLedger(clock or runtime, nodes=lambda: fleet.nodes)
+        self.outage = OutageTracker(event_emitter, runtime.monotonic)
         self.admitted_ids = AdmittedIds(lambda: self.now_ns() // 1000)
         self.script_errors = 0
         """Answers that were script errors: a bug or a foreign value, not an outage."""
-        self.listener: Any = None
-        """The pub/sub subscriber, once it runs."""
+        self.listeners: list[Any] = []
+        """The pub/sub subscribers, once they run."""
         self.unspent: deque[Refund] = deque()
         """Prepaid tokens to return to the store."""
         self.ensure: Callable[[], None] = lambda: None
@@ -71,8 +75,10 @@ class LocalTier:
         """Checks so far; incremented by the caller, as this runs on every request."""
         self.is_active = False
         """True if anything is cached, prepaid or failing; otherwise `try_local` has nothing to offer."""
-        self.now_ns: Callable[[], int] = time.monotonic_ns if clock is None else lambda: clock.now_us() * 1000
+        self.now_ns: Callable[[], int] = runtime.monotonic_ns if clock is None else lambda: clock.now_us() * 1000
         """The clock of this tier. Read it before sending a check; see `record_answer`."""
+        self.pick: Callable[[int], int] = runtime.random.randrange
+        """Chooses the shard of a limit with `split`."""
         self.breaker: Any = None
         """The circuit breaker, if the store is a single server."""
         self._breaker_error: tuple[str | None, str] = (None, "")
@@ -170,16 +176,16 @@ class LocalTier:
             first = self.admitted_ids.record(check, decision)
             if first is not None:
                 return first
-        self._owe(check, error)
+        self._owe(check, error, is_bounded=not (decision.degraded or "").startswith("open"))
         return decision
 
-    def _owe(self, check: Check, error: StoreError) -> None:
+    def _owe(self, check: Check, error: StoreError, *, is_bounded: bool = True) -> None:
         if isinstance(error, ScriptError):
             return
         if error.may_have_happened:
             self.ledger.record_uncertain(check)
         else:
-            self.ledger.record(check)
+            self.ledger.record(check, is_bounded=is_bounded)
 
     def _decide_if_open(self, check: Check, fallback: Fallback | None) -> Decision | None:
         """The fallback's decision if the only server's breaker is open: without raising an exception, which is slow."""
@@ -215,7 +221,7 @@ class LocalTier:
             for limit, _, identity in operation.keys:
                 self.denial_cache.invalidate(limit.space, identity)
                 self.prepaid.discard(limit.space, identity)
-        elif isinstance(operation, Refund):
+        elif isinstance(operation, Refund | Deposit):
             limit, _, identity = operation.key
             self.denial_cache.invalidate(limit.space, identity)
             self.prepaid.wake(limit.space, identity)
@@ -223,17 +229,10 @@ class LocalTier:
     def health(self, shards: tuple[Shard, ...] = ()) -> Health:
         """The health of the limiter, given that of its servers."""
         down = [shard for shard in shards if not shard.ready]
-        debt = self.ledger.debt
-        return Health(
-            "degraded" if down or self.outage.failures else "ready",
-            down[0].reason if down else self.outage.reason,
-            self.outage.duration,
-            self.outage.failures,
-            shards,
-            self.fleet.nodes,
-            debt.keys,
-            debt.tokens,
-        )
+        outage, nodes, debt = self.outage, self.fleet.nodes, self.ledger.debt
+        state: Final = "degraded" if down or outage.failures else "ready"
+        reason = down[0].reason if down else outage.reason
+        return Health(state, reason, outage.duration, outage.failures, shards, nodes, *debt)
 
     @property
     def stats(self) -> dict[str, int]:
@@ -245,7 +244,7 @@ class LocalTier:
             "hot_keys": prepaid.hot,
             "hot_keys_detected": prepaid.found,
             "script_errors": self.script_errors,
-            "ignored_messages": 0 if self.listener is None else self.listener.ignored,
+            "ignored_messages": sum([listener.ignored for listener in self.listeners]),
         }
 
 
