@@ -88,7 +88,7 @@ CLIENT = "203.0.113.9"
         ],
     ],
 )
-def test_an_address_has_one_spelling(text: str, address: str | None) -> None:
+def test_address_has_one_spelling(text: str, address: str | None) -> None:
     assert canonical(text) == address
     assert BARE.client(text) == (UNKNOWN if address is None else address)
 
@@ -103,7 +103,7 @@ def test_ipv4_clients_behind_nat64_are_counted_by_their_own_addresses() -> None:
     assert Networks({"1.2.3.0/24": "block"}).find("64:ff9b::1.2.3.4") == "block"
 
 
-def test_an_address_that_nat64_embeds_makes_no_proxy() -> None:
+def test_address_that_nat64_embeds_makes_no_proxy() -> None:
     settings = IdentitySettings(proxies=("10.0.0.0/8", "64:ff9b::a00:63/128"))
     behind = Addresses(settings)
     assert behind.client("64:ff9b::10.0.0.1", [CLIENT]) == "10.0.0.1"
@@ -112,7 +112,7 @@ def test_an_address_that_nat64_embeds_makes_no_proxy() -> None:
 
 
 @pytest.mark.parametrize("hop", ["fe80::1%eth0", "2001:db8::1%25en1", "[fe80::1%1]:80"])
-def test_a_zone_makes_a_hop_no_address(hop: str) -> None:
+def test_zone_makes_a_hop_no_address(hop: str) -> None:
     assert LISTED.client(PEER, [f"203.0.113.9, {hop}"]) == PEER
 
 
@@ -160,7 +160,7 @@ def test_spelling_agrees_with_the_standard_library(address: IPv4Address | IPv6Ad
         (PEER, [*["10.0.0.3"] * 40, "10.0.0.2"], "10.0.0.3"),
     ],
 )
-def test_the_client_behind_proxies(peer: str | None, lines: list[str], client: str) -> None:
+def test_client_behind_proxies(peer: str | None, lines: list[str], client: str) -> None:
     assert LISTED.client(peer, lines) == client
 
 
@@ -190,11 +190,11 @@ def test_the_client_behind_proxies(peer: str | None, lines: list[str], client: s
         ('host="x;for=6.6.6.6;y";for=10.0.0.2', PEER),
     ],
 )
-def test_the_client_in_a_forwarded_field(line: str, client: str) -> None:
+def test_client_in_a_forwarded_field(line: str, client: str) -> None:
     assert FORWARDED.client(PEER, [line]) == client
 
 
-def test_a_list_is_read_up_to_4_kb_and_never_half_an_address() -> None:
+def test_list_is_read_up_to_4_kb_and_never_half_an_address() -> None:
     claim, proxy = f"for={CLIENT},", "for=10.0.0.2;x="
     for length in range(4080, 4130):
         line = (claim + proxy).ljust(length, "x")
@@ -302,7 +302,7 @@ def test_networks_are_found_by_an_address_the_smallest_first(address: str, found
     assert NETWORKS.find(address) == (found[0] if found else None)
 
 
-def test_a_network_of_all_mapped_addresses_is_all_of_ipv4() -> None:
+def test_network_of_all_mapped_addresses_is_all_of_ipv4() -> None:
     mapped = Networks({"::ffff:0:0/96": True})
     assert mapped.find("203.0.113.9")
     assert mapped.find("::fffe:cb00:7109") is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,31 +15,18 @@ from headgate.errors import InvalidConfiguration, InvalidInput
 from headgate.gate.identity import IdentityExtractor
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.model import IdentitySettings
+from headgate.testing import FakeRequest
 
 SECRET = bytes(range(32))
 KEY = "sk_live_4f9a"
 KEYS = ApiKeyHasher(SECRET)
 
 
-class Arrival(NamedTuple):
-    """A request with these headers."""
-
-    sent: dict[str, str | None]
-    path: str = "/"
-    method: str = "GET"
-    peer: str | None = "203.0.113.9"
-    native: Any = None
-    mounted_path: str | None = None
-
-    def header(self, name: str) -> list[str]:
-        value = self.sent.get(name)
-        return [] if value is None else [value]
-
-
 def read(api_key: str | None, authorization: str | None, settings: IdentitySettings | None = None) -> str | None:
     """The key of such a request, as it is counted by."""
-    arrival = Arrival({"x-api-key": api_key, "authorization": authorization})
-    who, _ = IdentityExtractor(settings or IdentitySettings(), KEYS).extract(arrival, frozenset({"api_key"}))
+    sent = {"x-api-key": api_key, "authorization": authorization}
+    request = FakeRequest(headers={name: value for name, value in sent.items() if value is not None})
+    who, _ = IdentityExtractor(settings or IdentitySettings(), KEYS).extract(request, frozenset({"api_key"}))
     return who.get("api_key")
 
 
@@ -76,7 +63,7 @@ def expected(key: str) -> str:
         ("\udcff", None, None),
     ],
 )
-def test_the_key_of_a_request(api_key: str | None, authorization: str | None, key: str | None) -> None:
+def test_key_of_a_request(api_key: str | None, authorization: str | None, key: str | None) -> None:
     found = read(api_key, authorization)
     assert found == (None if key is None else expected(key))
 
@@ -89,7 +76,7 @@ def test_the_key_of_a_request(api_key: str | None, authorization: str | None, ke
         (IdentitySettings(api_key_header=None, bearer_token=False), KEY, f"Bearer {KEY}"),
     ],
 )
-def test_a_source_that_is_switched_off_is_not_read(
+def test_source_that_is_switched_off_is_not_read(
     settings: IdentitySettings, api_key: str | None, authorization: str | None
 ) -> None:
     assert read(api_key, authorization, settings) is None
@@ -107,13 +94,13 @@ def test_another_secret_gives_another_hash() -> None:
     assert len({ApiKeyHasher(secret).hashed(KEY) for secret in (SECRET, *others)}) == 5
 
 
-def test_a_policy_may_name_a_key_or_its_hash() -> None:
+def test_policy_may_name_a_key_or_its_hash() -> None:
     hashed = read(KEY, None)
     assert hashed is not None
     assert KEYS.fingerprint(KEY) == KEYS.fingerprint(hashed) == KEYS.fingerprint("hmac:" + hashed[5:].upper()) == hashed
 
 
-def test_a_client_who_sends_a_hash_is_not_taken_for_its_owner() -> None:
+def test_sent_hash_does_not_identify_its_owner() -> None:
     hashed = expected(KEY)
     assert read(hashed, None) == read(None, f"Bearer {hashed}") == expected(hashed)
     assert not hmac.compare_digest(expected(hashed), hashed)
@@ -154,7 +141,7 @@ GUESSED = "the secret for API keys has 15 bytes and can be guessed; give at leas
         (None, "the secret for API keys is a NoneType; give bytes"),
     ],
 )
-def test_a_weak_secret_is_refused_without_being_shown(secret: Any, message: str) -> None:
+def test_weak_secret_is_refused_without_being_shown(secret: Any, message: str) -> None:
     with pytest.raises(InvalidConfiguration) as refused:
         ApiKeyHasher(secret)
     assert str(refused.value) == message

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headgate.errors import InvalidPolicy
-from headgate.policy.changes import summarize_changes
-from headgate.policy.file_watcher import PolicyWatcher
+from headgate.policy.file_watcher import PolicyWatcher, summarize_changes
 from headgate.policy.loader import read
 from support.servers import wait_until
 
@@ -50,13 +49,13 @@ def watch(file: Path) -> Iterator[PolicyWatcher[int]]:
     watch.close()
 
 
-def test_the_first_version_has_to_be_good(file: Path) -> None:
+def test_first_version_has_to_be_good(file: Path) -> None:
     file.write_text("limits: [{by: ip}]\n")
     with pytest.raises(InvalidPolicy, match=r"policy\.yaml:1:"):
         PolicyWatcher(file, quota_of, every=None)
 
 
-def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidPolicy, match=r"nowhere\.yaml: cannot be read: No such file"):
         PolicyWatcher(tmp_path / "nowhere.yaml", quota_of, every=None)
 
@@ -68,7 +67,7 @@ def test_what_has_not_changed_is_not_made_again(file: Path, watch: PolicyWatcher
     assert (watch.current, watch.version) == (10, before)
 
 
-def test_a_good_version_is_in_force_at_once(
+def test_good_version_is_in_force_at_once(
     file: Path, watch: PolicyWatcher[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     before = watch.version
@@ -99,7 +98,7 @@ def test_a_good_version_is_in_force_at_once(
         ),
     ],
 )
-def test_a_new_version_is_summarized_by_what_changed(before: str, after: str, summary: str) -> None:
+def test_new_version_is_summarized_by_what_changed(before: str, after: str, summary: str) -> None:
     common = "limits: [{name: b, by: tenant, bucket: 9/hour, tiers: {pro: 99/hour}}]\n"
     assert summarize_changes(read(common + before), read(common + after)) == summary
 
@@ -113,7 +112,7 @@ def test_a_new_version_is_summarized_by_what_changed(before: str, after: str, su
         (b"limits: [{by: ip, bucket: \xff}]\n", ": not UTF-8 at byte 26"),
     ],
 )
-def test_a_bad_version_keeps_the_last_good_one_and_is_told_once(
+def test_invalid_version_keeps_the_last_good_one_and_is_logged_once(
     file: Path, watch: PolicyWatcher[int], caplog: pytest.LogCaptureFixture, content: bytes, told: str
 ) -> None:
     good = watch.version
@@ -129,7 +128,7 @@ def test_a_bad_version_keeps_the_last_good_one_and_is_told_once(
     assert (watch.current, watch.error) == (30, None)
 
 
-def test_a_bad_version_that_is_taken_back_is_forgotten(
+def test_bad_version_that_is_taken_back_is_forgotten(
     file: Path, watch: PolicyWatcher[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "headgate")
@@ -141,7 +140,7 @@ def test_a_bad_version_that_is_taken_back_is_forgotten(
     assert f"version {watch.version} is in force again" in caplog.text
 
 
-def test_a_file_that_goes_missing_keeps_the_last_good_one(
+def test_file_that_goes_missing_keeps_the_last_good_one(
     file: Path, watch: PolicyWatcher[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     file.unlink()
@@ -155,7 +154,7 @@ def test_a_file_that_goes_missing_keeps_the_last_good_one(
     assert watch.error is None
 
 
-def test_a_link_that_is_moved_to_another_file_is_noticed(tmp_path: Path) -> None:
+def test_link_that_is_moved_to_another_file_is_noticed(tmp_path: Path) -> None:
     """As Kubernetes swaps a mounted ConfigMap."""
     for quota in (1, 2):
         (tmp_path / f"{quota}.yaml").write_text(policy_of(quota))
@@ -182,7 +181,7 @@ def test_what_cannot_be_made_ready_is_refused_too(file: Path) -> None:
     assert (watch.current, str(watch.error)) == (10, "too much for this gate")
 
 
-def test_the_file_is_looked_at_by_itself_until_the_watch_is_closed(file: Path) -> None:
+def test_file_is_looked_at_by_itself_until_the_watch_is_closed(file: Path) -> None:
     watch = PolicyWatcher(file, quota_of, every=0.01)
     file.write_text(policy_of(20))
     wait_until(lambda: watch.current == 20, "the new version is in force")
@@ -190,7 +189,7 @@ def test_the_file_is_looked_at_by_itself_until_the_watch_is_closed(file: Path) -
     wait_until(lambda: not is_watched(file), "the thread has ended")
 
 
-def test_a_watch_that_nobody_needs_any_more_ends_by_itself(file: Path) -> None:
+def test_unreferenced_watcher_ends(file: Path) -> None:
     watch = PolicyWatcher(file, quota_of, every=0.01)
     assert is_watched(file)
     del watch
@@ -198,7 +197,7 @@ def test_a_watch_that_nobody_needs_any_more_ends_by_itself(file: Path) -> None:
     wait_until(lambda: not is_watched(file), "the thread has ended")
 
 
-def test_a_forked_child_watches_by_itself(file: Path) -> None:
+def test_forked_child_watches_by_itself(file: Path) -> None:
     watch = PolicyWatcher(file, quota_of, every=0.01)
     reader, writer = os.pipe()
     child = os.fork()

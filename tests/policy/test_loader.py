@@ -13,22 +13,25 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from headgate import Limit
-from headgate.errors import InvalidPolicy
+from headgate import Calendar, Limit
+from headgate.errors import HeadgateError, InvalidPolicy
 from headgate.policy.formats import FORMATS, SUFFIXES
 from headgate.policy.formats.document import SourcePosition
-from headgate.policy.loader import load, read
-from headgate.policy.model import AnswerSettings, Identity, IdentitySettings, Policy, StoreSettings
+from headgate.policy.loader import LARGEST, TOO_LARGE, load, read
+from headgate.policy.model import AnswerSettings, Identity, IdentitySettings, Policy, RegionSettings, StoreSettings
 from headgate.policy.schema import json_schema
-from headgate.policy.source import LARGEST, TOO_LARGE
 from support.paths import DOCS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 POLICIES = Path(__file__).parent / "corpus"
 PAGE = DOCS / "policies.md"
@@ -80,7 +83,7 @@ def test_good_policies_load(file: Path) -> None:
     assert isinstance(load(file), Policy)
 
 
-def test_a_policy_is_the_same_in_every_format() -> None:
+def test_policy_is_the_same_in_every_format() -> None:
     first, *others = [load(POLICIES / "good" / f"everything.{suffix}") for suffix in ("yaml", "toml", "json")]
     assert others == [first, first]
 
@@ -88,7 +91,7 @@ def test_a_policy_is_the_same_in_every_format() -> None:
 # ------------------------------------------------------------------ what policies mean
 
 
-def test_a_list_of_limits() -> None:
+def test_list_of_limits() -> None:
     policy = load(POLICIES / "good" / "limits-alone.yaml")
     assert [(rule.name, rule.by, [each.text for each in rule.templates], str(rule.limit)) for rule in policy.rules] == [
         ("/api/v1/login by ip", ("ip",), ["/api/v1/login"], "10 per minute, token_bucket"),
@@ -96,6 +99,25 @@ def test_a_list_of_limits() -> None:
         ("/api/v1/search by api_key", ("api_key",), ["/api/v1/search"], "1000 per minute, burst 200, token_bucket"),
         ("/api/v1/posts by api_key", ("api_key",), ["/api/v1/posts"], "100 per second, burst 50, token_bucket"),
     ]
+
+
+def test_calendar_periods() -> None:
+    policy = load(POLICIES / "good" / "calendar-periods.yaml")
+    exports, *others = policy.rules
+    assert (exports.limit, *exports.tiers.values()) == (
+        Limit(1000, Calendar("month"), name="exports"),
+        Limit(1000, Calendar("month", starts=15, timezone="Europe/Berlin"), name="exports"),
+        Limit(50, Calendar("week", starts=7), name="exports"),
+    )
+    assert [rule.limit for rule in others] == [
+        Limit(10_000, Calendar("year", starts="04-01"), name="yearly"),
+        Limit(100, Calendar("day", timezone="Asia/Tokyo"), name="daily"),
+        Limit(100, timedelta(days=1), name="bucket"),
+        Limit(100, Calendar("week"), name="week"),
+        Limit(100, timedelta(days=7), name="seven", algorithm="gcra"),
+    ]
+    (override,) = policy.overrides
+    assert override.limit == Limit(5000, Calendar("month", starts=31, timezone="America/New_York"), name="exports")
 
 
 def test_numbers_by_name_belong_to_the_tier_and_are_exact() -> None:
@@ -122,6 +144,10 @@ def test_every_section_arrives() -> None:
     )
     assert policy.answers == AnswerSettings(False, True, timedelta(seconds=1.5), "https://example.com/limits")
     assert policy.store == StoreSettings(timedelta(milliseconds=20), Fraction(1, 8), 4, 500, timedelta(milliseconds=50))
+    urls = {"eu": "redis://eu.example", "us": "rediss://:${US_PASSWORD}@us.example:6380/0"}
+    budget, stay = timedelta(milliseconds=250), ("ip", "device_id")
+    assert policy.regions == RegionSettings("${REGION}", "eu", urls, budget, "plain", stay, Fraction(1, 20))
+    assert [limit.name for limit in policy.region_limits] == ["tokens"]
     assert (policy.name, policy.default_tier, policy.on_failure) == ("shop", "free", "local")
     assert policy.tiers == ("pro", "free", "enterprise")
     assert [(route.template.text, sorted(route.methods), route.route_class, route.cost) for route in policy.routes] == [
@@ -182,7 +208,7 @@ def store_of(settings: str) -> StoreSettings:
     return read(f"limits: [{{by: ip, bucket: 5/minute}}]\nstore: {settings}\n").store
 
 
-def test_a_policy_that_says_nothing_of_the_store_has_its_settings() -> None:
+def test_policy_that_says_nothing_of_the_store_has_its_settings() -> None:
     assert store_of("{}") == read("limits: [{by: ip, bucket: 5/minute}]").store == StoreSettings()
     assert StoreSettings() == StoreSettings(
         timedelta(milliseconds=5), Fraction(1, 5), 1, 10_000, timedelta(milliseconds=100)
@@ -210,7 +236,7 @@ def test_settings_of_the_store_reach_to_their_bounds(settings: str, name: str, v
     assert getattr(store_of(settings), name) == value
 
 
-def test_the_parts_of_a_split_limit_are_even_for_everybody() -> None:
+def test_shards_of_a_limit_are_equal() -> None:
     policy = read("""
         limits: [{name: a, by: tenant, bucket: "12/minute, burst 8", split: 4, cost: 2, tiers: {pro: 16/minute}}]
         overrides: [{tenant: acme, limit: a, bucket: 20/minute}]
@@ -235,7 +261,7 @@ def test_overrides_and_tiers_count_as_their_limit_does_unless_they_say() -> None
     assert [override.limit.algorithm for override in policy.overrides] == ["sliding_log", "gcra", "fixed_window"]
 
 
-def test_a_class_finds_the_one_limit_that_it_means() -> None:
+def test_class_finds_the_one_limit_that_it_means() -> None:
     policy = read(
         """
         routes: [{path: /search, class: search}, {path: /export, class: export}]
@@ -249,12 +275,12 @@ def test_a_class_finds_the_one_limit_that_it_means() -> None:
     assert policy.overrides[0].rule == "one"
 
 
-def test_a_limit_may_have_its_numbers_with_the_tiers() -> None:
+def test_limit_may_have_its_numbers_with_the_tiers() -> None:
     (rule,) = read("{limits: [{name: a, by: user}], tiers: {pro: {limits: {a: 5/minute}}}}").rules
     assert (rule.by, rule.limit, str(rule.tiers["pro"])) == (("user",), None, "5 per minute, token_bucket")
 
 
-def test_a_route_may_be_said_twice_if_it_is_the_same_or_of_other_methods() -> None:
+def test_route_may_be_said_twice_if_it_is_the_same_or_of_other_methods() -> None:
     routes = "[{path: /a}, {path: /a/}, {path: /a, methods: GET, cost: 2}, {path: POST /a, cost: 3}]"
     assert [route.cost for route in read(f"routes: {routes}").routes] == [1, 1, 2, 3]
 
@@ -304,7 +330,7 @@ def test_limits_that_another_key_escapes_are_warned_of(limits: str, warned: bool
         ),
     ],
 )
-def test_the_factor_for_unknown_keys_can_be_set_and_turned_off(written: str, factor: int | None, warned: str) -> None:
+def test_factor_for_unknown_keys_can_be_set_and_turned_off(written: str, factor: int | None, warned: str) -> None:
     policy = read(f"{written}\nlimits: {{default: 5/minute}}")
     assert policy.identity.unknown_key_factor == factor
     assert len(policy.warnings) == 1
@@ -375,25 +401,25 @@ def test_what_has_ended_is_warned_of_where_it_stands() -> None:
         ("limits: [{name: a, by: ip, bucket: 5/minute}]", False),
     ],
 )
-def test_endpoints_that_nobody_tells_apart_are_warned_of(policy: str, warned: bool) -> None:
+def test_unused_endpoint_kind_is_warned_of(policy: str, warned: bool) -> None:
     begins = "policy.yaml:1:10: limit 'a' is counted by endpoint, but the policy names no paths"
     assert [warning.startswith(begins) for warning in read(policy).warnings] == [True] * warned
 
 
-def test_a_queue_in_which_nobody_waits_is_warned_of() -> None:
+def test_queue_without_waiting_is_warned_of() -> None:
     (warning,) = read("limits: [{name: mails, by: ip, bucket: '5/minute, leaky_bucket'}]").warnings
     assert warning.startswith("policy.yaml:1:10: limit 'mails' is a leaky_bucket, which assigns each request a delay")
     assert read("limits: [{name: mails, by: ip, bucket: '5/minute, gcra'}]").warnings == ()
 
 
-def test_a_list_of_no_limits_is_warned_of() -> None:
+def test_list_of_no_limits_is_warned_of() -> None:
     (warning,) = read("limits: []").warnings
     assert warning.startswith("policy.yaml:1:9: there are no limits, so nothing is counted")
     assert read("blocked: [{ip: 203.0.113.9}]").warnings == ()
 
 
 @pytest.mark.parametrize("network", ["0.0.0.0/0", "::/0"])
-def test_a_block_of_everybody_is_warned_of(network: str) -> None:
+def test_block_of_all_addresses_is_warned_of(network: str) -> None:
     (warning,) = read(f"blocked: [{{user: mallory}}, {{ip: '{network}'}}]").warnings
     assert (
         warning
@@ -402,7 +428,7 @@ def test_a_block_of_everybody_is_warned_of(network: str) -> None:
 
 
 @pytest.mark.parametrize("network", ["fd00::/8", "fc00::/7", "fd12:3456::/32", "10.0.0.0/8", "2001::/16"])
-def test_proxies_may_have_all_of_a_network_that_strangers_cannot_be_in(network: str) -> None:
+def test_proxies_may_be_a_whole_private_network(network: str) -> None:
     policy = read(f"{{identity: {{proxies: ['{network}']}}, limits: [{{by: ip, bucket: 5/minute}}]}}")
     assert policy.identity.proxies == (network,)
 
@@ -413,13 +439,13 @@ def test_proxies_may_not_have_more_than_that(network: str) -> None:
         read(f"{{identity: {{proxies: ['{network}']}}, limits: [{{by: ip, bucket: 5/minute}}]}}")
 
 
-def test_an_identity_that_looks_misspelled_is_warned_of() -> None:
+def test_identity_that_looks_misspelled_is_warned_of() -> None:
     assert read("limits: [{by: tennant, bucket: 5/minute}]").warnings == (
         "policy.yaml:1:15: 'tennant' is an identity that the app has to supply; did you mean 'tenant'?",
     )
 
 
-def test_a_limit_that_never_counts_is_warned_of() -> None:
+def test_limit_that_never_counts_is_warned_of() -> None:
     assert read("limits: [{name: searches, by: ip, bucket: 5/minute, cost: 0}]").warnings == (
         (
             "policy.yaml:1:59: limit 'searches' never counts anything, as its cost is 0; leave cost out, or leave out "
@@ -428,7 +454,7 @@ def test_a_limit_that_never_counts_is_warned_of() -> None:
     )
 
 
-def test_a_tier_that_no_limit_has_numbers_for_is_warned_of() -> None:
+def test_tier_that_no_limit_has_numbers_for_is_warned_of() -> None:
     (warning,) = read("{tier: gold, limits: [{by: ip, bucket: 5/minute}]}").warnings
     assert warning.startswith("policy.yaml:1:8: tier 'gold' changes nothing, as no limit has numbers for any tier;")
     assert read("{tier: free, limits: [{by: ip, bucket: 5/minute, tiers: {pro: 9/minute}}]}").warnings == ()
@@ -437,7 +463,7 @@ def test_a_tier_that_no_limit_has_numbers_for_is_warned_of() -> None:
 # ------------------------------------------------------------------ files
 
 
-def test_a_thousand_limits_and_a_hundred_thousand_overrides_fit() -> None:
+def test_thousand_limits_and_a_hundred_thousand_overrides_fit() -> None:
     limit = {"name": "limit-1000", "path": "/api/v1/resources-1000/{id}", "by": "tenant", "bucket": "1000/minute"}
     override = {
         "tenant": "tenant-100000",
@@ -450,7 +476,7 @@ def test_a_thousand_limits_and_a_hundred_thousand_overrides_fit() -> None:
     assert 1_000 * len(json.dumps(limit)) + 100_000 * (len(json.dumps(override)) + 2) < LARGEST
 
 
-def test_files_that_cannot_be_read_are_told_of_like_any_mistake(tmp_path: Path) -> None:
+def test_unreadable_files_are_policy_problems(tmp_path: Path) -> None:
     missing, binary, large = tmp_path / "missing.yaml", tmp_path / "binary.yaml", tmp_path / "large.json"
     binary.write_bytes(b"name: \xff\n")
     with large.open("wb") as file:
@@ -465,7 +491,7 @@ def test_files_that_cannot_be_read_are_told_of_like_any_mistake(tmp_path: Path) 
             load(path)
 
 
-def test_the_format_is_the_suffix_or_what_the_caller_says() -> None:
+def test_format_is_the_suffix_or_what_the_caller_says() -> None:
     text = '{"limits": [{"by": "ip", "bucket": "5/minute"}]}'
     assert read(text, file="policy.JSON") == read(text, file="policy", format="json") == read(text)
     assert mistakes(text, file="policy") == [
@@ -593,7 +619,7 @@ def test_mistakes_in_form_fail_the_schema(name: str) -> None:
     assert not Draft202012Validator(schema).is_valid(value)
 
 
-def test_the_schema_describes_every_field() -> None:
+def test_schema_describes_every_field() -> None:
     def described(schema: dict[str, Any]) -> bool:
         fields = schema.get("properties", {}).values()
         inner = [*fields, *schema.get("anyOf", ()), schema.get("items"), schema.get("additionalProperties")]
@@ -607,7 +633,7 @@ def test_the_schema_describes_every_field() -> None:
 # ------------------------------------------------------------------ size and docs
 
 
-def test_a_hundred_thousand_overrides_load_in_seconds() -> None:
+def test_hundred_thousand_overrides_load_in_seconds() -> None:
     """Far more than a good machine needs: the bound tells linear from quadratic, not fast from slow."""
     numbers = random.Random(1)
     value = {
@@ -629,10 +655,45 @@ def test_a_hundred_thousand_overrides_load_in_seconds() -> None:
     assert time.process_time() - started < 30
 
 
-def test_the_docs_name_every_field() -> None:
+def test_docs_name_every_field() -> None:
     page = PAGE.read_text("utf-8")
     for section, form in json_schema()["properties"].items():
         assert f"`{section}`" in page
         for each in [form, form.get("items", {}), *form.get("anyOf", ())]:
             inner = {**each.get("properties", {}), **each.get("items", {}).get("properties", {})}
             assert not [name for name in inner if f"`{name}`" not in page and f"{name}:" not in page], section
+
+
+MEGABYTE = 2**20
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("yaml", "limits: " + "9" * MEGABYTE + "x"),
+        ("yaml", "limits: " + "1:" * MEGABYTE + "x"),
+        ("yaml", "limits: " + "1_" * MEGABYTE + ".x"),
+        ("yaml", "limits: " + "[" * MEGABYTE),
+        ("yaml", "limits: [{by: ip, bucket: " + "9" * MEGABYTE + "/minute}]"),
+        ("yaml", "limits: [{by: ip, bucket: 5/minute" + " " * MEGABYTE + "x}]"),
+        ("json", '{"limits": ' + "9" * MEGABYTE + "}"),
+        ("json", '{"limits": ' * MEGABYTE),
+        ("toml", "limits = " + "9" * MEGABYTE),
+        ("toml", "limits = " + "[" * MEGABYTE),
+    ],
+    ids=lambda value: value[:4] + value[-12:],
+)
+def test_pathological_policy_text_is_rejected_fast(format: str, text: str) -> None:
+    """It is read beside the requests, and a pattern that goes back and forth would stop them all."""
+
+    def refuse() -> None:
+        with pytest.raises(HeadgateError):
+            read(text, format=format)
+
+    assert timed(refuse) < 5

@@ -20,6 +20,7 @@ from headgate.policy.loader import read
 from headgate.policy.model import Block, Identity, Override, Policy, RouteRule, Rule, Validity
 from headgate.policy.routes import Template
 from headgate.policy.snapshot import AppliedLimit, Snapshot
+from headgate.testing import FakeRequest
 from support.policy_strategies import ADDRESSES, START, Request, fingerprint, policies, requests, sender
 
 if TYPE_CHECKING:
@@ -216,37 +217,24 @@ def plain(met: Iterable[AppliedLimit]) -> list[Any]:
 
 
 @given(policy=policies(), asked=st.lists(requests(), min_size=1, max_size=8))
-def test_a_request_meets_what_the_docs_say(policy: Policy, asked: list[Request]) -> None:
+def test_request_meets_what_the_docs_say(policy: Policy, asked: list[Request]) -> None:
     snapshot = Snapshot(policy, fingerprint)
     for request in asked * 2:  # what was seen before is remembered
         agrees_with_the_docs(policy, request, resolve(snapshot, request))
 
 
-class Sender(NamedTuple):
-    """A request from that address, of which the app tells all else."""
-
-    peer: str
-    method: str = "GET"
-    path: str = "/"
-    mounted_path: str | None = None
-    native: Any = None
-
-    def header(self, name: str) -> list[str]:
-        return []
-
-
 @given(policy=policies(), asked=st.lists(requests(), min_size=1, max_size=8))
-def test_who_comes_again_meets_what_the_docs_say(policy: Policy, asked: list[Request]) -> None:
+def test_cached_client_gets_the_documented_limits(policy: Policy, asked: list[Request]) -> None:
     """Before and after overrides and blocks begin and end, and in whatever order."""
     snapshot = Snapshot(policy, fingerprint)
     known = ActivePolicy(
         snapshot, ResponseBuilder(policy.answers), IdentityExtractor(policy.identity, ApiKeyHasher(b"x" * 16))
     )
     for request in asked * 3:
-        arrival = Sender(request.who["address"])
+        sent = FakeRequest(peer=request.who["address"])
         told = {kind: value for kind, value in request.who.items() if kind not in ("address", "ip")}
         route = snapshot.route(request.method, request.path)
-        found, check, description = known.resolve(route, arrival, frozenset({"ip"}), told, request.now_us)
+        found, check, description = known.resolve(route, sent, frozenset({"ip"}), told, request.now_us)
         agrees_with_the_docs(policy, request, found)
         assert found.who == request.who
         assert check == (None if found.block or not found.keys else (found.keys, found.cost, None))
@@ -283,7 +271,7 @@ def test_only_the_kinds_that_a_route_names_make_a_difference(policy: Policy, req
 
 
 @given(policy=policies(), request=requests())
-def test_nobody_gets_free_by_leaving_identities_out(policy: Policy, request: Request) -> None:
+def test_missing_identities_do_not_escape_limits(policy: Policy, request: Request) -> None:
     """Whoever meets a limit that everybody has meets one without identities, too, unless the policy says `skip`."""
     everybody = [replace(rule, missing=None) for rule in policy.rules if rule.limit is not None]
     snapshot = Snapshot(replace(policy, rules=tuple(everybody)), fingerprint)
@@ -303,7 +291,7 @@ ODD = st.sampled_from(
     ),
     missing=st.sampled_from([None, "ip"]),
 )
-def test_counters_are_shared_by_those_who_are_counted_alike_only(
+def test_counters_are_shared_only_by_equal_identities(
     by: list[str], senders: list[dict[str, str]], missing: Any
 ) -> None:
     snapshot = Snapshot(Policy(rules=(Rule("r", Limit(5, timedelta(1), name="r"), tuple(by), missing=missing),)))
@@ -386,7 +374,7 @@ clients:
         ("GET /pairs", {"tenant": "a"}, "per-ip=unknown places=/pairs pairs=|ip|unknown", 1),
     ],
 )
-def test_a_shop(request_line: str, who: dict[str, Any], keys: str, costs: Any) -> None:
+def test_resolution_of_an_example_policy(request_line: str, who: dict[str, Any], keys: str, costs: Any) -> None:
     method, path = request_line.split()
     found = resolve(Snapshot(read(SHOP)), Request(method, path, sender(**who), START))
     assert " ".join(f"{key.limit.name}={key.identity}" for key in found.keys) == keys
@@ -405,7 +393,7 @@ def test_a_shop(request_line: str, who: dict[str, Any], keys: str, costs: Any) -
         (sender("198.51.101.7"), "free", 100),
     ],
 )
-def test_a_tier_is_said_by_the_app_or_by_the_policy(who: dict[str, str], tier: str, quota: int) -> None:
+def test_tier_is_said_by_the_app_or_by_the_policy(who: dict[str, str], tier: str, quota: int) -> None:
     found = resolve(Snapshot(read(SHOP)), Request("GET", "/search", who, START))
     (search,) = [met for met in found.applied_limits if met.rule.name == "search"]
     assert (found.tier, search.key.limit.quota) == (tier, quota)
@@ -438,18 +426,27 @@ def test_a_tier_is_said_by_the_app_or_by_the_policy(who: dict[str, str], tier: s
         ("{name: all, by: global, bucket: 1/s}, {name: u, by: user, bucket: 1/s}", {}, ["all=%all", "u=|ip|unknown"]),
     ],
 )
-def test_who_lacks_an_identity_is_counted_all_the_same(limits: str, who: dict[str, str], keys: list[str]) -> None:
+def test_request_without_identity_is_counted(limits: str, who: dict[str, str], keys: list[str]) -> None:
     found = resolve(Snapshot(read(f"limits: [{limits}]")), Request("GET", "/", sender(**who), START))
     assert [f"{key.limit.name}={key.identity}" for key in found.keys] == keys
 
 
-def test_a_shadow_says_nothing_about_failures() -> None:
+@pytest.mark.parametrize(
+    ("by", "nets"), [("api_key", 1), ("client", 0), ("client+api_key", 1), ("tenant+api_key", 1), ("tenant", 0)]
+)
+def test_limit_by_api_key_has_a_net_also_for_requests_of_a_tenant(by: str, nets: int) -> None:
+    snapshot = Snapshot(read(f"limits: [{{name: r, by: {by}, bucket: 1/s}}]"))
+    found = resolve(snapshot, Request("GET", "/", sender(tenant="acme", api_key="unknown"), START))
+    assert [key.limit.name for key in found.keys] == ["r", *["r (unknown keys)"] * nets]
+
+
+def test_shadow_says_nothing_about_failures() -> None:
     policy = read("limits: [{by: ip, bucket: 1/s, shadow: true, on_failure: closed}, {by: user, bucket: 1/s}]")
     assert Snapshot(policy).route("GET", "/").on_failure == "open"
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_block_that_is_over_does_not_hide_a_wider_one(order: int) -> None:
+def test_block_that_is_over_does_not_hide_a_wider_one(order: int) -> None:
     over = Block(Identity("ip", "203.0.113.9"), Validity(until=START))
     wide = Block(Identity("ip", "203.0.113.0/24"))
     snapshot = Snapshot(Policy(blocked=(over, wide)[::order]))
@@ -460,7 +457,7 @@ def test_a_block_that_is_over_does_not_hide_a_wider_one(order: int) -> None:
     assert resolve(snapshot, Request("GET", "/", sender("203.0.114.9"), START)).block is None
 
 
-def test_an_override_holds_on_its_class_and_in_its_time() -> None:
+def test_override_holds_on_its_class_and_in_its_time() -> None:
     text = """
     routes: [{path: /a, class: a}, {path: /b, class: b}]
     limits: [{name: r, by: tenant, bucket: 1/second}]
@@ -513,7 +510,7 @@ def test_remembered_paths_are_bounded_in_number_and_length() -> None:
     assert remembered() == 0
 
 
-def test_a_path_that_is_remembered_is_told_from_the_same_path_in_a_mounted_app() -> None:
+def test_cached_path_differs_from_the_same_path_in_a_mounted_app() -> None:
     snapshot = Snapshot(read("limits: [{path: /api/login, by: ip, bucket: 1/s}, {path: /login, by: ip, bucket: 2/s}]"))
     for _ in range(2):
         assert len(snapshot.route("GET", "/api/login").rules) == 1
@@ -540,7 +537,7 @@ def test_head_and_get_are_one(method: str) -> None:
         ("{path: /elsewhere, by: ip, bucket: 1/s, count_when: status >= 500}", False, False),
     ],
 )
-def test_a_route_knows_what_is_left_to_do_after_the_answer(limits: str, leases: bool, settles: bool) -> None:
+def test_route_knows_what_is_left_to_do_after_the_answer(limits: str, leases: bool, settles: bool) -> None:
     route = Snapshot(read(f"limits: [{limits}]")).route("GET", "/")
     assert (route.leases, route.settles) == (leases, settles)
 
@@ -572,6 +569,6 @@ def test_limits_that_will_be_busy_are_announced_and_others_excluded() -> None:
     assert [limit.quota for limit in snapshot.announced_limits(now_us - 1)] == [10, 20, 11, 12, 52, 53, 54, 55]
 
 
-def test_a_policy_that_says_nothing_announces_nothing() -> None:
+def test_policy_that_says_nothing_announces_nothing() -> None:
     snapshot = Snapshot(read("limits: [{by: ip, bucket: 10/minute}]"))
     assert (snapshot.announced_limits(0), snapshot.never_leased) == ((), ())

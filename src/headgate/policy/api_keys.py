@@ -14,15 +14,13 @@ SHORTEST_SECRET: Final = 16
 """In bytes; a shorter secret can be guessed, and with it weak keys from their hashes."""
 
 MOST_KNOWN: Final = 4096
+MAX_CACHED_IDENTITIES: Final = 10_000
 
 PREFIX: Final = "hmac:"
 DIGEST_SIZE: Final = 16
 PURPOSE: Final = b"headgate api key"
-"""Separates these hashes from others with the same secret."""
-
-
 IDENTITY_PURPOSE: Final = b"headgate client"
-MAX_CACHED_IDENTITIES: Final = 10_000
+"""Separate these hashes from others with the same secret."""
 
 
 class IdentityHashes:
@@ -34,8 +32,7 @@ class IdentityHashes:
     __slots__ = ("_cache", "_hash")
 
     def __init__(self, secret: bytes) -> None:
-        key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
-        self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=IDENTITY_PURPOSE)
+        self._hash = _keyed_hash(secret, IDENTITY_PURPOSE)
         self._cache: dict[tuple[str, str], str] = {}
 
     def __call__(self, kind: str, value: str) -> str:
@@ -70,8 +67,7 @@ class ApiKeyHasher:
                 f"the secret for API keys has {len(secret)} bytes and can be guessed; "
                 f"give at least {SHORTEST_SECRET}, as from secrets.token_bytes(32)"
             )
-        key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
-        self._hash = blake2b(digest_size=DIGEST_SIZE, key=key, person=PURPOSE)
+        self._hash = _keyed_hash(secret, PURPOSE)
         self._known: dict[int, str] = {}
         """A cache of hashes by Python's hash() of the key, so that keys are not kept in memory."""
 
@@ -120,3 +116,8 @@ class ApiKeyHasher:
             self._known.clear()
         hashed = self._known[hash(sent)] = PREFIX + keyed.hexdigest()
         return hashed
+
+
+def _keyed_hash(secret: bytes, purpose: bytes) -> blake2b:
+    key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
+    return blake2b(digest_size=DIGEST_SIZE, key=key, person=purpose)

@@ -13,30 +13,16 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from headgate.limits import Limit
     from headgate.policy.routes import Template
 
 __all__ = [
-    "ADDRESSES",
-    "NET_SUFFIX",
-    "AnswerSettings",
-    "Block",
-    "Client",
-    "Identity",
-    "IdentitySettings",
-    "LeaseMode",
-    "Override",
-    "Policy",
-    "RouteMode",
-    "RouteRule",
-    "Rule",
-    "StatusTest",
-    "StoreSettings",
-    "Validity",
-    "net_name",
-]
+    "ADDRESSES", "EPOCH", "NET_SUFFIX", "AnswerSettings", "Block", "Client", "Identity", "IdentitySettings",
+    "LeaseMode", "Override", "Policy", "RegionSettings", "RouteMode", "RouteRule", "Rule", "StatusTest",
+    "StoreSettings", "Validity", "net_name",
+]  # fmt: skip
 
 RouteMode: TypeAlias = Literal["open", "closed", "local"]
 """The failure mode of a route."""
@@ -51,6 +37,8 @@ ADDRESSES: Final = ("ip", "subnet")
 
 NET_SUFFIX: Final = " (unknown keys)"
 LONGEST_NAME: Final = 100
+LOCAL_MODES: Final = ("regional", "divided")
+"""The region modes in which no identity leaves its region."""
 
 
 class Identity(NamedTuple):
@@ -133,8 +121,15 @@ class Rule:
     lease: LeaseMode = "auto"
     split: int = 1
     """The number of counters that it is sharded over."""
+    region: str = "regional"
+    """How regions share it; see docs/regions.md."""
     net_of: str | None = None
     """In the safety net of a limit by API key, the name of that limit; see `policy.snapshot.UnknownKeyNet`."""
+
+    @property
+    def leaves_region(self) -> bool:
+        """True if identities that it counts are known to other regions."""
+        return self.region not in LOCAL_MODES
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -157,7 +152,6 @@ class Override:
 
     identity: Identity
     rule: str
-    """The name of the rule."""
     limit: Limit
     route_class: str | None = None
     """Only on routes of this class; None on all."""
@@ -228,6 +222,26 @@ class StoreSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionSettings:
+    """The regions of a service: their stores, and what may leave a region."""
+
+    own: str | None = None
+    """The region of this process, or ${NAME} for an environment variable; None for HEADGATE_REGION."""
+    home: str | None = None
+    """The region that decides `central` limits; None if there is only one region."""
+    stores: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The URL of the store of each region. ${NAME} in it stands for an environment variable."""
+    central_budget: timedelta = timedelta(milliseconds=500)
+    """The time limit of a call to the home region."""
+    identities: Literal["hashed", "plain"] | None = None
+    """The form in which identities leave a region; None for hashed, also if there is no secret to key the hash with."""
+    stay: tuple[str, ...] = ()
+    """The kinds of identity that do not leave a region in any form."""
+    safe_share: Fraction = Fraction(1, 50)
+    """The part of reserved limits that regions may spend without the home region, or later than it was charged."""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """A whole policy."""
 
@@ -241,6 +255,7 @@ class Policy:
     identity: IdentitySettings = IdentitySettings()
     answers: AnswerSettings = AnswerSettings()
     store: StoreSettings = StoreSettings()
+    regions: RegionSettings | None = None
     on_failure: RouteMode = "open"
     """For routes and rules without a failure mode."""
     name: str = "policy"
@@ -250,13 +265,19 @@ class Policy:
     @property
     def api_keys(self) -> list[str]:
         """The API keys, or their hashes, of clients, overrides and blocks. Computed on each access."""
-        return [*self.vouched_api_keys, *(each.identity.value for each in self.blocked if _is_api_key(each))]
+        return [*self.vouched_api_keys, *_api_keys(self.blocked)]
 
     @property
     def vouched_api_keys(self) -> list[str]:
         """The API keys, or their hashes, of clients and overrides. Computed on each access."""
-        named: list[Client | Override] = [*self.clients, *self.overrides]
-        return [each.identity.value for each in named if _is_api_key(each)]
+        return [*_api_keys(self.clients), *_api_keys(self.overrides)]
+
+    @property
+    def region_limits(self) -> list[Limit]:
+        """The limits that several regions share, with those of overrides. Computed on each access."""
+        shared = {rule.name: rule for rule in self.rules if rule.region != "regional"}
+        overrides = [each.limit for each in self.overrides if each.rule in shared] if shared else []
+        return list(dict.fromkeys([*(limit for rule in shared.values() for limit in rule.limits), *overrides]))
 
     def parts(self) -> list[Any]:
         """The entries of large sections: keep them while the policy is freed, then release them in slices."""
@@ -270,8 +291,8 @@ class Policy:
         return sorted((end - EPOCH) // timedelta(microseconds=1) for end in ends)
 
 
-def _is_api_key(entry: Client | Override | Block) -> bool:
-    return entry.identity.kind == "api_key"
+def _api_keys(entries: Sequence[Client | Override | Block]) -> list[str]:
+    return [each.identity.value for each in entries if each.identity.kind == "api_key"]
 
 
 def net_name(name: str) -> str:

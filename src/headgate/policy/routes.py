@@ -19,14 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
-    "LONGEST_TEMPLATE",
-    "Matcher",
-    "Template",
-    "decode_path",
-    "normalize_method",
-    "normalize_path",
-    "resolve_dots",
-]
+    "LONGEST_TEMPLATE", "Matcher", "Template", "decode_path", "normalize_method", "normalize_path", "resolve_dots",
+]  # fmt: skip
 
 LONGEST_TEMPLATE: Final = 1000
 """In characters; bounds the states of a matcher."""
@@ -35,7 +29,6 @@ MOST_STATES: Final = 20_000
 """Cached states of a matcher. A policy of a thousand routes needs about as many; a hostile one could need more."""
 
 LONGEST_RESOLVED: Final = 8192
-"""Dot segments are resolved in paths of up to this length."""
 
 LONGEST_METHOD: Final = 20
 
@@ -56,7 +49,6 @@ class Template:
     """
 
     text: str = field(compare=False)
-    """In its canonical spelling."""
     segments: tuple[str | None, ...]
     """None for a parameter, which matches any one segment."""
     open_ended: bool
@@ -71,12 +63,19 @@ class Template:
         """
         if not isinstance(text, str):
             raise InvalidInput(f"{text!r} is not a path; write it as text, as in '/users/{{id}}'")
-        _check_template(text)
+        if len(text) > LONGEST_TEMPLATE:
+            length = f"path {text[:40]!r}... has {len(text)} characters; the longest has {LONGEST_TEMPLATE}"
+            raise InvalidInput(f"{length}, and '/prefix/*' covers all below a prefix")
+        if text != "*" and (objection := _objection(text)) is not None:
+            raise InvalidInput(f"path {text!r} {objection}")
         words = [word for word in text.split("/") if word]
         open_ended = bool(words) and (words[-1] == "*" or _is_rest(words[-1]))
         if open_ended:
             words.pop()
-        segments = tuple([_parse_segment(word, text) for word in words])
+        for word in words:
+            if (objection := _segment_objection(word, text)) is not None:
+                raise InvalidInput(f"path {text!r}{objection}")
+        segments = tuple([None if word[0] == "{" else word for word in words])
         return cls("/" + "/".join([*words, "*"] if open_ended else words), segments, open_ended)
 
     def __str__(self) -> str:
@@ -95,7 +94,8 @@ class Matcher:
 
     def __init__(self, templates: Sequence[Template]) -> None:
         self._depth = max((len(template.segments) for template in templates), default=0)
-        ranked = sorted(range(len(templates)), key=lambda index: (_specificity(templates[index]), index))
+        specificities = [(*[part is None for part in each.segments], *[2] * each.open_ended) for each in templates]
+        ranked = sorted(range(len(templates)), key=specificities.__getitem__)
         self._ranks = {index: rank for rank, index in enumerate(ranked)}
         self._results: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._states: dict[frozenset[_TrieNode], _PathState] = {}
@@ -127,12 +127,10 @@ class Matcher:
         if state is None:
             indices = {index for node in nodes for index in node.template_indices()}
             matches = tuple(sorted(indices, key=self._ranks.__getitem__))
-            is_cached = len(self._states) < MOST_STATES
-            if is_cached:
-                matches = self._results.setdefault(matches, matches)
-            state = _PathState(self._state, nodes, matches, is_cached=is_cached)
-            if is_cached:
-                state = self._states.setdefault(nodes, state)
+            if len(self._states) >= MOST_STATES:
+                return _PathState(self._state, nodes, matches, is_cached=False)
+            matches = self._results.setdefault(matches, matches)
+            state = self._states.setdefault(nodes, _PathState(self._state, nodes, matches, is_cached=True))
         return state
 
 
@@ -183,15 +181,13 @@ def normalize_method(method: str) -> str:
     known = METHODS.get(method)
     if known is not None:
         return known
-    if not _is_method(method):
+    if len(method) > LONGEST_METHOD or not method.isascii() or not method.replace("-", "").replace("_", "").isalnum():
         return "UNKNOWN"
     upper = method.upper()
     return METHODS.get(upper, upper)
 
 
 class _TrieNode:
-    """A node of the trie of templates."""
-
     __slots__ = ("ends", "parameter", "rest", "words")
 
     def __init__(self) -> None:
@@ -261,80 +257,56 @@ def _build_trie(templates: Sequence[Template]) -> _TrieNode:
     return root
 
 
-def _specificity(template: Template) -> tuple[int, ...]:
-    return (*[segment is None for segment in template.segments], *([2] if template.open_ended else []))
-
-
-def _check_template(text: str) -> None:
-    """Raise InvalidInput for mistakes that concern the whole template."""
-    if len(text) > LONGEST_TEMPLATE:
-        raise InvalidInput(
-            f"path {text[:40]!r}... has {len(text)} characters; the longest has {LONGEST_TEMPLATE}, "
-            "and '/prefix/*' covers all below a prefix"
-        )
-    if text == "*":
-        return
+def _objection(text: str) -> str | None:
+    """The mistake in a template as a whole, and the remedy; None if there is none."""
     if text[:1] == "^" or text[-1:] == "$" or any(sign in text for sign in ("\\", "(?", ".*", ".+", "[", "]", "|")):
-        raise InvalidInput(
-            f"path {text!r} looks like a regular expression; write '{{id}}' for one segment, "
-            "and '/*' at the end for everything below"
-        )
+        remedy = "write '{id}' for one segment, and '/*' at the end for everything below"
+        return f"looks like a regular expression; {remedy}"
     for sign, what in (("?", "a query string"), ("#", "a fragment")):
         if sign in text:
-            raise InvalidInput(
-                f"path {text!r} has {what}, which routes ignore; write {text[: text.index(sign)] or '/'!r}"
-            )
+            return f"has {what}, which routes ignore; write {text[: text.index(sign)] or '/'!r}"
     if " " in text or not text.isprintable():
-        raise InvalidInput(
-            f"path {text!r} has a space or a control character; write '{{name}}' for a segment that may hold one, "
-            "and methods apart from the path"
-        )
+        remedy = "write '{name}' for a segment that may hold one, and methods apart from the path"
+        return f"has a space or a control character; {remedy}"
     if text[:1] != "/":
         path = text.partition("://")[2].partition("/")[2] if "://" in text else text
-        raise InvalidInput(f"path {text!r} does not start with a slash; write {'/' + path!r}")
+        return f"does not start with a slash; write {'/' + path!r}"
     if "//" in text:
-        raise InvalidInput(f"path {text!r} has an empty segment; write {normalize_path(text)!r}")
+        return f"has an empty segment; write {normalize_path(text)!r}"
     if (plain := unquote(text)) != text:
         remedy = f"write {plain!r}" if plain.isprintable() and " " not in plain else "write '{name}' for that segment"
-        raise InvalidInput(f"path {text!r} is percent-encoded, but paths are compared decoded; {remedy}")
+        return f"is percent-encoded, but paths are compared decoded; {remedy}"
     if resolve_dots(text) != normalize_path(text):
-        raise InvalidInput(f"path {text!r} has dot segments, which clients resolve; write {resolve_dots(text)!r}")
+        return f"has dot segments, which clients resolve; write {resolve_dots(text)!r}"
+    return None
 
 
-def _parse_segment(word: str, text: str) -> str | None:
-    """The word itself, or None for a parameter."""
+def _segment_objection(word: str, text: str) -> str | None:
+    """The mistake in a segment that is neither a word nor a parameter, and the remedy; None if there is none."""
     if word == "*" or _is_rest(word):
-        raise InvalidInput(
-            f"path {text!r} goes on after {word!r}, which matches everything below and must come last; "
-            "write '{name}' for one segment"
-        )
-    inner = word[1:-1]
-    if word[0] == "{" and word[-1] == "}" and inner.isidentifier():
-        return None
+        rule = "which matches everything below and must come last"
+        return f" goes on after {word!r}, {rule}; write '{{name}}' for one segment"
+    inner, is_braced = word[1:-1], word[0] == "{" and word[-1] == "}"
     name, separator, _ = inner.partition(":")
-    if word[0] == "{" and word[-1] == "}" and separator and name.isidentifier():
-        raise InvalidInput(f"path {text!r}: {word!r} has a type, but parameters match any segment; write '{{{name}}}'")
+    if is_braced and inner.isidentifier():
+        return None
+    if is_braced and separator and name.isidentifier():
+        return f": {word!r} has a type, but parameters match any segment; write '{{{name}}}'"
     if word[0] == "<" and word[-1] == ">":
         kind, _, name = inner.rpartition(":")
         remedy = "'*', as the last segment" if kind == "path" else f"'{{{name if name.isidentifier() else 'name'}}}'"
-        raise InvalidInput(f"path {text!r}: {word!r} is another framework's spelling; write {remedy}")
+        return f": {word!r} is another framework's spelling; write {remedy}"
     if word[0] == ":" and word[1:].isidentifier():
-        raise InvalidInput(f"path {text!r}: {word!r} is another framework's spelling; write '{{{word[1:]}}}'")
+        return f": {word!r} is another framework's spelling; write '{{{word[1:]}}}'"
     if word.strip("*") == "":
         remedy = f"write '{text[: text.index(word)]}*'" if text.endswith(word) else "write '{name}' for one segment"
-        raise InvalidInput(f"path {text!r}: '*' already matches everything below; {remedy}")
+        return f": '*' already matches everything below; {remedy}"
     if any(sign in word for sign in "{}<>*"):
-        raise InvalidInput(
-            f"path {text!r}: {word!r} is not one whole word or parameter; write '{{name}}' for the whole segment, "
-            "with letters, digits and _ in its name"
-        )
-    return word
+        remedy = "write '{name}' for the whole segment, with letters, digits and _ in its name"
+        return f": {word!r} is not one whole word or parameter; {remedy}"
+    return None
 
 
 def _is_rest(word: str) -> bool:
     """True for "{name:path}", Starlette's spelling of `*`."""
     return word[0] == "{" and word.endswith(":path}") and word[1:-6].isidentifier()
-
-
-def _is_method(text: str) -> bool:
-    return len(text) <= LONGEST_METHOD and text.isascii() and text.replace("-", "").replace("_", "").isalnum()

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate._limit_syntax import suggest
 from headgate._pace import release
 from headgate.errors import InvalidLimit
-from headgate.limits import Limit
+from headgate.limits import DEFAULT_ALGORITHM, Limit
 from headgate.policy import scalars
 from headgate.policy.model import NET_SUFFIX, Rule
-from headgate.policy.routes import Matcher
+from headgate.policy.routes import Matcher, Template
+from headgate.policy.schema import StructValue
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from headgate._limit_syntax import Phrase
     from headgate.policy.formats.document import Path
-    from headgate.policy.problems import PolicyProblems
-    from headgate.policy.routes import Template
-    from headgate.policy.schema_types import StructValue
+    from headgate.policy.loader import PolicyProblems
 
-__all__ = ["CONCURRENCY", "MIXED", "RuleDraft", "RuleMatcher", "RuleTable", "nearest"]
+__all__ = ["CONCURRENCY", "METHODS_TWICE", "MIXED", "RuleDraft", "RuleMatcher", "RuleTable", "nearest"]
 
 CONCURRENCY: Final = "concurrency"
+METHODS_TWICE: Final = "methods are given here and in front of the path; keep one"
 MIXED: Final = "it limits concurrency for some clients and a rate for others; write two limits"
 MOST_NAMES: Final = 12
 NEVER_LEASED: Final = (CONCURRENCY, "leaky_bucket")
@@ -36,8 +36,8 @@ class RuleDraft:
     """A rule under construction, with its position in the file."""
 
     name: str
-    path: Path
-    entry: StructValue | None = None
+    entry: StructValue
+    """Empty for a limit that is only named in numbers by name."""
     by: tuple[str, ...] = ("client",)
     templates: tuple[Template, ...] = ()
     methods: frozenset[str] = frozenset()
@@ -49,44 +49,24 @@ class RuleDraft:
     limits: dict[str | None, Limit] = field(default_factory=dict)
     is_concurrency: bool = False
     split: int = 1
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return default if self.entry is None else self.entry.get(name, default)
-
-    def at(self, name: str) -> Path:
-        return self.path if self.entry is None else self.entry.at(name)
-
-    @property
-    def is_everywhere(self) -> bool:
-        return not self.templates and not self.classes
+    region: str = "regional"
 
     def rule(self) -> Rule:
-        reserve = self.get("reserve")
-        return Rule(
-            self.name,
-            self.limits.get(None),
-            self.by,
-            tiers={tier: limit for tier, limit in self.limits.items() if tier is not None},
-            templates=self.templates,
-            methods=self.methods,
-            classes=self.classes,
-            cost=self.get("cost", reserve),
-            settled=reserve is not None,
-            count_when=self.get("count_when"),
-            shadow=self.get("shadow", False),
-            on_failure=self.get("on_failure"),
-            missing=self.get("missing"),
-            unit=self.get("unit", "concurrent-requests" if self.is_concurrency else "requests"),
-            lease=self.get("lease", "auto"),
-            split=self.split,
-        )
+        given = self.entry.fields
+        names = ("cost", "count_when", "shadow", "on_failure", "missing", "unit", "lease")
+        options: dict[str, Any] = {"unit": "concurrent-requests"} if self.is_concurrency else {}
+        options |= {"cost": given["reserve"], "settled": True} if "reserve" in given else {}
+        options |= {name: given[name] for name in names if name in given}
+        tiers = {tier: limit for tier, limit in self.limits.items() if tier is not None}
+        own, where = self.limits.get(None), (self.templates, self.methods, self.classes)
+        return Rule(self.name, own, self.by, tiers, *where, split=self.split, region=self.region, **options)
 
 
 class RuleMatcher:
     """Finds the rules that apply to a route, with one match for all of up to a thousand rules."""
 
     def __init__(self, drafts: Collection[RuleDraft]) -> None:
-        self._everywhere = [draft for draft in drafts if draft.is_everywhere]
+        self._everywhere = [draft for draft in drafts if not draft.templates and not draft.classes]
         self._by_class: dict[str, list[RuleDraft]] = {}
         self._templates: list[tuple[Template, RuleDraft]] = []
         for draft in drafts:
@@ -115,9 +95,12 @@ class RuleTable:
         self.drafts: dict[str, RuleDraft] = {}
         self.is_complete = True
         """True if the names of all limits are known."""
+        self._policy = policy
         self._classes = classes
+        self._declared = {*classes}
+        """The names of declared limits and of classes, which other names may misspell."""
         self._problems = problems
-        self._limits: dict[tuple[str, Phrase, str], Limit] = {}
+        self._limits: dict[tuple[str, Phrase, str | None], Limit] = {}
         limits = policy.get("limits", ())
         if isinstance(limits, dict):
             self._add_numbers(limits, policy.get("tier"), policy.at("limits"))
@@ -129,41 +112,37 @@ class RuleTable:
         for draft in self.drafts.values():
             self._make_limits(draft)
             if draft.name.endswith(NET_SUFFIX):
-                message = (
-                    f"names that end in {NET_SUFFIX.strip()!r} are reserved for what Headgate adds; rename the limit"
-                )
-                problems.add(draft.at("name"), message)
+                reserved = f"names that end in {NET_SUFFIX.strip()!r} are reserved for what Headgate adds"
+                draft.entry.report("name", f"{reserved}; rename the limit")
 
     def limit(self, draft: RuleDraft, phrase: Phrase, algorithm: str | None = None) -> Limit:
         """The limit of a rule with these numbers, created once; raises InvalidLimit."""
-        algorithm = phrase.algorithm or algorithm or draft.algorithm or "token_bucket"
+        algorithm = phrase.algorithm or algorithm or draft.algorithm
         asked = (draft.name, phrase, algorithm)
         made = self._limits.get(asked)
         if made is None:
-            quota, period, burst, _ = phrase
-            made = self._limits[asked] = Limit(
-                quota, period, burst=burst, algorithm=algorithm, name=draft.name, split=draft.split
-            )
+            quota, period, burst = phrase.quota, phrase.period_for(algorithm), phrase.burst
+            shape: Any = {"burst": burst, "split": draft.split, "region": draft.region}
+            made = Limit(quota, period, name=draft.name, algorithm=algorithm or DEFAULT_ALGORITHM, **shape)
+            self._limits[asked] = made
         return made
 
     def release(self) -> None:
         """Free the cache of limits in slices, as freeing all at once would delay other threads."""
         release(self._limits)
 
-    # ------------------------------------------------------------------ limits
-
     def _declare(self, entry: StructValue) -> None:
         """Add a limit of the list `limits`."""
         paths = entry.get("path", ())
         draft = RuleDraft(
             "",
-            entry.path,
             entry,
             by=entry.get("by", ("client",)),
             templates=tuple([template for _, template in paths]),
             methods=self._methods(entry, paths),
             classes=entry.get("class", ()),
             split=entry.get("split", 1),
+            region=entry.get("region", "regional"),
         )
         bucket = entry.get("bucket")
         draft.algorithm = entry.get("algorithm") or (bucket.algorithm if bucket else None)
@@ -178,12 +157,12 @@ class RuleTable:
             self.is_complete = False
             return
         draft.name = name
+        self._declared.add(name)
         twin = self.drafts.setdefault(name, draft)
         if twin is not draft:
-            remedy = f"; {'rename one of them' if 'name' in entry.fields else 'give one of them a name:'}"
-            self._problems.add(
-                entry.at("name"), f"two limits are called {name!r}, the other at ", other=twin.at("name"), after=remedy
-            )
+            before, other = f"two limits are called {name!r}, the other at ", twin.entry.at("name")
+            remedy = "rename one of them" if "name" in entry.fields else "give one of them a name:"
+            entry.report("name", before, other=other, after=f"; {remedy}")
 
     def _name(self, draft: RuleDraft, entry: StructValue) -> str | None:
         if "name" in entry.fields:
@@ -195,9 +174,8 @@ class RuleTable:
         try:
             return scalars.name(made)
         except ValueError:
-            self._problems.add(
-                entry.path, f"its name would be {made[:60]!r}, which headers cannot hold; give it a name:"
-            )
+            message = f"its name would be {made[:60]!r}, which headers cannot hold; give it a name:"
+            self._problems.add(entry.path, message)
             return None
 
     def _methods(self, entry: StructValue, paths: tuple[tuple[str | None, Template], ...]) -> frozenset[str]:
@@ -205,34 +183,31 @@ class RuleTable:
         if prefixes <= {None}:
             return frozenset(entry.get("methods", ()))
         if len(prefixes) > 1:
-            self._problems.add(entry.at("path"), "these paths differ in their methods; write a limit for each method")
+            entry.report("path", "these paths differ in their methods; write a limit for each method")
         elif "methods" in entry.fields:
-            self._problems.add(entry.at("methods"), "methods are given here and in front of the path; keep one")
+            entry.report("methods", METHODS_TWICE)
         return frozenset([method for method in prefixes if method is not None])
 
     def _check_entry(self, draft: RuleDraft, entry: StructValue) -> None:
-        fields, add = entry.fields, self._problems.add
+        fields, report = entry.fields, entry.report
         if "path" in fields and "class" in fields:
-            add(entry.at("class"), "a limit is for paths or for classes; keep one, or write two limits")
-        phrase = fields.get("bucket")
-        algorithm = fields.get("algorithm")
+            report("class", "a limit is for paths or for classes; keep one, or write two limits")
+        phrase, algorithm = fields.get("bucket"), fields.get("algorithm")
         if phrase is not None and None not in (phrase.algorithm, algorithm) and phrase.algorithm != algorithm:
-            add(entry.at("algorithm"), f"the numbers name {phrase.algorithm}, this field {algorithm}; keep one")
+            report("algorithm", f"the numbers name {phrase.algorithm}, this field {algorithm}; keep one")
         if "cost" in fields and "reserve" in fields:
-            add(entry.at("reserve"), "cost is the amount that is charged, reserve an estimate of it; keep one")
+            report("reserve", "cost is the amount that is charged, reserve an estimate of it; keep one")
         if "count_when" in fields and "reserve" in fields:
-            add(entry.at("count_when"), "count_when and reserve both say later what counts; keep one")
+            report("count_when", "count_when and reserve both say later what counts; keep one")
+        if draft.split > 1 and draft.region != "regional":
+            report("region", f"a limit is {draft.region} or split over several counters; keep one")
+            draft.region = "regional"
         for name in ("count_when", "reserve"):
             if name in fields and fields.get("shadow"):
-                add(
-                    entry.at(name),
-                    f"{name} has no effect in shadow mode, where nothing is charged; leave out one of them",
-                )
+                report(name, f"{name} has no effect in shadow mode, where nothing is charged; leave out one of them")
             if name in fields and draft.split > 1:
                 message = f"what {name} gives back has no place where a limit is split over several counters; keep one"
-                add(entry.at("split"), message)
-
-    # ------------------------------------------------------------------ tiers
+                report("split", message)
 
     def _add_numbers(self, numbers: dict[str, Phrase], tier: str | None, path: Path) -> None:
         """Add numbers by name, for a declared limit or for a new one."""
@@ -242,53 +217,46 @@ class RuleTable:
             if draft is None:
                 known = name in self._classes
                 # An undeclared name creates a limit for every route, which a misspelled name should not.
-                if not known and (near := get_close_matches(name, self._declared(), n=1, cutoff=0.8)):
+                if not known and (near := get_close_matches(name, self._declared, n=1, cutoff=0.8)):
                     message = f"no limit and no class is called {name!r}; did you mean {near[0]!r}?"
                     self._problems.add(where, message, at_key=True)
                     continue
-                draft = self.drafts[name] = RuleDraft(name, where, classes=(name,) if known else ())
+                entry = StructValue(self._policy.record, {}, where, {}, False, self._problems)
+                draft = self.drafts[name] = RuleDraft(name, entry, classes=(name,) if known else ())
             if tier in draft.numbers:
-                other = draft.numbers[tier][1]
-                self._problems.add(
-                    where, f"tier {tier!r} has numbers for limit {name!r} already, at ", other=other, after="; keep one"
-                )
+                before = f"tier {tier!r} has numbers for limit {name!r} already, at "
+                self._problems.add(where, before, other=draft.numbers[tier][1], after="; keep one")
                 continue
             draft.numbers[tier] = (phrase, where)
 
-    def _declared(self) -> set[str]:
-        return {*self._classes, *(name for name, draft in self.drafts.items() if draft.entry is not None)}
-
     def _make_limits(self, draft: RuleDraft) -> None:
-        if not draft.numbers and draft.entry is not None and not draft.entry.broken:
-            self._problems.add(draft.path, 'a limit without numbers; add bucket: "10/minute", or numbers for tiers:')
+        if not draft.numbers and not draft.entry.broken:
+            message = 'a limit without numbers; add bucket: "10/minute", or numbers for tiers:'
+            self._problems.add(draft.entry.path, message)
         for tier, (phrase, path) in draft.numbers.items():
             try:
                 draft.limits[tier] = self.limit(draft, phrase)
             except InvalidLimit as error:
                 self._problems.add(path, str(error))
-        unleased = [limit.algorithm for limit in draft.limits.values() if limit.algorithm in NEVER_LEASED]
-        if unleased and draft.get("lease") == "always":
-            self._problems.add(draft.at("lease"), f"a limit of {unleased[0]} is never prepaid; leave it out")
-        draft.is_concurrency = any(limit.algorithm == CONCURRENCY for limit in draft.limits.values())
+        algorithms = {limit.algorithm for limit in draft.limits.values()}
+        unleased = sorted(algorithms.intersection(NEVER_LEASED))
+        if unleased and draft.entry.get("lease") == "always":
+            draft.entry.report("lease", f"a limit of {unleased[0]} is never prepaid; leave it out")
+        draft.is_concurrency = CONCURRENCY in algorithms
         if not draft.is_concurrency:
             return
-        if any(limit.algorithm != CONCURRENCY for limit in draft.limits.values()):
-            self._problems.add(draft.path, MIXED)
-        if draft.get("cost") == 0:
-            self._problems.add(
-                draft.at("cost"), "cost 0 would allow any number at once; write at least 1, or leave it out"
-            )
-        if draft.get("shadow"):
-            self._problems.add(
-                draft.at("shadow"),
-                "concurrency counts admitted requests, and a limit in shadow mode admits none; "
-                "leave shadow out, and start with a high number",
-            )
+        if len(algorithms) > 1:
+            self._problems.add(draft.entry.path, MIXED)
+        if draft.entry.get("cost") == 0:
+            message = "cost 0 would allow any number at once; write at least 1, or leave it out"
+            draft.entry.report("cost", message)
+        if draft.entry.get("shadow"):
+            message = "concurrency counts admitted requests, and a limit in shadow mode admits none"
+            draft.entry.report("shadow", f"{message}; leave shadow out, and start with a high number")
         for name in ("count_when", "reserve"):
-            if draft.get(name) is not None:
-                self._problems.add(
-                    draft.at(name), f"{name} has no effect on concurrency, which returns everything; leave it out"
-                )
+            if draft.entry.get(name) is not None:
+                message = f"{name} has no effect on concurrency, which returns everything; leave it out"
+                draft.entry.report(name, message)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:

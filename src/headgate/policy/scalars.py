@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from contextlib import suppress
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from difflib import get_close_matches
 from fractions import Fraction
@@ -15,49 +16,24 @@ from urllib.parse import urlsplit
 
 from headgate import _limit_syntax
 from headgate._limit_syntax import Phrase, suggest
+from headgate.calendars import UNITS, Calendar
 from headgate.errors import InvalidInput, InvalidLimit
-from headgate.local.block_list import NAT64
+from headgate.local.networks import NAT64
 from headgate.policy.formats.document import Unreadable
 from headgate.policy.model import StatusTest
 from headgate.policy.routes import Template
-from headgate.policy.schema_types import refusal, show
+from headgate.stores import REDIS_SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "HORIZON",
-    "IDENTITIES",
-    "OutOfRange",
-    "address",
-    "address_or_hash",
-    "api_key",
-    "by",
-    "choice",
-    "draft",
-    "duration",
-    "duration_between",
-    "duration_or_off",
-    "factor_or_off",
-    "flag",
-    "foreign_limit",
-    "header",
-    "identity",
-    "instant",
-    "label",
-    "method",
-    "name",
-    "numbers",
-    "proxy",
-    "rate",
-    "route",
-    "share",
-    "status_test",
-    "subnet",
-    "text",
-    "url",
-    "whole",
-]
+    "HORIZON", "IDENTITIES", "VARIABLE", "OutOfRange", "address", "address_or_hash", "api_key", "by", "choice",
+    "draft", "duration", "duration_between", "factor_or_off", "first_day", "flag", "foreign_limit", "header",
+    "identity", "instant", "kind", "label", "method", "name", "numbers", "own_region", "period", "proxy", "rate",
+    "refusal", "region", "route", "safe_share", "share", "show", "status_test", "store_url", "subnet", "text",
+    "time_zone", "url", "whole",
+]  # fmt: skip
 
 IDENTITIES: Final = ("ip", "subnet", "user", "api_key", "tenant", "endpoint", "client")
 """The built-in kinds of identity; "client" is the first of CLIENT_KINDS that a request has."""
@@ -70,6 +46,10 @@ HORIZON: Final = datetime(2200, 1, 1, tzinfo=UTC)
 
 STATUSES: Final = range(100, 600)
 
+LONGEST_REGION: Final = 50
+VARIABLE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]{0,99})\}")
+"""An environment variable in the settings of regions."""
+
 _NAME: Final = re.compile(r"[ !#-\[\]-~]{1,100}")
 _KIND: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,49}")
 _TOKEN: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
@@ -77,10 +57,10 @@ _STATUS: Final = re.compile(
     r"\s*status\s*(?P<sign>==|!=|<=|>=|<|>|\bnot\s+in\b|\bin\b)\s*(?P<operand>.*?)\s*", re.DOTALL
 )
 _STATUS_FORM: Final = 'write it like "status in [401, 403]", "status not in [2xx, 404]" or "status >= 500"'
+_COMPARISONS: Final = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE", "QUERY")
 
 _SPELLINGS: Final = {re.sub("[-_]", "", kind): kind for kind in (*IDENTITIES, "global")} | {"address": "ip"}
-"""Common misspellings of kinds of identity."""
 
 _FIELDS: Final = frozenset(
     ["limit", "class", "bucket", "algorithm", "tier", "label", "reason", "valid_from", "valid_until"]
@@ -92,8 +72,42 @@ _Network: TypeAlias = IPv4Network | IPv6Network
 _PRIVATE_IPV6: Final = IPv6Network("fc00::/7")
 """Private, as 10.0.0.0/8 is: no request from the internet has such an address."""
 
+_TYPES: Final = {
+    str: "text",
+    int: "a number",
+    Decimal: "a decimal number",
+    bool: "a truth value",
+    type(None): "nothing",
+}
 
-# ------------------------------------------------------------------ simple values
+
+def show(value: object) -> str:
+    """A value as shown in messages: short, on one line, in the syntax of policies."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str():
+            return repr(value if len(value) <= 60 else f"{value[:57]}...")
+        case dict():
+            return "a mapping"
+        case list():
+            return "a list"
+        case datetime() | date() | time():
+            return value.isoformat()
+    return str(value)
+
+
+def refusal(value: object, wanted: str) -> InvalidInput:
+    """The error for a value of the wrong type."""
+    if isinstance(value, Unreadable):
+        return InvalidInput(value.remedy)
+    if isinstance(value, str) and not value:
+        return InvalidInput(f"the text is empty; write {wanted}, or leave the field out")
+    if isinstance(value, (dict, list)):
+        return InvalidInput(f"{show(value)} is not allowed here; write {wanted}")
+    return InvalidInput(f"{show(value)} is {_TYPES.get(type(value), 'a time of day')}; write {wanted}")
 
 
 def text(value: object) -> str:
@@ -126,7 +140,6 @@ def flag(value: object) -> bool:
 
 
 def whole(least: int, most: int | None = None, *, example: int) -> Callable[[object], int]:
-    """A parser of integers in a range."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(value: object) -> int:
@@ -140,8 +153,6 @@ def whole(least: int, most: int | None = None, *, example: int) -> Callable[[obj
 
 
 def choice(*known: str) -> Callable[[object], str]:
-    """A parser of one of several words."""
-
     def read(value: object) -> str:
         if type(value) is not str:
             raise refusal(value, f"one of {', '.join(known)}")
@@ -152,11 +163,7 @@ def choice(*known: str) -> Callable[[object], str]:
     return read
 
 
-# ------------------------------------------------------------------ limits and times
-
-
 def numbers(value: object) -> Phrase:
-    """Parse the numbers of a limit."""
     if type(value) is not str:
         raise refusal(value, 'a limit like "10/minute" or "1000/minute, burst 200"')
     try:
@@ -178,7 +185,6 @@ _phrase: Final = lru_cache(maxsize=8192)(_limit_syntax.parse)
 
 
 def instant(value: object) -> datetime:
-    """Parse a time with a time zone."""
     if type(value) is str:
         return _moment(value)
     if isinstance(value, datetime):
@@ -205,9 +211,8 @@ class OutOfRange(InvalidInput):
 
 def _zoned(moment: datetime) -> datetime:
     if moment.utcoffset() is None:
-        raise InvalidInput(
-            f"{moment} has no time zone; write {moment.isoformat()}Z for UTC, or add an offset like +02:00"
-        )
+        remedy = f"write {moment.isoformat()}Z for UTC, or add an offset like +02:00"
+        raise InvalidInput(f"{moment} has no time zone; {remedy}")
     if not EARLIEST <= moment < HORIZON:
         raise OutOfRange(
             f"{moment.isoformat()} is out of range: times are from {EARLIEST.year} to {HORIZON.year - 1}; "
@@ -224,13 +229,19 @@ def status_test(value: object) -> StatusTest:
     if match is None:
         raise InvalidInput(f"cannot read {show(value)}; {_STATUS_FORM}")
     sign, operand = " ".join(match["sign"].split()), match["operand"]
+    items = [operand]
     if sign.endswith("in"):
         if not (operand.startswith("[") and operand.endswith("]")):
             raise InvalidInput(f"cannot read {show(value)}; {_STATUS_FORM}")
-        named = frozenset[int]().union(*[_statuses(item.strip(), value) for item in operand[1:-1].split(",")])
-        found = named if sign == "in" else frozenset(STATUSES) - named
-    else:
-        found = _compared(sign, _statuses(operand, value), value)
+        items = operand[1:-1].split(",")
+    found = frozenset[int]().union(*[_statuses(item.strip(), value) for item in items])
+    if sign in _COMPARISONS:
+        if len(found) > 1:
+            raise InvalidInput(f"{show(value)}: {sign} needs one status, like 500")
+        (bound,) = found
+        found = frozenset([status for status in STATUSES if _COMPARISONS[sign](status, bound)])
+    elif sign in ("!=", "not in"):
+        found = frozenset(STATUSES) - found
     if not 0 < len(found) < len(STATUSES):
         raise InvalidInput(f"{show(value)} is true for {'every answer' if found else 'no answer'}; {_STATUS_FORM}")
     return StatusTest(value, found)
@@ -242,21 +253,6 @@ def _statuses(item: str, value: str) -> frozenset[int]:
     if re.fullmatch(r"[1-5]xx", item):
         return frozenset(range(int(item[0]) * 100, int(item[0]) * 100 + 100))
     raise InvalidInput(f"{show(value)}: {show(item)} is not a status; write 100 to 599, or 4xx for all of its kind")
-
-
-def _compared(sign: str, operand: frozenset[int], value: str) -> frozenset[int]:
-    if sign == "==":
-        return operand
-    if sign == "!=":
-        return frozenset(STATUSES) - operand
-    if len(operand) > 1:
-        raise InvalidInput(f"{show(value)}: {sign} needs one status, like 500")
-    (bound,) = operand
-    keeps = {"<": bound.__gt__, "<=": bound.__ge__, ">": bound.__lt__, ">=": bound.__le__}[sign]
-    return frozenset(filter(keeps, STATUSES))
-
-
-# ------------------------------------------------------------------ identities
 
 
 def by(value: object) -> tuple[str, ...]:
@@ -275,9 +271,8 @@ def by(value: object) -> tuple[str, ...]:
     if len(set(kinds)) < len(kinds):
         raise InvalidInput(f"{'+'.join(kinds)} names the same identity twice; keep one")
     if "global" in kinds and len(kinds) > 1:
-        raise InvalidInput(
-            f"{'+'.join(kinds)}: global is one counter for all, and stands alone; leave out one or the other"
-        )
+        rule = "global is one counter for all, and stands alone"
+        raise InvalidInput(f"{'+'.join(kinds)}: {rule}; leave out one or the other")
     return () if kinds == ["global"] else tuple(kinds)
 
 
@@ -296,9 +291,8 @@ def api_key(value: object) -> str:
         raise InvalidInput("this is not an API key; write it as text in quotes")
     found = str(value)
     if not (found.isascii() and found.isprintable() and 0 < len(found) <= 4096) or " " in found or "," in found:
-        raise InvalidInput(
-            "no client can send this key; write up to 4096 printable ASCII characters, no blanks or commas"
-        )
+        remedy = "write up to 4096 printable ASCII characters, no blanks or commas"
+        raise InvalidInput(f"no client can send this key; {remedy}")
     if found.startswith("hmac:") and not re.fullmatch(r"hmac:[0-9a-f]{32}", found):
         raise InvalidInput("this is not a fingerprint; write hmac: and 32 hexadecimal digits, or the key itself")
     return found
@@ -312,9 +306,7 @@ def address(value: object) -> str:
 
 def address_or_hash(value: object) -> str:
     """Parse an address, a network, or the keyed hash of an address."""
-    if type(value) is str and value.startswith("hmac:"):
-        return api_key(value)
-    return address(value)
+    return api_key(value) if type(value) is str and value.startswith("hmac:") else address(value)
 
 
 def subnet(value: object) -> str:
@@ -326,48 +318,33 @@ def proxy(value: object) -> str:
     found = _network(value, "10.0.0.0/8")
     least = 8 if found.version == 4 else 16
     if found.prefixlen < least and not (found.version == 6 and found.subnet_of(_PRIVATE_IPV6)):
-        raise InvalidInput(
-            f"{found} would let clients choose their address; name the network of the proxies, /{least} or narrower"
-        )
+        remedy = f"name the network of the proxies, /{least} or narrower"
+        raise InvalidInput(f"{found} would let clients choose their address; {remedy}")
     return str(found)
 
 
 def _network(value: object, example: str, *, unwraps_nat64: bool = False) -> _Network:
+    """The network; for an IPv4-mapped or NAT64 one, that of IPv4. All of IPv4 behind NAT64 is refused."""
     if type(value) is not str:
         raise refusal(value, f"an address or a network, like {example}")
     written, _, prefix = value.partition("/")
     try:
-        start = ip_address(written)
+        start = given = ip_address(written)
         width = int(prefix) if "/" in value else start.max_prefixlen
         if "%" in written or (prefix and str(width) != prefix):
             raise ValueError
-        start, width = _unmapped(start, width, unwraps_nat64=unwraps_nat64)
-        kind = IPv4Network if start.version == 4 else IPv6Network
-        found = kind((int(start), width), strict=False)
-    except InvalidInput:
-        raise
+        embedded = start.ipv4_mapped if isinstance(start, IPv6Address) else None
+        is_nat64 = unwraps_nat64 and width >= 96 and start.packed.startswith(NAT64)
+        if is_nat64 or embedded is not None:
+            start, width = embedded or IPv4Address(start.packed[12:]), width - 96
+        found = (IPv4Network if start.version == 4 else IPv6Network)((int(start), width), strict=False)
     except ValueError:
         raise InvalidInput(f"{show(value)} is not an address; write it like {example}") from None
+    if is_nat64 and width == 0:
+        raise InvalidInput(f"{given}/96 is every IPv4 address behind NAT64; name networks of IPv4 addresses")
     if found.network_address != start:
         raise InvalidInput(f"{show(value)} starts in the middle of its network; write {found}")
     return found
-
-
-def _unmapped(
-    start: IPv4Address | IPv6Address, width: int, *, unwraps_nat64: bool
-) -> tuple[IPv4Address | IPv6Address, int]:
-    """The IPv4 network for an IPv4-mapped or NAT64 network. Networks that would cover all of IPv4 are refused."""
-    if isinstance(start, IPv6Address):
-        if start.ipv4_mapped is not None:
-            return start.ipv4_mapped, width - 96
-        if unwraps_nat64 and start.packed.startswith(NAT64) and width > 96:
-            return IPv4Address(start.packed[12:]), width - 96
-        if unwraps_nat64 and start.packed.startswith(NAT64) and width == 96:
-            raise InvalidInput(f"{start}/96 is every IPv4 address behind NAT64; name networks of IPv4 addresses")
-    return start, width
-
-
-# ------------------------------------------------------------------ HTTP
 
 
 def method(value: object) -> str:
@@ -405,7 +382,6 @@ def header(value: object) -> str | None:
 
 
 def draft(value: object) -> int:
-    """Parse the version of the IETF draft."""
     if type(value) is not int or value not in (6, 11):
         raise refusal(value, "a draft that is supported: 11, or 6 for separate fields")
     return value
@@ -424,6 +400,48 @@ def url(value: object) -> str:
     return value
 
 
+def region(value: object) -> str:
+    """Parse the name of a region."""
+    if len(found := name(value)) > LONGEST_REGION or "$" in found:
+        raise InvalidInput(f"{show(found)} cannot name a region; use up to {LONGEST_REGION} characters, like eu-west-1")
+    return found
+
+
+def own_region(value: object) -> str:
+    """Parse the name of a region, or ${NAME} for that in an environment variable."""
+    return value if isinstance(value, str) and VARIABLE.fullmatch(value) else region(value)
+
+
+def store_url(value: object) -> str:
+    """Parse the URL of a shared store, which may contain ${NAME}. Messages do not show it: it may have a password."""
+    wanted = "write one like redis://eu.example:6379/0"
+    if type(value) is not str:
+        raise refusal(value, "a URL like redis://eu.example:6379/0")
+    plain = VARIABLE.sub("x", value)
+    if "${" in plain:
+        raise InvalidInput("an environment variable is not written like ${EU_PASSWORD}; use letters, digits and _")
+    if not re.fullmatch(r"[!-~]{1,2000}", value):
+        raise InvalidInput(f"the text is not a URL; {wanted}")
+    scheme, separator, rest = plain.partition("://")
+    if plain.startswith("memory:"):
+        raise InvalidInput("a store in memory cannot be reached from other regions; write one like redis://eu.example")
+    if plain != "x" and (scheme not in REDIS_SCHEMES or not separator or not rest):
+        known = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
+        raise InvalidInput(f"the URL starts with none of {known}; {wanted}")
+    return value
+
+
+def kind(value: object) -> str:
+    """Parse one kind of identity."""
+    wanted = "a kind of identity: ip, subnet, user, api_key, tenant, or the app's own"
+    if type(value) is not str:
+        raise refusal(value, wanted)
+    kinds = by(value)
+    if len(kinds) != 1 or kinds[0] in ("client", "endpoint"):
+        raise InvalidInput(f"{show(value)} is not one kind of identity; write {wanted}")
+    return kinds[0]
+
+
 _FOREIGN: Final = re.compile(
     r"\s*(?P<quota>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<times>[km]?)\s*(?:(?:r|reqs?|requests?|calls?|hits?|tokens?)\s*)?"
     r"(?:/|per)\s*(?P<count>[1-9][0-9]{0,8})?\s*(?P<unit>[a-z]+)(?:\W+burst\W+(?P<burst>[0-9]{1,9}))?\s*",
@@ -438,32 +456,58 @@ def duration(value: object) -> timedelta:
     return _duration(value, 'a duration, like "500 ms", "5 seconds" or "2 minutes"')
 
 
-def duration_between(least: timedelta, most: timedelta, *, example: str) -> Callable[[object], timedelta]:
-    """A parser of durations in a range."""
-    wanted = f'a duration from {_spelled(least)} to {_spelled(most)}, like "{example}"'
-    return lambda value: _duration(value, wanted, least, most)
+def period(value: object) -> timedelta | str:
+    """Parse the period of a quota: a duration, or the unit of a calendar period."""
+    word = value.strip().lower() if type(value) is str else ""
+    return word if word in UNITS else _duration(value, 'a period, like "5 minutes", day or month')
 
 
-def duration_or_off(least: timedelta, most: timedelta, *, example: str) -> Callable[[object], timedelta]:
-    """The same, or 0 or "off" for zero, also if YAML parsers read that word as a boolean."""
-    wanted = f'a duration from {_spelled(least)} to {_spelled(most)}, like "{example}", or 0 for none'
+def first_day(value: object) -> int | str:
+    """Parse the first day of a calendar period; its calendar checks the range."""
+    if type(value) not in (int, str):
+        raise refusal(value, 'the first day of a period, like 15 or "04-01"')
+    return int(value) if isinstance(value, str) and value.isdecimal() else value  # type: ignore[return-value]
+
+
+def time_zone(value: object) -> str:
+    if type(value) is not str:
+        raise refusal(value, "a time zone, like Europe/Berlin")
+    try:
+        return Calendar("day", timezone=value).timezone
+    except InvalidLimit as error:
+        raise InvalidInput(str(error)) from None
+
+
+def duration_between(
+    least: timedelta, most: timedelta, *, example: str, or_off: bool = False
+) -> Callable[[object], timedelta]:
+    """A parser of durations in a range; with `or_off`, also of 0 or "off" for zero."""
+    wanted = f'a duration from {_spelled(least)} to {_spelled(most)}, like "{example}"{", or 0 for none" * or_off}'
 
     def read(value: object) -> timedelta:
-        word = value.word if isinstance(value, Unreadable) else value
-        if word is False or word in ("off", "Off", "OFF") or (type(word) is int and word == 0):
+        word = _word(value) if or_off else value
+        if or_off and (_is_off(word) or (type(word) is int and word == 0)):
             return timedelta()
-        return _duration(value if word is None else word, wanted, least, most)
+        return _duration(word, wanted, least, most)
 
     return read
 
 
+def _word(value: object) -> object:
+    """The value, or the word that YAML parsers may read as a boolean."""
+    return value.word if isinstance(value, Unreadable) and value.word is not None else value
+
+
+def _is_off(word: object) -> bool:
+    return word is False or word in ("off", "Off", "OFF")
+
+
 def factor_or_off(most: int, *, example: int) -> Callable[[object], int | None]:
-    """A parser of integers from 1, or "off" for None, also if YAML parsers read that word as a boolean."""
+    """A parser of integers from 1, or "off" for None."""
     wanted = f"a whole number from 1 to {most:,}, like {example}, or off"
 
     def read(value: object) -> int | None:
-        word = value.word if isinstance(value, Unreadable) else value
-        if word is False or word in ("off", "Off", "OFF"):
+        if _is_off(_word(value)):
             return None
         if type(value) is not int:
             raise refusal(value, wanted)
@@ -510,15 +554,24 @@ def foreign_limit(text: str) -> str | None:
 
 
 def share(value: object) -> Fraction:
+    """Parse the part of each limit that nodes allow while the store is away."""
+    return _percentage(value, "a share from 1% to 100%, like 20%", Fraction(1, 100), Fraction(1))
+
+
+def safe_share(value: object) -> Fraction:
+    """Parse the part of reserved limits that regions spend without the home region."""
+    return _percentage(value, "a share from 0.1% to 50%, like 2%", Fraction(1, 1000), Fraction(1, 2))
+
+
+def _percentage(value: object, wanted: str, least: Fraction, most: Fraction) -> Fraction:
     """Parse a percentage, exactly as written."""
-    wanted = "a share from 1% to 100%, like 20%"
     if type(value) is not str:
         raise refusal(value, wanted)
     match = _PERCENT.fullmatch(value.strip())
     if match is None:
         raise InvalidInput(f"cannot read {show(value)}; write {wanted}")
     found = Fraction(match[1]) / 100
-    if not Fraction(1, 100) <= found <= 1:
+    if not least <= found <= most:
         raise InvalidInput(f"{value.strip()} is out of bounds; write {wanted}")
     return found
 
@@ -531,7 +584,8 @@ def _duration(
     found: timedelta | None = None
     if re.fullmatch(r"\s*[0-9]*\s*[A-Za-z]+\s*", value):
         with suppress(InvalidLimit):
-            found = _limit_syntax.parse(f"1/{value}").period
+            period = _limit_syntax.parse(f"1/{value}").period_for("token_bucket")
+            found = period if isinstance(period, timedelta) else None
     if found is None:
         raise InvalidInput(f"cannot read {show(value)}; write {wanted}")
     if not least <= found <= most:

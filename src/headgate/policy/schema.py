@@ -1,49 +1,283 @@
-"""The schema of policies, for the loader and as JSON Schema for editors."""
+"""The schema of policies: one table from which the loader parses, and from which editors get a JSON Schema."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from headgate._limit_syntax import Phrase
+from headgate._limit_syntax import WEEK, Phrase, suggest
 from headgate.algorithms import ALGORITHMS
+from headgate.calendars import Calendar
+from headgate.errors import InvalidInput, InvalidLimit
+from headgate.limits import REGION_MODES
 from headgate.policy import scalars
-from headgate.policy.schema_types import (
-    BROKEN,
-    Field,
-    LazyList,
-    ListOf,
-    MapOf,
-    OneOf,
-    OneOrMany,
-    Scalar,
-    Struct,
-    StructValue,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from headgate.policy.problems import PolicyProblems
+    from headgate.policy.formats.document import Path
+    from headgate.policy.loader import PolicyProblems
 
-__all__ = ["json_schema", "policy"]
+__all__ = ["StructValue", "json_schema", "policy"]
 
-_TEXT: Final = {"type": "string", "minLength": 1}
-_NAME: Final = {**_TEXT, "maxLength": 100, "pattern": r"^[ !#-\[\]-~]+$"}
+JsonSchema: TypeAlias = dict[str, Any]
 
-NAME: Final = Scalar(scalars.name, _NAME)
-LABEL: Final = Scalar(scalars.label, {**_TEXT, "maxLength": 500})
-FLAG: Final = Scalar(scalars.flag, {"type": "boolean"})
-DURATION: Final = Scalar(scalars.duration, {**_TEXT, "examples": ["500 ms", "5 seconds", "2 minutes"]})
-INSTANT: Final = Scalar(
-    scalars.instant, {"type": "string", "format": "date-time", "examples": ["2026-05-28T02:01:00Z"]}
-)
-METHODS: Final = OneOrMany(
-    Scalar(scalars.method, {**_TEXT, "pattern": "^[A-Z]{1,20}$", "examples": ["GET"]}), "[GET, POST]"
-)
-ROUTE: Final = Scalar(scalars.route, {**_TEXT, "examples": ["/users/{id}", "/static/*", "GET /search", "*"]})
-IDENTITY: Final = Scalar(scalars.identity, {"type": ["string", "integer"]})
-ADDRESS: Final = Scalar(scalars.address, {**_TEXT, "examples": ["203.0.113.9", "203.0.113.0/24", "2001:db8::/48"]})
+BROKEN: Final = object()
+
+
+class FieldType(Protocol):
+    def read(self, value: object, path: Path, problems: PolicyProblems) -> Any:
+        """The parsed value, or BROKEN if a problem was added."""
+
+    def schema(self) -> JsonSchema: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A scalar; `convert` parses it or raises InvalidInput."""
+
+    convert: Callable[[Any], object]
+    form: Mapping[str, object]
+
+    def read(self, value: object, path: Path, problems: PolicyProblems) -> object:
+        try:
+            return self.convert(value)
+        except InvalidInput as error:
+            problems.add(path, _about(path, str(error)))
+            return BROKEN
+
+    def schema(self) -> JsonSchema:
+        return dict(self.form)
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A tuple of values of one type, without broken ones; with `or_one`, also from one value, but not empty."""
+
+    inner: FieldType
+    example: str
+    or_one: bool = False
+
+    def read(self, value: object, path: Path, problems: PolicyProblems) -> object:
+        if type(value) is not list:
+            if not self.or_one:
+                return _mismatch(value, path, problems, f"a list, like {self.example}")
+            one = self.inner.read(value, path, problems)
+            return one if one is BROKEN else (one,)
+        if self.or_one and not value:
+            problems.add(path, _about(path, f"the list is empty; write one like {self.example}, or leave it out"))
+            return BROKEN
+        read, made = self.inner.read, []
+        for index, each in enumerate(value):
+            if problems.full:
+                break
+            if (one := read(each, (*path, index), problems)) is not BROKEN:
+                made.append(one)
+        return tuple(made)
+
+    def schema(self) -> JsonSchema:
+        inner = self.inner.schema()
+        several = {"type": "array", "items": inner}
+        return {"anyOf": [inner, several | {"minItems": 1}]} if self.or_one else several
+
+
+@dataclass(frozen=True, slots=True)
+class LazyList(ListOf):
+    """A list of structs that is parsed lazily, as there may be a hundred thousand."""
+
+    inner: Struct
+
+    def read(self, value: object, path: Path, problems: PolicyProblems) -> object:
+        if type(value) is not list:
+            return ListOf.read(self, value, path, problems)
+        return self._entries(value, path, problems)
+
+    def _entries(self, value: list[object], path: Path, problems: PolicyProblems) -> Iterator[StructValue]:
+        record = self.inner
+        converters = record.converters()
+        for index, each in enumerate(value):
+            if problems.full:
+                break
+            where = (*path, index)
+            if type(each) is dict:
+                # Fast path for valid entries; the others are parsed again to report their problems.
+                try:
+                    fields = {key: converters[key](content) for key, content in each.items()}
+                except (KeyError, InvalidInput):
+                    pass
+                else:
+                    yield StructValue(record, fields, where, each, False, problems)
+                    continue
+            entry = record.read(each, where, problems)
+            if entry is not BROKEN and not entry.broken:
+                yield entry
+
+
+@dataclass(frozen=True, slots=True)
+class MapOf:
+    """A mapping from names to values of one type."""
+
+    name: Scalar
+    inner: FieldType
+    example: str
+    is_secret: bool = False
+    """True if messages must not show a text in its place."""
+
+    def read(self, value: object, path: Path, problems: PolicyProblems) -> object:
+        if type(value) is not dict:
+            shown = not (self.is_secret and isinstance(value, str))
+            return _mismatch(value, path, problems, f"a mapping, like {self.example}", shown=shown)
+        made = {}
+        for key, each in value.items():
+            if problems.full:
+                break
+            inner = (*path, key)
+            try:
+                name = self.name.convert(key)
+            except InvalidInput as error:
+                problems.add(inner, str(error), at_key=True)
+                continue
+            read = self.inner.read(each, inner, problems)
+            if read is not BROKEN:
+                made[name] = read
+        return made
+
+    def schema(self) -> JsonSchema:
+        return {"type": "object", "propertyNames": self.name.schema(), "additionalProperties": self.inner.schema()}
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A union, distinguished by the Python type of the value."""
+
+    kinds: Mapping[type, FieldType]
+    wanted: str
+
+    def read(self, value: object, path: Path, problems: PolicyProblems) -> object:
+        kind = self.kinds.get(type(value))
+        return _mismatch(value, path, problems, self.wanted) if kind is None else kind.read(value, path, problems)
+
+    def schema(self) -> JsonSchema:
+        return {"anyOf": [kind.schema() for kind in self.kinds.values()]}
+
+
+@dataclass(slots=True, eq=False)
+class StructValue:
+    """A parsed mapping: its valid fields by their canonical names."""
+
+    record: Struct
+    fields: dict[str, Any]
+    path: Path
+    written: Mapping[str, object]
+    broken: bool
+    problems: PolicyProblems
+
+    @property
+    def unread(self) -> set[str]:
+        """The fields that were given but are broken."""
+        known = self.record.fields
+        return {known[word].means or word for word in self.written if word in known} - self.fields.keys()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.fields.get(name, default)
+
+    def report(self, name: str, before: str, *, other: Path | None = None, after: str = "") -> None:
+        """Add a problem at a field, or at the mapping if the field was not given."""
+        self.problems.add(self.at(name), before, other=other, after=after)
+
+    def at(self, name: str) -> Path:
+        """The path of a field under the name that was used; that of the mapping if it was not given."""
+        given = (key for key in self.written if key in self.record.names(name))
+        return next(((*self.path, key) for key in given), self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    kind: FieldType
+    about: str
+    means: str | None = None
+    """The canonical name, if this is an alias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Struct:
+    """A mapping with a fixed set of fields."""
+
+    what: str
+    fields: Mapping[str, Field]
+    finish: Callable[[StructValue, PolicyProblems], Any] | None = field(default=None)
+    """Converts a valid mapping."""
+    others: FieldType | None = None
+    """The JSON Schema of fields whose names are defined elsewhere in the policy."""
+    example: str | None = None
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """The remedies for field names of other limiters."""
+
+    def read(self, value: object, path: Path, problems: PolicyProblems) -> Any:
+        if type(value) is not dict:
+            form = self.example or f"with fields like {', '.join(list(self.fields)[:3])}"
+            wanted = f"{self.what}: a mapping {form}"
+            # Not shown, as it could be an API key.
+            return _mismatch(value, path, problems, wanted, shown=not isinstance(value, str))
+        before = len(problems)
+        found: dict[str, Any] = {}
+        fields = self.fields
+        for key, each in value.items():
+            known = fields.get(key)
+            if known is None:
+                if problems.full:
+                    break
+                remedy = self.remedies.get(key) or suggest(key[:100], list(fields))
+                problems.add((*path, key), f"unknown field {scalars.show(key)}; {remedy}", at_key=True)
+                continue
+            read = known.kind.read(each, (*path, key), problems)
+            if read is BROKEN:
+                continue
+            name = known.means or key
+            if name in found:
+                twin = next(each for each in value if each != key and each in self.names(name))
+                problems.add((*path, key), f"{key} means the same as {twin}; keep one", at_key=True)
+            found[name] = read
+        entry = StructValue(self, found, path, value, len(problems) > before, problems)
+        if self.finish is None:
+            return entry
+        return BROKEN if entry.broken else self.finish(entry, problems)
+
+    def converters(self) -> dict[str, Callable[[Any], object]]:
+        """The parsers of scalar fields by canonical name."""
+        leaves = {
+            name: each.kind.kinds.get(str) if isinstance(each.kind, OneOf) else each.kind
+            for name, each in self.fields.items()
+            if each.means is None
+        }
+        return {name: leaf.convert for name, leaf in leaves.items() if isinstance(leaf, Scalar)}
+
+    def names(self, name: str) -> set[str]:
+        """The canonical name of a field and its aliases."""
+        return {word for word, each in self.fields.items() if name == (each.means or word)}
+
+    def schema(self) -> JsonSchema:
+        properties = {name: {"description": each.about, **each.kind.schema()} for name, each in self.fields.items()}
+        others = False if self.others is None else self.others.schema()
+        return {"type": "object", "properties": properties, "additionalProperties": others}
+
+
+def _mismatch(value: object, path: Path, problems: PolicyProblems, wanted: str, *, shown: bool = True) -> object:
+    message = str(scalars.refusal(value, wanted)) if shown else f"a text is not allowed here; write {wanted}"
+    problems.add(path, _about(path, message))
+    return BROKEN
+
+
+def _about(path: Path, text: str) -> str:
+    """The message, prefixed with the name of the field."""
+    name = next((step for step in reversed(path) if isinstance(step, str)), None)
+    return text if name is None or text.startswith(f"{name} ") else f"{name}: {text}"
+
+
+def _text(convert: Callable[[Any], object], *examples: str, **form: object) -> Scalar:
+    shown = {"examples": list(examples)} if examples else {}
+    return Scalar(convert, {"type": "string", "minLength": 1, **form, **shown})
 
 
 def _choice(*known: str) -> Scalar:
@@ -55,20 +289,37 @@ def _whole(least: int, most: int | None = None, *, example: int) -> Scalar:
     return Scalar(scalars.whole(least, most, example=example), form)
 
 
+NAME: Final = _text(scalars.name, maxLength=100, pattern=r"^[ !#-\[\]-~]+$")
+LABEL: Final = _text(scalars.label, maxLength=500)
+FLAG: Final = Scalar(scalars.flag, {"type": "boolean"})
+DURATION: Final = _text(scalars.duration, "500 ms", "5 seconds", "2 minutes")
+PERIOD: Final = _text(scalars.period, "5 minutes", "day", "month")
+FIRST_DAY: Final = Scalar(scalars.first_day, {"type": ["integer", "string"], "examples": [15, "04-01"]})
+TIME_ZONE: Final = _text(scalars.time_zone, "Europe/Berlin", "UTC")
+INSTANT: Final = Scalar(
+    scalars.instant, {"type": "string", "format": "date-time", "examples": ["2026-05-28T02:01:00Z"]}
+)
+METHODS: Final = ListOf(_text(scalars.method, "GET", pattern="^[A-Z]{1,20}$"), "[GET, POST]", or_one=True)
+ROUTE: Final = _text(scalars.route, "/users/{id}", "/static/*", "GET /search", "*")
+IDENTITY: Final = Scalar(scalars.identity, {"type": ["string", "integer"]})
+ADDRESS: Final = _text(scalars.address, "203.0.113.9", "203.0.113.0/24", "2001:db8::/48")
 COST: Final = _whole(0, example=5)
 ALGORITHM: Final = _choice(*ALGORITHMS)
 ON_FAILURE: Final = _choice("open", "closed", "local")
+RATE: Final = Scalar(scalars.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]})
 
 
 def _spelled_out(numbers: StructValue, problems: PolicyProblems) -> Any:
-    """Convert numbers that are given as separate fields."""
-    given = numbers.fields.keys() - {"algorithm"}
-    algorithm = numbers.get("algorithm")
+    given, get = numbers.fields.keys() - {"algorithm"}, numbers.get
     if given == {"bucket_size", "refill_rate"}:
-        rate = numbers.get("refill_rate")
-        return Phrase(rate.numerator, timedelta(seconds=rate.denominator), numbers.get("bucket_size"), algorithm)
-    if {"quota", "period"} <= given <= {"quota", "period", "burst"}:
-        return Phrase(numbers.get("quota"), numbers.get("period"), numbers.get("burst"), algorithm)
+        rate = get("refill_rate")
+        return Phrase(rate.numerator, timedelta(seconds=rate.denominator), get("bucket_size"), get("algorithm"))
+    if {"quota", "period"} <= given <= {"quota", "period", "burst", "starts", "timezone"}:
+        try:
+            return Phrase(get("quota"), _period(numbers), get("burst"), get("algorithm"))
+        except InvalidLimit as error:
+            problems.add(numbers.path, str(error))
+            return BROKEN
     problems.add(
         numbers.path,
         f"numbers need bucket_size and refill_rate, or quota and period (and burst, if you like); "
@@ -77,22 +328,35 @@ def _spelled_out(numbers: StructValue, problems: PolicyProblems) -> Any:
     return BROKEN
 
 
+def _period(numbers: StructValue) -> timedelta | Calendar:
+    period, starts, timezone = numbers.get("period"), numbers.get("starts"), numbers.get("timezone")
+    is_calendar = starts is not None or timezone is not None
+    if isinstance(period, timedelta):
+        if is_calendar:
+            problem = f"{'starts' if starts is not None else 'timezone'} applies to a calendar period only"
+            raise InvalidLimit(f"{problem}; write per: day, week, month or year, or leave it out")
+        return period
+    if period == "day" and not is_calendar:
+        return timedelta(days=1)
+    if period == "week" and not is_calendar:
+        return WEEK
+    return Calendar(period, starts=starts, timezone=timezone or "UTC")
+
+
 NUMBERS: Final = OneOf(
     {
-        str: Scalar(
-            scalars.numbers, {**_TEXT, "examples": ["10/minute", "1000/minute, burst 200", "5/30 s, sliding_window"]}
-        ),
+        str: _text(scalars.numbers, "10/minute", "1000/minute, burst 200", "5/30 s, sliding_window", "1000/month"),
         dict: Struct(
             "numbers",
             {
                 "algorithm": Field(ALGORITHM, "The algorithm."),
                 "bucket_size": Field(_whole(1, example=200), "The size of the bucket: requests that pass at once."),
-                "refill_rate": Field(
-                    Scalar(scalars.rate, {"type": "number", "exclusiveMinimum": 0, "examples": [16.67]}),
-                    "Tokens added per second; decimal numbers are exact.",
-                ),
+                "refill_rate": Field(RATE, "Tokens added per second; decimal numbers are exact."),
                 "quota": Field(_whole(1, example=1000), "Requests per period."),
-                "period": Field(DURATION, "In what time."),
+                "period": Field(PERIOD, "In what time: a duration, or a calendar day, week, month or year."),
+                "per": Field(PERIOD, "The same as period.", "period"),
+                "starts": Field(FIRST_DAY, "The first day of a calendar week (1 to 7), month or year (04-01)."),
+                "timezone": Field(TIME_ZONE, "The time zone of a calendar period; UTC by default."),
                 "burst": Field(_whole(1, example=200), "Requests that pass at once; the quota by default."),
             },
             _spelled_out,
@@ -100,15 +364,11 @@ NUMBERS: Final = OneOf(
     },
     'a limit like "10/minute", or a mapping with bucket_size and refill_rate',
 )
-
 BY_NAME: Final = MapOf(NAME, NUMBERS, '{search: "1000/minute"}')
+BY_TIER: Final = MapOf(NAME, NUMBERS, '{pro: "1000/minute"}')
 
-TIERS: Final = MapOf(
-    NAME,
-    Struct(
-        "a tier", {"limits": Field(BY_NAME, "The numbers of this tier, by the names of limits or of route classes.")}
-    ),
-    '{pro: {limits: {search: "1000/minute"}}}',
+TIER: Final = Struct(
+    "a tier", {"limits": Field(BY_NAME, "The numbers of this tier, by the names of limits or of route classes.")}
 )
 
 ROUTES: Final = ListOf(
@@ -128,19 +388,24 @@ ROUTES: Final = ListOf(
     "[{path: /search, class: search, cost: 5}]",
 )
 
-_PATHS: Final = OneOrMany(ROUTE, "[/login, /signup]")
-_CLASSES: Final = OneOrMany(NAME, "[search, export]")
-
-_WRITE_NUMBERS: Final = 'write the numbers together, like bucket: "1000/minute, burst 200"'
+_PATHS: Final = ListOf(ROUTE, "[/login, /signup]", or_one=True)
+_CLASSES: Final = ListOf(NAME, "[search, export]", or_one=True)
+_BY: Final = Scalar(
+    scalars.by, {"type": ["string", "array"], "items": {"type": "string"}, "examples": ["ip", "tenant+user"]}
+)
+_UNIT: Final = _choice("requests", "content-bytes", "concurrent-requests", "tokens")
 _ELSEWHERE: Final = {
-    **dict.fromkeys(
-        ("rate", "quota", "max", "requests", "period", "per", "window", "windowMs", "interval", "burst", "capacity"),
-        _WRITE_NUMBERS,
-    ),
-    **dict.fromkeys(("key", "keys", "key_func", "key_by", "identifier", "identity", "scope"), "did you mean 'by'?"),
-    **dict.fromkeys(("paths", "url", "uri", "urls", "match", "prefix"), "did you mean 'path'?"),
-    **dict.fromkeys(("dry_run", "log_only", "report_only"), "did you mean 'shadow'?"),
-    **dict.fromkeys(("fail", "fail_open", "failure_mode"), "did you mean 'on_failure'?"),
+    word: remedy
+    for words, remedy in {
+        "rate quota max requests period per window windowMs interval burst capacity": (
+            'write the numbers together, like bucket: "1000/minute, burst 200"'
+        ),
+        "key keys key_func key_by identifier identity scope": "did you mean 'by'?",
+        "paths url uri urls match prefix": "did you mean 'path'?",
+        "dry_run log_only report_only": "did you mean 'shadow'?",
+        "fail fail_open failure_mode": "did you mean 'on_failure'?",
+    }.items()
+    for word in words.split()
 }
 """Remedies for field names of other limiters."""
 
@@ -158,20 +423,17 @@ LIMIT: Final = Struct(
         "methods": Field(METHODS, "The methods that meet it; all, if not given."),
         "method": Field(METHODS, "The same as methods.", "methods"),
         "by": Field(
-            Scalar(
-                scalars.by,
-                {"type": ["string", "array"], "items": {"type": "string"}, "examples": ["ip", "tenant+user"]},
-            ),
+            _BY,
             f"The identity to count by: {', '.join(scalars.IDENTITIES)}, global, or the app's own; client by default.",
         ),
         "bucket": Field(NUMBERS, "Quota, period and burst."),
         "limit": Field(NUMBERS, "The same as bucket.", "bucket"),
         "algorithm": Field(ALGORITHM, "The algorithm, unless the numbers name one."),
-        "tiers": Field(MapOf(NAME, NUMBERS, '{pro: "1000/minute"}'), "Other numbers for the clients of a tier."),
+        "tiers": Field(BY_TIER, "Other numbers for the clients of a tier."),
         "cost": Field(COST, "The cost of a request on this limit; the route's cost by default."),
         "reserve": Field(_whole(1, example=500), "An estimate of the cost, which the app corrects afterwards."),
         "count_when": Field(
-            Scalar(scalars.status_test, {**_TEXT, "examples": ["status in [401, 403]", "status >= 500"]}),
+            _text(scalars.status_test, "status in [401, 403]", "status >= 500"),
             "Counts only requests that the app answers so.",
         ),
         "shadow": Field(FLAG, "Evaluated and reported, but never rejects."),
@@ -179,13 +441,12 @@ LIMIT: Final = Struct(
         "missing": Field(
             _choice("skip", "ip"), "For requests without the identity: leave the limit out, or count by ip."
         ),
-        "unit": Field(
-            _choice("requests", "content-bytes", "concurrent-requests", "tokens"), "The unit that headers report."
-        ),
+        "unit": Field(_UNIT, "The unit that headers report."),
         "lease": Field(_choice("auto", "always", "never"), "Prepaid tokens: when it is busy (auto), always or never."),
         "split": Field(
             _whole(1, 1_000, example=4), "Over how many counters it is spread; its numbers must be multiples of it."
         ),
+        "region": Field(_choice(*REGION_MODES), "How the regions share it; each counts its own requests by default."),
     },
     example="like {by: ip, bucket: 10/minute}",
     remedies=_ELSEWHERE,
@@ -196,50 +457,51 @@ LIMITS: Final = OneOf(
     "a list of limits, like [{by: ip, bucket: 10/minute}]",
 )
 
+# In the settings, fields are renamed as the attributes of the model that they set.
+_SUBNET_SETTINGS: Final = Struct(
+    "settings",
+    {
+        "ipv4": Field(_whole(8, 32, example=24), "Bits of an IPv4 address that identify one subnet.", "subnet_ipv4"),
+        "ipv6": Field(_whole(16, 128, example=48), "Bits of an IPv6 address that identify one subnet.", "subnet_ipv6"),
+    },
+)
+_UNKNOWN_FACTOR: Final = Scalar(
+    scalars.factor_or_off(1_000, example=10),
+    {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 1_000}, {"enum": ["off", False]}]},
+)
+_KEY_SETTINGS: Final = Struct(
+    "settings",
+    {
+        "header": Field(
+            Scalar(scalars.header, {"type": ["string", "null"]}),
+            "The header that holds the key; none for no header.",
+            "api_key_header",
+        ),
+        "bearer": Field(FLAG, "Treat a bearer token as a key, too.", "bearer_token"),
+        "known_only": Field(FLAG, "Ignore keys that neither clients nor overrides name.", "known_keys_only"),
+        "unknown_factor": Field(
+            _UNKNOWN_FACTOR,
+            "Requests with unknown keys are also counted by address, at this multiple of each limit by API key, unless "
+            "a limit by ip, subnet or global applies to them; 10, if not given, or off.",
+            "unknown_key_factor",
+        ),
+    },
+)
 SETTINGS: Final = Struct(
     "settings",
     {
         "proxies": Field(
-            ListOf(Scalar(scalars.proxy, {**_TEXT, "examples": ["10.0.0.0/8"]}), "[10.0.0.0/8]"),
+            ListOf(_text(scalars.proxy, "10.0.0.0/8"), "[10.0.0.0/8]"),
             "The networks of your own proxies, whose word on a client's address is taken.",
         ),
         "forwarded_by": Field(_choice("x-forwarded-for", "forwarded"), "The header in which they give it."),
         "ipv6_prefix": Field(_whole(32, 128, example=64), "Bits of an IPv6 address that identify one client."),
-        "subnet": Field(
-            Struct(
-                "settings",
-                {
-                    "ipv4": Field(_whole(8, 32, example=24), "Bits of an IPv4 address that identify one subnet."),
-                    "ipv6": Field(_whole(16, 128, example=48), "Bits of an IPv6 address that identify one subnet."),
-                },
-            ),
-            "The subnets of `by: subnet`.",
-        ),
-        "api_key": Field(
-            Struct(
-                "settings",
-                {
-                    "header": Field(
-                        Scalar(scalars.header, {"type": ["string", "null"]}),
-                        "The header that holds the key; none for no header.",
-                    ),
-                    "bearer": Field(FLAG, "Treat a bearer token as a key, too."),
-                    "known_only": Field(FLAG, "Ignore keys that neither clients nor overrides name."),
-                    "unknown_factor": Field(
-                        Scalar(
-                            scalars.factor_or_off(1_000, example=10),
-                            {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 1_000}, {"enum": ["off", False]}]},
-                        ),
-                        "Requests with unknown keys are also counted by address, at this multiple of each limit by API "
-                        "key, unless a limit by ip, subnet or global applies to them; 10, if not given, or off.",
-                    ),
-                },
-            ),
-            "Where API keys stand.",
-        ),
+        "subnet": Field(_SUBNET_SETTINGS, "The subnets of `by: subnet`."),
+        "api_key": Field(_KEY_SETTINGS, "Where API keys stand."),
     },
 )
 
+_URL: Final = Scalar(scalars.url, {"type": "string", "format": "uri", "pattern": "^https?://"})
 ANSWERS: Final = Struct(
     "settings",
     {
@@ -247,10 +509,7 @@ ANSWERS: Final = Struct(
             ListOf(_choice("x-ratelimit", "ratelimit"), "[x-ratelimit, ratelimit]"), "Which are sent; [] for none."
         ),
         "jitter": Field(DURATION, "Retry-After is spread over so much more, against herds."),
-        "doc_url": Field(
-            Scalar(scalars.url, {"type": "string", "format": "uri", "pattern": "^https?://"}),
-            "Where limits are explained.",
-        ),
+        "doc_url": Field(_URL, "Where limits are explained."),
         "draft": Field(
             Scalar(scalars.draft, {"enum": [6, 11]}),
             "The version of the IETF draft that RateLimit fields follow: 11, if not given, or 6 for separate fields.",
@@ -259,55 +518,72 @@ ANSWERS: Final = Struct(
 )
 
 _SHORTEST: Final = timedelta(milliseconds=1)
-
+_BUDGET: Final = _text(scalars.duration_between(_SHORTEST, timedelta(seconds=60), example="5 ms"), "5 ms")
+_SHARE: Final = _text(scalars.share, "20%", pattern=r"^ *[0-9]{1,3}(\.[0-9]{1,3})? ?% *$")
+_LEASE: Final = Scalar(
+    scalars.duration_between(_SHORTEST, timedelta(seconds=1), example="100 ms", or_off=True),
+    {"anyOf": [_text(str, "100 ms").schema(), {"enum": [0, False]}]},
+)
 STORE: Final = Struct(
     "settings",
     {
-        "budget": Field(
-            Scalar(
-                scalars.duration_between(_SHORTEST, timedelta(seconds=60), example="5 ms"),
-                {**_TEXT, "examples": ["5 ms"]},
-            ),
-            "The time that the store may take; 5 ms by default.",
-        ),
+        "budget": Field(_BUDGET, "The time that the store may take; 5 ms by default."),
         "share": Field(
-            Scalar(scalars.share, {**_TEXT, "pattern": r"^ *[0-9]{1,3}(\.[0-9]{1,3})? ?% *$", "examples": ["20%"]}),
-            "Of each limit, how much all nodes together allow on routes that fail local; 20%, if not given.",
+            _SHARE, "Of each limit, how much all nodes together allow on routes that fail local; 20%, if not given."
         ),
         "nodes": Field(
             _whole(1, 100_000, example=4),
             "The number of nodes assumed until heartbeats have counted them; 1 by default.",
         ),
         "remember": Field(
-            _whole(0, 10_000_000, example=10_000),
-            "The size of each process's denial cache; 0 turns it off.",
+            _whole(0, 10_000_000, example=10_000), "The size of each process's denial cache; 0 turns it off."
         ),
         "lease": Field(
-            Scalar(
-                scalars.duration_or_off(_SHORTEST, timedelta(seconds=1), example="100 ms"),
-                {"anyOf": [{**_TEXT, "examples": ["100 ms"]}, {"enum": [0, False]}]},
-            ),
-            "For how long tokens are good that are prepaid for busy clients; 100 ms, if not given, 0 for none.",
+            _LEASE, "For how long tokens are good that are prepaid for busy clients; 100 ms, if not given, 0 for none."
         ),
     },
 )
 
+_REGION: Final = _text(scalars.region, "eu", maxLength=50)
+_OWN: Final = _text(scalars.own_region, "eu", "${REGION}", maxLength=100)
+_STORE_URL: Final = _text(scalars.store_url, "redis://:${EU_PASSWORD}@eu.example:6379/0", maxLength=2000)
+_STORES: Final = MapOf(_REGION, _STORE_URL, "{eu: redis://eu.example, us: redis://us.example}", is_secret=True)
+_CENTRAL_BUDGET: Final = _text(scalars.duration_between(_SHORTEST, timedelta(seconds=60), example="500 ms"), "500 ms")
+_SAFE_SHARE: Final = _text(scalars.safe_share, "2%", pattern=r"^ *[0-9]{1,3}(\.[0-9]{1,3})? ?% *$")
+_KINDS: Final = ListOf(_text(scalars.kind, "ip", "user"), "[ip, user]", or_one=True)
+REGIONS: Final = Struct(
+    "settings",
+    {
+        "own": Field(
+            _OWN, "The region of this process, or ${NAME} for an environment variable; HEADGATE_REGION by default."
+        ),
+        "region": Field(_OWN, "The same as own.", "own"),
+        "home": Field(_REGION, "The region that decides central limits and lends the tokens of reserved ones."),
+        "stores": Field(
+            _STORES, "The store of each region. ${NAME} stands for an environment variable, such as a password."
+        ),
+        "regions": Field(_STORES, "The same as stores.", "stores"),
+        "central_budget": Field(
+            _CENTRAL_BUDGET, "The time that the home region may take to decide a central limit; 500 ms by default."
+        ),
+        "safe_share": Field(
+            _SAFE_SHARE, "The part of reserved limits that regions spend without the home region; 2% by default."
+        ),
+        "identities": Field(
+            _choice("hashed", "plain"), "The form in which identities leave a region; hashed by default."
+        ),
+        "stay": Field(_KINDS, "The kinds of identity that do not leave a region in any form."),
+    },
+)
+
+_API_KEY: Final = Scalar(scalars.api_key, {"type": ["string", "integer"]})
+_BLOCKED_ADDRESS: Final = Scalar(scalars.address_or_hash, ADDRESS.form)
 WHO: Final = {
     "ip": Field(ADDRESS, "An address, or a network."),
     "user": Field(IDENTITY, "A user."),
     "tenant": Field(IDENTITY, "A tenant."),
-    "api_key": Field(
-        Scalar(scalars.api_key, {"type": ["string", "integer"]}),
-        "A key as the client sends it, or hmac: and its fingerprint.",
-    ),
+    "api_key": Field(_API_KEY, "A key as the client sends it, or hmac: and its fingerprint."),
 }
-BLOCKED_ADDRESS: Final = {
-    "ip": Field(
-        Scalar(scalars.address_or_hash, ADDRESS.form),
-        "An address, a network, or hmac: and the keyed hash of an address.",
-    )
-}
-SUBNET: Final = {"subnet": Field(Scalar(scalars.subnet, {**_TEXT, "examples": ["203.0.113.0/24"]}), "A subnet.")}
 VALIDITY: Final = {
     "valid_from": Field(INSTANT, "From when it holds."),
     "valid_until": Field(INSTANT, "Until when it holds."),
@@ -326,7 +602,7 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
     }
     override = {
         **WHO,
-        **SUBNET,
+        "subnet": Field(_text(scalars.subnet, "203.0.113.0/24"), "A subnet."),
         **own,
         "limit": Field(NAME, "The name of the limit whose numbers change."),
         "class": Field(NAME, "Only on routes of this class."),
@@ -334,6 +610,17 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
         "algorithm": Field(ALGORITHM, "The algorithm; the limit's by default."),
         **VALIDITY,
     }
+    block = {
+        **WHO,
+        "ip": Field(_BLOCKED_ADDRESS, "An address, a network, or hmac: and the keyed hash of an address."),
+        **own,
+        **VALIDITY,
+    }
+
+    def entries(what: str, fields: dict[str, Field], example: str) -> LazyList:
+        return LazyList(Struct(what, fields, others=IDENTITY), example)
+
+    overrides = entries("an override", override, "[{tenant: acme, limit: search, bucket: 10000/minute}]")
     return Struct(
         "a policy",
         {
@@ -343,26 +630,19 @@ def policy(kinds: Iterable[str] = ()) -> Struct:
             "identity": Field(SETTINGS, "Where identities come from."),
             "answers": Field(ANSWERS, "Headers and rejections."),
             "store": Field(STORE, "Budget, denial cache, prepaid tokens, and behaviour during outages."),
+            "regions": Field(REGIONS, "The stores of all regions, and the identities that may leave a region."),
             "routes": Field(ROUTES, "Classes and costs of routes."),
             "limits": Field(LIMITS, "The limits: which requests meet them, who is counted, how many may pass."),
-            "tiers": Field(TIERS, "Numbers by tier, written from the tier's side."),
+            "tiers": Field(
+                MapOf(NAME, TIER, '{pro: {limits: {search: "1000/minute"}}}'),
+                "Numbers by tier, written from the tier's side.",
+            ),
             "clients": Field(
-                LazyList(Struct("a client", client, others=IDENTITY), "[{tenant: acme, tier: pro}]"),
-                "Clients that are known by name.",
+                entries("a client", client, "[{tenant: acme, tier: pro}]"), "Clients that are known by name."
             ),
-            "overrides": Field(
-                LazyList(
-                    Struct("an override", override, others=IDENTITY),
-                    "[{tenant: acme, limit: search, bucket: 10000/minute}]",
-                ),
-                "Other numbers for one client, perhaps for a time.",
-            ),
+            "overrides": Field(overrides, "Other numbers for one client, perhaps for a time."),
             "blocked": Field(
-                LazyList(
-                    Struct("a block", {**WHO, **BLOCKED_ADDRESS, **own, **VALIDITY}, others=IDENTITY),
-                    "[{ip: 203.0.113.0/24, reason: scraping}]",
-                ),
-                "Blocked clients and networks.",
+                entries("a block", block, "[{ip: 203.0.113.0/24, reason: scraping}]"), "Blocked clients and networks."
             ),
         },
     )

@@ -9,36 +9,38 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from headgate.algorithms import ALGORITHMS
 from headgate.errors import InvalidLimit
-from headgate.keyed_hashes import is_keyed_hash
+from headgate.keys import is_keyed_hash
 from headgate.limits import Limit
 from headgate.policy.addresses import Networks
-from headgate.policy.model import ADDRESSES, Identity, Policy, Validity, net_name
+from headgate.policy.model import (
+    ADDRESSES,
+    Block,
+    Identity,
+    LeaseMode,
+    Override,
+    Policy,
+    RouteMode,
+    RouteRule,
+    Rule,
+    Validity,
+    net_name,
+)  # fmt: skip
 from headgate.policy.routes import METHODS, Matcher, Template, normalize_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from headgate.keys import Key
-    from headgate.policy.model import Block, LeaseMode, Override, RouteMode, RouteRule, Rule
     from headgate.stores.operations import Cost
 
 __all__ = [
-    "AMBIGUOUS",
-    "CLIENT_KINDS",
-    "OTHER_API_KEYS",
-    "UNMATCHED",
-    "AppliedLimit",
-    "CompiledRule",
-    "Identities",
-    "Resolution",
-    "RoutePlan",
-    "Snapshot",
-    "UnknownKeyNet",
-]
+    "AMBIGUOUS", "CLIENT_KINDS", "OTHER_API_KEYS", "UNMATCHED", "AppliedLimit", "CompiledRule", "Identities",
+    "Resolution", "RoutePlan", "Snapshot", "UnknownKeyNet", "client_kind",
+]  # fmt: skip
 
 Identities: TypeAlias = "Mapping[str, str]"
 """The identities of a request by kind; `address` is the full address of the client, `ip` the part that is counted."""
@@ -69,7 +71,22 @@ MOST_PATHS: Final = 4096
 LONGEST_PATH: Final = 200
 """Together they bound the cache of paths to about a megabyte."""
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 _new_tuple = tuple.__new__
+
+
+def client_kind(who: Identities) -> str:
+    """The kind of identity that names a client: the first of `CLIENT_KINDS` that it has, else its first one.
+
+    >>> client_kind({"address": "203.0.113.9", "ip": "203.0.113.9", "user": "ada"}), client_kind({"path": "/search"})
+    ('user', 'path')
+    """
+    for kind in CLIENT_KINDS:
+        if who.get(kind):
+            return kind
+    return "ip" if "ip" in who else next(iter(who), "ip")
 
 
 class AppliedLimit(NamedTuple):
@@ -107,7 +124,6 @@ class Resolution(NamedTuple):
 
     @property
     def shadows(self) -> tuple[AppliedLimit, ...]:
-        """The limits in shadow mode."""
         return tuple(
             rule.apply(key, self)
             for rule in self.route.shadows
@@ -172,34 +188,35 @@ class Snapshot:
         fingerprint: Callable[[str], str] = str,
         hash_identity: Callable[[str, str], str] | None = None,
         *,
+        hash_shared: Callable[[str, str], str] | None = None,
         trusts_keys: bool = False,
         view: str | None = None,
     ) -> None:
-        """`view` is the name of a view that declares these limits itself, and the endpoint of all its requests."""
+        """`view` is the name of a view that declares these limits itself, and the endpoint of all its requests.
+
+        `hash_shared` computes, from kind and value, the form in which identities are counted by limits that several
+        regions share; None for plain text.
+        """
         self.policy = policy
+        self.hash_shared = hash_shared
+        self._keeps_addresses = policy.regions is not None and "ip" in policy.regions.stay
         self.view = view
         self._fingerprints = {written: fingerprint(written) for written in policy.api_keys}
         settings = policy.identity
         self.unknown_key_factor = None if trusts_keys or settings.known_keys_only else settings.unknown_key_factor
         self.vouched_keys = frozenset([AMBIGUOUS, *(self._fingerprints[key] for key in policy.vouched_api_keys)])
         """The hashes of the API keys of clients and overrides. All others are unknown."""
-        self._templates = list(
-            dict.fromkeys(
-                [
-                    *(route.template for route in policy.routes),
-                    *(template for rule in policy.rules for template in rule.templates),
-                ]
-            )
-        )
+        templates = [route.template for route in policy.routes]
+        templates += [template for rule in policy.rules for template in rule.templates]
+        self._templates = list(dict.fromkeys(templates))
         self._matcher = Matcher(self._templates)
-        self._route_rules: dict[Template, list[RouteRule]] = {}
-        for route in policy.routes:
-            self._route_rules.setdefault(route.template, []).append(route)
-        self._rules_by_target: dict[object, list[int]] = {}
+        self._route_rules = _group((route.template, route) for route in policy.routes)
+        self._rules_by_target = _group(
+            (target, number)
+            for number, rule in enumerate(policy.rules)
+            for target in (*rule.templates, *rule.classes) or (ANYWHERE,)
+        )
         """The indices of the rules for a template, for a class, or for all routes."""
-        for number, rule in enumerate(policy.rules):
-            for target in (*rule.templates, *rule.classes) or (ANYWHERE,):
-                self._rules_by_target.setdefault(target, []).append(number)
         self._routes: dict[tuple[tuple[int, ...], str], RoutePlan] = {}
         self._net_limits: dict[Limit, Limit] = {}
         self._plan_cache: dict[str, dict[str | tuple[str, str], RoutePlan]] = {method: {} for method in METHODS}
@@ -209,9 +226,7 @@ class Snapshot:
         """The methods that the policy can tell apart; all others share a plan."""
         self._tiers = self._lookups((client.identity, client.tier) for client in policy.clients if client.tier)
         self._blocks = self._block_lookups(policy.blocked, hash_identity)
-        self._overrides: dict[str, list[Override]] = {}
-        for override in policy.overrides:
-            self._overrides.setdefault(override.rule, []).append(override)
+        self._overrides = _group((override.rule, override) for override in policy.overrides)
         self._lookups_of_rules = {
             name: self._lookups((override.identity, override) for override in overrides)
             for name, overrides in self._overrides.items()
@@ -219,7 +234,7 @@ class Snapshot:
         self.api_keys = frozenset(self._fingerprints.values()) if settings.known_keys_only else None
         """The hashes of all valid API keys, if the policy accepts only known ones; else None."""
         self.kinds = frozenset(kind for kind, _ in (*self._tiers, *self._blocks))
-        self.tiers = frozenset([*policy.tiers, *([] if policy.default_tier is None else [policy.default_tier])])
+        self.tiers = frozenset({*policy.tiers, policy.default_tier} - {None})
 
     def route(self, method: str, path: str, mounted_path: str | None = None) -> RoutePlan:
         """The plan for a method and path; in a mounted app, `mounted_path` is the path below the mount."""
@@ -259,11 +274,8 @@ class Snapshot:
         """The limits to prepay without waiting for a hot key: rules with `lease: always`, and overrides with an end in
         the future, such as for an announced burst. Computed on each call."""
         instant, modes = _to_datetime(now_us), {rule.name: rule.lease for rule in self.policy.rules}
-        coming = [
-            override.limit
-            for override in self.policy.overrides
-            if modes[override.rule] == "auto" and override.validity != ALWAYS and not override.validity.is_over(instant)
-        ]
+        timed = [each for each in self.policy.overrides if modes[each.rule] == "auto" and each.validity != ALWAYS]
+        coming = [override.limit for override in timed if not override.validity.is_over(instant)]
         return tuple(dict.fromkeys([*self._limits_leased("always"), *coming]))
 
     @property
@@ -303,17 +315,15 @@ class Snapshot:
         """The lookups for the overrides of a rule on routes of that class."""
         if all(override.route_class is None for override in self._overrides.get(rule.name, ())):
             return self._lookups_of_rules.get(rule.name, [])
-        return self._lookups(
-            (override.identity, override)
-            for override in self._overrides[rule.name]
-            if override.route_class in (None, route_class)
-        )
+        fitting = [each for each in self._overrides[rule.name] if each.route_class in (None, route_class)]
+        return self._lookups((override.identity, override) for override in fitting)
 
     def net_limit(self, limit: Limit) -> Limit:
         """The limit by address on unknown API keys for a limit by API key; created once for each."""
         net = self._net_limits.get(limit)
         if net is None:
-            net = self._net_limits[limit] = _multiply(limit, self.unknown_key_factor or 1)
+            region = "regional" if self._keeps_addresses else limit.region
+            net = self._net_limits[limit] = _multiply(limit, self.unknown_key_factor or 1, region)
         return net
 
     def _find_plan(self, method: str, path: str, mounted_path: str | None) -> RoutePlan:
@@ -355,10 +365,11 @@ class Snapshot:
             else:
                 hashed.setdefault(kind, {}).setdefault(value, []).append((rank, block))
         lookups = self._lookups(plain)
-        if hash_identity is not None:
-            for kind, values in hashed.items():
-                find = partial(_find_hashed, values, hash_identity, kind)
-                lookups += [(field, find) for field in (("ip", "address") if kind == "ip" else (kind,))]
+        if hash_identity is None:
+            return lookups
+        for kind, values in hashed.items():
+            find = partial(_find_hashed, values, hash_identity, kind)
+            lookups += [(field, find) for field in (("ip", "address") if kind == "ip" else (kind,))]
         return lookups
 
     def _lookups(self, entries: Iterable[tuple[Identity, Any]]) -> list[_Lookup]:
@@ -398,8 +409,8 @@ class CompiledRule:
     """A rule compiled for one route."""
 
     __slots__ = (
-        "_lookups", "_missing", "_route_identities", "_view", "cost", "has_overrides", "kinds", "limit", "rule",
-        "simple_kind", "tiers",
+        "_hash", "_lookups", "_missing", "_route_identities", "_view", "cost", "has_overrides", "kinds", "limit",
+        "rule", "simple_kind", "tiers",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, snapshot: Snapshot, route: RoutePlan) -> None:
@@ -415,7 +426,9 @@ class CompiledRule:
         if "client" in rule.by:
             self.kinds.update(CLIENT_KINDS)
         self.has_overrides = bool(self._lookups)
+        self._hash = snapshot.hash_shared if rule.leaves_region else None
         is_simple = not self._lookups and len(rule.by) == 1 and rule.by[0] not in ("endpoint", "client")
+        is_simple = is_simple and self._hash is None
         self.simple_kind = rule.by[0] if is_simple else ""
         self.limit = rule.limit
         self.tiers: Mapping[Any, Limit] = rule.tiers
@@ -436,8 +449,14 @@ class CompiledRule:
             else:
                 # Leaving out an identity does not avoid the limit. No identity is empty, so the empty first part keeps
                 # this counter apart from all others.
-                return limit.by("", "ip", who["ip"], *self._view)
-        return limit.by(*parts)
+                return self._shared(limit.by("", "ip", who["ip"], *self._view))
+        return self._shared(limit.by(*parts))
+
+    def _shared(self, key: Key) -> Key:
+        """The key in the form in which other regions may know it. Its parts stay, as they do not leave the process."""
+        if self._hash is None or not key.identity:
+            return key
+        return key._replace(identity=self._hash("counter", key.identity))
 
     def apply(self, key: Key, resolution: Resolution) -> AppliedLimit:
         """The key with the source of its numbers."""
@@ -473,22 +492,19 @@ class UnknownKeyNet(CompiledRule):
         own = [kind for kind in rule.by if kind not in UNTRUSTED_KINDS and kind not in ADDRESSES]
         # Tiers have different numbers: the traffic of one must not use up the net of another.
         kinds = ("ip", "tier", *own) if snapshot.tiers else ("ip", *own)
-        net = replace(
-            rule,
-            name=net_name(rule.name),
-            limit=None if rule.limit is None else snapshot.net_limit(rule.limit),
-            by=kinds,
-            tiers={tier: snapshot.net_limit(limit) for tier, limit in rule.tiers.items()},
-            missing="skip",  # a request that lacks an identity is counted by address already
-            net_of=rule.name,
-        )
-        super().__init__(net, snapshot, route)
+        limit = None if rule.limit is None else snapshot.net_limit(rule.limit)
+        tiers = {tier: snapshot.net_limit(limit) for tier, limit in rule.tiers.items()}
+        # A request that lacks an identity is counted by address already: skip it.
+        net = replace(rule, name=net_name(rule.name), limit=limit, tiers=tiers, by=kinds, net_of=rule.name)
+        region = next((each.region for each in net.limits), rule.region)
+        super().__init__(replace(net, missing="skip", region=region), snapshot, route)
         self._base = base
         self._net_limit = snapshot.net_limit
 
     def key(self, who: Identities, tier: str | None, now_us: int) -> Key | None:
-        """The key by address; None for a request that the limit does not count by API key."""
-        if "client" in self._base.rule.by and who.get("tenant"):
+        """The key by address; None for a request that the limit does not count by API key: `by: client` alone counts
+        a tenant by its name."""
+        if who.get("tenant") and "api_key" not in self._base.rule.by:
             return None
         return super().key({**who, "tier": tier or NO_TIER}, tier, now_us)
 
@@ -518,18 +534,14 @@ def _is_concurrency(rule: Rule) -> bool:
     return any(limit.algorithm == "concurrency" for limit in rule.limits)
 
 
-def _multiply(limit: Limit, factor: int) -> Limit:
+def _multiply(limit: Limit, factor: int, region: str) -> Limit:
     shapes_burst = ALGORITHMS[limit.algorithm].SHAPES_BURST
+    same: dict[str, Any] = {"algorithm": limit.algorithm, "split": limit.split, "region": region}
+    same["name"] = net_name(limit.name)
     while True:
         try:
-            return Limit(
-                limit.quota * factor,
-                limit.period,
-                burst=limit.capacity * factor if shapes_burst else None,
-                algorithm=limit.algorithm,
-                name=net_name(limit.name),
-                split=limit.split,
-            )
+            burst = limit.capacity * factor if shapes_burst else None
+            return Limit(limit.quota * factor, limit.period, burst=burst, **same)
         except InvalidLimit:  # beyond the range of exact numbers
             if factor == 1:
                 raise
@@ -554,13 +566,19 @@ def _counts_all_by_address(rule: Rule) -> bool:
 def _find_hashed(
     values: dict[str, list[_Ranked]], hash_identity: Callable[[str, str], str], kind: str, value: str
 ) -> list[_Ranked] | None:
-    """The entries for the hash of an identity."""
     return values.get(hash_identity(kind, value))
 
 
 def _find_in_networks(networks: Networks[list[_Ranked]]) -> Callable[[str], list[_Ranked]]:
     """A lookup of all networks with an address: if the entry of the smallest has ended, a wider one may apply."""
     return lambda address: [entry for entries in networks.find_all(address) for entry in entries]
+
+
+def _group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def _join_costs(costs: list[int]) -> Cost:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from headgate._pace import release
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 __all__ = [
-    "Document",
-    "Malformed",
-    "NodePosition",
-    "Path",
-    "SourcePosition",
-    "Unreadable",
-    "decimal",
-    "place_of",
-    "whole",
-]
+    "Document", "Malformed", "NodePosition", "Path", "SourcePosition", "Unreadable", "decimal", "place_of", "whole",
+]  # fmt: skip
 
 Path: TypeAlias = tuple[str | int, ...]
 """The keys and indices that lead to a value: ("limits", 0, "by")."""
@@ -67,19 +58,20 @@ class Malformed(Exception):
 
 
 @dataclass(slots=True)
-class Document(ABC):
+class Document:
     """The values of a text: dict, list, str, int, bool, None, Decimal, datetime, date, time and `Unreadable`."""
 
     value: object
+    places: Callable[[Iterable[SourcePosition]], dict[SourcePosition, NodePosition]]
+    """Finds the positions of values. Only called to report problems, so it may be slow."""
     mistakes: list[tuple[NodePosition, str]] = field(default_factory=list)
     """Problems that the format permits but policies do not, like duplicate keys."""
-
-    @abstractmethod
-    def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
-        """The positions of values. Only called to report problems, so it may be slow."""
+    marks: dict[int, dict[Any, tuple[NodePosition, NodePosition]]] = field(default_factory=dict)
+    """By id of a container, the positions of key and value of each entry, if the parser keeps them."""
 
     def release(self) -> None:
         """Free the sections in slices, as freeing all at once would delay other threads."""
+        release(self.marks)
         for section in self.value.values() if isinstance(self.value, dict) else ():
             if isinstance(section, list | dict):
                 release(section)

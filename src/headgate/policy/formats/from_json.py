@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from functools import partial
 from json import JSONDecodeError, JSONDecoder
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,11 +36,12 @@ def parse(text: str) -> Document:
             doubled.append(made)
         return made
 
-    decoder = JSONDecoder(
-        object_pairs_hook=mapping, parse_float=decimal, parse_int=whole, parse_constant=_refuse_constant
-    )
+    def constant(word: str) -> Unreadable:
+        return Unreadable(f"{word} is not JSON; write a plain number, like 16.67")
+
+    decoder = JSONDecoder(object_pairs_hook=mapping, parse_float=decimal, parse_int=whole, parse_constant=constant)
     try:
-        document = _Json(decoder.decode(text), text=text)
+        document = Document(decoder.decode(text), partial(_places, text))
     except JSONDecodeError as error:
         raise Malformed(f"not JSON: {error.msg}", NodePosition(error.lineno, error.colno)) from None
     except RecursionError:
@@ -50,17 +51,9 @@ def parse(text: str) -> Document:
     return document
 
 
-@dataclass(slots=True)
-class _Json(Document):
-    text: str = ""
-
-    def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
-        found = _offsets(self.text, {spot.path for spot in spots})
-        return {spot: place_of(self.text, offsets[-1]) for spot, offsets in found.items()}
-
-
-def _refuse_constant(word: str) -> Unreadable:
-    return Unreadable(f"{word} is not JSON; write a plain number, like 16.67")
+def _places(text: str, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
+    found = _offsets(text, {spot.path for spot in spots})
+    return {spot: place_of(text, offsets[-1]) for spot, offsets in found.items()}
 
 
 def _given_twice(text: str, value: object, doubled: Collection[int]) -> Iterator[tuple[NodePosition, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from headgate.policy.formats.document import Document, Malformed, NodePosition, Path, SourcePosition, decimal, place_of
@@ -27,20 +27,16 @@ _SCALAR: Final = re.compile(
 
 def parse(text: str) -> Document:
     try:
-        return _Toml(tomllib.loads(text, parse_float=decimal), text=text)
+        return Document(tomllib.loads(text, parse_float=decimal), partial(_places, text))
     except RecursionError:
         raise Malformed("nested too deep; a policy needs no more than a few levels") from None
     except ValueError as error:  # TOMLDecodeError is one, and so is a number with too many digits
         raise _malformed(text, str(error)) from None
 
 
-@dataclass(slots=True)
-class _Toml(Document):
-    text: str = ""
-
-    def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
-        found = _Scan(self.text).offsets
-        return {spot: place_of(self.text, found[spot]) for spot in spots if spot in found}
+def _places(text: str, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
+    found = _Scan(text).offsets
+    return {spot: place_of(text, found[spot]) for spot in spots if spot in found}
 
 
 def _malformed(text: str, message: str) -> Malformed:
@@ -128,7 +124,6 @@ class _Scan:
         self._index += 1
 
     def _keys(self) -> list[str]:
-        """Parse a dotted key."""
         keys: list[str] = []
         while match := _KEY.match(self._text, self._index):
             quoted = match[1][0] in "\"'"

@@ -6,12 +6,10 @@ Works on parser events, which contain tags, anchors and the style of each scalar
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from headgate._pace import release
 from headgate.policy.formats.document import (
     Document,
     Malformed,
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["parse"]
 
 DEEPEST: Final = 20
-TOP: Final = NodePosition(1, 1)
 
 LONGEST_LINE: Final = 1000
 """Characters of a line that are searched for the cause of a syntax error."""
@@ -69,37 +66,14 @@ def _hint(text: str, error: yaml.MarkedYAMLError) -> str:
     """The remedy for a syntax error with a common cause."""
     lines = text.split("\n")
     marks = [mark for mark in (error.problem_mark, error.context_mark) if mark is not None]
-    if marks and _has_tab(text, marks[0].line):
+    shown = text.splitlines()
+    if marks and "\t" in "".join(shown[marks[0].line : marks[0].line + 1]):
         return "; indent with spaces, not with tabs"
     for mark in marks:
         path = _BARE_PATH.search(lines[mark.line][:LONGEST_LINE]) if mark.line < len(lines) else None
         if path is not None:
             return f'; put paths with {{ }} in quotes: "{path[0]}"'
     return ""
-
-
-@dataclass(slots=True)
-class _Yaml(Document):
-    marks: dict[int, dict[Any, tuple[NodePosition, NodePosition]]] = field(default_factory=dict)
-    """By id of a container, the positions of key and value of each entry."""
-    top: NodePosition = TOP
-
-    def places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
-        return {spot: place for spot in spots if (place := self._place(spot)) is not None}
-
-    def release(self) -> None:
-        release(self.marks)
-        Document.release(self)
-
-    def _place(self, spot: SourcePosition) -> NodePosition | None:
-        container, places = self.value, (self.top, self.top)
-        for step in spot.path:
-            entries = self.marks.get(id(container), {})
-            if step not in entries:
-                return None
-            places = entries[step]
-            container = container[step]  # type: ignore[index]  # what has marks is a dict or a list
-        return places[0 if spot.at_key else 1]
 
 
 class _Reading:
@@ -109,17 +83,33 @@ class _Reading:
         self._events = events
         self._mistakes: list[tuple[NodePosition, str]] = []
         self._marks: dict[int, dict[Any, tuple[NodePosition, NodePosition]]] = {}
+        self._root: object = None
+        self._top = NodePosition(1, 1)
 
-    def document(self) -> _Yaml:
+    def document(self) -> Document:
         next(self._events)  # the start of the stream
         if isinstance(next(self._events), yaml.StreamEndEvent):
-            return _Yaml(None)
+            return Document(None, self._places)
         first = next(self._events)
-        value = self._value(first, depth=0)
+        self._top = _place(first.start_mark)
+        self._root = self._value(first, depth=0)
         for event in self._events:
             if isinstance(event, yaml.DocumentStartEvent):
                 raise Malformed("a second document starts here; a policy is one", _place(event.start_mark))
-        return _Yaml(value, self._mistakes, marks=self._marks, top=_place(first.start_mark))
+        return Document(self._root, self._places, self._mistakes, self._marks)
+
+    def _places(self, spots: Iterable[SourcePosition]) -> dict[SourcePosition, NodePosition]:
+        return {spot: place for spot in spots if (place := self._find(spot)) is not None}
+
+    def _find(self, spot: SourcePosition) -> NodePosition | None:
+        container, places = self._root, (self._top, self._top)
+        for step in spot.path:
+            entries = self._marks.get(id(container), {})
+            if step not in entries:
+                return None
+            places = entries[step]
+            container = container[step]  # type: ignore[index]  # what has marks is a dict or a list
+        return places[0 if spot.at_key else 1]
 
     def _value(self, event: Any, depth: int) -> object:
         if isinstance(event, yaml.AliasEvent):
@@ -199,8 +189,3 @@ def _disagreement(text: str, plain: str) -> str:
 
 def _place(mark: Any) -> NodePosition:
     return NodePosition(mark.line + 1, mark.column + 1)
-
-
-def _has_tab(text: str, line: int) -> bool:
-    lines = text.splitlines()
-    return line < len(lines) and "\t" in lines[line]
