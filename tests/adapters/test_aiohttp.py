@@ -23,7 +23,7 @@ from headgate.testing import FakeClock
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from headgate.gate.request import RequestInfo
+    from headgate.gate.admission import RequestInfo
 
 LIMIT_FIELDS = {"x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset", "ratelimit-policy", "ratelimit"}
 
@@ -91,7 +91,9 @@ KINDS = [web.get("/hello", hello), web.get("/stream", stream), web.get("/gone", 
         ("GET", "/broken", 500, None),
     ],
 )
-def test_every_answer_is_counted_once_and_told(method: str, path: str, status: int, body: bytes | None) -> None:
+def test_every_response_is_counted_once_and_has_headers(
+    method: str, path: str, status: int, body: bytes | None
+) -> None:
     app = application(*KINDS, sub=application(*KINDS))
     setup(app, policy("2/minute"), clock=FakeClock())
 
@@ -111,7 +113,7 @@ def test_every_answer_is_counted_once_and_told(method: str, path: str, status: i
     run(app, conversation)
 
 
-def test_of_a_handler_that_gives_nothing_aiohttp_tells(caplog: pytest.LogCaptureFixture) -> None:
+def test_handler_without_response_is_an_aiohttp_error(caplog: pytest.LogCaptureFixture) -> None:
     async def forgetful(request: web.Request) -> Any: ...
 
     app = application(web.get("/", forgetful))
@@ -134,7 +136,7 @@ def test_exactly_as_many_pass_as_may() -> None:
     assert run(app, conversation) == [200] * 20 + [429] * 40
 
 
-def test_a_websocket_is_told_of_its_limits_and_refused() -> None:
+def test_websocket_is_limited_and_gets_headers() -> None:
     async def echo(request: web.Request) -> web.WebSocketResponse:
         websocket = web.WebSocketResponse()
         await websocket.prepare(request)
@@ -158,7 +160,7 @@ def test_a_websocket_is_told_of_its_limits_and_refused() -> None:
     run(app, conversation)
 
 
-def test_a_stream_is_sent_as_it_is_made_and_holds_its_lease_to_the_end() -> None:
+def test_stream_is_sent_as_it_is_made_and_holds_its_lease_to_the_end() -> None:
     go_on = asyncio.Event()
 
     async def slowly(request: web.Request) -> web.StreamResponse:
@@ -183,7 +185,7 @@ def test_a_stream_is_sent_as_it_is_made_and_holds_its_lease_to_the_end() -> None
     assert run(app, conversation) == [b"first", 429, b"last", 200]
 
 
-def test_an_encoded_slash_leads_to_no_other_limit() -> None:
+def test_encoded_slash_leads_to_no_other_limit() -> None:
     app = application(web.get("/users/{id}", hello))
     setup(app, read("limits: [{path: '/users/{id}', by: ip, bucket: 1/minute}]"), clock=FakeClock())
 
@@ -218,7 +220,7 @@ def test_answers_are_settled_by_their_status(counted: str, sent: tuple[int, ...]
     assert run(app, conversation) == expected
 
 
-def test_the_app_says_what_a_request_has_cost() -> None:
+def test_app_says_what_a_request_has_cost() -> None:
     async def spend(request: web.Request) -> web.Response:
         assert request[ADMISSION] is current_admission()
         current_admission().commit(int(request.query["cost"]))
@@ -233,7 +235,7 @@ def test_the_app_says_what_a_request_has_cost() -> None:
     assert run(app, conversation) == [200, 200, 200, 429]
 
 
-def test_a_route_that_is_exempt_is_untouched() -> None:
+def test_route_that_is_exempt_is_untouched() -> None:
     async def look(request: web.Request) -> web.Response:
         return web.json_response([ADMISSION in request, current_admission() is UNLIMITED])
 
@@ -249,7 +251,7 @@ def test_a_route_that_is_exempt_is_untouched() -> None:
     run(app, conversation)
 
 
-def test_users_are_who_middlewares_further_out_say() -> None:
+def test_user_is_read_from_outer_middleware() -> None:
     who = web.RequestKey("who", str)
 
     @web.middleware
@@ -257,8 +259,8 @@ def test_users_are_who_middlewares_further_out_say() -> None:
         request[who] = request.headers["X-User"]
         return await handler(request)  # type: ignore[no-any-return]
 
-    async def user(arrival: RequestInfo) -> str:
-        return str(arrival.native[who])
+    async def user(request: RequestInfo) -> str:
+        return str(request.native[who])
 
     app = application(web.get("/", hello))
     app.middlewares.append(sign_in)
@@ -271,7 +273,7 @@ def test_users_are_who_middlewares_further_out_say() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("open", [200] * 3), ("closed", [503] * 3), ("local", [200, 429, 429])])
-def test_a_store_that_is_away_is_answered_for(mode: Any, expected: list[int]) -> None:
+def test_store_that_is_away_is_answered_for(mode: Any, expected: list[int]) -> None:
     app = application(web.get("/", hello))
     setup(app, policy(on_failure=mode), "redis://127.0.0.1:1/0")
 
@@ -281,7 +283,7 @@ def test_a_store_that_is_away_is_answered_for(mode: Any, expected: list[int]) ->
     assert run(app, conversation) == expected
 
 
-def test_the_store_is_closed_when_the_app_ends() -> None:
+def test_store_is_closed_when_the_app_ends() -> None:
     class Watched(AsyncGate):
         closed = 0
 
@@ -299,7 +301,7 @@ def test_the_store_is_closed_when_the_app_ends() -> None:
     assert (run(app, conversation), gate.closed) == (0, 1)
 
 
-def test_a_gate_needs_a_policy() -> None:
+def test_gate_needs_a_policy() -> None:
     with pytest.raises(TypeError, match="give a policy"):
         setup(web.Application())
 
@@ -355,7 +357,7 @@ def test_handlers_classes_and_methods_are_limited() -> None:
     assert asked(app, "POST /orders", "POST /orders") == [200, 429]
 
 
-def test_a_refusal_by_a_handler_gives_back_what_the_policy_has_charged() -> None:
+def test_refusal_by_a_handler_gives_back_what_the_policy_has_charged() -> None:
     app = limited_app(
         web.get("/", limit("1/minute", by="global")(limit("5/hour; 9/day")(hello))),
         web.get("/other", hello),
@@ -381,7 +383,7 @@ async def from_device(request: web.Request) -> str | None:
     return request.headers.get("x-device")
 
 
-def test_a_function_that_says_who_is_counted_may_be_asynchronous() -> None:
+def test_identity_function_may_be_async() -> None:
     app = limited_app(web.get("/", limit("1/minute", by=from_device)(hello)))
     devices = [{"x-device": "a"}, {"x-device": "b"}, {"x-device": "a"}, {}, {}]
     assert asked(app, *["/"] * 5, headers=devices) == [200, 200, 429, 200, 429]
@@ -435,7 +437,7 @@ def test_exempt_handlers_are_left_out_of_the_policy() -> None:
     assert asked(app, *["/sub/health", "/pages"] * 2, "/own", "/own", "/", "/") == [200] * 5 + [429, 200, 429]
 
 
-def test_a_handler_without_a_gate_says_so() -> None:
+def test_handler_without_a_gate_says_so() -> None:
     with pytest.raises(InvalidConfiguration, match=r"call setup\(app, policy\), with Policy\(\)"):
         asyncio.run(limit("5/minute")(hello)(make_mocked_request("GET", "/")))
 

@@ -17,7 +17,7 @@ import litestar.response
 import pytest
 import quart
 from aiohttp import web
-from fastapi import APIRouter, FastAPI, WebSocket
+from fastapi import APIRouter, BackgroundTasks, FastAPI, WebSocket
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -34,7 +34,8 @@ from headgate.gate.gate import AsyncGate
 from headgate.policy.loader import read
 from headgate.policy.model import Policy
 from headgate.testing import FakeClock
-from support.asgi_client import ask, client, fields, knock, live, scope, statuses, talk
+from support.asgi_client import PEER, ask, client, fields, knock, live, scope, statuses, talk
+from support.sites import END_OF_BODY, policy_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from headgate.gate.admission import Admission
-    from headgate.gate.request import RequestInfo
+    from headgate.gate.admission import Admission, RequestInfo
     from support.servers import RedisServer
 
 LIMIT_FIELDS = {"x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset", "ratelimit-policy", "ratelimit"}
@@ -83,7 +83,7 @@ def test_what_is_no_policy_is_refused_by_name(policy: Any) -> None:
         (lambda **it: AsyncGate(Policy(), **it), "AsyncGate has no option 'storage'"),
     ],
 )
-def test_an_unknown_option_is_named_with_the_nearest_one(make: Any, message: str) -> None:
+def test_unknown_option_is_named_with_the_nearest_one(make: Any, message: str) -> None:
     with pytest.raises(InvalidConfiguration, match=f"^{re.escape(message)}.*; did you mean 'store'\\?$"):
         make(storage="memory://")
     with pytest.raises(InvalidConfiguration, match=r"has no option 'xyz'; it has .*budget, .*"):
@@ -101,7 +101,7 @@ def test_an_unknown_option_is_named_with_the_nearest_one(make: Any, message: str
         ({"identities": {"user": "ada"}}, "identities['user'] 'ada' cannot be called: give a function"),
     ],
 )
-def test_an_option_that_cannot_work_is_refused_at_once(options: dict[str, Any], told: str) -> None:
+def test_option_that_cannot_work_is_refused_at_once(options: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidConfiguration, match=f"^{re.escape(told)}$"):
         gated(starlette_app(), per_ip("1/s"), **options)
 
@@ -219,7 +219,9 @@ every_framework = pytest.mark.parametrize("make", [starlette_app, fastapi_app, l
         ("MADEUP", "/hello", {400, 405}),
     ],
 )
-def test_every_answer_is_counted_and_told(make: Callable[[], Any], method: str, path: str, status: Any) -> None:
+def test_every_response_is_counted_and_has_headers(
+    make: Callable[[], Any], method: str, path: str, status: Any
+) -> None:
     app = gated(make(), per_ip("2/minute"))
     first, second, refused = ask(app, *[(method, path)] * 3)
     assert first.status_code in (status if isinstance(status, set) else {status})
@@ -249,7 +251,7 @@ def test_exactly_as_many_pass_as_may(make: Callable[[], Any], redis7: RedisServe
 
 
 @every_framework
-def test_a_websocket_is_told_of_its_limits_and_refused(make: Callable[[], Any]) -> None:
+def test_websocket_is_limited_and_gets_headers(make: Callable[[], Any]) -> None:
     app = gated(make(), per_ip("1/minute"))
     accepted, *_ = knock(app, "/ws")
     assert (accepted["type"], set(fields(accepted)) >= LIMIT_FIELDS) == ("websocket.accept", True)
@@ -261,7 +263,7 @@ def test_a_websocket_is_told_of_its_limits_and_refused(make: Callable[[], Any]) 
 
 
 @every_framework
-def test_the_lifespan_is_the_apps_own_and_closes_the_gate(make: Callable[[], Any]) -> None:
+def test_lifespan_is_the_apps_own_and_closes_the_gate(make: Callable[[], Any]) -> None:
     gate = WatchedGate(read(per_ip("1/minute")))
     sent = asyncio.run(live(HeadgateMiddleware(make(), gate=gate)))
     assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
@@ -293,14 +295,14 @@ async def ignores_lifespan(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.mark.parametrize("app", [only_http, ignores_lifespan])
-def test_an_app_without_a_lifespan_is_served_and_closed_as_well(app: Any) -> None:
+def test_app_without_a_lifespan_is_served_and_closed_as_well(app: Any) -> None:
     gate = WatchedGate(read(per_ip("1/minute")))
     sent = asyncio.run(live(HeadgateMiddleware(app, gate=gate)))
     assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     assert gate.closed == 1
 
 
-def test_the_gate_is_closed_after_the_app_and_before_the_server_hears_of_it() -> None:
+def test_gate_is_closed_after_the_app_and_before_the_server_hears_of_it() -> None:
     order: list[str] = []
 
     class Gate(AsyncGate):
@@ -330,7 +332,7 @@ def test_the_gate_is_closed_after_the_app_and_before_the_server_hears_of_it() ->
     assert order == ["lifespan.startup.complete", "app", "gate", "lifespan.shutdown.complete"]
 
 
-def test_an_app_that_cannot_start_says_so_itself() -> None:
+def test_app_that_cannot_start_says_so_itself() -> None:
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
         raise RuntimeError("no database")
@@ -342,7 +344,7 @@ def test_an_app_that_cannot_start_says_so_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", [FastAPI, Starlette])
-def test_a_bad_policy_of_a_middleware_that_is_made_late_keeps_the_server_from_starting(
+def test_bad_policy_of_a_middleware_that_is_made_late_keeps_the_server_from_starting(
     kind: type[Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "policy.yaml"
@@ -359,7 +361,7 @@ def test_a_bad_policy_of_a_middleware_that_is_made_late_keeps_the_server_from_st
         assert str(told.value) == mistake
 
 
-def test_a_bad_policy_is_told_at_once_where_the_middleware_is_made_at_once(tmp_path: Path) -> None:
+def test_invalid_policy_is_rejected_by_the_constructor(tmp_path: Path) -> None:
     with pytest.raises(InvalidPolicy, match="cannot be read"):
         HeadgateMiddleware(FastAPI(), tmp_path / "nowhere.yaml")
 
@@ -367,7 +369,7 @@ def test_a_bad_policy_is_told_at_once_where_the_middleware_is_made_at_once(tmp_p
 # ---------------------------------------------------------------------------------------------- streams and their ends
 
 
-def test_a_stream_is_neither_buffered_nor_hurried() -> None:
+def test_stream_is_neither_buffered_nor_hurried() -> None:
     made: list[int] = []
 
     async def run() -> None:
@@ -447,7 +449,7 @@ def test_background_tasks_run_and_hold_nothing() -> None:
 
 
 @pytest.mark.parametrize("answers_first", [True, False])
-def test_a_client_that_goes_away_settles_and_leaves(answers_first: bool) -> None:
+def test_client_that_goes_away_settles_and_leaves(answers_first: bool) -> None:
     """A server cancels the app; what was held is left, what was reserved is charged by how far the answer came."""
     policy = json.dumps(
         {
@@ -510,7 +512,7 @@ def test_what_was_held_is_left_even_if_the_server_loses_patience() -> None:
     asyncio.run(run())
 
 
-def test_a_refusal_of_head_has_no_body() -> None:
+def test_refusal_of_head_has_no_body() -> None:
     gate = gated(only_http, per_ip("1/minute"))
     _, (start, body) = (asyncio.run(talk(gate, scope(method="HEAD"))) for _ in range(2))
     assert (start["status"], int(fields(start)["content-length"]) > 0, body["body"]) == (429, True, b"")
@@ -522,14 +524,14 @@ def test_exceptions_settle_as_500(make: Callable[[], Any]) -> None:
     assert statuses(ask(app, "/hello", "/hello", "/broken", "/hello")) == [200, 200, 500, 429]
 
 
-def test_an_app_that_raises_without_an_answer_settles_as_500() -> None:
+def test_app_that_raises_without_an_answer_settles_as_500() -> None:
     app = gated(only_http, per_ip("1/minute", count_when="status == 500"))
     with pytest.raises(NotImplementedError):
         knock(app, "/")
     assert statuses(ask(app, "/")) == [429]
 
 
-def test_a_websocket_that_the_app_turns_away_settles_as_403() -> None:
+def test_websocket_that_the_app_turns_away_settles_as_403() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "websocket.close", "code": 1008})
 
@@ -537,7 +539,7 @@ def test_a_websocket_that_the_app_turns_away_settles_as_403() -> None:
     assert [knock(gate, "/")[0]["type"] for _ in range(2)] == ["websocket.close", "websocket.http.response.start"]
 
 
-def test_a_message_that_an_app_sends_again_and_again_stays_its_own() -> None:
+def test_message_that_an_app_sends_again_and_again_stays_its_own() -> None:
     start = {"type": "http.response.start", "status": 200, "headers": [(b"x-mine", b"kept")]}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -553,7 +555,7 @@ def test_a_message_that_an_app_sends_again_and_again_stays_its_own() -> None:
 # ------------------------------------------------------------------------------------------------- what the app is told
 
 
-def test_the_app_finds_its_own_admission_and_no_other() -> None:
+def test_app_finds_its_own_admission_and_no_other() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         found = current_admission()
         body = b"free" if found is UNLIMITED else b"%d" % found.decision.remaining  # type: ignore[union-attr]
@@ -566,7 +568,7 @@ def test_the_app_finds_its_own_admission_and_no_other() -> None:
     assert not LIMIT_FIELDS & set(health.headers)
 
 
-def test_the_app_says_what_a_request_has_cost() -> None:
+def test_app_says_what_a_request_has_cost() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         current_admission().commit(int(scope["path"][1:]))
         await only_http(scope, receive, send)
@@ -575,7 +577,7 @@ def test_the_app_says_what_a_request_has_cost() -> None:
     assert statuses(ask(gate, "/1", "/1", "/4", "/0")) == [200, 200, 200, 429]
 
 
-def test_what_is_said_of_the_cost_after_the_answer_is_told_to_come_too_late(caplog: pytest.LogCaptureFixture) -> None:
+def test_commit_after_the_response_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await only_http(scope, receive, send)
         current_admission().commit(1)
@@ -589,12 +591,12 @@ def test_what_is_said_of_the_cost_after_the_answer_is_told_to_come_too_late(capl
 # ----------------------------------------------------------------------------------------------------------- who it is
 
 
-async def tenant(arrival: RequestInfo) -> str | None:
+async def tenant(request: RequestInfo) -> str | None:
     await asyncio.sleep(0)
-    return next(iter(arrival.header("x-tenant")), None)
+    return next(iter(request.header("x-tenant")), None)
 
 
-async def broken_tenant(arrival: RequestInfo) -> str:
+async def broken_tenant(request: RequestInfo) -> str:
     raise RuntimeError("no such table")
 
 
@@ -607,7 +609,7 @@ def test_functions_may_be_asynchronous(function: Any, expected: list[int]) -> No
     assert statuses(answers) == expected
 
 
-def test_a_user_who_has_signed_in_is_counted_by_name() -> None:
+def test_authenticated_user_is_counted_by_name() -> None:
     gate = gated(only_http, "limits: [{by: user, bucket: 1/minute}]")
 
     class Unnamed:
@@ -675,7 +677,7 @@ PLAIN = per_ip("1/minute")
         ),
     ],
 )
-def test_nobody_gets_free_by_what_they_send(policy: str, peer: str, attempts: list[list[tuple[str, str]]]) -> None:
+def test_request_contents_do_not_escape_limits(policy: str, peer: str, attempts: list[list[tuple[str, str]]]) -> None:
     gate = gated(only_http, policy)
     got = []
     for headers in attempts:
@@ -687,14 +689,14 @@ def test_nobody_gets_free_by_what_they_send(policy: str, peer: str, attempts: li
 
 @pytest.mark.parametrize("value", ["\r\nset-cookie: x", "\0", "ü", "%all", "|", "a" * 5000, "{tag}"])
 def test_no_identity_reaches_an_answer(value: str) -> None:
-    app = gated(only_http, "limits: [{by: tenant, bucket: 1/minute}]", identities={"tenant": lambda arrival: value})
+    app = gated(only_http, "limits: [{by: tenant, bucket: 1/minute}]", identities={"tenant": lambda request: value})
     allowed, refused = ask(app, "/", "/")
     assert statuses([allowed, refused]) == [200, 429]
     for answer in (allowed, refused):
         assert value not in answer.text + " ".join(answer.headers.values())
 
 
-def test_a_request_without_a_peer_is_counted() -> None:
+def test_request_without_a_peer_is_counted() -> None:
     """As over a Unix socket."""
     gate = gated(only_http, per_ip("1/minute"))
     assert [asyncio.run(talk(gate, scope(client=None)))[0]["status"] for _ in range(2)] == [200, 429]
@@ -725,7 +727,7 @@ def silent() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("place", ["refused", "silent"])
-def test_a_store_that_is_away_costs_milliseconds_and_each_route_answers_for_itself(place: str, silent: str) -> None:
+def test_store_that_is_away_costs_milliseconds_and_each_route_answers_for_itself(place: str, silent: str) -> None:
     policy = """
         on_failure: open
         routes: [{path: /pay, on_failure: closed}, {path: /login, on_failure: local}]
@@ -741,3 +743,56 @@ def test_a_store_that_is_away_costs_milliseconds_and_each_route_answers_for_itse
     assert not LIMIT_FIELDS & {*opened[0].headers, *closed[0].headers}
     assert (closed[0].headers["retry-after"], closed[0].json()["error"]) == ("1", "limiter_unavailable")
     assert took < 3  # 60 requests: what a single one costs elsewhere
+
+
+def test_streams_websockets_and_background_tasks_are_unchanged() -> None:
+    """P19: all three broke under a middleware that buffers answers."""
+    app, events = FastAPI(), list[str]()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for chunk in (b"one", b"two"):
+            events.append(f"made {chunk.decode()}")
+            yield chunk
+
+    @app.get("/stream")
+    async def stream(later: BackgroundTasks) -> StreamingResponse:
+        later.add_task(events.append, "afterwards")
+        return StreamingResponse(chunks(), background=later)
+
+    @app.websocket("/ws")
+    async def echo(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text(await websocket.receive_text())
+
+    gated = HeadgateMiddleware(app, read(policy_json({"by": "ip", "bucket": "2/hour"})), clock=FakeClock())
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            events.append(f"sent {message['body'].decode()}")
+
+    async def receive() -> Any:
+        return await asyncio.get_running_loop().create_future()  # a client that stays
+
+    asyncio.run(gated(scope("/stream"), receive, send))
+    assert events == ["made one", "sent one", "made two", "sent two", "afterwards"]
+    said = [{"type": "websocket.connect"}, {"type": "websocket.receive", "text": "hello"}]
+    accepted, echoed, *_ = asyncio.run(talk(gated, scope("/ws", "websocket"), *said))
+    assert (accepted["type"], echoed["text"]) == ("websocket.accept", "hello")
+    assert knock(gated, "/ws")[0]["status"] == 429
+
+
+def test_headers_of_the_app_are_kept() -> None:
+    """P19: answers of the app keep their own headers, whatever they are called, beside those of the gate."""
+    app = Starlette()
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"7"), (b"vary", b"a")]}
+        )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    app.mount("/inner", inner)
+    gated = HeadgateMiddleware(app, read(policy_json({"by": "ip", "bucket": "2/hour"})), clock=FakeClock())
+    start, _ = asyncio.run(talk(gated, scope("/inner/x", client=(PEER, 1)), END_OF_BODY))
+    assert [name for name, _ in start["headers"]][:2] == [b"x-request-id", b"vary"]
+    assert len(start["headers"]) == 2 + 5

@@ -85,7 +85,7 @@ async def again(app: Any, path: str = "/", times: int = 3) -> list[int]:
 # -- Everything as ever ----------------------------------------------------------------------------------------------
 
 
-def test_who_may_pass_is_served_and_who_may_not_is_refused(store: str, unique: str) -> None:
+def test_allowed_requests_are_served_and_denied_ones_rejected(store: str, unique: str) -> None:
     app = App()
 
     async def run() -> None:
@@ -122,7 +122,7 @@ def test_what_takes_more_than_a_check_is_done_too(store: str, unique: str) -> No
     assert [shadow[0].decision.allowed for shadow in shadows] == [True, False, False]
 
 
-def test_the_fields_are_those_of_the_admission(store: str, unique: str) -> None:
+def test_fields_are_those_of_the_admission(store: str, unique: str) -> None:
     async def run() -> None:
         gate = gated(App(), store, unique)
         for remaining in ("4", "3", "2"):
@@ -134,7 +134,7 @@ def test_the_fields_are_those_of_the_admission(store: str, unique: str) -> None:
     asyncio.run(run())
 
 
-def test_somebody_may_listen_to_every_decision(store: str, unique: str) -> None:
+def test_decision_listener_receives_every_decision(store: str, unique: str) -> None:
     heard: list[Any] = []
 
     async def run() -> None:
@@ -148,7 +148,7 @@ def test_somebody_may_listen_to_every_decision(store: str, unique: str) -> None:
     assert heard == [True] * 5 + [False]
 
 
-def test_a_denial_is_remembered_as_ever(redis7: RedisServer, unique: str) -> None:
+def test_denial_is_remembered_as_ever(redis7: RedisServer, unique: str) -> None:
     async def run() -> None:
         gate = gated(App(), redis7.url, unique)
         assert await again(gate, times=40) == [200] * 5 + [429] * 35
@@ -162,7 +162,7 @@ def test_a_denial_is_remembered_as_ever(redis7: RedisServer, unique: str) -> Non
 # -- In the task of whoever waits ------------------------------------------------------------------------------------
 
 
-def test_an_admission_is_current_while_its_request_is_served(store: str, unique: str) -> None:
+def test_admission_is_current_while_its_request_is_served(store: str, unique: str) -> None:
     async def broken(receive: Any, send: Any) -> None:
         raise KeyError("of the app")
 
@@ -202,7 +202,7 @@ def test_nothing_happens_before_it_is_awaited(store: str, unique: str) -> None:
     asyncio.run(run())
 
 
-def test_the_app_may_be_cancelled_or_left(store: str, unique: str) -> None:
+def test_app_may_be_cancelled_or_left(store: str, unique: str) -> None:
     seen: list[str] = []
     is_there = asyncio.Event()
 
@@ -246,7 +246,7 @@ def test_the_app_may_be_cancelled_or_left(store: str, unique: str) -> None:
     assert seen == ["cancelled"] * 4
 
 
-def test_who_goes_while_the_store_is_asked_is_served_no_more(own_redis: RedisServer, unique: str) -> None:
+def test_client_gone_during_the_check_is_not_served(own_redis: RedisServer, unique: str) -> None:
     app = App()
 
     async def run() -> None:
@@ -314,7 +314,7 @@ def granted() -> Any:
     return Admission(None, None, None, None, 0)
 
 
-def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all() -> None:
+def test_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all() -> None:
     current: list[Any] = []
     last = {"type": "http.response.body"}
 
@@ -341,7 +341,7 @@ def test_an_answer_may_end_in_a_task_of_its_own_more_than_once_or_not_at_all() -
     assert current == [UNLIMITED] * 5
 
 
-def test_a_server_may_have_to_wait_for_its_client() -> None:
+def test_server_may_have_to_wait_for_its_client() -> None:
     """And be cancelled then, or told of an error: it is the server's to hear, and what runs after it is as ever."""
     current: list[Any] = []
     last = {"type": "http.response.body"}
@@ -386,7 +386,7 @@ def test_a_server_may_have_to_wait_for_its_client() -> None:
     assert current == [UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, "cancelled", UNLIMITED]
 
 
-def test_a_server_may_send_by_whatever_can_be_awaited() -> None:
+def test_server_may_send_by_whatever_can_be_awaited() -> None:
     last = {"type": "http.response.body"}
 
     def send(message: Any) -> asyncio.Future[None]:

@@ -340,7 +340,7 @@ def test_all_handlers_of_a_process_count_together(make_client: Callable[[], Ask]
 
 
 @pytest.mark.parametrize(("mode", "status"), [("open", 200), ("closed", 503), ("local", 200)])
-def test_a_store_that_is_down_costs_milliseconds_and_the_route_decides(
+def test_store_that_is_down_costs_milliseconds_and_the_route_decides(
     mode: str, status: int, make_client: Callable[[], Ask]
 ) -> None:
     policy = f"limits: [{{by: ip, bucket: 99/hour, on_failure: {mode}}}]"
@@ -351,7 +351,7 @@ def test_a_store_that_is_down_costs_milliseconds_and_the_route_decides(
         assert time.perf_counter() - begin < 1
 
 
-def test_the_async_stack_gets_an_async_gate_and_the_sync_stack_a_sync_one() -> None:
+def test_async_stack_gets_an_async_gate_and_the_sync_stack_a_sync_one() -> None:
     async def aget_response(request: HttpRequest) -> HttpResponse:
         return HttpResponse()
 
@@ -391,7 +391,7 @@ def test_only_failed_logins_count(make_client: Callable[[], Ask], store: dict[st
     assert answers == [200, 401, 200, 200, 401, 429]
 
 
-def test_a_view_that_fails_is_settled_as_a_500(make_client: Callable[[], Ask]) -> None:
+def test_view_that_fails_is_settled_as_a_500(make_client: Callable[[], Ask]) -> None:
     for propagates in (False, True):
         with (
             gated("limits: [{by: ip, bucket: 2/hour, count_when: status == 200}]"),
@@ -408,7 +408,7 @@ def test_a_view_that_fails_is_settled_as_a_500(make_client: Callable[[], Ask]) -
 
 @pytest.mark.parametrize("path", ["/ask", "/stream", "/astream"])
 @other_streams_too
-def test_the_app_says_what_a_request_has_really_cost(path: str, make_client: Callable[[], Ask]) -> None:
+def test_app_says_what_a_request_has_really_cost(path: str, make_client: Callable[[], Ask]) -> None:
     with gated("limits: [{by: ip, bucket: 1000/hour, reserve: 500}]"):
         ask = make_client()
         answers = [ask(path, query_params={"cost": cost}).status_code for cost in (100, 100, 700, 1)]
@@ -418,7 +418,7 @@ def test_the_app_says_what_a_request_has_really_cost(path: str, make_client: Cal
 LEASE = "limits: [{name: running, by: ip, limit: 1/minute, algorithm: concurrency}]"
 
 
-def test_a_lease_is_held_until_the_stream_is_over() -> None:
+def test_lease_is_held_until_the_stream_is_over() -> None:
     with gated(LEASE):
         client = Client()
         first: Any = client.get("/stream")
@@ -440,7 +440,7 @@ async def in_the_async_stack() -> None:
     assert (await client.get("/hello")).status_code == 200
 
 
-def test_a_lease_is_held_until_the_stream_is_over_in_the_async_stack() -> None:
+def test_lease_is_held_until_the_stream_is_over_in_the_async_stack() -> None:
     with gated(LEASE):
         asyncio.run(in_the_async_stack())
 
@@ -467,7 +467,7 @@ BY_USER = "limits: [{name: per-user, by: user, bucket: 2/hour, endpoint: /hello}
 
 @pytest.mark.usefixtures("users")
 @pytest.mark.parametrize("sign_in", ["/sign-in", "/asign-in"])
-def test_who_has_signed_in_is_counted_as_that_user(sign_in: str, make_client: Callable[[], Ask]) -> None:
+def test_authenticated_client_is_counted_as_its_user(sign_in: str, make_client: Callable[[], Ask]) -> None:
     with gated(BY_USER, middleware=SIGNED_IN):
         for name in ("ada", "grace"):
             ask = make_client()
@@ -483,7 +483,7 @@ def test_who_has_signed_in_is_counted_as_that_user(sign_in: str, make_client: Ca
     [(BY_USER, SIGNED_IN), (PER_IP, SIGNED_IN), (BY_USER, [MIDDLEWARE])],
     ids=["user", "ip", "bare"],
 )
-def test_the_database_is_asked_only_for_those_who_have_a_session_and_only_if_users_are_counted(
+def test_session_is_read_only_when_users_are_counted(
     policy: str, middleware: list[str], make_client: Callable[[], Ask], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries: list[str] = []
@@ -523,8 +523,8 @@ lazy = with_user(lambda: SimpleLazyObject(lambda: SimpleNamespace(is_authenticat
 anonymous = with_user(lambda: SimpleNamespace(is_authenticated=False, pk=None))
 
 
-def tell_who(arrival: DjangoRequest) -> str | None:
-    return next(iter(arrival.header("x-tenant")), None)
+def tell_who(request: DjangoRequest) -> str | None:
+    return next(iter(request.header("x-tenant")), None)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +537,7 @@ def tell_who(arrival: DjangoRequest) -> str | None:
         ("anonymous", {"x-api-key": "one,two"}, {}),
     ],
 )
-def test_who_a_request_is_from(
+def test_client_of_a_request(
     middleware: str, headers: dict[str, str], who: dict[str, str], make_client: Callable[[], Ask]
 ) -> None:
     told: list[Any] = []
@@ -545,7 +545,7 @@ def test_who_a_request_is_from(
         "limits: [{by: [user, tenant, api_key], bucket: 9/hour}]",
         middleware=[f"{__name__}.{middleware}", MIDDLEWARE],
         identities={"tenant": f"{__name__}.tell_who"},
-        on_decision=lambda arrival, admission: told.append((arrival.path, arrival.peer, admission.resolution.who)),
+        on_decision=lambda request, admission: told.append((request.path, request.peer, admission.resolution.who)),
     ):
         make_client()("/hello", headers=headers)
     [(path, peer, found)] = told
@@ -558,7 +558,7 @@ def test_who_a_request_is_from(
 )
 @pytest.mark.parametrize("limited", ["/shop/hello", "/hello"])
 @override_settings(FORCE_SCRIPT_NAME="/shop")
-def test_a_mounted_project_is_counted_by_either_name_of_a_path(
+def test_mounted_project_is_counted_by_either_name_of_a_path(
     path: str, limited: str, make_client: Callable[[], Ask]
 ) -> None:
     """WSGI hands a mounted app its path without the mount's, ASGI with it."""
@@ -592,13 +592,13 @@ def test_functions_may_be_given_by_name(make_client: Callable[[], Ask]) -> None:
         ({"policy": read(PER_IP), "identities": "user"}, "HEADGATE: 'str' object has no attribute 'items'"),
     ],
 )
-def test_bad_settings_are_told_when_django_starts(said: Any, message: str) -> None:
+def test_invalid_settings_are_reported_when_django_starts(said: Any, message: str) -> None:
     with override_settings(HEADGATE=said), pytest.raises(ImproperlyConfigured) as told:
         WSGIHandler()
     assert str(told.value).startswith(message)
 
 
-def test_a_bad_policy_is_told_with_all_its_mistakes(tmp_path: Path) -> None:
+def test_invalid_policy_lists_all_problems(tmp_path: Path) -> None:
     file = tmp_path / "limits.yaml"
     file.write_text("limits: [{bukcet: 1/hour}, {by: ip}]")
     with override_settings(HEADGATE={"policy": file}), pytest.raises(ImproperlyConfigured) as told:
@@ -612,7 +612,7 @@ def told_by_check() -> list[tuple[str, str, str | None]]:
     return [(f"{each.id}", each.msg, each.hint) for each in found]
 
 
-def test_a_good_setting_passes_djangos_checks_and_no_store_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_setting_passes_djangos_checks_and_no_store_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as redis:
         redis.setblocking(False)
         store = f"redis://127.0.0.1:{redis.getsockname()[1]}/0"
@@ -624,12 +624,12 @@ def test_a_good_setting_passes_djangos_checks_and_no_store_is_asked(capsys: pyte
     assert "no issues" in capsys.readouterr().out
 
 
-def test_a_project_without_headgate_hears_nothing_of_it() -> None:
+def test_project_without_headgate_hears_nothing_of_it() -> None:
     with override_settings(MIDDLEWARE=SIGNED_IN[:2]):
         assert told_by_check() == []
 
 
-def test_a_middleware_without_its_setting_is_an_error_of_djangos_checks() -> None:
+def test_middleware_without_its_setting_is_an_error_of_djangos_checks() -> None:
     ((id, told, _),) = told_by_check()
     assert (id, told) == (
         "headgate.E001",
@@ -694,7 +694,7 @@ def test_djangos_checks_know_a_middleware_that_is_made_of_ours() -> None:
 
 
 @pytest.mark.usefixtures("users")
-def test_the_documented_settings_work(tmp_path: Path, make_client: Callable[[], Ask]) -> None:
+def test_documented_settings_work(tmp_path: Path, make_client: Callable[[], Ask]) -> None:
     documented, policy, *_ = re.findall(r"^```\w+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "limits.yaml").write_text(policy)
     said: dict[str, Any] = {}
@@ -720,7 +720,7 @@ class Quiet(WSGIRequestHandler):
 
 
 @pytest.mark.parametrize("policy", [PER_IP, LEASE], ids=["nothing to settle", "a lease"])
-def test_a_real_server_gets_the_first_chunk_before_the_last_is_made(policy: str) -> None:
+def test_real_server_gets_the_first_chunk_before_the_last_is_made(policy: str) -> None:
     with gated(policy):
         handler = WSGIHandler()
     with make_server("127.0.0.1", 0, handler, handler_class=Quiet) as server:
@@ -787,7 +787,7 @@ async def leaving_clients_hold_nothing() -> list[int]:
     return [refused, *[await Exchange(handler, "/ahello").status() for _ in range(2)]]
 
 
-def test_a_client_who_leaves_holds_nothing() -> None:
+def test_disconnected_client_holds_no_lease() -> None:
     with gated(LEASE):
         assert asyncio.run(leaving_clients_hold_nothing()) == [429, 200, 200]
 
@@ -798,7 +798,7 @@ async def stream_of_the_handler() -> dict[bytes, bytes]:
     return dict(answer.sent[0]["headers"])
 
 
-def test_the_asgi_handler_sends_the_first_chunk_before_the_last_is_made() -> None:
+def test_asgi_handler_sends_the_first_chunk_before_the_last_is_made() -> None:
     events.clear()
     with gated(PER_IP):
         headers = asyncio.run(stream_of_the_handler())
@@ -814,7 +814,7 @@ async def refusals_of_the_handler() -> list[tuple[int, bool]]:
     return told
 
 
-def test_a_refusal_has_no_body_for_head() -> None:
+def test_refusal_has_no_body_for_head() -> None:
     with gated(PER_IP):
         assert asyncio.run(refusals_of_the_handler()) == [(200, True), (200, True), (429, True), (429, False)]
 
@@ -848,7 +848,7 @@ def test_each_class_based_view_has_its_own_count(make_client: Callable[[], Ask])
         assert [ask("/class/items", "post").status_code for _ in range(2)] == [200, 429]
 
 
-def test_a_refusal_by_a_view_gives_back_what_the_policy_has_charged(make_client: Callable[[], Ask]) -> None:
+def test_refusal_by_a_view_gives_back_what_the_policy_has_charged(make_client: Callable[[], Ask]) -> None:
     with gated("limits: [{name: all, by: ip, bucket: 3/minute}]"):
         ask = make_client()
         answers = [ask("/limited", headers={"x-device": "a"}) for _ in range(4)]
@@ -861,7 +861,7 @@ def test_a_refusal_by_a_view_gives_back_what_the_policy_has_charged(make_client:
         assert ask("/hello").headers["X-RateLimit-Remaining"] == "1"
 
 
-def test_a_view_may_count_some_methods_and_answers_only(make_client: Callable[[], Ask]) -> None:
+def test_view_may_count_some_methods_and_answers_only(make_client: Callable[[], Ask]) -> None:
     with gated(NO_LIMITS):
         ask = make_client()
         tries = [200, 401, 404, 200, 401, 200]
@@ -871,7 +871,7 @@ def test_a_view_may_count_some_methods_and_answers_only(make_client: Callable[[]
 
 
 @other_streams_too
-def test_a_lease_of_a_view_ends_with_its_answer(make_client: Callable[[], Ask]) -> None:
+def test_lease_of_a_view_ends_with_its_answer(make_client: Callable[[], Ask]) -> None:
     with gated(NO_LIMITS):
         ask = make_client()
         paths = ["/one/hello", "/one/fail", "/one/stream", "/one/astream", "/one/hello"]
@@ -885,7 +885,7 @@ def test_exempt_views_are_left_out_of_the_policy(make_client: Callable[[], Ask])
         assert [ask(path).status_code for path in ("/class/plain", "/hello", "/nowhere")] == [200, 429, 429]
 
 
-def test_a_view_without_the_middleware_says_so() -> None:
+def test_view_without_the_middleware_says_so() -> None:
     with (
         override_settings(MIDDLEWARE=[]),
         pytest.raises(ImproperlyConfigured, match="HeadgateMiddleware' to MIDDLEWARE"),

@@ -33,7 +33,7 @@ def made(**options: Any) -> tuple[FastAPI, FastAPILimits]:
     return app, limits
 
 
-def test_a_route_needs_no_request_parameter_and_answers_as_the_middleware_would() -> None:
+def test_route_needs_no_request_parameter_and_answers_as_the_middleware_would() -> None:
     app, limits = made()
 
     @app.get("/reports", dependencies=[Depends(limits.allow("2/minute", by="ip"))])
@@ -51,7 +51,7 @@ def test_a_route_needs_no_request_parameter_and_answers_as_the_middleware_would(
     assert statuses(ask(app, "/reports", ip="203.0.113.10")) == [200]
 
 
-def test_a_route_is_counted_by_its_template_and_methods() -> None:
+def test_route_is_counted_by_its_template_and_methods() -> None:
     """Never by the URL (every id would be free), nor by the name of the view (strangers would share a counter)."""
     app, limits = made()
     once = [Depends(limits.allow("1/minute"))]
@@ -66,7 +66,7 @@ def test_a_route_is_counted_by_its_template_and_methods() -> None:
     assert statuses(ask(app, *paths)) == [200, 429] * 4
 
 
-def test_the_prefixes_of_included_routers_belong_to_the_template() -> None:
+def test_prefixes_of_included_routers_belong_to_the_template() -> None:
     app, limits = made()
     router = APIRouter(prefix="/inner", dependencies=[Depends(limits.allow("1/minute"))])
     for path in ("/{id}", "/{id}/parts"):
@@ -103,7 +103,7 @@ def test_where_an_app_is_mounted_belongs_to_the_template(root: str) -> None:
     assert statuses(ask(app, f"{root}/v3/items/1", f"{root}/v4/items/1")) == [429, 429]
 
 
-def test_a_name_or_a_limit_counts_all_its_routes_together() -> None:
+def test_name_or_a_limit_counts_all_its_routes_together() -> None:
     app, limits = made()
     exports = Limit(2, timedelta(days=1), name="exports")
     for path in ("/a", "/b"):
@@ -139,8 +139,8 @@ def broken(connection: HTTPConnection) -> str:
         (broken, ["a", "b"], [200, 429]),
     ],
 )
-def test_who_is_counted(by: Any, devices: list[str], expected: list[int]) -> None:
-    app, limits = made(identities={"device": lambda arrival: of_header(arrival.native)})
+def test_counted_identity(by: Any, devices: list[str], expected: list[int]) -> None:
+    app, limits = made(identities={"device": lambda request: of_header(request.native)})
     app.get("/", dependencies=[Depends(limits.allow("1/minute", by=by))])(lambda: None)
     answers = [ask(app, "/", headers={"x-device": device} if device else {})[0] for device in devices]
     assert statuses(answers) == expected
@@ -170,7 +170,7 @@ def test_what_one_dependency_granted_is_given_back_when_the_next_refuses() -> No
     assert told["ratelimit"].startswith('"9/day by ip";r=8;')
 
 
-def test_the_fields_of_several_dependencies_are_told_as_one() -> None:
+def test_headers_of_several_dependencies_are_merged() -> None:
     app, limits = made()
     loose, tight = Depends(limits.allow("100/minute")), Depends(limits.allow("3/minute", by="global"))
     app.get("/", dependencies=[loose, tight])(lambda: None)
@@ -228,7 +228,7 @@ def test_every_answer_counts_unless_it_is_said_which(status: int) -> None:
     assert statuses(ask(app, "/", "/")) == [status, 429]
 
 
-def test_a_lease_lasts_until_the_stream_has_ended() -> None:
+def test_lease_lasts_until_the_stream_has_ended() -> None:
     app, limits = made()
     one = Limit(1, timedelta(minutes=1), algorithm="concurrency", name="one")
     started, go_on = asyncio.Event(), asyncio.Event()
@@ -254,7 +254,7 @@ def test_a_lease_lasts_until_the_stream_has_ended() -> None:
     assert asyncio.run(run()) == [200, 429, 200]
 
 
-def test_a_dependency_gives_the_admission() -> None:
+def test_dependency_gives_the_admission() -> None:
     app, limits = made()
     first, then = Depends(limits.allow("5/minute")), Depends(admission)
 
@@ -302,7 +302,7 @@ def test_several_stores_in_one_app_each_settle_their_own() -> None:
     assert answers[0].headers["ratelimit"] == '"a";r=0;t=60, "b";r=0;t=60'
 
 
-def test_the_gate_says_how_it_is_at_a_path_of_no_route() -> None:
+def test_gate_says_how_it_is_at_a_path_of_no_route() -> None:
     app, limits = made(health_path="/healthz")
     app.get("/", dependencies=[Depends(limits.allow("1/minute"))])(lambda: None)
     mounting = FastAPI()
@@ -327,14 +327,14 @@ def test_settings_are_those_of_a_policy() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("open", [200] * 3), ("closed", [503] * 3), ("local", [200, 429, 429])])
-def test_a_store_that_is_away_is_answered_for(mode: Any, expected: list[int]) -> None:
+def test_store_that_is_away_is_answered_for(mode: Any, expected: list[int]) -> None:
     app, limits = FastAPI(), FastAPILimits("redis://127.0.0.1:1/0")
     limits.install(app)
     app.get("/", dependencies=[Depends(limits.allow("5/minute", on_failure=mode))])(lambda: None)
     assert statuses(ask(app, "/", "/", "/")) == expected
 
 
-def test_the_store_is_closed_when_the_app_ends() -> None:
+def test_store_is_closed_when_the_app_ends() -> None:
     app, limits = made()
     closed = []
 
@@ -347,7 +347,7 @@ def test_the_store_is_closed_when_the_app_ends() -> None:
     assert closed == [True]
 
 
-def test_a_websocket_is_told_of_its_limits_and_refused() -> None:
+def test_websocket_is_limited_and_gets_headers() -> None:
     app, limits = made()
 
     @app.websocket("/live", dependencies=[Depends(limits.allow("1/minute"))])
@@ -383,14 +383,14 @@ def test_a_websocket_is_told_of_its_limits_and_refused() -> None:
         ),
     ],
 )
-def test_mistakes_are_told_when_the_route_is_made(
+def test_mistakes_are_reported_when_the_route_is_declared(
     arguments: Any, options: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         FastAPILimits().allow(*arguments, **options)
 
 
-def test_an_app_without_its_limits_is_told_so() -> None:
+def test_limits_that_are_not_installed_are_an_error() -> None:
     app, limits = FastAPI(), FastAPILimits()
     app.websocket("/", dependencies=[Depends(limits.allow("1/minute"))])(lambda: None)
     with pytest.raises(InvalidConfiguration, match=r"limits\.install\(app\)"):
@@ -398,7 +398,7 @@ def test_an_app_without_its_limits_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
-def test_a_mounted_app_refuses_too(is_installed: bool) -> None:
+def test_mounted_app_refuses_too(is_installed: bool) -> None:
     """Where the limits are not installed in it, with FastAPI's own body; status and fields are right all the same."""
     app, limits = made()
     mounted = FastAPI()
@@ -417,7 +417,7 @@ def test_a_mounted_app_refuses_too(is_installed: bool) -> None:
     assert (refused.headers["content-type"], refused.headers["cache-control"]) == (kind, "no-store")
 
 
-def test_a_request_is_what_functions_get() -> None:
+def test_request_is_what_functions_get() -> None:
     app, limits = made()
     seen: list[Any] = []
     app.get("/{id}", dependencies=[Depends(limits.allow("5/minute", by=lambda request: seen.append(request)))])(

@@ -123,7 +123,7 @@ def test_every_answer_says_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(("mode", "status"), [("open", 200), ("closed", 503), ("local", 200)])
-def test_a_store_that_is_down_leaves_it_to_the_route(mode: str, status: int) -> None:
+def test_store_that_is_down_leaves_it_to_the_route(mode: str, status: int) -> None:
     app = make_app(
         f"limits: [{{by: ip, bucket: 9/hour, on_failure: {mode}}}]", store="redis://127.0.0.1:1/0", clock=None
     )
@@ -142,7 +142,7 @@ def test_only_failed_logins_count() -> None:
     assert [answer.status_code for answer in answers] == [200, 401, 200, 200, 401, 429]
 
 
-def test_a_stream_says_what_it_has_cost() -> None:
+def test_stream_says_what_it_has_cost() -> None:
     client = make_app("limits: [{endpoint: /ask, by: ip, bucket: 1000/hour, reserve: 500}]").test_client()
     answers = [client.get("/ask", query_string={"cost": cost}, buffered=True) for cost in (100, 100, 700, 1)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
@@ -152,10 +152,10 @@ def test_a_stream_says_what_it_has_cost() -> None:
 # ------------------------------------------------------------------- identity
 
 
-def test_a_function_may_read_the_session() -> None:
+def test_function_may_read_the_session() -> None:
     app = make_app(
         "limits: [{by: user, bucket: 2/hour, endpoint: '/items/{id}'}]",
-        identities={"user": lambda arrival: arrival.session.get("user")},
+        identities={"user": lambda request: request.session.get("user")},
     )
     for name in ("ada", "grace"):
         client = app.test_client()
@@ -168,17 +168,17 @@ def test_a_function_may_read_the_session() -> None:
     assert [nobody.get("/items/1").status_code for _ in range(3)] == [200, 200, 429], "counted by address"
 
 
-def test_an_app_without_a_secret_has_an_empty_session() -> None:
-    app = make_app(PER_IP, identities={"user": lambda arrival: arrival.session.get("user")})
+def test_app_without_a_secret_has_an_empty_session() -> None:
+    app = make_app(PER_IP, identities={"user": lambda request: request.session.get("user")})
     app.secret_key = None
     assert app.test_client().get("/items/1").status_code == 200
 
 
-def test_a_function_may_read_the_request_but_not_the_body_that_the_view_needs() -> None:
-    def name(arrival: Any) -> str | None:
+def test_function_may_read_the_request_but_not_the_body_that_the_view_needs() -> None:
+    def name(request: Any) -> str | None:
         with pytest.raises(RuntimeError):
-            arrival.request.get_data()
-        told: str | None = arrival.request.cookies.get("name")
+            request.request.get_data()
+        told: str | None = request.request.cookies.get("name")
         return told
 
     app = make_app("limits: [{by: user, bucket: 1/hour}]", identities={"user": name})
@@ -192,7 +192,7 @@ def test_a_function_may_read_the_request_but_not_the_body_that_the_view_needs() 
 # -------------------------------------------------------------- configuration
 
 
-def test_the_config_has_the_last_word() -> None:
+def test_config_has_the_last_word() -> None:
     headgate = Headgate(policy=read("limits: [{by: ip, bucket: 1/hour}]"), namespace="shop")
     plain, other = Flask("plain"), Flask("other")
     clock = FakeClock()
@@ -205,7 +205,7 @@ def test_the_config_has_the_last_word() -> None:
     assert client.get("/").status_code == 404
 
 
-def test_a_policy_file_is_watched(tmp_path: Path) -> None:
+def test_policy_file_is_watched(tmp_path: Path) -> None:
     file = tmp_path / "limits.yaml"
     file.write_text(PER_IP)
     app = Flask("shop")
@@ -253,7 +253,7 @@ SETTINGS = re.findall(r"^\| `(HEADGATE_\w+)` \|", PAGE, re.MULTILINE)
         ),
     ],
 )
-def test_a_bad_config_is_told_when_the_app_is_made(
+def test_invalid_config_is_rejected_when_the_app_is_created(
     config: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -366,7 +366,7 @@ def from_device(request: Any) -> str | None:
     return device
 
 
-def test_a_view_is_limited_and_refuses_as_the_policy_does() -> None:
+def test_view_is_limited_and_refuses_as_the_policy_does() -> None:
     app = shop()
 
     @app.get("/reports/<id>")
@@ -388,7 +388,7 @@ def test_a_view_is_limited_and_refuses_as_the_policy_does() -> None:
     assert statuses(app, "/reports/1", environ_overrides={"REMOTE_ADDR": "203.0.113.10"}) == [200]
 
 
-def test_a_view_of_several_urls_has_one_count_and_each_view_its_own() -> None:
+def test_view_of_several_urls_has_one_count_and_each_view_its_own() -> None:
     app = shop()
     once = limit("1/minute")
     for endpoint, paths in {"a": ["/a/<id>", "/b"], "c": ["/c"]}.items():
@@ -430,7 +430,7 @@ def test_all_limits_of_a_view_are_charged_or_none(is_stacked: bool) -> None:
 
 def test_decisions_name_the_view_and_its_identities() -> None:
     seen: list[Admission] = []
-    app = shop(on_decision=lambda arrival, admission: seen.append(admission))
+    app = shop(on_decision=lambda request, admission: seen.append(admission))
 
     @app.get("/reports/<id>")
     @limit("2/minute", by=from_device)
@@ -446,12 +446,12 @@ def test_decisions_name_the_view_and_its_identities() -> None:
     assert names == {"2/minute by from_device": ("endpoint", "from_device"), "9/minute by user": ("endpoint", "user")}
 
 
-def test_a_function_never_passes_for_an_identity_of_the_policy() -> None:
+def test_function_never_passes_for_an_identity_of_the_policy() -> None:
     def ip(request: Any) -> str:
         return "somebody"
 
     seen: list[Admission] = []
-    app = shop(on_decision=lambda arrival, admission: seen.append(admission))
+    app = shop(on_decision=lambda request, admission: seen.append(admission))
     app.get("/")(limit("2/minute", by=ip)(lambda: "here"))
     statuses(app, "/")
     resolution = seen[-1].resolution
@@ -473,7 +473,7 @@ def test_views_and_policy_are_charged_all_or_none_in_redis(redis7: RedisServer, 
         assert statuses(app, "/", "/", "/", "/", "/other", "/other", "/other") == [200, 429, 429, 429, 200, 200, 429]
 
 
-def test_a_refusal_by_a_view_gives_back_what_the_policy_has_charged() -> None:
+def test_refusal_by_a_view_gives_back_what_the_policy_has_charged() -> None:
     app = shop(
         read("limits: [{name: all, by: ip, bucket: 3/minute}, {name: fails, by: ip, bucket: 9/hour, reserve: 2}]")
     )
@@ -494,8 +494,8 @@ def test_a_refusal_by_a_view_gives_back_what_the_policy_has_charged() -> None:
     assert re.findall(r'"(\w+)";r=(\d)', told) == [("all", "1"), ("fails", "5")], "that of the first, and of this one"
 
 
-def test_who_is_counted_by_a_view() -> None:
-    app = shop(identities={"device": lambda arrival: from_device(arrival.request)})
+def test_identity_counted_by_a_view() -> None:
+    app = shop(identities={"device": lambda request: from_device(request.request)})
     for path, by in {"/a": from_device, "/b": "device", "/c": "device+ip", "/d": "global", "/e": "endpoint"}.items():
         app.get(path, endpoint=path[1:])(limit("1/minute", by=by)(lambda: "here"))
     for path in ("/a", "/b", "/c"):
@@ -504,14 +504,14 @@ def test_who_is_counted_by_a_view() -> None:
     assert statuses(app, "/d", "/d", "/e", "/e") == [200, 429, 200, 429]
 
 
-def test_those_who_lack_the_identity_of_a_view_are_counted_by_address_there() -> None:
+def test_view_limit_falls_back_to_the_address() -> None:
     app = shop()
     for path in ("a", "b"):
         app.get(f"/{path}", endpoint=path)(limit("1/minute", by=from_device)(lambda: "here"))
     assert statuses(app, "/a", "/a", "/b", "/b") == [200, 429, 200, 429]
 
 
-def test_a_limit_may_be_for_some_methods_only() -> None:
+def test_limit_may_be_for_some_methods_only() -> None:
     app = shop()
 
     @app.route("/", methods=["GET", "POST", "PUT"])
@@ -537,7 +537,7 @@ def test_only_the_answers_that_count_are_counted_by_a_view() -> None:
 
 
 @pytest.mark.parametrize("propagates", [True, False])
-def test_a_lease_of_a_view_ends_with_its_answer(propagates: bool) -> None:
+def test_lease_of_a_view_ends_with_its_answer(propagates: bool) -> None:
     app = shop()
     app.config["PROPAGATE_EXCEPTIONS"] = propagates
     one = Limit(1, timedelta(minutes=1), algorithm="concurrency", name="one")
@@ -650,13 +650,13 @@ def test_limits_of_views_go_by_the_policy_in_force(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("open", [200] * 3), ("closed", [503] * 3), ("local", [200, 429, 429])])
-def test_a_view_says_what_holds_without_the_store(mode: Any, expected: list[int]) -> None:
+def test_view_says_what_holds_without_the_store(mode: Any, expected: list[int]) -> None:
     app = shop(store="redis://127.0.0.1:1/0", clock=None)
     app.get("/")(limit("5/minute", on_failure=mode)(lambda: "here"))
     assert statuses(app, "/", "/", "/") == expected
 
 
-def test_a_view_whose_app_has_no_gate_says_so() -> None:
+def test_view_whose_app_has_no_gate_says_so() -> None:
     app = Flask("shop")
     app.testing = True
     app.get("/")(limit("5/minute")(lambda: "here"))
@@ -664,7 +664,7 @@ def test_a_view_whose_app_has_no_gate_says_so() -> None:
         app.test_client().get("/")
 
 
-def test_a_view_that_counts_by_an_unknown_identity_says_so() -> None:
+def test_view_that_counts_by_an_unknown_identity_says_so() -> None:
     app = shop()
     app.testing = True
     app.get("/")(limit("5/minute", by="usr")(lambda: "here"))

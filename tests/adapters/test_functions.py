@@ -67,7 +67,7 @@ def limiter_for(kind: str, clock: FakeClock | None = None) -> Any:
 
 
 @every_kind
-def test_a_function_runs_as_often_as_it_may_and_never_when_denied(kind: str) -> None:
+def test_function_runs_as_often_as_it_may_and_never_when_denied(kind: str) -> None:
     runs = Runs()
     guarded = limited("2/minute", limiter=limiter_for(kind))(getattr(runs, kind))
     assert [run(guarded, value) for value in (1, 2)] == [1, 2]
@@ -78,7 +78,7 @@ def test_a_function_runs_as_often_as_it_may_and_never_when_denied(kind: str) -> 
 
 
 @every_kind
-def test_a_function_stays_what_it_was(kind: str) -> None:
+def test_function_stays_what_it_was(kind: str) -> None:
     original = getattr(Runs(), kind)
     guarded = limited("2/minute", limiter=limiter_for(kind))(original)
     assert (guarded.__name__, inspect.signature(guarded)) == (kind, inspect.signature(original))
@@ -87,7 +87,7 @@ def test_a_function_stays_what_it_was(kind: str) -> None:
 
 
 @every_kind
-def test_a_function_that_waits_runs_in_its_turn_or_not_at_all(kind: str) -> None:
+def test_function_that_waits_runs_in_its_turn_or_not_at_all(kind: str) -> None:
     clock, runs = FakeClock(), Runs()
     guarded = limited("1/second", limiter=limiter_for(kind, clock), wait=2.0)(getattr(runs, kind))
     for _ in range(4):
@@ -107,7 +107,7 @@ def test_to_wait_for_no_time_at_all_is_no_denial() -> None:
         guarded()
 
 
-def test_a_queue_gives_each_call_its_turn() -> None:
+def test_queue_gives_each_call_its_turn() -> None:
     clock = FakeClock()
     queue = Limit(1, timedelta(seconds=1), burst=5, algorithm="leaky_bucket", name="queue")
     guarded = limited(queue, limiter=Limiter(clock=clock), wait=9)(clock.now_us)
@@ -124,7 +124,7 @@ def test_a_queue_gives_each_call_its_turn() -> None:
         (("relay", 7), ["ada", "bob", "eve"], 2),
     ],
 )
-def test_who_is_counted(by: Any, calls: list[str], allowed: int) -> None:
+def test_counted_identity(by: Any, calls: list[str], allowed: int) -> None:
     guarded = limited(TWICE, by=by, limiter=Limiter(clock=FakeClock()))(lambda name: name)
     passed = 0
     for name in calls:
@@ -175,7 +175,7 @@ def test_several_limits_are_charged_all_or_none() -> None:
     assert [outcome.remaining for outcome in caught.value.decision.outcomes] == [0, 4, 1]
 
 
-def test_a_generator_holds_its_lease_until_it_has_ended() -> None:
+def test_generator_holds_its_lease_until_it_has_ended() -> None:
     limiter = Limiter()
 
     @limited(ONE, limiter=limiter)
@@ -191,7 +191,7 @@ def test_a_generator_holds_its_lease_until_it_has_ended() -> None:
     assert list(numbers()) == [1, 2]
 
 
-def test_a_generator_can_be_sent_values_and_returns_one() -> None:
+def test_generator_can_be_sent_values_and_returns_one() -> None:
     @limited(TWICE, limiter=Limiter())
     def echo() -> Any:
         return (yield (yield "first"))
@@ -203,7 +203,7 @@ def test_a_generator_can_be_sent_values_and_returns_one() -> None:
     assert caught.value.value == "last"
 
 
-def test_an_async_generator_holds_its_lease_until_it_has_ended() -> None:
+def test_async_generator_holds_its_lease_until_it_has_ended() -> None:
     held_at_the_end: list[bool] = []
 
     async def main() -> list[int]:
@@ -241,7 +241,7 @@ def test_async_generators_receive_values() -> None:
     assert asyncio.run(main()) == ["first", "second", "over"]
 
 
-def test_a_block_that_is_made_of_an_async_generator_hears_how_it_ended() -> None:
+def test_block_that_is_made_of_an_async_generator_hears_how_it_ended() -> None:
     ended: list[str] = []
 
     async def main() -> None:
@@ -281,7 +281,7 @@ class Jobs:
         return name
 
 
-def test_the_decorator_may_stand_above_what_makes_a_method_another_kind() -> None:
+def test_decorator_may_stand_above_what_makes_a_method_another_kind() -> None:
     assert (Jobs.of_class("ada"), Jobs().of_class("bob")) == ((Jobs, "ada"), (Jobs, "bob"))
     assert (Jobs.of_none("ada"), Jobs().of_none("bob")) == ("ada", "bob")
     for call in (Jobs.of_class, Jobs().of_none):
@@ -324,7 +324,7 @@ def test_what_gives_a_coroutine_holds_its_lease_until_that_has_ended(made: Any) 
 
 
 @pytest.mark.parametrize("wait", [None, 5.0])
-def test_a_lease_ends_with_the_call_also_if_it_fails(wait: float | None) -> None:
+def test_lease_ends_with_the_call_also_if_it_fails(wait: float | None) -> None:
     @limited(ONE, limiter=Limiter(), wait=wait)
     def fail() -> None:
         raise ZeroDivisionError
@@ -356,7 +356,7 @@ def test_no_more_run_at_once_than_may(wait: float | None) -> None:
         assert sum(pool.map(attempt, range(8))) == 3
 
 
-def test_a_block_runs_when_it_may_and_never_when_denied() -> None:
+def test_block_runs_when_it_may_and_never_when_denied() -> None:
     limiter, ran = Limiter(clock=FakeClock()), []
     for name in ("ada", "ada", "bob"):
         with limited("2/minute", by=name, name="exports", limiter=limiter) as decision:
@@ -374,7 +374,7 @@ def test_one_block_can_be_entered_again_inside_itself() -> None:
             pass
 
 
-def test_an_asynchronous_block() -> None:
+def test_asynchronous_block() -> None:
     async def main() -> None:
         async with AsyncLimiter() as limiter:
             one = limited(ONE, by="ada", limiter=limiter)
@@ -388,7 +388,7 @@ def test_an_asynchronous_block() -> None:
     asyncio.run(main())
 
 
-def test_a_cancelled_task_leaves_its_lease() -> None:
+def test_cancelled_task_leaves_its_lease() -> None:
     async def main() -> None:
         async with AsyncLimiter() as limiter:
             started = asyncio.Event()
@@ -408,7 +408,7 @@ def test_a_cancelled_task_leaves_its_lease() -> None:
     asyncio.run(main())
 
 
-def test_the_exception_says_why_and_travels_between_processes() -> None:
+def test_exception_says_why_and_travels_between_processes() -> None:
     guarded = limited("1/minute", name="mail", limiter=Limiter(clock=FakeClock()))(lambda: None)
     guarded()
     with pytest.raises(HeadgateError) as caught:
@@ -448,12 +448,12 @@ SHARED = Limiter()
         (lambda: limited("1/s", wait=True, limiter=SHARED), InvalidConfiguration, "wait True is not"),
     ],
 )
-def test_mistakes_are_told(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_mistakes_are_reported(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
 
 
-def test_the_same_on_redis(redis7: Any, unique: str) -> None:
+def test_same_on_redis(redis7: Any, unique: str) -> None:
     runs = Runs()
     with Limiter(redis7.url) as limiter:
         guarded = limited("3/minute", ONE, name=unique, by=unique, limiter=limiter, wait=0.2)(runs.plain)

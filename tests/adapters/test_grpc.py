@@ -201,7 +201,7 @@ OK, EXHAUSTED = grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 @both
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_rpc_is_counted_told_and_refused(serving: Any, kind: str) -> None:
+def test_every_kind_of_rpc_is_limited(serving: Any, kind: str) -> None:
     with serving(policy("1/minute"), clock=FakeClock()) as ask:
         served, refused = ask(kind), ask(kind)
     assert (served.code, served.messages[0][:2], served.metadata["mine"]) == (OK, b"hi", "kept")
@@ -219,7 +219,7 @@ def test_every_kind_of_rpc_is_counted_told_and_refused(serving: Any, kind: str) 
 @both
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("request_", [b"abort NOT_FOUND", b"give up", b"raise"])
-def test_an_rpc_that_fails_is_told_of_its_limits(serving: Any, kind: str, request_: bytes) -> None:
+def test_failed_rpc_gets_rate_limit_metadata(serving: Any, kind: str, request_: bytes) -> None:
     with serving(policy("5/minute"), clock=FakeClock()) as ask:
         failed, unknown = ask(kind, request_), ask(path="/test.Echo/Nothing")
     assert failed.code is not OK
@@ -242,7 +242,7 @@ def test_methods_that_do_not_exist_are_counted(serving: Any) -> None:
 
 
 @both
-def test_a_policy_names_methods_as_paths_and_reads_metadata(serving: Any) -> None:
+def test_policy_names_methods_as_paths_and_reads_metadata(serving: Any) -> None:
     rules = read(
         """
         routes: [{path: /test.Echo/unary_stream, cost: 0}]
@@ -251,8 +251,8 @@ def test_a_policy_names_methods_as_paths_and_reads_metadata(serving: Any) -> Non
         """
     )
 
-    def tenant(arrival: GrpcRequest) -> str | None:
-        return next(iter(arrival.header("x-tenant")), None)
+    def tenant(request: GrpcRequest) -> str | None:
+        return next(iter(request.header("x-tenant")), None)
 
     with serving(rules, clock=FakeClock(), identities={"tenant": tenant}) as ask:
         keyed = [ask(metadata=(("x-api-key", key), ("raw-bin", b"\0"))).code for key in ("a", "b", "a")]
@@ -283,7 +283,7 @@ def test_answers_are_settled_by_their_code(serving: Any, kind: str, request_: by
         assert ask(kind).code is (EXHAUSTED if counts else OK)
 
 
-def test_an_rpc_that_meets_no_limit_finds_no_admission_of_another() -> None:
+def test_rpc_that_meets_no_limit_finds_no_admission_of_another() -> None:
     rules = read("routes: [{path: /test.Echo/plain, cost: 0}]\nlimits: [{by: ip, bucket: 99/minute}]")
     with threaded(rules) as ask:
         for _ in range(8):  # more than there are threads
@@ -292,13 +292,13 @@ def test_an_rpc_that_meets_no_limit_finds_no_admission_of_another() -> None:
 
 
 @both
-def test_the_app_says_what_an_rpc_has_cost(serving: Any) -> None:
+def test_app_says_what_an_rpc_has_cost(serving: Any) -> None:
     with serving(read("limits: [{by: ip, bucket: 10/minute, reserve: 5}]"), clock=FakeClock()) as ask:
         assert [ask(request=b"commit %d" % cost).code for cost in (1, 1, 4, 0)] == [OK, OK, OK, EXHAUSTED]
 
 
 @both
-def test_a_stream_that_is_cancelled_leaves_its_lease(serving: Any) -> None:
+def test_stream_that_is_cancelled_leaves_its_lease(serving: Any) -> None:
     one = Limit(1, timedelta(minutes=1), algorithm="concurrency", name="one")
     with serving(Policy((Rule("one", one, ("ip",)),))) as ask:
         stream: Any = ask.channel.unary_stream("/test.Echo/unary_stream")(b"endless")
@@ -319,7 +319,7 @@ def test_a_stream_that_is_cancelled_leaves_its_lease(serving: Any) -> None:
         ("local", ["OK", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]),
     ],
 )
-def test_a_store_that_is_away_is_answered_for(serving: Any, mode: Any, codes: list[str]) -> None:
+def test_store_that_is_away_is_answered_for(serving: Any, mode: Any, codes: list[str]) -> None:
     with serving(policy(on_failure=mode), store="redis://127.0.0.1:1/0") as ask:
         answers = [ask() for _ in range(3)]
     assert [answer.code.name for answer in answers] == codes
@@ -347,12 +347,12 @@ def test_handlers_on_an_asyncio_server_have_to_be_asynchronous() -> None:
         ("", None),
     ],
 )
-def test_the_address_of_a_peer(peer: str, address: str | None) -> None:
+def test_address_of_a_peer(peer: str, address: str | None) -> None:
     assert _address(peer) == address
 
 
 @pytest.mark.parametrize("interceptor", [HeadgateInterceptor, AsyncHeadgateInterceptor])
-def test_a_gate_needs_a_policy(interceptor: Any) -> None:
+def test_gate_needs_a_policy(interceptor: Any) -> None:
     with pytest.raises(TypeError, match="give a policy"):
         interceptor()
 

@@ -85,7 +85,7 @@ def test_every_request_is_counted_whatever_the_app_answers(method: str, status: 
     assert statuses(bare, "/a", "/b", "/c", **options) == [status, status, 429]
 
 
-def test_an_allowed_answer_is_the_apps_own_and_says_what_is_left() -> None:
+def test_allowed_answer_is_the_apps_own_and_says_what_is_left() -> None:
     answer = client(PER_IP).get("/")
     assert (answer.data, answer.headers["x-app"]) == (b"hello", "yes")
     assert {name: value for name, value in answer.headers if "ratelimit" in name} == {
@@ -98,7 +98,7 @@ def test_an_allowed_answer_is_the_apps_own_and_says_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_a_refusal_is_a_whole_answer_and_has_no_body_for_head(method: str) -> None:
+def test_refusal_is_a_whole_answer_and_has_no_body_for_head(method: str) -> None:
     asked = client(PER_IP)
     *_, answer = [asked.open("/", method=method) for _ in range(3)]
     assert answer.status == "429 Too Many Requests"
@@ -109,13 +109,13 @@ def test_a_refusal_is_a_whole_answer_and_has_no_body_for_head(method: str) -> No
     assert len(answer.data) == (0 if method == "HEAD" else int(answer.headers["content-length"]))
 
 
-def test_an_exempt_route_gets_the_apps_very_answer() -> None:
+def test_exempt_route_gets_the_apps_very_answer() -> None:
     asked = client("{routes: [{path: /health, cost: 0}], limits: [{by: ip, bucket: 1/hour}]}")
     assert statuses(asked, "/health", "/health", "/x", "/health", "/y") == [200, 200, 200, 200, 429]
     assert not [name for name, _ in asked.get("/health").headers if "ratelimit" in name]
 
 
-def test_who_is_blocked_does_not_get_in() -> None:
+def test_blocked_client_is_rejected() -> None:
     asked = client("{limits: [{by: ip, bucket: 9/hour}], blocked: [{ip: 203.0.113.0/24, reason: scraping}]}")
     for address, status in (("203.0.113.9", 403), ("198.51.100.1", 200)):
         answer = asked.get("/", environ_base={"REMOTE_ADDR": address})
@@ -126,7 +126,7 @@ def test_who_is_blocked_does_not_get_in() -> None:
 @pytest.mark.parametrize(
     ("mode", "expected"), [("open", [200] * 6), ("closed", [503] * 6), ("local", [200] + [429] * 5)]
 )
-def test_a_store_that_is_down_costs_milliseconds_and_the_route_decides(mode: str, expected: list[int]) -> None:
+def test_store_that_is_down_costs_milliseconds_and_the_route_decides(mode: str, expected: list[int]) -> None:
     middleware = gated(f"{{on_failure: {mode}, limits: [{{by: ip, bucket: 5/hour}}]}}", store=DOWN, clock=None)
     asked = Asking(middleware)
     begin = time.perf_counter()
@@ -135,7 +135,7 @@ def test_a_store_that_is_down_costs_milliseconds_and_the_route_decides(mode: str
     middleware.gate.close()
 
 
-def test_a_middleware_needs_a_policy_or_a_gate() -> None:
+def test_middleware_needs_a_policy_or_a_gate() -> None:
     with pytest.raises(TypeError, match="give a policy"):
         HeadgateMiddleware(app)
     gate = Gate(read(PER_IP))
@@ -158,19 +158,19 @@ def test_a_middleware_needs_a_policy_or_a_gate() -> None:
         ("", "/a%2fb", "/a%2fb"),
     ],
 )
-def test_a_path_is_read_as_frameworks_route_by_it(script: str, info: str, path: str) -> None:
+def test_path_is_read_as_frameworks_route_by_it(script: str, info: str, path: str) -> None:
     assert WsgiRequest({"REQUEST_METHOD": "GET", "SCRIPT_NAME": script, "PATH_INFO": info}).path == path
 
 
 def test_servers_may_leave_out_what_is_empty() -> None:
-    arrival = WsgiRequest({"REQUEST_METHOD": "GET"})
-    assert (arrival.path, arrival.peer, arrival.header("x-api-key")) == ("/", None, [])
+    request = WsgiRequest({"REQUEST_METHOD": "GET"})
+    assert (request.path, request.peer, request.header("x-api-key")) == ("/", None, [])
 
 
 def test_headers_are_found_by_their_names() -> None:
     names = {"HTTP_X_API_KEY": "k", "HTTP_USER_AGENT": "a (b, like c)", "CONTENT_TYPE": "text/html", "HTTP_EMPTY": ""}
-    arrival = WsgiRequest({"REQUEST_METHOD": "GET", **names})
-    assert [arrival.header(name) for name in ("x-api-key", "user-agent", "content-type", "empty", "cookie")] == [
+    request = WsgiRequest({"REQUEST_METHOD": "GET", **names})
+    assert [request.header(name) for name in ("x-api-key", "user-agent", "content-type", "empty", "cookie")] == [
         ["k"],
         ["a (b, like c)"],
         ["text/html"],
@@ -201,18 +201,18 @@ limits: [{by: [user, api_key, tenant], bucket: 9/hour}, {by: ip, bucket: 9/hour}
         ({"HTTP_AUTHORIZATION": "Bearer one,Bearer two"}, "api_key", None),
     ],
 )
-def test_who_a_request_is_from(environ: Environ, kind: str, expected: str | None) -> None:
+def test_client_of_a_request(environ: Environ, kind: str, expected: str | None) -> None:
     told: list[Any] = []
     middleware = gated(
         POLICY_OF_ALL,
-        identities={"tenant": lambda arrival: next(iter(arrival.header("x-tenant")), None)},
-        on_decision=lambda arrival, admission: told.append(admission.resolution.who.get(kind)),
+        identities={"tenant": lambda request: next(iter(request.header("x-tenant")), None)},
+        on_decision=lambda request, admission: told.append(admission.resolution.who.get(kind)),
     )
     list(middleware({"REQUEST_METHOD": "GET", "QUERY_STRING": "", **environ}, lambda *_: None))
     assert told == [expected]
 
 
-def test_an_api_key_counts_the_same_in_both_of_its_headers() -> None:
+def test_api_key_counts_the_same_in_both_of_its_headers() -> None:
     asked = client("limits: [{by: api_key, bucket: 2/hour}]")
     one, other = {"X-API-Key": "sk_1"}, {"Authorization": "Bearer sk_1"}
     assert [asked.get("/", headers=headers).status_code for headers in (one, other, one, other)] == [200, 200, 429, 429]
@@ -220,7 +220,7 @@ def test_an_api_key_counts_the_same_in_both_of_its_headers() -> None:
 
 
 @pytest.mark.parametrize("outermost", [True, False], ids=["around the mounts", "inside a mount"])
-def test_a_mounted_app_is_counted_by_its_whole_path(outermost: bool) -> None:
+def test_mounted_app_is_counted_by_its_whole_path(outermost: bool) -> None:
     policy = "limits: [{endpoint: '/shop/items/{id}', by: ip, bucket: 1/hour}]"
     if outermost:
         asked = Asking(gated(policy, DispatcherMiddleware(app, {"/shop": app})))
@@ -315,7 +315,7 @@ def never_starting(environ: Environ, start_response: Any) -> Iterable[bytes]:
         never_starting,
     ],
 )
-def test_an_app_that_fails_is_settled_as_what_it_answered_or_as_a_500(inner: Any) -> None:
+def test_app_that_fails_is_settled_as_what_it_answered_or_as_a_500(inner: Any) -> None:
     """All of these count as failures: the limit of two is reached by two of them."""
     asked, refusals = gated(LOGIN, inner), 0
     for _ in range(3):
@@ -328,7 +328,7 @@ def test_an_app_that_fails_is_settled_as_what_it_answered_or_as_a_500(inner: Any
     assert refusals == 1
 
 
-def test_the_server_is_told_why_an_answer_starts_again() -> None:
+def test_restarted_response_passes_exc_info() -> None:
     told: list[Any] = []
     for policy in STREAMS.values():
         list(gated(policy, starting_again)(create_environ("/"), lambda *args: told.append(args)))
@@ -336,7 +336,7 @@ def test_the_server_is_told_why_an_answer_starts_again() -> None:
     assert all(args[2][0] is LookupError for args in told[1::2])
 
 
-def test_a_success_is_refunded_once_also_if_it_is_closed_twice_or_badly() -> None:
+def test_success_is_refunded_once_also_if_it_is_closed_twice_or_badly() -> None:
     asked = gated(LOGIN, lambda environ, start_response: start_response("200 OK", []) or Failing())
 
     class Failing(Body):
@@ -365,7 +365,7 @@ TOKENS = "limits: [{name: tokens, endpoint: /ask, by: ip, bucket: 1000/hour, res
         ([5000, 0], [200, 429]),  # more than there was takes what there was
     ],
 )
-def test_the_app_says_what_a_request_has_really_cost(costs: list[int | None], expected: list[int]) -> None:
+def test_app_says_what_a_request_has_really_cost(costs: list[int | None], expected: list[int]) -> None:
     waiting = list(costs)
 
     def telling(environ: Environ, start_response: Any) -> Iterable[bytes]:
@@ -380,7 +380,7 @@ def test_the_app_says_what_a_request_has_really_cost(costs: list[int | None], ex
     assert statuses(asked, *["/ask"] * len(costs)) == expected
 
 
-def test_an_exempt_request_does_not_see_the_admission_of_the_one_before() -> None:
+def test_exempt_request_does_not_see_the_admission_of_the_one_before() -> None:
     seen: list[bool] = []
 
     def looking(environ: Environ, start_response: Any) -> Iterable[bytes]:
@@ -397,7 +397,7 @@ def test_an_exempt_request_does_not_see_the_admission_of_the_one_before() -> Non
 
 @pytest.mark.parametrize("policy", STREAMS.values(), ids=STREAMS)
 @pytest.mark.parametrize("read_whole", [True, False], ids=["read to its end", "left half way"])
-def test_a_body_is_closed_exactly_once(policy: str, read_whole: bool) -> None:
+def test_body_is_closed_exactly_once(policy: str, read_whole: bool) -> None:
     body = Body(b"a", b"b", b"c")
 
     def streaming(environ: Environ, start_response: Any) -> Iterable[bytes]:
@@ -415,13 +415,13 @@ def test_a_body_is_closed_exactly_once(policy: str, read_whole: bool) -> None:
     assert body.closed == 1
 
 
-def test_an_answer_with_nothing_to_settle_is_the_apps_own_object() -> None:
+def test_answer_with_nothing_to_settle_is_the_apps_own_object() -> None:
     """So servers may still send files by themselves, or know the length of a list."""
     body = Body()
     assert gated(STREAMS["nothing to settle"], lambda environ, start_response: body)(create_environ("/"), print) is body
 
 
-def test_a_lease_is_held_until_the_answer_is_closed() -> None:
+def test_lease_is_held_until_the_answer_is_closed() -> None:
     asked = gated(STREAMS["a lease"])
 
     def ask() -> tuple[str, Any]:
@@ -474,7 +474,7 @@ def serving(application: Any) -> Iterator[Callable[[], HTTPConnection]]:
 
 
 @pytest.mark.parametrize("policy", STREAMS.values(), ids=STREAMS)
-def test_the_first_chunk_arrives_before_the_last_is_made(policy: str) -> None:
+def test_first_chunk_arrives_before_the_last_is_made(policy: str) -> None:
     arrived = threading.Event()
 
     def streaming(environ: Environ, start_response: Any) -> Iterable[bytes]:
@@ -495,7 +495,7 @@ def test_the_first_chunk_arrives_before_the_last_is_made(policy: str) -> None:
             connection.close()
 
 
-def test_a_real_server_sends_refusals_whole() -> None:
+def test_real_server_sends_refusals_whole() -> None:
     with serving(gated(PER_IP)) as connect:
         told = []
         for method in ("GET", "GET", "GET", "HEAD"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.loader import read
 from headgate.policy.model import IdentitySettings
 from headgate.policy.snapshot import Snapshot
+from headgate.testing import FakeRequest
 
 if TYPE_CHECKING:
     from headgate.policy.snapshot import Identities
@@ -24,20 +25,6 @@ if TYPE_CHECKING:
 KEYS = ApiKeyHasher(bytes(range(32)))
 ALL = frozenset({"ip", "subnet", "api_key", "user"})
 KIND_SETS = [ALL, frozenset({"ip"}), frozenset({"api_key"}), frozenset({"subnet", "user"})]
-
-
-class Arrival(NamedTuple):
-    """A request with these lines of headers."""
-
-    sent: dict[str, list[str]]
-    peer: str | None = "203.0.113.9"
-    native: Any = None
-    path: str = "/"
-    method: str = "GET"
-    mounted_path: str | None = None
-
-    def header(self, name: str) -> list[str]:
-        return self.sent.get(name, [])
 
 
 def some(*lines: str) -> st.SearchStrategy[list[str]]:
@@ -52,10 +39,10 @@ headers = st.fixed_dictionaries(
     }
 )
 arrivals = st.builds(
-    Arrival,
-    headers,
-    st.sampled_from(["203.0.113.9", "10.0.0.1", "2001:db8::1", "x", "1" * 300, None]),
-    st.sampled_from(["ada", "bob", None]),
+    FakeRequest,
+    headers=headers,
+    peer=st.sampled_from(["203.0.113.9", "10.0.0.1", "2001:db8::1", "x", "1" * 300, None]),
+    native=st.sampled_from(["ada", "bob", None]),
 )
 settings = st.builds(
     IdentitySettings,
@@ -65,8 +52,8 @@ settings = st.builds(
 )
 
 
-def told_user(arrival: Arrival) -> Any:
-    return arrival.native
+def told_user(request: FakeRequest) -> Any:
+    return request.native
 
 
 def made(settings: IdentitySettings, functions: Any = None) -> ActivePolicy:
@@ -75,10 +62,10 @@ def made(settings: IdentitySettings, functions: Any = None) -> ActivePolicy:
     return ActivePolicy(Snapshot(policy), ResponseBuilder(policy.answers), IdentityExtractor(settings, KEYS, functions))
 
 
-def who(rules: ActivePolicy, arrival: Arrival, kinds: frozenset[str] = ALL) -> Identities:
+def who(rules: ActivePolicy, request: FakeRequest, kinds: frozenset[str] = ALL) -> Identities:
     """As whom the request is counted."""
     route = rules.snapshot.route("GET", "/")
-    return rules.resolve(route, arrival, kinds, rules.identities.from_app(arrival, kinds)[0], 0)[0].who
+    return rules.resolve(route, request, kinds, rules.identities.from_app(request, kinds)[0], 0)[0].who
 
 
 def known(rules: ActivePolicy) -> dict[Any, Any]:
@@ -86,50 +73,50 @@ def known(rules: ActivePolicy) -> dict[Any, Any]:
 
 
 @given(settings, st.lists(st.tuples(arrivals, st.sampled_from(KIND_SETS)), min_size=1, max_size=20))
-def test_who_came_before_does_not_matter(
-    settings: IdentitySettings, asked: list[tuple[Arrival, frozenset[str]]]
+def test_client_cache_does_not_change_identities(
+    settings: IdentitySettings, asked: list[tuple[FakeRequest, frozenset[str]]]
 ) -> None:
     rules = made(settings, {"user": told_user})
-    for arrival, kinds in asked * 2:
-        assert who(rules, arrival, kinds) == who(made(settings, {"user": told_user}), arrival, kinds)
+    for request, kinds in asked * 2:
+        assert who(rules, request, kinds) == who(made(settings, {"user": told_user}), request, kinds)
 
 
-def test_a_line_without_a_key_leaves_it_to_the_next_header() -> None:
+def test_line_without_a_key_leaves_it_to_the_next_header() -> None:
     rules = made(IdentitySettings())
     for key in ("one", "two", "one"):
         sent = {"x-api-key": ["no key"], "authorization": [f"Bearer {key}"]}
-        assert who(rules, Arrival(sent))["api_key"] == KEYS.hashed(key)
+        assert who(rules, FakeRequest(headers=sent))["api_key"] == KEYS.hashed(key)
 
 
 def test_what_functions_say_is_asked_of_each_request() -> None:
     rules = made(IdentitySettings(), {"user": told_user})
     for user in ("ada", None, "bob"):
-        assert who(rules, Arrival({}, native=user)).get("user") == user
+        assert who(rules, FakeRequest(native=user)).get("user") == user
 
 
-def test_a_function_for_api_keys_has_the_word_and_no_header() -> None:
+def test_function_for_api_keys_has_the_word_and_no_header() -> None:
     rules = made(IdentitySettings(), {"api_key": told_user})
     for key in ("one", None, "two"):
-        told = who(rules, Arrival({"x-api-key": ["three"]}, native=key)).get("api_key")
+        told = who(rules, FakeRequest(headers={"x-api-key": ["three"]}, native=key)).get("api_key")
         assert told == (None if key is None else KEYS.hashed(key))
 
 
 def test_clients_that_are_remembered_are_bounded_in_number_and_size() -> None:
     rules = made(IdentitySettings(proxies=("10.0.0.0/8",)))
     for number in range(5000):
-        who(rules, Arrival({"x-api-key": [f"key-{number}"]}))
+        who(rules, FakeRequest(headers={"x-api-key": [f"key-{number}"]}))
     assert len(known(rules)) == MAX_CLIENTS
     rules = made(IdentitySettings(proxies=("10.0.0.0/8",)))
     for sent in ({"x-forwarded-for": ["x" * 600]}, {"x-forwarded-for": ["x"] * 600}, {"x-api-key": ["x"] * 300}):
-        who(rules, Arrival(sent))
-    who(rules, Arrival({}, peer="1" * 600))
+        who(rules, FakeRequest(headers=sent))
+    who(rules, FakeRequest(peer="1" * 600))
     assert not known(rules)
 
 
-def test_an_api_key_is_not_kept() -> None:
+def test_api_key_is_not_kept() -> None:
     rules = made(IdentitySettings())
     for sent in ({"x-api-key": ["sk_live_4f9a"]}, {"authorization": ["Bearer sk_live_4f9a"]}):
-        who(rules, Arrival(sent))
+        who(rules, FakeRequest(headers=sent))
     assert len(known(rules)) == 2
     assert "sk_live" not in repr(known(rules))
 
@@ -156,11 +143,11 @@ def rules() -> ActivePolicy:
 
 def check(rules: ActivePolicy, user: str, now_us: int) -> Check | None:
     route = rules.snapshot.route("GET", "/posts")
-    return rules.resolve(route, Arrival({}), route.kinds, {"user": user}, now_us)[1]
+    return rules.resolve(route, FakeRequest(), route.kinds, {"user": user}, now_us)[1]
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_override_begins_and_ends_at_its_very_moment(rules: ActivePolicy, order: int) -> None:
+def test_override_begins_and_ends_at_its_very_moment(rules: ActivePolicy, order: int) -> None:
     instants = [(-1, 10), (0, 20), (1, 20), (HOUR_US - 1, 20), (HOUR_US, 10), (HOUR_US + 1, 10)]
     for after_us, quota in instants[::order]:
         for _ in range(2):
@@ -170,22 +157,22 @@ def test_an_override_begins_and_ends_at_its_very_moment(rules: ActivePolicy, ord
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_block_ends_at_its_very_moment(rules: ActivePolicy, order: int) -> None:
+def test_block_ends_at_its_very_moment(rules: ActivePolicy, order: int) -> None:
     for after_us, is_blocked in [(-2, True), (-1, True), (0, False), (1, False)][::order]:
         assert (check(rules, "eve", START_US + 2 * HOUR_US + after_us) is None) is is_blocked
 
 
-def test_routes_and_kinds_are_told_apart() -> None:
+def test_routes_and_kinds_are_distinguished() -> None:
     policy = read("limits: [{path: /a, by: user, bucket: 1/s}, {path: /b, by: tenant, bucket: 1/s, missing: skip}]")
     rules = ActivePolicy(Snapshot(policy), ResponseBuilder(policy.answers), IdentityExtractor(policy.identity, KEYS))
     for path, kind, met in [("/a", "user", 1), ("/b", "user", 0), ("/b", "tenant", 1), ("/a", "tenant", 1)] * 2:
         route = rules.snapshot.route("GET", path)
-        found, _, _ = rules.resolve(route, Arrival({}), route.kinds, {kind: "acme"}, START_US)
+        found, _, _ = rules.resolve(route, FakeRequest(), route.kinds, {kind: "acme"}, START_US)
         assert len(found.keys) == met
         assert all((key.parts == ("acme",)) is (kind == found.rules[0].rule.by[0]) for key in found.keys)
 
 
-def test_after_many_strangers_the_busy_are_known_again() -> None:
+def test_frequent_clients_are_cached_again_after_a_flood() -> None:
     busy: Any = ClientCache()
     for number in range(MAX_CLIENTS):
         assert busy.has_room()

@@ -58,7 +58,7 @@ def gate_with(*observers: Any, **options: Any) -> Gate:
     return gate
 
 
-def test_an_event_has_what_was_decided(recorder: Recorder) -> None:
+def test_event_has_what_was_decided(recorder: Recorder) -> None:
     clock = FakeClock(start_us=7_000_000)
     gate = gate_with(recorder, clock=clock, on_decision=lambda *_: clock.advance(0.002))
     admissions = [gate.admit(Request(method="PUT")) for _ in range(4)]
@@ -70,7 +70,7 @@ def test_an_event_has_what_was_decided(recorder: Recorder) -> None:
     assert event.sample is None
 
 
-def test_a_request_to_an_exempt_route_has_no_event(recorder: Recorder) -> None:
+def test_request_to_an_exempt_route_has_no_event(recorder: Recorder) -> None:
     gate = Gate(read('{"routes": [{"path": "/health", "cost": 0}], "limits": {"default": "5/day"}}'))
     gate.add_observer(recorder)
     gate.admit(Request(path="/health"))
@@ -78,7 +78,7 @@ def test_a_request_to_an_exempt_route_has_no_event(recorder: Recorder) -> None:
     assert recorder.events == []
 
 
-def test_the_thread_delivers_in_order_and_outside_of_the_request(recorder: Recorder) -> None:
+def test_thread_delivers_in_order_and_outside_of_the_request(recorder: Recorder) -> None:
     clock = FakeClock()
     gate = gate_with(recorder, clock=clock)
     for _ in range(1_000):
@@ -91,7 +91,7 @@ def test_the_thread_delivers_in_order_and_outside_of_the_request(recorder: Recor
 
 
 @pytest.mark.usefixtures("manual")
-def test_an_observer_that_fails_is_logged_and_affects_no_other(
+def test_observer_that_fails_is_logged_and_affects_no_other(
     recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing:
@@ -106,7 +106,7 @@ def test_an_observer_that_fails_is_logged_and_affects_no_other(
 
 
 @pytest.mark.usefixtures("manual")
-def test_an_observer_receives_the_events_between_its_addition_and_its_removal(recorder: Recorder) -> None:
+def test_observer_receives_the_events_between_its_addition_and_its_removal(recorder: Recorder) -> None:
     gate = gate_with(Recorder())
     gate.admit(Request())
     gate.add_observer(recorder)
@@ -137,7 +137,7 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
     assert len(recorder.events) == 11
 
 
-def test_an_observer_may_be_given_as_on_decision(recorder: Recorder) -> None:
+def test_observer_may_be_given_as_on_decision(recorder: Recorder) -> None:
     gate = Gate(read(POLICY), on_decision=recorder)
     gate.admit(Request())
     assert gate.on_decision is recorder
@@ -154,16 +154,16 @@ def test_hooks_run_inside_the_request_until_they_are_removed() -> None:
     def trace(*_: Any) -> None:
         called.append("trace")
 
-    gate.add_decision_hook(trace)
+    gate.add_observer(trace)
     gate.admit(Request())
     assert called == ["app", "trace"]
-    gate.remove_decision_hook(trace)
+    gate.remove_observer(trace)
     gate.on_decision = None
     gate.admit(Request())
     assert called == ["app", "trace"]
 
 
-def test_an_observer_may_flush(recorder: Recorder) -> None:
+def test_observer_may_flush(recorder: Recorder) -> None:
     gate = Gate(read(POLICY))
 
     class Flushing:
@@ -191,7 +191,7 @@ def test_closing_a_gate_delivers_its_last_events(recorder: Recorder) -> None:
     assert len(recorder.events) == 2
 
 
-def test_a_gate_that_is_gone_has_delivered_its_last_events(recorder: Recorder) -> None:
+def test_gate_that_is_gone_has_delivered_its_last_events(recorder: Recorder) -> None:
     gate = gate_with(recorder)
     there = weakref.ref(gate)
     gate.admit(Request())
@@ -201,7 +201,7 @@ def test_a_gate_that_is_gone_has_delivered_its_last_events(recorder: Recorder) -
     wait_until(lambda: recorder.events, "the last event")
 
 
-def test_a_forked_child_leaves_the_events_of_its_parent_to_it(recorder: Recorder) -> None:
+def test_forked_child_leaves_the_events_of_its_parent_to_it(recorder: Recorder) -> None:
     gate = gate_with(recorder)
     gate.admit(Request())
     readable, writable = os.pipe()
@@ -221,7 +221,7 @@ def test_a_forked_child_leaves_the_events_of_its_parent_to_it(recorder: Recorder
     assert (os.read(readable, 9), len(recorder.events)) == (b"1", 1)
 
 
-def test_the_thread_ends_when_idle_and_another_one_starts(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_ends_when_idle_and_another_one_starts(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "INTERVAL_S", 0.005)
     gate = gate_with(recorder)
     for number in range(1, 4):

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 POLICY = read("limits: [{name: requests, by: ip, bucket: 3/minute}]")
 
 
-def arrival() -> AsgiRequest:
+def make_request() -> AsgiRequest:
     return AsgiRequest({"type": "http", "path": "/", "headers": [], "client": ("203.0.113.9", 1)})
 
 
 def status(gate: AsyncGate | Gate) -> int:
-    admission = gate.admit(arrival()) if isinstance(gate, Gate) else asyncio.run(gate.admit(arrival()))
+    admission = gate.admit(make_request()) if isinstance(gate, Gate) else asyncio.run(gate.admit(make_request()))
     return 200 if admission.refusal is None else admission.refusal.status
 
 
@@ -48,9 +48,9 @@ def test_it_reads_what_the_gate_has_counted_and_resets_it(kind: type[Gate] | typ
     assert beside.stats.keys == 1
 
 
-def test_what_is_given_back_can_be_spent_by_whoever_was_denied_before() -> None:
+def test_refunded_tokens_can_be_used_by_denied_clients() -> None:
     gate = Gate(read("limits: [{by: ip, bucket: 1/day, count_when: status == 401}]"), clock=FakeClock())
-    first = gate.admit(arrival())
+    first = gate.admit(make_request())
     assert [status(gate) for _ in range(2)] == [429, 429]
     gate.finish(first, 200)
     assert status(gate) == 200
@@ -83,7 +83,7 @@ def test_to_close_it_leaves_the_gate_alone() -> None:
     assert status(gate) == 429
 
 
-def test_a_gate_on_redis_is_looked_after_by_its_url(redis7: RedisServer) -> None:
+def test_gate_on_redis_is_looked_after_by_its_url(redis7: RedisServer) -> None:
     gate = AsyncGate(POLICY, redis7.url, secret="sixteen bytes or more")
     try:
         with pytest.raises(InvalidConfiguration, match="create a Limiter with the same URL and namespace"):

@@ -70,7 +70,7 @@ def posted(app: Any, *paths: str, root: str = "") -> list[int]:
 
 @pytest.mark.parametrize("policy", [ON_THE_ROUTE, ON_THE_WHOLE, BOTH])
 @pytest.mark.parametrize("put", [in_front, within, behind_another])
-def test_an_app_that_says_where_it_is_mounted_serves_both_names_under_one_limit(
+def test_app_that_says_where_it_is_mounted_serves_both_names_under_one_limit(
     put: Callable[[Any, str], Any], policy: str
 ) -> None:
     app = put(login("/api"), policy)
@@ -78,24 +78,24 @@ def test_an_app_that_says_where_it_is_mounted_serves_both_names_under_one_limit(
 
 
 @pytest.mark.parametrize("policy", [ON_THE_ROUTE, ON_THE_WHOLE])
-def test_a_server_may_say_so(policy: str) -> None:
+def test_server_may_say_so(policy: str) -> None:
     app = in_front(login(), policy)
     assert posted(app, *["/api/login"] * 3, root="/api") == [200, 200, 429]
 
 
 @pytest.mark.parametrize("policy", [ON_THE_ROUTE, ON_THE_WHOLE])
-def test_a_mounted_app_may_have_a_gate_of_its_own(policy: str) -> None:
+def test_mounted_app_may_have_a_gate_of_its_own(policy: str) -> None:
     app = Starlette(routes=[Mount("/api", within(login(), policy))])
     assert posted(app, *["/api/login"] * 3) == [200, 200, 429]
 
 
-def test_health_is_told_by_either_name() -> None:
+def test_health_path_works_by_either_name() -> None:
     for path in ("/health", "/api/health"):
         [answer] = posted(in_front(login("/api"), ON_THE_ROUTE), path)
         assert answer == 200
 
 
-def test_a_root_that_is_only_the_beginning_of_a_word_is_none() -> None:
+def test_root_that_is_only_the_beginning_of_a_word_is_none() -> None:
     assert posted(in_front(login("/log"), ON_THE_ROUTE), *["/login"] * 3) == [200, 200, 429]
 
 
@@ -119,9 +119,9 @@ def test_wsgi_servers_split_the_path(policy: str) -> None:
         ("/login", "/", "/login", None),
     ],
 )
-def test_the_names_of_a_path(path: str, root: str, whole: str, mounted_path: str | None) -> None:
-    arrival = AsgiRequest({"type": "http", "path": path, "root_path": root, "headers": []})
-    assert (arrival.path, arrival.mounted_path) == (whole, mounted_path)
+def test_names_of_a_path(path: str, root: str, whole: str, mounted_path: str | None) -> None:
+    request = AsgiRequest({"type": "http", "path": path, "root_path": root, "headers": []})
+    assert (request.path, request.mounted_path) == (whole, mounted_path)
 
 
 TEMPLATES = [Template.parse(text) for text in ("*", "/a", "/a/*", "/{x}", "/a/{x}", "/{x}/b", "/b", "/b/*")]
@@ -157,7 +157,7 @@ def shop(*, has_own_items: bool = False) -> FastAPI:
 
 
 @pytest.mark.parametrize("mount", [in_front, within])
-def test_a_gate_in_front_matches_whole_paths(mount: Callable[..., Any]) -> None:
+def test_gate_in_front_matches_whole_paths(mount: Callable[..., Any]) -> None:
     for path, passed in (("/items/{id}", [200, 200]), ("/sub/items/{id}", [200, 429])):
         app = mount(shop(), ITEMS % f'"{path}"')
         assert statuses(ask(app, "/sub/items/1", "/sub/items/1")) == passed
@@ -193,7 +193,7 @@ def test_apps_that_are_mounted_in_mounted_apps_are_looked_at_too() -> None:
     assert unreachable_paths(policy, asgi_routes(outer)) == [("/b/items/{id}", "/a/b/items/{id}")]
 
 
-def test_an_app_with_routes_of_an_unknown_kind_is_warned_of_nothing() -> None:
+def test_app_with_routes_of_an_unknown_kind_is_warned_of_nothing() -> None:
     app = shop()
     app.routes.append(object())  # type: ignore[arg-type]
     assert asgi_routes(app) == []

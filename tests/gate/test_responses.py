@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import re
@@ -16,17 +17,21 @@ from hypothesis import strategies as st
 
 from headgate import AsyncLimiter, Decision, InvalidConfiguration, Limit, Limiter
 from headgate.algorithms import ALGORITHMS, NEVER
+from headgate.errors import HeadgateError
 from headgate.failure import local_limit
 from headgate.gate.responses import Rejection, RejectionInfo, ResponseBuilder
 from headgate.leases import HoldTimes
-from headgate.policy.model import AnswerSettings
+from headgate.policy.loader import read
+from headgate.policy.model import AnswerSettings, Policy, Rule
 from headgate.testing import FakeClock
+from support.sites import policy_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headgate.algorithms import Verdict
     from headgate.gate.responses import RejectionBody
+    from support.sites import MakeSite
 
 SECOND = 1_000_000
 DAY = 86_400 * SECOND
@@ -131,7 +136,7 @@ def parse_bare_item(text: str) -> tuple[str | int, str]:
 @pytest.mark.parametrize(
     "text", ['"a', '"a" "b"', '"a",', '"a\\n"', '"a";r=1.5', '"a";r=1000000000000000', '"a";R=1', "a", '"a";r']
 )
-def test_the_parser_of_these_tests_is_strict(text: str) -> None:
+def test_parser_of_these_tests_is_strict(text: str) -> None:
     with pytest.raises((AssertionError, IndexError)):
         parse_list(text)
 
@@ -222,7 +227,7 @@ def test_of_two_equal_verdicts_the_limit_that_denies_first_is_named() -> None:
     assert told["x-ratelimit-limit"] == str(SEARCH.quota)
 
 
-def test_the_instant_of_the_reset_is_rounded_up_not_the_span() -> None:
+def test_instant_of_the_reset_is_rounded_up_not_the_span() -> None:
     assert fields((PER_IP, (0, 0, 300_000, 0)), now_us=NOW + 600_000)["x-ratelimit-reset"] == str(NOW // SECOND + 1)
     assert fields((PER_IP, (0, 0, 300_000, 0)), now_us=NOW + 700_001)["x-ratelimit-reset"] == str(NOW // SECOND + 2)
 
@@ -285,7 +290,7 @@ limits_of_any_kind = st.builds(
 
 
 @given(limits_of_any_kind, st.lists(st.tuples(st.integers(0, 10**8), st.integers(0, 20)), min_size=1, max_size=20))
-def test_who_spreads_r_over_t_never_exceeds_the_policy(limit: Limit, requests: list[tuple[int, int]]) -> None:
+def test_pacing_by_r_over_t_never_exceeds_the_policy(limit: Limit, requests: list[tuple[int, int]]) -> None:
     clock = FakeClock(NOW)
     limiter = Limiter(clock=clock)
     for later_us, cost in requests:
@@ -320,7 +325,7 @@ def test_draft_6_has_a_field_for_each_number_of_the_limit_that_denies_first() ->
     }
 
 
-def test_all_limits_are_told_in_their_order() -> None:
+def test_all_limits_are_listed_in_order() -> None:
     told = fields((PER_IP, (50, 0, 57 * SECOND, 0)), (REPORTS, (4, 0, SECOND, 0)), (EXPORTS, (9, 0, DAY, 0)))
     assert parse_list(told["ratelimit-policy"]) == [
         ("per-ip", {"q": 1000, "w": 60}),
@@ -347,7 +352,7 @@ def test_each_family_of_fields_can_be_left_out(x_ratelimit: bool, ratelimit: boo
     ]
 
 
-def test_without_limits_there_is_nothing_to_tell() -> None:
+def test_no_limits_give_no_headers() -> None:
     assert fields() == {}
 
 
@@ -402,9 +407,7 @@ def test_retry_after_is_whole_seconds_and_never_early(
     ("bound_us", "expected_us", "seconds"),
     [(60 * SECOND, SECOND, 1), (60 * SECOND, 7_200_000, 8), (3 * SECOND, 20 * SECOND, 3), (400_000, SECOND, 1)],
 )
-def test_a_denial_by_a_concurrency_limit_reports_the_expected_wait(
-    bound_us: int, expected_us: int, seconds: int
-) -> None:
+def test_denial_by_a_concurrency_limit_reports_the_expected_wait(bound_us: int, expected_us: int, seconds: int) -> None:
     """And not when the leases would expire, which is the least that is certain."""
     streams = Limit(5, timedelta(minutes=1), algorithm="concurrency", name="streams")
     asked: list[tuple[str, int]] = []
@@ -432,7 +435,7 @@ def test_limits_that_are_no_concurrency_limits_keep_their_exact_wait() -> None:
     assert as_text(refusal.headers)["retry-after"] == "42"
 
 
-def test_the_expected_wait_follows_recent_hold_times() -> None:
+def test_expected_wait_follows_recent_hold_times() -> None:
     streams = Limit(4, timedelta(minutes=10), algorithm="concurrency", name="streams")
     times = HoldTimes()
     assert times.expected_wait_us(streams) == 2 * SECOND
@@ -473,7 +476,7 @@ def test_jitter_that_would_be_too_early_is_refused() -> None:
         ResponseBuilder(AnswerSettings(jitter=timedelta(seconds=-1)))
 
 
-def test_a_denial_names_what_was_violated_and_when_to_come_back() -> None:
+def test_denial_names_what_was_violated_and_when_to_come_back() -> None:
     decision = denial((PER_IP, (0, 28 * SECOND, 60 * SECOND, 0)), (EXPORTS, (7, 0, DAY, 0)))
     refusal = refuse(decision, settings=AnswerSettings(doc_url="https://api.example.com/limits"))
     sentence = 'The limit "per-ip" has been reached. Try again in 28 seconds.'
@@ -529,7 +532,7 @@ def test_a_denial_names_what_was_violated_and_when_to_come_back() -> None:
         ([], "A limit has been reached. Try again in 1 second.", 1),
     ],
 )
-def test_the_message_is_for_people(judged: list[tuple[Limit, int]], message: str, retry: int | None) -> None:
+def test_message_is_for_people(judged: list[tuple[Limit, int]], message: str, retry: int | None) -> None:
     body = body_of(refuse(denial(*((limit, (0, wait_us, 0, 0)) for limit, wait_us in judged))))
     assert (body["message"], body["retry_after_seconds"]) == (message, retry)
     assert body.get("violated-policies", []) == [limit.name for limit, _ in judged]
@@ -564,7 +567,7 @@ def test_the_message_is_for_people(judged: list[tuple[Limit, int]], message: str
         ),
     ],
 )
-def test_other_refusals_tell_nothing_of_limits(
+def test_other_rejections_mention_no_limits(
     refusal: Rejection, status: int, title: str, error: str, message: str, retry: int | None
 ) -> None:
     assert body_of(refusal) == {
@@ -585,7 +588,7 @@ def test_other_refusals_tell_nothing_of_limits(
     }
 
 
-def test_no_refusal_tells_who_was_counted_or_what_failed() -> None:
+def test_rejections_reveal_neither_client_nor_failure() -> None:
     decision = denial((SEARCH, (0, SECOND, SECOND, 0)), degraded="closed: cannot reach Redis: redis-7.internal:6379")
     for refusal in (refuse(decision), ResponseBuilder(AnswerSettings()).unavailable(decision)):
         told = repr(refusal).lower()
@@ -605,7 +608,7 @@ def test_no_refusal_tells_who_was_counted_or_what_failed() -> None:
         ({"code": 7}, "application/vnd.api+json", (b'{"code": 7}', "application/vnd.api+json")),
     ],
 )
-def test_a_hook_replaces_the_body_and_nothing_else(
+def test_hook_replaces_the_body_and_nothing_else(
     content: bytes | str | dict[str, Any], content_type: str | None, sent: tuple[bytes, str]
 ) -> None:
     decision = denial((PER_IP, (0, SECOND, SECOND, 0)))
@@ -615,7 +618,7 @@ def test_a_hook_replaces_the_body_and_nothing_else(
     assert as_text(refusal.headers) == as_text(usual.headers) | changed
 
 
-def test_a_hook_is_told_the_facts() -> None:
+def test_hook_receives_the_rejection_info() -> None:
     seen: list[RejectionInfo] = []
 
     def body(facts: RejectionInfo) -> tuple[str, None]:
@@ -655,7 +658,7 @@ def broken(facts: RejectionInfo) -> Any:
         pytest.param(lambda facts: ("x", "text/höml"), id="not ASCII"),
     ],
 )
-def test_a_hook_that_fails_is_logged_once_and_the_usual_body_goes_out(
+def test_hook_that_fails_is_logged_once_and_the_usual_body_goes_out(
     body: Callable[[RejectionInfo], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     decision = denial((PER_IP, (0, SECOND, SECOND, 0)))
@@ -678,7 +681,7 @@ def test_a_hook_that_fails_is_logged_once_and_the_usual_body_goes_out(
         (["a (unknown keys)", "a"], None, "quota-exceeded"),
     ],
 )
-def test_the_problem_type_says_why_a_limit_denied(names: list[str], degraded: str | None, kind: str) -> None:
+def test_problem_type_says_why_a_limit_denied(names: list[str], degraded: str | None, kind: str) -> None:
     """A share of the limit while the store is away; many unknown API keys from one address; or the client itself."""
     limits = [Limit(1, timedelta(minutes=1), name=name) for name in names]
     refusal = refuse(denial(*[(limit, (0, SECOND, SECOND, 0)) for limit in limits], degraded=degraded))
@@ -745,7 +748,9 @@ def test_any_decision_makes_fields_that_can_be_read_and_are_true(
     st.integers(1, 5 * SECOND) | st.just(30 * DAY),
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 3 * SECOND)), min_size=4, max_size=12),
 )
-def test_who_waits_as_told_gets_in(algorithm: str, quota: int, period_us: int, requests: list[tuple[int, int]]) -> None:
+def test_waiting_for_retry_after_succeeds(
+    algorithm: str, quota: int, period_us: int, requests: list[tuple[int, int]]
+) -> None:
     clock = FakeClock(NOW)
     limiter, limit = Limiter(clock=clock), Limit(quota, timedelta(microseconds=period_us), algorithm=algorithm)
     for cost, pause_us in requests:
@@ -757,3 +762,64 @@ def test_who_waits_as_told_gets_in(algorithm: str, quota: int, period_us: int, r
             if seconds is not None:
                 clock.advance(int(seconds))
                 assert limiter.check(limit, cost=cost).allowed
+
+
+def test_limit_names_cannot_inject_headers(make_site: MakeSite) -> None:
+    for name in ("a\r\nset-cookie: x=1", "a\nb", "\0", "ä", ""):
+        with pytest.raises(HeadgateError):
+            Limit(1, timedelta(hours=1), name=name)
+        with pytest.raises(HeadgateError):
+            read(policy_json({"name": name, "by": "ip", "bucket": "1/hour"}))
+    name = 'a", "b";q=9\\ %d %s %'
+    site = make_site(Policy((Rule(name, Limit(1, timedelta(hours=1), name=name), ("ip",)),)))
+    for status in (200, 429):
+        answer = site.ask()
+        assert answer.status == status
+        assert answer.fields["ratelimit-policy"] == r'"a\", \"b\";q=9\\ %d %s %";q=1;w=3600'
+        assert answer.fields["ratelimit"] == r'"a\", \"b\";q=9\\ %d %s %";r=0;t=3600'
+    assert json.loads(answer.body)["violated-policies"] == [name]
+
+
+SECRETS = ["sk_live_secret", "contract 4711", "Ada's label", "scraping", "127.0.0.1", "redis", "Traceback", "hmac:"]
+
+
+@pytest.mark.parametrize(
+    ("more", "store", "expected"),
+    [
+        ({}, "memory://", [200, 429]),
+        ({"blocked": [{"api_key": "sk_live_secret", "reason": "scraping"}]}, "memory://", [403, 403]),
+        ({"clients": [{"api_key": "sk_live_secret", "tier": "pro", "label": "Ada's label"}]}, "memory://", [200, 429]),
+        (
+            {"overrides": [{"api_key": "sk_live_secret", "limit": "a", "bucket": "1/day", "reason": "contract 4711"}]},
+            "memory://",
+            [200, 429],
+        ),
+        ({"on_failure": "closed"}, "redis://:sk_live_secret@127.0.0.1:1/0", [503, 503]),
+        ({"on_failure": "open"}, "redis://:sk_live_secret@127.0.0.1:1/0", [200, 200]),
+    ],
+    ids=["denied", "blocked", "client", "override", "closed", "open"],
+)
+def test_responses_and_logs_contain_no_secrets(
+    make_site: MakeSite, more: dict[str, Any], store: str, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    limit = {"name": "a", "by": "api_key", "bucket": "1/hour", "tiers": {"pro": "1/minute"}}
+    site = make_site(policy_json(limit, **more), store, secret="sixteen bytes or more")
+    answers = [site.ask(headers=[("x-api-key", "sk_live_secret")]) for _ in range(2)]
+    assert [answer.status for answer in answers] == expected
+    for answer in answers:
+        told = " ".join(itertools.chain(*answer.lines)) + answer.body.decode()
+        assert not [secret for secret in SECRETS if secret in told]
+    assert "sk_live_secret" not in caplog.text
+
+
+def test_retry_after_jitter_spreads_clients_and_is_never_early(make_item_site: MakeSite) -> None:
+    """Row 43: all who are denied in one window would come back in the same second."""
+    site = make_item_site(
+        policy_json({"by": "ip", "bucket": "1/minute", "algorithm": "fixed_window"}, answers={"jitter": "30 seconds"})
+    )
+    site.ask("/items/1")
+    waits = [int(site.ask("/items/1").fields["retry-after"]) for _ in range(200)]
+    assert min(waits) >= 60
+    assert max(waits) <= 90
+    assert len(set(waits)) > 15

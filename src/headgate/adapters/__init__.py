@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headgate.gate.admission import Admission, current_admission
-from headgate.gate.request import RequestInfo
+from headgate.gate.admission import Admission, RequestInfo, current_admission
 
 __all__ = ["Admission", "RequestInfo", "current_admission"]

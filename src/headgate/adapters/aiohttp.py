@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import coroutine
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from aiohttp import web
@@ -12,15 +13,7 @@ from headgate.gate.admission import UNLIMITED, Admission, enter_context
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
 from headgate.gate.mounts import AppRoute
-from headgate.gate.view_limits import (
-    ViewAdmissions,
-    ViewLimit,
-    ViewRequest,
-    exempt,
-    has_exempt_views,
-    is_exempt,
-    view_name,
-)
+from headgate.gate.view_limits import ViewAdmissions, ViewLimit, ViewRequest, exempt, is_exempt, view_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,13 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ADMISSION", "AiohttpRequest", "exempt", "limit", "setup"]
 
-ADMISSION: Final[Any] = web.RequestKey("headgate", Admission) if hasattr(web, "RequestKey") else "headgate"
-"""Key of the `Admission` of a request: `request[ADMISSION]`. Older versions of aiohttp accept only strings as keys."""
+_Key: Final[Any] = getattr(web, "RequestKey", lambda name, kind: name)  # older versions accept only strings
 
-ADMISSIONS: Final[Any] = (
-    web.RequestKey("headgate.views", ViewAdmissions) if hasattr(web, "RequestKey") else "headgate.views"
-)
-"""Key of the `ViewAdmissions` of a request."""
+ADMISSION: Final[Any] = _Key("headgate", Admission)
+"""Key of the `Admission` of a request: `request[ADMISSION]`."""
+ADMISSIONS: Final[Any] = _Key("headgate.views", ViewAdmissions)
 
 
 class AiohttpRequest:
@@ -80,7 +71,7 @@ def setup(
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        is_unlimited = has_exempt_views() and is_exempt(request.match_info.handler)
+        is_unlimited = is_exempt(request.match_info.handler)
         admission = UNLIMITED if is_unlimited else await gate.admit(AiohttpRequest(request))
         if admission.refusal is not None:
             return _response(admission.refusal.headers, admission.refusal)
@@ -115,7 +106,7 @@ def setup(
 
 
 def _routes(app: web.Application, mounts: tuple[str, ...]) -> Iterator[AppRoute]:
-    """The routes of an application and of its sub-applications, whose paths include the prefix."""
+    """The routes of an application and of its sub-applications, with the prefixes of these."""
     for resource in app.router.resources():
         inner = getattr(resource, "_app", None)
         if isinstance(inner, web.Application):
@@ -139,9 +130,8 @@ class AiohttpLimit(ViewLimit):
             return super().__call__(view)
         dispatch = getattr(view, self.dispatch_method)
 
-        async def respond(instance: Any) -> web.StreamResponse:
-            response: web.StreamResponse = await _Awaitable(dispatch(instance))
-            return response
+        async def respond(instance: Any) -> Any:
+            return await _await(dispatch(instance))
 
         guard = super().__call__(respond)
         setattr(view, self.dispatch_method, lambda instance: guard(instance).__await__())
@@ -150,7 +140,7 @@ class AiohttpLimit(ViewLimit):
     def guard(self, view: Any, declarations: tuple[LimitDeclaration, ...]) -> Any:
         name = getattr(view, "__qualname__", "view")
 
-        async def guard(*args: Any, **kwargs: Any) -> web.StreamResponse:
+        async def guard(*args: Any, **kwargs: Any) -> Any:
             request: web.Request = getattr(args[-1], "request", args[-1])  # of a web.View, or the request itself
             admissions: ViewAdmissions | None = request.get(ADMISSIONS)
             if admissions is None:
@@ -163,8 +153,7 @@ class AiohttpLimit(ViewLimit):
             refusal = (await admissions.gate.admit_to_view(info, declarations, admissions)).refusal
             if refusal is not None:
                 return _response(admissions.refusal_headers(refusal), refusal)
-            response: web.StreamResponse = await view(*args, **kwargs)
-            return response
+            return await view(*args, **kwargs)
 
         return guard
 
@@ -172,14 +161,10 @@ class AiohttpLimit(ViewLimit):
 limit = AiohttpLimit
 
 
-class _Awaitable:
+@coroutine
+def _await(iterator: Any) -> Any:
     """Makes the iterator that `__await__` has returned awaitable."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-
-    def __await__(self) -> Any:
-        return self._iterator
+    return (yield from iterator)
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

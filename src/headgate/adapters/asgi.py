@@ -12,6 +12,7 @@ from headgate.gate.admission import UNLIMITED, current_admission, enter_context,
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate
 from headgate.gate.mounts import asgi_routes, find_root_path, split_mount
+from headgate.leases import keep_task
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -42,14 +43,9 @@ RESPONSE_STARTS: Final = frozenset({"http.response.start", "websocket.accept", "
 """The messages that contain the header fields of a response."""
 
 BODIES: Final = frozenset({"http.response.body", "websocket.http.response.body"})
-
-TRY_AGAIN_LATER: Final = 1013
-"""WebSocket close code, for servers that cannot reject the handshake with a status."""
+TRY_AGAIN_LATER: Final = 1013  # WebSocket close code, for servers that cannot reject the handshake with a status
 
 _encoded = lru_cache(maxsize=64)(str.encode)
-
-_finishing: set[asyncio.Future[None]] = set()
-"""Strong references to tasks, of which event loops keep only weak ones."""
 
 
 class AsgiRequest:
@@ -105,8 +101,10 @@ class HeadgateMiddleware:
                 options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
                 gate = AsyncGate(policy, store, **options)
         except InvalidInput as error:
-            if not _is_loop_running():
-                raise
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                raise error from None
             gate = FailedGate(error)
         self.gate = gate
 
@@ -205,14 +203,6 @@ class HeaderSend:
             await finish_shielded(finish(self._status))
 
 
-def _is_loop_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 async def run_lifespan(app: App, scope: Scope, receive: Receive, send: Send, gate: AsyncGate) -> None:
     """Run the app's lifespan, or a minimal one for an app without, and close the gate at shutdown."""
     if isinstance(gate, FailedGate):
@@ -270,7 +260,4 @@ async def refuse(refusal: Rejection, scope: Scope, receive: Receive, send: Send)
 
 async def finish_shielded(finishing: Any) -> None:
     """Await it even if the client disconnects and this task is cancelled, so that no lease stays taken."""
-    task = asyncio.ensure_future(finishing)
-    _finishing.add(task)
-    task.add_done_callback(_finishing.discard)
-    await asyncio.shield(task)
+    await asyncio.shield(keep_task(asyncio.ensure_future(finishing)))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from headgate.failure import FleetShare
     from headgate.gate.admission import Admission
-    from headgate.gate.responses import Header, Rejection
+    from headgate.gate.responses import Rejection
     from headgate.gate.view_limits import LimitDeclaration
 
 __all__ = [
@@ -56,9 +56,7 @@ __all__ = [
 
 GateType = TypeVar("GateType", bound="Gate | AsyncGate")
 
-ADMISSIONS: Final = "_headgate_admissions"
-"""Attribute of a request with its `ViewAdmissions`."""
-
+ADMISSIONS: Final = "_headgate_admissions"  # attribute of a request with its `ViewAdmissions`
 IMPORTABLE_SETTINGS: Final = ("on_decision", "on_event", "refusal_body")
 """Settings that may be the dotted name of a function."""
 
@@ -103,7 +101,7 @@ class HeadgateMiddleware:
     def _respond(self, request: HttpRequest) -> HttpResponseBase:
         admissions = self._enter(request, UNLIMITED if _is_exempt(request) else self.gate.admit(DjangoRequest(request)))
         if admissions.policy.refusal is not None:
-            return _refuse(admissions.policy.refusal.headers, admissions.policy.refusal, request)
+            return _refuse(admissions.policy.refusal, request)
         try:
             response: HttpResponseBase = self.get_response(request)
         except BaseException:
@@ -116,14 +114,16 @@ class HeadgateMiddleware:
         admission = UNLIMITED if _is_exempt(request) else await self.gate.admit(DjangoRequest(request))
         admissions = self._enter(request, admission)
         if admission.refusal is not None:
-            return _refuse(admission.refusal.headers, admission.refusal, request)
+            return _refuse(admission.refusal, request)
         try:
             response: HttpResponseBase = await self.get_response(request)
         except BaseException:  # also if Django cancels the view of a client that has disconnected
             for each in admissions.unfinished():
                 await self.gate.finish(each, 500)
             raise
-        return _leave(response, admissions, partial(_finish_soon, self.gate, asyncio.get_running_loop()))
+        # In the event loop of the request: Django closes responses in a thread, its test client in the loop.
+        finish, loop = self.gate.finish, asyncio.get_running_loop()
+        return _leave(response, admissions, lambda *args: asyncio.run_coroutine_threadsafe(finish(*args), loop))
 
     def _enter(self, request: HttpRequest, admission: Admission) -> ViewAdmissions:
         request.headgate = admission  # type: ignore[attr-defined]
@@ -148,22 +148,18 @@ class DjangoLimit(ViewLimit):
         def guard(*args: Any, **kwargs: Any) -> Any:
             if getattr(args[0], "view_is_async", False):  # the method `dispatch` of a class with async handlers
                 return guard_async(*args, **kwargs)
-            request, admissions = _request_of(args)
+            info, admissions = _request_of(args, name)
             gate = admissions.gate
             admit: Any = gate.admit_to_view if isinstance(gate, Gate) else async_to_sync(gate.admit_to_view)
-            refusal = admit(_view_request(request, name), declarations, admissions).refusal
-            if refusal is not None:
-                return _refuse(admissions.refusal_headers(refusal), refusal, request)
-            return view(*args, **kwargs)
+            refusal = admit(info, declarations, admissions).refusal
+            return view(*args, **kwargs) if refusal is None else _refuse(refusal, info.view_request, admissions)
 
         async def guard_async(*args: Any, **kwargs: Any) -> Any:
-            request, admissions = _request_of(args)
+            info, admissions = _request_of(args, name)
             gate = admissions.gate
             admit: Any = sync_to_async(gate.admit_to_view) if isinstance(gate, Gate) else gate.admit_to_view
-            refusal = (await admit(_view_request(request, name), declarations, admissions)).refusal
-            if refusal is not None:
-                return _refuse(admissions.refusal_headers(refusal), refusal, request)
-            return await view(*args, **kwargs)
+            refusal = (await admit(info, declarations, admissions)).refusal
+            return await view(*args, **kwargs) if refusal is None else _refuse(refusal, info.view_request, admissions)
 
         return guard_async if iscoroutinefunction(view) else guard
 
@@ -180,17 +176,15 @@ def check_headgate_settings(**_: Any) -> list[checks.CheckMessage]:
     try:
         trial = _open_gate(_TrialGate, getattr(conf.settings, "HEADGATE", None))
     except ImproperlyConfigured as error:
-        hint = "`headgate check FILE` checks a policy file." if _is_about_policy(error) else None
+        hint = "`headgate check FILE` checks a policy file." if isinstance(error.__cause__, InvalidPolicy) else None
         return [checks.Error(str(error), hint=hint, id="headgate.E001")]
     trial.close()
-    messages: list[checks.CheckMessage] = [
-        checks.Warning(text, id="headgate.W002") for text in trial.active_policy.snapshot.policy.warnings
-    ]
+    warnings = trial.active_policy.snapshot.policy.warnings
+    messages: list[checks.CheckMessage] = [checks.Warning(text, id="headgate.W002") for text in warnings]
     if not is_used:
         hint = "Add 'headgate.adapters.django.HeadgateMiddleware' to MIDDLEWARE."
-        messages.append(
-            checks.Warning("HEADGATE is set, but its middleware is not used.", hint=hint, id="headgate.W001")
-        )
+        problem = "HEADGATE is set, but its middleware is not used."
+        messages.append(checks.Warning(problem, hint=hint, id="headgate.W001"))
     return messages
 
 
@@ -214,7 +208,7 @@ def _key(user: Any) -> str | None:
     return str(user.pk) if getattr(user, "is_authenticated", False) else None
 
 
-def _request_of(args: tuple[Any, ...]) -> tuple[HttpRequest, ViewAdmissions]:
+def _request_of(args: tuple[Any, ...], name: str) -> tuple[ViewRequest, ViewAdmissions]:
     """The request in the arguments of a view or of its method, and its admissions so far."""
     request = next((each for each in args[:2] if isinstance(each, HttpRequest)), None)
     if request is None:
@@ -224,13 +218,8 @@ def _request_of(args: tuple[Any, ...]) -> tuple[HttpRequest, ViewAdmissions]:
         raise ImproperlyConfigured(
             "a view has limits, but there is no gate: add 'headgate.adapters.django.HeadgateMiddleware' to MIDDLEWARE"
         )
-    return request, admissions
-
-
-def _view_request(request: HttpRequest, name: str) -> ViewRequest:
-    match = request.resolver_match
-    view = "" if match is None else view_name(match.func)
-    return ViewRequest(DjangoRequest(request), f"{view} {name}", request)
+    view = "" if request.resolver_match is None else view_name(request.resolver_match.func)
+    return ViewRequest(DjangoRequest(request), f"{view} {name}", request), admissions
 
 
 def _is_exempt(request: HttpRequest) -> bool:
@@ -243,13 +232,14 @@ def _is_exempt(request: HttpRequest) -> bool:
         return False
 
 
-def _refuse(headers: list[Header], refusal: Rejection, request: HttpRequest) -> HttpResponse:
+def _refuse(refusal: Rejection, request: HttpRequest, admissions: ViewAdmissions | None = None) -> HttpResponse:
     body = b"" if request.method == "HEAD" else refusal.body
+    headers = refusal.headers if admissions is None else admissions.refusal_headers(refusal)
     return HttpResponse(body, status=refusal.status, headers=dict(native_headers(headers)))
 
 
 def _leave(
-    response: HttpResponseBase, admissions: ViewAdmissions, finish: Callable[[Admission, int], None]
+    response: HttpResponseBase, admissions: ViewAdmissions, finish: Callable[[Admission, int], object]
 ) -> HttpResponseBase:
     for name, value in native_headers(admissions.headers()):
         response[name] = value
@@ -258,11 +248,6 @@ def _leave(
         closers = response._resource_closers  # type: ignore[attr-defined]  # noqa: SLF001 - Django has no hook
         closers.append(partial(finish, each, response.status_code))
     return response
-
-
-def _finish_soon(gate: AsyncGate, loop: asyncio.AbstractEventLoop, admission: Admission, status: int) -> None:
-    """Finish in the event loop of the request: Django closes responses in a thread, its test client in the loop."""
-    asyncio.run_coroutine_threadsafe(gate.finish(admission, status), loop)
 
 
 _gates: dict[type, tuple[object, Gate | AsyncGate]] = {}
@@ -279,9 +264,8 @@ def _gate(kind: type[Gate | AsyncGate]) -> Gate | AsyncGate:
 
 def _open_gate(kind: type[GateType], settings: Any) -> GateType:
     if not isinstance(settings, dict):
-        raise ImproperlyConfigured(
-            f"HEADGATE is {settings!r}; give a dict: HEADGATE = {{'policy': BASE_DIR / 'limits.yaml'}}"
-        )
+        problem = f"HEADGATE is {settings!r}; give a dict: HEADGATE = {{'policy': BASE_DIR / 'limits.yaml'}}"
+        raise ImproperlyConfigured(problem)
     try:
         check_settings(settings, repr)
         options = {**settings, **{name: _imported(settings[name]) for name in IMPORTABLE_SETTINGS if name in settings}}
@@ -317,10 +301,6 @@ def _is_gate(middleware: str) -> bool:
     except ImportError:  # reported by Django at startup
         return False
     return isinstance(found, type) and issubclass(found, HeadgateMiddleware)
-
-
-def _is_about_policy(error: ImproperlyConfigured) -> bool:
-    return isinstance(error.__cause__, InvalidPolicy)
 
 
 def _imported(function: Any) -> Any:

@@ -38,8 +38,7 @@ __all__ = ["FastAPILimits", "RateLimited", "admission"]
 ADMISSIONS: Final = "headgate.admissions"
 """Key in the scope of the admissions that the dependencies of a request were granted."""
 
-MOUNT: Final = "headgate.mount"
-"""Key in the scope of the path that the app is mounted at."""
+MOUNT: Final = "headgate.mount"  # key in the scope of the path that the app is mounted at
 
 
 class RateLimited(HTTPException):
@@ -69,9 +68,8 @@ class FastAPILimits:
         **options: Unpack[GateOptions],
     ) -> None:
         check_options(type(self).__name__, options)
-        policy = Policy(
-            identity=identity or IdentitySettings(), answers=answers or AnswerSettings(), on_failure=on_failure
-        )
+        identity, answers = identity or IdentitySettings(), answers or AnswerSettings()
+        policy = Policy(identity=identity, answers=answers, on_failure=on_failure)
         options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
         self.health_path = options.get("health_path")
         self.gate = AsyncGate(policy, store, **options)
@@ -92,10 +90,8 @@ class FastAPILimits:
         asynchronous. A string counts each route separately; with a `name`, or as a `Limit`, which has one, all routes
         with that name share a counter.
         """
-        declaration = LimitDeclaration(
-            limits, by=by, name=name, cost=cost, count_when=count_when, on_failure=on_failure
-        )
-        declarations = (declaration,)
+        declared = LimitDeclaration(*limits, by=by, name=name, cost=cost, count_when=count_when, on_failure=on_failure)
+        declarations = (declared,)
         self.gate.compile_view(declarations, "a route")  # raises errors here, not in requests
 
         async def allowed(connection: HTTPConnection) -> Admission:
@@ -187,13 +183,13 @@ class _LimitsMiddleware:
                 return await refuse(page, scope, receive, send)
         admissions: Granted = []
         scope[ADMISSIONS] = admissions
-        scope[MOUNT] = _mount(scope)
+        root: str = scope.get("root_path", "")  # the mount's path in the outermost app; empty with path parameters
+        scope[MOUNT] = "" if scope.get("path_params") else root[len(scope.get("app_root_path", root)) :]
         policy_admission = current_admission()
         headers = partial(self._limits.headers, admissions, policy_admission)
+        header_send = HeaderSend(send, policy_admission, partial(_finish, admissions), headers)
         try:
-            await HeaderSend(send, policy_admission, partial(_finish, admissions), headers).serve(
-                self._app, scope, receive
-            )
+            await header_send.serve(self._app, scope, receive)
         finally:
             scope.pop(ADMISSIONS, None)  # servers keep the scope
 
@@ -218,9 +214,3 @@ async def _respond(connection: HTTPConnection, error: Exception) -> Response | N
     else:
         await websocket.close(TRY_AGAIN_LATER)
     return None
-
-
-def _mount(scope: Scope) -> str:
-    """The path that this app is mounted at in the outermost app; empty for a mount with path parameters."""
-    root: str = scope.get("root_path", "")
-    return "" if scope.get("path_params") else root[len(scope.get("app_root_path", root)) :]

@@ -11,14 +11,7 @@ from werkzeug.exceptions import HTTPException
 from headgate.adapters.wsgi import HeadgateMiddleware, WsgiRequest, check_settings, native_headers
 from headgate.errors import InvalidConfiguration
 from headgate.gate.admission import current_admission
-from headgate.gate.view_limits import (
-    ViewAdmissions,
-    ViewLimit,
-    ViewRequest,
-    exempt,
-    has_exempt_views,
-    is_exempt,
-)
+from headgate.gate.view_limits import ViewAdmissions, ViewLimit, ViewRequest, exempt, has_exempt_views, is_exempt
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -32,8 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FlaskRequest", "Headgate", "exempt", "limit"]
 
-ADMISSIONS: Final = "headgate.admissions"
-"""The key under which a request's environ keeps its `ViewAdmissions`."""
+ADMISSIONS: Final = "headgate.admissions"  # the key under which a request's environ keeps its `ViewAdmissions`
 
 
 class FlaskRequest(WsgiRequest):
@@ -101,7 +93,7 @@ class FlaskLimit(ViewLimit):
 
     def __call__(self, view: View) -> View:
         if isinstance(view, Blueprint):
-            view.before_request(partial(_admit, (self.declaration,), f"blueprint {view.name}"))
+            view.before_request(partial(_admit, (self,), f"blueprint {view.name}"))
             return view
         return super().__call__(view)
 
@@ -146,16 +138,16 @@ def _report(admissions: ViewAdmissions, response: Response) -> Response:
     for name, value in native_headers(admissions.headers()):
         response.headers[name] = value
     admissions.policy.suppress_headers()  # else the middleware would add them again
-    granted, admissions.granted = admissions.granted, []
-    if granted:
-        response.call_on_close(partial(_finish, admissions.gate, granted, response.status_code))
+    if admissions.granted:
+        response.call_on_close(partial(_finish, admissions.gate, admissions.granted, response.status_code))
+        admissions.granted = []
     return response
 
 
 def _finish_unanswered(error: BaseException | None) -> None:
     """Finish the admissions of a request whose view failed without a response."""
     admissions: ViewAdmissions | None = request.environ.get(ADMISSIONS)
-    if admissions is not None and admissions.granted:
+    if admissions is not None:
         granted, admissions.granted = admissions.granted, []
         _finish(admissions.gate, granted, 500)
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from headgate import _limit_syntax
 from headgate.errors import InvalidConfiguration, InvalidCost, InvalidLimit, RequestDenied
+from headgate.leases import leased_keys
 from headgate.limiter import AsyncLimiter, Limiter
 from headgate.limits import Limit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
-    from types import TracebackType
     from typing import TypeAlias
 
     from headgate.decisions import Decision
@@ -73,10 +73,7 @@ class limited:  # noqa: N801 - a decorator, and used as one
         for each in limits:
             self._limits += [each] if isinstance(each, Limit) else _limit_syntax.split(each)
         self._limiter: Any = limiter
-        self._by = by
-        self._cost = cost
-        self._name = name
-        self._wait = wait
+        self._by, self._cost, self._name, self._wait = by, cost, name, wait
         self._blocks: list[Any] = []
         """The entered blocks. All have the same keys, so their order of exit does not matter."""
         for limit in self._parse_limits("some name"):
@@ -124,14 +121,8 @@ class limited:  # noqa: N801 - a decorator, and used as one
                     except BaseException as error:
                         step = values.athrow(error)
 
-        wrapper: Any = call
-        for is_one, fitting in (
-            (isgeneratorfunction, iterate),
-            (iscoroutinefunction, call_async),
-            (isasyncgenfunction, iterate_async),
-        ):
-            if _is(is_one, function):
-                wrapper = fitting
+        kinds = {isgeneratorfunction: iterate, iscoroutinefunction: call_async, isasyncgenfunction: iterate_async}
+        wrapper: Any = next((wrapper for kind, wrapper in kinds.items() if _is(kind, function)), call)
         return wraps(function)(wrapper)
 
     def __enter__(self) -> Decision:
@@ -141,7 +132,7 @@ class limited:  # noqa: N801 - a decorator, and used as one
         self._blocks.append(block)
         return decision
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._blocks.pop().__exit__(None, None, None)
 
     async def __aenter__(self) -> Decision:
@@ -151,47 +142,36 @@ class limited:  # noqa: N801 - a decorator, and used as one
         self._blocks.append(block)
         return decision
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._blocks.pop().__aexit__(None, None, None)
 
     @contextmanager
     def _admit(self, keys: list[Key]) -> Iterator[Decision]:
-        if self._wait is None:
-            with self._limiter.hold(*keys, cost=self._cost) as decision:
-                yield _raise_if_denied(decision)
-        else:
-            decision = _raise_if_denied(self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait))
-            with self._hold_leases(decision):
-                yield decision
+        waited = None if self._wait is None else self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait)
+        with self._hold(keys, waited) as decision:
+            yield _raise_if_denied(waited or decision)
 
     @asynccontextmanager
     async def _admit_async(self, keys: list[Key]) -> AsyncIterator[Decision]:
-        if self._wait is None:
-            async with self._limiter.hold(*keys, cost=self._cost) as decision:
-                yield _raise_if_denied(decision)
-        else:
-            decision = _raise_if_denied(await self._limiter.acquire(*keys, cost=self._cost, timeout=self._wait))
-            async with self._hold_leases(decision):
-                yield decision
+        wait = self._wait
+        waited = None if wait is None else await self._limiter.acquire(*keys, cost=self._cost, timeout=wait)
+        async with self._hold(keys, waited) as decision:
+            yield _raise_if_denied(waited or decision)
 
-    def _hold_leases(self, decision: Decision) -> Any:
-        """A context manager that holds the leases of a decision; entering a held lease again costs nothing."""
-        leased = [key for key in decision.keys if key.limit.algorithm == "concurrency"]
-        return self._limiter.hold(*leased, cost=self._cost, id=decision.id) if leased else nullcontext()
+    def _hold(self, keys: list[Key], waited: Decision | None) -> Any:
+        """A context manager that holds the leases of a call; entering a lease of `waited` again costs nothing."""
+        if waited is None:
+            return self._limiter.hold(*keys, cost=self._cost)
+        leased = leased_keys(waited)
+        return self._limiter.hold(*leased, cost=self._cost, id=waited.id) if leased else nullcontext(waited)
 
     def _parse_limits(self, name: str | None) -> list[Limit]:
         """The limits; strings are parsed and get the name, with their text if there are several."""
         texts = [limit for limit in self._limits if not isinstance(limit, Limit)]
         if texts and name is None:
             raise InvalidConfiguration(f"the limit {texts[0]!r} has no name: give name=")
-        return [
-            limit
-            if isinstance(limit, Limit)
-            else Limit.parse(limit, name=f"{name}" if len(texts) == 1 else f"{name} {limit}")
-            for limit in self._limits
-        ]
+        names = {text: f"{name}" if len(texts) == 1 else f"{name} {text}" for text in texts}
+        return [each if isinstance(each, Limit) else Limit.parse(each, name=names[each]) for each in self._limits]
 
     def _keys(self, limits: list[Limit], args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> list[Key]:
         identity: Any = self._by

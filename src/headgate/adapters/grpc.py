@@ -19,9 +19,9 @@ from headgate.errors import InvalidConfiguration
 from headgate.gate.admission import enter_context
 from headgate.gate.base import check_options
 from headgate.gate.gate import AsyncGate, Gate
+from headgate.leases import keep_task
 
 try:  # not dependencies of grpcio
-    from google.protobuf.any_pb2 import Any as AnyMessage
     from google.protobuf.duration_pb2 import Duration
     from google.rpc.error_details_pb2 import ErrorInfo, QuotaFailure, RetryInfo  # type: ignore[import-untyped]
     from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
@@ -37,35 +37,30 @@ if TYPE_CHECKING:
 
     from headgate.gate.admission import Admission
     from headgate.gate.base import GateOptions
-    from headgate.gate.responses import Header
+    from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import Policy
 
     Behavior: TypeAlias = Callable[[Any, Any], Any]
+    Details: TypeAlias = grpc.HandlerCallDetails
     Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
     Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 __all__ = ["AsyncHeadgateInterceptor", "GrpcRequest", "HeadgateInterceptor"]
 
-CODES: Final = {
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-    403: grpc.StatusCode.PERMISSION_DENIED,
+REFUSALS: Final = {
+    429: (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT_EXCEEDED"),
+    503: (grpc.StatusCode.UNAVAILABLE, "LIMITER_UNAVAILABLE"),
+    403: (grpc.StatusCode.PERMISSION_DENIED, "BLOCKED"),
 }
-"""gRPC status codes by the HTTP status of a refusal."""
-
-REASONS: Final = {429: "RATE_LIMIT_EXCEEDED", 503: "LIMITER_UNAVAILABLE", 403: "BLOCKED"}
+"""gRPC status codes and reasons by the HTTP status of a refusal."""
 
 HTTP_STATUSES: Final = (200, 499, 500, 400, 504, 404, 409, 403, 429, 400, 409, 400, 501, 500, 503, 500, 401)
 """The status for `count_when`, for each gRPC code from OK to UNAUTHENTICATED, as google.rpc.Code maps them."""
 
 CANCELLED: Final = 1
 UNKNOWN: Final = 2
-
 SENT_PREFIXES: Final = (b"x-ratelimit-", b"ratelimit", b"retry-after")
 """Prefixes of the header fields that are sent as metadata."""
-
-_closing: set[asyncio.Task[None]] = set()
-"""Strong references to tasks, of which event loops keep only weak ones."""
 
 
 class GrpcRequest:
@@ -86,32 +81,39 @@ class GrpcRequest:
         return [value for key, value in self._metadata if key == name and isinstance(value, str)]
 
 
-class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
-    """Applies a policy to a server with threads: `grpc.server(pool, interceptors=[HeadgateInterceptor(...)])`.
-
-    `policy` is a file path or a `Policy`; `store` and all other options are those of `Gate`. Call `close` after the
-    server has stopped.
-    """
+class _GateOwner:
+    _gate_type: type[Any]
 
     def __init__(
         self,
         policy: Policy | str | PathLike[str] | None = None,
         store: Any = "memory://",
         *,
-        gate: Gate | None = None,
+        gate: Any = None,
         **options: Unpack[GateOptions],
     ) -> None:
-        _check_options(self, options)
-        self.gate = gate or Gate(policy, store, **options)
+        check_options(type(self).__name__, options)
+        if options.get("health_path") is not None:
+            raise InvalidConfiguration("gRPC has no health_path: report gate.health() through the gRPC health service")
+        self.gate: Any = gate or self._gate_type(policy, store, **options)
+
+
+class HeadgateInterceptor(_GateOwner, grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
+    """Applies a policy to a server with threads: `grpc.server(pool, interceptors=[HeadgateInterceptor(...)])`.
+
+    `policy` is a file path or a `Policy`; `store` and all other options are those of `Gate`. Call `close` after the
+    server has stopped.
+    """
+
+    _gate_type = Gate
+    gate: Gate
 
     def close(self) -> None:
         """Close the gate and its store."""
         self.gate.close()
 
     def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Callable[[Details], Handler | None], handler_call_details: Details
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
             def respond(request: Any, context: Any) -> Any:
@@ -124,15 +126,15 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
 
             return respond_stream if streams else respond
 
-        return _wrap(continuation(handler_call_details) or _unknown(_not_found), guarded)
+        unknown = grpc.unary_unary_rpc_method_handler(_not_found)
+        return _wrap(continuation(handler_call_details) or unknown, guarded)
 
     @contextmanager
     def _admit(self, request: GrpcRequest) -> Iterator[None]:
         context = request.native
         admission = self.gate.admit(request)
         if admission.refusal is not None:
-            context.set_trailing_metadata(_refusal_metadata(admission))
-            context.abort(CODES[admission.refusal.status], admission.refusal.message)
+            context.abort(*_refuse(context, admission, admission.refusal))
         enter_context(admission)  # also without limits: the thread has served other requests
         failure: BaseException | None = None
         try:
@@ -146,22 +148,14 @@ class HeadgateInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
                 self.gate.finish(admission, _status(context, failure))
 
 
-class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in the stubs
+class AsyncHeadgateInterceptor(_GateOwner, grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # as above
     """Applies a policy to an asyncio server: `grpc.aio.server(interceptors=[AsyncHeadgateInterceptor(...)])`.
 
     Handlers must be asynchronous. Await `close` after the server has stopped.
     """
 
-    def __init__(
-        self,
-        policy: Policy | str | PathLike[str] | None = None,
-        store: Any = "memory://",
-        *,
-        gate: AsyncGate | None = None,
-        **options: Unpack[GateOptions],
-    ) -> None:
-        _check_options(self, options)
-        self.gate = gate or AsyncGate(policy, store, **options)
+    _gate_type = AsyncGate
+    gate: AsyncGate
 
     def close(self) -> Awaitable[None]:
         """Close the gate and its store: `await interceptor.close()`, in the event loop of the server.
@@ -175,15 +169,10 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
                 "AsyncHeadgateInterceptor.close() needs the event loop of its server: call it as "
                 "`await interceptor.close()`, after `await server.stop(...)`"
             ) from None
-        closing = loop.create_task(self.gate.close())
-        _closing.add(closing)
-        closing.add_done_callback(_closing.discard)
-        return closing
+        return keep_task(loop.create_task(self.gate.close()))
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Callable[[Details], Awaitable[Handler | None]], handler_call_details: Details
     ) -> Handler:
         def guarded(behavior: Behavior, streams: bool) -> Behavior:
             async def respond(request: Any, context: Any) -> Any:
@@ -207,15 +196,15 @@ class AsyncHeadgateInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
                 "AsyncHeadgateInterceptor, write `async def`"
             )
 
-        return _wrap(await continuation(handler_call_details) or _unknown(_not_found_async), guarded)
+        unknown = grpc.unary_unary_rpc_method_handler(_not_found_async)
+        return _wrap(await continuation(handler_call_details) or unknown, guarded)
 
     @asynccontextmanager
     async def _admit(self, request: GrpcRequest) -> AsyncIterator[Any]:
         context = request.native
         admission = await self.gate.admit(request)
         if admission.refusal is not None:
-            context.set_trailing_metadata(_refusal_metadata(admission))
-            await context.abort(CODES[admission.refusal.status], admission.refusal.message)
+            await context.abort(*_refuse(context, admission, admission.refusal))
         enter_context(admission)  # each RPC has its own task
         failure: BaseException | None = None
         try:
@@ -244,28 +233,17 @@ class _AdmittedContext:
         await self._context.abort(code, details, (*own, *_metadata(self._admission.headers)))
 
 
-def _check_options(interceptor: object, options: GateOptions) -> None:
-    check_options(type(interceptor).__name__, options)
-    if options.get("health_path") is not None:
-        raise InvalidConfiguration("gRPC has no health_path: report gate.health() through the gRPC health service")
-
-
 def _wrap(handler: Handler, guarded: Callable[[Behavior, bool], Behavior]) -> Handler:
     """A handler of the same kind behind the gate."""
-    kind = "_".join(
-        "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
-    )
+    names = {True: "stream", False: "unary"}
+    kind = f"{names[handler.request_streaming]}_{names[handler.response_streaming]}"
     behavior = guarded(getattr(handler, kind), handler.response_streaming)
     make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
     return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 
-def _unknown(behavior: Behavior) -> Handler:
-    """The handler of a method that does not exist; such requests are counted as well."""
-    return grpc.unary_unary_rpc_method_handler(behavior)
-
-
 def _not_found(request: Any, context: Any) -> None:
+    """The behavior of a method that does not exist; such requests are counted as well."""
     context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
@@ -290,8 +268,7 @@ def _status(context: Any, failure: BaseException | None) -> int:
 
 def _add_metadata(context: Any, admission: Admission) -> None:
     """Add the header fields to the trailing metadata of the handler."""
-    headers = admission.headers
-    if headers:
+    if headers := admission.headers:
         context.set_trailing_metadata((*(context.trailing_metadata() or ()), *_metadata(headers)))
 
 
@@ -299,21 +276,20 @@ def _metadata(headers: Iterable[Header]) -> Metadata:
     return tuple((name.decode(), value.decode()) for name, value in headers if name.startswith(SENT_PREFIXES))
 
 
-def _refusal_metadata(admission: Admission) -> Metadata:
-    """The header fields of a refusal, and its details in the rich error model of gRPC."""
-    refusal, decision = admission.refusal, admission.decision
-    assert refusal is not None
-    fields = dict(refusal.headers)
-    details: list[Message] = [ErrorInfo(reason=REASONS[refusal.status], domain="headgate")]
+def _refuse(context: Any, admission: Admission, refusal: Rejection) -> tuple[grpc.StatusCode, str]:
+    """Set the header fields of a refusal and its details in the rich error model; returns the arguments of `abort`."""
+    fields, decision = dict(refusal.headers), admission.decision
+    code, reason = REFUSALS[refusal.status]
+    details: list[Message] = [ErrorInfo(reason=reason, domain="headgate")]
     if b"retry-after" in fields:
         details.append(RetryInfo(retry_delay=Duration(seconds=int(fields[b"retry-after"]))))
     if refusal.status == 429 and decision is not None:
-        violations = [
-            QuotaFailure.Violation(subject=f"limit:{name}", description=refusal.message) for name in decision.denied_by
-        ]
+        names = [f"limit:{name}" for name in decision.denied_by]
+        violations = [QuotaFailure.Violation(subject=name, description=refusal.message) for name in names]
         details.append(QuotaFailure(violations=violations))
-    packed = [AnyMessage() for _ in details]
-    for message, detail in zip(packed, details, strict=True):
-        message.Pack(detail)
-    status = Status(code=CODES[refusal.status].value[0], message=refusal.message, details=packed)
-    return (*_metadata(refusal.headers), ("grpc-status-details-bin", status.SerializeToString()))
+    status = Status(code=code.value[0], message=refusal.message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    rich_error = "grpc-status-details-bin", status.SerializeToString()
+    context.set_trailing_metadata((*_metadata(refusal.headers), rich_error))
+    return code, refusal.message

@@ -17,34 +17,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from os import PathLike
 
-    from headgate.gate.admission import Admission
+    from headgate.gate.admission import Admission, RequestInfo
     from headgate.gate.base import GateOptions
-    from headgate.gate.request import RequestInfo
-    from headgate.gate.responses import Header, Rejection
+    from headgate.gate.responses import Header
     from headgate.policy.model import Policy
 
     Environ: TypeAlias = dict[str, Any]
     StartResponse: TypeAlias = Callable[..., Callable[[bytes], object]]
     App: TypeAlias = Callable[[Environ, StartResponse], Iterable[bytes]]
 
-__all__ = [
-    "HeadgateMiddleware",
-    "WsgiRequest",
-    "check_settings",
-    "header_lines",
-    "native_headers",
-    "signed_in_user",
-]
+__all__ = ["HeadgateMiddleware", "WsgiRequest", "check_settings", "header_lines", "native_headers", "signed_in_user"]
 
 
 logger = logging.getLogger("headgate")
 
 FORWARDED_FOR: Final = "x-forwarded-for"
-WSGIREF: Final = "WSGIServer/"
-"""Prefix of SERVER_SOFTWARE of the standard library's server, and of servers based on it."""
+WSGIREF: Final = "WSGIServer/"  # prefix of SERVER_SOFTWARE of the standard library's server, and of servers based on it
 
-_warned: list[bool] = []
-"""Not empty once the log has the warning that X-Forwarded-For is ignored."""
+_warned: list[bool] = []  # not empty once the log has the warning that X-Forwarded-For is ignored
 
 
 class WsgiRequest:
@@ -84,9 +74,7 @@ class HeadgateMiddleware:
         is_exempt: Callable[[Environ], bool] | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
-        self.app = app
-        self._make_request = make_request
-        self._is_exempt = is_exempt
+        self.app, self._make_request, self._is_exempt = app, make_request, is_exempt
         check_options(type(self).__name__, options)
         if gate is None:
             options["identities"] = {"user": signed_in_user, **(options.get("identities") or {})}
@@ -94,14 +82,14 @@ class HeadgateMiddleware:
         self.gate = gate
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        if self._is_exempt is not None and self._is_exempt(environ):
-            admission = UNLIMITED
-        else:
-            admission = self.gate.admit(self._make_request(environ))
+        is_exempt = self._is_exempt is not None and self._is_exempt(environ)
+        admission = UNLIMITED if is_exempt else self.gate.admit(self._make_request(environ))
         # Also without limits: the thread may still have the admission of its previous request.
         enter_context(admission)
         if admission.refusal is not None:
-            return _refuse(admission.refusal, environ, start_response)
+            refusal = admission.refusal
+            start_response(f"{refusal.status} {responses[refusal.status]}", native_headers(refusal.headers))
+            return [] if environ["REQUEST_METHOD"] == "HEAD" else [refusal.body]
         if admission is UNLIMITED:
             return self.app(environ, start_response)
         if not admission.needs_finish:
@@ -124,9 +112,7 @@ def _start(
 ) -> Callable[[bytes], object]:
     """The `start_response` of an admitted request. Apps may call it again if they fail before the body is sent."""
     headers = [*headers, *native_headers(admission.headers)]
-    if exc_info is None:
-        return start_response(status, headers)
-    return start_response(status, headers, exc_info)
+    return start_response(status, headers) if exc_info is None else start_response(status, headers, exc_info)
 
 
 class _ResponseBody:
@@ -162,9 +148,8 @@ class _ResponseBody:
             return
         self._is_closed = True
         try:
-            close = getattr(self.body, "close", None)
-            if close is not None:
-                close()
+            if hasattr(self.body, "close"):
+                self.body.close()
         finally:
             self._gate.finish(self._admission, self._status)
 
@@ -223,11 +208,6 @@ def check_settings(settings: Mapping[Any, Any], spelled: Callable[[Any], str]) -
             f"{spelled('policy')} is not set; give the path of a policy file, a config store as {spelled('control')}, "
             "or Policy() of headgate.policy if all limits are on views"
         )
-
-
-def _refuse(refusal: Rejection, environ: Environ, start_response: StartResponse) -> list[bytes]:
-    start_response(f"{refusal.status} {responses[refusal.status]}", native_headers(refusal.headers))
-    return [] if environ["REQUEST_METHOD"] == "HEAD" else [refusal.body]
 
 
 def _decoded(path: str) -> str:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from headgate.decisions import Decision
-    from headgate.gate.identity import AppIdentities, CacheKey, IdentityExtractor
-    from headgate.gate.request import RequestInfo
+    from headgate.gate.admission import RequestInfo
+    from headgate.gate.identity import AppIdentities, IdentityExtractor
     from headgate.gate.responses import Header, HeaderTemplate, ResponseBuilder
     from headgate.policy.model import Block
     from headgate.policy.snapshot import Resolution, RoutePlan, Snapshot
@@ -98,13 +98,8 @@ class ActivePolicy:
         needs_check = resolution.block is None and resolution.keys
         check = Check(resolution.keys, resolution.cost) if needs_check else None
         resolved = ResolvedRequest(resolution, check, self._header_template(resolution))
-        if (
-            sent is not None
-            and is_cacheable
-            and check is not None
-            and clients.has_room()
-            and _is_short(sent, resolution)
-        ):
+        is_cacheable = is_cacheable and sent is not None and check is not None
+        if is_cacheable and clients.has_room() and _is_short(sent, resolution):
             clients[key] = resolved
         return resolved
 
@@ -112,16 +107,17 @@ class ActivePolicy:
         self, resolution: Resolution, decision: Decision | None, header_template: HeaderTemplate, received_us: int
     ) -> Admission:
         """The admission of a request, given the decision of the store; None if no check was needed."""
+        settles = resolution.route.settles
         if decision is None:
             block = resolution.block
             refusal = None if block is None else self._responses.blocked(_remaining_us(block, received_us))
-            return Admission(resolution, None, refusal, None, received_us)
+            return Admission(resolution, None, refusal, None, received_us, settles)
         if decision.degraded is not None and resolution.route.on_failure != "local":
             # The state of the limits is unknown, so no headers are sent.
             refusal = None if decision.allowed else self._responses.unavailable(decision)
-            return Admission(resolution, decision, refusal, None, received_us)
+            return Admission(resolution, decision, refusal, None, received_us, settles)
         refusal = None if decision.allowed else self._responses.denied(decision, header_template)
-        return Admission(resolution, decision, refusal, header_template, received_us)
+        return Admission(resolution, decision, refusal, header_template, received_us, settles)
 
     def headers_of(self, admissions: Iterable[Admission]) -> list[Header]:
         """The header fields of several admissions of the same request, merged."""
@@ -159,8 +155,7 @@ class ActivePolicy:
         return clients
 
 
-def _is_short(sent: CacheKey, resolution: Resolution) -> bool:
-    """Return True if the entry fits the cache's bound on memory."""
+def _is_short(sent: Any, resolution: Resolution) -> bool:
     _, _, peer, forwarded, *_ = sent
     return sum([len(text) for text in (peer, *forwarded, *resolution.who.values()) if text]) <= MAX_IDENTITY_CHARS
 

@@ -1,10 +1,11 @@
-"""Admission: the outcome of admission control for one request, and the context variable that apps read it from."""
+"""Requests as adapters pass them to the gate, and their admission, which apps read from a context variable."""
 
 from __future__ import annotations
 
 import logging
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from headgate.errors import InvalidCost, InvalidInput
 
@@ -15,12 +16,40 @@ if TYPE_CHECKING:
     from headgate.gate.responses import Header, HeaderTemplate, Rejection
     from headgate.policy.snapshot import AppliedLimit, Resolution
 
-__all__ = ["NOT_SERVED", "UNLIMITED", "Admission", "Shadow", "current_admission", "enter_context", "leave_context"]
+__all__ = [
+    "NOT_SERVED", "UNLIMITED", "Admission", "RequestInfo", "Shadow", "current_admission", "enter_context",
+    "leave_context",
+]  # fmt: skip
 
 logger = logging.getLogger("headgate")
 
 NOT_SERVED: Final = 0
 """Status passed to `finish` for a request that another limit refused after its admission: it costs nothing."""
+
+
+class RequestInfo(Protocol):
+    """A framework-neutral request, also passed to `on_decision` and to the app's identity functions."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def path(self) -> str:
+        """The decoded path that the framework routes by, from the server's root."""
+
+    @property
+    def mounted_path(self) -> str | None:
+        """The path relative to the app's mount point; None for an app at the root."""
+
+    @property
+    def peer(self) -> str | None:
+        """The IP address of the peer; None for Unix sockets."""
+
+    @property
+    def native(self) -> Any:
+        """The framework's own object: ASGI scope, WSGI environ, Django or aiohttp request, gRPC context."""
+
+    def header(self, name: str) -> list[str]:
+        """The values of all lines of a header, given its name in lower case."""
 
 
 class Shadow(NamedTuple):
@@ -30,39 +59,28 @@ class Shadow(NamedTuple):
     decision: Decision
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Admission:
     """The outcome of admission control for one request. Inside the app, use `current_admission()`."""
 
-    __slots__ = (
-        "_committed", "_header_template", "_is_settled", "decision", "lease", "needs_finish", "received_us", "refusal",
-        "resolution", "shadows",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        resolution: Resolution | None,
-        decision: Decision | None,
-        refusal: Rejection | None,
-        header_template: HeaderTemplate | None,
-        received_us: int,
-    ) -> None:
-        self.received_us = received_us
-        """Arrival time by the gate's clock."""
-        self.resolution = resolution
-        """The limits that apply; None if the gate is off or the route is exempt."""
-        self.decision = decision
-        """The decision on these limits; None if no limit was checked."""
-        self.refusal = refusal
-        """The response to send instead of the app's; None for an allowed request."""
-        self.needs_finish = resolution is not None and resolution.route.settles
-        """True if the gate's `finish` must be called after the response was sent."""
-        self.shadows: Sequence[Shadow] = ()
-        """The decisions of shadow limits."""
-        self.lease: Any = None
-        """The context manager of the concurrency leases of this request."""
-        self._committed: dict[str, int] | None = None
-        self._is_settled = False
-        self._header_template = header_template
+    resolution: Resolution | None
+    """The limits that apply; None if the gate is off or the route is exempt."""
+    decision: Decision | None
+    """The decision on these limits; None if no limit was checked."""
+    refusal: Rejection | None
+    """The response to send instead of the app's; None for an allowed request."""
+    _header_template: HeaderTemplate | None
+    received_us: int
+    """Arrival time by the gate's clock."""
+    needs_finish: bool = False
+    """True if the gate's `finish` must be called after the response was sent."""
+    shadows: Sequence[Shadow] = ()
+    """The decisions of shadow limits."""
+    lease: Any = None
+    """The context manager of the concurrency leases of this request."""
+    is_settled: bool = False
+    """True once the final cost is charged; `commit` has no effect any more."""
+    _committed: dict[str, int] | None = None
 
     @property
     def allowed(self) -> bool:
@@ -74,11 +92,6 @@ class Admission:
         if self._header_template is None or self.decision is None:
             return []
         return self._header_template.headers(self.decision.verdicts, self.decision.at_us)
-
-    def hold(self, lease: Any) -> None:
-        """Keep the context manager of the leases until `finish`."""
-        self.lease = lease
-        self.needs_finish = True
 
     def suppress_headers(self) -> None:
         """Leave `headers` empty, because they are sent together with those of a view's limits."""
@@ -99,19 +112,10 @@ class Admission:
         reserved = [each.rule.name for each in self.resolution.route.rules if each.rule.settled]
         if limit is not None and limit not in reserved:
             raise InvalidInput(f"no limit {limit!r} with reserve: applies to this route; these do: {reserved}")
-        if self._is_settled and reserved:
+        if self.is_settled and reserved:
             logger.warning("commit(%d) ignored: the response was already sent and the request settled", cost)
             return
         self._committed = (self._committed or {}) | dict.fromkeys(reserved if limit is None else [limit], cost)
-
-    @property
-    def is_settled(self) -> bool:
-        """True once the final cost is charged; `commit` has no effect any more."""
-        return self._is_settled
-
-    def close(self) -> None:
-        """Mark the request as settled."""
-        self._is_settled = True
 
     def cost_of(self, applied: AppliedLimit, status: int) -> int:
         """The final cost of the request on a limit, given the status of the response."""

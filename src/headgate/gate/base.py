@@ -7,16 +7,17 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Never, TypedDict, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 from uuid import uuid4
 from weakref import WeakSet
 
 from headgate._pace import release
 from headgate.clock import SystemClock, in_ns
 from headgate.engine import SyncEngine
-from headgate.errors import InvalidConfiguration, StoreError
+from headgate.errors import InvalidConfiguration, ScriptError, StoreError
 from headgate.failure import FailurePolicy
 from headgate.gate.active_policy import ActivePolicy
 from headgate.gate.admission import UNLIMITED, Admission, Shadow
@@ -24,46 +25,37 @@ from headgate.gate.event_stream import EventStream, is_observer
 from headgate.gate.identity import IdentityExtractor
 from headgate.gate.mounts import unreachable_paths
 from headgate.gate.responses import ResponseBuilder, health_response
-from headgate.gate.settlement import EnterLease, ExitLease
 from headgate.gate.view_limits import view_rules
-from headgate.keyed_hashes import is_keyed_hash
+from headgate.keys import is_keyed_hash
 from headgate.limiter import Limiter
 from headgate.policy.api_keys import ApiKeyHasher, IdentityHashes
 from headgate.policy.file_watcher import PolicyWatcher
-from headgate.policy.model import Block, Identity, Policy, Validity
+from headgate.policy.model import Block, Identity, Policy, RegionSettings, Validity
+from headgate.policy.region_settings import REGION_OPTIONS, region_arguments, stay_objection
 from headgate.policy.snapshot import OTHER_API_KEYS, STRICTNESS, Snapshot
-from headgate.stores.operations import Check, Leave
+from headgate.regions.residency import Residency
+from headgate.stores.operations import Check, Leave, Refund
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
     from os import PathLike
 
     from headgate.clock import Clock
     from headgate.decisions import Decision
     from headgate.events import Event
+    from headgate.gate.admission import RequestInfo
     from headgate.gate.event_stream import DecisionHook, Observer
     from headgate.gate.identity import AppIdentities, IdentityFunction
     from headgate.gate.mounts import AppRoute
-    from headgate.gate.request import RequestInfo
     from headgate.gate.responses import HeaderTemplate, RejectionBody
-    from headgate.gate.settlement import Steps
     from headgate.gate.view_limits import LimitDeclaration
     from headgate.health import Health
     from headgate.keys import Key
-    from headgate.limits import Limit
     from headgate.local.tier import LocalTier
     from headgate.policy.snapshot import Resolution, RoutePlan
     from headgate.stores.memory import MemoryStore
 
-__all__ = [
-    "OPTIONS",
-    "SECRET_VARIABLE",
-    "GateBase",
-    "GateOptions",
-    "PendingCheck",
-    "PendingIdentities",
-    "check_options",
-]
+__all__ = ["OPTIONS", "SECRET_VARIABLE", "GateBase", "GateOptions", "PendingIdentities", "Steps", "check_options"]
 
 logger = logging.getLogger("headgate")
 
@@ -72,12 +64,18 @@ BUILT_IN_KINDS: Final = ("ip", "subnet", "api_key", "client", "endpoint")
 
 SECRET_VARIABLE: Final = "HEADGATE_SECRET"
 
+PUBLIC_KEY: Final = b"headgate regions"
+"""The key of hashes of identities that leave the region, if there is no secret."""
+
 MAX_LOGGED_WARNINGS: Final = 10
 
 MAX_VIEW_POLICIES: Final = 4096
 """Compiled limits of views that are cached; exceeded only by an app that creates limits for each request."""
 
 INVALID_POLICY: Final = "the newest version of the policy is invalid; the log of this process says why"
+
+Steps: TypeAlias = "Generator[Any, Any, Any]"
+"""Yields functions with their arguments, to be called and perhaps awaited; receives the results, or a StoreError."""
 
 
 class GateOptions(TypedDict, total=False):
@@ -103,12 +101,23 @@ class GateOptions(TypedDict, total=False):
     max_keys: int
     on_event: Callable[[Event], Any] | None
     """Called when the store is lost or recovered."""
+    region: str | None
+    """The region in which this process runs; None for that of the policy, or of HEADGATE_REGION."""
+    regions: Mapping[str, Any] | None
+    """The stores of all regions by name; None for those of the policy. See docs/regions.md."""
+    home: str | None
+    """The region that decides central limits; None for that of the policy."""
+    central_budget: float | None
+    """Seconds that the home region may take; None for the policy's setting."""
     health_path: str | None
     """Path of a health endpoint served by the gate: 200 while the store decides, else 503."""
 
 
 OPTIONS: Final = ("policy", "store", *GateOptions.__annotations__)
 """The names of all options of a gate, and of every adapter."""
+
+ENGINE_OPTIONS: Final = ("clock", "namespace", "budget", "max_keys", "on_event")
+"""Those that are passed on to the engine of the gate's limiter."""
 
 
 def check_options(owner: str, options: Iterable[str], known: Sequence[str] = (*OPTIONS, "gate")) -> None:
@@ -126,30 +135,19 @@ def check_options(owner: str, options: Iterable[str], known: Sequence[str] = (*O
             raise InvalidConfiguration(f"{owner} has no option {name!r}; {remedy}")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PendingCheck:
     """A request whose limits are known, and that waits for the decision of the store."""
 
-    __slots__ = ("check", "header_template", "needs_steps", "policy", "received_us", "request", "resolution")
-
-    def __init__(
-        self,
-        request: RequestInfo,
-        policy: ActivePolicy,
-        resolution: Resolution,
-        check: Check | None,
-        header_template: HeaderTemplate,
-        received_us: int,
-    ) -> None:
-        route = resolution.route
-        self.request = request
-        self.policy = policy
-        self.resolution = resolution
-        self.check: Any = check
-        """None if only shadow limits apply."""
-        self.header_template = header_template
-        self.received_us = received_us
-        self.needs_steps = route.leases or route.shadows
-        """True if more than one operation of the store is needed: see `complete_in_steps`."""
+    request: RequestInfo
+    policy: ActivePolicy
+    resolution: Resolution
+    check: Any
+    """None if only shadow limits apply."""
+    header_template: HeaderTemplate
+    received_us: int
+    needs_steps: object
+    """True or not empty if more than one operation of the store is needed: see `complete_in_steps`."""
 
 
 class PendingIdentities(NamedTuple):
@@ -183,6 +181,9 @@ class GateBase:
 
     _engine_type: type[Any]
     _limiter_type: type[Any]
+    _enter: Any
+    """Enters the context manager of a limiter's `hold`: returns its decision, or an awaitable of it."""
+    _exit: Any
 
     is_closed = False
 
@@ -196,43 +197,40 @@ class GateBase:
         self,
         policy: Policy | str | PathLike[str] | None = None,
         store: Any = "memory://",
-        *,
-        control: Any = None,
-        identities: Mapping[str, IdentityFunction] | None = None,
-        secret: str | bytes | None = None,
-        refusal_body: RejectionBody | None = None,
-        on_decision: DecisionHook | Observer | None = None,
-        reload_every: float | None = 1.0,
-        clock: Clock | None = None,
-        namespace: str = "headgate",
-        budget: float | None = None,
-        max_keys: int = 1_000_000,
-        on_event: Callable[[Event], Any] | None = None,
-        health_path: str | None = None,
-        **unknown: Never,
+        **options: Unpack[GateOptions],
     ) -> None:
-        check_options(type(self).__name__, unknown)
+        check_options(type(self).__name__, options)
+        control, secret, on_decision = options.get("control"), options.get("secret"), options.get("on_decision")
         if policy is None and control is None:
             raise TypeError("give a policy (a file's path, or a Policy), or control= (the URL of a config store)")
-        self._functions = _checked_functions(identities)
-        self._refusal_body = _checked_function("refusal_body", refusal_body)
+        self._functions = _checked_functions(options.get("identities"))
+        self._refusal_body = _checked_function("refusal_body", options.get("refusal_body"))
         self._events = EventStream()
         self._decision_hooks: tuple[DecisionHook, ...] = ()
         self._is_observed = False
         self._on_decision: DecisionHook | Observer | None = None
         self.on_decision = on_decision if is_observer(on_decision) else _checked_function("on_decision", on_decision)
         self._given_secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) or None
-        self._given_budget = budget
-        reload_every = _checked_interval(reload_every)
-        self._health_path = _checked_path(health_path)
+        self._given_budget = options.get("budget")
+        reload_every = _checked_interval(options.get("reload_every", 1.0))
+        self._health_path = _checked_path(options.get("health_path"))
         self.is_on = True
         """Set to False to admit every request without counting it."""
-        options = {"namespace": namespace, "budget": budget, "max_keys": max_keys, "on_event": on_event}
-        self.replace_limiter(self._limiter_type(self._engine_type(store, clock=clock, **options)), clock)
+        self._store = store
+        self._engine_options: dict[str, Any] = {
+            name: value for name, value in options.items() if name in ENGINE_OPTIONS
+        }
+        self._region_options: dict[str, Any] = {
+            name: value for name, value in options.items() if name in REGION_OPTIONS
+        }
+        self._started_with: RegionSettings | None = None
+        """The regions of the first policy; later changes of them take effect when the process is restarted."""
         self._random_secret = secrets.token_bytes(32)
         key = self.identity_secret
         self._hash_identity = IdentityHashes(key.encode() if isinstance(key, str) else key)
         """Keyed hashes of clients, as in the decision log and the status of the fleet."""
+        self._hash_leaving = self._hash_identity if self._given_secret is not None else IdentityHashes(PUBLIC_KEY)
+        """Hashes of identities that leave the region."""
         self.policy_watcher: Any = None
         """Follows the policy file or the config store; None for a fixed policy."""
         self._view_policies: dict[Any, tuple[ActivePolicy, ActivePolicy]] = {}
@@ -254,7 +252,8 @@ class GateBase:
         """The parts of the control plane that are attached to this gate: its decision log and node status."""
         if plane is not None:
             try:
-                self.control = plane.connect(self, store=store, namespace=namespace, secret=self._given_secret)
+                namespace = options.get("namespace", "headgate")
+                self.control = plane.connect(self, store=self._store, namespace=namespace, secret=self._given_secret)
             except BaseException:
                 if self.policy_watcher is not None:
                     self.policy_watcher.close()
@@ -298,10 +297,11 @@ class GateBase:
         resolution, check, header_template = policy.resolve(route, request, kinds, from_app, now_us)
         if self._blocks.has_blocks and resolution.block is None:
             resolution = self._apply_live_block(resolution, now_us)
-        pending = PendingCheck(request, policy, resolution, check, header_template, now_us)
+        needs_steps = route.leases or route.shadows
+        pending = PendingCheck(request, policy, resolution, check, header_template, now_us, needs_steps)
         if resolution.block is not None or (check is None and not route.shadows):
             return self.complete(pending, None)
-        if self._memory is not None and not pending.needs_steps:
+        if self._memory is not None and not needs_steps:
             return self.complete(pending, self._memory.decide(pending.check))
         return pending
 
@@ -311,7 +311,7 @@ class GateBase:
         """End admission with the decision of the store; None if no check was needed."""
         admission = pending.policy.conclude(pending.resolution, decision, pending.header_template, pending.received_us)
         if lease is not None:
-            admission.hold(lease)
+            admission.lease, admission.needs_finish = lease, True
         if shadows:
             admission.shadows = shadows
         if self._is_observed:
@@ -326,25 +326,68 @@ class GateBase:
         if resolution.route.leases:
             try:
                 lease = self._limiter.hold(*resolution.keys, cost=resolution.cost)
-                decision = yield EnterLease(lease)
+                decision = yield self._enter, lease
             except StoreError as error:
                 lease, decision = self._hold_without_store(resolution, error)
             if not decision.allowed and lease is not None:
-                yield ExitLease(lease)
+                yield self._exit, lease
                 lease = None
         elif self._memory is not None and pending.check is not None:
             decision = self._memory.decide(pending.check)
         elif pending.check is not None:
-            decision = yield pending
+            decision = yield self._decide, pending.check, self._failure_policy(pending)
         shadows: list[Shadow] = []
         if resolution.route.shadows and (decision is None or decision.allowed):
             try:
                 for applied in resolution.shadows:
-                    shadow_decision = yield Check((applied.key,), applied.cost)
+                    shadow_decision = yield self._answer, Check((applied.key,), applied.cost)
                     shadows.append(Shadow(applied, shadow_decision))
             except StoreError:  # nothing depends on them
                 shadows = []
         return self.complete(pending, decision, lease, shadows)
+
+    def admit_without_store(self, request: RequestInfo, error: StoreError) -> Admission:
+        """Admit or refuse a request by the failure mode of its route, without waiting: for overload and deadlines.
+
+        The memory store still decides, as it needs no wait. Raises `error` if the failure mode is "raise".
+        """
+        pending = self.prepare(request)
+        if isinstance(pending, PendingIdentities):
+            raise pending.cancel()
+        if isinstance(pending, Admission):
+            return pending
+        resolution = pending.resolution
+        check = Check(resolution.keys, resolution.cost) if resolution.route.leases else pending.check
+        return self.complete(pending, None if check is None else self._failure_policy(pending).decide(check, error))
+
+    def finish_in_steps(self, admission: Admission, status: int) -> Steps:
+        """Release the leases of a request, and settle its cost."""
+        if isinstance(admission.lease, _LocalLease):
+            admission.lease.release()
+        elif admission.lease is not None:
+            yield self._exit, admission.lease
+        yield from self.settle_in_steps(admission, status)
+
+    def settle_in_steps(self, admission: Admission, status: int) -> Steps:
+        """Refund or charge the difference between the final cost of a request and what it was charged."""
+        resolution, decision = admission.resolution, admission.decision
+        if resolution is None or decision is None or not decision.allowed or decision.degraded is not None:
+            return
+        for applied in resolution.applied_limits if not admission.is_settled else ():
+            key, excess = applied.key, admission.cost_of(applied, status) - applied.cost
+            if key.limit.algorithm == "concurrency" or not excess:  # of a lease, the release is all
+                continue
+            operation = Refund(key, -excess, None, decision.at_us) if excess < 0 else Check((key,), excess)
+            try:
+                result = yield self._answer, operation
+                if excess > 0 and not result.allowed and result.remaining:
+                    operation = Check((key,), result.remaining)
+                    yield self._answer, operation
+            except StoreError as error:
+                self._local.defer(operation, error)
+                if error.may_have_happened or isinstance(error, ScriptError):  # such an operation is not deferred
+                    logger.warning("the cost of a request on limit %r was not settled: %s", applied.rule.name, error)
+        admission.is_settled = True
 
     def _emit(self, request: RequestInfo, admission: Admission) -> None:
         """Run the decision hooks, and put the event of the decision into the stream. For use while `_is_observed`."""
@@ -360,6 +403,8 @@ class GateBase:
         """Add the block of a client that was blocked on the live block list."""
         who = resolution.who
         found = self._blocks.find(who, now_us, self._hash_identity)
+        if found is None and self._hash_leaving is not self._hash_identity:  # a block of another region
+            found = self._blocks.find(who, now_us, self._hash_leaving)
         if found is None and OTHER_API_KEYS in who:
             keys = who[OTHER_API_KEYS].split()
             found = next(filter(None, [self._blocks.find({"api_key": key}, now_us) for key in keys]), None)
@@ -372,15 +417,10 @@ class GateBase:
         return self._failure_policies[pending.resolution.route.on_failure]
 
     def _hold_without_store(self, resolution: Resolution, error: StoreError) -> tuple[Any, Decision]:
-        """The lease and the decision by the failure mode of the route."""
         failure_policy = self._failure_policies[resolution.route.on_failure]
         check = Check(resolution.keys, resolution.cost, uuid4().hex)
         decision = self._local.decide_without_store(check, error, failure_policy)
         return (_LocalLease(failure_policy, check, error) if decision.allowed else None), decision
-
-    def _defer(self, operation: Any, error: StoreError) -> None:
-        """Save an operation of a settlement that failed until the store is back."""
-        self._local.defer(operation, error)
 
     def _health_page(self) -> Admission:
         # Public: details of the config store and the policy go to the log and `policy_error` only.
@@ -398,23 +438,28 @@ class GateBase:
     @on_decision.setter
     def on_decision(self, hook: DecisionHook | Observer | None) -> None:
         previous, self._on_decision = self._on_decision, hook
-        for each, is_new in ((previous, False), (hook, True)):
-            if is_observer(each):
-                (self.add_observer if is_new else self.remove_observer)(cast("Observer", each))
-            elif each is not None:
-                (self.add_decision_hook if is_new else self.remove_decision_hook)(cast("DecisionHook", each))
+        if previous is not None:
+            self.remove_observer(previous)
+        if hook is not None:
+            self.add_observer(hook)
 
-    def add_observer(self, observer: Observer) -> None:
+    def add_observer(self, observer: DecisionHook | Observer) -> None:
         """Deliver the events of all further decisions to an observer, in batches and outside of the requests.
 
-        An exception in `observer.observe(events)` is logged, and affects neither requests nor other observers.
+        A function is called inside each request instead, with the request and its decision: for tracing. An exception
+        in either is logged, and affects neither requests nor other observers.
         """
-        self._events.add(observer)
+        if is_observer(observer):
+            self._events.add(cast("Observer", observer))
+        else:
+            self._decision_hooks = (*self._decision_hooks, cast("DecisionHook", observer))
         self._is_observed = True
 
-    def remove_observer(self, observer: Observer) -> None:
+    def remove_observer(self, observer: DecisionHook | Observer) -> None:
         """Deliver no further events to an observer; it has received all those so far."""
-        self._events.remove(observer)
+        if is_observer(observer):
+            self._events.remove(cast("Observer", observer))
+        self._decision_hooks = tuple([each for each in self._decision_hooks if each is not observer])
         self._is_observed = bool(self._decision_hooks or self._events.observers)
 
     @property
@@ -430,16 +475,12 @@ class GateBase:
         """Deliver the events of all decisions so far to the observers, before returning."""
         self._events.flush()
 
-    def add_decision_hook(self, hook: DecisionHook) -> None:
-        """Call a function inside each request, with the request and its decision: for tracing. Others observe."""
-        self._decision_hooks = (*self._decision_hooks, hook)
-        self._is_observed = True
-
-    def remove_decision_hook(self, hook: DecisionHook) -> None:
-        self._decision_hooks = tuple([each for each in self._decision_hooks if each is not hook])
-        self._is_observed = bool(self._decision_hooks or self._events.observers)
-
     # ------------------------------------------------------------------------------------ the policy in force
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force for requests that begin now."""
+        return self.active_policy.snapshot.policy
 
     @property
     def policy_version(self) -> str | None:
@@ -451,6 +492,12 @@ class GateBase:
         """The reason why the newest content of the policy file is not in force; None if it is."""
         error = None if self.policy_watcher is None else self.policy_watcher.error
         return None if error is None else str(error)
+
+    @property
+    def policy_canary(self) -> tuple[str, str, str | None] | None:
+        """The part in a canary of the policy: its id, the role "candidate" or "stable", and the reason why the
+        candidate cannot be applied; None while no canary is running."""
+        return getattr(self.policy_watcher, "canary", None)
 
     @property
     def policy_age_s(self) -> float | None:
@@ -485,15 +532,13 @@ class GateBase:
         """Compile the limits declared on a view, with the settings of the policy in force."""
         rules, functions = view_rules(declarations, self.identity_kinds)
         active = self.active_policy.snapshot
-        policy = Policy(
-            rules=tuple(rules),
-            identity=active.policy.identity,
-            answers=active.policy.answers,
-            on_failure=active.policy.on_failure,
-            name=active.policy.name,
-        )
+        names = ("identity", "answers", "on_failure", "regions", "name")
+        shared: Any = {name: getattr(active.policy, name) for name in names}
+        policy = Policy(rules=tuple(rules), **shared)
+        self._check_regions(policy)
         api_keys = ApiKeyHasher(self._secret(policy))
-        snapshot = Snapshot(policy, api_keys.fingerprint, trusts_keys="api_key" in self._functions, view=view)
+        options: Any = {"hash_shared": self._shared_hash(policy), "trusts_keys": "api_key" in self._functions}
+        snapshot = Snapshot(policy, api_keys.fingerprint, **options, view=view)
         snapshot.vouched_keys = active.vouched_keys
         return self._compiled(snapshot, api_keys, {**self._functions, **functions}, active)
 
@@ -501,38 +546,103 @@ class GateBase:
         counted_by = {kind for rule in policy.rules for kind in rule.by}
         for kind in sorted(counted_by - {*self.identity_kinds}):
             near = get_close_matches(kind, {*self._functions} - counted_by, n=1)
+            misspelling = f" (is identities[{near[0]!r}] a misspelling?)" if near else ""
             logger.warning(
-                "The policy has limits by %s, but no identities[%r] function was given%s; "
-                "those limits will count by IP address instead",
-                kind,
-                kind,
-                f" (is identities[{near[0]!r}] a misspelling?)" if near else "",
+                f"The policy has limits by {kind}, but no identities[{kind!r}] function was given{misspelling}; "
+                "those limits will count by IP address instead"
             )
         api_keys = ApiKeyHasher(self._secret(policy))
-        if self._given_secret is None and any(_is_hashed(each) for each in policy.blocked):
+        blocked = [each.identity for each in policy.blocked]
+        if self._given_secret is None and any(kind != "api_key" and is_keyed_hash(value) for kind, value in blocked):
             logger.warning(
                 "the policy blocks clients by their keyed hash, which this node can't compute: give secret=, or set %s",
                 SECRET_VARIABLE,
             )
-        snapshot = Snapshot(policy, api_keys.fingerprint, self._hash_identity, trusts_keys="api_key" in self._functions)
+        options: Any = {"hash_shared": self._shared_hash(policy), "trusts_keys": "api_key" in self._functions}
+        snapshot = Snapshot(policy, api_keys.fingerprint, self._hash_identity, **options)
         return self._compiled(snapshot, api_keys, self._functions, snapshot)
 
     def _compiled(
         self, snapshot: Snapshot, api_keys: ApiKeyHasher, functions: Mapping[str, IdentityFunction], keys: Snapshot
     ) -> ActivePolicy:
         settings = snapshot.policy
-        return ActivePolicy(
-            snapshot,
-            ResponseBuilder(settings.answers, body=self._refusal_body, expected_wait_us=self._expected_wait_us),
-            IdentityExtractor(settings.identity, api_keys, functions, keys.api_keys, keys.vouched_keys),
+        responses = ResponseBuilder(
+            settings.answers,
+            body=self._refusal_body,
+            expected_wait_us=lambda limit, places: self._limiter.engine.hold_times.expected_wait_us(limit, places),
         )
+        identities = IdentityExtractor(settings.identity, api_keys, functions, keys.api_keys, keys.vouched_keys)
+        return ActivePolicy(snapshot, responses, identities)
 
-    def _expected_wait_us(self, limit: Limit, places: int) -> int:
-        return self._limiter.engine.hold_times.expected_wait_us(limit, places)  # type: ignore[no-any-return]
+    def _open_limiter(self, policy: Policy) -> None:
+        """Create the limiter: its regions may come from the first policy."""
+        self._store, region_options = region_arguments(policy.regions, self._store, self._region_options)
+        engine = self._engine_type(self._store, **self._engine_options, **region_options)
+        self.replace_limiter(self._limiter_type(engine), self._engine_options.get("clock"))
+        self._started_with = policy.regions
+
+    def _check_regions(self, policy: Policy) -> None:
+        """Raise InvalidConfiguration for limits that the regions of this process cannot share."""
+        engine = self._limiter.engine
+        if engine.memory is not None:
+            return  # counts every limit in its own memory
+        for limit in policy.region_limits:
+            if engine.router is None:
+                what = f"limit {limit.name!r} is {limit.region}, and this process "
+                if policy.regions is not None and policy.regions.stores:
+                    raise InvalidConfiguration(f"{what}was started without regions; restart it")
+                remedy = "add regions: to the policy, or give region=, regions= and home="
+                raise InvalidConfiguration(f"{what}has no regions; {remedy}")
+            engine.bound(limit)
+        settings = policy.regions or RegionSettings()
+        for rule in policy.rules:
+            if (cannot := stay_objection(rule, settings)) is not None:  # of a view; a file is checked before
+                raise InvalidConfiguration(cannot)
+
+    def _residency(self, policy: Policy) -> Residency:
+        settings, prefix = policy.regions or RegionSettings(), policy.identity.ipv6_prefix
+        hashes = None if settings.identities == "plain" else self._hash_leaving
+        return Residency(hashes, frozenset(settings.stay), prefix)
+
+    def _shared_hash(self, policy: Policy) -> IdentityHashes | None:
+        """The function that hashes identities which leave the region; None if none do, or in plain text."""
+        form = None if policy.regions is None else policy.regions.identities
+        leaving = [rule.name for rule in policy.rules if rule.by and rule.leaves_region]
+        if not leaving or self._memory is not None or form == "plain":
+            return None
+        if self._given_secret is not None:
+            return self._hash_leaving
+        problem = f"limit {leaving[0]!r} shares identities with other regions as hashes, and there is no secret"
+        remedy = f"give secret=, or set {SECRET_VARIABLE}, to the same 16 or more random bytes on every machine"
+        if form == "hashed":
+            raise InvalidConfiguration(f"{problem} to key them with: {remedy}")
+        logger.warning("%s to key them with, so that they can be guessed: %s", problem, remedy)
+        return self._hash_leaving
+
+    def _central_budget(self, policy: Policy) -> float | None:
+        """Seconds that the home region may take; None for what it has now."""
+        given: float | None = self._region_options.get("central_budget")
+        settings = policy.regions
+        return given if given is not None or settings is None else settings.central_budget.total_seconds()
+
+    def _warn_of_regions(self, policy: Policy) -> None:
+        before, after = self._started_with, policy.regions
+        if before is None or after is None:
+            is_changed = before is not after and self._memory is None
+        else:
+            is_changed = (before.own, before.home, before.stores) != (after.own, after.home, after.stores)
+        if is_changed:
+            logger.warning("policy %s: regions: has changed, which takes effect after a restart", policy.name)
 
     def _activate(self, policy: Policy) -> None:
+        if not hasattr(self, "_limiter"):
+            self._open_limiter(policy)
+        self._check_regions(policy)
         active = self._compile(policy)
-        _log_warnings(policy)
+        for warning in policy.warnings[:MAX_LOGGED_WARNINGS]:
+            logger.warning("policy %s: %s", policy.name, warning)
+        if (more := len(policy.warnings) - MAX_LOGGED_WARNINGS) > 0:
+            logger.warning("policy %s: %d more warnings; run headgate check to see them", policy.name, more)
         settings = policy.store
         self._limiter.engine.configure(
             budget=settings.budget.total_seconds() if self._given_budget is None else self._given_budget,
@@ -542,7 +652,11 @@ class GateBase:
             lease_us=settings.lease // timedelta(microseconds=1),
             announced=active.snapshot.announced_limits(self.now_us()),
             never_leased=active.snapshot.never_leased,
+            central_budget=self._central_budget(policy),
         )
+        self._warn_of_regions(policy)
+        if self._limiter.engine.router is not None:
+            self._limiter.engine.router.residency = self._residency(policy)
         before = getattr(self, "active_policy", None)
         self.active_policy = active
         if before is not None:
@@ -555,7 +669,9 @@ class GateBase:
         given = self._given_secret
         if given is not None:
             return given.encode() if isinstance(given, str) else given
-        if self._memory is None and _counts_api_keys(policy):
+        accepts_keys = policy.identity.api_key_header is not None or policy.identity.bearer_token
+        counts_keys = accepts_keys and any({"api_key", "client"} & {*rule.by} for rule in policy.rules)
+        if self._memory is None and counts_keys:
             raise InvalidConfiguration(
                 "the policy counts by API keys, which are stored as keyed hashes, and there is no secret to key them "
                 f"with: give secret=, or set {SECRET_VARIABLE}, to the same 16 or more random bytes on every machine"
@@ -581,8 +697,7 @@ class GateBase:
         """Use another limiter and clock from now on; returns the previous ones."""
         before = getattr(self, "_limiter", None), getattr(self, "_clock", None)
         self._limiter, self._clock = limiter, clock
-        self._decide: Callable[..., Any] = limiter.engine.decide
-        self._answer: Callable[..., Any] = limiter.engine.run
+        self._decide, self._answer = limiter.engine.decide, limiter.engine.run
         self._time_ns = in_ns(clock)
         self._memory: MemoryStore | None = limiter.engine.memory
         self._local: LocalTier = limiter.engine.local
@@ -591,14 +706,11 @@ class GateBase:
         self._failure_policies = {mode: FailurePolicy(mode, clock or SystemClock(), fleet) for mode in STRICTNESS}
         return before
 
-    def use_memory_store(self, clock: Clock) -> tuple[Any, Clock | None]:
-        """Use a new memory store from now on; returns the previous limiter and clock."""
-        return self.replace_limiter(self._limiter_type(self._engine_type(clock=clock)), clock)
-
-    def use_unavailable_store(self, clock: Clock) -> tuple[Any, Clock | None]:
-        """Apply the failure modes of the policy from now on; returns the previous limiter and clock."""
+    def isolate(self, clock: Clock, *, is_down: bool) -> tuple[Any, Clock | None]:
+        """Use a new memory store from now on, or one that is unavailable; returns the previous limiter and clock."""
         engine = self._engine_type(clock=clock)
-        engine.disconnect_store()
+        if is_down:
+            engine.disconnect_store()
         before = self.replace_limiter(self._limiter_type(engine), clock)
         self._local.fleet.share = self.active_policy.snapshot.policy.store.share
         return before
@@ -642,25 +754,20 @@ class GateBase:
 
     def health(self) -> Health:
         """The state of the store and of its servers."""
-        health: Health = self._limiter.health()
-        return health
+        return self._limiter.health()  # type: ignore[no-any-return]
 
 
-class _LocalLease:
-    """Context manager of leases that were granted by a failure mode while the store was unavailable."""
+class _LocalLease(NamedTuple):
+    """Leases that were granted by a failure mode while the store was unavailable."""
 
-    def __init__(self, failure_policy: FailurePolicy, check: Check, error: StoreError) -> None:
-        self._failure_policy = failure_policy
-        self._check = check
-        self._error = error
+    failure_policy: FailurePolicy
+    check: Check
+    error: StoreError
 
-    def __exit__(self, *_: object) -> None:
-        for key in self._check.keys:
+    def release(self) -> None:
+        for key in self.check.keys:
             if key.limit.algorithm == "concurrency":
-                self._failure_policy.answer(Leave(key, self._check.id or ""), self._error)
-
-    async def __aexit__(self, *_: object) -> None:
-        self.__exit__()
+                self.failure_policy.answer(Leave(key, self.check.id or ""), self.error)
 
 
 def _control_plane(control: Any) -> Any:
@@ -696,19 +803,3 @@ def _checked_path(path: str | None) -> str | None:
     if path is not None and (not isinstance(path, str) or not path.startswith("/")):
         raise InvalidConfiguration(f"health_path {path!r}: give a path with a leading slash, like '/headgate/health'")
     return path
-
-
-def _log_warnings(policy: Policy) -> None:
-    for warning in policy.warnings[:MAX_LOGGED_WARNINGS]:
-        logger.warning("policy %s: %s", policy.name, warning)
-    if (more := len(policy.warnings) - MAX_LOGGED_WARNINGS) > 0:
-        logger.warning("policy %s: %d more warnings; run headgate check to see them", policy.name, more)
-
-
-def _is_hashed(block: Block) -> bool:
-    return block.identity.kind != "api_key" and is_keyed_hash(block.identity.value)
-
-
-def _counts_api_keys(policy: Policy) -> bool:
-    accepts_keys = policy.identity.api_key_header is not None or policy.identity.bearer_token
-    return accepts_keys and any({"api_key", "client"} & {*rule.by} for rule in policy.rules)

@@ -23,20 +23,17 @@ if TYPE_CHECKING:
     from typing import Self
 
     from headgate.decisions import Decision
-    from headgate.gate.admission import Admission, Shadow
-    from headgate.gate.request import RequestInfo
+    from headgate.events import Event
+    from headgate.gate.admission import Admission, RequestInfo, Shadow
+    from headgate.health import Health
+    from headgate.keys import Key
+    from headgate.policy.model import Policy
     from headgate.policy.snapshot import Resolution
 
 __all__ = [
-    "DecisionEvent",
-    "DecisionHook",
-    "EventStream",
-    "Observer",
-    "Outcome",
-    "flush_all",
-    "is_observer",
+    "DecisionEvent", "DecisionHook", "DecisionSource", "EventStream", "Observer", "Outcome", "flush_all", "is_observer",
     "outcome_of",
-]
+]  # fmt: skip
 
 logger = logging.getLogger("headgate")
 
@@ -76,17 +73,10 @@ class DecisionEvent(NamedTuple):
     @classmethod
     def of(cls, request: RequestInfo, admission: Admission, now_us: int) -> Self:
         """The event of a decision that was made at `now_us`, without a sample."""
-        assert admission.resolution is not None, "requests to exempt routes have no event"
-        return cls(
-            admission.received_us,
-            now_us - admission.received_us,
-            request.method,
-            outcome_of(admission),
-            admission.resolution,
-            admission.decision,
-            admission.shadows,
-            None,
-        )
+        resolution, received_us = admission.resolution, admission.received_us
+        assert resolution is not None, "requests to exempt routes have no event"
+        request_fields = received_us, now_us - received_us, request.method, outcome_of(admission)
+        return cls(*request_fields, resolution, admission.decision, admission.shadows, None)
 
 
 class Observer(Protocol):
@@ -97,6 +87,38 @@ class Observer(Protocol):
 
     def observe(self, events: Sequence[DecisionEvent]) -> None:
         """Process a batch, in the order of the decisions. Only one thread calls this at a time for one gate."""
+
+
+class DecisionSource(Protocol):
+    """A gate, or another source of decisions, for observers that also report on its store and its rules."""
+
+    is_closed: bool
+
+    @property
+    def observers(self) -> tuple[Observer, ...]: ...
+    @property
+    def dropped_events(self) -> int: ...
+    @property
+    def identity_secret(self) -> str | bytes: ...
+    @property
+    def policy(self) -> Policy:
+        """The rules in force."""
+
+    @property
+    def policy_version(self) -> str | None: ...
+    @property
+    def policy_error(self) -> str | None: ...
+    @property
+    def policy_age_s(self) -> float | None: ...
+    @property
+    def store_stats(self) -> Any: ...
+    def add_observer(self, observer: DecisionHook | Observer) -> None: ...
+    def remove_observer(self, observer: DecisionHook | Observer) -> None: ...
+    def add_store_listener(self, listener: Callable[[Event], Any]) -> None: ...
+    def flush_events(self) -> None: ...
+    def hot_counters(self) -> list[tuple[Key, int]]: ...
+    def health(self) -> Health: ...
+    def now_us(self) -> int: ...
 
 
 class EventStream:
@@ -124,42 +146,34 @@ class EventStream:
 
     def add(self, observer: Observer) -> None:
         """Deliver the events from now on to an observer as well; once, however often it is added."""
-        with self._delivery:
-            self.flush()
-            if not any(each is observer for each in self.observers):
-                self._set_observers((*self.observers, observer))
+        self.remove(observer, observer)
 
-    def remove(self, observer: Observer) -> None:
-        """Deliver the events so far, and no more, to an observer."""
+    def remove(self, observer: Observer, *successors: Observer) -> None:
+        """Deliver the events so far, and no more, to an observer; from now on, to its successors instead."""
         with self._delivery:
             self.flush()
-            self._set_observers(tuple([each for each in self.observers if each is not observer]))
+            self.observers = (*[each for each in self.observers if each is not observer], *successors)
+            self._sample_share = max([getattr(each, "sample_share", 0.0) for each in self.observers], default=0.0)
 
     def emit(self, request: RequestInfo, admission: Admission, now_us: int) -> None:
         """Append the event of a decision. This runs in every request."""
         resolution = admission.resolution
         if resolution is None:
             return
+        received_us, share, shadows = admission.received_us, self._sample_share, admission.shadows
+        outcome = "allowed" if admission.refusal is None else outcome_of(admission)
+        sample = (request.header("user-agent"), request.path) if share and random() < share else None
+        duration_us, method, decision = now_us - received_us, request.method, admission.decision
+        fields = (received_us, duration_us, method, outcome, resolution, decision, shadows, sample)
+        self.publish(_new_tuple(DecisionEvent, fields))
+
+    def publish(self, event: DecisionEvent) -> None:
+        """Append an event; dropped and counted if the buffer is full."""
         events = self._events
         if len(events) >= MAX_EVENTS:
             self._drop()
             return
-        received_us, share = admission.received_us, self._sample_share
-        events.append(
-            _new_tuple(
-                DecisionEvent,
-                (
-                    received_us,
-                    now_us - received_us,
-                    request.method,
-                    "allowed" if admission.refusal is None else outcome_of(admission),
-                    resolution,
-                    admission.decision,
-                    admission.shadows,
-                    (request.header("user-agent"), request.path) if share and random() < share else None,
-                ),
-            )
-        )
+        events.append(event)
         if self._thread is None:
             self._start()
         elif len(events) == BATCH_SIZE:
@@ -191,10 +205,6 @@ class EventStream:
             self._start()
         return False
 
-    def _set_observers(self, observers: tuple[Observer, ...]) -> None:
-        self.observers = observers
-        self._sample_share = max([getattr(each, "sample_share", 0.0) for each in observers], default=0.0)
-
     def _drop(self) -> None:
         with self._lock:
             self.dropped += 1
@@ -217,9 +227,8 @@ class EventStream:
     def __del__(self) -> None:
         """Deliver the last events of a gate that is gone: in a thread, as the garbage collector runs at any point."""
         if self._events and self.observers:
-            deliveries = threading.Thread(target=_deliver, args=(self.observers, [*self._events]), daemon=True)
             with suppress(RuntimeError):  # the interpreter is shutting down
-                deliveries.start()
+                threading.Thread(target=_deliver, args=(self.observers, [*self._events]), daemon=True).start()
 
 
 def _deliver(observers: Iterable[Observer], batch: Sequence[DecisionEvent]) -> None:

@@ -6,21 +6,21 @@ Both run the same code of `GateBase` and differ only in how they wait for the st
 from __future__ import annotations
 
 import asyncio
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from headgate.engine import AsyncEngine, SyncEngine
 from headgate.errors import StoreError
 from headgate.gate.admission import NOT_SERVED, Admission
-from headgate.gate.base import GateBase, PendingCheck, PendingIdentities
-from headgate.gate.settlement import EnterLease, ExitLease, finish, settle
+from headgate.gate.base import GateBase, PendingIdentities
 from headgate.limiter import AsyncLimiter, Limiter
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from headgate.gate.active_policy import ActivePolicy
-    from headgate.gate.request import RequestInfo
-    from headgate.gate.settlement import Steps
+    from headgate.gate.admission import RequestInfo
+    from headgate.gate.base import Steps
     from headgate.gate.view_limits import LimitDeclaration, ViewAdmissions, ViewRequest
 
 __all__ = ["AsyncGate", "Gate"]
@@ -31,6 +31,8 @@ class Gate(GateBase):
 
     _engine_type = SyncEngine
     _limiter_type = Limiter
+    _enter = methodcaller("__enter__")
+    _exit = methodcaller("__exit__", None, None, None)
 
     def admit(self, request: RequestInfo, policy: ActivePolicy | None = None) -> Admission:
         """Admit or refuse a request, by the policy in force or by the compiled limits of a view."""
@@ -40,13 +42,12 @@ class Gate(GateBase):
         if isinstance(pending, PendingIdentities):
             raise pending.cancel()
         if pending.needs_steps:
-            admission: Admission = self._drive(self.complete_in_steps(pending))
-            return admission
+            return self._drive(self.complete_in_steps(pending))  # type: ignore[no-any-return]
         return self.complete(pending, self._decide(pending.check, self._failure_policy(pending)))
 
     def finish(self, admission: Admission, status: int) -> None:
         """Release leases and settle the cost of a request, after its response was sent with this status."""
-        self._drive(finish(admission, status, self._defer))
+        self._drive(self.finish_in_steps(admission, status))
 
     def admit_to_view(
         self, request: ViewRequest, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
@@ -54,7 +55,7 @@ class Gate(GateBase):
         """Admit or refuse a request by the limits of its view. A refusal refunds its earlier admissions."""
         admission = self.admit(request, self.view_policy(declarations, request.view))
         for earlier in admissions.add(admission):
-            self._drive(settle(earlier, NOT_SERVED, self._defer))
+            self._drive(self.settle_in_steps(earlier, NOT_SERVED))
         return admission
 
     def block(self, kind: str, value: str, *, until: datetime | None = None, reason: str | None = None) -> None:
@@ -63,8 +64,7 @@ class Gate(GateBase):
 
     def unblock(self, kind: str, value: str) -> bool:
         """End a block; True if there was one. Blocks of the policy file are not affected."""
-        existed: bool = self._limiter.unblock(kind, self._stored_value(kind, value))
-        return existed
+        return self._limiter.unblock(kind, self._stored_value(kind, value))  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
@@ -75,25 +75,16 @@ class Gate(GateBase):
 
     def _drive(self, steps: Steps) -> Any:
         try:
-            step = next(steps)
+            function, *arguments = next(steps)
             while True:
                 try:
-                    result = self._run(step)
+                    result = function(*arguments)
                 except StoreError as error:
-                    step = steps.throw(error)
+                    function, *arguments = steps.throw(error)
                 else:
-                    step = steps.send(result)
+                    function, *arguments = steps.send(result)
         except StopIteration as end:
             return end.value
-
-    def _run(self, step: Any) -> Any:
-        if type(step) is PendingCheck:
-            return self._decide(step.check, self._failure_policy(step))
-        if type(step) is EnterLease:
-            return step.hold.__enter__()
-        if type(step) is ExitLease:
-            return step.hold.__exit__(None, None, None)
-        return self._answer(step)
 
 
 class AsyncGate(GateBase):
@@ -101,6 +92,8 @@ class AsyncGate(GateBase):
 
     _engine_type = AsyncEngine
     _limiter_type = AsyncLimiter
+    _enter = methodcaller("__aenter__")
+    _exit = methodcaller("__aexit__", None, None, None)
 
     async def admit(self, request: RequestInfo, policy: ActivePolicy | None = None) -> Admission:
         """Admit or refuse a request, by the policy in force or by the compiled limits of a view."""
@@ -110,13 +103,12 @@ class AsyncGate(GateBase):
         if isinstance(pending, Admission):
             return pending
         if pending.needs_steps:
-            admission: Admission = await self._drive(self.complete_in_steps(pending))
-            return admission
+            return await self._drive(self.complete_in_steps(pending))  # type: ignore[no-any-return]
         return self.complete(pending, await self._decide(pending.check, self._failure_policy(pending)))
 
     async def finish(self, admission: Admission, status: int) -> None:
         """Release leases and settle the cost of a request, after its response was sent with this status."""
-        await self._drive(finish(admission, status, self._defer))
+        await self._drive(self.finish_in_steps(admission, status))
 
     async def admit_to_view(
         self, request: ViewRequest, declarations: tuple[LimitDeclaration, ...], admissions: ViewAdmissions
@@ -124,7 +116,7 @@ class AsyncGate(GateBase):
         """Admit or refuse a request by the limits of its view. A refusal refunds its earlier admissions."""
         admission = await self.admit(request, self.view_policy(declarations, request.view))
         for earlier in admissions.add(admission):
-            await self._drive(settle(earlier, NOT_SERVED, self._defer))
+            await self._drive(self.settle_in_steps(earlier, NOT_SERVED))
         return admission
 
     async def block(self, kind: str, value: str, *, until: datetime | None = None, reason: str | None = None) -> None:
@@ -133,8 +125,7 @@ class AsyncGate(GateBase):
 
     async def unblock(self, kind: str, value: str) -> bool:
         """End a block; True if there was one. Blocks of the policy file are not affected."""
-        existed: bool = await self._limiter.unblock(kind, self._stored_value(kind, value))
-        return existed
+        return await self._limiter.unblock(kind, self._stored_value(kind, value))  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         """Stop following the policy, flush and disconnect the control plane, and close the store."""
@@ -145,22 +136,13 @@ class AsyncGate(GateBase):
 
     async def _drive(self, steps: Steps) -> Any:
         try:
-            step = next(steps)
+            function, *arguments = next(steps)
             while True:
                 try:
-                    result = await self._run(step)
+                    result = await function(*arguments)
                 except StoreError as error:
-                    step = steps.throw(error)
+                    function, *arguments = steps.throw(error)
                 else:
-                    step = steps.send(result)
+                    function, *arguments = steps.send(result)
         except StopIteration as end:
             return end.value
-
-    async def _run(self, step: Any) -> Any:
-        if type(step) is PendingCheck:
-            return await self._decide(step.check, self._failure_policy(step))
-        if type(step) is EnterLease:
-            return await step.hold.__aenter__()
-        if type(step) is ExitLease:
-            return await step.hold.__aexit__(None, None, None)
-        return await self._answer(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
@@ -32,33 +33,27 @@ class Pace(NamedTuple):
     """True if the whole quota is restored at the end of a window, as with fixed_window."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PlainRateLimitHeaders:
     """The RateLimit header fields of requests to which the same limits apply at the same costs."""
 
-    __slots__ = ("_costs", "_paces", "_policy", "_quotas", "_ratelimit", "_refill_us", "_template", "_x_ratelimit")
+    names: tuple[bytes, ...]
+    """Quoted."""
+    quotas: tuple[Header, ...]
+    """X-RateLimit-Limit of each limit."""
+    refill_us: tuple[int, ...]
+    """The time from the first token of an empty limit until it is full; 0 where all tokens come at once."""
+    costs: tuple[int, ...]
+    """The cost of a request on each limit."""
+    paces: tuple[Pace, ...]
+    policy: Header
+    """RateLimit-Policy."""
+    x_ratelimit: bool
+    ratelimit: bool
+    template: bytes = field(init=False)
 
-    def __init__(
-        self,
-        names: tuple[bytes, ...],
-        quotas: tuple[Header, ...],
-        refill_us: tuple[int, ...],
-        costs: tuple[int, ...],
-        paces: tuple[Pace, ...],
-        policy: Header,
-        x_ratelimit: bool,
-        ratelimit: bool,
-    ) -> None:
-        """`names` are quoted, `quotas` the X-RateLimit-Limit of each, `costs` what the request costs on each, and
-        `policy` is RateLimit-Policy. `refill_us` is the time in microseconds from the first token of an empty limit
-        until it is full; 0 where all tokens come at once."""
-        self._quotas = quotas
-        self._refill_us = refill_us
-        self._costs = costs
-        self._paces = paces
-        self._policy = policy
-        self._template = b", ".join([name.replace(b"%", b"%%") + b";r=%d;t=%d" for name in names])
-        self._x_ratelimit = x_ratelimit
-        self._ratelimit = ratelimit
+    def __post_init__(self) -> None:
+        self.template = b", ".join([name.replace(b"%", b"%%") + b";r=%d;t=%d" for name in self.names])
 
     def headers(self, verdicts: Sequence[Verdict], now_us: int, /) -> list[Header]:
         """The header fields of a response, given the verdict of each limit in the order of the names.
@@ -66,14 +61,14 @@ class PlainRateLimitHeaders:
         X-RateLimit describes the tightest limit: of those that denied, the one with the longest wait; if none did, the
         one that admits the fewest further requests of the same cost. Runs on every request, hence a single loop.
         """
-        if not verdicts or not (self._x_ratelimit or self._ratelimit):
+        if not verdicts or not (self.x_ratelimit or self.ratelimit):
             return []
         numbers: list[int] = []
         least: float = inf
         tightest = 0
         for index, verdict in enumerate(verdicts):
             remaining, retry_us, reset_us, _ = verdict
-            cost = self._costs[index]
+            cost = self.costs[index]
             room: float = remaining // cost if cost else inf
             if remaining and not retry_us:
                 wait_us = reset_us
@@ -85,24 +80,24 @@ class PlainRateLimitHeaders:
             if room < least or (room == least and reset_us > verdicts[tightest][2]):
                 least, tightest = room, index
         headers: list[Header] = []
-        if self._x_ratelimit:
+        if self.x_ratelimit:
             remaining, _, reset_us, _ = verdicts[tightest]
             headers = [
-                self._quotas[tightest],
+                self.quotas[tightest],
                 (b"x-ratelimit-remaining", b"%d" % remaining),
                 (b"x-ratelimit-reset", b"%d" % -((now_us + reset_us) // -SECOND_US)),
             ]
-        if self._ratelimit:
+        if self.ratelimit:
             headers += self._draft_fields(verdicts, tightest, numbers)
         return headers
 
     def _draft_fields(self, verdicts: Sequence[Verdict], tightest: int, numbers: list[int]) -> list[Header]:
         """The fields of the IETF draft; `numbers` are remaining and effective window of each limit in turn."""
-        return [self._policy, (b"ratelimit", self._template % tuple(numbers))]
+        return [self.policy, (b"ratelimit", self.template % tuple(numbers))]
 
     def _remaining_and_window(self, remaining: int, wait_us: int, index: int) -> tuple[int, int]:
         """`r` and `t` of a limit. Clients may spread r over t seconds: r/t must not exceed the rate of the policy."""
-        quota, window, ends_at_once = self._paces[index]
+        quota, window, ends_at_once = self.paces[index]
         left, seconds = min(remaining, LARGEST), -(wait_us // -SECOND_US)
         if left > 0 and window and not (ends_at_once and wait_us):
             seconds = max(seconds, -(left * window // -quota))
@@ -116,7 +111,7 @@ class PlainRateLimitHeaders:
         if retry_us:
             return -retry_us, retry_us
         # The first token comes before the rest; the share of a node without the store may fill sooner.
-        refill_us = self._refill_us[index]
+        refill_us = self.refill_us[index]
         return 0, reset_us - refill_us if reset_us >= refill_us else reset_us
 
 
@@ -126,8 +121,8 @@ class SeparateFields(PlainRateLimitHeaders):
     def _draft_fields(self, verdicts: Sequence[Verdict], tightest: int, numbers: list[int]) -> list[Header]:
         remaining, _, reset_us, _ = verdicts[tightest]
         return [
-            (b"ratelimit-limit", self._quotas[tightest][1]),
-            self._policy,
+            (b"ratelimit-limit", self.quotas[tightest][1]),
+            self.policy,
             (b"ratelimit-remaining", b"%d" % min(remaining, LARGEST)),
             (b"ratelimit-reset", b"%d" % min(-(reset_us // -SECOND_US), LARGEST)),
         ]

@@ -14,7 +14,7 @@ from headgate.policy.addresses import Addresses
 from headgate.policy.snapshot import AMBIGUOUS, OTHER_API_KEYS
 
 if TYPE_CHECKING:
-    from headgate.gate.request import RequestInfo
+    from headgate.gate.admission import RequestInfo
     from headgate.policy.api_keys import ApiKeyHasher
     from headgate.policy.model import IdentitySettings
 

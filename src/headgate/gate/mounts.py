@@ -31,12 +31,8 @@ def split_mount(path: str, root: str) -> tuple[str, str | None]:
 
 def find_root_path(app: Any) -> str:
     """The root path that an app declares itself, as FastAPI does, of which outer middleware is not informed."""
-    for _ in range(MAX_MIDDLEWARE):
-        root = getattr(app, "root_path", "")
-        if isinstance(root, str) and root:
-            return root
-        app = getattr(app, "app", None)
-    return ""
+    roots = [getattr(layer, "root_path", "") for layer in _layers(app)]
+    return next((root for root in roots if isinstance(root, str) and root), "")
 
 
 def _path_of(target: str) -> str:
@@ -57,15 +53,18 @@ class AppRoute(NamedTuple):
 
 def asgi_routes(app: Any) -> list[AppRoute]:
     """The routes of a Starlette or FastAPI app and of apps mounted in it; none if any is of an unknown kind."""
+    found = [getattr(layer, "routes", None) for layer in _layers(app)]
+    try:
+        return list(_flatten(next((routes for routes in found if isinstance(routes, list)), []), "", ()))
+    except (AttributeError, TypeError, RecursionError):
+        return []
+
+
+def _layers(app: Any) -> Iterator[Any]:
+    """The app, and the apps inside it, if it is middleware."""
     for _ in range(MAX_MIDDLEWARE):
-        routes = getattr(app, "routes", None)
-        if isinstance(routes, list):
-            try:
-                return list(_flatten(routes, "", ()))
-            except (AttributeError, TypeError, RecursionError):
-                return []
+        yield app
         app = getattr(app, "app", None)
-    return []
 
 
 def _flatten(routes: Sequence[Any], prefix: str, mounts: tuple[str, ...]) -> Iterator[AppRoute]:
@@ -107,5 +106,4 @@ def _template(route: AppRoute) -> Template | None:
 
 
 def _sample(path: str) -> str:
-    """An example of a path that the route serves."""
     return "/".join(["~" if "{" in segment else segment for segment in path.split("/")])

@@ -28,14 +28,8 @@ if TYPE_CHECKING:
     from headgate.policy.model import AnswerSettings
 
 __all__ = [
-    "Header",
-    "HeaderTemplate",
-    "Rejection",
-    "RejectionBody",
-    "RejectionInfo",
-    "ResponseBuilder",
-    "health_response",
-]
+    "Header", "HeaderTemplate", "Rejection", "RejectionBody", "RejectionInfo", "ResponseBuilder", "health_response",
+]  # fmt: skip
 
 logger = logging.getLogger("headgate")
 
@@ -129,9 +123,8 @@ class ResponseBuilder:
         """The header template for limits, with the unit of each and the cost of a request on each (1 by default)."""
         names = [_quoted(limit.name) for limit in limits]
         items = [name + _allowance(limit, unit) for name, limit, unit in zip(names, limits, units, strict=True)]
-        make = RateLimitHeaders
-        if self._settings.draft == SEPARATE_FIELDS_DRAFT:
-            make = SeparateFields
+        make = SeparateFields if self._settings.draft == SEPARATE_FIELDS_DRAFT else RateLimitHeaders
+        if make is SeparateFields:
             items = [f"{pace.quota};w={pace.window}" for pace in map(_pace, limits) if pace.window]
         fields = make(
             tuple([name.encode("ascii") for name in names]),
@@ -148,16 +141,15 @@ class ResponseBuilder:
     def denied(self, decision: Decision, template: HeaderTemplate) -> Rejection:
         """429, for a request that exceeds a limit; `template` is that of the decision's limits, in their order."""
         verdicts = self._estimate_waits(decision)
-        waits = [verdict[1] for verdict in verdicts]
-        violated = tuple([name for name, wait_us in zip(template.names, waits, strict=True) if wait_us])
-        if NEVER in waits:
-            retry = None
-            beyond = [name for name, wait_us in zip(template.names, waits, strict=True) if wait_us == NEVER]
+        waits = [(name, verdict[1]) for name, verdict in zip(template.names, verdicts, strict=True) if verdict[1]]
+        violated = tuple([name for name, _ in waits])
+        retry = None
+        if beyond := [name for name, wait_us in waits if wait_us == NEVER]:
             message = f"This request costs more than {_limits(beyond)} can ever allow: waiting does not help."
         else:
-            retry = self._seconds(max(waits, default=0))
-            has = "has" if len(violated) < 2 else "have"
-            message = _sentence(f"{_limits(violated)} {has} been reached. {_advice(retry)}")
+            retry = self._seconds(max([wait_us for _, wait_us in waits], default=0))
+            subject, has = _limits(violated), "has" if len(violated) < 2 else "have"
+            message = f"{subject[0].upper()}{subject[1:]} {has} been reached. {_advice(retry)}"
         facts = RejectionInfo(429, "rate_limit_exceeded", message, retry, violated, decision)
         return self._refuse(facts, template.headers(verdicts, decision.at_us))
 
@@ -179,8 +171,7 @@ class ResponseBuilder:
 
     def unavailable(self, decision: Decision | None = None) -> Rejection:
         """503, for a request on a route that fails closed while the store is unavailable."""
-        wait_us = decision.retry_after_us if decision is not None else None
-        retry = self._seconds(wait_us or UNKNOWN_RETRY_US)
+        retry = self._seconds((decision is not None and decision.retry_after_us) or UNKNOWN_RETRY_US)
         message = f"This request cannot be checked right now. {_advice(retry)}"
         return self._refuse(RejectionInfo(503, "limiter_unavailable", message, retry, decision=decision))
 
@@ -198,18 +189,7 @@ class ResponseBuilder:
     def _refuse(self, facts: RejectionInfo, headers: Sequence[Header] = ()) -> Rejection:
         content_type, body = self._content(facts)
         retry = [] if facts.retry_after_seconds is None else [(b"retry-after", b"%d" % facts.retry_after_seconds)]
-        return Rejection(
-            facts.status,
-            [
-                *headers,
-                *retry,
-                (b"cache-control", b"no-store"),
-                (b"content-type", content_type),
-                (b"content-length", b"%d" % len(body)),
-            ],
-            body,
-            facts.message,
-        )
+        return Rejection(facts.status, [*headers, *retry, *_describe(content_type, body)], body, facts.message)
 
     def _content(self, facts: RejectionInfo) -> tuple[bytes, bytes]:
         if self._body is not None:
@@ -226,15 +206,12 @@ class ResponseBuilder:
 def health_response(facts: Mapping[str, object], *, ready: bool) -> Rejection:
     """200 or 503, at `health_path`."""
     body = json.dumps(facts, indent=2).encode("ascii") + b"\n"
-    return Rejection(
-        200 if ready else 503,
-        [
-            (b"cache-control", b"no-store"),
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-        ],
-        body,
-    )
+    return Rejection(200 if ready else 503, _describe(b"application/json", body), body)
+
+
+def _describe(content_type: bytes, body: bytes) -> list[Header]:
+    length = b"%d" % len(body)
+    return [(b"cache-control", b"no-store"), (b"content-type", content_type), (b"content-length", length)]
 
 
 def _refill_us(limit: Limit) -> int:
@@ -247,10 +224,8 @@ def _problem(facts: RejectionInfo, doc_url: str | None) -> bytes:
     members: dict[str, object] = {"type": kind, "title": title, "status": facts.status, "detail": facts.message}
     if facts.violated_policies:
         members["violated-policies"] = facts.violated_policies
-    members["error"] = facts.error
-    members["message"] = facts.message
-    members["retry_after_seconds"] = facts.retry_after_seconds
-    members["doc_url"] = doc_url
+    members |= {"error": facts.error, "message": facts.message}
+    members |= {"retry_after_seconds": facts.retry_after_seconds, "doc_url": doc_url}
     return json.dumps(members).encode("ascii")
 
 
@@ -268,12 +243,13 @@ def _type_and_title(facts: RejectionInfo) -> tuple[str, str]:
 def _encoded(content: bytes | str | dict[str, Any], content_type: str | None) -> tuple[bytes, bytes]:
     """The content type and body of the result of `refusal_body`."""
     if isinstance(content, bytes):
-        default_type, body = "application/octet-stream", content
+        kind, body = "application/octet-stream", content
     elif isinstance(content, str):
-        default_type, body = "text/plain; charset=utf-8", content.encode("utf-8")
+        kind, body = "text/plain; charset=utf-8", content.encode("utf-8")
     else:
-        default_type, body = "application/json", json.dumps(content, allow_nan=False).encode("ascii")
-    kind = default_type if content_type is None else content_type
+        kind, body = "application/json", json.dumps(content, allow_nan=False).encode("ascii")
+    if content_type is not None:
+        kind = content_type
     if not kind.isprintable():
         raise ValueError(f"content type {kind!r} cannot be used in a header; use printable ASCII characters")
     return kind.encode("ascii"), body
@@ -302,7 +278,6 @@ def _pace(limit: Limit) -> Pace:
 
 
 def _quoted(text: str) -> str:
-    """Quote a string for a structured field."""
     if not (text and text.isascii() and text.isprintable()):
         raise InvalidConfiguration(f"{text!r} cannot be used in a header; use printable ASCII characters")
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -323,7 +298,3 @@ def _advice(seconds: int) -> str:
         if seconds >= 2 * size:
             return f"Try again in {-(seconds // -size)} {unit}."
     return f"Try again in {seconds} second{'' if seconds == 1 else 's'}."
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]

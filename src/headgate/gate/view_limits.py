@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
@@ -25,23 +25,14 @@ from headgate.policy.snapshot import STRICTNESS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from headgate.gate.admission import Admission
-    from headgate.gate.request import RequestInfo
+    from headgate.gate.admission import Admission, RequestInfo
     from headgate.gate.responses import Header, Rejection
     from headgate.policy.model import RouteMode
 
 __all__ = [
-    "RATELIMIT_PREFIXES",
-    "LimitDeclaration",
-    "ViewAdmissions",
-    "ViewLimit",
-    "ViewRequest",
-    "exempt",
-    "has_exempt_views",
-    "is_exempt",
-    "view_name",
-    "view_rules",
-]
+    "RATELIMIT_PREFIXES", "LimitDeclaration", "ViewAdmissions", "ViewLimit", "ViewRequest", "exempt",
+    "has_exempt_views", "is_exempt", "view_name", "view_rules",
+]  # fmt: skip
 
 By: TypeAlias = str | Callable[[Any], Any]
 """A kind of identity, or a function of the framework's request."""
@@ -63,12 +54,9 @@ _exempt_views: WeakSet[Any] = WeakSet()
 class LimitDeclaration:
     """The limits of one `@limit(...)` or dependency, as rules that are not yet compiled for a gate."""
 
-    __slots__ = ("caller", "caller_kind", "rules")
-
     def __init__(
         self,
-        limits: Iterable[str | Limit],
-        *,
+        *limits: str | Limit,
         by: By = "ip",
         name: str | None = None,
         cost: int = 1,
@@ -79,9 +67,8 @@ class LimitDeclaration:
         if type(cost) is not int or cost < 1:
             raise InvalidCost(f"cost {cost!r} is not a whole number >= 1; a route that costs nothing needs no limit")
         if on_failure not in (None, *STRICTNESS):
-            raise InvalidConfiguration(
-                f"on_failure={on_failure!r} is unknown; {suggest(str(on_failure), list(STRICTNESS))}"
-            )
+            remedy = suggest(str(on_failure), list(STRICTNESS))
+            raise InvalidConfiguration(f"on_failure={on_failure!r} is unknown; {remedy}")
         if not isinstance(by, str) and not callable(by):
             raise InvalidConfiguration(
                 f"by={by!r}: give a kind of identity like 'ip' or 'user', or a function of the request"
@@ -92,9 +79,8 @@ class LimitDeclaration:
         only = frozenset(scalars.method(each) for each in ([methods] if isinstance(methods, str) else methods))
         prefix = f"{'|'.join(sorted(only))} " if only else ""
         test = None if count_when is None else scalars.status_test(count_when)
-        declared: list[str | Limit] = []
-        for each in limits:
-            declared += [each] if isinstance(each, Limit) else _limit_syntax.split(each)
+        parts = [[each] if isinstance(each, Limit) else _limit_syntax.split(each) for each in limits]
+        declared: list[str | Limit] = [limit for part in parts for limit in part]
         rules = []
         for limit in declared:
             rule_kinds = kinds
@@ -106,12 +92,11 @@ class LimitDeclaration:
                     limit_name = name if len(declared) == 1 else f"{name} {limit}"
                 limit = Limit.parse(limit, name=limit_name)
             if limit.algorithm == "concurrency" and test is not None:
-                raise InvalidConfiguration(
-                    f"limit {limit.name!r} counts leases, which end with the response: no count_when"
-                )
-            rules.append(
-                Rule(limit.name, limit, rule_kinds, methods=only, cost=cost, count_when=test, on_failure=on_failure)
-            )
+                message = f"limit {limit.name!r} counts leases, which end with the response: no count_when"
+                raise InvalidConfiguration(message)
+            settings: Any = {"methods": only, "cost": cost, "count_when": test, "on_failure": on_failure}
+            settings |= {"split": limit.split, "region": limit.region}
+            rules.append(Rule(limit.name, limit, rule_kinds, **settings))
         _check_names(rules)
         self.rules = tuple(rules)
 
@@ -128,7 +113,7 @@ def view_rules(
         if each.caller is not None:
             while kind in functions or kind in (*known_kinds, *scalars.IDENTITIES, "tier"):
                 kind += "_"  # distinct from all identities of the policy
-            functions[kind] = _of_view_request(each.caller)
+            functions[kind] = partial(_call_with_view_request, each.caller)
         for rule in each.rules:
             for by in rule.by:
                 if by != CALLER and by not in known_kinds:
@@ -185,8 +170,7 @@ class ViewAdmissions:
 
     def headers(self) -> list[Header]:
         """The RateLimit header fields of all admissions, merged."""
-        headers: list[Header] = self.gate.active_policy.headers_of(self._reported)
-        return headers
+        return self.gate.active_policy.headers_of(self._reported)  # type: ignore[no-any-return]
 
     def unfinished(self) -> list[Admission]:
         """The admissions that need `finish` after the response was sent."""
@@ -201,7 +185,7 @@ class _GuardedView(NamedTuple):
     declarations: tuple[LimitDeclaration, ...]
 
 
-class ViewLimit:
+class ViewLimit(LimitDeclaration):
     """Base of the frameworks' `@limit` decorators.
 
     `limits` are strings like "5/minute" or "5/minute; 100/hour", or `Limit`s. `by` is a kind of identity ("ip", "user",
@@ -212,20 +196,6 @@ class ViewLimit:
     dispatch_method: ClassVar[str]
     """The method of a class-based view that handles requests."""
 
-    def __init__(
-        self,
-        *limits: str | Limit,
-        by: By = "ip",
-        name: str | None = None,
-        cost: int = 1,
-        count_when: str | None = None,
-        on_failure: RouteMode | None = None,
-        methods: str | Iterable[str] = (),
-    ) -> None:
-        self.declaration = LimitDeclaration(
-            limits, by=by, name=name, cost=cost, count_when=count_when, on_failure=on_failure, methods=methods
-        )
-
     def __call__(self, view: View) -> View:
         """Wrap a view, so that it handles only requests that all of its limits allow."""
         function: Any = view
@@ -235,9 +205,9 @@ class ViewLimit:
         if not callable(function):
             raise InvalidConfiguration(f"{view!r} is not a view: put @limit right above a function or a class")
         wrapped: _GuardedView | None = getattr(function, DECLARED, None)
-        declarations: tuple[LimitDeclaration, ...] = (self.declaration,)
+        declarations: tuple[LimitDeclaration, ...] = (self,)
         if wrapped is not None and wrapped.guard is function:
-            function, declarations = wrapped.function, (self.declaration, *wrapped.declarations)
+            function, declarations = wrapped.function, (self, *wrapped.declarations)
             _check_names([rule for each in declarations for rule in each.rules])
         guard: Any = wraps(function)(self.guard(function, declarations))
         setattr(guard, DECLARED, _GuardedView(guard, function, declarations))
@@ -265,6 +235,8 @@ def has_exempt_views() -> bool:
 
 def is_exempt(view: Any) -> bool:
     """Return True for an exempt view, and for one made from an exempt class. Subclasses of the class are not exempt."""
+    if not _exempt_views:
+        return False
     return any(EXEMPT in getattr(each, "__dict__", ()) for each in (view, getattr(view, "view_class", None)))
 
 
@@ -286,5 +258,5 @@ def _kind_of(function: Any) -> str:
     return name if name.isidentifier() and name.isascii() and len(name) <= 50 else "caller"
 
 
-def _of_view_request(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda request: function(request.view_request)
+def _call_with_view_request(function: Callable[[Any], Any], request: ViewRequest) -> Any:
+    return function(request.view_request)
