@@ -1,0 +1,545 @@
+"""The quota meter: charges requests to leases in memory, and writes them to the ledger in batches.
+
+A lease is an amount that the ledger has reserved for this process. A charge takes from a lease, and writes one line to
+the journal. A background thread writes the charges to the ledger as usage records, takes leases before they run out,
+and closes those that are used up. So no request waits for the ledger, except for the first of an account.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, NamedTuple
+from uuid import uuid4
+
+from headgate._fork import reinit_after_fork
+from headgate.errors import HeadgateError, InvalidCost, InvalidInput
+from headgate.quotas.entries import UsageRecord
+from headgate.quotas.journal import UsageJournal, abandoned_journals
+from headgate.quotas.ledger import MAX_AMOUNT, LedgerUnavailable
+from headgate.quotas.storage import LedgerDamaged
+
+if TYPE_CHECKING:
+    import os
+    from typing import Self
+
+    from headgate.quotas.entries import QuotaReservation
+    from headgate.quotas.ledger import Ledger
+    from headgate.quotas.plans import QuotaPlan
+
+__all__ = ["MeterReservation", "MeterStats", "QuotaMeter"]
+
+logger = logging.getLogger("headgate")
+
+LEASE_S: Final = 5.0
+"""The time for which a lease should last at the current rate."""
+LEASE_TTL: Final = timedelta(hours=24)
+RETIRE_AFTER_S: Final = 12 * 3600.0
+"""Leases are not spent any more after half of their lifetime, so that they are closed long before they expire."""
+IDLE_S: Final = 30.0
+FIRST_LEASE: Final = 100
+REFILL_AT: Final = 0.5
+SHARE: Final = 4
+"""A lease is at most this part of the balance, so that leases shrink near the end, and other processes find some."""
+REFUSAL_S: Final = 0.5
+"""The time for which an account without balance is not looked at again."""
+MAX_RECENT_IDS: Final = 100_000
+MAX_USAGE_BATCH: Final = 2000
+RECOVERY_INTERVAL_S: Final = 30.0
+
+
+class MeterStats(NamedTuple):
+    """The state of a meter, for metrics."""
+
+    leased: int
+    """Units in open leases that are not spent."""
+    unwritten: int
+    """Charged units that are not yet in the ledger: in doubt if the machine crashes."""
+    outage: int
+    """Units that were admitted without a lease while the ledger was unavailable, and are not settled."""
+    leases: int
+    charges: int
+    ledger_writes: int
+    is_ledger_available: bool
+
+
+class _MeterLease:
+    __slots__ = ("account", "amount", "id", "left", "open", "paid_by", "retire_at", "used_at", "valid_until_us")
+
+    def __init__(self, made: QuotaReservation, now: float) -> None:
+        self.account, self.id, self.amount, self.left = made.account, made.id, made.amount, made.amount
+        self.valid_until_us, self.paid_by = made.valid_until_us, made.paid_by
+        self.open = 0
+        """Reservations that are not committed, and usage that is not written."""
+        self.used_at = now
+        self.retire_at = now + RETIRE_AFTER_S
+
+
+class _MeteredAccount:
+    def __init__(self, name: str, now: float) -> None:
+        self.name = name
+        self.plan: QuotaPlan | None = None
+        self.leases: deque[_MeterLease] = deque()
+        self.needed = 0
+        """The largest charge that waits for a lease."""
+        self.is_asking = False
+        self.refused_until = 0.0
+        self.refused_amount = 0
+        """The smallest amount for which the balance was too low."""
+        self.spent = 0
+        self.rate = 0.0
+        self.measured_at = self.used_at = now
+        self.outage_id = ""
+        self.outage_used = 0
+
+    def is_refused(self, amount: int, now: float) -> bool:
+        return now < self.refused_until and amount >= self.refused_amount
+
+    def refuse(self, amount: int, now: float) -> None:
+        is_known = now < self.refused_until
+        self.refused_amount = min(amount, self.refused_amount) if is_known else amount
+        self.refused_until = now + REFUSAL_S
+
+    def left(self) -> int:
+        return sum(lease.left for lease in self.leases)
+
+    def measure(self, now: float) -> None:
+        elapsed = max(now - self.measured_at, 0.001)
+        rate = self.spent / elapsed
+        self.rate = max(rate, (rate + self.rate) / 2) if elapsed < LEASE_S else rate
+        self.spent, self.measured_at = 0, now
+
+    def wanted(self) -> int:
+        """The size of a lease that is due; 0 if none is."""
+        target = max(FIRST_LEASE, self.needed, int(self.rate * LEASE_S))
+        return target if self.needed or self.left() < target * REFILL_AT else 0
+
+
+class MeterReservation:
+    """Units that are held for a request. End it with `commit` or `void`."""
+
+    __slots__ = ("_meter", "account", "amount", "id", "is_repeated", "lease", "paid_by", "reference")
+
+    def __init__(
+        self, meter: QuotaMeter, lease: _MeterLease | None, account: str, amount: int, id: str, reference: str
+    ) -> None:
+        self._meter, self.lease = meter, lease
+        self.account, self.amount, self.id, self.reference = account, amount, id, reference
+        self.paid_by = () if lease is None else _slice(lease.paid_by, lease.amount - lease.left - amount, amount)
+        """The sources that pay for it, such as "allowance" or "pay as you go", with their amounts."""
+        self.is_repeated = False
+        """True for a request that was charged before: it is charged once, whatever is committed now."""
+
+    def commit(self, amount: int) -> None:
+        """Charge the amount that was really used, once; the rest is available again."""
+        self._meter.settle(self, _check(amount))
+
+    def void(self) -> None:
+        """End the reservation without a charge."""
+        self._meter.settle(self, None)
+
+
+class QuotaMeter:
+    """Charges requests of one process to accounts of a ledger. Thread-safe.
+
+    `journal` is a directory for the journals of all processes on this machine: without it, charges of the last moments
+    are lost with the process. While the ledger is unavailable, leases are spent, and then up to `outage_units` per
+    account, which are settled later; with 0, requests are refused.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        journal: str | os.PathLike[str] | None = None,
+        outage_units: int = 0,
+        write_interval_s: float = 0.1,
+        wait_s: float = 1.0,
+    ) -> None:
+        self._ledger, self._directory = ledger, journal
+        self._outage_units, self._interval_s, self._wait_s = outage_units, write_interval_s, wait_s
+        self._start()
+        reinit_after_fork(self)
+
+    def _start(self) -> None:
+        self._exchange_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._wake = threading.Event()
+        self._journal = None if self._directory is None else UsageJournal(self._directory)
+        self._accounts: dict[str, _MeteredAccount] = {}
+        self._recent: OrderedDict[str, MeterReservation] = OrderedDict()
+        self._usage: list[tuple[_MeterLease, UsageRecord]] = []
+        self._outages: dict[str, list[UsageRecord]] = {}
+        self._closing: list[_MeterLease] = []
+        self._pending: list[tuple[str, str, int, int]] = []
+        """Leases that the ledger was asked for, without an answer yet."""
+        self._charges = self._writes = self._unwritten = 0
+        self._is_available, self._is_closed, self._has_damage = True, False, False
+        self._next_recovery = 0.0
+        self._thread: threading.Thread | None = None
+
+    def reset_after_fork(self) -> None:
+        """The child has leases and a journal of its own; those of the parent stay with the parent."""
+        if self._journal is not None:
+            self._journal.abandon()  # it would keep the parent's lock
+        self._start()
+
+    def close(self) -> None:
+        """Write all charges, and close all leases. If the ledger is unavailable, the journal is kept for recovery."""
+        with self._lock:
+            self._is_closed = True
+            thread, self._thread = self._thread, None
+        self._wake.set()
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            for account in self._accounts.values():
+                self._closing += account.leases
+                account.leases.clear()
+                account.needed = 0
+        is_written = self._exchange()
+        while is_written and self._usage:
+            is_written = self._exchange()
+        is_written = is_written and self._exchange()  # closes the leases
+        if self._journal is not None:
+            if is_written and not self._closing and not self._has_damage:
+                self._journal.close()
+            else:
+                self._journal.abandon()
+            self._journal = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ charges
+
+    def charge(
+        self,
+        account: str,
+        amount: int,
+        *,
+        id: str | None = None,
+        reference: str = "",
+        plan: QuotaPlan | None = None,
+    ) -> bool:
+        """Charge an amount now; False if the account has too little left. A repeated `id` is charged once."""
+        reservation = self.reserve(account, amount, id=id, reference=reference, plan=plan)
+        if reservation is None:
+            return False
+        reservation.commit(amount)
+        return True
+
+    def reserve(
+        self,
+        account: str,
+        amount: int,
+        *,
+        id: str | None = None,
+        reference: str = "",
+        plan: QuotaPlan | None = None,
+        wait: bool = True,
+    ) -> MeterReservation | None:
+        """Hold an estimate for a request; None if the account has too little left.
+
+        With a `plan`, the account has what the plan grants in the current period. The first request of an account
+        waits for its lease, up to a second; with `wait=False`, it is refused.
+        """
+        _check(amount)
+        if self._thread is None:
+            self._start_thread()
+        end = time.monotonic() + self._wait_s if wait else 0.0
+        with self._changed:
+            if id is not None and (found := self._recent.get(id)) is not None:
+                found.is_repeated = True
+                return found
+            while True:
+                now = time.monotonic()
+                state = self._accounts.get(account)
+                if state is None:
+                    state = self._accounts[account] = _MeteredAccount(account, now)
+                state.plan = plan or state.plan
+                lease = self._take(state, amount, now)
+                if lease is not None or self._take_outage(state, amount):
+                    made = MeterReservation(self, lease, account, amount, id or uuid4().hex, reference)
+                    if id is not None:
+                        self._recent[id] = made
+                        if len(self._recent) > MAX_RECENT_IDS:
+                            self._recent.popitem(last=False)
+                    return made
+                is_over = now >= end or self._is_closed or not self._is_available
+                if is_over or state.is_refused(amount, now):
+                    return None
+                self._changed.wait(end - now)
+
+    def stats(self) -> MeterStats:
+        """Counts and amounts, for metrics."""
+        with self._lock:
+            leases = [lease for account in self._accounts.values() for lease in account.leases]
+            outage = sum(account.outage_used for account in self._accounts.values())
+            left = sum(lease.left for lease in leases)
+            counts = (len(leases), self._charges, self._writes, self._is_available)
+            return MeterStats(left, self._unwritten, outage, *counts)
+
+    def flush(self) -> bool:
+        """Write all charges of before to the ledger; False if it is unavailable."""
+        return self._exchange()
+
+    def _take(self, account: _MeteredAccount, amount: int, now: float) -> _MeterLease | None:
+        account.used_at = now
+        for lease in account.leases:
+            if lease.left >= amount and now < lease.retire_at and self._is_valid(lease):
+                lease.left -= amount
+                lease.open += 1
+                lease.used_at = now
+                account.spent += amount
+                if lease.left < lease.amount * REFILL_AT:
+                    self._ask(account, now)
+                return lease
+        if not account.is_refused(amount, now):
+            account.needed = max(account.needed, amount, 1)
+            self._ask(account, now)
+        return None
+
+    def _is_valid(self, lease: _MeterLease) -> bool:
+        """False if a grant that the lease draws on has expired: nothing is charged to a period that is over."""
+        return not lease.valid_until_us or self._ledger.clock.now_us() < lease.valid_until_us
+
+    def _ask(self, account: _MeteredAccount, now: float) -> None:
+        """Have the background thread look after the leases of an account."""
+        if not account.is_asking and (account.needed or now >= account.refused_until):
+            account.is_asking = True
+            self._wake.set()
+
+    def _take_outage(self, account: _MeteredAccount, amount: int) -> bool:
+        if self._is_available or account.outage_used + amount > self._outage_units:
+            return False
+        account.outage_used += amount
+        account.outage_id = account.outage_id or f"outage-{uuid4().hex}"
+        return True
+
+    def settle(self, reservation: MeterReservation, amount: int | None) -> None:
+        """End a reservation, with None for no charge; its methods are shorter."""
+        with self._lock:
+            if reservation.amount < 0:  # ended before
+                return
+            held, reservation.amount = reservation.amount, -1
+            lease = reservation.lease
+            account = self._accounts[reservation.account]
+            if (amount is None or amount < held) and account.refused_until < math.inf:
+                account.refused_until = 0.0  # there is more now
+            if amount is None:
+                self._recent.pop(reservation.id, None)  # a retry is a new attempt
+                if lease is None:
+                    account.outage_used -= held
+                else:
+                    lease.left += held
+                    lease.open -= 1
+                return
+            self._charges += 1
+            self._unwritten += amount
+            if lease is None and not account.outage_id:  # the last one was settled meanwhile
+                account.outage_id = f"outage-{uuid4().hex}"
+            batch = account.outage_id if lease is None else lease.id
+            at_us = self._ledger.clock.now_us()
+            record = UsageRecord(reservation.id, reservation.account, batch, amount, at_us, reservation.reference)
+            if self._journal is not None:
+                self._journal.add_usage(record, is_outage=lease is None)
+            if lease is None:
+                account.outage_used += amount - held
+                self._outages.setdefault(batch, []).append(record)
+            else:
+                lease.left += max(held - amount, -lease.left)  # what exceeds the lease is charged when it is closed
+                self._usage.append((lease, record))
+            if len(self._usage) >= MAX_USAGE_BATCH:
+                self._wake.set()
+
+    # ------------------------------------------------------------------ background
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._run, name="headgate-quota-meter", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            if not self._exchange():
+                self._wake.wait(self._interval_s)
+            if time.monotonic() >= self._next_recovery:
+                self._next_recovery = time.monotonic() + RECOVERY_INTERVAL_S
+                self.recover()
+
+    def recover(self) -> int:
+        """Settle the journals of processes that have died; returns the number of journals."""
+        if self._directory is None:
+            return 0
+        settled = 0
+        for journal in abandoned_journals(self._directory):
+            try:
+                for start in range(0, len(journal.usage), MAX_USAGE_BATCH):
+                    self._ledger.exchange(usage=journal.usage[start : start + MAX_USAGE_BATCH])
+                self._ledger.exchange(close=journal.leases, outages=journal.outages)
+            except (InvalidInput, LedgerDamaged, LedgerUnavailable) as error:
+                logger.warning("the journal of a process that has died is not settled: %s", error)
+                journal.release()
+            else:
+                journal.delete()
+                settled += 1
+        return settled
+
+    def _exchange(self) -> bool:
+        """Write to the ledger what is due, in one transaction; False if the ledger is unavailable."""
+        with self._exchange_lock:
+            return self._exchange_once(time.monotonic())
+
+    def _exchange_once(self, now: float) -> bool:
+        with self._lock:
+            usage = self._usage[:MAX_USAGE_BATCH]
+            outages = {id: [*records] for id, records in self._outages.items()}
+            for account in self._accounts.values():
+                if account.outage_id in outages:
+                    account.outage_id = ""  # what follows is settled under another id
+            self._retire(now)
+            self._ask_for_leases(now)
+            pending = [*self._pending]
+            accounts = [self._accounts[name] for name, *_ in pending]
+            plans = {account.name: account.plan for account in accounts if account.plan is not None}
+            closing = [lease for lease in self._closing if self._is_done(lease, usage)]
+        if not (usage or outages or pending or closing):
+            return True
+        try:
+            repeated, leases = self._ledger.exchange(
+                usage=[record for _, record in usage],
+                outages=outages,
+                close=[lease.id for lease in closing],
+                lease=pending,
+                plans=plans,
+                share=SHARE,
+                ttl=LEASE_TTL,
+            )
+        except LedgerDamaged as error:
+            self._isolate(error)
+            return False
+        except (InvalidInput, LedgerUnavailable) as error:
+            self._note_failure(error)
+            return False
+        with self._changed:
+            self._writes += 1
+            self._is_available = True
+            del self._usage[: len(usage)]
+            for lease, record in usage:
+                lease.open -= 1
+                self._unwritten -= record.amount
+                if record.id in repeated:  # charged to another lease before
+                    lease.left = min(lease.amount, lease.left + record.amount)
+            for id_, records in outages.items():
+                self._settle_outage(id_, records)
+            self._closing = [lease for lease in self._closing if lease not in closing]
+            self._add_leases(leases, now)
+            if self._journal is not None and not (self._usage or self._outages or self._has_damage):
+                open_leases = [lease.id for account in self._accounts.values() for lease in account.leases]
+                self._journal.compact([*open_leases, *[lease.id for lease in self._closing]])
+            self._changed.notify_all()
+        return True
+
+    def _is_done(self, lease: _MeterLease, usage: list[tuple[_MeterLease, UsageRecord]]) -> bool:
+        """True if this batch contains all that is left to write of a lease."""
+        return lease.open == sum(1 for other, _ in usage if other is lease)
+
+    def _settle_outage(self, id: str, records: list[UsageRecord]) -> None:
+        del self._outages[id]
+        for record in records:
+            self._unwritten -= record.amount
+            self._accounts[record.account].outage_used -= record.amount
+
+    def _retire(self, now: float) -> None:
+        """Close leases that are used up, too small, idle or old."""
+        for account in self._accounts.values():
+            for lease in [*account.leases]:
+                is_over = now - lease.used_at > IDLE_S or now >= lease.retire_at or not self._is_valid(lease)
+                # The rest of a lease that is too small helps to pay for the request that waits.
+                if is_over or not lease.left or lease.left < account.needed:
+                    account.leases.remove(lease)
+                    self._closing.append(lease)
+
+    def _ask_for_leases(self, now: float) -> None:
+        asked = {account for account, *_ in self._pending}
+        for account in self._accounts.values():
+            if now - account.measured_at >= 0.05:
+                account.measure(now)
+            if self._is_closed or account.name in asked:
+                continue
+            is_due = account.needed or (now >= account.refused_until and now - account.used_at < IDLE_S)
+            wanted = account.wanted() if is_due else 0
+            if not wanted:
+                account.is_asking = False
+                continue
+            request = (account.name, f"lease-{uuid4().hex}", min(wanted, MAX_AMOUNT), max(account.needed, 1))
+            if self._journal is not None:
+                self._journal.add_lease(request[1])
+            self._pending.append(request)
+
+    def _add_leases(self, leases: list[QuotaReservation | None], now: float) -> None:
+        for (name, _, _, least), made in zip(self._pending, leases, strict=True):
+            account = self._accounts[name]
+            account.is_asking = False
+            if made is None:
+                account.refuse(least, time.monotonic())
+            else:
+                account.leases.append(_MeterLease(made, now))
+            if account.needed <= least or made is None:
+                account.needed = 0
+        self._pending.clear()
+
+    def _isolate(self, error: LedgerDamaged) -> None:
+        """Leave a damaged account alone, so that the others are served. The journal is kept until it is repaired."""
+        with self._changed:
+            logger.error("requests of this account are refused until this process restarts: %s", error)
+            account = self._accounts[error.account]
+            self._has_damage = True
+            self._pending = [each for each in self._pending if each[0] != account.name]
+            damaged = {lease.id for lease in [*account.leases, *self._closing] if lease.account == account.name}
+            self._closing = [lease for lease in self._closing if lease.id not in damaged]
+            account.leases.clear()
+            account.needed, account.is_asking = 0, False
+            account.refused_until, account.refused_amount = math.inf, 0
+            self._changed.notify_all()
+
+    def _note_failure(self, error: HeadgateError) -> None:
+        with self._changed:
+            if self._is_available:
+                logger.warning("the ledger is unavailable, quotas spend their leases: %s", error)
+            self._is_available = False
+            self._changed.notify_all()
+
+
+def _slice(sources: tuple[tuple[str, int], ...], start: int, amount: int) -> tuple[tuple[str, int], ...]:
+    """The sources of a part of an amount.
+
+    >>> _slice((("allowance", 5), ("grant", 10)), 3, 4)
+    (('allowance', 2), ('grant', 2))
+    """
+    found: dict[str, int] = {}
+    for name, size in sources:
+        part = min(size - start, amount)
+        if part > 0:
+            found[name] = found.get(name, 0) + part
+            amount -= part
+        start = max(0, start - size)
+    return tuple(found.items())
+
+
+def _check(amount: object) -> int:
+    if type(amount) is not int or not 0 <= amount <= MAX_AMOUNT:
+        raise InvalidCost(f"amount must be a whole number from 0 to {MAX_AMOUNT}, got {amount!r:.100}")
+    return amount

@@ -1,0 +1,419 @@
+"""The quota meter: leases, idempotency, outages, recovery, and the usage records in the ledger."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from contextlib import closing
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headgate import InvalidConfiguration, InvalidCost, InvalidInput
+from headgate.quotas import Ledger, LedgerUnavailable, QuotaMeter, UsageRecord
+from headgate.quotas.entries import derived_id
+from support.processes import run_in_child
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headgate.testing import FakeClock
+
+
+def charge_all(meter: QuotaMeter, account: str, amount: int) -> int:
+    """The number of charges until the first refusal."""
+    count = 0
+    while meter.charge(account, amount):
+        count += 1
+    return count
+
+
+# ------------------------------------------------------------------ meters
+
+
+@pytest.mark.parametrize(("granted", "amount"), [(0, 1), (1, 1), (57, 1), (57, 5), (250, 7), (1000, 300)])
+def test_every_unit_can_be_spent_and_no_more(ledger: Ledger, granted: int, amount: int) -> None:
+    if granted:
+        ledger.grant("acme", granted)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        assert charge_all(meter, "acme", amount) == granted // amount
+        assert charge_all(meter, "acme", 1) == granted % amount
+    assert ledger.summary("acme").charged == granted
+    assert ledger.balance("acme") == 0
+
+
+def test_several_meters_never_exceed_the_balance(ledger: Ledger) -> None:
+    ledger.grant("acme", 500)
+    meters = [QuotaMeter(ledger, wait_s=20) for _ in range(3)]
+    counts = [0] * 3
+
+    def work(at: int) -> None:
+        counts[at] = charge_all(meters[at], "acme", 1)
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for meter in meters:
+        meter.close()
+    with QuotaMeter(ledger, wait_s=20) as last:  # what one of them gave up as unused is there for the next
+        rest = charge_all(last, "acme", 1)
+    assert sum(counts) + rest == 500
+    assert ledger.summary("acme").charged == 500
+
+
+def test_reservation_settles_the_real_amount(ledger: Ledger) -> None:
+    ledger.grant("acme", 100)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        one, two, three = (meter.reserve("acme", 30, id=f"r{n}") for n in range(3))
+        assert one is not None
+        assert two is not None
+        assert three is not None
+        assert meter.reserve("acme", 30) is None
+        one.commit(5)
+        two.void()
+        three.commit(50)
+        three.commit(1)  # ended before: no effect
+        four = meter.reserve("acme", 40)
+        assert four is not None
+        four.commit(45)
+    assert ledger.summary("acme").charged == 5 + 50 + 45
+    assert ledger.balance("acme") == 0
+
+
+def test_repeated_id_is_charged_once_in_any_process(ledger: Ledger) -> None:
+    ledger.grant("acme", 100)
+    with QuotaMeter(ledger, wait_s=20) as one, QuotaMeter(ledger, wait_s=20) as other:
+        assert one.charge("acme", 7, id="request 1", reference="GET /export")
+        assert one.charge("acme", 7, id="request 1")
+        assert other.charge("acme", 7, id="request 1", reference="GET /export")
+        assert other.charge("acme", 7, id="request 2")
+    with QuotaMeter(ledger, wait_s=20) as later:
+        assert later.charge("acme", 7, id="request 2")
+    assert ledger.summary("acme").charged == 14
+    leases = [entry.id for entry in ledger.entries("acme") if entry.kind == "reserve"]
+    records = [record for lease in leases for record in ledger.usage(lease)]
+    assert {(record.id, record.amount, record.reference) for record in records} == {
+        ("request 1", 7, "GET /export"),
+        ("request 2", 7, ""),
+    }
+
+
+def test_voided_request_can_be_tried_again(ledger: Ledger) -> None:
+    ledger.grant("acme", 100)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        first = meter.reserve("acme", 7, id="request")
+        assert first is not None
+        first.void()
+        assert meter.charge("acme", 7, id="request")
+    assert ledger.summary("acme").charged == 7
+
+
+def test_many_charges_are_few_writes(ledger: Ledger) -> None:
+    ledger.grant("acme", 10**9)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        for number in range(10_000):  # enough for leases to grow to the rate, also on a slow machine
+            assert meter.charge("acme", 1, id=f"{number}")
+        meter.flush()
+        stats = meter.stats()
+    assert stats.charges == 10_000
+    entries = ledger.entries("acme")
+    assert len(entries) <= 10_000 / 100
+    assert sum(entry.usage_count for entry in entries) == 10_000
+
+
+def test_refused_request_without_waiting_has_a_lease_later(ledger: Ledger) -> None:
+    ledger.grant("acme", 10)
+    with QuotaMeter(ledger) as meter:
+        assert meter.reserve("acme", 1, wait=False) is None
+        assert meter.charge("acme", 1)
+        held = meter.reserve("acme", 1, wait=False)
+        assert held is not None
+        held.void()
+
+
+def test_larger_refusal_does_not_refuse_smaller_requests(ledger: Ledger) -> None:
+    ledger.grant("acme", 10)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        assert not meter.charge("acme", 11)
+        assert meter.charge("acme", 10)
+
+
+def test_charge_is_not_to_a_grant_that_has_expired(ledger: Ledger, clock: FakeClock) -> None:
+    ledger.grant("acme", 10, expires_at=clock.now_us() + 1_000_000)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        assert meter.charge("acme", 1)
+        clock.advance(1)
+        assert not meter.charge("acme", 1)
+        ledger.grant("acme", 5)
+    assert ledger.summary("acme").charged == 1
+    assert ledger.balance("acme") == 5
+
+
+@pytest.mark.parametrize("amount", [-1, 1.0, True, "1", 2**53])
+def test_impossible_amounts_are_input_errors(ledger: Ledger, amount: Any) -> None:
+    with QuotaMeter(ledger) as meter, pytest.raises(InvalidCost, match="amount must be a whole number"):
+        meter.charge("acme", amount)
+
+
+# ------------------------------------------------------------------ outages, crashes
+
+
+@pytest.fixture
+def outage(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set, the database is unavailable to exchanges."""
+    is_down, exchange = threading.Event(), ledger.exchange
+
+    def fail(**given: Any) -> Any:
+        if is_down.is_set():
+            raise LedgerUnavailable("ledger: connection refused")
+        return exchange(**given)
+
+    monkeypatch.setattr(ledger, "exchange", fail)
+    return is_down
+
+
+def test_leases_are_spent_while_the_ledger_is_unavailable(ledger: Ledger, outage: threading.Event) -> None:
+    ledger.grant("acme", 400)
+    with QuotaMeter(ledger, wait_s=20) as meter:
+        assert meter.charge("acme", 1)
+        assert meter.flush()
+        outage.set()
+        left = meter.stats().leased
+        assert [meter.charge("acme", 1) for _ in range(left)] == [True] * left
+        assert not meter.charge("acme", 1)
+        assert not meter.flush()
+        assert meter.stats().unwritten == left
+        outage.clear()
+        assert meter.flush()
+        assert meter.stats().unwritten == 0
+    assert ledger.summary("acme").charged == left + 1
+
+
+def test_lost_answer_of_the_ledger_changes_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, lost = ledger.exchange, []
+
+    def lose_answer(**given: Any) -> Any:
+        answer = exchange(**given)
+        if given.get("usage") and len(lost) < 3:
+            lost.append(given)
+            raise LedgerUnavailable("ledger: connection lost")
+        return answer
+
+    monkeypatch.setattr(ledger, "exchange", lose_answer)
+    ledger.grant("acme", 60)
+    with QuotaMeter(ledger, wait_s=20, write_interval_s=0.001) as meter:
+        served = 0
+        while served < 60:  # a few are refused while the ledger seems to be unavailable
+            served += meter.charge("acme", 1)
+    assert lost
+    summary = ledger.summary("acme")
+    assert (summary.charged, summary.available) == (60, 0)
+    assert all(not entry.uncovered for entry in ledger.entries("acme"))
+
+
+def test_damaged_account_does_not_affect_others(tmp_path: Path) -> None:
+    ledger = Ledger(f"sqlite:///{tmp_path}/quota.db")
+    for account in ("acme", "globex"):
+        ledger.grant(account, 10)
+    with closing(sqlite3.connect(tmp_path / "quota.db")) as connection, connection:
+        connection.execute("UPDATE headgate_ledger SET amount = 1000, granted = 1000 WHERE account = 'acme'")
+    fresh = Ledger(f"sqlite:///{tmp_path}/quota.db")
+    with QuotaMeter(fresh, wait_s=20) as meter:
+        assert not meter.charge("acme", 1)
+        assert charge_all(meter, "globex", 1) == 10
+        assert not meter.charge("acme", 1)
+    assert fresh.summary("globex").charged == 10
+    ledger.close()
+    fresh.close()
+
+
+def test_outage_units_are_settled_later(ledger: Ledger, outage: threading.Event, tmp_path: Path) -> None:
+    ledger.grant("acme", 8)
+    with QuotaMeter(ledger, wait_s=20, outage_units=10, journal=tmp_path) as meter:
+        assert meter.charge("acme", 2)
+        outage.set()
+        meter.charge("globex", 1)
+        assert charge_all(meter, "globex", 3) == 3, "10 units without a lease"
+        assert meter.stats().outage == 10
+        outage.clear()
+        assert meter.flush()
+        assert meter.stats().outage == 0
+    summary = ledger.summary("globex")
+    assert (summary.charged, summary.available) == (0, 0)
+    (entry,) = ledger.entries("globex")
+    assert (entry.amount, entry.uncovered, entry.usage_count) == (10, 10, 4)
+    assert entry.reason == "ledger was unavailable"
+
+
+def test_journal_of_a_dead_process_is_settled(ledger: Ledger, tmp_path: Path, config_url: str) -> None:
+    ledger.grant("acme", 1000)
+
+    def die() -> None:
+        meter = QuotaMeter(Ledger(config_url), wait_s=20, journal=tmp_path, write_interval_s=60)
+        for number in range(20):
+            assert meter.charge("acme", 3, id=f"request {number}")
+        os._exit(0)
+
+    assert run_in_child(die) == 0
+    assert ledger.summary("acme").held > 0
+    with QuotaMeter(ledger, wait_s=20, journal=tmp_path) as meter:
+        assert meter.recover() == 1
+        assert meter.recover() == 0
+    assert ledger.summary("acme").charged == 60
+    assert ledger.balance("acme") == 940
+    assert [*tmp_path.glob("*.usage")] == []
+
+
+def test_journal_is_settled_also_if_its_last_line_was_interrupted(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.grant("acme", 1000)
+    lease = ledger.lease("acme", 100, id="lease-1")
+    assert lease is not None
+    lines = '["lease-1"]\n["r1","acme","lease-1",5,1,"",false]\n["r2","acme","lea'
+    (tmp_path / "dead.usage").write_text(lines)
+    with QuotaMeter(ledger, journal=tmp_path) as meter:
+        assert meter.recover() == 1
+    assert ledger.summary("acme").charged == 5
+
+
+def test_forked_child_has_leases_of_its_own(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.grant("acme", 1000)
+    with QuotaMeter(ledger, wait_s=20, journal=tmp_path) as meter:
+        assert meter.charge("acme", 1)
+
+        def work() -> None:
+            assert meter.stats().leased == 0
+            assert meter.charge("acme", 2)
+            meter.close()
+
+        assert run_in_child(work) == 0
+        assert meter.charge("acme", 4)
+    assert ledger.summary("acme").charged == 7
+
+
+def test_large_journal_is_replaced_once_it_is_written(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headgate.quotas.journal.MAX_SIZE", 100)
+    ledger.grant("acme", 1000)
+    with QuotaMeter(ledger, wait_s=20, journal=tmp_path, write_interval_s=60) as meter:
+        for _ in range(10):
+            assert meter.charge("acme", 1)
+        (file,) = tmp_path.glob("*.usage")
+        meter.flush()
+        (other,) = tmp_path.glob("*.usage")
+        assert other != file
+        assert other.read_text().count("\n") == meter.stats().leases
+    assert ledger.summary("acme").charged == 10
+
+
+def test_journal_that_cannot_be_written_is_named(ledger: Ledger, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidConfiguration, match="file: cannot be written"):
+        QuotaMeter(ledger, journal=tmp_path / "file")
+
+
+# ------------------------------------------------------------------ leases in the ledger
+
+
+def usage(lease: str, id: str, amount: int) -> UsageRecord:
+    return UsageRecord(id, "acme", lease, amount, 1)
+
+
+def test_lease_is_a_share_of_the_balance(ledger: Ledger) -> None:
+    ledger.grant("acme", 100)
+    for id, least, amount in (("a", 1, 25), ("b", 1, 18), ("c", 50, 50), ("d", 1, 1), ("e", 7, None)):
+        lease = ledger.lease("acme", 1000, id=id, least=least, share=4)
+        assert (None if lease is None else lease.amount) == amount
+        if lease is not None:
+            assert ledger.lease("acme", 1000, id=id, least=least, share=4) == lease
+
+
+def test_closed_lease_charges_its_usage_and_returns_the_rest(ledger: Ledger) -> None:
+    ledger.grant("acme", 100)
+    ledger.lease("acme", 50, id="l")
+    assert ledger.record_usage([usage("l", "r1", 5), usage("l", "r2", 7), usage("l", "r1", 5)]) == {"r1"}
+    assert ledger.record_usage([usage("l", "r2", 7)]) == set(), "the record itself"
+    assert ledger.record_usage([usage("l", "r2", 7)._replace(at_us=2)]) == {"r2"}, "a retry of the request"
+    entry = ledger.close_lease("l")
+    assert entry is not None
+    assert (entry.id, entry.amount, entry.usage_count, entry.balance) == (derived_id("commit", "l"), 12, 2, 88)
+    assert ledger.close_lease("l") == entry
+    assert ledger.record_usage([usage("l", "r1", 5)]) == set(), "a repetition"
+    with pytest.raises(InvalidInput, match="lease 'l' was closed before 'r3' was recorded"):
+        ledger.record_usage([usage("l", "r3", 5)])
+    with pytest.raises(InvalidInput, match="there is no lease 'x'"):
+        ledger.record_usage([usage("x", "r4", 5)])
+    with pytest.raises(InvalidInput, match="is a lease; end it with close_lease"):
+        ledger.commit("l", 5)
+    assert ledger.close_lease("x") is None
+
+
+def test_expired_lease_is_charged_as_a_whole_until_its_usage_is_known(ledger: Ledger, clock: FakeClock) -> None:
+    ledger.grant("acme", 100)
+    ledger.lease("acme", 50, id="l", ttl=timedelta(seconds=10))
+    ledger.record_usage([usage("l", "r1", 5)])
+    clock.advance(10)
+    assert ledger.balance("acme") == 50
+    ledger.expire()
+    assert ledger.summary("acme").charged == 50
+    ledger.record_usage([usage("l", "r2", 10)])  # a journal that was found later
+    entry = ledger.close_lease("l")
+    assert entry is not None
+    assert (entry.kind, entry.amount, entry.balance, entry.usage_count) == ("adjust", 35, 85, 2)
+    assert ledger.close_lease("l") == entry
+
+
+def test_what_an_expired_lease_returns_expires_with_its_grant(ledger: Ledger, clock: FakeClock) -> None:
+    ledger.grant("acme", 100, expires_at=clock.now_us() + 5_000_000)
+    ledger.lease("acme", 50, id="l", ttl=timedelta(seconds=10))
+    clock.advance(10)
+    ledger.expire()
+    ledger.close_lease("l")
+    assert ledger.balance("acme") == 0
+
+
+def test_usage_beyond_the_lease_is_charged_as_far_as_possible(ledger: Ledger) -> None:
+    ledger.grant("acme", 100)
+    ledger.lease("acme", 50, id="l")
+    ledger.record_usage([usage("l", "r1", 130)])
+    entry = ledger.close_lease("l")
+    assert entry is not None
+    assert (entry.charged, entry.uncovered, entry.balance) == (100, 30, 0)
+
+
+def test_change_of_any_usage_record_is_detected(tmp_path: Path) -> None:
+    ledger = Ledger(f"sqlite:///{tmp_path}/quota.db")
+    ledger.grant("acme", 100)
+    for lease in ("one", "two"):
+        ledger.lease("acme", 10, id=lease)
+    for number in range(3):
+        ledger.record_usage([usage("one", f"a{number}", 1), usage("two", f"b{number}", 2)])
+    ledger.close_lease("one")
+    ledger.close_lease("two")
+    assert ledger.verify() == []
+    with closing(sqlite3.connect(tmp_path / "quota.db", isolation_level=None)) as connection:
+        rows = connection.execute("SELECT * FROM headgate_ledger_usage ORDER BY number").fetchall()
+        names = [row[1] for row in connection.execute("PRAGMA table_info(headgate_ledger_usage)")]
+        connection.execute("DROP INDEX headgate_ledger_usage_id")
+        statements = [
+            f"UPDATE headgate_ledger_usage SET {name} = {name} || '1' WHERE number = {row[0]}"
+            for row in rows
+            for name in names
+        ]
+        statements += [f"DELETE FROM headgate_ledger_usage WHERE number = {row[0]}" for row in rows]
+        statements += [
+            f"INSERT INTO headgate_ledger_usage SELECT 7, 'new', account, lease, amount, at_us, '' FROM "
+            f"headgate_ledger_usage WHERE number = {row[0]}"
+            for row in rows
+        ]
+        for statement in statements:
+            connection.execute(statement)
+            assert ledger.verify(), statement
+            connection.execute("DELETE FROM headgate_ledger_usage")
+            connection.executemany(f"INSERT INTO headgate_ledger_usage VALUES ({', '.join('?' * len(names))})", rows)
+    assert ledger.verify() == []
+    ledger.close()
