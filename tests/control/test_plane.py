@@ -24,6 +24,7 @@ from headgate.telemetry.decision_log.log import DecisionLog
 from headgate.telemetry.decision_log.sinks import open_reader
 from headgate.telemetry.fleet.aggregator import FleetAggregator
 from headgate.telemetry.fleet.status_store import open_status_store
+from headgate.testing import FakeRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,14 +34,6 @@ if TYPE_CHECKING:
 SECRET = "a secret of at least sixteen bytes"
 TWO_AN_HOUR = "limits: [{name: requests, by: ip, bucket: 2/hour}]"
 ONE_AN_HOUR = "limits: [{name: requests, by: ip, bucket: 1/hour}]"
-
-
-class FakeArrival:
-    method, path, mounted_path, peer = "GET", "/", None, "192.0.2.7"
-    native: Any = None
-
-    def header(self, name: str) -> list[str]:
-        return []
 
 
 @pytest.fixture
@@ -65,7 +58,7 @@ def config(url: str) -> Iterator[ConfigStore]:
 
 
 def answers(gate: Gate, count: int) -> list[bool]:
-    return [gate.admit(FakeArrival()).allowed for _ in range(count)]
+    return [gate.admit(FakeRequest()).allowed for _ in range(count)]
 
 
 def denied_in_log(url: str) -> int:
@@ -98,7 +91,7 @@ def test_one_option_connects_policy_log_status_and_metrics(
     assert denied_in_log(url) == 1, "closing the gate flushes the log"
 
 
-def test_the_status_goes_to_the_store_that_the_gate_counts_in(
+def test_status_goes_to_the_store_that_the_gate_counts_in(
     url: str, config: ConfigStore, redis7: RedisServer, unique: str
 ) -> None:
     with closing(Gate(None, redis7.url, control=url, secret=SECRET, namespace=unique)) as gate:
@@ -107,7 +100,7 @@ def test_the_status_goes_to_the_store_that_the_gate_counts_in(
             assert len(FleetAggregator(board).gather().nodes) == 1
 
 
-def test_a_policy_file_becomes_the_first_version(url: str, tmp_path: Path) -> None:
+def test_policy_file_becomes_the_first_version(url: str, tmp_path: Path) -> None:
     file = tmp_path / "limits.yaml"
     file.write_text(TWO_AN_HOUR)
     with closing(Gate(file, control=url, secret=SECRET)) as gate:
@@ -117,7 +110,7 @@ def test_a_policy_file_becomes_the_first_version(url: str, tmp_path: Path) -> No
         assert (version.reason, version.what) == ("initial policy", "added policy document limits.yaml")
 
 
-def test_a_saved_policy_wins_over_the_file_and_the_log_says_so(
+def test_saved_policy_wins_over_the_file_and_the_log_says_so(
     url: str, config: ConfigStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "limits.yaml"
@@ -131,7 +124,7 @@ def test_a_saved_policy_wins_over_the_file_and_the_log_says_so(
     assert caplog.text == ""
 
 
-def test_an_invalid_file_is_not_saved(url: str, tmp_path: Path) -> None:
+def test_invalid_file_is_not_saved(url: str, tmp_path: Path) -> None:
     file = tmp_path / "limits.yaml"
     file.write_text("limits: [{by: ip, bukcet: 2/hour}]")
     with pytest.raises(InvalidPolicy, match="did you mean 'bucket'"):
@@ -145,13 +138,13 @@ def test_without_any_policy_it_says_how_to_save_one(url: str) -> None:
         Gate(control=url, secret=SECRET)
 
 
-def test_a_policy_of_the_app_itself_stays(url: str) -> None:
+def test_policy_of_the_app_itself_stays(url: str) -> None:
     with closing(Gate(read(ONE_AN_HOUR), control=url, secret=SECRET)) as gate:
         assert answers(gate, 2) == [True, False]
     assert denied_in_log(url) == 1
 
 
-def test_a_log_that_the_app_has_opened_is_used_and_left_open(url: str, config: ConfigStore, tmp_path: Path) -> None:
+def test_log_that_the_app_has_opened_is_used_and_left_open(url: str, config: ConfigStore, tmp_path: Path) -> None:
     with DecisionLog(f"sqlite:///{tmp_path}/own.db", secret=SECRET) as log:
         with closing(Gate(control=url, secret=SECRET, on_decision=log)) as gate:
             assert gate.control.log is log
@@ -161,7 +154,7 @@ def test_a_log_that_the_app_has_opened_is_used_and_left_open(url: str, config: C
     assert not (tmp_path / "headgate-decisions.db").exists()
 
 
-def test_a_log_elsewhere_and_no_log(url: str, config: ConfigStore, tmp_path: Path) -> None:
+def test_log_elsewhere_and_no_log(url: str, config: ConfigStore, tmp_path: Path) -> None:
     log = f"sqlite:///{tmp_path}/elsewhere.db"
     Gate(control=ControlPlane(url, log=log), secret=SECRET).close()
     with closing(Gate(control=ControlPlane(url, log=None), secret=SECRET)) as gate:
@@ -237,7 +230,7 @@ def test_every_adapter_for_threads_takes_it(adapter: str, url: str, config: Conf
 def test_every_adapter_for_asyncio_takes_it(adapter: str, url: str, config: ConfigStore) -> None:
     async def run() -> None:
         gate = ASYNC[adapter]({"control": url, "secret": SECRET})
-        allowed = [(await gate.admit(FakeArrival())).allowed for _ in range(3)]
+        allowed = [(await gate.admit(FakeRequest())).allowed for _ in range(3)]
         # The limits of FastAPI's dependencies are in the app's code, and no policy is beside them.
         assert allowed == ([True, True, True] if adapter == "fastapi" else [True, True, False])
         await gate.close()

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate._node import node_name
+from headgate.control.canaries.evaluator import CanaryNodeGuard
 from headgate.control.config import ConfigStore, ConfigUnavailable, Conflict, default_decision_log_url
 from headgate.control.config.watcher import ConfigSource
 from headgate.errors import InvalidConfiguration, StoreError
@@ -39,17 +41,25 @@ class Connected:
     """The parts of the control plane that are attached to one gate, as `gate.control`."""
 
     def __init__(
-        self, log: DecisionLog | None, status: StatusReporter, status_store: StatusStore, *, owns_log: bool
+        self,
+        log: DecisionLog | None,
+        status: StatusReporter,
+        status_store: StatusStore,
+        guard: CanaryNodeGuard,
+        *,
+        owns_log: bool,
     ) -> None:
         self.log = log
         """None without a decision log."""
         self.status = status
         """Reports the node's status every second."""
         self._status_store = status_store
+        self._guard = guard
         self._owns_log = owns_log
 
     def close(self) -> None:
         """Stop reporting, and flush the decision log. A log that the app opened stays open."""
+        self._guard.close()
         self.status.close()
         with suppress(StoreError):  # an unavailable store has no connections to close
             self._status_store.close()
@@ -65,7 +75,8 @@ class ControlPlane:
     - The policy comes from the config store, and changes take effect within a second.
     - `log` is a decision log, a sink or the URL of one. By default, a SQLite config store `headgate.db` has its log
       in `headgate-decisions.db`, where `headgate admin` looks for it. None disables the log.
-    - Node status goes to the store that the gate counts in, under the name `node` (default: the host name).
+    - Node status goes to the store that the gate counts in, under the name `node`, by which canaries of the policy
+      select nodes. The default is the environment variable HEADGATE_NODE, else the host name.
     - Metrics go to prometheus-client's default registry, if that package is installed and `metrics` is true.
 
     `cache` is a file with a copy of the configuration, for starting while the config store is unavailable. `show`
@@ -84,7 +95,7 @@ class ControlPlane:
         metrics: bool = True,
     ) -> None:
         self._url = url
-        self._source = ConfigSource(url, cache=cache)
+        self._source = ConfigSource(url, cache=cache, node=node)
         self._log = log
         self._node = node
         self._region = region
@@ -113,14 +124,22 @@ class ControlPlane:
         if is_ours and log is not None:
             gate.add_observer(log)
         status_store = open_status_store(store, namespace=namespace)
+        guard = CanaryNodeGuard(self._url, gate, status_store)
         status = StatusReporter(
-            gate, status_store, secret=secret, node=self._node, region=self._region, show=self._show, log=log
+            gate,
+            status_store,
+            secret=secret,
+            node=self._node,
+            region=self._region,
+            show=self._show,
+            log=log,
+            on_report=guard.check,
         )
         if self._metrics and find_spec("prometheus_client") is not None:
             from headgate.telemetry import prometheus
 
             prometheus.register(gate)
-        return Connected(log, status, status_store, owns_log=is_ours)
+        return Connected(log, status, status_store, guard, owns_log=is_ours)
 
     def _open_log(self, gate: GateBase, secret: str | bytes | None) -> tuple[DecisionLog | None, bool]:
         """The log, and True if it was opened here. A log that the app gave to its gate is used."""
@@ -144,7 +163,7 @@ class ControlPlane:
                 "control= needs the secret with which client identities are hashed, so that `headgate admin` can find "
                 "them: pass secret=, or set HEADGATE_SECRET, to the same 16 or more random bytes in both"
             )
-        node = socket.gethostname() if self._node is None else self._node
+        node = node_name(self._node)
         return DecisionLog(sink, secret=secret, node=node, region=self._region, show=self._show), True
 
     def _ensure_policy(self, initial: str | PathLike[str] | None, secret: str | bytes | None) -> None:

@@ -26,18 +26,20 @@ from starlette.responses import Response
 from headgate import Limiter
 from headgate.cli import main
 from headgate.control.admin import AdminServer, Tokens, create_app
-from headgate.control.admin.api.dependencies import Parts, WriteAnswer
+from headgate.control.admin.api.dependencies import Parts
+from headgate.control.admin.api.schemas import WriteAnswer
 from headgate.control.admin.idempotency import IdempotencyStore
 from headgate.control.admin.middleware import MAX_BODY_BYTES, MAX_POLICY_BYTES, BodyLimit
 from headgate.control.admin.problems import TITLES, of_error
 from headgate.control.admin.sessions import FormRefused, Sessions
 from headgate.control.admin.tables import SESSIONS
-from headgate.control.config import ConfigStore, ConfigUnavailable
+from headgate.control.config import CanarySpec, ConfigStore, ConfigUnavailable
 from headgate.control.config.engine import read_transaction
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import ROLES, Change
 from headgate.control.service.service import AdminService
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput
+from headgate.quotas import Ledger
 from headgate.testing import FakeClock
 from support.asgi_client import scope, talk
 
@@ -72,12 +74,14 @@ class Admin:
             self.store.put_policy(POLICY, author="ada", reason="first policy")
             self.texts = {role: self.tokens.make(role, role, by="the test").text for role in ROLES}
         self.counters = Limiter(clock=self.clock)
+        self.ledger = Ledger(f"sqlite:///{directory}/ledger.db", clock=self.clock)
         self.service = AdminService(
             self.store,
             counters=self.counters,
             log=f"sqlite:///{directory}/decisions.db",
             secret=SECRET,
             clock=self.clock,
+            ledger=self.ledger,
         )
         self.app = shared_app()
         self.app.state.parts = Parts(self.service, self.tokens, IdempotencyStore(self.tokens))
@@ -111,6 +115,7 @@ class Admin:
         self._runner.close()
         self.counters.close()
         self.tokens.close()
+        self.ledger.close()
         self.store.close()
 
 
@@ -167,6 +172,7 @@ def begun_furnished(tmp_path_factory: pytest.TempPathFactory, begun: Path) -> Pa
 def furnished(tmp_path: Path, begun_furnished: Path) -> Iterator[Admin]:
     shutil.copy(begun_furnished, tmp_path / "config.db")
     with Admin(f"sqlite:///{tmp_path}/config.db", tmp_path) as admin:
+        admin.ledger.grant("acme", 100)
         yield admin
 
 
@@ -216,6 +222,12 @@ TABLE = [
     Row("viewer", "GET", "routes"),
     Row("viewer", "GET", "policy"),
     Row("viewer", "POST", "policy/check", {"text": POLICY}),
+    Row("viewer", "GET", "policy/canary"),
+    Row("viewer", "GET", "regions"),
+    Row("viewer", "GET", "scripts"),
+    Row("viewer", "GET", "ledger/accounts"),
+    Row("viewer", "GET", "ledger/account?account=acme"),
+    Row("viewer", "GET", f"ledger/statement?account=acme&{TIME}"),
     Row("viewer", "GET", "versions"),
     Row("viewer", "GET", "versions/1/diff"),
     Row("viewer", "GET", "audit"),
@@ -234,6 +246,11 @@ TABLE = [
     Row("operator", "PUT", "routes", {"path": "/api/search", "cost": 3, "class": "search"} | WHY),
     Row("operator", "DELETE", "routes?path=/api/find&reason=over"),
     Row("operator", "PUT", "policy", {"text": POLICY + "name: shop\n", "file": "policy.yaml"} | WHY, based_on=True),
+    Row("operator", "POST", "policy/canary", {"text": POLICY + "name: shop\n", "percent": 10} | WHY, based_on=True),
+    Row("operator", "POST", "policy/canary/promote", {"confirm": ["canary"]} | WHY),
+    Row("operator", "POST", "policy/canary/rollback", {} | WHY),
+    Row("operator", "POST", "ledger/grants", {"account": "acme", "amount": 100} | WHY),
+    Row("operator", "POST", "ledger/adjustments", {"account": "acme", "amount": -5} | WHY),
     Row("operator", "POST", "versions/1/restore", {"sections": ["tiers"]} | WHY),
     Row("admin", "GET", "tokens"),
     Row("admin", "POST", "tokens", {"name": "eve", "role": "viewer", "days": 3}),
@@ -250,6 +267,8 @@ def sent(admin: Admin, row: Row, role: str | None) -> httpx.Response:
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.method} {row.path.partition('?')[0]}")
 def test_each_role_may_do_what_those_before_it_may_and_no_more(row: Row, furnished: Admin) -> None:
     admin = furnished
+    if row.path in ("policy/canary/promote", "policy/canary/rollback"):
+        admin.store.start_canary(POLICY + "name: shop\n", CanarySpec(percent=10), author="ada", reason="a test")
     before = admin.store.version
     nobody = sent(admin, row, None)
     assert (nobody.status_code, nobody.json()["type"]) == (401, "token-needed")
@@ -263,7 +282,7 @@ def test_each_role_may_do_what_those_before_it_may_and_no_more(row: Row, furnish
     assert allowed.status_code == 200, allowed.text
 
 
-def test_the_table_knows_every_endpoint(admin: Admin) -> None:
+def test_table_knows_every_endpoint(admin: Admin) -> None:
     described = {
         (method.upper(), path)
         for path, methods in admin.app.openapi()["paths"].items()
@@ -294,7 +313,7 @@ def test_what_is_done_is_signed_and_audited(admin: Admin) -> None:
 # ------------------------------------------------------------------ tokens
 
 
-def test_a_token_is_shown_once_and_kept_as_a_hash(anywhere: Admin) -> None:
+def test_token_is_shown_once_and_kept_as_a_hash(anywhere: Admin) -> None:
     made = anywhere.ask("POST", "tokens", json={"name": "eve", "role": "operator", "days": 3}).json()
     assert re.fullmatch(r"hg_[0-9a-z]{10}_[0-9A-Za-z]{43}", made["token"])
     assert made["expires_us"] == START_US + 3 * 86_400_000_000
@@ -306,7 +325,7 @@ def test_a_token_is_shown_once_and_kept_as_a_hash(anywhere: Admin) -> None:
         assert made["token"].split("_")[2].encode() not in every_byte(anywhere)
 
 
-def test_a_token_ends_when_it_says_so(anywhere: Admin) -> None:
+def test_token_ends_when_it_says_so(anywhere: Admin) -> None:
     text = anywhere.tokens.make("eve", "viewer", by="ada", days=1).text
     anywhere.clock.advance(DAY - 1)
     assert anywhere.ask("GET", "policy", role=text).status_code == 200
@@ -316,7 +335,7 @@ def test_a_token_ends_when_it_says_so(anywhere: Admin) -> None:
     assert states["eve"] == "expired"
 
 
-def test_a_revoked_token_ends_at_once_and_stays_for_the_audit(anywhere: Admin) -> None:
+def test_revoked_token_ends_at_once_and_stays_for_the_audit(anywhere: Admin) -> None:
     token, text = anywhere.tokens.make("eve", "viewer", by="ada")
     assert anywhere.ask("GET", "policy", role=text).status_code == 200
     assert anywhere.ask("DELETE", f"tokens/{token.id}").json()["what"] == "revoked token eve"
@@ -326,7 +345,7 @@ def test_a_revoked_token_ends_at_once_and_stays_for_the_audit(anywhere: Admin) -
     assert anywhere.ask("DELETE", "tokens/0000000000").status_code == 404
 
 
-def test_a_use_is_noted_once_a_minute(admin: Admin) -> None:
+def test_use_is_noted_once_a_minute(admin: Admin) -> None:
     def used_us() -> int | None:
         return next(token.used_us for token in admin.tokens.list() if token.name == "viewer")
 
@@ -360,7 +379,7 @@ def test_what_is_almost_a_token_is_none(change: Callable[[str], str], admin: Adm
     assert admin.tokens.check(change(admin.texts["admin"])) is None
 
 
-def test_the_first_token_is_made_once_however_many_servers_start(config_url: str) -> None:
+def test_first_token_is_made_once_however_many_servers_start(config_url: str) -> None:
     made: list[Any] = []
     servers = [Tokens(config_url, clock=FakeClock(START_US)) for _ in range(4)]
     threads = [threading.Thread(target=lambda each=each: made.append(each.first())) for each in servers]
@@ -403,7 +422,7 @@ def signed_in(admin: Admin, role: str = "support", *, secure: bool = False) -> t
     return sessions, response.headers["set-cookie"].partition(";")[0], response
 
 
-def test_a_session_is_of_who_signed_in_until_its_end(anywhere: Admin) -> None:
+def test_session_belongs_to_its_user_until_it_ends(anywhere: Admin) -> None:
     sessions, cookie, response = signed_in(anywhere)
     session = sessions.find(visit(cookie))
     assert session is not None
@@ -424,7 +443,7 @@ def test_behind_tls_the_cookie_is_of_this_host_and_never_in_clear(admin: Admin) 
     assert "; Secure" in response.headers["set-cookie"]
 
 
-def test_a_session_ends_with_its_token_or_when_somebody_signs_out(admin: Admin) -> None:
+def test_session_ends_with_its_token_or_at_logout(admin: Admin) -> None:
     sessions, cookie, _ = signed_in(admin)
     left = Response()
     sessions.end(visit(cookie), left)
@@ -438,7 +457,7 @@ def test_a_session_ends_with_its_token_or_when_somebody_signs_out(admin: Admin) 
         assert connection.execute(select(SESSIONS)).all() == []
 
 
-def test_a_form_needs_its_token_and_comes_from_here(admin: Admin) -> None:
+def test_form_needs_its_token_and_comes_from_here(admin: Admin) -> None:
     sessions, cookie, _ = signed_in(admin)
     session = sessions.find(visit(cookie))
     assert session is not None
@@ -464,7 +483,7 @@ def test_a_form_needs_its_token_and_comes_from_here(admin: Admin) -> None:
         sessions.check_form(visit(None, **here), good)
 
 
-def test_a_link_signs_in_once_and_soon(anywhere: Admin) -> None:
+def test_link_signs_in_once_and_soon(anywhere: Admin) -> None:
     token = anywhere.tokens.check(anywhere.texts["admin"])
     assert token is not None
     code = anywhere.tokens.create_code(token)
@@ -497,7 +516,7 @@ def test_reads_of_the_configuration_say_their_version(furnished: Admin) -> None:
         assert admin.ask("GET", path).headers["etag"] == f'"{admin.store.version}"', path
 
 
-def test_a_change_on_what_has_changed_since_is_refused(anywhere: Admin) -> None:
+def test_change_on_what_has_changed_since_is_refused(anywhere: Admin) -> None:
     made = anywhere.ask("POST", "overrides", json=override())
     seen, id = made.headers["etag"], made.json()["ids"][0]
     path = f"overrides/{id}"
@@ -511,7 +530,7 @@ def test_a_change_on_what_has_changed_since_is_refused(anywhere: Admin) -> None:
     assert elsewhere.status_code == 200, "what is changed is as it was then, whatever else has changed"
 
 
-def test_a_policy_is_written_only_over_one_that_was_seen(admin: Admin) -> None:
+def test_policy_is_written_only_over_one_that_was_seen(admin: Admin) -> None:
     body = {"text": POLICY + "name: shop\n", "file": "policy.yaml"} | WHY
     unseen = admin.ask("PUT", "policy", json=body)
     assert (unseen.status_code, unseen.json()["type"]) == (428, "if-match-needed")
@@ -523,7 +542,7 @@ def test_a_policy_is_written_only_over_one_that_was_seen(admin: Admin) -> None:
 
 
 @pytest.mark.parametrize("given", ["abc", '"x"', 'W/"1"', '"99999999999999999"', '"1", "2"'])
-def test_what_is_no_version_is_told(given: str, admin: Admin) -> None:
+def test_invalid_version_is_reported(given: str, admin: Admin) -> None:
     refused = admin.ask("POST", "overrides", json=override(), headers={"If-Match": given})
     assert (refused.status_code, refused.json()["type"]) == (422, "invalid")
 
@@ -531,7 +550,7 @@ def test_what_is_no_version_is_told(given: str, admin: Admin) -> None:
 # ------------------------------------------------------------------ writes that are sent again
 
 
-def test_the_same_write_with_the_same_key_is_done_once(anywhere: Admin) -> None:
+def test_same_write_with_the_same_key_is_done_once(anywhere: Admin) -> None:
     headers = {"Idempotency-Key": "a-1"}
     first = anywhere.ask("POST", "overrides", json=override(), headers=headers)
     again = anywhere.ask("POST", "overrides", json=override(), headers=headers)
@@ -542,7 +561,7 @@ def test_the_same_write_with_the_same_key_is_done_once(anywhere: Admin) -> None:
     assert len(anywhere.store.overrides()) == 1
 
 
-def test_a_key_is_of_one_request_and_of_one_token(admin: Admin) -> None:
+def test_key_is_of_one_request_and_of_one_token(admin: Admin) -> None:
     headers = {"Idempotency-Key": "a-1"}
     assert admin.ask("POST", "overrides", json=override(), headers=headers).status_code == 200
     other = admin.ask("POST", "overrides", json=override(reason="another"), headers=headers)
@@ -556,7 +575,7 @@ def test_a_key_is_of_one_request_and_of_one_token(admin: Admin) -> None:
 @pytest.mark.parametrize(
     "row", [row for row in TABLE if row.method == "DELETE" and "reason" in row.path], ids=lambda row: row.path
 )
-def test_a_reason_may_stand_in_a_header_field_where_no_log_keeps_it(row: Row, furnished: Admin) -> None:
+def test_reason_may_stand_in_a_header_field_where_no_log_keeps_it(row: Row, furnished: Admin) -> None:
     path = row.path.replace("&reason=over", "").replace("?reason=over", "")
     bare = furnished.ask("DELETE", path, role=row.role)
     assert (bare.status_code, bare.json()["problems"]) == (
@@ -571,13 +590,13 @@ def test_a_reason_may_stand_in_a_header_field_where_no_log_keeps_it(row: Row, fu
 
 
 @pytest.mark.parametrize("reason", ["%20", "%ff", "a%0Ab", "x" * 501, "his key is sk_live_51H8xkTtQq", "tab\there"])
-def test_a_reason_in_a_header_field_is_as_strict_as_in_a_body(furnished: Admin, reason: str) -> None:
+def test_reason_in_a_header_field_is_as_strict_as_in_a_body(furnished: Admin, reason: str) -> None:
     refused = furnished.ask("DELETE", "overrides/1", role="support", headers={"Headgate-Reason": reason})
     assert (refused.status_code, refused.json()["type"]) == (422, "invalid")
     assert "sk_live" not in refused.text
 
 
-def test_a_key_is_free_again_after_a_day_or_a_refusal(admin: Admin) -> None:
+def test_key_is_free_again_after_a_day_or_a_refusal(admin: Admin) -> None:
     headers = {"Idempotency-Key": "a-1"}
     refused = admin.ask("POST", "overrides", json=override(limit="serch"), headers=headers)
     assert refused.status_code == 422
@@ -598,7 +617,7 @@ def test_of_many_that_come_at_once_one_is_done(anywhere: Admin) -> None:
     assert len(anywhere.store.overrides()) == 1
 
 
-def test_while_a_write_is_at_work_its_key_is_taken_and_later_nobody_knows(admin: Admin) -> None:
+def test_idempotency_key_is_taken_during_its_write(admin: Admin) -> None:
     replays = IdempotencyStore(admin.tokens)
 
     def dies() -> Any:
@@ -615,7 +634,7 @@ def test_while_a_write_is_at_work_its_key_is_taken_and_later_nobody_knows(admin:
     assert of_error(later.value).type == "outcome-unknown"
 
 
-def test_a_token_that_is_asked_for_again_is_not_told_again(admin: Admin) -> None:
+def test_repeated_token_request_does_not_reveal_the_token(admin: Admin) -> None:
     headers = {"Idempotency-Key": "a-1"}
     body = {"name": "eve", "role": "viewer"}
     first = admin.ask("POST", "tokens", json=body, headers=headers).json()
@@ -653,7 +672,7 @@ def test_what_is_probably_a_mistake_is_confirmed_first(row: Row, code: str, admi
 
 
 @pytest.mark.parametrize("body", [override(bucket="0/minute"), override(limit=None, bucket="0 per day")])
-def test_a_limit_of_nothing_is_refused(body: dict[str, Any], admin: Admin) -> None:
+def test_limit_of_nothing_is_refused(body: dict[str, Any], admin: Admin) -> None:
     refused = admin.ask("POST", "overrides", json=body)
     assert (refused.status_code, refused.json()["type"]) == (422, "invalid")
     assert admin.store.version == 1
@@ -681,14 +700,14 @@ def test_a_limit_of_nothing_is_refused(body: dict[str, Any], admin: Admin) -> No
         ([], "body"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(body: Any, told: str, admin: Admin) -> None:
+def test_mistakes_are_reported_with_their_position(body: Any, told: str, admin: Admin) -> None:
     refused = admin.ask("POST", "overrides", json=body)
     assert (refused.status_code, refused.json()["type"]) == (422, "invalid"), refused.text
     assert refused.headers["content-type"] == "application/problem+json"
     assert any(told in problem for problem in refused.json()["problems"]), refused.text
 
 
-def test_a_policy_with_mistakes_is_told_line_by_line(admin: Admin) -> None:
+def test_invalid_policy_is_reported_line_by_line(admin: Admin) -> None:
     text = "limits:\n  - {by: ip, bukcet: 10/minute}\n  - {by: ip, bucket: 10/fortnight}\n"
     problems = admin.ask("POST", "policy/check", json={"text": text}).json()["problems"]
     assert {problem.split(":")[1] for problem in problems} == {"2", "3"}
@@ -722,33 +741,33 @@ def test_a_policy_with_mistakes_is_told_line_by_line(admin: Admin) -> None:
         ("DELETE", "tiers/pro/nothing?reason=x", 404, "not-found"),
     ],
 )
-def test_what_is_not_there_is_told(method: str, path: str, status: int, kind: str, admin: Admin) -> None:
+def test_unknown_resource_is_a_problem_response(method: str, path: str, status: int, kind: str, admin: Admin) -> None:
     refused = admin.ask(method, path)
     assert (refused.status_code, refused.json()["type"]) == (status, kind), refused.text
     assert refused.json()["status"] == status
     assert refused.json()["title"] == TITLES[kind][1]
 
 
-def test_a_wrong_method_is_told_all_that_the_path_knows(admin: Admin) -> None:
+def test_wrong_method_lists_the_allowed_methods(admin: Admin) -> None:
     refused = admin.ask("PATCH", "overrides/1")
     assert refused.headers["Allow"] == "DELETE, GET, PUT"
     assert refused.json()["detail"] == "This path does not support the method. Use DELETE, GET, PUT."
 
 
-def test_control_characters_are_told_in_words(admin: Admin) -> None:
+def test_control_characters_are_named(admin: Admin) -> None:
     told = admin.ask("POST", "blocks", json={"who": {"kind": "tenant", "value": "a\x00b"}, "reason": "a\nb"}).json()
     said = "it contains control characters or a line break"
     assert told["problems"] == [f"body.reason: {said}", f"body.who.value: {said}"]
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b'{"who": NaN}', b"[" * 50_000])
-def test_a_body_that_cannot_be_read_is_told(content: bytes, admin: Admin) -> None:
+def test_unreadable_body_is_reported(content: bytes, admin: Admin) -> None:
     refused = admin.ask("POST", "overrides", content=content, headers={"Content-Type": "application/json"})
     assert refused.status_code in (400, 422)
     assert refused.json()["type"] in ("bad-request", "invalid")
 
 
-def test_a_store_that_is_away_is_told_without_where_it_is(
+def test_unavailable_store_is_reported_without_its_address(
     admin: Admin, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Tokens(f"sqlite:///{tmp_path}/other.db", clock=admin.clock)) as tokens:
@@ -763,7 +782,7 @@ def test_a_store_that_is_away_is_told_without_where_it_is(
     assert str(tmp_path) in caplog.text
 
 
-def test_a_mistake_of_ours_is_told_as_such_and_logged(admin: Admin, caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_error_is_reported_and_logged(admin: Admin, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any, **__: Any) -> Change:
         raise ZeroDivisionError("a secret")
 
@@ -791,7 +810,7 @@ def test_bodies_are_bounded_whatever_they_say_of_their_length(admin: Admin) -> N
     assert admin.ask("POST", "overrides", content=fits, headers={"Content-Type": "application/json"}).status_code == 200
 
 
-def test_a_body_that_says_it_is_too_large_is_not_even_read() -> None:
+def test_body_that_says_it_is_too_large_is_not_even_read() -> None:
     async def app(*_: Any) -> None:
         raise AssertionError("nobody shall see it")
 
@@ -800,13 +819,13 @@ def test_a_body_that_says_it_is_too_large_is_not_even_read() -> None:
     assert start["status"] == 413
 
 
-def test_a_policy_may_be_larger(admin: Admin) -> None:
+def test_policy_may_be_larger(admin: Admin) -> None:
     text = POLICY + "#" * (MAX_POLICY_BYTES - len(POLICY) - 1000)
     assert admin.ask("POST", "policy/check", json={"text": text}).json() == {"problems": []}
     assert admin.ask("POST", "policy/check", json={"text": text + "#" * 1000}).status_code == 413
 
 
-def test_a_body_that_never_ends_is_waited_for_only_so_long() -> None:
+def test_body_that_never_ends_is_waited_for_only_so_long() -> None:
     async def app(*_: Any) -> None:
         raise AssertionError("nobody shall see it")
 
@@ -827,7 +846,7 @@ def test_a_body_that_never_ends_is_waited_for_only_so_long() -> None:
     assert (start["status"], json.loads(body["body"])["type"]) == (408, "too-slow")
 
 
-def test_a_client_that_goes_before_its_body_is_whole_is_not_heard() -> None:
+def test_client_gone_before_its_body_is_complete_is_ignored() -> None:
     async def app(*_: Any) -> None:
         raise AssertionError("nobody shall see it")
 
@@ -865,7 +884,7 @@ def test_only_known_names_lead_here(admin: Admin) -> None:
         assert admin.ask("GET", "/health", headers={"Host": host}).status_code == status, host
 
 
-def test_who_guesses_tokens_is_kept_out_by_address(admin: Admin) -> None:
+def test_token_guessing_is_limited_by_address(admin: Admin) -> None:
     admin.pace = 0
     guesses = [admin.ask("GET", "policy", role="hg_0000000000_" + "a" * 43).status_code for _ in range(32)]
     assert guesses == [401] * 30 + [429] * 2
@@ -879,7 +898,7 @@ def test_who_guesses_tokens_is_kept_out_by_address(admin: Admin) -> None:
     assert admin.ask("GET", "policy", role="hg_0000000000_" + "a" * 43).status_code == 401
 
 
-def test_strangers_who_use_up_the_limit_of_their_address_keep_no_valid_token_out(admin: Admin) -> None:
+def test_failed_logins_of_an_address_do_not_lock_out_valid_tokens(admin: Admin) -> None:
     admin.pace = 0
     asked = [admin.ask("GET", "nothing", role=f"hg_{number:010}_{'a' * 43}").status_code for number in range(302)]
     assert asked == [404] * 300 + [429] * 2
@@ -889,7 +908,7 @@ def test_strangers_who_use_up_the_limit_of_their_address_keep_no_valid_token_out
     assert admin.ask("GET", "policy", role=late).status_code == 200, "also one that was made meanwhile"
 
 
-def test_a_token_has_a_limit_of_its_own(admin: Admin) -> None:
+def test_token_has_a_limit_of_its_own(admin: Admin) -> None:
     admin.pace = 0
     told = [admin.ask("GET", "nothing", role="viewer").status_code for _ in range(301)]
     assert set(told[:300]) == {404}
@@ -931,7 +950,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("key", [RAW_KEY, "correct-horse-battery-staple"], ids=["usual", "unusual"])
-def test_a_raw_key_is_in_no_answer_no_log_and_no_database(
+def test_raw_key_is_in_no_answer_no_log_and_no_database(
     key: str, furnished: Admin, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -968,7 +987,7 @@ def test_a_raw_key_is_in_no_answer_no_log_and_no_database(
     assert key.encode() not in every_byte(admin)
 
 
-def test_an_api_key_in_a_url_is_refused(admin: Admin) -> None:
+def test_api_key_in_a_url_is_refused(admin: Admin) -> None:
     for path in (f"client?kind=api_key&value={RAW_KEY}", f"overrides?kind=api_key&value={RAW_KEY}"):
         refused = admin.ask("GET", path)
         assert refused.status_code == 422
@@ -978,7 +997,7 @@ def test_an_api_key_in_a_url_is_refused(admin: Admin) -> None:
 # ------------------------------------------------------------------ the server
 
 
-def test_a_server_runs_in_a_thread_and_ends(admin: Admin) -> None:
+def test_server_runs_in_a_thread_and_ends(admin: Admin) -> None:
     with AdminServer(admin.service, admin.tokens, port=0, pages=False) as server:
         assert httpx.get(f"{server.url}/health").json() == {"state": "ready"}
         assert httpx.get(f"{server.url}/health", headers={"Host": "evil.example"}).status_code == 421
@@ -1027,12 +1046,12 @@ def test_behind_tls_it_listens_elsewhere(admin: Admin) -> None:
         ("eve", "viewer", 4000),
     ],
 )
-def test_a_token_that_cannot_be_is_refused(name: str, role: Any, days: int, admin: Admin) -> None:
+def test_token_that_cannot_be_is_refused(name: str, role: Any, days: int, admin: Admin) -> None:
     with pytest.raises(InvalidInput):
         admin.tokens.make(name, role, by="ada", days=days)
 
 
-def test_a_token_that_is_not_there_cannot_be_revoked(admin: Admin) -> None:
+def test_token_that_is_not_there_cannot_be_revoked(admin: Admin) -> None:
     with pytest.raises(NotFound):
         admin.tokens.revoke("0000000000", by="ada")
 
@@ -1040,7 +1059,7 @@ def test_a_token_that_is_not_there_cannot_be_revoked(admin: Admin) -> None:
 # ------------------------------------------------------------------ at the command line
 
 
-def test_whoever_has_the_config_store_makes_a_token(
+def test_config_store_access_allows_making_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -1073,7 +1092,7 @@ def test_whoever_has_the_config_store_makes_a_token(
         (["--secret-file", "none"], "cannot be read"),
     ],
 )
-def test_a_server_that_cannot_be_is_told_before_it_starts(
+def test_invalid_server_options_are_rejected_before_the_start(
     arguments: list[str],
     told: str,
     tmp_path: Path,
@@ -1086,7 +1105,7 @@ def test_a_server_that_cannot_be_is_told_before_it_starts(
 
 
 @pytest.mark.parametrize("proxies", [[], ["--proxy", "127.0.0.1"]], ids=["unnamed", "named"])
-def test_who_names_no_proxy_is_told_when_the_server_starts(proxies: list[str], tmp_path: Path) -> None:
+def test_missing_proxies_are_warned_of_at_the_start(proxies: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headgate", "admin", "--behind-tls", "--port", "0", *proxies]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -1107,7 +1126,7 @@ def first_start(tmp_path: Path, stderr: int | Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=tmp_path, stderr=stderr, text=True)
 
 
-def test_the_first_token_gets_into_a_private_file_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_first_token_gets_into_a_private_file_where_there_is_no_terminal(tmp_path: Path) -> None:
     with first_start(tmp_path, subprocess.PIPE) as process:
         try:
             assert process.stderr is not None
@@ -1131,7 +1150,7 @@ def test_the_first_token_gets_into_a_private_file_where_there_is_no_terminal(tmp
         assert token.role == "admin"
 
 
-def test_the_first_token_is_printed_at_a_terminal(tmp_path: Path) -> None:
+def test_first_token_is_printed_at_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     try:
         with first_start(tmp_path, theirs) as process:

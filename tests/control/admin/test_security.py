@@ -31,7 +31,8 @@ from headgate.control.anomalies.webhook import Webhook
 from headgate.control.config import ConfigStore, ConfigUnavailable
 from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.control.config.tables import AUDIT
-from headgate.control.service import Actor, AdminService, ChangeContext, ClientRef, OverrideSpec, fleet
+from headgate.control.service import Actor, AdminService, ChangeContext, ClientRef, OverrideSpec
+from headgate.control.service import service as service_module
 from headgate.control.service.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
 from headgate.control.service.redaction import words_like_keys
 from headgate.errors import HeadgateError, InvalidConfiguration, InvalidInput, StoreUnavailable
@@ -40,7 +41,7 @@ from headgate.policy import read
 from headgate.telemetry.fleet.model import NodeStatus
 from headgate.telemetry.fleet.reporter import StatusReporter
 from headgate.telemetry.fleet.status_store import MemoryStatusStore
-from headgate.testing import FakeClock
+from headgate.testing import FakeClock, FakeRequest
 from support.asgi_client import scope, talk
 from support.servers import make_certificates
 
@@ -132,7 +133,7 @@ def notes(place: Place) -> list[str]:
 # ------------------------------------------------------------------ strangers
 
 
-def test_a_cookie_full_of_backslashes_costs_nothing(place: Place) -> None:
+def test_cookie_full_of_backslashes_costs_nothing(place: Place) -> None:
     # To read it as cookies are read takes a minute, in which nobody else is answered.
     cookie = 'headgate="' + "\\" * 60_000 + '"'
     app = place.app()
@@ -165,13 +166,9 @@ def test_no_cookies_but_its_own_reach_the_server(sent: list[str], seen: str | No
     assert found == ([] if seen is None else [seen])
 
 
-def test_who_has_signed_in_has_limits_of_their_own() -> None:
+def test_sessions_have_separate_limits() -> None:
     def asked(cookie: str) -> str | None:
-        class Arrival:
-            def header(self, name: str) -> list[str]:
-                return [cookie] if name == "cookie" else []
-
-        return credential_identity(Arrival())
+        return credential_identity(FakeRequest(headers={"cookie": cookie}))
 
     assert asked("zone=UTC; headgate=one") == asked("headgate=one") != asked("headgate=two")
     assert asked("__Host-headgate=one") == asked("headgate=one")
@@ -193,7 +190,7 @@ def received(made: socket.socket) -> bytes:
     return head
 
 
-def test_whoever_connects_and_asks_nothing_is_sent_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_is_closed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "HEADERS_TIMEOUT_S", 0.3)
     with AdminServer(place.service, place.tokens, port=0, pages=False) as server, ExitStack() as stack:
 
@@ -267,16 +264,14 @@ def test_connections_without_a_tls_handshake_take_no_place_from_others(
             assert http.get("/api/v1/tiers", headers=headers).status_code == 200
 
 
-def test_a_certificate_that_cannot_be_read_is_told_before_anything_starts(place: Place, tmp_path: Path) -> None:
+def test_unreadable_certificate_is_reported_before_the_start(place: Place, tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("no certificate")
     for cert in ("cert.pem", "missing.pem"):
         with pytest.raises(InvalidConfiguration, match=f"cannot read the certificate .*{cert}"):
             AdminServer(place.service, place.tokens, port=0, cert=tmp_path / cert, key=tmp_path / "cert.pem")
 
 
-def test_a_proxy_has_as_many_connections_as_all_addresses_together(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proxy_has_as_many_connections_as_all_addresses_together(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "MAX_CONNECTIONS_PER_ADDRESS", 2)
     with (
         AdminServer(place.service, place.tokens, port=0, pages=False, proxies=["127.0.0.0/8"]) as server,
@@ -288,7 +283,7 @@ def test_a_proxy_has_as_many_connections_as_all_addresses_together(
             assert received(each).startswith(b"HTTP/1.1 200")
 
 
-def test_who_holds_a_token_signs_in_however_often_others_of_the_address_fail(place: Place) -> None:
+def test_valid_token_logs_in_despite_failures_of_its_address(place: Place) -> None:
     app = place.app()
     token = place.tokens.make("vera", "viewer", by="the test")
     for path, options in (
@@ -304,7 +299,7 @@ def test_who_holds_a_token_signs_in_however_often_others_of_the_address_fail(pla
         assert ask(app, "GET", f"/enter?code={place.tokens.create_code(token.token)}").status_code == 303
 
 
-def test_browsers_that_came_by_tls_are_told_to_stay_there(place: Place) -> None:
+def test_hsts_is_sent_over_tls(place: Place) -> None:
     def field(app: Any, **options: Any) -> str | None:
         return ask(app, "GET", "/login", **options).headers.get("strict-transport-security")
 
@@ -314,7 +309,7 @@ def test_browsers_that_came_by_tls_are_told_to_stay_there(place: Place) -> None:
     assert field(place.app(), headers={"Host": "admin.example.org"}) is None
 
 
-def test_a_request_has_a_head_of_bounded_size(place: Place) -> None:
+def test_request_has_a_head_of_bounded_size(place: Place) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(AdminServer(place.service, place.tokens, port=0, pages=False))
         made = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
@@ -322,7 +317,7 @@ def test_a_request_has_a_head_of_bounded_size(place: Place) -> None:
         assert made.recv(65536).startswith(b"HTTP/1.1 400")
 
 
-def test_a_path_of_thousands_of_digits_is_no_number(place: Place) -> None:
+def test_path_of_thousands_of_digits_is_no_number(place: Place) -> None:
     app = place.app()
     for path in ("/overrides/", "/policy/versions/", "/api/v1/overrides/"):
         refused = ask(app, "GET", path + "9" * 5000)
@@ -466,7 +461,7 @@ def test_support_blocks_the_ipv6_network_of_a_customer_and_nothing_wider(place: 
                 change(ChangeContext(SUE, "r"), ClientRef("ip", value))
 
 
-def test_who_blocks_one_ipv6_address_is_told_of_the_others_of_the_customer(place: Place) -> None:
+def test_block_of_one_ipv6_address_warns_about_its_network(place: Place) -> None:
     blocked = place.service.blocks.add(ChangeContext(SUE, "scraping"), ClientRef("ip", "2001:db8:1:2::77"))
     assert [note for note in blocked.notes if note.endswith("block 2001:db8:1:2::/64")]
     assert place.service.blocks.add(ChangeContext(SUE, "scraping"), ClientRef("ip", "192.0.2.77")).notes == ()
@@ -500,7 +495,7 @@ def doubts(change: Callable[[], Any]) -> list[str]:
     return [risk.code for risk in error.value.risks]
 
 
-def test_a_block_that_comes_back_with_a_version_is_looked_at_twice(place: Place) -> None:
+def test_block_that_comes_back_with_a_version_is_looked_at_twice(place: Place) -> None:
     service = place.service
     service.blocks.add(ChangeContext(OTTO, "r", confirmed=["wildcard-block"]), ClientRef("ip", "10.0.0.0/9"))
     then = service.version
@@ -509,7 +504,7 @@ def test_a_block_that_comes_back_with_a_version_is_looked_at_twice(place: Place)
     assert service.policy.rollback(ChangeContext(OTTO, "r", confirmed=["wildcard-block"]), then).version
 
 
-def test_an_override_that_comes_back_with_a_version_is_compared_with_what_holds(place: Place) -> None:
+def test_override_that_comes_back_with_a_version_is_compared_with_what_holds(place: Place) -> None:
     service = place.service
     service.overrides.add(
         ChangeContext(SUE, "r", confirmed=["ten-times"]), ACME, OverrideSpec("5000/minute", limit="search")
@@ -529,7 +524,7 @@ def test_an_override_that_comes_back_with_a_version_is_compared_with_what_holds(
     assert doubts(lambda: service.policy.rollback(ChangeContext(OTTO, "r"), after)) == ["ten-times"]
 
 
-def test_every_danger_is_told_of_however_many_there_are(place: Place) -> None:
+def test_every_guardrail_is_reported(place: Place) -> None:
     service = place.service
     many = "".join(f"  - {{name: more{n}, path: /more{n}, by: ip, bucket: 10/minute}}\n" for n in range(30))
     last = "  - {name: last, path: /last, by: ip, bucket: 10/minute}\n"
@@ -553,7 +548,7 @@ def test_every_danger_is_told_of_however_many_there_are(place: Place) -> None:
         (POLICY.replace("tier: free", "tier: basic"), []),
     ],
 )
-def test_what_changes_for_everybody_is_looked_at_twice(place: Place, text: str, codes: list[str]) -> None:
+def test_global_changes_need_confirmation(place: Place, text: str, codes: list[str]) -> None:
     if codes:
         assert doubts(lambda: place.service.policy.put(ChangeContext(OTTO, "r"), text)) == codes
     assert place.service.policy.put(ChangeContext(OTTO, "r", confirmed=codes), text).version
@@ -598,7 +593,7 @@ def test_what_no_database_can_hold_is_refused_and_no_failure(anywhere: Place, na
     assert anywhere.service.policy.versions(before=HUGE, most=1)
 
 
-def test_the_database_itself_refuses_what_nobody_has_looked_at(anywhere: Place) -> None:
+def test_values_that_the_database_cannot_represent_are_rejected(anywhere: Place) -> None:
     is_postgres = anywhere.url.startswith("postgresql")  # SQLite can hold any letter
     for asked in [AUDIT.c.number == HUGE, *([AUDIT.c.author == "\0"] if is_postgres else [])]:
         with (
@@ -612,7 +607,7 @@ BEYOND = [datetime(2200, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, tzinf
 
 
 @pytest.mark.parametrize("end", BEYOND, ids=["2200", "9999"])
-def test_an_end_beyond_the_horizon_is_refused_everywhere_with_a_remedy(place: Place, end: datetime) -> None:
+def test_end_beyond_the_horizon_is_refused_everywhere_with_a_remedy(place: Place, end: datetime) -> None:
     told = "times are from 1970 to 2199; for no end, leave valid_until out"
     service, before = place.service, place.config.version
     line = f"blocked: [{{tenant: evil, valid_until: {end.isoformat()}}}]\n"
@@ -637,7 +632,7 @@ def test_an_end_beyond_the_horizon_is_refused_everywhere_with_a_remedy(place: Pl
     assert place.config.version == before
 
 
-def test_a_form_refuses_an_end_beyond_the_horizon_beside_its_field(place: Place) -> None:
+def test_form_refuses_an_end_beyond_the_horizon_beside_its_field(place: Place) -> None:
     session = signed_in(place, "support")
     form = {"csrf": session["csrf"], "kind": "tenant", "value": "acme", "limit": "search", "bucket": "90/minute"}
     form |= {"until": "2300-01-01", "reason": "r"}
@@ -646,7 +641,7 @@ def test_a_form_refuses_an_end_beyond_the_horizon_beside_its_field(place: Place)
     assert "The latest possible year is 2199. Leave empty for no end date." in refused.text
 
 
-def test_the_last_moment_before_the_horizon_is_kept_as_it_is(place: Place) -> None:
+def test_last_moment_before_the_horizon_is_kept_as_it_is(place: Place) -> None:
     end = BEYOND[0] - timedelta(microseconds=1)
     place.service.blocks.add(ChangeContext(SUE, "r"), ACME, valid_until=end)
     (block,) = place.service.blocks.list().items
@@ -669,7 +664,7 @@ def test_numbers_in_urls_are_digits(place: Place, path: str, number: str) -> Non
         (f'{{"{KEY}": 1, "{KEY}": 2}}', "a name"),
     ],
 )
-def test_a_name_that_is_given_twice_is_refused(place: Place, body: str, name: str) -> None:
+def test_name_that_is_given_twice_is_refused(place: Place, body: str, name: str) -> None:
     headers = {"Authorization": f"Bearer {place.tokens.make('sue', 'support', by='the test').text}"}
     json_headers = headers | {"Content-Type": "application/json"}
     refused = ask(place.app(), "POST", "/api/v1/blocks", content=body.encode(), headers=json_headers)
@@ -678,7 +673,7 @@ def test_a_name_that_is_given_twice_is_refused(place: Place, body: str, name: st
     assert KEY not in refused.text
 
 
-def test_a_kind_that_nobody_is_of_is_not_repeated(place: Place) -> None:
+def test_unknown_kind_is_not_echoed(place: Place) -> None:
     for value in ("hmac:" + "a" * 32, "acme"):
         for change in (
             lambda value=value: place.service.clients.reset(ChangeContext(SUE, "r"), ClientRef(KEY, value)),
@@ -697,21 +692,21 @@ def test_a_kind_that_nobody_is_of_is_not_repeated(place: Place) -> None:
 JOINTS = [*"/:|&?#@;*+~=()[]{}<>!$%^`'", "://", "... ", "-- "]
 
 
-def test_a_key_is_seen_however_it_is_joined_to_other_words(place: Place) -> None:
+def test_key_is_seen_however_it_is_joined_to_other_words(place: Place) -> None:
     for joint in JOINTS:
         for text in (f"see{joint}{KEY}", f"{KEY}{joint}", f"see{joint}{KEY}{joint}x"):
             with pytest.raises(InvalidInput, match="the text contains an API key"):
                 place.service.refuse_keys(text)
 
 
-def test_a_key_is_seen_behind_any_number_of_words(place: Place) -> None:
+def test_key_is_seen_behind_any_number_of_words(place: Place) -> None:
     text = " ".join(f"word{n:04}" for n in range(52))
     with pytest.raises(InvalidInput, match="the text contains an API key"):
         place.service.blocks.add(ChangeContext(SUE, f"{text} {KEY}"), ACME)
     place.service.blocks.add(ChangeContext(SUE, text), ACME)
 
 
-def test_a_key_with_joints_of_its_own_is_a_word() -> None:
+def test_key_with_joints_of_its_own_is_a_word() -> None:
     assert "ab+cd/ef==" in words_like_keys(["key:ab+cd/ef=="])
 
 
@@ -734,7 +729,7 @@ def test_no_token_is_named_by_a_key_wherever_it_is_made(
 
 
 @pytest.mark.parametrize("name", ["a\u202eb", "a\ufeffb", "a\u2028b", "a\x85b", "a\ud800b"])
-def test_a_token_whose_name_cannot_be_noted_is_not_made(place: Place, name: str) -> None:
+def test_token_whose_name_cannot_be_noted_is_not_made(place: Place, name: str) -> None:
     with pytest.raises(InvalidInput, match="name"):
         place.tokens.make(name, "viewer", by="ada")
     assert not place.tokens.list()
@@ -760,7 +755,7 @@ def test_what_cannot_be_noted_is_not_done(place: Place, monkeypatch: pytest.Monk
     def away(*_: Any, **__: Any) -> None:
         raise ConfigUnavailable("away")
 
-    monkeypatch.setattr("headgate.control.service.changes.audit_log.record", away)
+    monkeypatch.setattr("headgate.control.service.dependencies.record_action", away)
     done: list[Any] = []
     monkeypatch.setattr(place.counters, "reset", lambda *keys: done.append(keys))
     monkeypatch.setattr(place.counters, "unblock", lambda *who: done.append(who))
@@ -790,7 +785,7 @@ def test_what_was_not_done_is_not_noted(place: Place) -> None:
 # ------------------------------------------------------------------ step changes and webhooks
 
 
-def test_hostile_words_on_the_board_stop_nobody(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_hostile_status_entries_are_ignored(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     board = MemoryStatusStore()
     minute = START_US // 60_000_000 - 1
     good = {"v": 1, "minute": minute, "at_us": START_US, "clients": [["tenant", "hmac:a", "acme", 10]]}
@@ -812,7 +807,7 @@ def test_hostile_words_on_the_board_stop_nobody(place: Place, caplog: pytest.Log
     watcher.stop()
 
 
-def test_a_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_webhooks_answer_writes_no_lines_into_the_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     row = {
         "id": "a", "minute": START_US // 60_000_000, "kind": "tenant", "key": "hmac:a", "label": "acme",
         "requests": 100, "requests_before": 100, "usual": 1, "verdict": "one bot", "agents": 1, "addresses": 1,
@@ -880,7 +875,7 @@ def test_without_a_secret_what_may_be_a_key_is_refused_and_not_repeated(
 
 
 @pytest.mark.parametrize("path", LISTS)
-def test_a_key_in_a_search_form_goes_no_further_than_its_body(place: Place, path: str) -> None:
+def test_key_in_a_search_form_goes_no_further_than_its_body(place: Place, path: str) -> None:
     app, session = place.app(), signed_in(place)
     hashed = place.service.clients.find(KEY).value
     headers = {"cookie": session["cookie"]}
@@ -905,7 +900,7 @@ def test_a_key_in_a_search_form_goes_no_further_than_its_body(place: Place, path
     assert named.headers["location"].startswith(f"{path}?search=acme")
 
 
-def test_a_key_where_a_time_belongs_goes_no_further_than_its_body(place: Place) -> None:
+def test_key_where_a_time_belongs_goes_no_further_than_its_body(place: Place) -> None:
     app, session = place.app(), signed_in(place)
     headers = {"cookie": session["cookie"]}
     page = "/client?kind=tenant&value=acme"
@@ -930,7 +925,7 @@ def test_a_key_where_a_time_belongs_goes_no_further_than_its_body(place: Place) 
 
 
 @pytest.mark.parametrize("path", LISTS)
-def test_the_api_refuses_a_key_in_a_url_and_tells_what_to_send_instead(place: Place, path: str) -> None:
+def test_api_rejects_keys_in_urls_and_names_the_remedy(place: Place, path: str) -> None:
     text = place.tokens.make("program", "viewer", by="the test").text
     headers = {"Authorization": f"Bearer {text}"}
     app = place.app()
@@ -943,7 +938,7 @@ def test_the_api_refuses_a_key_in_a_url_and_tells_what_to_send_instead(place: Pl
     assert ask(app, "GET", f"/api/v1{path}", params={"search": UNKNOWN}, headers=headers).status_code == 200
 
 
-def test_the_command_line_puts_no_key_into_a_url(
+def test_command_line_puts_no_key_into_a_url(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
@@ -969,7 +964,7 @@ def test_the_command_line_puts_no_key_into_a_url(
     assert not [each for each in asked if KEY in each or UNKNOWN in each]
 
 
-def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_store_addresses_are_shown_to_operators_only(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     place.tokens.make("op", "operator", by="the test")
     with Limiter("redis://127.0.0.1:1/0", budget=0.05) as away:
         service = AdminService(
@@ -996,9 +991,7 @@ def test_where_stores_are_is_not_told_to_everybody(place: Place, caplog: pytest.
     assert "10.9.8.7" in json.dumps(service.fleet.overview(OTTO).as_dict()), "operators may know"
 
 
-def test_who_is_signed_in_while_the_config_store_is_away_is_told_and_may_try_again(
-    place: Place, tmp_path: Path
-) -> None:
+def test_session_survives_a_config_store_outage(place: Place, tmp_path: Path) -> None:
     lost = ConfigStore(f"sqlite:///{tmp_path}/lost.db", secret=SECRET)
     app = create_app(AdminService(lost, secret=SECRET), place.tokens, clock=place.clock)
     (tmp_path / "lost.db").write_bytes(b"no database any more")
@@ -1018,12 +1011,12 @@ class Unreadable(MemoryStatusStore):
         raise StoreUnavailable("Error 111 connecting to 10.9.8.7:6379. Connection refused.")
 
 
-def test_the_overview_says_where_stores_are_to_operators_alone(place: Place) -> None:
+def test_overview_says_where_stores_are_to_operators_alone(place: Place) -> None:
     board = MemoryStatusStore()
     gate = Gate(read("limits: [{by: ip, bucket: 10/minute}]"), "redis://127.0.0.1:1/0", budget=0.05)
-    with closing(gate), closing(StatusReporter(gate, board, secret=SECRET, node="web-1", every=None)) as pulse:
-        gate.admit(Arrival())
-        pulse.report()
+    with closing(gate), closing(StatusReporter(gate, board, secret=SECRET, node="web-1", every=None)) as reporter:
+        gate.admit(FakeRequest())
+        reporter.report()
         service = AdminService(place.config, status_store=board, secret=SECRET)
         (shown,), (known,), (unsaid,) = (service.fleet.overview(each).nodes for each in (SUE, OTTO, None))
     assert (shown.name, shown.state) == (known.name, known.state)
@@ -1031,13 +1024,6 @@ def test_the_overview_says_where_stores_are_to_operators_alone(place: Place) -> 
     assert "127.0.0.1" not in repr(shown)
     assert "127.0.0.1:1" in repr(known)
     assert "127.0.0.1" not in repr(unsaid)
-
-
-class Arrival:
-    method, path, mounted_path, peer, native = "GET", "/", None, "192.0.2.7", None
-
-    def header(self, _: str) -> list[str]:
-        return []
 
 
 def test_of_a_node_people_see_that_its_store_is_away_and_not_where() -> None:
@@ -1048,10 +1034,10 @@ def test_of_a_node_people_see_that_its_store_is_away_and_not_where() -> None:
         config_age_s=9.0, allowed=0, denied=0, blocked=0, unavailable=0, degraded=0, p50_us=None, p99_us=None,
         waiting=0, lost=0, log_error="HTTPConnectionPool(host='10.9.8.7', port=8123)",
     )  # fmt: skip
-    shown = fleet._without_addresses(node)
+    shown = service_module._without_addresses(node)
     assert not [text for text in ("10.9.8.7", "internal") if text in repr(shown)]
     assert (shown.config_age_s, shown.shards, shown.state) == (9.0, (("server 1", False),), "degraded")
     plain = replace(
         node, reason="Redis did not answer within 5 ms", policy_error="limits[0]: no bucket", log_error=None
     )
-    assert fleet._without_addresses(plain) == replace(plain, shards=(("server 1", False),))
+    assert service_module._without_addresses(plain) == replace(plain, shards=(("server 1", False),))

@@ -41,6 +41,7 @@ from headgate.policy import read
 from headgate.telemetry.fleet.reporter import StatusReporter
 from headgate.telemetry.fleet.rollups import TrafficSketch
 from headgate.telemetry.pseudonyms import Pseudonymizer
+from headgate.testing import FakeRequest
 from support.anomaly_fleet import CLIENT, MINUTE_US, START, AnomalyFleet
 from support.servers import wait_until
 
@@ -118,12 +119,12 @@ def test_both_minutes_must_have_ten_times_the_95th_percentile(
     ) is is_one
 
 
-def test_a_pause_between_two_minutes_is_none(fleet: AnomalyFleet) -> None:
+def test_pause_between_two_minutes_is_none(fleet: AnomalyFleet) -> None:
     fleet.learn({1: 100}, minutes=2 * DAY)
     assert [fleet.next_minute(count) for count in (500, None, 500, None)] == [[]] * 4
 
 
-def test_nothing_is_unusual_for_who_is_not_known_for_a_day(fleet: AnomalyFleet) -> None:
+def test_new_clients_have_no_anomalies_for_a_day(fleet: AnomalyFleet) -> None:
     fleet.learn({1: 50}, minutes=DAY - 1)
     fleet.next_minute(500)
     assert fleet.next_minute(500) == []
@@ -132,7 +133,7 @@ def test_nothing_is_unusual_for_who_is_not_known_for_a_day(fleet: AnomalyFleet) 
     assert len(fleet.next_minute(500)) == 1
 
 
-def test_a_client_is_known_since_it_was_first_seen_and_not_since_others_were(fleet: AnomalyFleet) -> None:
+def test_client_is_known_since_it_was_first_seen_and_not_since_others_were(fleet: AnomalyFleet) -> None:
     fleet.learn({1: 50}, minutes=3 * DAY + 400, client=("tenant", "hmac:other"))
     fleet.learn({1: 50}, minutes=DAY)
     with read_transaction(fleet.store.engine) as connection:
@@ -143,7 +144,7 @@ def test_a_client_is_known_since_it_was_first_seen_and_not_since_others_were(fle
     }
 
 
-def test_it_is_told_again_only_after_ten_minutes_below(fleet: AnomalyFleet) -> None:
+def test_anomaly_is_reported_again_after_ten_minutes_below(fleet: AnomalyFleet) -> None:
     fleet.learn({5: 2500}, minutes=2 * DAY)
     counts = (500, 500, 500, *[5] * 9, 500, 500, *[None] * 9, 5, 500, 500)
     raised = [len(fleet.next_minute(count)) for count in counts]
@@ -153,7 +154,7 @@ def test_it_is_told_again_only_after_ten_minutes_below(fleet: AnomalyFleet) -> N
     assert fleet.log.recent(1)[0].at_us > fleet.log.recent()[1].at_us
 
 
-def test_what_several_nodes_tell_is_summed_and_looks_are_joined(fleet: AnomalyFleet) -> None:
+def test_reports_of_several_nodes_are_summed(fleet: AnomalyFleet) -> None:
     fleet.learn({1: 50}, minutes=2 * DAY)
     for _ in range(2):
         fleet.tell({CLIENT: 35}, node="web:1:a", look=(10, 5, 6, 7))
@@ -177,7 +178,7 @@ def test_what_several_nodes_tell_is_summed_and_looks_are_joined(fleet: AnomalyFl
         ("api_key", 1, 1, 1, "one bot"),
     ],
 )
-def test_people_are_told_from_bots(kind: str, agents: int, addresses: int, paths: int, verdict: str) -> None:
+def test_people_and_bots_are_distinguished(kind: str, agents: int, addresses: int, paths: int, verdict: str) -> None:
     now, history = MinuteTotal("x", 100), TrafficHistory({bucket_of(1): 50}, 2 * DAY)
     now.traits = TrafficSketch(50, *[(1 << number) - 1 for number in (agents, addresses, paths)])
     anomaly = detect((kind, "hmac:x"), history, now, MinuteTotal("x", 100), START)
@@ -185,7 +186,7 @@ def test_people_are_told_from_bots(kind: str, agents: int, addresses: int, paths
     assert anomaly.verdict == verdict
 
 
-def test_a_node_with_a_wrong_clock_is_counted_in_the_right_minute(fleet: AnomalyFleet) -> None:
+def test_node_with_a_wrong_clock_is_counted_in_the_right_minute(fleet: AnomalyFleet) -> None:
     fleet.learn({1: 50}, minutes=2 * DAY)
     for _ in range(2):
         at_us = (fleet.minute + 1) * MINUTE_US
@@ -208,7 +209,7 @@ def test_a_node_with_a_wrong_clock_is_counted_in_the_right_minute(fleet: Anomaly
 # ------------------------------------------------------------------ several, and troubles
 
 
-def test_of_several_watchers_one_tells(any_fleet: AnomalyFleet) -> None:
+def test_one_of_several_detectors_reports(any_fleet: AnomalyFleet) -> None:
     any_fleet.learn({1: 50}, minutes=2 * DAY)
     others = [AnomalyDetector(any_fleet.board, any_fleet.store, clock=any_fleet.clock) for _ in range(3)]
     found: list[Anomaly] = []
@@ -250,7 +251,7 @@ def test_what_was_learnt_is_written_and_found_after_a_restart(fleet: AnomalyFlee
     assert history.minutes == 13
 
 
-def test_minutes_that_nobody_has_told_of_are_not_silent_ones(fleet: AnomalyFleet) -> None:
+def test_unreported_minutes_are_not_zero(fleet: AnomalyFleet) -> None:
     fleet.next_minute(3)
     fleet.clock.advance(3600)
     assert fleet.watcher.check() == []
@@ -260,7 +261,7 @@ def test_minutes_that_nobody_has_told_of_are_not_silent_ones(fleet: AnomalyFleet
         assert connection.execute(select(WATCHED_DAYS.c.minutes)).scalar() == 2
 
 
-def test_troubles_are_told_once_and_end(fleet: AnomalyFleet, caplog: pytest.LogCaptureFixture) -> None:
+def test_problems_are_logged_once_with_their_end(fleet: AnomalyFleet, caplog: pytest.LogCaptureFixture) -> None:
     there = fleet.board.read
     with caplog.at_level(logging.WARNING, "headgate"):
         fleet.board.read = _away  # type: ignore[method-assign]
@@ -297,7 +298,7 @@ def test_history_is_bounded_in_days_and_clients(fleet: AnomalyFleet, monkeypatch
     assert days.count(START // DAY + 11) == 5
 
 
-def test_a_watcher_runs_by_itself_and_leaves_no_thread(fleet: AnomalyFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watcher_runs_by_itself_and_leaves_no_thread(fleet: AnomalyFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headgate.control.anomalies.detector.CHECK_INTERVAL_S", 0.01)
     fleet.learn({1: 50}, minutes=2 * DAY)
     fleet.watcher.start().start()
@@ -310,7 +311,7 @@ def test_a_watcher_runs_by_itself_and_leaves_no_thread(fleet: AnomalyFleet, monk
     assert not [thread for thread in threading.enumerate() if thread.name == "headgate-anomalies"]
 
 
-def test_an_anomaly_log_is_opened_by_a_url_too(tmp_path: Path) -> None:
+def test_anomaly_log_is_opened_by_a_url_too(tmp_path: Path) -> None:
     assert AnomalyLog(f"sqlite:///{tmp_path}/new.db").recent() == []
 
 
@@ -326,7 +327,7 @@ def test_buckets_are_an_eighth_wide_at_most() -> None:
         before = bucket
 
 
-def test_the_percentile_is_that_of_all_minutes() -> None:
+def test_percentile_is_that_of_all_minutes() -> None:
     assert percentile({}, 1000) == 0
     assert percentile({bucket_of(n): 1 for n in range(1, 11)}, 10) == 10
     for silent in range(0, 3000, 100):
@@ -405,7 +406,7 @@ def raised(fleet: AnomalyFleet) -> Anomaly:
     return anomaly
 
 
-def test_an_anomaly_is_sent_once_signed_and_with_its_id(any_fleet: AnomalyFleet, receiver: Receiver) -> None:
+def test_anomaly_is_sent_once_signed_and_with_its_id(any_fleet: AnomalyFleet, receiver: Receiver) -> None:
     anomaly, webhook = raised(any_fleet), Webhook(receiver.url, SECRET)
     assert webhook.deliver(any_fleet.store.engine, any_fleet.clock) == 1
     assert webhook.deliver(any_fleet.store.engine, any_fleet.clock) == 0
@@ -421,18 +422,11 @@ def test_an_anomaly_is_sent_once_signed_and_with_its_id(any_fleet: AnomalyFleet,
     assert (row.attempts, row.next_us, row.error, row.delivered_us) == (1, None, None, any_fleet.clock.now_us())
 
 
-class Visit:
-    """A request as a gate sees it."""
-
-    method, native, mounted_path = "GET", None, None
-
-    def __init__(self, number: int, *, alike: bool) -> None:
-        self.path = "/prices" if alike else f"/items/{number % 7}"
-        self.peer = "203.0.113.9" if alike else f"198.51.100.{number % 40}"
-        self._agent = "python-requests/2.31" if alike else f"Mozilla/5.0 (browser {number % 9})"
-
-    def header(self, name: str) -> list[str]:
-        return [self._agent] if name == "user-agent" else []
+def request_number(number: int, *, alike: bool) -> FakeRequest:
+    if alike:
+        return FakeRequest("/prices", headers={"user-agent": "python-requests/2.31"})
+    agent = f"Mozilla/5.0 (browser {number % 9})"
+    return FakeRequest(f"/items/{number % 7}", peer=f"198.51.100.{number % 40}", headers={"user-agent": agent})
 
 
 @pytest.mark.parametrize(("alike", "verdict"), [(True, "one bot"), (False, "people")])
@@ -443,22 +437,22 @@ def test_from_a_request_to_the_webhook_and_the_overview(
     policy = read("limits: [{name: requests, by: tenant, bucket: 50/minute}]")
     who: dict[str, Any] = {"tenant": lambda _: "acme"}
     gate = Gate(policy, identities=who, clock=fleet.clock, secret=SECRET)
-    pulse = StatusReporter(gate, fleet.board, node="web-1", every=None)
+    reporter = StatusReporter(gate, fleet.board, node="web-1", every=None)
     webhook = Webhook(receiver.url, SECRET)
     found: list[Anomaly] = []
 
     def minute(requests: int) -> None:
         for number in range(requests):
-            gate.admit(Visit(number, alike=alike))
+            gate.admit(request_number(number, alike=alike))
             if number % 100 == 99:
                 fleet.clock.advance(1)
-                pulse.report()
+                reporter.report()
         fleet.clock.set_us((fleet.minute + 1) * MINUTE_US)
-        pulse.report()
+        reporter.report()
         fleet.clock.advance(20)
         found.extend(fleet.watcher.check())
 
-    with closing(gate), closing(pulse):
+    with closing(gate), closing(reporter):
         fleet.learn({1: 2 * DAY}, minutes=2 * DAY, client=("tenant", Pseudonymizer(SECRET).hash_of("tenant", "acme")))
         minute(1)
         assert not found
@@ -590,7 +584,7 @@ def test_what_waits_is_sent_after_a_restart_by_a_watcher(
     watcher.stop()
 
 
-def test_nobody_answers_is_an_error_like_others(fleet: AnomalyFleet) -> None:
+def test_unreachable_webhook_is_recorded_as_a_failure(fleet: AnomalyFleet) -> None:
     raised(fleet)
     assert Webhook("http://127.0.0.1:1/", SECRET).deliver(fleet.store.engine, fleet.clock) == 0
     assert "refused" in fleet.rows()[0].error
@@ -600,13 +594,13 @@ def test_nobody_answers_is_an_error_like_others(fleet: AnomalyFleet) -> None:
     "url",
     ["ftp://x/", "file:///etc/passwd", "x", "", "http://", "http://a b/", "http://x:99999/", "https://ada:secret@x/"],
 )
-def test_only_plain_addresses_of_the_web_are_told(url: str) -> None:
+def test_invalid_webhook_url_is_rejected(url: str) -> None:
     with pytest.raises(InvalidConfiguration) as refused:
         Webhook(url, SECRET)
     assert "secret@" not in str(refused.value)
 
 
-def test_a_short_secret_is_refused_and_none_is_shown() -> None:
+def test_short_secret_is_refused_and_none_is_shown() -> None:
     with pytest.raises(InvalidConfiguration, match="too short"):
         Webhook("https://example.com/", "short")
     shown = repr(Webhook("https://example.com/token-in-path", SECRET))

@@ -138,7 +138,7 @@ def test_what_cannot_be_replaced_is_refused(written: str, told: str) -> None:
     assert KEY not in str(refused.value)
 
 
-def test_a_document_that_would_say_something_else_is_refused() -> None:
+def test_document_that_would_say_something_else_is_refused() -> None:
     with pytest.raises(InvalidPolicy, match="API keys are stored as hashes"):
         hash_raw_keys(PolicyDocument(f"clients: [{{api_key: {KEY}}}]", "yaml", "p.yaml"), lambda _: 'hmac:"')
 
@@ -150,7 +150,7 @@ def test_short_keys_may_be_words_of_a_comment() -> None:
 # ------------------------------------------------------------------ in the store
 
 
-def test_the_store_keeps_fingerprints_and_all_else(tmp_path: Path) -> None:
+def test_store_keeps_fingerprints_and_all_else(tmp_path: Path) -> None:
     text = f"{LIMITS}clients:  # ours\n  - {{api_key: {KEY}, tier: pro, label: Acme}}\n"
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
     with pytest.raises(InvalidPolicy, match="API keys are stored as hashes; write hmac:"):
@@ -169,7 +169,7 @@ def test_the_store_keeps_fingerprints_and_all_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["{api_key: two words}", "{api_key: true}", '{api_key: "hmac:12"}'])
-def test_what_can_be_no_key_is_told_with_its_place(tmp_path: Path, entry: str) -> None:
+def test_invalid_key_is_reported_with_its_position(tmp_path: Path, entry: str) -> None:
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
     with pytest.raises(InvalidPolicy, match=r"policy\.yaml:2:21: "):
         store.put_policy(f"{LIMITS}clients: [{entry}]\n", hash_keys=True, **BY)
@@ -183,3 +183,24 @@ def test_without_a_secret_there_is_nothing_to_hash_with(tmp_path: Path, monkeypa
     with pytest.raises(InvalidConfiguration, match="there is no secret to hash with"):
         store.put_policy(f"{LIMITS}clients: [{{api_key: {KEY}}}]\n", hash_keys=True, **BY)
     store.close()
+
+
+# ------------------------------------------------------------------ passwords of regions
+
+
+@pytest.mark.parametrize("url", ["redis://:open-sesame@eu", "redis://ada:open-sesame@eu", "redis://eu?password=sesame"])
+def test_passwords_of_regions_are_not_stored(tmp_path: Path, url: str) -> None:
+    store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
+    try:
+        with pytest.raises(InvalidPolicy) as raised:
+            store.put_policy(f"regions: {{home: eu, stores: {{eu: '{url}'}}}}\n{LIMITS}", file="p.yaml", **BY)
+        expected = "p.yaml: regions.stores.eu: passwords are not stored; write one like ${EU_PASSWORD}, and set this"
+        assert str(raised.value).startswith(expected)
+        assert "sesame" not in str(raised.value)
+        text = f"regions: {{home: eu, stores: {{eu: 'redis://ada:${{EU_PASSWORD}}@eu'}}}}\n{LIMITS}"
+        store.put_policy(text, file="p.yaml", **BY)
+        regions = store.policy().regions
+        assert regions is not None
+        assert regions.stores == {"eu": "redis://ada:${EU_PASSWORD}@eu"}
+    finally:
+        store.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 import threading
 from contextlib import closing, nullcontext
@@ -16,7 +15,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import event, insert
 
-from headgate import InvalidConfiguration, InvalidInput, InvalidPolicy
+from headgate import InvalidConfiguration, InvalidInput, InvalidPolicy, Limit
 from headgate.control.admin.tables import METADATA as ACCESS
 from headgate.control.anomalies.tables import METADATA as ANOMALY_TABLES
 from headgate.control.config import (
@@ -36,11 +35,13 @@ from headgate.control.config.disk_cache import DiskCache
 from headgate.control.config.engine import open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import VERSION_TABLE, migrate, newest_revision
 from headgate.control.config.reading import VersionStamp, read_changes, read_contents
+from headgate.control.config.rows import format_bucket
 from headgate.control.config.tables import METADATA, TABLES
 from headgate.control.config.watcher import ConfigSource
 from headgate.policy.api_keys import ApiKeyHasher
 from headgate.policy.model import Policy, Validity
 from headgate.policy.snapshot import Snapshot
+from headgate.quotas.tables import METADATA as LEDGER_TABLES
 from headgate.testing import FakeClock
 
 if TYPE_CHECKING:
@@ -68,29 +69,9 @@ clients:
 """
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Stores that hold the policy and nothing else, to begin with: their tables need not be made for each test."""
-    return {"directory": str(tmp_path_factory.mktemp("begun"))}
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store_url(request: pytest.FixtureRequest, tmp_path: Path, begun: dict[str, str]) -> str:
-    kind: str = request.param
-    if kind not in begun:
-        file = f"sqlite:///{begun['directory']}/config.db"
-        begun[kind] = file if kind == "sqlite" else request.getfixturevalue("postgres").fresh_url()
-        ConfigStore(begun[kind]).close()
-    if kind == "sqlite":
-        shutil.copy(begun[kind].removeprefix("sqlite:///"), tmp_path / "config.db")
-        return f"sqlite:///{tmp_path}/config.db"
-    run(begun[kind], f"TRUNCATE {', '.join(table.name for table in METADATA.sorted_tables)}")
-    return begun[kind]
-
-
 @pytest.fixture
-def store(store_url: str) -> ConfigStore:
-    store = ConfigStore(store_url, secret=SECRET, clock=FakeClock(start_us=1_000_000))
+def store(empty_store_url: str) -> ConfigStore:
+    store = ConfigStore(empty_store_url, secret=SECRET, clock=FakeClock(start_us=1_000_000))
     store.put_policy(POLICY, author="ada@example.com", reason="begin")
     return store
 
@@ -113,14 +94,35 @@ def tier_of(policy: Policy, tenant: str) -> str | None:
 # ------------------------------------------------------------------ what holds
 
 
-def test_a_store_that_nothing_was_written_to_has_no_policy(config_url: str) -> None:
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        "1000/month",
+        "50/week",
+        "50/week, starts 7",
+        "9/day, timezone UTC",
+        "10000/year, starts 12-31, timezone America/Argentina/ComodRivadavia",
+    ],
+)
+def test_calendar_periods_are_kept(config_url: str, bucket: str) -> None:
+    store = ConfigStore(config_url, secret=SECRET)
+    store.put_policy(POLICY, **BY)
+    store.set_tier("gold", "search", bucket, **BY)
+    store.override(("tenant", "acme"), bucket, limit="search", **BY)
+    ((tier,), (override,)) = store.tiers(), store.overrides()
+    assert (format_bucket(tier.row), format_bucket(override.row)) == (bucket, bucket)
+    policy = store.policy()
+    assert [each.limit for each in policy.overrides] == [Limit.parse(bucket, name="search")]
+
+
+def test_store_that_nothing_was_written_to_has_no_policy(config_url: str) -> None:
     store = ConfigStore(config_url)
     assert (store.version, store.document(), store.history()) == (0, None, [])
     with pytest.raises(InvalidPolicy, match="is empty; a policy has at least limits:"):
         store.policy()
 
 
-def test_a_document_is_the_policy_that_it_would_be_in_a_file(store: ConfigStore) -> None:
+def test_document_is_the_policy_that_it_would_be_in_a_file(store: ConfigStore) -> None:
     policy = store.policy()
     assert [rule.name for rule in policy.rules] == ["search", "strangers"]
     assert tier_of(policy, "acme") == "pro"
@@ -162,7 +164,7 @@ def test_tables_go_before_the_document(store: ConfigStore) -> None:
     assert [(route.route_class, route.cost) for route in policy.routes] == [("search", 5)]
 
 
-def test_numbers_of_the_tier_of_everybody_make_way_too(config_url: str) -> None:
+def test_numbers_of_the_default_tier_are_overridden(config_url: str) -> None:
     store = ConfigStore(config_url)
     store.put_policy("tier: free\nlimits: {search: 10/minute}\n", **BY)
     store.set_tier("free", "search", "20/minute", **BY)
@@ -267,7 +269,7 @@ def test_what_would_not_load_is_refused_whole_in_the_loaders_words(
     assert untouched.tiers() + untouched.routes() + untouched.clients() + untouched.overrides() == []
 
 
-def test_a_document_is_refused_that_rows_cannot_live_with(store: ConfigStore) -> None:
+def test_document_is_refused_that_rows_cannot_live_with(store: ConfigStore) -> None:
     store.override(("tenant", "acme"), "5/hour", limit="search", **BY)
     with pytest.raises(InvalidPolicy, match=r"^override of tenant acme on limit search: 5/hour: no limit is called"):
         store.put_policy("limits: [{name: strangers, by: ip, bucket: 9/hour}]", **BY)
@@ -281,7 +283,7 @@ def test_one_bad_change_takes_back_all_that_came_with_it(store: ConfigStore) -> 
     assert (store.version, store.tiers()) == (1, [])
 
 
-def test_the_same_override_twice_is_refused(store: ConfigStore) -> None:
+def test_same_override_twice_is_refused(store: ConfigStore) -> None:
     store.override(("tenant", "acme"), "5/hour", limit="search", **BY)
     store.override(("tenant", "acme"), "6/hour", limit="search", valid_until=UNTIL, **BY)
     with pytest.raises(
@@ -305,7 +307,7 @@ def test_many_changes_are_one_version(store: ConfigStore) -> None:
 # ------------------------------------------------------------------ versions
 
 
-def test_every_version_says_who_when_why_and_what(store: ConfigStore) -> None:
+def test_every_version_has_author_time_reason_and_changes(store: ConfigStore) -> None:
     made = store.override(("tenant", "acme"), "5/hour", limit="search", valid_until=UNTIL, **BY)
     newest, first = store.history()
     assert made == newest._replace(ids=(1,))
@@ -326,7 +328,7 @@ def test_what_changes_nothing_is_no_version(store: ConfigStore) -> None:
     assert store.version == 2
 
 
-def test_a_diff_shows_each_row_before_and_after(store: ConfigStore) -> None:
+def test_diff_shows_each_row_before_and_after(store: ConfigStore) -> None:
     store.put_policy(POLICY.replace("100/minute\n", "150/minute\n"), **BY)
     store.set_tier("pro", "search", "300/minute", **BY)
     store.block(("user", "7"), **BY)
@@ -343,7 +345,7 @@ def test_a_diff_shows_each_row_before_and_after(store: ConfigStore) -> None:
     assert store.diff(3, 3) == []
 
 
-def test_a_rollback_is_a_new_version_with_the_old_contents(store: ConfigStore) -> None:
+def test_rollback_is_a_new_version_with_the_old_contents(store: ConfigStore) -> None:
     store.set_tier("gold", "search", "900/minute", **BY)
     store.assign(("tenant", "acme"), "gold", **BY)
     store.block(("user", "7"), **BY)
@@ -361,7 +363,7 @@ def test_a_rollback_is_a_new_version_with_the_old_contents(store: ConfigStore) -
     assert store.policy() == store.policy(7)
 
 
-def test_a_rollback_may_leave_blocks_alone(store: ConfigStore) -> None:
+def test_rollback_may_leave_blocks_alone(store: ConfigStore) -> None:
     store.put_policy(POLICY.replace("100/minute", "150/minute"), **BY)
     store.block(("user", "7"), **BY)
     store.rollback(1, sections=["documents"], **BY)
@@ -380,7 +382,7 @@ def test_what_held_at_a_version_still_can_be_read(store: ConfigStore) -> None:
 # ------------------------------------------------------------------ two at once
 
 
-def test_who_is_based_on_what_others_have_changed_is_told(store: ConfigStore) -> None:
+def test_change_based_on_an_old_version_is_a_conflict(store: ConfigStore) -> None:
     seen = store.version
     store.assign(("tenant", "acme"), None, based_on=seen, **BY)
     store.assign(("tenant", "acme"), "pro", based_on=seen + 1, **BY)
@@ -399,13 +401,13 @@ def test_changes_to_other_things_are_no_conflict(store: ConfigStore) -> None:
         store.block(("user", "7"), based_on=99, **BY)
 
 
-def test_a_document_that_somebody_else_has_replaced_is_a_conflict(store: ConfigStore) -> None:
+def test_concurrently_replaced_document_is_a_conflict(store: ConfigStore) -> None:
     store.put_policy(POLICY.replace("100/minute", "150/minute"), based_on=1, **BY)
     with pytest.raises(Conflict):
         store.put_policy(POLICY.replace("100/minute", "180/minute"), based_on=1, **BY)
 
 
-def test_an_override_that_was_removed_meanwhile_is_a_conflict(store: ConfigStore) -> None:
+def test_override_that_was_removed_meanwhile_is_a_conflict(store: ConfigStore) -> None:
     added = store.override(("tenant", "acme"), "5/hour", limit="search", **BY)
     assert added is not None
     (id,) = added.ids
@@ -418,9 +420,9 @@ def test_an_override_that_was_removed_meanwhile_is_a_conflict(store: ConfigStore
             change()
 
 
-def test_of_writers_at_the_same_moment_each_gets_a_version(store: ConfigStore, store_url: str) -> None:
+def test_of_writers_at_the_same_moment_each_gets_a_version(store: ConfigStore, empty_store_url: str) -> None:
     def write(number: int) -> None:
-        own = ConfigStore(store_url, secret=SECRET)
+        own = ConfigStore(empty_store_url, secret=SECRET)
         for _ in range(3):
             own.override(("tenant", f"t{number}"), "5/hour", limit="search", valid_until=_later(own), **BY)
 
@@ -438,12 +440,12 @@ def _later(store: ConfigStore) -> datetime:
     return UNTIL + timedelta(days=len(store.overrides()))
 
 
-def test_of_two_who_change_the_same_at_the_same_moment_one_wins(store: ConfigStore, store_url: str) -> None:
+def test_one_of_two_concurrent_changes_wins(store: ConfigStore, empty_store_url: str) -> None:
     outcomes: list[str] = []
     start = threading.Barrier(4)
 
     def write(number: int) -> None:
-        own = ConfigStore(store_url, secret=SECRET)
+        own = ConfigStore(empty_store_url, secret=SECRET)
         start.wait()
         try:
             own.put_policy(POLICY.replace("100/minute", f"{200 + number}/minute"), based_on=1, **BY)
@@ -463,7 +465,7 @@ def test_of_two_who_change_the_same_at_the_same_moment_one_wins(store: ConfigSto
 # ------------------------------------------------------------------ API keys
 
 
-def test_api_keys_are_stored_as_keyed_hashes(store: ConfigStore, store_url: str, tmp_path: Path) -> None:
+def test_api_keys_are_stored_as_keyed_hashes(store: ConfigStore, empty_store_url: str, tmp_path: Path) -> None:
     who = ("api_key", KEY)
     store.assign(who, "pro", **BY)
     store.override(who, "5/hour", limit="search", **BY)
@@ -471,7 +473,7 @@ def test_api_keys_are_stored_as_keyed_hashes(store: ConfigStore, store_url: str,
     assert [each.row.value for each in (*store.clients(), *store.overrides(), *store.blocks())] == [HASH] * 3
     assert len(store.overrides(who=who)) == len(store.overrides(who=("api_key", HASH))) == 1
     everything = [str(store.history()), str(store.diff(0, store.version)), str(store.policy())]
-    everything += [str(row) for row in dump(store_url)]
+    everything += [str(row) for row in dump(empty_store_url)]
     everything += [file.read_bytes().decode("latin-1") for file in tmp_path.iterdir() if file.is_file()]
     assert not [each for each in everything if KEY in each]
     snapshot = Snapshot(store.policy(), ApiKeyHasher(SECRET).fingerprint)
@@ -491,7 +493,7 @@ def dump(url: str) -> list[Any]:
         return [row for name in names for row in connection.execute(f"SELECT * FROM {name}".encode())]
 
 
-def test_a_document_with_keys_in_it_is_refused_and_says_what_to_write(store: ConfigStore) -> None:
+def test_document_with_keys_in_it_is_refused_and_says_what_to_write(store: ConfigStore) -> None:
     with pytest.raises(InvalidPolicy) as refused:
         store.put_policy(f"{POLICY}  - {{api_key: {KEY}, tier: pro}}\n", **BY)
     assert str(refused.value) == f"policy.yaml: clients[2].api_key: API keys are stored as hashes; write {HASH}"
@@ -526,7 +528,7 @@ def test_changed_rows_alone_give_the_same_policy_as_all_rows(store: ConfigStore)
         store.override(("tenant", f"t{number}"), "5/hour", limit="search", **BY)
     with read_transaction(store.engine) as connection:
         first = read_contents(connection, VersionStamp(store.version, 1_000_000))
-    assembly = PolicyAssembly(first.template, first.rows)
+    assembly = PolicyAssembly(first)
     store.override(("tenant", "t2"), "6/hour", limit="search", id=3, **BY)
     store.remove_override(5, **BY)
     store.override(("tenant", "new"), "7/hour", limit="search", **BY)
@@ -537,7 +539,7 @@ def test_changed_rows_alone_give_the_same_policy_as_all_rows(store: ConfigStore)
     with read_transaction(store.engine) as connection:
         found = read_changes(connection, first.stamp, VersionStamp(store.version, 1_000_000))
     assert found is not None
-    assert not found.affect_template
+    assert not found.affects_template
     assert {section: len(rows) for section, rows in found.rows.items() if rows} == {
         "clients": 2, "overrides": 3, "blocked": 1,
     }  # fmt: skip
@@ -587,7 +589,7 @@ def run(url: str, statements: str) -> None:
                 connection.execute(statement.encode())
 
 
-def test_the_three_tables_are_read_as_they_stand(seeds: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_three_tables_are_read_as_they_stand(seeds: str, caplog: pytest.LogCaptureFixture) -> None:
     found = read_tables(seeds, fingerprint=ApiKeyHasher(SECRET).fingerprint)
     assert [(row.path, row.route_class, row.cost) for row in found.routes] == [
         ("/api/v1/search", "search", 50), ("/api/v1/transfer", "write", 1), ("/health", "free", 0), ("*", "default", 1),
@@ -644,7 +646,7 @@ def test_migrations_lead_to_the_tables_that_are_used(store: ConfigStore) -> None
 
     with read_transaction(store.engine) as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "include_object": ours})
-        assert compare_metadata(context, [METADATA, ACCESS, ANOMALY_TABLES]) == []
+        assert compare_metadata(context, [METADATA, ACCESS, ANOMALY_TABLES, LEDGER_TABLES]) == []
 
 
 def test_pages_of_names_are_found_by_an_index(store: ConfigStore) -> None:
@@ -680,21 +682,21 @@ def test_pages_of_names_are_found_by_an_index(store: ConfigStore) -> None:
     assert "SEARCH" in plans[1] or "Index Cond" in plans[1], f"it begins where the other ended:\n{plans[1]}"
 
 
-def test_migrations_run_once_and_lose_nothing(store: ConfigStore, store_url: str) -> None:
-    again = ConfigStore(store_url, secret=SECRET)
+def test_migrations_run_once_and_lose_nothing(store: ConfigStore, empty_store_url: str) -> None:
+    again = ConfigStore(empty_store_url, secret=SECRET)
     assert again.version == 1
-    with write_transaction(open_engine(store_url)) as connection:
+    with write_transaction(open_engine(empty_store_url)) as connection:
         migrate(connection)
         assert connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}").scalars().all() == [
             newest_revision()
         ]
 
 
-def test_tables_of_a_newer_headgate_are_left_alone(store: ConfigStore, store_url: str) -> None:
-    run(store_url, f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
+def test_tables_of_a_newer_headgate_are_left_alone(store: ConfigStore, empty_store_url: str) -> None:
+    run(empty_store_url, f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
     with pytest.raises(InvalidConfiguration, match="schema revision 9999 of a newer headgate version; upgrade"):
-        ConfigStore(store_url)
-    run(store_url, f"UPDATE {VERSION_TABLE} SET version_num = '{newest_revision()}'")
+        ConfigStore(empty_store_url)
+    run(empty_store_url, f"UPDATE {VERSION_TABLE} SET version_num = '{newest_revision()}'")
 
 
 def test_stores_that_are_opened_at_the_same_moment_make_the_tables_once(config_url: str) -> None:
@@ -736,7 +738,7 @@ class Refusing(sqlite3.Connection):
         ([sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR], False),
     ],
 )
-def test_who_opens_a_new_file_waits_for_others_who_do(
+def test_concurrent_openers_of_a_new_file_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: list[int], is_open: bool
 ) -> None:
     monkeypatch.setattr(Refusing, "refusals", codes)
@@ -755,12 +757,12 @@ def test_who_opens_a_new_file_waits_for_others_who_do(
         ("sqlite://", "the config store cannot be in memory; name a file"),
     ],
 )
-def test_a_url_that_means_nothing_is_refused(url: str, told: str) -> None:
+def test_url_that_means_nothing_is_refused(url: str, told: str) -> None:
     with pytest.raises(InvalidConfiguration, match=told):
         ConfigStore(url)
 
 
-def test_a_store_that_cannot_be_reached_is_told_without_its_password(tmp_path: Path) -> None:
+def test_unreachable_store_is_reported_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(ConfigUnavailable) as refused:
         ConfigStore("postgresql://ada:s3cret@127.0.0.1:9/x?connect_timeout=2")
     assert "postgresql://ada:***@127.0.0.1:9/x" in str(refused.value)
@@ -769,7 +771,7 @@ def test_a_store_that_cannot_be_reached_is_told_without_its_password(tmp_path: P
         ConfigStore(f"sqlite:///{tmp_path}/no/such/place.db")
 
 
-def test_a_nodes_copy_stays_where_it_was_named(
+def test_nodes_copy_stays_where_it_was_named(
     untouched: ConfigStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is written in the background, and the process may have moved meanwhile."""
@@ -786,7 +788,7 @@ def test_a_nodes_copy_stays_where_it_was_named(
     assert [*elsewhere.iterdir()] == []
 
 
-def test_an_app_that_starts_before_its_config_store_is_told_what_to_do(tmp_path: Path) -> None:
+def test_app_started_before_its_config_store_names_the_remedy(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/config.db"
     with pytest.raises(ConfigUnavailable) as missing:
         ConfigSource(url).follow(lambda policy: policy, every=None)
@@ -802,7 +804,7 @@ def test_an_app_that_starts_before_its_config_store_is_told_what_to_do(tmp_path:
     )
 
 
-def test_a_new_config_store_is_private(tmp_path: Path) -> None:
+def test_new_config_store_is_private(tmp_path: Path) -> None:
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
     with read_transaction(store.engine):
         assert {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {
@@ -810,7 +812,7 @@ def test_a_new_config_store_is_private(tmp_path: Path) -> None:
         }
 
 
-def test_a_deleted_config_store_is_reported_and_not_replaced_by_an_empty_one(tmp_path: Path) -> None:
+def test_deleted_config_store_is_reported_and_not_replaced_by_an_empty_one(tmp_path: Path) -> None:
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
     store.put_policy("limits: [{by: ip, bucket: 1/minute}]", **BY)
     (tmp_path / "config.db").unlink()
@@ -820,7 +822,7 @@ def test_a_deleted_config_store_is_reported_and_not_replaced_by_an_empty_one(tmp
     assert not (tmp_path / "config.db").exists()
 
 
-def test_a_change_to_a_config_store_that_is_deleted_meanwhile_is_not_reported_as_saved(tmp_path: Path) -> None:
+def test_change_to_a_config_store_that_is_deleted_meanwhile_is_not_reported_as_saved(tmp_path: Path) -> None:
     store = ConfigStore(f"sqlite:///{tmp_path}/config.db", secret=SECRET)
     with pytest.raises(ConfigUnavailable, match="the file was deleted or replaced"), write_transaction(store.engine):
         (tmp_path / "config.db").unlink()

@@ -23,7 +23,6 @@ from sqlalchemy import text
 from headgate import HeadgateError, InvalidInput, InvalidPolicy, Limiter
 from headgate.control.config import Assignment, ConfigStore, ConfigUnavailable, Conflict, Put
 from headgate.control.config.engine import write_transaction
-from headgate.control.config.tables import METADATA
 from headgate.control.config.watcher import ConfigSource
 from headgate.control.config.writing import ConcurrentChange
 from headgate.control.service import (
@@ -38,8 +37,8 @@ from headgate.control.service import (
     NotFound,
     OverrideSpec,
 )
-from headgate.control.service.candidates import mask, short_label
-from headgate.control.service.usage import applicable_limits
+from headgate.control.service.client_lookup import mask, short_label
+from headgate.control.service.effective_policy import applicable_limits
 from headgate.gate.gate import Gate
 from headgate.telemetry import DecisionLog
 from headgate.telemetry.decision_log.sinks import open_reader
@@ -94,7 +93,7 @@ class World:
         self.config = ConfigStore(url, secret=SECRET, clock=self.clock)
         self.config.put_policy(POLICY, author="ada", reason="begin")
         self.log = DecisionLog(self.log_url, secret=SECRET, sample=1.0, every=0.005, writer="thread")
-        identities = {"user": lambda arrival: arrival.user, "tenant": lambda arrival: arrival.tenant}
+        identities = {"user": lambda request: request.user, "tenant": lambda request: request.tenant}
         options: Any = {"clock": self.clock, "namespace": namespace}
         self.gate = Gate(
             ConfigSource(url),
@@ -106,7 +105,7 @@ class World:
             **options,
         )
         self.board = MemoryStatusStore()
-        self.pulse = StatusReporter(self.gate, self.board, secret=SECRET, node="web-1", every=None)
+        self.reporter = StatusReporter(self.gate, self.board, secret=SECRET, node="web-1", every=None)
         self.counters = self.gate.limiter_view() if store == "memory://" else Limiter(store, **options)
         self.service = self.made()
 
@@ -122,73 +121,49 @@ class World:
         self.gate.policy_watcher.look()
 
     def close(self) -> None:
-        self.pulse.close()
+        self.reporter.close()
         self.log.close()
         self.gate.close()
         self.counters.close()
         self.config.close()
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Stores whose tables are made: not for each test anew."""
-    return {"directory": str(tmp_path_factory.mktemp("begun"))}
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, begun: dict[str, str]) -> str:
-    kind: str = request.param
-    if kind not in begun:
-        file = f"sqlite:///{begun['directory']}/config.db"
-        begun[kind] = file if kind == "sqlite" else request.getfixturevalue("postgres").fresh_url()
-        ConfigStore(begun[kind]).close()
-    if kind == "sqlite":
-        shutil.copy(begun[kind].removeprefix("sqlite:///"), tmp_path / "config.db")
-        return f"sqlite:///{tmp_path}/config.db"
-    store = ConfigStore(begun[kind])
-    with write_transaction(store.engine) as connection:
-        names = ", ".join(table.name for table in METADATA.sorted_tables)
-        connection.execute(text(f"TRUNCATE {names} RESTART IDENTITY"))
-    store.close()
-    return begun[kind]
-
-
 @pytest.fixture
-def world(url: str, tmp_path: Path) -> Iterator[World]:
+def world(empty_store_url: str, tmp_path: Path) -> Iterator[World]:
     """On each kind of database."""
-    with closing(World(url, tmp_path)) as world:
+    with closing(World(empty_store_url, tmp_path)) as world:
         yield world
 
 
 @pytest.fixture
-def here(tmp_path: Path, begun: dict[str, str]) -> Iterator[World]:
+def here(tmp_path: Path, migrated: dict[str, str]) -> Iterator[World]:
     """On SQLite, for what does not depend on the database."""
-    if "sqlite" not in begun:
-        begun["sqlite"] = f"sqlite:///{begun['directory']}/config.db"
-        ConfigStore(begun["sqlite"]).close()
-    shutil.copy(begun["sqlite"].removeprefix("sqlite:///"), tmp_path / "config.db")
+    if "sqlite" not in migrated:
+        migrated["sqlite"] = f"sqlite:///{migrated['directory']}/config.db"
+        ConfigStore(migrated["sqlite"]).close()
+    shutil.copy(migrated["sqlite"].removeprefix("sqlite:///"), tmp_path / "config.db")
     with closing(World(f"sqlite:///{tmp_path}/config.db", tmp_path)) as world:
         yield world
 
 
 @pytest.fixture
-def office(tmp_path: Path, begun: dict[str, str]) -> Iterator[AdminService]:
+def office(tmp_path: Path, migrated: dict[str, str]) -> Iterator[AdminService]:
     """A service alone, on SQLite: for what no gate is needed for."""
-    if "policy" not in begun:
-        begun["policy"] = f"{begun['directory']}/policy.db"
-        with a_desk(begun["policy"]) as service:
+    if "policy" not in migrated:
+        migrated["policy"] = f"{migrated['directory']}/policy.db"
+        with a_desk(migrated["policy"]) as service:
             service.policy.put(ChangeContext(OTTO, "begin"), POLICY)
-    shutil.copy(begun["policy"], tmp_path / "config.db")
+    shutil.copy(migrated["policy"], tmp_path / "config.db")
     with a_desk(f"{tmp_path}/config.db") as service:
         yield service
 
 
 @pytest.fixture
-def furnished(tmp_path: Path, begun: dict[str, str]) -> Iterator[AdminService]:
+def furnished(tmp_path: Path, migrated: dict[str, str]) -> Iterator[AdminService]:
     """A service alone, with something of everything that can be removed."""
-    if "furnished" not in begun:
-        begun["furnished"] = f"{begun['directory']}/furnished.db"
-        with a_desk(begun["furnished"]) as service:
+    if "furnished" not in migrated:
+        migrated["furnished"] = f"{migrated['directory']}/furnished.db"
+        with a_desk(migrated["furnished"]) as service:
             service.policy.put(ChangeContext(OTTO, "set up"), POLICY)
             service.overrides.add(ChangeContext(SUE, "set up"), GLOBEX, OverrideSpec("95/minute", limit="search"))
             service.blocks.add(ChangeContext(SUE, "set up"), ClientRef("tenant", "kept-out"))
@@ -196,7 +171,7 @@ def furnished(tmp_path: Path, begun: dict[str, str]) -> Iterator[AdminService]:
             service.clients.assign_tier(ChangeContext(SUE, "set up"), ClientRef("tenant", "put-in"), "pro")
             service.policy.set_tier(ChangeContext(OTTO, "set up"), "free", "search", "90/minute")
             service.policy.set_route(ChangeContext(OTTO, "set up"), "/exports", 4)
-    shutil.copy(begun["furnished"], tmp_path / "config.db")
+    shutil.copy(migrated["furnished"], tmp_path / "config.db")
     with a_desk(f"{tmp_path}/config.db") as service:
         yield service
 
@@ -225,7 +200,7 @@ def codes(error: pytest.ExceptionInfo[NeedsConfirmation]) -> list[str]:
 # ------------------------------------------------------------------ one client
 
 
-def test_a_client_is_shown_with_its_limits_and_where_they_come_from(world: World) -> None:
+def test_client_is_shown_with_its_limits_and_where_they_come_from(world: World) -> None:
     service = world.service
     service.clients.assign_tier(ChangeContext(SUE, "has paid"), ACME, "pro", label="Acme Inc")
     service.overrides.add(
@@ -280,10 +255,9 @@ def test_what_is_shown_as_used_is_what_the_gate_has_counted(here: World) -> None
 
 
 @pytest.mark.parametrize("limit", ["strangers", "watched", "pages"])
-def test_the_wait_that_is_shown_is_exact(here: World, limit: str) -> None:
+def test_wait_that_is_shown_is_exact(here: World, limit: str) -> None:
     who = ClientRef("ip", "203.0.113.9") if limit == "strangers" else ACME
-    facts, effective = here.service._deps.resolve(who)
-    _, met = applicable_limits(effective, facts.values, kind=who.kind, now_us=here.clock.now_us())
+    _, met = applicable_limits(here.service._deps.resolve(who), here.clock.now_us())
     (key,) = [each.key for each in met if each.rule.name == limit]
     while here.counters.check(key):
         here.clock.advance(0.001)
@@ -308,7 +282,7 @@ WHO_IS_COUNTED = [
 
 
 @pytest.mark.parametrize("who", WHO_IS_COUNTED, ids=str)
-def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, who: dict[str, str]) -> None:
+def test_limits_of_a_client_are_those_that_its_requests_meet(here: World, who: dict[str, str]) -> None:
     """The service reads only the client's own rows, and the gate has all of them: they agree."""
     config, by = here.config, {"author": "ada", "reason": "test"}
     config.assign(("tenant", "globex"), "pro", **by)
@@ -350,7 +324,7 @@ def test_the_limits_of_a_client_are_those_that_its_requests_meet(here: World, wh
     assert all((limit, numbers) in everywhere or (limit, numbers, route) in shown for limit, numbers, route in met)
 
 
-def test_a_network_is_shown_with_what_holds_for_its_addresses(here: World) -> None:
+def test_network_is_shown_with_what_holds_for_its_addresses(here: World) -> None:
     view = here.service.clients.get(ClientRef("ip", "198.51.100.0/24"))
     assert (view.label, view.can_count) == ("The office", False)
     assert view.troubles == (
@@ -383,7 +357,7 @@ def test_without_a_policy_there_is_nothing_to_show_and_that_is_said(tmp_path: Pa
         service.overrides.add(ChangeContext(SUE, "early"), ACME, OverrideSpec("10/minute"))
 
 
-def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -> None:
+def test_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -> None:
     with write_transaction(here.config.engine) as connection:
         connection.execute(
             text(
@@ -397,7 +371,7 @@ def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -
 
     def watched(client: ClientRef) -> Any:
         resolved = resolve(client)
-        looked.append(sum(map(len, resolved.effective.rows.values())))
+        looked.append(sum(map(len, resolved.rows.values())))
         return resolved
 
     here.service._deps.resolve = watched  # type: ignore[method-assign]
@@ -439,7 +413,7 @@ def test_a_hundred_thousand_overrides_are_not_read_for_one_client(here: World) -
     ("sk_live_known_to_log", ("api_key", CLIENTS.hash_of("api_key", "sk_live_known_to_log"))),
     ("hmac:" + "0" * 32, ("api_key", "hmac:" + "0" * 32)),
 ])  # fmt: skip
-def test_who_is_meant_is_found(found_in: World, written: str, meant: tuple[str, str]) -> None:
+def test_client_lookup_finds_the_client(found_in: World, written: str, meant: tuple[str, str]) -> None:
     assert found_in.service.clients.find(written) == meant
 
 
@@ -465,7 +439,7 @@ def found_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.mark.parametrize(
     "written", ["sk_live_of_nobody_at_all", "pass=word=of/nobody", "label=sk_live_of_nobody", "x" * 600]
 )
-def test_a_text_that_nobody_is_known_by_is_not_repeated(found_in: World, written: str) -> None:
+def test_unknown_client_is_not_echoed(found_in: World, written: str) -> None:
     with pytest.raises(NotFound) as error:
         found_in.service.clients.find(written)
     assert written.removeprefix("label=") not in str(error.value)
@@ -475,7 +449,7 @@ def test_a_text_that_nobody_is_known_by_is_not_repeated(found_in: World, written
     "", "  ", "ip=sk_live_of_nobody", "subnet=sk_live_of_nobody", "hmac:sk_live_of_nobody", "api_key=sk_live_of nobody",
     "x" * 5000,
 ])  # fmt: skip
-def test_what_cannot_be_anybody_is_refused_and_not_repeated(found_in: World, written: str) -> None:
+def test_invalid_client_is_rejected_and_not_echoed(found_in: World, written: str) -> None:
     with pytest.raises(InvalidInput) as error:
         found_in.service.clients.find(written)
     assert "of_nobody" not in str(error.value)
@@ -491,7 +465,7 @@ def test_without_a_secret_keys_cannot_be_looked_for(here: World, monkeypatch: py
         service.clients.get(ClientRef("api_key", KEY))
 
 
-def test_of_somebody_who_is_only_a_hash_the_log_is_shown_and_no_limit_is_changed(here: World) -> None:
+def test_hashed_client_shows_the_log_only(here: World) -> None:
     here.send(60, path="/search", user="ada", peer="192.0.2.9")
     assert here.log.flush()
     nobody = ClientRef("user", CLIENTS.hash_of("user", "ada"))
@@ -551,7 +525,7 @@ def test_timeline_decisions_and_why_agree_with_what_happened(here: World) -> Non
     json.dumps([line.as_dict(), [record.as_dict() for record in newest]])
 
 
-def test_a_log_that_is_not_there_yet_is_a_trouble_and_no_error(here: World, tmp_path: Path) -> None:
+def test_log_that_is_not_there_yet_is_a_trouble_and_no_error(here: World, tmp_path: Path) -> None:
     service = here.made(log=f"sqlite:///{tmp_path}/later.db")
     line = service.clients.timeline(ACME, since_us=0, until_us=60, slots=3)
     assert line.troubles == (f"there is no decision log at sqlite:///{tmp_path}/later.db yet",)
@@ -681,7 +655,7 @@ CHANGES: dict[str, tuple[str, Callable[[AdminService, Actor], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_made_by_those_who_may(furnished: AdminService, name: str) -> None:
+def test_changes_need_the_right_role(furnished: AdminService, name: str) -> None:
     service = furnished
     needed, change = CHANGES[name]
     service._deps.clock.advance(1)  # type: ignore[attr-defined]
@@ -796,7 +770,7 @@ def test_what_is_probably_a_mistake_wants_a_second_look(office: AdminService, na
     assert change(*risks).version.number == before + 1
 
 
-def test_a_danger_says_what_is_and_what_would_be(office: AdminService) -> None:
+def test_danger_says_what_is_and_what_would_be(office: AdminService) -> None:
     with pytest.raises(NeedsConfirmation) as error:
         office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("2500/minute", limit="search"))
     assert error.value.risks == (
@@ -815,7 +789,7 @@ def test_what_an_override_is_compared_with_is_what_holds_now(office: AdminServic
     assert codes(error) == ["tenth"]
 
 
-def test_who_gives_an_override_twice_is_told_which_one_to_change(office: AdminService) -> None:
+def test_duplicate_override_names_the_existing_one(office: AdminService) -> None:
     office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("900/minute", limit="search"))
     with pytest.raises(InvalidInput, match="override 1 is for the same client, limit and time: change it, or remove"):
         office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("800/minute", limit="search"))
@@ -827,7 +801,7 @@ def test_who_gives_an_override_twice_is_told_which_one_to_change(office: AdminSe
 
 
 @pytest.mark.parametrize("bucket", ["0/minute", "0 per day"])
-def test_a_limit_of_nothing_is_a_block_and_refused(office: AdminService, bucket: str) -> None:
+def test_limit_of_nothing_is_a_block_and_refused(office: AdminService, bucket: str) -> None:
     for change in (
         lambda: office.overrides.add(
             ChangeContext(SUE, "r", confirmed=["tenth"]), ACME, OverrideSpec(bucket, limit="search")
@@ -839,7 +813,7 @@ def test_a_limit_of_nothing_is_a_block_and_refused(office: AdminService, bucket:
 
 
 @pytest.mark.parametrize("who", [("ip", "*"), ("tenant", "*"), ("ip", "0.0.0.0/0"), ("ip", "::/0")])
-def test_nobody_can_block_everybody(office: AdminService, who: tuple[str, str]) -> None:
+def test_block_of_everything_is_rejected(office: AdminService, who: tuple[str, str]) -> None:
     with pytest.raises(InvalidInput):
         office.blocks.add(ChangeContext(OTTO, "r", confirmed=["wildcard-block"]), ClientRef(*who))
     assert office.blocks.list(search=who[1]).items == ()
@@ -848,7 +822,7 @@ def test_nobody_can_block_everybody(office: AdminService, who: tuple[str, str]) 
 # ------------------------------------------------------------------ changes
 
 
-def test_an_override_takes_effect_at_the_gate(world: World) -> None:
+def test_override_takes_effect_at_the_gate(world: World) -> None:
     service = world.service
     assert sum(world.send(60, path="/search", tenant="acme")) == 50
     service.overrides.add(
@@ -888,7 +862,7 @@ def test_an_override_takes_effect_at_the_gate(world: World) -> None:
         ("the office", ["ip"]),
     ],
 )
-def test_a_typed_text_offers_every_client_that_it_can_mean(world: World, typed: str, kinds: list[str]) -> None:
+def test_typed_text_offers_every_client_that_it_can_mean(world: World, typed: str, kinds: list[str]) -> None:
     assert [each.who.kind for each in world.service.clients.candidates(typed)] == kinds
 
 
@@ -903,7 +877,7 @@ def test_candidates_say_what_a_block_of_them_matches(world: World) -> None:
     assert told["Tenant acme"] == "every request of the tenant “acme”"
 
 
-def test_a_candidate_shows_an_api_key_masked(world: World) -> None:
+def test_candidate_shows_an_api_key_masked(world: World) -> None:
     key = "sk_live_aaaa567890abcdef"
     (found,) = world.service.clients.candidates(key)
     assert found.title == "API key sk_live_…cdef"
@@ -912,18 +886,18 @@ def test_a_candidate_shows_an_api_key_masked(world: World) -> None:
 
 
 @pytest.mark.parametrize("typed", ["", "a\nb", "x" * 5000, "hmac:123"])
-def test_a_text_that_can_mean_no_client_is_refused(world: World, typed: str) -> None:
+def test_text_that_can_mean_no_client_is_refused(world: World, typed: str) -> None:
     with pytest.raises(InvalidInput):
         world.service.clients.candidates(typed)
 
 
 @given(st.text(min_size=1, max_size=60))
-def test_a_masked_key_gives_at_most_half_of_it_away(key: str) -> None:
+def test_masked_key_gives_at_most_half_of_it_away(key: str) -> None:
     shown = mask(key).replace("…", "", 1)
     assert 2 * len(shown) <= len(key)
 
 
-def test_a_client_of_which_only_a_hash_is_known_is_blocked_by_it(world: World) -> None:
+def test_client_of_which_only_a_hash_is_known_is_blocked_by_it(world: World) -> None:
     address = ClientRef("ip", CLIENTS.key("ip", "192.0.2.77"))
     assert world.send(peer="192.0.2.77", path="/login", method="POST") == [True]
     world.service.blocks.add(ChangeContext(SUE, "tries passwords"), address)
@@ -943,15 +917,15 @@ def test_a_client_of_which_only_a_hash_is_known_is_blocked_by_it(world: World) -
     assert world.send(peer="192.0.2.77") == [True]
 
 
-def test_a_hash_is_blocked_by_its_name_where_that_is_known(world: World) -> None:
+def test_hash_is_blocked_by_its_name_where_that_is_known(world: World) -> None:
     hashed = ClientRef("tenant", CLIENTS.key("tenant", "initech"))
     assert "tenant initech" in world.service.blocks.add(ChangeContext(SUE, "unpaid"), hashed).what
 
 
-def test_a_client_goes_by_the_same_name_on_the_overview_and_on_its_own_page(world: World) -> None:
+def test_client_goes_by_the_same_name_on_the_overview_and_on_its_own_page(world: World) -> None:
     world.send(8, peer="192.0.2.77", path="/login", method="POST")
     world.clock.advance(1)
-    world.pulse.report()
+    world.reporter.report()
     (top,) = world.service.fleet.overview().top_denied
     shown = short_label(top.kind, top.key, top.label)
     assert re.fullmatch(r"192\.0\.2\.\* \([0-9a-f]{8}\)", shown)
@@ -960,7 +934,7 @@ def test_a_client_goes_by_the_same_name_on_the_overview_and_on_its_own_page(worl
     assert [each.label for each in world.service.blocks.list().items if each.source == "config"] == [shown]
 
 
-def test_a_rollback_is_previewed_with_everything_that_it_changes(world: World) -> None:
+def test_rollback_is_previewed_with_everything_that_it_changes(world: World) -> None:
     service, before = world.service, world.service.version
     service.overrides.add(ChangeContext(SUE, "launch"), ACME, OverrideSpec("200/minute", limit="search"))
     service.blocks.add(ChangeContext(OTTO, "unpaid"), GLOBEX)
@@ -1008,7 +982,7 @@ def test_live_blocks_follow_a_rollback_and_others_are_kept(world: World) -> None
         ("nowhere", []),
     ],
 )
-def test_a_part_of_a_name_finds_every_client_that_contains_it(world: World, typed: str, found: list[str]) -> None:
+def test_part_of_a_name_finds_every_client_that_contains_it(world: World, typed: str, found: list[str]) -> None:
     for number in (1, 2):
         world.service.clients.assign_tier(
             ChangeContext(SUE, "r"), ClientRef("tenant", f"corner-{number}"), "pro", label=f"Corner Cafe {number}"
@@ -1018,7 +992,7 @@ def test_a_part_of_a_name_finds_every_client_that_contains_it(world: World, type
     assert [each.who.value for each in world.service.clients.matches(typed)] == found
 
 
-def test_a_client_that_was_never_seen_is_flagged(world: World) -> None:
+def test_client_that_was_never_seen_is_flagged(world: World) -> None:
     world.send(tenant="acme")
     assert world.log.flush()
     assert (
@@ -1072,7 +1046,7 @@ def test_names_stand_in_the_place_of_hashes(world: World) -> None:
         )
 
 
-def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> None:
+def test_block_holds_at_once_and_after_the_policy_is_read(world: World) -> None:
     service = world.service
     done = service.blocks.add(ChangeContext(SUE, "stolen"), ClientRef("api_key", KEY), valid_until=in_days(world, 1))
     assert (done.version and done.version.number, done.notes) == (2, ())
@@ -1095,7 +1069,7 @@ def test_a_block_holds_at_once_and_after_the_policy_is_read(world: World) -> Non
         service.blocks.remove(ChangeContext(SUE, "again"), 1)
 
 
-def test_somebody_whom_only_nodes_were_told_of_is_seen_and_let_in(here: World) -> None:
+def test_block_known_to_nodes_only_is_listed_and_removed(here: World) -> None:
     here.counters.block("ip", "192.0.2.0/28", reason="by hand")
     here.counters.block("tenant", "acme")
     assert [(each.who, each.source, each.id) for each in here.service.blocks.list().items] == [
@@ -1116,7 +1090,7 @@ def test_somebody_whom_only_nodes_were_told_of_is_seen_and_let_in(here: World) -
         here.service.blocks.remove(ChangeContext(SUE, "r"), ACME)
 
 
-def test_a_block_that_nodes_cannot_be_told_of_is_made_and_noted(here: World) -> None:
+def test_block_is_stored_when_nodes_cannot_be_notified(here: World) -> None:
     assert here.made(counters=None).blocks.add(ChangeContext(SUE, "r"), ACME).notes == (
         "the admin server was started without --store, so nodes apply this within a second, not at once",
     )
@@ -1130,7 +1104,7 @@ def test_a_block_that_nodes_cannot_be_told_of_is_made_and_noted(here: World) -> 
         assert "may still block this client" in ended.notes[0]
 
 
-def test_a_reset_forgets_what_this_client_has_used_and_nobody_else(here: World) -> None:
+def test_reset_affects_only_its_client(here: World) -> None:
     here.send(50, path="/search", tenant="acme", peer="192.0.2.1")
     here.send(50, path="/search", tenant="globex", peer="192.0.2.1")
     here.clock.advance(0.001)
@@ -1166,7 +1140,7 @@ def test_on_a_real_redis_blocks_usage_and_resets_are_those_of_the_gate(
         assert world.counters.blocked() == []
 
 
-def test_a_change_on_what_has_changed_meanwhile_is_refused(world: World) -> None:
+def test_change_on_what_has_changed_meanwhile_is_refused(world: World) -> None:
     service = world.service
     service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("200/minute", limit="search"))
     seen = service.version
@@ -1222,7 +1196,7 @@ def test_what_was_judged_is_what_is_written_over_two_admin_servers(world: World)
     store.close()
 
 
-def test_a_change_that_was_judged_by_an_older_version_is_not_written(world: World) -> None:
+def test_change_that_was_judged_by_an_older_version_is_not_written(world: World) -> None:
     store = world.config
     seen = store.version
     world.service.blocks.add(ChangeContext(SUE, "r"), GLOBEX)
@@ -1286,7 +1260,7 @@ def test_what_a_table_says_of_a_client_holds_before_the_document(office: AdminSe
     assert [(each.name, each.clients) for each in office.policy.tiers()] == [("pro", 0), ("free", 1)]
 
 
-def test_a_name_stays_with_a_client_that_changes_its_tier(office: AdminService) -> None:
+def test_name_stays_with_a_client_that_changes_its_tier(office: AdminService) -> None:
     office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "pro", label="Acme Inc")
     office.clients.assign_tier(ChangeContext(SUE, "r"), ACME, "free")
     assert (office.clients.get(ACME).label, office.clients.get(ACME).tier) == ("Acme Inc", "free")
@@ -1298,7 +1272,7 @@ def test_a_name_stays_with_a_client_that_changes_its_tier(office: AdminService) 
 # ------------------------------------------------------------------ the policy and its past
 
 
-def test_the_policy_is_shown_with_what_tables_add(world: World) -> None:
+def test_policy_is_shown_with_what_tables_add(world: World) -> None:
     service = world.service
     service.policy.set_tier(ChangeContext(OTTO, "r"), "pro", "strangers", "7000/minute")
     service.policy.set_route(ChangeContext(OTTO, "r"), "/search", 3, route_class="search")
@@ -1322,7 +1296,7 @@ def test_the_policy_is_shown_with_what_tables_add(world: World) -> None:
     json.dumps([each.as_dict() for each in (*service.policy.tiers(), *service.policy.routes(), view)])
 
 
-def test_a_document_is_checked_beside_the_rows_that_there_are(world: World) -> None:
+def test_document_is_checked_beside_the_rows_that_there_are(world: World) -> None:
     service = world.service
     service.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec("200/minute", limit="seats"))
     assert service.policy.check(POLICY, file="policy.yaml") == []
@@ -1510,7 +1484,7 @@ def test_clients_come_by_their_names_over_all_pages(world: World) -> None:
     assert [each.tier for each in found if each.who.value == "initech"] == ["free"], "what a row says of it"
 
 
-def test_the_audit_is_all_that_was_done_in_the_order_of_time(world: World) -> None:
+def test_audit_is_all_that_was_done_in_the_order_of_time(world: World) -> None:
     service = world.service
     for number in range(3):
         world.clock.advance(1)
@@ -1550,7 +1524,7 @@ def test_the_audit_is_all_that_was_done_in_the_order_of_time(world: World) -> No
 # ------------------------------------------------------------------ nothing secret
 
 
-def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pasted into every field there is: it is refused, or hashed, and never told again."""
     service, told = here.service, []
     here.send(path="/search", api_key=KEY)
@@ -1623,7 +1597,7 @@ def test_an_api_key_gets_nowhere(here: World, tmp_path: Path, caplog: pytest.Log
         assert KEY.encode() not in file.read_bytes(), file.name
 
 
-def test_a_key_that_only_the_configuration_knows_is_no_reason_nor_a_name(office: AdminService) -> None:
+def test_key_that_only_the_configuration_knows_is_no_reason_nor_a_name(office: AdminService) -> None:
     office.blocks.add(ChangeContext(SUE, "r"), ClientRef("api_key", KEY))
     for change in (
         lambda: office.clients.assign_tier(ChangeContext(SUE, f"see '{KEY}'"), ACME, "pro"),
@@ -1634,7 +1608,7 @@ def test_a_key_that_only_the_configuration_knows_is_no_reason_nor_a_name(office:
             change()
 
 
-def test_the_key_that_a_change_is_about_is_not_kept_beside_it(office: AdminService) -> None:
+def test_key_that_a_change_is_about_is_not_kept_beside_it(office: AdminService) -> None:
     """Also one that nobody has heard of before."""
     fresh, who = "fresh-and-plain-0042", ClientRef("api_key", "fresh-and-plain-0042")
     for change in (
@@ -1649,7 +1623,7 @@ def test_the_key_that_a_change_is_about_is_not_kept_beside_it(office: AdminServi
     assert office.blocks.add(ChangeContext(SUE, "leaked"), who).version is not None
 
 
-def test_a_text_that_may_be_a_key_is_not_shown_though_nobody_knows_it(office: AdminService) -> None:
+def test_text_that_may_be_a_key_is_not_shown(office: AdminService) -> None:
     unknown = "sk_live_nobody_knows_this"
     for change in (
         lambda: office.overrides.add(ChangeContext(SUE, "r"), ACME, OverrideSpec(unknown, limit="search")),
@@ -1667,13 +1641,13 @@ def test_a_text_that_may_be_a_key_is_not_shown_though_nobody_knows_it(office: Ad
 # ------------------------------------------------------------------ the fleet
 
 
-def test_the_overview_is_what_the_nodes_said(here: World) -> None:
+def test_overview_is_what_the_nodes_said(here: World) -> None:
     for _ in range(5):
         here.send(30, path="/search", tenant="acme")
         here.clock.advance(1)
-        here.pulse.report()
+        here.reporter.report()
     here.clock.advance(2)
-    here.pulse.report()
+    here.reporter.report()
     assert here.log.flush()
     view = here.service.fleet.overview()
     assert [(node.name.partition(":")[0], node.state, node.policy_version) for node in view.nodes] == [
@@ -1691,7 +1665,7 @@ def test_the_overview_is_what_the_nodes_said(here: World) -> None:
     json.dumps(view.as_dict())
 
 
-def test_the_overview_never_fails(here: World, tmp_path: Path) -> None:
+def test_overview_never_fails(here: World, tmp_path: Path) -> None:
     service = here.made(status_store=None, log=None)
     assert len(service.fleet.overview().troubles) == 2
     here.config.close()
@@ -1706,7 +1680,7 @@ def test_the_overview_never_fails(here: World, tmp_path: Path) -> None:
         service.clients.get(ACME)
 
 
-def test_many_threads_share_a_desk(here: World) -> None:
+def test_threads_share_one_service(here: World) -> None:
     failures: list[BaseException] = []
 
     def work(number: int) -> None:

@@ -27,7 +27,7 @@ from headgate.control.admin.middleware import (
     security_headers,
     stranger_identity,
 )
-from headgate.control.admin.problems import ProblemDetails, ProblemModel, of_error, of_fields
+from headgate.control.admin.problems import MEDIA_TYPE, ProblemDetails, ProblemModel, of_error, of_fields
 from headgate.control.admin.sessions import Sessions
 from headgate.errors import HeadgateError
 
@@ -75,10 +75,13 @@ def create_app(
     app.state.failures = FailedAttempts(proxies, clock=clock)
     app.state.credentials = credentials = Credentials(tokens)
     app.state.sessions = sessions = Sessions(tokens, secure=secure)
-    app.add_exception_handler(HeadgateError, _handle_headgate_error)
-    app.add_exception_handler(RequestValidationError, _handle_validation_error)
-    app.add_exception_handler(HTTPException, _handle_http_error)
-    app.add_exception_handler(Exception, _handle_unexpected_error)
+    handlers: dict[Any, Any] = {
+        HeadgateError: lambda _, error: of_error(error).response(),
+        RequestValidationError: lambda _, error: of_fields(error.errors()).response(),
+        HTTPException: _handle_http_error,
+        Exception: _handle_unexpected_error,
+    }
+    app.exception_handlers |= handlers
     app.add_api_route("/health", _health, methods=["GET"], summary="Health check", tags=["server"])
     for router in ROUTERS:
         app.include_router(router, prefix=PREFIX)
@@ -87,7 +90,7 @@ def create_app(
         from headgate.control.admin.pages import router as pages_router
 
         tokens.check_name = service.refuse_keys
-        app.state.pages = renderer = PageRenderer(service, sessions, tokens, secure=secure)
+        app.state.pages = renderer = PageRenderer(service, sessions, tokens)
         app.include_router(pages_router(renderer), include_in_schema=False)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign] # as FastAPI's docs want it
     # The last one added runs first.
@@ -118,44 +121,28 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             separate_input_output_schemas=False,
         )
         problem = ProblemModel.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas = found["components"]["schemas"]
-        schemas |= {**problem.pop("$defs"), "Problem": problem}
-        for unused in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(unused, None)
+        schemas = found["components"]["schemas"] | problem.pop("$defs") | {"Problem": problem}
+        unused = ("HTTPValidationError", "ValidationError")
+        found["components"]["schemas"] = {name: each for name, each in schemas.items() if name not in unused}
         app.openapi_schema = found
     return app.openapi_schema
-
-
-def _handle_headgate_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HeadgateError)
-    return of_error(error).response()
-
-
-def _handle_validation_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return of_fields(error.errors()).response()
 
 
 def _handle_http_error(request: Request, error: Exception) -> Response:
     """Handle requests that the framework rejects: unknown paths, wrong methods, unreadable bodies."""
     assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    match error.status_code:
-        case 404:
-            return _respond(request, ProblemDetails("not-found", "There is no resource at this path.", headers=headers))
-        case 405:
-            allowed = ", ".join(_methods(request))
-            detail = f"This path does not support the method. Use {allowed}."
-            return _respond(request, ProblemDetails("wrong-method", detail, headers=headers | {"Allow": allowed}))
-        case 400:
-            return _respond(request, ProblemDetails("bad-request", "The body cannot be parsed.", headers=headers))
-    title = HTTPStatus(error.status_code).phrase
-    return JSONResponse(
-        {"type": "about:blank", "title": title, "status": error.status_code, "detail": title},
-        error.status_code,
-        headers,
-        "application/problem+json",
-    )
+    status, headers = error.status_code, dict(error.headers or {})
+    if status == 404:
+        return _respond(request, ProblemDetails("not-found", "There is no resource at this path.", headers=headers))
+    if status == 405:
+        headers["Allow"] = allowed = ", ".join(_methods(request))
+        detail = f"This path does not support the method. Use {allowed}."
+        return _respond(request, ProblemDetails("wrong-method", detail, headers=headers))
+    if status == 400:
+        return _respond(request, ProblemDetails("bad-request", "The body cannot be parsed.", headers=headers))
+    title = HTTPStatus(status).phrase
+    problem = {"type": "about:blank", "title": title, "status": status, "detail": title}
+    return JSONResponse(problem, status, headers, MEDIA_TYPE)
 
 
 def _methods(request: Request) -> list[str]:
@@ -177,13 +164,10 @@ def _respond(request: Request, problem: ProblemDetails) -> Response:
 
 def _handle_unexpected_error(request: Request, error: Exception) -> Response:
     """Handle an unexpected error. The response bypasses the middleware, so the security headers are added here."""
-    logger.error("unexpected error in the admin server: %s %s", request.method, _route(request), exc_info=error)
+    # The route template, and not the path, which may contain names of clients.
+    route = getattr(request.scope.get("route"), "path", "a path")
+    logger.error("unexpected error in the admin server: %s %s", request.method, route, exc_info=error)
     response = ProblemDetails("failed", "See the server's log.").response()
     for name, value in security_headers(request.url.path):
         response.headers[name.decode()] = value.decode()
     return response
-
-
-def _route(request: Request) -> str:
-    """The route template, and not the path, which may contain names of clients."""
-    return str(getattr(request.scope.get("route"), "path", "a path"))

@@ -53,8 +53,7 @@ class IdempotencyStore:
         `fingerprint` identifies the request: another request with the same key is rejected. `redact` returns the
         response to store. An error releases the key, because nothing was done; unless the outcome is unknown.
         """
-        recorded = self._claim(token_id, key, fingerprint)
-        if recorded is not None:
+        if (recorded := self._claim(token_id, key, fingerprint)) is not None:
             return recorded
         row = (ANSWERS.c.token_id == token_id, ANSWERS.c.key == key)
         try:

@@ -7,12 +7,15 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
+from starlette.datastructures import Headers
+
 from headgate import Limit, Limiter
-from headgate.control.admin.problems import TITLES
+from headgate.control.admin.problems import ProblemDetails
 from headgate.control.config import ConfigUnavailable
 from headgate.policy import read
 from headgate.policy.addresses import Addresses
@@ -29,10 +32,7 @@ __all__ = [
     "BODY",
     "FAILED_SIGN_INS",
     "FAILED_TOKENS",
-    "HSTS",
     "LOOPBACK",
-    "MAX_BODY_BYTES",
-    "MAX_POLICY_BYTES",
     "VERIFIED",
     "BodyLimit",
     "Credentials",
@@ -92,8 +92,6 @@ COMMON: Final = (
 HSTS: Final = (b"strict-transport-security", b"max-age=31536000")
 _SIGN_IN: Final = frozenset({("POST", "/login"), ("GET", "/enter")})
 """Requests whose credentials are not in a header. Only failed ones are limited."""
-_POLICY_PAGES: Final = re.compile(r"/policy(?:/|$)")
-_POLICY_API: Final = re.compile(r"/api/v1/policy(?:/|$)")
 
 
 def security_headers(path: str) -> list[tuple[bytes, bytes]]:
@@ -153,20 +151,15 @@ class Credentials:
 
     async def has(self, digest: bytes) -> bool:
         """True if this is the digest of a valid token or session."""
-        is_known = digest in self._digests
-        if self._is_due(is_known):
-            self._read_at, self._changes = time.monotonic(), self._tokens.changes
+        is_known, now = digest in self._digests, time.monotonic()
+        is_new = not is_known and self._changes != self._tokens.changes
+        if is_new or now - self._read_at >= (MAX_AGE_S if is_known else REFRESH_INTERVAL_S):
+            self._read_at, self._changes = now, self._tokens.changes
             try:
                 self._digests = await asyncio.to_thread(self._tokens.digests)
             except ConfigUnavailable as error:
                 logger.warning("cannot read the valid tokens: %s", error)
-            is_known = digest in self._digests
-        return is_known
-
-    def _is_due(self, is_known: bool) -> bool:
-        if not is_known and self._changes != self._tokens.changes:
-            return True
-        return time.monotonic() - self._read_at >= (MAX_AGE_S if is_known else REFRESH_INTERVAL_S)
+        return digest in self._digests
 
 
 class FailedAttempts:
@@ -176,12 +169,12 @@ class FailedAttempts:
     def __init__(self, proxies: Sequence[str] = (), *, clock: Clock | None = None) -> None:
         settings = access_policy(proxies).identity
         self._addresses = Addresses(settings)
-        self._forwarded_by = settings.forwarded_by.encode() if settings.proxies else None
+        self._forwarded_by = settings.forwarded_by if settings.proxies else ""
         self._limiter = Limiter("memory://", clock=clock, max_keys=MAX_ADDRESSES, namespace="headgate-admin")
 
     def count(self, scope: Any, limit: Limit) -> int | None:
         """Count a failed attempt. Return the seconds to wait if there were too many from this address, else None."""
-        lines = [value.decode("latin-1") for name, value in scope["headers"] if name == self._forwarded_by]
+        lines = Headers(scope=scope).getlist(self._forwarded_by)
         address = self._addresses.client((scope.get("client") or (None,))[0], lines)
         decision = self._limiter.check(limit.by(self._addresses.identity(address)))
         return None if decision.allowed else max(1, -(-(decision.retry_after_us or 0) // 1_000_000))
@@ -220,15 +213,15 @@ class HostAndSecurityHeaders:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         added = security_headers(scope["path"])
-        host = _host(scope)
+        headers = Headers(raw=_with_own_cookies(scope["headers"]))
+        host = _host(headers)
         # HSTS applies to all ports of a host: on loopback it would break other servers.
         if self._is_secure and host not in LOOPBACK:
             added.append(HSTS)
-        headers = _with_own_cookies(scope["headers"])
-        digest = None if self._credentials is None else _credential_digest(_decoded(headers))
+        digest = _credential_digest(headers.getlist)
         # Set on the server's own scope, which decides the connections to close when there are too many.
         scope[VERIFIED] = digest is not None and self._credentials is not None and await self._credentials.has(digest)
-        scope = {**scope, "headers": headers}
+        scope = {**scope, "headers": headers.raw}
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -237,24 +230,18 @@ class HostAndSecurityHeaders:
                 message = {**message, "headers": [*message.get("headers", ()), *missing]}
             await send(message)
 
+        problem: ProblemDetails | None = None
         if self._hosts is not None and host not in self._hosts:
-            return await _reject(
-                send_with_headers,
-                "unknown-host",
-                "This server does not accept that host name; start it with --name to add it.",
-            )
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            detail = "This server does not accept that host name; start it with --name to add it."
+            problem = ProblemDetails("unknown-host", detail)
+        elif "content-length" in headers and "transfer-encoding" in headers:
             # Request smuggling: a proxy may trust the other header, and take the next request for the body.
-            return await _reject(
-                send_with_headers, "bad-request", "Content-Length and Transfer-Encoding must not be sent together."
-            )
-        if len(scope["path"]) > MAX_PATH_LENGTH:  # before numbers in it are parsed
-            return await _reject(send_with_headers, "too-long", f"A path has at most {MAX_PATH_LENGTH} characters.")
-        return await self.app(scope, receive, send_with_headers)
-
-
-def _decoded(headers: Sequence[tuple[bytes, bytes]]) -> Callable[[str], list[str]]:
-    return lambda name: [value.decode("latin-1") for each, value in headers if each == name.encode()]
+            detail = "Content-Length and Transfer-Encoding must not be sent together."
+            problem = ProblemDetails("bad-request", detail)
+        elif len(scope["path"]) > MAX_PATH_LENGTH:  # before numbers in it are parsed
+            problem = ProblemDetails("too-long", f"A path has at most {MAX_PATH_LENGTH} characters.")
+        app = self.app if problem is None else _rejection(problem)
+        return await app(scope, receive, send_with_headers)
 
 
 class BodyLimit:
@@ -267,48 +254,51 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        max_bytes = _max_bytes(scope["path"])
-        too_large = f"The body is larger than {max_bytes // 1024} KiB."
-        if _content_length(scope) > max_bytes:
-            return await _reject(send, "too-large", too_large)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._deadline):
-                while True:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return None  # the client has disconnected
-                    body += message.get("body", b"")
-                    if len(body) > max_bytes:  # counted, as Content-Length may be missing or wrong
-                        return await _reject(send, "too-large", too_large)
-                    if not message.get("more_body", False):
-                        break
-        except TimeoutError:
-            return await _reject(send, "too-slow", f"The body did not arrive within {self._deadline:g} seconds.")
-        scope[BODY] = bytes(body)
-        if scope["path"].startswith("/api/") and (repeated := _repeated_name(scope[BODY])) is not None:
-            detail = f"body: {repeated} occurs twice; JSON parsers disagree on which one applies"
-            return await _reject(send, "invalid", detail, problems=[detail])
-        is_delivered = False
+        body = await self._read(scope, receive)
+        if body is None:
+            return None  # the client has disconnected
+        if isinstance(body, ProblemDetails):
+            return await _rejection(body)(scope, receive, send)
+        scope[BODY] = body
+        whole = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_whole() -> Message:
-            nonlocal is_delivered
-            if is_delivered:
-                return await receive()
-            is_delivered = True
-            return {"type": "http.request", "body": scope[BODY], "more_body": False}
+            return whole.pop() if whole else await receive()
 
         return await self.app(scope, receive_whole, send)
 
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | ProblemDetails | None:
+        """The body, the problem with it, or None if the client has disconnected."""
+        max_bytes = _max_bytes(scope["path"])
+        too_large = ProblemDetails("too-large", f"The body is larger than {max_bytes // 1024} KiB.")
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
+            return too_large
+        body, is_complete = bytearray(), False
+        try:
+            async with asyncio.timeout(self._deadline):
+                while not is_complete:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > max_bytes:  # counted, as Content-Length may be missing or wrong
+                        return too_large
+                    is_complete = not message.get("more_body", False)
+        except TimeoutError:
+            return ProblemDetails("too-slow", f"The body did not arrive within {self._deadline:g} seconds.")
+        if scope["path"].startswith("/api/") and (repeated := _repeated_name(body)) is not None:
+            detail = f"body: {repeated} occurs twice; JSON parsers disagree on which one applies"
+            return ProblemDetails("invalid", detail, {"problems": [detail]})
+        return bytes(body)
 
-def _repeated_name(body: bytes) -> str | None:
+
+def _repeated_name(body: bytes | bytearray) -> str | None:
     """A name that occurs twice in one object of a JSON text; None if there is none, or if it is not JSON."""
     repeated: list[str] = []
 
     def find_repeated(pairs: list[tuple[str, Any]]) -> None:
-        names = [name for name, _ in pairs]
-        if len({*names}) < len(names):
-            repeated.append(next(name for number, name in enumerate(names) if name in names[:number]))
+        repeated.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
 
     with suppress(ValueError, RecursionError):
         json.loads(body, object_pairs_hook=find_repeated)
@@ -317,18 +307,9 @@ def _repeated_name(body: bytes) -> str | None:
 
 
 def _max_bytes(path: str) -> int:
-    if _POLICY_API.match(path):
-        return MAX_POLICY_BYTES
-    return (
-        3 * MAX_POLICY_BYTES if _POLICY_PAGES.match(path) else MAX_BODY_BYTES
-    )  # a form encodes a line break in six characters
-
-
-def _content_length(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value[:20])
-    return 0
+    if f"{path}/".startswith("/policy/"):
+        return 3 * MAX_POLICY_BYTES  # a form encodes a line break in six characters
+    return MAX_POLICY_BYTES if f"{path}/".startswith("/api/v1/policy/") else MAX_BODY_BYTES
 
 
 def _with_own_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -338,22 +319,15 @@ def _with_own_cookies(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[byte
     return [*others, (b"cookie", b"; ".join(cookies))] if cookies else others
 
 
-def _host(scope: Scope) -> str:
+def _host(headers: Headers) -> str:
     """The host name without its port; "" if the Host header is missing or repeated."""
-    found: list[str] = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
+    found = [value.lower() for value in headers.getlist("host")]
     if len(found) != 1:
         return ""
     name, colon, port = found[0].rpartition(":")
     return name if colon and port.isdigit() else found[0]
 
 
-async def _reject(send: Send, type: str, detail: str, **more: Any) -> None:
-    status, title = TITLES[type]
-    body = json.dumps({"type": type, "title": title, "status": status, "detail": detail, **more}).encode()
-    headers = [
-        (b"content-type", b"application/problem+json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),  # instead of reading the rest of the body
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _rejection(problem: ProblemDetails) -> App:
+    """The response to a rejected request. It closes the connection instead of reading the rest of the body."""
+    return problem._replace(headers={"Connection": "close"}).response()

@@ -14,6 +14,7 @@ from headgate.control.admin.sessions import FormRefused
 from headgate.control.config import ConfigUnavailable, Conflict
 from headgate.control.service.errors import LogUnavailable, NeedsConfirmation, NotAllowed, NotFound
 from headgate.errors import HeadgateError, InvalidInput, InvalidPolicy, StoreError
+from headgate.quotas import LedgerUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ __all__ = [
 logger = logging.getLogger("headgate")
 
 MEDIA_TYPE: Final = "application/problem+json"
+CONFIG_UNAVAILABLE: Final = "The config store is unavailable. Nodes keep their current configuration."
 
 TITLES: Final = {
     "bad-request": (400, "The request cannot be parsed"),
@@ -57,6 +59,7 @@ TITLES: Final = {
     "failed": (500, "Internal server error"),
     "config-away": (503, "The config store is unavailable"),
     "log-away": (503, "The decision log is unavailable"),
+    "ledger-away": (503, "The ledger is unavailable"),
     "store-away": (503, "The store is unavailable"),
 }
 """Problem types with their statuses and titles. The types and statuses are part of the API."""
@@ -100,12 +103,8 @@ class ProblemDetails(NamedTuple):
     def response(self) -> Response:
         """The problem as JSON."""
         members = {"type": self.type, "title": self.title, "status": self.status, "detail": self.detail, **self.more}
-        return Response(
-            json.dumps(members),
-            self.status,
-            headers={**self.headers, "Cache-Control": "no-store"},
-            media_type=MEDIA_TYPE,
-        )
+        headers = {**self.headers, "Cache-Control": "no-store"}
+        return Response(json.dumps(members), self.status, headers, MEDIA_TYPE)
 
 
 class RequestRejected(HeadgateError):
@@ -187,11 +186,9 @@ _PROBLEMS: Final[tuple[tuple[type[HeadgateError], Callable[[Any], ProblemDetails
     (NotFound, lambda error: ProblemDetails("not-found", str(error))),
     (FormRefused, lambda error: ProblemDetails("form-refused", str(error))),
     (InvalidInput, _invalid),
-    (
-        ConfigUnavailable,
-        _unavailable("config-away", "The config store is unavailable. Nodes keep their current configuration."),
-    ),
+    (ConfigUnavailable, _unavailable("config-away", CONFIG_UNAVAILABLE)),
     (LogUnavailable, _unavailable("log-away", "The decision log cannot be read.")),
+    (LedgerUnavailable, _unavailable("ledger-away", "The ledger cannot be reached.")),
     (StoreError, _unavailable("store-away", "The counters are unavailable.")),
 )
 """The first matching entry applies."""

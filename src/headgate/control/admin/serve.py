@@ -7,7 +7,9 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import h11
@@ -93,11 +95,7 @@ class AdminServer:
         # Behind a proxy that is not listed, all connections come from one address.
         per_address = None if behind_tls and not proxies else MAX_CONNECTIONS_PER_ADDRESS
         registry = _Connections(proxies, most=MAX_CONNECTIONS, per_address=per_address)
-
-        class Connection(_Connection):
-            open_connections = registry
-            tls = context
-
+        protocol: Any = partial(_Connection, registry, context)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -108,7 +106,7 @@ class AdminServer:
                 timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
                 timeout_keep_alive=20,
                 loop="asyncio",  # uvloop cannot pause a transport before its first byte, as TLS needs it
-                http=Connection,
+                http=protocol,
                 h11_max_incomplete_event_size=64 * 1024,
                 ws="none",
             )
@@ -118,9 +116,8 @@ class AdminServer:
     @property
     def url(self) -> str:
         """The URL of the server by its first name, or on this machine."""
-        host = self._names[0] if self._names else _url_host(self._host)
-        if self._host in ("0.0.0.0", "::"):
-            host = self._names[0] if self._names else "localhost"
+        own_name = "localhost" if self._host in ("0.0.0.0", "::") else _url_host(self._host)
+        host = self._names[0] if self._names else own_name
         return f"{'https' if self._is_tls else 'http'}://{host}:{self.port}"
 
     def link(self, token: Token) -> str:
@@ -138,19 +135,16 @@ class AdminServer:
     def start(self) -> Self:
         """Serve in a thread; return when the server accepts requests."""
         self._start_watchers()
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="headgate-admin", daemon=True
-        )
+        target = partial(self._server.run, [self._socket])
+        self._thread = threading.Thread(target=target, name="headgate-admin", daemon=True)
         self._thread.start()
-        waited = threading.Event()
-        for _ in range(int(START_TIMEOUT_S / 0.01)):
-            if self._server.started:
-                return self
-            if not self._thread.is_alive():
-                break
-            waited.wait(0.01)
-        self.stop()
-        raise InvalidConfiguration(f"the admin server did not start on {self._host}:{self.port}; see the log")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                self.stop()
+                raise InvalidConfiguration(f"the admin server did not start on {self._host}:{self.port}; see the log")
+            time.sleep(0.01)
+        return self
 
     def stop(self) -> None:
         """Finish requests in progress, and stop."""
@@ -179,37 +173,35 @@ class AdminServer:
 class _Connection(H11Protocol):
     """A connection that counts from before its TLS handshake, and is closed if no request arrives in time."""
 
-    open_connections: _Connections
-    tls: ssl.SSLContext | None = None
     _timeout: asyncio.TimerHandle | None = None
     _handshake: asyncio.Task[Any] | None = None
     _is_ready = False
     _early_data = b""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, registry: _Connections, tls: ssl.SSLContext | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._registry = registry
+        self._tls = tls
         self.logger = errors_only
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         self.transport, self.client = transport, get_remote_addr(transport)
-        if not self.open_connections.add(self):
+        if not self._registry.add(self):
             transport.abort()
-        elif self.tls is None:
+        elif self._tls is None:
             self._accept_requests(transport)
         else:
             # Not by the event loop's server, which would not count the connection before the handshake is done.
             transport.pause_reading()
-            handshake = self.loop.start_tls(
-                transport, self, self.tls, server_side=True, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
-            )
-            self._handshake = self.loop.create_task(handshake)
+            options: Any = {"server_side": True, "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S}
+            self._handshake = self.loop.create_task(self.loop.start_tls(transport, self, self._tls, **options))
             self._handshake.add_done_callback(self._on_handshake)
 
     def _on_handshake(self, handshake: asyncio.Task[asyncio.Transport | None]) -> None:
         self._handshake = None
         has_failed = handshake.cancelled() or handshake.exception() is not None
         if has_failed or self.transport.is_closing() or (encrypted := handshake.result()) is None:
-            self.open_connections.discard(self)
+            self._registry.discard(self)
             self.transport.abort()
         else:
             self._accept_requests(encrypted)
@@ -232,7 +224,7 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.open_connections.discard(self)
+        self._registry.discard(self)
         self._update_timeout(is_closed=True)
 
     @property
@@ -297,14 +289,12 @@ class _Connections:
     def _evict(self, is_candidate: Callable[[_Connection], bool]) -> bool:
         """Close the least important candidate. Return False if all of them have requests in progress."""
         candidates = [each for each in self._open if is_candidate(each)]
-        found = next((each for each in candidates if each.is_incomplete and not each.is_verified), None)
-        if found is None:
-            found = next((each for each in candidates if each.is_idle), None)
-        if found is None:
-            return False
-        self.discard(found)
-        found.transport.abort()
-        return True
+        incomplete = [each for each in candidates if each.is_incomplete and not each.is_verified]
+        for found in incomplete or [each for each in candidates if each.is_idle]:
+            self.discard(found)
+            found.transport.abort()
+            return True
+        return False
 
     def _is_proxy(self, peer: str | None) -> bool:
         try:

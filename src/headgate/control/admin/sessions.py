@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from hashlib import sha256
+from contextlib import suppress
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from sqlalchemy import delete, insert, select
 
 from headgate.control.admin.tables import SESSIONS
+from headgate.control.admin.tokens import digest
 from headgate.control.config.engine import read_transaction, write_transaction
 from headgate.errors import HeadgateError
 
@@ -52,7 +53,7 @@ class Sessions:
     def __init__(self, tokens: Tokens, *, secure: bool = False) -> None:
         """`secure` is true if browsers reach the server by HTTPS only, so that the cookie is never sent unencrypted."""
         self._tokens = tokens
-        self._secure = secure
+        self.cookie_options: Final[dict[str, Any]] = {"secure": secure, "httponly": True, "samesite": "strict"}
         # Browsers accept a __Host- cookie only from this host, by HTTPS, and for all paths.
         self._cookie = "__Host-headgate" if secure else "headgate"
 
@@ -61,21 +62,12 @@ class Sessions:
         now_us = self._tokens.clock.now_us()
         cookie, csrf = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         expires_us = min(now_us + LIFETIME_US, token.expires_us)
-        row = {
-            "hash": _hashed(cookie),
-            "token_id": token.id,
-            "csrf": csrf,
-            "made_us": now_us,
-            "expires_us": expires_us,
-        }
+        row = {"hash": digest(cookie), "token_id": token.id, "csrf": csrf, "made_us": now_us, "expires_us": expires_us}
         with write_transaction(self._tokens.engine) as connection:
             connection.execute(delete(SESSIONS).where(SESSIONS.c.expires_us <= now_us))
             connection.execute(insert(SESSIONS).values(row))
         self._tokens.changes += 1
-        seconds = (expires_us - now_us) // 1_000_000
-        response.set_cookie(
-            self._cookie, cookie, max_age=seconds, path="/", secure=self._secure, httponly=True, samesite="strict"
-        )
+        response.set_cookie(self._cookie, cookie, max_age=(expires_us - now_us) // 1_000_000, **self.cookie_options)
         return Session(token.actor, csrf, token, expires_us)
 
     def find(self, request: Request) -> Session | None:
@@ -84,7 +76,7 @@ class Sessions:
         if cookie is None:
             return None
         with read_transaction(self._tokens.engine) as connection:
-            row = connection.execute(select(SESSIONS).where(SESSIONS.c.hash == _hashed(cookie))).one_or_none()
+            row = connection.execute(select(SESSIONS).where(SESSIONS.c.hash == digest(cookie))).one_or_none()
         if row is None or row.expires_us <= self._tokens.clock.now_us():
             return None
         token = self._tokens.by_id(row.token_id)  # None for a revoked token
@@ -95,8 +87,8 @@ class Sessions:
         cookie = request.cookies.get(self._cookie)
         if cookie is not None:
             with write_transaction(self._tokens.engine) as connection:
-                connection.execute(delete(SESSIONS).where(SESSIONS.c.hash == _hashed(cookie)))
-        response.delete_cookie(self._cookie, path="/", secure=self._secure, httponly=True, samesite="strict")
+                connection.execute(delete(SESSIONS).where(SESSIONS.c.hash == digest(cookie)))
+        response.delete_cookie(self._cookie, **self.cookie_options)
 
     def check_form(self, request: Request, form: Mapping[str, object]) -> Session:
         """The session of a form; raise FormRefused if the form was not sent by a page of this session."""
@@ -116,16 +108,7 @@ class Sessions:
         if site is not None and site not in ("same-origin", "none"):
             raise FormRefused("this form was sent by another site")
         # Ports are compared, schemes are not: a proxy that terminates TLS sends HTTP.
-        if origin is not None and _origin_host(origin) != request.headers.get("host", "").lower():
-            raise FormRefused("this form was sent by another site")
-
-
-def _origin_host(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return None
-
-
-def _hashed(cookie: str) -> bytes:
-    return sha256(cookie.encode()).digest()
+        with suppress(ValueError):  # of an origin that is not a URL
+            if origin is None or urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower():
+                return
+        raise FormRefused("this form was sent by another site")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import string
 import threading
 import weakref
 from hashlib import sha256
@@ -18,18 +19,18 @@ from headgate.control.admin.tables import ANSWERS, CODES, SESSIONS, TOKENS
 from headgate.control.config.engine import open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
 from headgate.control.service.errors import NotFound
-from headgate.control.service.models import ROLES, Actor
+from headgate.control.service.models import ROLES, TOKEN_ROLES, Actor
 from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from sqlalchemy import Connection, Engine
 
     from headgate.clock import Clock
     from headgate.control.service.models import Role
 
-__all__ = ["DEFAULT_DAYS", "FIRST_DAYS", "MAX_DAYS", "MAX_NAME_LENGTH", "NewToken", "Token", "Tokens"]
+__all__ = ["DEFAULT_DAYS", "FIRST_DAYS", "MAX_DAYS", "MAX_NAME_LENGTH", "NewToken", "Token", "Tokens", "digest"]
 
 DEFAULT_DAYS: Final = 90
 FIRST_DAYS: Final = 7
@@ -45,7 +46,7 @@ USE_INTERVAL_US: Final = 60_000_000
 _TOKEN: Final = re.compile(r"hg_([0-9a-z]{10})_([A-Za-z0-9]{43})")
 _ID: Final = re.compile(r"[0-9a-z]{1,20}")
 _ID_LETTERS: Final = "0123456789abcdefghjkmnpqrstvwxyz"
-_LETTERS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_LETTERS: Final = string.digits + string.ascii_letters
 _NAME: Final = re.compile(r"[^\s\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]*[^\s\x00-\x1f\x7f])?")
 
 
@@ -119,38 +120,34 @@ class Tokens:
             return self._make(connection, name, role, by, days)
 
     def first(self) -> NewToken | None:
-        """Create an admin token for seven days if no token was ever created, in only one of several servers."""
+        """Create an admin token for seven days if there never was a token for this server, in only one of several."""
         with write_transaction(self.engine) as connection:
-            if connection.scalar(select(func.count()).select_from(TOKENS)):
+            if connection.scalar(select(func.count()).select_from(TOKENS).where(TOKENS.c.role.in_(ROLES))):
                 return None
             return self._make(connection, "first-run", "admin", "first run", FIRST_DAYS)
 
-    def check(self, text: str) -> Token | None:
-        """The token with this secret; None if it is unknown, expired or revoked."""
+    def check(self, text: str, *, roles: Collection[Role] = ROLES) -> Token | None:
+        """The token with this secret; None if it is unknown, expired or revoked, or has none of these roles."""
         match = _TOKEN.fullmatch(text)
         if match is None:
             return None
-        with read_transaction(self.engine) as connection:
-            row = connection.execute(select(TOKENS).where(TOKENS.c.id == match[1])).one_or_none()
+        row = self._find(match[1])
         # Compare also without a row, so that the timing does not reveal which ids exist.
-        is_equal = compare_digest(_digest(text), bytes(32) if row is None else bytes(row.hash))
-        if row is None or not is_equal:
-            return None
-        return self._if_active(_token(row))
+        is_equal = compare_digest(digest(text), bytes(32) if row is None else bytes(row.hash))
+        return self._if_active(row, roles) if is_equal else None
 
     def by_id(self, id: str) -> Token | None:
-        """The token with this id; None if it is unknown, expired or revoked."""
-        with read_transaction(self.engine) as connection:
-            row = connection.execute(select(TOKENS).where(TOKENS.c.id == id)).one_or_none()
-        return None if row is None else self._if_active(_token(row))
+        """The token with this id; None if it is unknown, expired or revoked, or has no role on the admin server."""
+        return self._if_active(self._find(id), ROLES)
 
     def digests(self) -> frozenset[bytes]:
-        """The SHA-256 digests of all valid tokens and session cookies."""
+        """The SHA-256 digests of all valid tokens and session cookies of the admin server."""
         now_us = self.clock.now_us()
-        active = select(TOKENS.c.hash).where(TOKENS.c.revoked_us.is_(None), TOKENS.c.expires_us > now_us)
+        is_active = TOKENS.c.revoked_us.is_(None) & (TOKENS.c.expires_us > now_us)
+        active = select(TOKENS.c.hash).where(is_active, TOKENS.c.role.in_(ROLES))
         begun = select(SESSIONS.c.hash).where(SESSIONS.c.expires_us > now_us)
         with read_transaction(self.engine) as connection:
-            return frozenset(bytes(row.hash) for query in (active, begun) for row in connection.execute(query))
+            return frozenset(map(bytes, connection.scalars(active.union(begun))))
 
     def list(self) -> list[Token]:
         """All tokens, newest first, including revoked ones, whose names are in the audit log."""
@@ -181,13 +178,13 @@ class Tokens:
         now_us = self.clock.now_us()
         with write_transaction(self.engine) as connection:
             connection.execute(delete(CODES).where(CODES.c.expires_us <= now_us))
-            row = {"hash": _digest(code), "token_id": token.id, "expires_us": now_us + CODE_LIFETIME_US}
+            row = {"hash": digest(code), "token_id": token.id, "expires_us": now_us + CODE_LIFETIME_US}
             connection.execute(insert(CODES).values(row))
         return code
 
     def redeem(self, code: str) -> Token | None:
         """The token of a code; None if the code is unknown, used or expired."""
-        mine = CODES.c.hash == _digest(code)
+        mine = CODES.c.hash == digest(code)
         with read_transaction(self.engine) as connection:
             if connection.execute(select(CODES).where(mine)).one_or_none() is None:
                 return None  # without a write transaction, so that invalid codes cannot block writers
@@ -199,8 +196,8 @@ class Tokens:
         return self.by_id(row.token_id)
 
     def _make(self, connection: Connection, name: str, role: Role, by: str, days: float) -> NewToken:
-        if role not in ROLES:
-            raise InvalidInput(f"there is no such role; the roles are {', '.join(ROLES)}")
+        if role not in TOKEN_ROLES:
+            raise InvalidInput(f"there is no such role; the roles are {', '.join(TOKEN_ROLES)}")
         if len(name) > MAX_NAME_LENGTH or not name.isprintable() or not _NAME.fullmatch(name):
             raise InvalidInput(
                 f"a token's name has 1 to {MAX_NAME_LENGTH} characters on one line, like 'ada' or 'deploys'"
@@ -210,21 +207,25 @@ class Tokens:
         if not 0 < days <= MAX_DAYS:
             raise InvalidInput(f"a token is valid for up to {MAX_DAYS} days; give --days 90, for example")
         now_us = self.clock.now_us()
-        taken = or_(TOKENS.c.revoked_us.is_(None), TOKENS.c.revoked_us > now_us)
-        if connection.scalar(select(TOKENS.c.id).where(TOKENS.c.name == name, taken, TOKENS.c.expires_us > now_us)):
+        is_valid = or_(TOKENS.c.revoked_us.is_(None), TOKENS.c.revoked_us > now_us) & (TOKENS.c.expires_us > now_us)
+        if connection.scalar(select(TOKENS.c.id).where(TOKENS.c.name == name, is_valid)):
             # The audit log identifies actors by this name.
             raise InvalidInput("an active token has this name; revoke it first, or choose another name")
         id = "".join(secrets.choice(_ID_LETTERS) for _ in range(10))
-        text = f"hg_{id}_{_secret()}"
+        # 256 random bits as letters and digits, which a double click selects.
+        text = f"hg_{id}_{''.join(secrets.choice(_LETTERS) for _ in range(43))}"
         token = Token(id, name, role, now_us, by, now_us + int(days * DAY_US))
-        row = {**token._asdict(), "hash": _digest(text)}
-        connection.execute(insert(TOKENS).values(row))
+        connection.execute(insert(TOKENS).values({**token._asdict(), "hash": digest(text)}))
         self.changes += 1
         return NewToken(token, text)
 
-    def _if_active(self, token: Token) -> Token | None:
+    def _find(self, id: str) -> Any:
+        with read_transaction(self.engine) as connection:
+            return connection.execute(select(TOKENS).where(TOKENS.c.id == id)).one_or_none()
+
+    def _if_active(self, row: Any, roles: Collection[Role]) -> Token | None:
         now_us = self.clock.now_us()
-        if token.state(now_us) != "active":
+        if row is None or row.role not in roles or (token := _token(row)).state(now_us) != "active":
             return None
         with self._lock:
             last_us = max(self._last_used.get(token.id, 0), token.used_us or 0)
@@ -237,18 +238,11 @@ class Tokens:
         return token
 
 
-def _digest(text: str) -> bytes:
-    """Plain SHA-256: 256 random bits cannot be guessed, and a slow hash would allow denial-of-service attacks."""
+def digest(text: str) -> bytes:
+    """The stored hash of a token, code or cookie.
+
+    Plain SHA-256: 256 random bits cannot be guessed, and a slow hash would allow denial-of-service attacks."""
     return sha256(text.encode()).digest()
-
-
-def _secret() -> str:
-    """256 random bits as letters and digits, which a double click selects."""
-    number, text = secrets.randbits(256), ""
-    for _ in range(43):
-        number, digit = divmod(number, len(_LETTERS))
-        text += _LETTERS[digit]
-    return text
 
 
 def _token(row: Any) -> Token:

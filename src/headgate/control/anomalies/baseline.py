@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Final, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from sqlalchemy import bindparam, delete, func, insert, select, tuple_, update
+from sqlalchemy import bindparam, case, delete, func, insert, select, tuple_, update
 
 from headgate.control.anomalies.tables import CLIENT_DAYS, WATCHED_DAYS
 
@@ -70,18 +71,15 @@ def percentile(histogram: Mapping[int, int], minutes: int, share: int = 95) -> i
         seen += histogram[bucket]
         if seen >= rank:
             return bucket_maximum(bucket)
-    return bucket_maximum(max(histogram)) if histogram else 0
+    return bucket_maximum(max(histogram, default=0))
 
 
-class TrafficHistory:
+class TrafficHistory(NamedTuple):
     """The watched minutes of one client."""
 
-    __slots__ = ("histogram", "minutes")
-
-    def __init__(self, histogram: Mapping[int, int], minutes: int) -> None:
-        self.histogram = Counter(histogram)
-        self.minutes = minutes
-        """Watched since the client was first seen, including minutes without requests."""
+    histogram: Histogram
+    minutes: int
+    """Watched since the client was first seen, including minutes without requests."""
 
     @property
     def usual(self) -> int:
@@ -118,50 +116,44 @@ class Baseline:
         self._days = {}
 
     def _write_day(self, connection: Connection, number: int, day: _Day) -> None:
-        watched = WATCHED_DAYS.c.day == number
+        watched, is_today = WATCHED_DAYS.c.day == number, CLIENT_DAYS.c.day == number
         watched_minutes = connection.execute(select(WATCHED_DAYS.c.minutes).where(watched)).scalar() or 0
-        known = _known_clients(connection, day.clients)
-        stored: dict[Client, Histogram] = {}
+        stored: dict[Client, str | None] = {}
+        """The histograms of known clients; None if they have none of this day."""
+        kind, key, counts = CLIENT_DAYS.c.kind, CLIENT_DAYS.c.key, func.max(case((is_today, CLIENT_DAYS.c.counts)))
         for clients in _chunks(day.clients):
-            query = select(CLIENT_DAYS).where(CLIENT_DAYS.c.day == number, _is_one_of(clients))
-            stored.update({(row.kind, row.key): _decode(row.counts) for row in connection.execute(query)})
-        new = [client for client in day.clients if client not in stored]
-        count = select(func.count()).select_from(CLIENT_DAYS).where(CLIENT_DAYS.c.day == number)
+            query = select(kind, key, counts.label("counts")).where(_is_one_of(clients)).group_by(kind, key)
+            stored |= {(row.kind, row.key): row.counts for row in connection.execute(query)}
+        new = [client for client in day.clients if stored.get(client) is None]
+        count = select(func.count()).select_from(CLIENT_DAYS).where(is_today)
         room = max(MAX_CLIENTS_PER_DAY - connection.execute(count).scalar_one(), 0)
         if len(new) > room and self._full_day != number:
             self._full_day = number
             logger.warning("more than %d clients today: not all of them get a traffic baseline", MAX_CLIENTS_PER_DAY)
         updates = [
-            {"of_kind": client[0], "of_key": client[1], "counts": _encode(histogram + day.clients[client][1])}
-            for client, histogram in stored.items()
+            {"of_kind": client[0], "of_key": client[1], "counts": _encode(_decode(text) + day.clients[client][1])}
+            for client, text in stored.items()
+            if text is not None
         ]
         if updates:
-            where = (
-                CLIENT_DAYS.c.day == number,
-                CLIENT_DAYS.c.kind == bindparam("of_kind"),
-                CLIENT_DAYS.c.key == bindparam("of_key"),
-            )
+            where = (is_today, kind == bindparam("of_kind"), key == bindparam("of_key"))
             connection.execute(update(CLIENT_DAYS).where(*where).values(counts=bindparam("counts")), updates)
-        inserts = [
-            {
-                "day": number,
-                "kind": client[0],
-                "key": client[1],
-                "missing": 0 if client in known else watched_minutes + day.clients[client][0],
-                "counts": _encode(day.clients[client][1]),
-            }
-            for client in new[:room]
-        ]
+        inserts: list[dict[str, Any]] = []
+        for client in new[:room]:
+            missing, histogram = day.clients[client]
+            missing = 0 if client in stored else watched_minutes + missing
+            row = {"day": number, "kind": client[0], "key": client[1], "missing": missing}
+            inserts.append({**row, "counts": _encode(histogram)})
         if inserts:
             connection.execute(insert(CLIENT_DAYS), inserts)
         connection.execute(update(WATCHED_DAYS).where(watched).values(minutes=WATCHED_DAYS.c.minutes + day.minutes))
 
 
+@dataclass
 class _Day:
-    def __init__(self) -> None:
-        self.minutes = 0
-        self.clients: dict[Client, tuple[int, Histogram]] = {}
-        """Per client, the number of these minutes before it was first seen, and its histogram."""
+    minutes: int = 0
+    clients: dict[Client, tuple[int, Histogram]] = field(default_factory=dict)
+    """Per client, the number of these minutes before it was first seen, and its histogram."""
 
     def add(self, counts: Mapping[Client, int]) -> None:
         for client, requests in counts.items():
@@ -173,26 +165,16 @@ class _Day:
 def read_histories(connection: Connection, clients: Iterable[Client], today: int) -> dict[Client, TrafficHistory]:
     """The histories of clients over today and the seven days before; new clients have none."""
     since = today - HISTORY_DAYS
-    watched = {
-        row.day: row.minutes for row in connection.execute(select(WATCHED_DAYS).where(WATCHED_DAYS.c.day >= since))
-    }
+    days = connection.execute(select(WATCHED_DAYS).where(WATCHED_DAYS.c.day >= since)).all()
     found: dict[Client, TrafficHistory] = {}
     for some in _chunks(clients):
         query = select(CLIENT_DAYS).where(CLIENT_DAYS.c.day >= since, _is_one_of(some)).order_by(CLIENT_DAYS.c.day)
         for row in connection.execute(query):
             client = row.kind, row.key
             if client not in found:  # its first day
-                minutes = sum(number for day, number in watched.items() if day >= row.day)
-                found[client] = TrafficHistory({}, minutes - row.missing)
-            found[client].histogram += _decode(row.counts)
-    return found
-
-
-def _known_clients(connection: Connection, clients: Iterable[Client]) -> set[Client]:
-    found: set[Client] = set()
-    for some in _chunks(clients):
-        query = select(CLIENT_DAYS.c.kind, CLIENT_DAYS.c.key).where(_is_one_of(some)).distinct()
-        found |= {(row.kind, row.key) for row in connection.execute(query)}
+                minutes = sum(each.minutes for each in days if each.day >= row.day)
+                found[client] = TrafficHistory(Counter(), minutes - row.missing)
+            found[client].histogram.update(_decode(row.counts))
     return found
 
 

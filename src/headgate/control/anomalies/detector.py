@@ -1,4 +1,4 @@
-"""Anomaly detection: two consecutive minutes with ten times a client's baseline. See docs/anomalies.md."""
+"""Traffic anomalies: two consecutive minutes with ten times a client's baseline. See docs/anomalies.md."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import logging
 import secrets
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final, Self
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from sqlalchemy import insert, select, update
 
 from headgate._fork import block_forks
 from headgate.clock import SystemClock
 from headgate.control.anomalies.baseline import DAY, Baseline, read_histories
-from headgate.control.anomalies.model import (
-    COOLDOWN_MINUTES,
-    MIN_BASELINE,
-    THRESHOLD_FACTOR,
-    Anomaly,
-    anomaly_from_row,
-    classify,
-)
 from headgate.control.anomalies.tables import ANOMALIES, WATCHED_DAYS
 from headgate.control.config.engine import ConfigUnavailable, open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
@@ -39,10 +32,20 @@ if TYPE_CHECKING:
     from headgate.control.config import ConfigStore
     from headgate.telemetry.fleet.status_store import StatusStore
 
-__all__ = ["Anomaly", "AnomalyDetector", "AnomalyLog", "MinuteTotal", "detect"]
+__all__ = ["Anomaly", "AnomalyDetector", "AnomalyLog", "MinuteTotal", "anomaly_from_row", "detect"]
 
 logger = logging.getLogger("headgate")
 
+THRESHOLD_FACTOR: Final = 10
+"""A minute is anomalous from this multiple of the baseline."""
+MIN_BASELINE: Final = 6
+"""The least baseline, in requests per minute, so that ten requests of a rare client are not an anomaly."""
+COOLDOWN_MINUTES: Final = 10
+"""Minutes below the threshold after which an anomaly is over."""
+MIN_DISTINCT: Final = 4
+"""Distinct user agents, addresses and paths from which traffic is taken for people."""
+STORED_FIELDS: Final = ("id", "kind", "key", "label", "usual", "verdict", "agents", "addresses", "paths", "looked_at")
+"""The fields of an anomaly that have a column of the same name."""
 MIN_HISTORY_MINUTES: Final = DAY
 """Clients with a shorter history have no anomalies."""
 GRACE_US: Final = 15_000_000
@@ -54,6 +57,55 @@ WRITE_INTERVAL_MINUTES: Final = 10
 MAX_SAMPLED: Final = 2**53
 """Larger numbers of requests are errors, and exceed what databases can store."""
 CHECK_INTERVAL_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Anomaly:
+    """A client whose traffic is at least ten times its baseline for two minutes."""
+
+    id: str
+    at_us: int
+    """The end of the second minute."""
+    kind: str
+    key: str
+    """The keyed hash of the client."""
+    label: str
+    count: int
+    """Requests in the second minute."""
+    before: int
+    """Requests in the first minute."""
+    usual: int
+    """The baseline: the 95th percentile of requests per minute over seven days."""
+    times: float
+    """`count` as a multiple of the baseline, which is at least 6 requests per minute here."""
+    verdict: Literal["one bot", "people"]
+    agents: int
+    """Distinct user agents among the sampled requests."""
+    addresses: int
+    paths: int
+    looked_at: int
+    """The number of sampled requests."""
+    over: bool = False
+    """True after ten minutes below the threshold."""
+
+    @property
+    def text(self) -> str:
+        """A description in two sentences."""
+        sample = (
+            f"{_count(self.agents, 'user agent')}, {_count(self.addresses, 'address', 'addresses')} and "
+            f"{_count(self.paths, 'path')} in {_count(self.looked_at, 'sampled request')}"
+            if self.looked_at
+            else "no requests were sampled"
+        )
+        usual = max(self.usual, MIN_BASELINE)
+        return (
+            f"{self.label} sent {self.count:,} requests in a minute and {self.before:,} in the minute before, "
+            f"{self.times:,.0f} times its usual {usual:,}. It looks like {self.verdict}: {sample}."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and the text, for JSON."""
+        return {**asdict(self), "text": self.text}
 
 
 class AnomalyLog:
@@ -103,11 +155,11 @@ class AnomalyDetector:
         if self._stop is None:
             self._stop = threading.Event()
             weakref.finalize(self, self._stop.set).atexit = False
-            jobs = [(_check_forever, (weakref.ref(self), self._stop))]
+            arguments: list[tuple[Any, ...]] = [(_check_forever, weakref.ref(self), self._stop)]
             if self._webhook is not None:
-                jobs.append((self._webhook.deliver_forever, (self._engine, self._clock, self._stop)))  # type: ignore[arg-type] # other arguments
-            for job, arguments in jobs:
-                thread = threading.Thread(target=job, args=arguments, name="headgate-anomalies", daemon=True)
+                arguments.append((self._webhook.deliver_forever, self._engine, self._clock, self._stop))
+            for target, *args in arguments:
+                thread = threading.Thread(target=target, args=args, name="headgate-anomalies", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         return self
@@ -140,18 +192,15 @@ class AnomalyDetector:
                 return []
             if self._is_failing:
                 logger.warning("anomaly detection is available again")
-                self._is_failing = False
+            self._is_failing = False
             for anomaly in found:
                 logger.warning("anomaly: %s", anomaly.text)
             return found
 
-    # ------------------------------------------------------------------ internals
-
     def _check_until(self, newest: int, now_us: int) -> list[Anomaly]:
         totals = self._read_totals(now_us)
-        first = newest
-        if self._last_minute <= newest:
-            first = max(self._last_minute + 1, newest - MAX_CATCH_UP_MINUTES)
+        is_behind = self._last_minute <= newest
+        first = max(self._last_minute + 1, newest - MAX_CATCH_UP_MINUTES) if is_behind else newest
         found = [each for minute in range(first, newest + 1) for each in self._check_minute(minute, totals, now_us)]
         self._last_minute = newest
         if self._baseline.pending_minutes >= WRITE_INTERVAL_MINUTES:
@@ -191,11 +240,10 @@ class AnomalyDetector:
         now, before = totals.get(minute), totals.get(minute - 1, {})
         if now is None:  # no reports: the traffic of this minute is unknown
             return []
-        least = THRESHOLD_FACTOR * MIN_BASELINE
         candidates = [
             client
             for client, total in now.items()
-            if total.requests >= least and client in before and before[client].requests >= least
+            if client in before and min(total.requests, before[client].requests) >= _threshold(0)
         ]
         with block_forks(), write_transaction(self._engine) as connection:
             if not _claim(connection, minute):
@@ -240,8 +288,7 @@ def detect(
 ) -> Anomaly | None:
     """The anomaly of a client in a minute and the one before, or None."""
     usual = history.usual
-    threshold = THRESHOLD_FACTOR * max(usual, MIN_BASELINE)
-    if history.minutes < MIN_HISTORY_MINUTES or min(now.requests, before.requests) < threshold:
+    if history.minutes < MIN_HISTORY_MINUTES or min(now.requests, before.requests) < _threshold(usual):
         return None
     traits = TrafficSketch()
     traits.add(before.traits)
@@ -256,13 +303,43 @@ def detect(
         count=now.requests,
         before=before.requests,
         usual=usual,
-        times=round(now.requests / max(usual, MIN_BASELINE), 1),
+        times=times_usual(now.requests, usual),
         verdict=classify(client[0], agents, addresses, paths),
         agents=agents,
         addresses=addresses,
         paths=paths,
         looked_at=max(0, min(traits.looked_at, MAX_SAMPLED)),
     )
+
+
+def anomaly_from_row(row: Any, now_minute: int) -> Anomaly:
+    return Anomaly(
+        **{name: getattr(row, name) for name in STORED_FIELDS},
+        at_us=(row.minute + 1) * MINUTE_US,
+        count=row.requests,
+        before=row.requests_before,
+        times=times_usual(row.requests, row.usual),
+        over=now_minute - row.last_over > COOLDOWN_MINUTES,
+    )
+
+
+def times_usual(requests: int, usual: int) -> float:
+    """Requests as a multiple of the baseline."""
+    return round(requests / max(usual, MIN_BASELINE), 1)
+
+
+def classify(kind: str, agents: int, addresses: int, paths: int) -> Literal["one bot", "people"]:
+    """Mixed traffic is from people. A client identified by its address has only one of those."""
+    distinct = [agents, paths] if kind == "ip" else [agents, addresses, paths]
+    return "people" if min(distinct) >= MIN_DISTINCT else "one bot"
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _threshold(usual: int) -> int:
+    return THRESHOLD_FACTOR * max(usual, MIN_BASELINE)
 
 
 def _extend_ongoing(connection: Connection, minute: int, now: Mapping[Client, MinuteTotal]) -> set[Client]:
@@ -272,7 +349,7 @@ def _extend_ongoing(connection: Connection, minute: int, now: Mapping[Client, Mi
     for row in connection.execute(query).all():
         client = row.kind, row.key
         ongoing.add(client)
-        if client in now and now[client].requests >= THRESHOLD_FACTOR * max(row.usual, MIN_BASELINE):
+        if client in now and now[client].requests >= _threshold(row.usual):
             connection.execute(update(ANOMALIES).where(ANOMALIES.c.id == row.id).values(last_over=minute))
     return ongoing
 
@@ -290,8 +367,7 @@ def _claim(connection: Connection, minute: int) -> bool:
 
 
 def _store(connection: Connection, anomaly: Anomaly, minute: int, now_us: int) -> None:
-    same = ("id", "kind", "key", "label", "usual", "verdict", "agents", "addresses", "paths", "looked_at")
-    row = {name: getattr(anomaly, name) for name in same}
+    row = {name: getattr(anomaly, name) for name in STORED_FIELDS}
     row |= {"minute": minute, "requests": anomaly.count, "requests_before": anomaly.before, "last_over": minute}
     connection.execute(insert(ANOMALIES).values({**row, "attempts": 0, "next_us": now_us}))
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from sqlalchemy import select, update
 
 from headgate._fork import block_forks
-from headgate.control.anomalies.model import anomaly_from_row
+from headgate.control.anomalies.detector import anomaly_from_row
 from headgate.control.anomalies.tables import ANOMALIES
 from headgate.control.config.engine import ConfigUnavailable, read_transaction, write_transaction
 from headgate.errors import InvalidConfiguration
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from headgate.clock import Clock
-    from headgate.control.anomalies.model import Anomaly
+    from headgate.control.anomalies.detector import Anomaly
 
 __all__ = ["SIGNATURE_HEADER", "Webhook", "sign", "verify"]
 
@@ -78,9 +78,8 @@ def verify(body: bytes, header: str, secret: str | bytes, *, tolerance: float = 
         return False
     # Two signatures are allowed, for rotating the secret.
     expected = _hash(body, secret, int(stamp)).encode()
-    is_authentic = any(
-        hmac.compare_digest(expected, value.encode("utf-8", "replace")) for value in fields.get("v1", ())
-    )
+    signatures = [value.encode("utf-8", "replace") for value in fields.get("v1", ())]
+    is_authentic = any(hmac.compare_digest(expected, signature) for signature in signatures)
     age = (time.time() if now is None else now) - int(stamp)
     return is_authentic and abs(age) <= tolerance
 
@@ -97,10 +96,8 @@ class Webhook:
         """`secret` signs the requests: at least 16 bytes, shared with the receiver."""
         parts = urlsplit(url)
         try:
-            is_url = (
-                parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-            )
-        except ValueError:
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of the port
             is_url = False
         if not is_url or not url.isascii() or not url.isprintable() or " " in url:
             raise InvalidConfiguration("invalid webhook URL; it must start with http:// or https://")
@@ -120,14 +117,9 @@ class Webhook:
 
     def send(self, anomaly: Anomaly, *, now_us: int) -> None:
         """Send one request. Raises OSError if it is not accepted."""
-        body = json.dumps(
-            {
-                "type": "step-change",
-                "id": anomaly.id,
-                "at": datetime.fromtimestamp(anomaly.at_us / 1_000_000, UTC).isoformat(),
-                "step": anomaly.as_dict(),
-            }
-        ).encode()
+        at = datetime.fromtimestamp(anomaly.at_us / 1_000_000, UTC).isoformat()
+        event = {"type": "step-change", "id": anomaly.id, "at": at, "step": anomaly.as_dict()}
+        body = json.dumps(event).encode()
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "headgate",
@@ -169,33 +161,24 @@ class Webhook:
             except Exception:  # keep running
                 logger.exception("webhook delivery failed")
 
-    # ------------------------------------------------------------------ internals
-
     def _claim_due(self, engine: Engine, now_us: int) -> list[Any]:
         """The rows to send now, reserved so that no other process sends them meanwhile."""
         is_due = ANOMALIES.c.next_us <= now_us
-        with (
-            block_forks(),
-            read_transaction(engine) as connection,
-        ):  # usually nothing is due, and no lock is needed
+        with block_forks(), read_transaction(engine) as connection:
             if connection.execute(select(ANOMALIES.c.id).where(is_due).limit(1)).scalar() is None:
-                return []
+                return []  # as usual, without a lock
         with block_forks(), write_transaction(engine) as connection:
-            newest = (
-                select(ANOMALIES.c.minute).where(ANOMALIES.c.next_us.is_not(None)).order_by(ANOMALIES.c.minute.desc())
-            )
+            pending = select(ANOMALIES.c.minute).where(ANOMALIES.c.next_us.is_not(None))
+            newest = pending.order_by(ANOMALIES.c.minute.desc())
             beyond = connection.execute(newest.offset(MAX_PENDING).limit(1)).scalar()
             oldest = max((now_us - MAX_AGE_US) // MINUTE_US, -1 if beyond is None else beyond)
             connection.execute(update(ANOMALIES).where(ANOMALIES.c.minute <= oldest).values(next_us=None))
-            due = connection.execute(
-                select(ANOMALIES).where(is_due).order_by(ANOMALIES.c.next_us).limit(BATCH_SIZE)
-            ).all()
-            claimed = ANOMALIES.c.id.in_([row.id for row in due])
-            # Long enough to send all of them one after the other, should each time out.
-            reserved_until_us = now_us + round((self._timeout + 1) * 1_000_000 * len(due))
-            connection.execute(
-                update(ANOMALIES).where(claimed).values(next_us=reserved_until_us, attempts=ANOMALIES.c.attempts + 1)
-            )
+            query = select(ANOMALIES).where(is_due).order_by(ANOMALIES.c.next_us).limit(BATCH_SIZE)
+            due = connection.execute(query).all()
+            # Reserved long enough to send all of them one after the other, should each time out.
+            next_us = now_us + round((self._timeout + 1) * 1_000_000 * len(due))
+            claim = update(ANOMALIES).where(ANOMALIES.c.id.in_([row.id for row in due]))
+            connection.execute(claim.values(next_us=next_us, attempts=ANOMALIES.c.attempts + 1))
             return list(due)
 
     def _reschedule(self, engine: Engine, row: Any, error: Exception, now_us: int) -> None:

@@ -3,12 +3,14 @@
 from headgate.errors import InvalidConfiguration
 
 try:
+    from headgate.control.config.canary import CanarySpec
     from headgate.control.config.engine import ConfigUnavailable, default_decision_log_url
     from headgate.control.config.history import Difference, Version
     from headgate.control.config.import_tables import ImportedTables, read_tables
     from headgate.control.config.rows import (
         Assignment,
         BlockRow,
+        CanaryRow,
         OverrideRow,
         PolicyDocument,
         RouteCost,
@@ -28,6 +30,8 @@ except ModuleNotFoundError as missing:
 __all__ = [
     "Assignment",
     "BlockRow",
+    "CanaryRow",
+    "CanarySpec",
     "ConfigStore",
     "ConfigUnavailable",
     "Conflict",

@@ -1,4 +1,4 @@
-"""The audit log: versions and other audited actions, merged in order of time."""
+"""The audit log: versions and other actions, newest first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from headgate.errors import InvalidInput
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Table
 
-__all__ = ["AuditRecord", "list_entries", "record"]
+__all__ = ["AuditRecord", "list_audit_records", "record_action"]
 
 ACTION: Final = "n"
 VERSION: Final = "v"
-"""Prefixes of the number in an entry's id. At the same time, actions sort before versions."""
+"""Prefixes of the number in the id of an audit record. At the same time, actions sort before versions."""
 
 
 class AuditRecord(NamedTuple):
@@ -38,16 +38,15 @@ class AuditRecord(NamedTuple):
         return f"{max(0, self.at_us):016x}-{self.source}{self.number:012d}"
 
 
-def record(connection: Connection, *, at_us: int, author: str, action: str, about: str, reason: str) -> None:
+def record_action(connection: Connection, *, at_us: int, author: str, action: str, about: str, reason: str) -> None:
     """Log an action other than a version."""
     connection.execute(insert(AUDIT).values(at_us=at_us, author=author, action=action, about=about, reason=reason))
 
 
-def list_entries(
+def list_audit_records(
     connection: Connection, *, before: str | None, most: int, author: str | None = None, search: str = ""
 ) -> list[AuditRecord]:
-    """Entries, newest first; `before` is the id of the last entry of the previous page."""
-    position = None if before is None else _parse_id(before)
+    """Audit records, newest first; `before` is the id of the last one of the previous page."""
     versions, actions = VERSIONS.c, AUDIT.c
     found = []
     for table, source, number, *texts, restores in (
@@ -56,8 +55,8 @@ def list_entries(
     ):
         columns = [table.c.author, table.c.reason, *texts]
         query = select(table.c.at_us, literal(source), number, *columns, restores)
-        if position is not None:
-            query = query.where(_is_before(table, source, number, position))
+        if before is not None:
+            query = query.where(_is_before(table, source, number, *_parse_id(before)))
         if author is not None:
             query = query.where(table.c.author == author)
         if search:
@@ -68,26 +67,21 @@ def list_entries(
 
 
 def _is_before(
-    table: Table, source: str, number: ColumnElement[int], position: tuple[int, str, int]
+    table: Table, source: str, number: ColumnElement[int], at_us: int, last_source: str, last_number: int
 ) -> ColumnElement[bool]:
-    at_us, last_source, last_number = position
-    earlier = table.c.at_us < at_us
     if source < last_source:
         return table.c.at_us <= at_us
+    earlier = table.c.at_us < at_us
     return earlier if source > last_source else or_(earlier, and_(table.c.at_us == at_us, number < last_number))
 
 
 def _parse_id(id: str) -> tuple[int, str, int]:
     at, _, rest = id.partition("-")
     try:
-        position = int(at, 16), rest[:1], int(rest[1:])
+        at_us, source, number = int(at, 16), rest[:1], int(rest[1:])
     except ValueError:
-        position = 0, "", -1
-    if (
-        len(at) != 16
-        or position[1] not in (ACTION, VERSION)
-        or not 0 <= position[0] < 2**63
-        or not 0 <= position[2] < 2**63
-    ):
+        at_us, source, number = 0, "", 0
+    is_possible = 0 <= at_us < 2**63 and 0 <= number < 2**63
+    if len(at) != 16 or source not in (ACTION, VERSION) or not is_possible:
         raise InvalidInput("before is not the id of an audit entry; pass the `next` of the previous page")
-    return position
+    return at_us, source, number

@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate._pace import release
 from headgate.control.config.rows import LIST_SECTIONS, PolicyDocument, format_bucket, policy_entry
 from headgate.errors import InvalidInput, InvalidPolicy
-from headgate.policy.loader import build, gc_paused
-from headgate.policy.problems import PolicyProblem, PolicyProblems
+from headgate.policy.loader import PolicyProblem, PolicyProblems, Source, build, gc_paused
 from headgate.policy.scalars import route
-from headgate.policy.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from headgate.control.config.reading import ConfigRows
     from headgate.control.config.rows import RouteCost, Row, TierLimit
     from headgate.policy.model import Policy
 
 __all__ = ["PolicyAssembly", "PolicyTemplate"]
 
-BATCH_SIZE: Final = 5000
-"""Rows built at a time, so that their intermediate values are freed in batches."""
-
+BATCH_SIZE: Final = 5000  # rows built at a time, so that their intermediate values are freed in batches
 _NO_DOCUMENT: Final = PolicyDocument("{}", "json", "config store")
 
 
@@ -40,8 +37,7 @@ class PolicyTemplate:
     ) -> None:
         document = document or _NO_DOCUMENT
         self._source = Source(document.text, document.name, document.format)
-        self._owners: dict[tuple[str | int, ...], Row] = {}
-        """Rows by their position in the policy, for error messages."""
+        self._owners: dict[tuple[str | int, ...], Row] = {}  # rows by their position in the policy, for error messages
         value = self._source.value
         self._is_readable = value is None or isinstance(value, dict)
         self._value: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
@@ -67,15 +63,13 @@ class PolicyTemplate:
                 added = _replace_entries(entries, added, owners)
             if entries or added:
                 value[section] = [*entries, *map(policy_entry, added)]
-                owners[section,] = _AppendedRows(len(entries), added)
+                owners[section,] = [*([None] * len(entries)), *added]
         problems, warnings = PolicyProblems(), PolicyProblems()
         with gc_paused():
             policy = build(value if self._is_readable else self._source.value, problems, warnings)
         if error := self._error(problems, owners):
             raise error
         return replace(policy, warnings=tuple(self._lines(warnings, owners))) if warnings else policy
-
-    # ------------------------------------------------------------------ routes and tiers
 
     def _add_routes(self, rows: list[RouteCost]) -> None:
         if not rows:
@@ -123,8 +117,6 @@ class PolicyTemplate:
                 self._value["limits"] = [*limits[:index], changed, *limits[index + 1 :]]
                 return
 
-    # ------------------------------------------------------------------ errors
-
     def _error(self, problems: PolicyProblems, owners: Mapping[tuple[str | int, ...], Any]) -> InvalidPolicy | None:
         own = self._source.refusal(PolicyProblems())  # problems of the format itself only
         lines = [*(own.problems if own else ()), *self._lines(problems, owners)]
@@ -135,10 +127,10 @@ class PolicyTemplate:
     def _lines(self, problems: PolicyProblems, owners: Mapping[tuple[str | int, ...], Any]) -> list[str]:
         """One line per problem, with its position in the document or its row."""
         of_document, lines = PolicyProblems(), []
-        for problem in problems.kept:
+        for problem in problems:
             row = _owner(problem, owners)
             if row is None:
-                of_document.kept.append(problem)
+                of_document.append(problem)
             else:
                 other = "another entry" if problem.other is not None else ""
                 lines.append(f"{row}: {problem.before}{other}{problem.after}")
@@ -148,22 +140,18 @@ class PolicyTemplate:
 class PolicyAssembly:
     """A composed policy that can be updated incrementally."""
 
-    def __init__(self, template: PolicyTemplate, rows: Mapping[str, Mapping[int, Row]]) -> None:
-        self._template = template
-        self._base = template.compose({})
+    def __init__(self, contents: ConfigRows, template: PolicyTemplate | None = None) -> None:
+        """`template` replaces that of the contents, as for the candidate of a canary."""
+        self._template = template or contents.template
+        self._base = self._template.compose({})
         self._built: dict[str, dict[int, Any]] = {section: {} for section in LIST_SECTIONS}
-        self._built = self._build(rows)
+        self._built = self._build(contents.rows)
 
     @property
     def policy(self) -> Policy:
-        built = self._built
-        clients = {client.identity: client for client in (*self._base.clients, *built["clients"].values())}
-        return replace(
-            self._base,
-            clients=tuple(clients.values()),
-            overrides=(*self._base.overrides, *built["overrides"].values()),
-            blocked=(*self._base.blocked, *built["blocked"].values()),
-        )
+        lists: Any = {name: (*getattr(self._base, name), *built.values()) for name, built in self._built.items()}
+        lists["clients"] = tuple({client.identity: client for client in lists["clients"]}.values())
+        return replace(self._base, **lists)
 
     def with_changes(self, rows: Mapping[str, Mapping[int, Row | None]]) -> PolicyAssembly:
         """An assembly with these rows replaced, or removed where None."""
@@ -179,12 +167,11 @@ class PolicyAssembly:
     def _build(self, rows: Mapping[str, Mapping[int, Row | None]]) -> dict[str, dict[int, Any]]:
         built = {}
         for section in LIST_SECTIONS:
+            these = rows.get(section, {})
             after = dict(self._built[section])
-            changed = []
-            for id, row in rows.get(section, {}).items():
+            for id in these:
                 after.pop(id, None)
-                if row is not None:
-                    changed.append((id, row))
+            changed = [(id, row) for id, row in these.items() if row is not None]
             for start in range(0, len(changed), BATCH_SIZE):
                 some = changed[start : start + BATCH_SIZE]
                 policy = self._template.compose({section: [row for _, row in some]}, rows_only=True)
@@ -193,24 +180,12 @@ class PolicyAssembly:
         return built
 
 
-class _AppendedRows:
-    """Rows at the end of a list of the document."""
-
-    def __init__(self, first: int, rows: Sequence[Row]) -> None:
-        self._first = first
-        self._rows = rows
-
-    def at(self, index: object) -> Row | None:
-        position = index - self._first if isinstance(index, int) else -1
-        return self._rows[position] if 0 <= position < len(self._rows) else None
-
-
 def _owner(problem: PolicyProblem, owners: Mapping[tuple[str | int, ...], Any]) -> Row | None:
     path = getattr(problem.spot, "path", ())
     for length in range(len(path), 0, -1):
         found = owners.get(path[:length])
-        if isinstance(found, _AppendedRows):
-            return found.at(path[length]) if len(path) > length else None
+        if isinstance(found, list):  # the owners of all entries of a section
+            return found[path[length]] if len(path) > length else None
         if found is not None:
             return found  # type: ignore[no-any-return] # a row
     return None
@@ -230,14 +205,12 @@ def _replace_entries(entries: list[Any], rows: Sequence[Any], owners: dict[tuple
 
 def _route_key(entry: object) -> object:
     """A key equal for entries of the same route; unique if the entry cannot be parsed."""
-    if isinstance(entry, dict):
-        try:
-            method, template = route(
-                next((entry[word] for word in ("path", "endpoint", "route") if word in entry), None)
-            )
-        except InvalidInput:
-            return object()
-        methods = entry.get("methods", entry.get("method"))
-        many = methods if isinstance(methods, list) else [] if methods is None else [methods]
-        return template, frozenset(map(str, many) if method is None else [method])
-    return object()
+    if not isinstance(entry, dict):
+        return object()
+    try:
+        method, template = route(next((entry[word] for word in ("path", "endpoint", "route") if word in entry), None))
+    except InvalidInput:
+        return object()
+    methods = entry.get("methods", entry.get("method"))
+    many = methods if isinstance(methods, list) else [] if methods is None else [methods]
+    return template, frozenset(map(str, many) if method is None else [method])

@@ -12,7 +12,7 @@ from sqlalchemy import URL, delete, insert
 
 from headgate.control.config.engine import ConfigUnavailable, open_engine, read_transaction, write_transaction
 from headgate.control.config.migrations import migrate
-from headgate.control.config.reading import ConfigChanges, ConfigContents, newest_stamp, read_contents
+from headgate.control.config.reading import ConfigRows, newest_stamp, read_contents
 from headgate.control.config.rows import SECTIONS
 from headgate.control.config.tables import TABLES, VERSIONS
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskCache"]
 
-BATCH_SIZE: Final = 200
-"""Rows written at a time; other threads wait meanwhile."""
+BATCH_SIZE: Final = 200  # rows written at a time; other threads wait meanwhile
 
 
 class DiskCache:
@@ -38,7 +37,7 @@ class DiskCache:
         """When the store was last known to have nothing newer; the modification time set by `touch`."""
         return self._path.stat().st_mtime_ns // 1000
 
-    def read(self) -> ConfigContents | None:
+    def read(self) -> ConfigRows | None:
         """The stored configuration, or None. Raises ConfigUnavailable if the file cannot be read."""
         if not self._path.exists() or self._path.stat().st_size == 0:
             return None
@@ -46,7 +45,7 @@ class DiskCache:
             stamp = newest_stamp(connection)
             return read_contents(connection, stamp) if stamp.version else None
 
-    def update(self, found: ConfigContents | ConfigChanges) -> bool:
+    def update(self, found: ConfigRows) -> bool:
         """Store a version. Returns False if the copy is too old for these changes and needs the whole contents."""
         try:
             return self._update(found)
@@ -67,30 +66,27 @@ class DiskCache:
             pass
         return True
 
-    def _update(self, found: ConfigContents | ConfigChanges) -> bool:
+    def _update(self, found: ConfigRows) -> bool:
         with write_transaction(self._engine(create=True)) as connection:
             migrate(connection)
             stored = newest_stamp(connection)
             if stored == found.stamp:
                 return True  # written by another worker
-            if isinstance(found, ConfigChanges) and stored != found.since:
+            if found.since not in (None, stored):
                 return False
             for section in SECTIONS:
                 _write_section(connection, section, found)
             connection.execute(delete(VERSIONS))
-            version, at_us = found.stamp
-            connection.execute(
-                insert(VERSIONS).values(version=version, at_us=at_us, author="-", reason="-", what="a copy")
-            )
+            connection.execute(insert(VERSIONS).values([(*found.stamp, "-", "-", "a copy", None)]))
         return True
 
     def _engine(self, *, create: bool) -> Engine:
         return open_engine(URL.create("sqlite", database=str(self._path)), create=create, journal="delete")
 
 
-def _write_section(connection: Connection, section: str, found: ConfigContents | ConfigChanges) -> None:
+def _write_section(connection: Connection, section: str, found: ConfigRows) -> None:
     table, rows = TABLES[section], found.rows[section]
-    if isinstance(found, ConfigContents):
+    if found.since is None:
         connection.execute(delete(table))
     elif rows:
         connection.exec_driver_sql(f"DELETE FROM {table.name} WHERE id = ?", [(id,) for id in rows])

@@ -1,4 +1,4 @@
-"""Versions and the differences between them."""
+"""Versions, and the differences between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sqlalchemy import and_, or_, select
 
 from headgate.control.config.reading import in_force, select_rows
-from headgate.control.config.rows import SECTIONS, PolicyDocument, Row
+from headgate.control.config.rows import SECTIONS, CanaryRow, PolicyDocument, Row
 from headgate.control.config.tables import TABLES, VERSIONS
 
 if TYPE_CHECKING:
@@ -43,17 +43,23 @@ class Difference(NamedTuple):
     @property
     def what(self) -> str:
         """A one-line summary."""
-        if self.before is None:
-            return f"added {self.after}"
+        if isinstance(self.after, CanaryRow):
+            return f"{'started' if self.after.is_running else self.after.state} {self.after}"
         if self.after is None:
             return f"removed {self.before}"
-        return f"changed {self.after}"
+        return f"{'added' if self.before is None else 'changed'} {self.after}"
 
     @property
     def lines(self) -> list[str]:
-        """The difference as in `diff -u`; a row other than the document is one line."""
-        before, after = ([] if each is None else _lines(each) for each in (self.before, self.after))
+        """The difference as in `diff -u`; a row without a document is one line."""
+        before, after = map(_row_lines, (self.before, self.after))
         return list(unified_diff(before, after, lineterm="", n=2))[2:]
+
+
+def _row_lines(row: Row | None) -> list[str]:
+    if isinstance(row, CanaryRow):
+        return [f"{row}: {row.state}", *row.text.splitlines()]
+    return row.text.splitlines() if isinstance(row, PolicyDocument) else [] if row is None else [str(row)]
 
 
 def list_versions(connection: Connection, *, before: int | None, most: int) -> list[Version]:
@@ -69,12 +75,9 @@ def diff_versions(connection: Connection, one: int, other: int) -> list[Differen
     first, last = sorted((one, other))
     found: list[Difference] = []
     for section in SECTIONS:
-        table = TABLES[section]
-        ends = table.c.until_version
+        since, until = TABLES[section].c.since, TABLES[section].c.until_version
         # Only rows that began or ended in between can differ.
-        touched = or_(
-            and_(table.c.since > first, table.c.since <= last), and_(ends.is_not(None), ends > first, ends <= last)
-        )
+        touched = or_(and_(since > first, since <= last), and_(until.is_not(None), until > first, until <= last))
         before, after = (
             {each.id: each.row for each in select_rows(connection, section, touched, in_force(section, version))}
             for version in (one, other)
@@ -82,7 +85,3 @@ def diff_versions(connection: Connection, one: int, other: int) -> list[Differen
         rows = [Difference(section, id, before.get(id), after.get(id)) for id in sorted({*before, *after})]
         found += [row for row in rows if row.before != row.after]
     return found
-
-
-def _lines(row: Row) -> list[str]:
-    return row.text.splitlines() if isinstance(row, PolicyDocument) else [str(row)]

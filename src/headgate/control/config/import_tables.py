@@ -28,19 +28,17 @@ __all__ = ["ImportedTables", "read_tables"]
 
 logger = logging.getLogger("headgate")
 
-DEFAULT_CLASS: Final = "default"
-"""The class of all other routes."""
-
+DEFAULT_CLASS: Final = "default"  # the class of all other routes
 SECOND_US: Final = 1_000_000
 
-TIERS: Final = table(
-    "rate_limit_tiers", *map(column, ("tier_name", "default_limit", "window_seconds", "burst_multiplier"))
+TIERS, OVERRIDES, ROUTES = (
+    table(f"rate_limit_{name}", *map(column, columns.split()))
+    for name, columns in (
+        ("tiers", "tier_name default_limit window_seconds burst_multiplier"),
+        ("overrides", "api_key route_class limit_value window_seconds valid_until reason"),
+        ("route_costs", "route_pattern route_class cost_units"),
+    )
 )
-OVERRIDES: Final = table(
-    "rate_limit_overrides",
-    *map(column, ("api_key", "route_class", "limit_value", "window_seconds", "valid_until", "reason")),
-)
-ROUTES: Final = table("rate_limit_route_costs", *map(column, ("route_pattern", "route_class", "cost_units")))
 
 
 class ImportedTables(NamedTuple):
@@ -66,9 +64,15 @@ def read_tables(
         missing = {each.name for each in (TIERS, OVERRIDES, ROUTES)} - set(inspect(connection).get_table_names())
         if missing:
             raise InvalidConfiguration(f"{display_url(engine)} has no table {', '.join(sorted(missing))}")
-        routes = _routes(connection)
-        limits = _limits(connection)
+        rows = connection.execute(select(ROUTES).order_by(ROUTES.c.route_pattern))
+        routes = [RouteCost(pattern, cost, route_class) for pattern, route_class, cost in rows]
+        limits: dict[str, tuple[int, int, int | None]] = {}  # quota, period and burst by tier
+        for name, quota, seconds, multiplier in connection.execute(select(TIERS).order_by(TIERS.c.tier_name)):
+            times = Decimal(str(multiplier))
+            limits[name] = quota, seconds * SECOND_US, None if times == 1 else int(quota * times)
         found = _overrides(connection, fingerprint, author)
+    if not any(route.path.strip() in ("*", "/*") for route in routes):
+        routes.append(RouteCost("*", 1, DEFAULT_CLASS))
     classes = {route.route_class: None for route in routes}
     unused = tuple(override for override in found if override.route_class not in classes)
     if unused:
@@ -76,20 +80,12 @@ def read_tables(
         logger.warning("%d overrides are on classes without routes: %s", len(unused), ", ".join(names))
     tiers = [TierLimit(name, str(each), *rate) for each in classes for name, rate in limits.items()]
     slowest = min(limits, key=lambda name: limits[name][0] / limits[name][1], default=None)
-    is_window = all(burst is None for _, _, burst in limits.values())
+    # Without bursts, these tables describe a sliding window.
+    algorithm = "sliding_window" if all(burst is None for *_, burst in limits.values()) else "token_bucket"
     document = {
         "name": "rate_limit tables",
         **({} if slowest is None else {"tier": default_tier or slowest}),
-        "limits": [
-            {
-                "name": each,
-                "class": each,
-                "by": "client",
-                # Without bursts, these tables describe a sliding window.
-                "algorithm": "sliding_window" if is_window else "token_bucket",
-            }
-            for each in classes
-        ],
+        "limits": [{"name": each, "class": each, "by": "client", "algorithm": algorithm} for each in classes],
     }
     return ImportedTables(
         PolicyDocument(json.dumps(document, indent=2), "json", "rate_limit tables"),
@@ -98,23 +94,6 @@ def read_tables(
         tuple(override for override in found if override.route_class in classes),
         unused,
     )
-
-
-def _routes(connection: Connection) -> list[RouteCost]:
-    rows = connection.execute(select(ROUTES).order_by(ROUTES.c.route_pattern))
-    routes = [RouteCost(pattern, cost, route_class) for pattern, route_class, cost in rows]
-    if not any(route.path.strip() in ("*", "/*") for route in routes):
-        routes.append(RouteCost("*", 1, DEFAULT_CLASS))
-    return routes
-
-
-def _limits(connection: Connection) -> dict[str, tuple[int, int, int | None]]:
-    """Quota, period and burst by tier."""
-    found: dict[str, tuple[int, int, int | None]] = {}
-    for name, quota, seconds, multiplier in connection.execute(select(TIERS).order_by(TIERS.c.tier_name)):
-        times = Decimal(str(multiplier))
-        found[name] = (quota, seconds * SECOND_US, None if times == 1 else int(quota * times))
-    return found
 
 
 def _overrides(connection: Connection, fingerprint: Callable[[str], str], author: str | None) -> list[OverrideRow]:
@@ -127,19 +106,8 @@ def _overrides(connection: Connection, fingerprint: Callable[[str], str], author
             raise InvalidInput(f"rate_limit_overrides, row {number}: {error}") from None
         # Tables without NULL use a year like 9999 for "no end".
         ends = None if until is None or _moment(until) >= scalars.HORIZON else microseconds(_moment(until))
-        rows.append(
-            OverrideRow(
-                "api_key",
-                value,
-                None,
-                route_class,
-                quota,
-                seconds * SECOND_US,
-                valid_until_us=ends,
-                reason=reason or None,
-                author=author,
-            )
-        )
+        by: dict[str, Any] = {"valid_until_us": ends, "reason": reason or None, "author": author}
+        rows.append(OverrideRow("api_key", value, None, route_class, quota, seconds * SECOND_US, **by))
     return rows
 
 

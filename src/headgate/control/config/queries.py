@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from sqlalchemy import Select, and_, collate, exists, func, literal, or_, select, tuple_, union
 
 from headgate.control.config.reading import in_force, select_rows
-from headgate.control.config.rows import BASE_SECTIONS, LIST_SECTIONS, SECTIONS, BlockRow, OverrideRow, StoredRow
+from headgate.control.config.rows import BASE_SECTIONS, LIST_SECTIONS, SECTIONS, StoredRow
 from headgate.control.config.tables import TABLES, VERSIONS
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Table
 
 __all__ = [
-    "BaseStamp",
     "ClientEntry",
     "LabelledRow",
     "base_stamp",
@@ -25,6 +24,7 @@ __all__ = [
     "count_overrides",
     "find_by_label",
     "find_row",
+    "group_by_kind",
     "label_sort_key",
     "labelled_clients",
     "labels_of",
@@ -37,15 +37,9 @@ __all__ = [
 
 _ASCII_LOWER: Final = str.maketrans(ascii_uppercase, ascii_lowercase)
 """The lower case of databases without a locale: ASCII only."""
-MAX_PARAMETERS: Final = 400
-"""Values in one query; older SQLite versions accept 999."""
-
-
-class BaseStamp(NamedTuple):
-    """Identifies a state of document, tiers and routes: they are unchanged while it is equal."""
-
-    changes: tuple[int, ...]
-    at_us: int
+MAX_PARAMETERS: Final = 400  # values in one query; older SQLite versions accept 999
+CLIENTS: Final = TABLES["clients"]
+OVERRIDES: Final = TABLES["overrides"]
 
 
 class LabelledRow(NamedTuple):
@@ -66,17 +60,16 @@ class ClientEntry(NamedTuple):
     tier: str | None
 
 
-def base_stamp(connection: Connection) -> BaseStamp:
-    """The current state of document, tiers and routes; reads indexes only."""
+def base_stamp(connection: Connection) -> tuple[int, ...]:
+    """Numbers that identify the current state of document, tiers and routes; reads indexes only."""
     ends = [
         select(func.max(column)).where(column.is_not(None)).scalar_subquery()
         for section in BASE_SECTIONS
         for column in (TABLES[section].c.since, TABLES[section].c.until_version)
     ]
-    found = connection.execute(select(*ends)).one()
-    changes = tuple(int(each or 0) for each in found)
+    changes = tuple(int(each or 0) for each in connection.execute(select(*ends)).one())
     at_us = connection.scalar(select(VERSIONS.c.at_us).where(VERSIONS.c.version == max(changes)))
-    return BaseStamp(changes, int(at_us or 0))
+    return *changes, int(at_us or 0)
 
 
 def rows_of_clients(
@@ -87,25 +80,21 @@ def rows_of_clients(
     version: int | None = None,
 ) -> dict[str, list[StoredRow[Any]]]:
     """The rows of clients with any of these identities, given by kind; current ones, or those of a version."""
-    found: dict[str, list[StoredRow[Any]]] = {}
-    for section in sections:
+    found: dict[str, list[StoredRow[Any]]] = {section: [] for section in sections}
+    for section, rows in found.items():
         table = TABLES[section]
-        rows = [
-            each
-            for kind, values in identities.items()
-            for some in _chunks(list(values))
-            for each in select_rows(
-                connection, section, _is_held(section, version), table.c.kind == kind, table.c.value.in_(some)
-            )
-        ]
-        found[section] = sorted(rows)
+        for kind, collection in identities.items():
+            values = list(collection)
+            for start in range(0, len(values), MAX_PARAMETERS):
+                is_one = table.c.kind == kind, table.c.value.in_(values[start : start + MAX_PARAMETERS])
+                rows += select_rows(connection, section, in_force(section, version), *is_one)
+        rows.sort()
     return found
 
 
 def find_row(connection: Connection, section: str, id: int) -> LabelledRow | None:
     """The current row with an id, or None."""
-    found = _listed(connection, _with_label(section).where(TABLES[section].c.id == id), section)
-    return found[0] if found else None
+    return next(iter(_listed(connection, _with_label(section).where(TABLES[section].c.id == id), section)), None)
 
 
 def list_rows(
@@ -125,9 +114,9 @@ def list_rows(
     query = _with_label(section)
     if search:
         names = ("value", "reason", "author", *(("limit_name", "route_class") if section == "overrides" else ()))
-        query = query.where(
-            or_(_matches_text(connection, table, names, search, hashed), _matches_label(connection, table, search))
-        )
+        has_label = in_force("clients"), _contains(connection, CLIENTS.c.label, search)
+        labelled = tuple_(table.c.kind, table.c.value).in_(select(CLIENTS.c.kind, CLIENTS.c.value).where(*has_label))
+        query = query.where(or_(_matches_text(connection, table, names, search, hashed), labelled))
     if state != "all":
         query = query.where(_in_state(table, state, now_us))
     if before is not None:
@@ -151,19 +140,19 @@ def labelled_clients(
     most: int,
 ) -> list[ClientEntry]:
     """Labelled clients in the order of `label_sort_key`."""
-    clients = TABLES["clients"]
 
     def in_order(column: ColumnElement[Any]) -> ColumnElement[Any]:
         return column if connection.dialect.name == "sqlite" else collate(column, "C")
 
-    key = (in_order(func.lower(in_order(clients.c.label))), in_order(clients.c.kind), in_order(clients.c.value))
-    query = select(clients.c.kind, clients.c.value, clients.c.label, clients.c.tier)
-    query = query.where(clients.c.until_version.is_(None), clients.c.label.is_not(None))
+    columns = CLIENTS.c
+    key = in_order(func.lower(in_order(columns.label))), in_order(columns.kind), in_order(columns.value)
+    query = select(columns.kind, columns.value, columns.label, columns.tier)
+    query = query.where(in_force("clients"), columns.label.is_not(None))
     if after is not None:
         # Implied by the second condition, but lets SQLite use its index.
-        query = query.where(key[0] >= after[0], tuple_(*key) > tuple_(*[literal(each) for each in after]))
+        query = query.where(key[0] >= after[0], tuple_(*key) > tuple_(*map(literal, after)))
     if search:
-        query = query.where(_matches_text(connection, clients, ("value", "label"), search, hashed))
+        query = query.where(_matches_text(connection, CLIENTS, ("value", "label"), search, hashed))
     return [ClientEntry(*each) for each in connection.execute(query.order_by(*key).limit(most))]
 
 
@@ -171,92 +160,68 @@ def unlabelled_clients(
     connection: Connection, *, search: str = "", hashed: str | None = None, after: tuple[str, str] | None, most: int
 ) -> list[ClientEntry]:
     """Clients with rows but no label, in the database's order of kind and value."""
-    clients = TABLES["clients"]
     parts = []
     for section in LIST_SECTIONS:
-        table = TABLES[section]
-        called = clients.alias()
+        table, called = TABLES[section], CLIENTS.alias()
+        who = table.c.kind, table.c.value
         has_name = exists().where(_same_client(table, called), called.c.label.is_not(None))
-        query = select(table.c.kind, table.c.value).where(table.c.until_version.is_(None), ~has_name).distinct()
+        query = select(*who).where(in_force(section), ~has_name).distinct()
         if after is not None:
-            query = query.where(tuple_(table.c.kind, table.c.value) > tuple_(literal(after[0]), literal(after[1])))
+            query = query.where(tuple_(*who) > tuple_(*map(literal, after)))
         if search:
             query = query.where(_matches_text(connection, table, ("value",), search, hashed))
         # Limit each part by its index; otherwise the database would merge all rows first.
-        parts.append(select(query.order_by(table.c.kind, table.c.value).limit(most).subquery()))
-    unlabelled = union(*parts).subquery()
-    query_all = (
-        select(unlabelled.c.kind, unlabelled.c.value, clients.c.label, clients.c.tier)
-        .outerjoin_from(unlabelled, clients, _same_client(unlabelled, clients))
-        .order_by(unlabelled.c.kind, unlabelled.c.value)
+        parts.append(select(query.order_by(*who).limit(most).subquery()))
+    found = union(*parts).subquery()
+    everything = (
+        select(found.c.kind, found.c.value, CLIENTS.c.label, CLIENTS.c.tier)
+        .outerjoin_from(found, CLIENTS, _same_client(found, CLIENTS))
+        .order_by(found.c.kind, found.c.value)
         .limit(most)
     )
-    return [ClientEntry(*each) for each in connection.execute(query_all)]
+    return [ClientEntry(*each) for each in connection.execute(everything)]
 
 
 def labels_of(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """The labels of clients that have one."""
-    found = rows_of_clients(connection, _by_kind(who), ["clients"])["clients"]
+    found = rows_of_clients(connection, group_by_kind(who), ["clients"])["clients"]
     return {(each.row.kind, each.row.value): each.row.label for each in found if each.row.label}
 
 
 def find_by_label(connection: Connection, label: str) -> list[tuple[str, str]]:
     """Clients with this label, ignoring case as far as the database can."""
-    table = TABLES["clients"]
-    query = (
-        select(table.c.kind, table.c.value)
-        .where(
-            table.c.until_version.is_(None),
-            table.c.label.is_not(None),  # lets SQLite use the partial index
-            func.lower(table.c.label) == func.lower(label),
-        )
-        .order_by(table.c.id)
-        .limit(10)
-    )
+    has_label = CLIENTS.c.label.is_not(None)  # lets SQLite use the partial index
+    is_same = in_force("clients"), has_label, func.lower(CLIENTS.c.label) == func.lower(label)
+    query = select(CLIENTS.c.kind, CLIENTS.c.value).where(*is_same).order_by(CLIENTS.c.id).limit(10)
     return [(kind, value) for kind, value in connection.execute(query)]
 
 
 def count_overrides(connection: Connection, who: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
     """The number of overrides of each client."""
-    table = TABLES["overrides"]
+    kind, value = OVERRIDES.c.kind, OVERRIDES.c.value
     found: dict[tuple[str, str], int] = {}
-    for kind, values in _by_kind(who).items():
-        query = (
-            select(table.c.value, func.count())
-            .where(table.c.until_version.is_(None), table.c.kind == kind, table.c.value.in_(values))
-            .group_by(table.c.value)
-        )
-        found |= {(kind, value): count for value, count in connection.execute(query)}
+    for each, values in group_by_kind(who).items():
+        query = select(value, func.count()).where(in_force("overrides"), kind == each, value.in_(values))
+        found |= {(each, value): count for value, count in connection.execute(query.group_by(value))}
     return found
 
 
 def count_assignments(connection: Connection) -> dict[str, int]:
     """The number of clients assigned to each tier."""
-    table = TABLES["clients"]
-    query = (
-        select(table.c.tier, func.count())
-        .where(table.c.until_version.is_(None), table.c.tier.is_not(None))
-        .group_by(table.c.tier)
-    )
+    tier = CLIENTS.c.tier
+    query = select(tier, func.count()).where(in_force("clients"), tier.is_not(None)).group_by(tier)
     return {str(tier): count for tier, count in connection.execute(query)}
 
 
 def sample_rows(connection: Connection) -> dict[str, list[Any]]:
     """One row of each distinct shape: enough to validate a document against all rows."""
     found: dict[str, list[Any]] = {"blocked": []}
-    for section, alike in (
-        ("clients", ("tier",)),
-        ("overrides", ("limit_name", "route_class", "quota", "period_us", "burst", "algorithm")),
-    ):
-        table = TABLES[section]
-        first = (
-            select(func.min(table.c.id))
-            .where(table.c.until_version.is_(None))
-            .group_by(*[table.c[name] for name in alike])
-        )
-        found[section] = [
-            each.row for each in select_rows(connection, section, _is_held(section, None), table.c.id.in_(first))
-        ]
+    limit = ("limit_name", "route_class", "quota", "period_us", "burst", "algorithm")
+    for section, alike in (("clients", ("tier",)), ("overrides", limit)):
+        columns = TABLES[section].c
+        first = select(func.min(columns.id)).where(in_force(section)).group_by(*[columns[name] for name in alike])
+        rows = select_rows(connection, section, in_force(section), columns.id.in_(first))
+        found[section] = [each.row for each in rows]
     return found
 
 
@@ -266,11 +231,8 @@ def version_at(connection: Connection, at_us: int) -> int:
     return int(connection.scalar(then) or connection.scalar(select(func.min(VERSIONS.c.version))) or 0)
 
 
-def _is_held(section: str, version: int | None) -> ColumnElement[bool]:
-    return TABLES[section].c.until_version.is_(None) if version is None else in_force(section, version)
-
-
-def _by_kind(who: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def group_by_kind(who: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The values of identities by their kind."""
     by_kind: dict[str, list[str]] = {}
     for kind, value in who:
         by_kind.setdefault(kind, []).append(value)
@@ -278,17 +240,14 @@ def _by_kind(who: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _with_label(section: str) -> Select[Any]:
-    table, clients = TABLES[section], TABLES["clients"]
+    table = TABLES[section]
     columns = [table.c[name] for name in SECTIONS[section]._fields]
-    return (
-        select(table.c.id, table.c.since, clients.c.label, *columns)
-        .outerjoin_from(table, clients, _same_client(table, clients))
-        .where(table.c.until_version.is_(None))
-    )
+    query = select(table.c.id, table.c.since, CLIENTS.c.label, *columns)
+    return query.outerjoin_from(table, CLIENTS, _same_client(table, CLIENTS)).where(in_force(section))
 
 
 def _listed(connection: Connection, query: Select[Any], section: str) -> list[LabelledRow]:
-    kind: Any = OverrideRow if section == "overrides" else BlockRow
+    kind = SECTIONS[section]
     return [LabelledRow(id, since, kind(*fields), label) for id, since, label, *fields in connection.execute(query)]
 
 
@@ -306,30 +265,15 @@ def _matches_text(
     return or_(*tests)
 
 
-def _matches_label(connection: Connection, table: Table, search: str) -> ColumnElement[bool]:
-    """Matches rows whose client has a text in its label."""
-    clients = TABLES["clients"]
-    labels = (clients.c.until_version.is_(None), _contains(connection, clients.c.label, search))
-    return tuple_(table.c.kind, table.c.value).in_(select(clients.c.kind, clients.c.value).where(*labels))
-
-
 def _contains(connection: Connection, column: ColumnElement[Any], search: str) -> ColumnElement[bool]:
     # SQLite's LIKE ignores case already, in a third of the time.
-    if connection.dialect.name == "sqlite":
-        return column.contains(search, autoescape=True)
-    return column.icontains(search, autoescape=True)
+    test = column.contains if connection.dialect.name == "sqlite" else column.icontains
+    return test(search, autoescape=True)
 
 
 def _in_state(table: Table, state: str, now_us: int) -> ColumnElement[bool]:
     since, until = table.c.valid_from_us, table.c.valid_until_us
-    is_over, is_to_come = until <= now_us, since > now_us
-    match state:
-        case "expired":
-            return is_over
-        case "future":
-            return and_(is_to_come, or_(until.is_(None), until > now_us))
-    return and_(or_(since.is_(None), since <= now_us), or_(until.is_(None), until > now_us))
-
-
-def _chunks(values: list[str]) -> list[list[str]]:
-    return [values[start : start + MAX_PARAMETERS] for start in range(0, len(values), MAX_PARAMETERS)]
+    if state == "expired":
+        return until <= now_us
+    begins = since > now_us if state == "future" else or_(since.is_(None), since <= now_us)
+    return and_(begins, or_(until.is_(None), until > now_us))

@@ -1,4 +1,4 @@
-"""Raw API keys in a policy document: rejected, or replaced by their hashes in place."""
+"""Secrets in a policy document: raw API keys are rejected or replaced by their hashes, passwords are rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from headgate.errors import InvalidInput, InvalidPolicy
 from headgate.policy import scalars
 from headgate.policy.formats import FORMATS
 from headgate.policy.formats.document import SourcePosition, place_of
-from headgate.policy.source import Source
+from headgate.policy.loader import Source
+from headgate.policy.region_settings import has_plain_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,10 +22,7 @@ __all__ = ["hash_raw_keys", "reject_raw_keys"]
 
 FINGERPRINT: Final = "hmac:"
 SECTIONS: Final = ("clients", "overrides", "blocked")
-
-MIN_SEARCHED_LENGTH: Final = 8
-"""Keys at least this long are searched in comments; a shorter one may be any word."""
-
+MIN_SEARCHED_LENGTH: Final = 8  # keys at least this long are searched in comments; a shorter one may be any word
 _DOUBLE: Final = r'"(?:[^"\\]|\\.)*"'
 _QUOTED: Final = {
     "yaml": re.compile(rf"{_DOUBLE}|'(?:[^']|'')*'", re.DOTALL),
@@ -57,10 +55,17 @@ class _RawKey(NamedTuple):
 
 
 def reject_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str] | None) -> None:
-    """Raise InvalidPolicy for raw keys, with the hash to write instead if there is a `fingerprint` function."""
+    """Raise InvalidPolicy for raw keys, with the hash to write instead if there is a `fingerprint` function, and for
+    passwords in the URLs of regions."""
+    value = _value(document)
     problems = [
         _problem(document, raw, f"; write {HASH_HINT if fingerprint is None else fingerprint(raw.key)}")
-        for raw in _raw_keys(_value(document))
+        for raw in _raw_keys(value)
+    ]
+    problems += [
+        f"{document.name}: regions.{place}: passwords are not stored; write one like ${{EU_PASSWORD}}, and set this "
+        "environment variable for the app"
+        for place in _passwords(value)
     ]
     if problems:
         raise InvalidPolicy(problems)
@@ -73,7 +78,7 @@ def hash_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -
     if not raws:
         return document
     places = FORMATS[document.format](document.text).places([raw.spot for raw in raws])
-    starts = _line_starts(document)
+    starts = [0, *(found.end() for found in _LINE_BREAK[document.format].finditer(document.text))]
     ends = 0
     pieces = []
     for raw in sorted(raws, key=lambda each: places[each.spot]):
@@ -84,7 +89,10 @@ def hash_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -
         ends = _end(document, raw, start, instead=hashed)
         value[raw.section][raw.position]["api_key"] = hashed
     hashed_document = document._replace(text="".join([*pieces, document.text[ends:]]))
-    if not _has_value(hashed_document, value):  # never store a document with another meaning
+    has_same_meaning = False
+    with suppress(InvalidPolicy):
+        has_same_meaning = _value(hashed_document) == value
+    if not has_same_meaning:
         reject_raw_keys(document, fingerprint)
     _reject_remains(hashed_document, raws)
     return hashed_document
@@ -92,12 +100,6 @@ def hash_raw_keys(document: PolicyDocument, fingerprint: Callable[[str], str]) -
 
 def _value(document: PolicyDocument) -> Any:
     return Source(document.text, document.name, document.format).value
-
-
-def _has_value(document: PolicyDocument, value: Any) -> bool:
-    with suppress(InvalidPolicy):
-        return bool(_value(document) == value)
-    return False
 
 
 def _raw_keys(value: Any) -> Iterator[_RawKey]:
@@ -110,8 +112,14 @@ def _raw_keys(value: Any) -> Iterator[_RawKey]:
                     yield _RawKey(section, position, str(key))
 
 
-def _line_starts(document: PolicyDocument) -> list[int]:
-    return [0, *(found.end() for found in _LINE_BREAK[document.format].finditer(document.text))]
+def _passwords(value: Any) -> Iterator[str]:
+    """The places of URLs with passwords."""
+    section = value.get("regions") if isinstance(value, dict) else None
+    for field in ("stores", "regions"):
+        urls = section.get(field) if isinstance(section, dict) else None
+        for name, url in urls.items() if isinstance(urls, dict) else ():
+            if isinstance(url, str) and has_plain_password(url):
+                yield f"{field}.{name}"
 
 
 def _end(document: PolicyDocument, raw: _RawKey, start: int, *, instead: str) -> int:
@@ -125,20 +133,18 @@ def _end(document: PolicyDocument, raw: _RawKey, start: int, *, instead: str) ->
 
 def _reject_remains(document: PolicyDocument, raws: list[_RawKey]) -> None:
     """Raise InvalidPolicy if a comment still contains a key."""
-    by_word = {
-        max(_WORD.findall(raw.key), key=len, default=""): raw for raw in raws if len(raw.key) >= MIN_SEARCHED_LENGTH
-    }
+    searched = [raw for raw in raws if len(raw.key) >= MIN_SEARCHED_LENGTH]
+    by_word = {max(_WORD.findall(raw.key), key=len, default=""): raw for raw in searched}
     problems = {}
     for found in _WORD.finditer(document.text):  # one pass for all keys: there may be many
         raw = by_word.get(found[0])
         if raw is not None and raw not in problems:
             start = found.start() - raw.key.index(found[0])
             if document.text.startswith(raw.key, start):
-                problems[raw] = (
-                    f"{document.name}:{place_of(document.text, start)}: the API key of {raw} appears here too"
-                )
+                place = f"{document.name}:{place_of(document.text, start)}"
+                problems[raw] = f"{place}: the API key of {raw} appears here too; remove it"
     if problems:
-        raise InvalidPolicy([f"{each}; remove it" for each in problems.values()])
+        raise InvalidPolicy(list(problems.values()))
 
 
 def _problem(document: PolicyDocument, raw: _RawKey, remedy: str) -> str:

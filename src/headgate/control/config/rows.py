@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from headgate import _limit_syntax
+from headgate.calendars import Calendar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,10 +18,12 @@ if TYPE_CHECKING:
 __all__ = [
     "BASE_SECTIONS",
     "LIST_SECTIONS",
+    "RESTORABLE_SECTIONS",
     "SECTIONS",
     "UNIQUE_KEYS",
     "Assignment",
     "BlockRow",
+    "CanaryRow",
     "OverrideRow",
     "PolicyDocument",
     "RouteCost",
@@ -106,11 +110,8 @@ class OverrideRow(NamedTuple):
     author: str | None = None
 
     def __str__(self) -> str:
-        place = "".join(
-            f" {word} {name}"
-            for word, name in (("on limit", self.limit_name), ("on class", self.route_class))
-            if name is not None
-        )
+        names = {"limit": self.limit_name, "class": self.route_class}
+        place = "".join(f" on {word} {name}" for word, name in _given(names).items())
         return f"override of {self.kind} {self.value}{place}: {format_bucket(self)}{_ends(self)}"
 
 
@@ -128,7 +129,63 @@ class BlockRow(NamedTuple):
         return f"block of {self.kind} {self.value}{_ends(self)}"
 
 
-Row: TypeAlias = PolicyDocument | TierLimit | RouteCost | Assignment | OverrideRow | BlockRow
+class CanaryRow(NamedTuple):
+    """A candidate policy document that a share of the nodes applies, and its end."""
+
+    canary: str
+    """Identifies the canary, and seeds the choice of its nodes."""
+    state: str
+    """"running", "promoted" or "rolled back"."""
+    text: str
+    format: str
+    name: str
+    percent: int | None
+    """The share of the nodes; None if `nodes` names them."""
+    nodes: str | None
+    """Names of nodes, separated by commas."""
+    max_rejections_bp: int
+    """The permitted increase of the share of rejections, in hundredths of a percentage point."""
+    max_errors_bp: int
+    """The permitted increase of the share of requests that a failure mode answered."""
+    max_latency_percent: int
+    """The permitted 99th percentile of latency, in percent of that of the other nodes."""
+    run_us: int | None
+    """The time of observation; None without a limit."""
+    promotes: int
+    """1 if the candidate is promoted after that time."""
+    begun_us: int
+    author: str
+    reason: str
+    ended_us: int | None = None
+    ended_by: str | None = None
+    end_reason: str | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def document(self) -> PolicyDocument:
+        """The candidate."""
+        return PolicyDocument(self.text, self.format, self.name)
+
+    @property
+    def share(self) -> str:
+        """The nodes that apply the candidate, in words."""
+        return f"{self.percent} % of nodes" if self.nodes is None else f"nodes {self.nodes.replace(',', ', ')}"
+
+    def includes(self, node: str) -> bool:
+        """True if a node applies the candidate. The answer for a name never changes while the canary runs."""
+        if self.nodes is not None:
+            return node in self.nodes.split(",")
+        digest = sha256(f"{self.canary}/{node}".encode()).digest()
+        return int.from_bytes(digest[:8]) * 100 < (self.percent or 0) << 64
+
+    def __str__(self) -> str:
+        return f"canary of {self.name} on {self.share}"
+
+
+Row: TypeAlias = PolicyDocument | TierLimit | RouteCost | Assignment | OverrideRow | BlockRow | CanaryRow
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
@@ -146,7 +203,10 @@ BASE_SECTIONS: Final[Mapping[str, type[Any]]] = {"documents": PolicyDocument, "t
 LIST_SECTIONS: Final[Mapping[str, type[Any]]] = {"clients": Assignment, "overrides": OverrideRow, "blocked": BlockRow}
 """Lists of up to hundreds of thousands of rows that are independent of each other."""
 
-SECTIONS: Final[Mapping[str, type[Any]]] = {**BASE_SECTIONS, **LIST_SECTIONS}
+RESTORABLE_SECTIONS: Final[Mapping[str, type[Any]]] = {**BASE_SECTIONS, **LIST_SECTIONS}
+"""Sections that a rollback to an earlier version can restore. A canary is never restarted by one."""
+
+SECTIONS: Final[Mapping[str, type[Any]]] = {**RESTORABLE_SECTIONS, "canaries": CanaryRow}
 
 UNIQUE_KEYS: Final[Mapping[str, tuple[str, ...] | None]] = {
     "documents": (),
@@ -155,13 +215,18 @@ UNIQUE_KEYS: Final[Mapping[str, tuple[str, ...] | None]] = {
     "clients": ("kind", "value"),
     "overrides": None,
     "blocked": ("kind", "value"),
+    "canaries": (),
 }
 """The columns that identify a row: () for a single row, None if rows may repeat."""
 
 
 def bucket_columns(phrase: Phrase) -> dict[str, Any]:
     """The columns of a limit."""
-    period_us = microseconds(EPOCH + phrase.period)
+    period = phrase.period_for(phrase.algorithm)
+    if isinstance(period, Calendar):
+        # In the column of the algorithm, as only one can count a calendar.
+        return {"quota": phrase.quota, "period_us": period.length_us, "burst": phrase.burst, "algorithm": period.code}
+    period_us = microseconds(EPOCH + period)
     return {"quota": phrase.quota, "period_us": period_us, "burst": phrase.burst, "algorithm": phrase.algorithm}
 
 
@@ -176,19 +241,13 @@ def policy_entry(row: Row) -> dict[str, Any]:
         case Assignment(kind, value, tier, label):
             return {kind: value} | _given({"tier": tier, "label": label})
         case OverrideRow():
-            given = {
-                "limit": row.limit_name,
-                "class": row.route_class,
-                "bucket": format_bucket(row),
-                "reason": row.reason,
-            }
-            return {row.kind: row.value} | _given(given) | _validity(row)
+            place = _given({"limit": row.limit_name, "class": row.route_class})
+            own = {row.kind: row.value, **place, "bucket": format_bucket(row)}
+            return own | _given({"reason": row.reason}) | _validity(row)
         case BlockRow():
             return {row.kind: row.value} | _given({"reason": row.reason}) | _validity(row)
         case RouteCost(path, cost, route_class):
             return {"path": path, "cost": cost} | _given({"class": route_class})
-        case TierLimit():
-            return {"tiers": {row.tier: {"limits": {row.limit_name: format_bucket(row)}}}}
     raise TypeError(f"a {type(row).__name__} is not an entry of a policy")
 
 
@@ -199,16 +258,15 @@ def format_bucket(row: TierLimit | OverrideRow) -> str:
 
 @lru_cache(maxsize=8192)  # a hundred thousand overrides have a handful of different limits
 def _phrase(quota: int, period_us: int, burst: int | None, algorithm: str | None) -> str:
+    if algorithm is not None and " " in algorithm:
+        return f"{quota}/{Calendar.read_code(algorithm)}"
     options = f"{'' if burst is None else f', burst {burst}'}{'' if algorithm is None else f', {algorithm}'}"
     return f"{quota}/{_limit_syntax.spell(timedelta(microseconds=period_us))}{options}"
 
 
 def _validity(row: OverrideRow | BlockRow) -> dict[str, str]:
-    return {
-        name: _instant(at_us)
-        for name, at_us in (("valid_from", row.valid_from_us), ("valid_until", row.valid_until_us))
-        if at_us is not None
-    }
+    given = _given({"valid_from": row.valid_from_us, "valid_until": row.valid_until_us})
+    return {name: _instant(at_us) for name, at_us in given.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -217,9 +275,7 @@ def _instant(at_us: int) -> str:
 
 
 def _ends(row: OverrideRow | BlockRow) -> str:
-    validity = _validity(row)
-    since, until = validity.get("valid_from"), validity.get("valid_until")
-    return f"{'' if since is None else f' from {since}'}{'' if until is None else f' until {until}'}"
+    return "".join(f" {name.removeprefix('valid_')} {at}" for name, at in _validity(row).items())
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:

@@ -5,17 +5,6 @@ from headgate.control.service.models import ROLES, Actor, Change, ChangeContext,
 from headgate.control.service.service import AdminService
 
 __all__ = [
-    "ROLES",
-    "Actor",
-    "AdminService",
-    "Change",
-    "ChangeContext",
-    "ClientRef",
-    "LogUnavailable",
-    "NeedsConfirmation",
-    "NotAllowed",
-    "NotFound",
-    "OverrideSpec",
-    "Page",
-    "Risk",
-]
+    "ROLES", "Actor", "AdminService", "Change", "ChangeContext", "ClientRef", "LogUnavailable", "NeedsConfirmation",
+    "NotAllowed", "NotFound", "OverrideSpec", "Page", "Risk",
+]  # fmt: skip

@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from headgate.control.config.queries import LabelledRow
 from headgate.control.service import listing
-from headgate.control.service.candidates import noun_of
-from headgate.control.service.changes import attributed, audited, to_change
-from headgate.control.service.client_lookup import MAX_MATCHES, is_hash, label_keys, require_network_role
+from headgate.control.service.client_lookup import MAX_MATCHES, is_hash, label_keys, noun_of, require_network_role
+from headgate.control.service.dependencies import ServiceDependencies, TopicService, to_change
+from headgate.control.service.effective_policy import applicable_limits, key_batches, limit_usages, read_counters
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import Change, ClientRef, ClientView
 from headgate.control.service.redaction import redact_errors
-from headgate.control.service.usage import (
-    CounterReading,
-    applicable_limits,
-    key_batches,
-    limit_usages,
-    read_counters,
-    request_identities,
-)
 from headgate.errors import InvalidInput
 from headgate.telemetry.human_time import span
-from headgate.telemetry.why.report import ClientQuery
+from headgate.telemetry.why.report import ClientQuery, RejectionReport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from datetime import tzinfo
 
-    from headgate.control.config.rows import StoredRow
-    from headgate.control.service.candidates import Candidate
-    from headgate.control.service.dependencies import ResolvedClient, ServiceDependencies
-    from headgate.control.service.effective_policy import EffectivePolicy
+    from headgate.control.service.client_lookup import Candidate
+    from headgate.control.service.effective_policy import ApplicableLimit, EffectivePolicy
     from headgate.control.service.models import BlockView, ChangeContext, ClientRow, LimitUsage, Page, Timeline
-    from headgate.control.service.usage import ApplicableLimit
-    from headgate.policy.model import Block
     from headgate.telemetry.decision_log.record import DecisionRecord
-    from headgate.telemetry.why.report import RejectionReport
 
 __all__ = ["ClientService"]
 
@@ -45,109 +31,78 @@ ONLY_A_HASH = "We only store a hash of this {noun}. You can block it. To see its
 A_NETWORK = "A network has no counters of its own. To see what is used, search for one of its addresses."
 
 
-class ClientService:
+class ClientService(TopicService):
     """Finds clients, shows their limits and decisions, assigns tiers and resets counters."""
 
     def __init__(self, deps: ServiceDependencies) -> None:
-        self._deps = deps
-
-    # ------------------------------------------------------------------ search
-
-    def find(self, text: str) -> ClientRef:
-        """The client that a text identifies: "tenant=acme", an address, a label, an API key or a hash."""
-        return self._deps.lookup.find(text)
-
-    def candidates(self, text: str) -> Sequence[Candidate]:
-        """All clients that a text can mean, known or not, most likely first."""
-        return self._deps.lookup.candidates(text)
-
-    def matches(self, text: str) -> Sequence[Candidate]:
-        """The known clients that a text identifies, or up to 20 whose label or identity contains it."""
-
-        def search_config(part: str) -> Iterable[ClientRef]:
-            if len(part) > listing.MAX_SEARCH_LENGTH:
-                return []
-            return [each.who for each in self.list(search=part, most=MAX_MATCHES).items]
-
-        return self._deps.lookup.matches(text, search_config)[:MAX_MATCHES]
-
-    def list(self, *, search: str = "", after: str | None = None, most: int = 50) -> Page[ClientRow]:
-        """The clients that the configuration has an entry for."""
-        deps = self._deps
-        listing.check_page(search, "all", most)
-        filters: Any = {"search": search, "hashed": deps.lookup.hash_as_key(search), "after": after, "most": most}
-        with deps.reading() as connection:
-            found = listing.clients(connection, deps.policies.get(connection), now_us=deps.now_us(), **filters)
-        return deps.lookup.with_pseudonyms(found)
-
-    # ------------------------------------------------------------------ names
-
-    def label_of(self, client: ClientRef) -> str | None:
-        """The label of a client, or the pseudonym that the overview shows; None if it has neither."""
-        return self._deps.lookup.label_of(client)
+        super().__init__(deps)
+        lookup = deps.lookup
+        self.find, self.candidates = lookup.find, lookup.candidates
+        self.label_of, self.insert_names = lookup.label_of, lookup.insert_names
 
     def name_of(self, client: ClientRef) -> str:
         """The name of a client in a sentence: its label, or its kind and value."""
         return self._deps.lookup.name_of(self._deps.lookup.canonical(client))
 
-    def insert_names(self, text: str) -> str:
-        """A summary of a change or an audit entry, with client names in place of full hashes."""
-        return self._deps.lookup.insert_names(text)
+    def matches(self, text: str) -> Sequence[Candidate]:
+        """The known clients that a text identifies, or up to 20 whose label or identity contains it."""
+        lookup, text = self._deps.lookup, text.strip()
+        found = lookup.candidates(text)
+        if is_hash(text) or "=" in text or found[0].who.kind in ("ip", "subnet"):
+            return found[:1]
+        if known := [each for each in found if each.is_known]:
+            return known[:MAX_MATCHES]
+        listed = [] if len(text) > listing.MAX_SEARCH_LENGTH else self.list(search=text, most=MAX_MATCHES).items
+        others = dict.fromkeys([*(each.who for each in listed), *lookup.search_log(text)])
+        return [lookup.describe(each) for each in others][:MAX_MATCHES]
 
-    # ------------------------------------------------------------------ one client
+    def list(self, *, search: str = "", after: str | None = None, most: int = 50) -> Page[ClientRow]:
+        """The clients that the configuration has an entry for."""
+        with listing.open_list(self._deps, search=search, after=after, most=most) as query:
+            found = listing.clients(query)
+        return self._deps.lookup.with_pseudonyms(found)
 
     def get(self, client: ClientRef) -> ClientView:
         """A client with its tier, limits, usage, overrides and block."""
         deps = self._deps
         client = deps.lookup.resolve(client)
-        resolved = deps.resolve(client)
-        facts, effective = resolved
-        now_us = deps.now_us()
+        effective, now_us = deps.resolve(client), deps.now_us()
+        facts = effective.facts
         troubles = [*effective.base.problems]
         tier: str | None = None
         tier_from: Any = "default"
         limits: tuple[LimitUsage, ...] = ()
         if facts.values and not effective.base.problems:
-            tier, applicable = applicable_limits(effective, facts.values, kind=client.kind, now_us=now_us)
+            tier, applicable = applicable_limits(effective, now_us)
             tier_from = _tier_source(effective, tier)
+            used: Any = {each.key: "counted per address" for each in applicable if not each.missing}
             if facts.can_count:
-                used, trouble = read_counters(deps.counters, applicable)
-                troubles += [] if trouble is None else [trouble]
-            else:
-                used = {
-                    each.key: CounterReading(None, "counted per address") for each in applicable if not each.missing
-                }
+                used, errors = read_counters(deps.counters, applicable)
+                troubles += errors
             limits = tuple(limit_usages(effective, applicable, used))
         if not facts.can_count:
             troubles.append(ONLY_A_HASH.format(noun=noun_of(client.kind)) if not facts.values else A_NETWORK)
-        label = resolved.label or deps.lookup.pseudonym(client)
-        live, trouble = deps.live_blocks()
-        troubles += [] if trouble is None else [trouble]
-        block = _block_in_policy(resolved, label, now_us)
-        if block is None:
-            block = next(
-                (
-                    listing.live_view(each, label, now_us)
-                    for each in live
-                    if each.value in facts.identities.get(each.kind, ()) and each.applies_at(now_us)
-                ),
-                None,
-            )
+        label = effective.label or deps.lookup.pseudonym(client)
+        live, errors = deps.live_blocks()
         own = [each for each in effective.rows["overrides"] if (each.row.kind, each.row.value) == client]
+        views = [listing.override_view(LabelledRow(*each, label), effective.base, now_us) for each in own[::-1]]
+        is_live = (
+            listing.live_view(each, label, now_us)
+            for each in live
+            if each.value in facts.identities.get(each.kind, ()) and each.applies_at(now_us)
+        )
         return ClientView(
             who=client,
             label=label,
             tier=tier,
             tier_from=tier_from,
             limits=limits,
-            overrides=tuple(
-                [listing.override_view(_listed(each, label), effective.base, now_us) for each in reversed(own)]
-            ),
-            block=block,
+            overrides=tuple(views),
+            block=_block_view(effective, label, now_us) or next(is_live, None),
             log_keys=facts.log_keys or label_keys(label),
             can_count=facts.can_count,
             is_seen=deps.lookup.is_seen(client),
-            troubles=tuple(troubles),
+            troubles=(*troubles, *errors),
         )
 
     def why(
@@ -155,14 +110,13 @@ class ClientService:
     ) -> RejectionReport:
         """A report on the rejected requests of a client at a time: which limits, and what would have helped."""
         client = self._deps.lookup.resolve(client)
-        resolved = self._deps.resolve(client)
-        keys = resolved.facts.log_keys or label_keys(resolved.label)
-        now = datetime.fromtimestamp(self._deps.now_us() / 1_000_000, UTC)
+        effective = self._deps.resolve(client)
+        keys = effective.facts.log_keys or label_keys(effective.label)
         with redact_errors(at, until):
-            when = span(at, until, now=now, zone=zone)
-        identities = dict.fromkeys(keys, (client.kind, client.value)) if resolved.facts.values else {}
+            when = span(at, until, now=self._deps.now(), zone=zone)
+        identities = dict.fromkeys(keys, (client.kind, client.value)) if effective.facts.values else {}
         asked = ClientQuery("" if client.kind == "api_key" else f"{client.kind}={client.value}", keys, identities)
-        return self._deps.log.why(asked, when, policy=resolved.effective.policy)
+        return self._deps.log.why(asked, when, policy=effective.policy)
 
     def timeline(self, client: ClientRef, *, since_us: int, until_us: int, slots: int = 60) -> Timeline:
         """The outcomes of a client's requests in equal time slots."""
@@ -194,18 +148,16 @@ class ClientService:
             return keys
         return label_keys(self._deps.resolve(client).label)
 
-    # ------------------------------------------------------------------ changes
-
     def assign_tier(
         self, change: ChangeContext, client: ClientRef, tier: str | None, *, label: str | None = None
     ) -> Change:
         """Assign a client to a tier, and optionally label it. Without a label, it keeps the one that it has."""
         deps = self._deps
         change.actor.require("support", "assign tiers")
-        with attributed(deps, change, tier, label, *client.texts) as attribution:
+        with deps.attributed(change, tier, label, *client.texts) as attribution:
             client = deps.lookup.canonical(client, texts=[change.reason, label])
             require_network_role(change.actor, client, "assign tiers")
-            base = deps.policies.current()
+            base = deps.current_policy()
             default = base.policy.default_tier
             known = dict.fromkeys([*base.policy.tiers, *([] if default is None else [default])])
             if tier is not None and tier not in known:
@@ -220,12 +172,12 @@ class ClientService:
         """Remove a client's tier assignment: the tier in the policy document, or the default tier, applies again."""
         deps = self._deps
         change.actor.require("support", "assign tiers")
-        with attributed(deps, change, *client.texts) as attribution:
+        with deps.attributed(change, *client.texts) as attribution:
             client = deps.lookup.canonical(client, texts=[change.reason])
             require_network_role(change.actor, client, "assign tiers")
             if not (assigned := deps.config.clients(who=client)):
                 raise NotFound("this client has no tier assignment in the config store")
-            row, is_in_document = assigned[0].row, deps.policies.current().entries.get(client, {}).get("clients")
+            row, is_in_document = assigned[0].row, deps.current_policy().entries.get(client, {}).get("clients")
             if row.tier is not None and row.label and not is_in_document:  # keep the label, so that it can be found
                 return to_change(deps.config.assign(client, None, label=row.label, **attribution))
             return to_change(deps.config.unassign(client, **attribution))
@@ -236,12 +188,12 @@ class ClientService:
         change.actor.require("support", "reset clients")
         if deps.counters is None:
             raise InvalidInput("the admin server cannot reset counters without a store; start it with --store")
-        with attributed(deps, change, *client.texts):
+        with deps.attributed(change, *client.texts):
             client = deps.lookup.canonical(client, texts=[change.reason])
-            facts, effective = deps.resolve(client)
-            if not facts.can_count:
+            effective = deps.resolve(client)
+            if not effective.facts.can_count:
                 raise InvalidInput("a network has no counters of its own; reset one of its addresses")
-            _, applicable = applicable_limits(effective, facts.values, kind=client.kind, now_us=deps.now_us())
+            _, applicable = applicable_limits(effective, deps.now_us())
             chosen = [each for each in applicable if limits is None or each.rule.name in limits]
             if {*(limits or ())} - {each.rule.name for each in chosen}:
                 raise NotFound(f"no such limit applies to this client; its limits are {_names(applicable) or 'none'}")
@@ -249,7 +201,7 @@ class ClientService:
             own = [each for each in chosen if each.own]
             if not own:
                 raise NotFound(f"this client has no counter of its own{f' in {shared}' if shared else ''}")
-            with audited(deps, change.actor, "reset", f"{client}: {_names(own)}", reason=change.reason):
+            with deps.audited(change.actor, "reset", f"{client}: {_names(own)}", reason=change.reason):
                 for batch in key_batches([each.key for each in own]):
                     deps.counters.reset(*batch)
             notes = (f"not reset, because other clients share the counter: {shared}",) if shared else ()
@@ -263,31 +215,15 @@ def _tier_source(effective: EffectivePolicy, tier: str | None) -> str:
     return "assigned" if any(effective.row_of(each) is not None for each in sources) else "policy"
 
 
-def _block_in_policy(resolved: ResolvedClient, label: str | None, now_us: int) -> BlockView | None:
+def _block_view(effective: EffectivePolicy, label: str | None, now_us: int) -> BlockView | None:
     """The block of a client in the config store or the policy document."""
-    facts, effective = resolved
-    found: Block | None = None
-    if facts.values:
-        plan = effective.snapshot.route("GET", "/")
-        found = effective.snapshot.resolve(plan, request_identities(facts.values), now_us).block
-    if found is None:
-        # The snapshot has no secret to match blocks by hash; all entries with a hash here are about this client.
-        now = datetime.fromtimestamp(now_us / 1_000_000, UTC)
-        by_hash = (
-            each for each in effective.policy.blocked if is_hash(each.identity.value) and each.validity.holds_at(now)
-        )
-        found = next(by_hash, None)
-    if found is None:
+    if (found := effective.block_at(now_us)) is None:
         return None
     row_id = effective.row_of(found)
     row = next((each for each in effective.rows["blocked"] if each.id == row_id), None)
     if row is None:
         return listing.policy_block_view(found, effective.base, now_us)
-    return listing.block_view(_listed(row, label), effective.base, now_us)
-
-
-def _listed(row: StoredRow[Any], label: str | None) -> LabelledRow:
-    return LabelledRow(row.id, row.since, row.row, label)
+    return listing.block_view(LabelledRow(*row, label), effective.base, now_us)
 
 
 def _names(limits: Iterable[ApplicableLimit]) -> str:

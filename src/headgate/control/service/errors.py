@@ -22,14 +22,8 @@ if TYPE_CHECKING:
     from headgate.control.service.models import Role
 
 __all__ = [
-    "LogUnavailable",
-    "NeedsConfirmation",
-    "NotAllowed",
-    "NotFound",
-    "Risk",
-    "hide_address",
-    "log_and_summarize",
-]
+    "LogUnavailable", "NeedsConfirmation", "NotAllowed", "NotFound", "Risk", "hide_address", "log_and_summarize",
+]  # fmt: skip
 
 logger = logging.getLogger("headgate")
 
@@ -43,7 +37,7 @@ _last_logged: Final[dict[str, tuple[str, float]]] = {}
 class Risk(NamedTuple):
     """A reason why a change is probably a mistake."""
 
-    code: Literal["ten-times", "tenth", "wildcard-block", "policy"]
+    code: Literal["ten-times", "tenth", "wildcard-block", "policy", "canary"]
     """The code with which an actor confirms the risk."""
     text: str
 

@@ -9,35 +9,25 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from headgate._limit_syntax import parse
-from headgate.control.config.rows import BlockRow, OverrideRow
-from headgate.control.config.rows import format_bucket as format_row_bucket
+from headgate.control.config.rows import BlockRow, OverrideRow, format_bucket
 from headgate.control.service.client_lookup import network_of
+from headgate.control.service.effective_policy import format_limit
 from headgate.control.service.errors import NeedsConfirmation, Risk
 from headgate.control.service.models import ClientRef
-from headgate.control.service.usage import format_bucket
-from headgate.errors import InvalidInput, InvalidLimit
+from headgate.errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from ipaddress import IPv4Network, IPv6Network
 
-    from headgate._limit_syntax import Phrase
     from headgate.control.config.history import Difference
     from headgate.limits import Limit
     from headgate.policy.model import Override, Policy, RouteRule, Rule
 
 __all__ = [
-    "MAX_RISKS",
-    "block_risks",
-    "gradual_limit_risks",
-    "gradual_policy_risks",
-    "limit_risks",
-    "parse_rate",
-    "policy_risks",
-    "require_confirmation",
-    "row_risks",
-]
+    "MAX_RISKS", "block_risks", "gradual_limit_risks", "gradual_policy_risks", "limit_risks", "policy_risks",
+    "require_confirmation", "row_risks",
+]  # fmt: skip
 
 FACTOR: Final = 10
 WIDEST_PREFIX: Final = {4: 24, 6: 48}
@@ -58,23 +48,12 @@ def require_confirmation(risks: Iterable[Risk], confirmed: Collection[str]) -> N
         raise NeedsConfirmation(sorted([*first.values(), *others][:MAX_RISKS], key=found.index))
 
 
-def parse_rate(bucket: str) -> Phrase:
-    """Parse a rate; InvalidLimit if it is invalid, or allows nothing."""
-    phrase = parse(bucket)
-    if phrase.quota == 0:
-        raise InvalidLimit("a limit of 0 allows nothing; block the client instead")
-    return phrase
-
-
-# ------------------------------------------------------------------ limits
-
-
 def limit_risks(before: Iterable[Limit], after: Limit, *, whose: str) -> Iterator[Risk]:
     """The risks of replacing limits."""
     for each in dict.fromkeys(before):
         code, factor = _compare(each, after)
         if code is not None:
-            yield _limit_risk(code, factor, f"{whose} has {format_bucket(each)} on {each.name} now", after)
+            yield _limit_risk(code, factor, f"{whose} has {format_limit(each)} on {each.name} now", after)
 
 
 def gradual_limit_risks(then: Iterable[Limit], before: Iterable[Limit], after: Limit, *, whose: str) -> Iterator[Risk]:
@@ -84,14 +63,14 @@ def gradual_limit_risks(then: Iterable[Limit], before: Iterable[Limit], after: L
     for each in dict.fromkeys(then):
         code, factor = _compare(each, after)
         if code and all(_moves(code, step, after) and _compare(step, after)[0] != code for step in now):
-            yield _limit_risk(code, factor, f"{whose} had {format_bucket(each)} on {each.name} an hour ago", after)
+            yield _limit_risk(code, factor, f"{whose} had {format_limit(each)} on {each.name} an hour ago", after)
 
 
 def _limit_risk(code: Code, factor: Fraction, state: str, after: Limit) -> Risk:
     if code == "tenth":
-        return Risk(code, f"{state}; {format_bucket(after)} is less than a tenth of that")
+        return Risk(code, f"{state}; {format_limit(after)} is less than a tenth of that")
     times = f"{float(factor):,.0f}" if factor >= FACTOR + 1 else f"{float(factor):.1f}"
-    return Risk(code, f"{state}; {format_bucket(after)} is {times} times that")
+    return Risk(code, f"{state}; {format_limit(after)} is {times} times that")
 
 
 def _compare(before: Limit, after: Limit) -> tuple[Code | None, Fraction]:
@@ -117,9 +96,6 @@ def _moves(code: Code, before: Limit, after: Limit) -> bool:
     return new[0] > old[0] or new[1] > old[1]
 
 
-# ------------------------------------------------------------------ blocks and rows
-
-
 def block_risks(client: ClientRef) -> Iterator[Risk]:
     """The risks of blocking a client; InvalidInput if that would block all clients."""
     network = network_of(client)
@@ -143,17 +119,14 @@ def row_risks(differences: Iterable[Difference]) -> Iterator[Risk]:
             yield from block_risks(ClientRef(after.kind, after.value))
         elif isinstance(before, OverrideRow) and isinstance(after, OverrideRow):
             text = (
-                f"override {each.id} of {before.kind} {before.value} is {format_row_bucket(before)} now, and would be "
-                f"{format_row_bucket(after)}"
+                f"override {each.id} of {before.kind} {before.value} is {format_bucket(before)} now, and would be "
+                f"{format_bucket(after)}"
             )
             rate = Fraction(after.quota * before.period_us, before.quota * after.period_us)
             burst = Fraction(after.burst or after.quota, before.burst or before.quota)
             for factor in (rate, burst):
                 if (code := _code(factor)) is not None:
                     yield Risk(code, text)
-
-
-# ------------------------------------------------------------------ policies
 
 
 def policy_risks(before: Policy, after: Policy, *, is_document: bool = True) -> Iterator[Risk]:
@@ -165,9 +138,12 @@ def policy_risks(before: Policy, after: Policy, *, is_document: bool = True) -> 
             if is_document and not rule.shadow:
                 yield Risk("policy", f"limit {rule.name} {'is gone' if other is None else 'is only watched'}")
             continue
-        yield from _rule_risks(rule, other, {*before.tiers, *after.tiers})
+        yield from _rule_risks(rule, None, other, None, "everybody", "clients without a tier")
+        for tier in sorted({*before.tiers, *after.tiers}):
+            if tier in rule.tiers or tier in other.tiers or other.limit is None:
+                yield from _rule_risks(rule, tier, other, tier, f"tier {tier}")
         if before.default_tier != after.default_tier:
-            yield from _default_tier_risks(rule, other, before.default_tier, after.default_tier)
+            yield from _rule_risks(rule, before.default_tier, other, after.default_tier, "the default tier")
         if is_document and {*rule.by} != {*other.by}:
             by, instead = ("+".join(each.by) or "global" for each in (rule, other))
             yield Risk("policy", f"limit {rule.name} counts by {by}, and would count by {instead}")
@@ -183,11 +159,11 @@ def gradual_policy_risks(then: Policy, before: Policy, after: Policy) -> Iterato
     rules = [{rule.name: rule for rule in policy.rules} for policy in (then, before, after)]
     for name in rules[2]:
         if all(name in each for each in rules):
-            tiers = {tier for each in rules for tier in each[name].tiers}
-            for tier in (None, *sorted(tiers)):
+            for tier in (None, *sorted({tier for each in rules for tier in each[name].tiers})):
                 old, now, new = (_limit_for(each[name], tier) for each in rules)
                 if old is not None and now is not None and new is not None and now != new:
-                    yield from gradual_limit_risks([old], [now], new, whose=_tier_name(tier))
+                    whose = "everybody" if tier is None else f"tier {tier}"
+                    yield from gradual_limit_risks([old], [now], new, whose=whose)
     limits = [_client_limits(policy) for policy in (then, before)]
     for each in after.overrides:
         old, now = (find(each) for find in limits)
@@ -195,7 +171,7 @@ def gradual_policy_risks(then: Policy, before: Policy, after: Policy) -> Iterato
             yield from gradual_limit_risks([old], [now], each.limit, whose=" ".join(each.identity))
     costs = [_costs(policy) for policy in (then, before)]
     for route in after.routes:
-        earlier, current = (each.get((route.template, route.methods), 1) for each in costs)
+        earlier, current = (each.get(_key(route), 1) for each in costs)
         cost, state = route.cost, f"requests to {_route_name(route)} cost {{}} an hour ago; {route.cost} is"
         if current * FACTOR >= cost > FACTOR * max(1, earlier) and cost > current:
             yield Risk("tenth", f"{state.format(earlier)} more than 10 times that")
@@ -203,49 +179,37 @@ def gradual_policy_risks(then: Policy, before: Policy, after: Policy) -> Iterato
             yield Risk("ten-times", f"{state.format(earlier)} less than a tenth of that")
 
 
-def _rule_risks(before: Rule, after: Rule, tiers: Collection[str]) -> Iterator[Risk]:
-    for tier in (None, *sorted(tiers)):
-        old, new = _limit_for(before, tier), _limit_for(after, tier)
-        is_affected = tier is None or tier in before.tiers or tier in after.tiers
-        if old is not None and new is not None and old != new and is_affected:
-            yield from limit_risks([old], new, whose=_tier_name(tier))
-        elif old is not None and new is None:
-            whose = "clients without a tier" if tier is None else f"tier {tier}"
-            yield Risk("policy", f"limit {before.name} would no longer apply to {whose}")
-
-
-def _default_tier_risks(before: Rule, after: Rule, tier: str | None, other: str | None) -> Iterator[Risk]:
-    old, new = _limit_for(before, tier), _limit_for(after, other)
+def _rule_risks(
+    before: Rule, tier: str | None, after: Rule, new_tier: str | None, whose: str, clients: str | None = None
+) -> Iterator[Risk]:
+    """The risks of another limit for a tier, or for those that have none."""
+    old, new = _limit_for(before, tier), _limit_for(after, new_tier)
     if old is not None and new is not None:
-        yield from limit_risks([old], new, whose="the default tier")
+        yield from limit_risks([old], new, whose=whose)
     elif old is not None:
-        yield Risk("policy", f"limit {before.name} would no longer apply to the default tier")
+        yield Risk("policy", f"limit {before.name} would no longer apply to {clients or whose}")
 
 
 def _cost_risks(before: Policy, after: Policy) -> Iterator[Risk]:
     """A higher cost allows fewer requests."""
-    old, new = _costs(before), _costs(after)
-    for route in before.routes:
-        cost, name = new.get((route.template, route.methods), 1), _route_name(route)
-        if cost == 0 and route.cost:
+    costs, new_costs = _costs(before), _costs(after)
+    for key, name in {_key(route): _route_name(route) for route in (*before.routes, *after.routes)}.items():
+        old, new = costs.get(key, 1), new_costs.get(key, 1)
+        now = f"requests to {name} cost {old} now; {new} is"
+        if new == 0 and old:
             yield Risk("ten-times", f"requests to {name} would no longer be counted")
-        elif cost > FACTOR * max(1, route.cost):
-            yield Risk("tenth", f"requests to {name} cost {route.cost} now; {cost} is more than 10 times that")
-        elif cost and cost * FACTOR < route.cost:
-            yield Risk("ten-times", f"requests to {name} cost {route.cost} now; {cost} is less than a tenth of that")
-    for route in after.routes:
-        if (route.template, route.methods) not in old:
-            if route.cost == 0:
-                yield Risk("ten-times", f"requests to {_route_name(route)} would no longer be counted")
-            elif route.cost > FACTOR:
-                yield Risk("tenth", f"requests to {_route_name(route)} would cost {route.cost}, not 1")
+        elif new > FACTOR * max(1, old):
+            added = f"requests to {name} would cost {new}, not 1"
+            yield Risk("tenth", f"{now} more than 10 times that" if key in costs else added)
+        elif 0 < new * FACTOR < old:
+            yield Risk("ten-times", f"{now} less than a tenth of that")
 
 
 def _class_risks(before: Policy, after: Policy) -> Iterator[Risk]:
     """Routes that leave their class, and so its limits, also if only some of their methods get an entry."""
-    classes = {(each.template, each.methods): each.route_class for each in before.routes}
+    classes = {_key(each): each.route_class for each in before.routes}
     for route in after.routes:
-        old = classes.get((route.template, route.methods), classes.get((route.template, frozenset())))
+        old = classes.get(_key(route), classes.get((route.template, frozenset())))
         if old is not None and old != route.route_class and any(old in rule.classes for rule in before.rules):
             new = "no class" if route.route_class is None else f"class {route.route_class}"
             yield Risk("policy", f"requests to {_route_name(route)} are of class {old}, and would be of {new}")
@@ -267,16 +231,16 @@ def _client_risks(before: Policy, after: Policy) -> Iterator[Risk]:
 def _failure_mode_risks(before: Policy, after: Policy) -> Iterator[Risk]:
     if before.on_failure == "closed" and after.on_failure != "closed":
         yield Risk("policy", f"requests that fail closed without the store would fail {after.on_failure}")
-    routes = {(route.template, route.methods): route.on_failure for route in after.routes}
-    rules: dict[str, Any] = {rule.name: rule.on_failure for rule in after.rules}
-    for route in before.routes:
-        mode = routes.get((route.template, route.methods)) or after.on_failure
-        if route.on_failure == "closed" and mode != "closed":
-            yield Risk("policy", f"{_route_name(route)} fails closed without the store, and would fail {mode}")
-    for rule in before.rules:
-        mode = rules.get(rule.name) or after.on_failure
-        if rule.on_failure == "closed" and rule.name in rules and mode != "closed":
-            yield Risk("policy", f"limit {rule.name} fails closed without the store, and would fail {mode}")
+    routes = {_key(route): route.on_failure for route in after.routes}
+    rules = {rule.name: rule.on_failure for rule in after.rules}
+    changes = [(_route_name(each), each.on_failure, routes.get(_key(each))) for each in before.routes]
+    changes += [
+        (f"limit {each.name}", each.on_failure, rules[each.name]) for each in before.rules if each.name in rules
+    ]
+    for name, old, new in changes:
+        mode = new or after.on_failure
+        if old == "closed" and mode != "closed":
+            yield Risk("policy", f"{name} fails closed without the store, and would fail {mode}")
 
 
 def _client_limits(policy: Policy) -> Callable[[Override], Limit | None]:
@@ -295,15 +259,15 @@ def _client_limits(policy: Policy) -> Callable[[Override], Limit | None]:
 
 
 def _costs(policy: Policy) -> dict[Any, int]:
-    return {(route.template, route.methods): route.cost for route in policy.routes}
+    return {_key(route): route.cost for route in policy.routes}
+
+
+def _key(route: RouteRule) -> tuple[Any, Any]:
+    return route.template, route.methods
 
 
 def _limit_for(rule: Rule, tier: str | None) -> Limit | None:
     return rule.limit if tier is None else rule.tiers.get(tier, rule.limit)
-
-
-def _tier_name(tier: str | None) -> str:
-    return "everybody" if tier is None else f"tier {tier}"
 
 
 def _route_name(route: RouteRule) -> str:

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 from headgate.control.service.errors import LogUnavailable, NotFound, log_and_summarize
 from headgate.control.service.models import Slot, Timeline
 from headgate.errors import HeadgateError, InvalidInput
-from headgate.telemetry.decision_log.record import id_prefix
+from headgate.telemetry.decision_log.record import DecisionRecord, id_prefix
 from headgate.telemetry.decision_log.sinks import REJECTED, InvalidLog, MissingLog, open_reader, without_password
-from headgate.telemetry.why.report import why
+from headgate.telemetry.why.report import ClientQuery, RejectionReport, why
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from headgate.policy.model import Policy
-    from headgate.telemetry.decision_log.record import DecisionRecord
     from headgate.telemetry.decision_log.sinks import Reader
     from headgate.telemetry.human_time import Span
-    from headgate.telemetry.why.report import ClientQuery, RejectionReport
 
 __all__ = ["DecisionLogReader"]
 
@@ -46,11 +44,9 @@ class DecisionLogReader:
     @property
     def trouble(self) -> str | None:
         """The reason why there is nothing to read; None if the log can be read."""
-        if self._url is None:
-            return NO_LOG
         try:
             with self._reader() as reader:
-                return None if reader is not None else self._not_yet()
+                return self._trouble(reader)
         except LogUnavailable as error:
             return str(error)
 
@@ -59,7 +55,7 @@ class DecisionLogReader:
         if self._url is None:
             raise NotFound(NO_LOG)
         with self._reader() as reader:
-            return why(reader or _EmptyLog(), asked, span, policy=policy)
+            return why(reader, asked, span, policy=policy)
 
     def timeline(self, keys: Sequence[str], *, since_us: int, until_us: int, slots: int) -> Timeline:
         """The outcomes of a client's requests in equal time slots, and the newest records."""
@@ -70,23 +66,20 @@ class DecisionLogReader:
         width_us = -((since_us - until_us) // slots)
         counts = [dict.fromkeys(("allowed", "denied", "blocked", "unavailable", "degraded"), 0.0) for _ in range(slots)]
         recent: list[DecisionRecord] = []
-        troubles: tuple[str, ...] = (NO_LOG,) if self._url is None else ()
-        if keys and self._url is not None:
-            with self._reader() as reader:
-                if reader is None:
-                    troubles = (self._not_yet(),)
-                else:
-                    for each in reader.counts(keys, since_us=since_us, until_us=until_us, width_us=width_us):
-                        if each.slot < slots and each.outcome in counts[each.slot]:
-                            counts[each.slot][each.outcome] += each.requests
-                            counts[each.slot]["degraded"] += each.degraded
-                    newest = reader.recent(keys, before=id_prefix(until_us), most=MAX_RECENT)
-                    recent = [record for record in reversed(newest) if record.at_us >= since_us]
+        with self._reader() as reader:
+            trouble = self._trouble(reader)
+            if keys:
+                for each in reader.counts(keys, since_us=since_us, until_us=until_us, width_us=width_us):
+                    if each.slot < slots and each.outcome in counts[each.slot]:
+                        counts[each.slot][each.outcome] += each.requests
+                        counts[each.slot]["degraded"] += each.degraded
+                newest = reader.recent(keys, before=id_prefix(until_us), most=MAX_RECENT)
+                recent = [record for record in reversed(newest) if record.at_us >= since_us]
         filled = [
             Slot(since_us + index * width_us, **{name: round(number) for name, number in each.items()})
             for index, each in enumerate(counts)
         ]
-        return Timeline(since_us, until_us, tuple(filled), tuple(recent), troubles)
+        return Timeline(since_us, until_us, tuple(filled), tuple(recent), () if trouble is None else (trouble,))
 
     def decisions(
         self, keys: Sequence[str], *, after: str, before: str, outcome: str | None, most: int
@@ -100,39 +93,38 @@ class DecisionLogReader:
             if id and not (id.isascii() and id.isalnum() and len(id) <= 64):
                 raise InvalidInput(f"{name} must be the id of a record")
         with self._reader() as reader:
-            if reader is None:
-                return []
             return reader.recent(keys, after=after, before=before, outcome=outcome, most=most)
 
     def last(self, *keys: str) -> DecisionRecord | None:
-        """The newest record with one of these keys."""
-        with self._reader() as reader:
-            found = [] if reader is None else reader.recent(keys, most=1)
-        return found[-1] if found else None
+        """The newest record with one of these keys; None if there is none, or if the log cannot be read."""
+        with suppress(LogUnavailable), self._reader() as reader:
+            if found := reader.recent(keys, most=1):
+                return found[-1]
+        return None
 
     @contextmanager
-    def _reader(self) -> Iterator[Reader | None]:
-        """An open reader; None if there is no log yet."""
-        reader: Any = None
-        if self._url is not None:
-            try:
-                reader = open_reader(self._url)
-            except MissingLog:
-                pass  # nothing has been logged yet
-            except InvalidLog as error:
-                raise LogUnavailable(log_and_summarize(UNREADABLE, error)) from None
+    def _reader(self) -> Iterator[Reader]:
+        """An open reader, which is empty if there is no log yet."""
+        reader: Reader = _EmptyLog()
         try:
+            if self._url is not None:
+                with suppress(MissingLog):
+                    reader = open_reader(self._url)
             yield reader
+        except InvalidLog as error:
+            raise LogUnavailable(log_and_summarize(UNREADABLE, error)) from None
         except HeadgateError:
             raise
         except Exception as error:  # of SQLite or of the ClickHouse client
             raise LogUnavailable(log_and_summarize(UNREADABLE, error)) from error
         finally:
-            if reader is not None:
-                reader.close()
+            reader.close()
 
-    def _not_yet(self) -> str:
-        return f"there is no decision log at {without_password(self._url or '')} yet"
+    def _trouble(self, reader: Reader) -> str | None:
+        if self._url is None:
+            return NO_LOG
+        is_missing = isinstance(reader, _EmptyLog)
+        return f"there is no decision log at {without_password(self._url)} yet" if is_missing else None
 
 
 class _EmptyLog:

@@ -2,61 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from headgate.control.service.errors import NotAllowed
-from headgate.telemetry.fleet.model import ClientCount, HotKey, MinuteTotals, NearLimit, Series
-from headgate.telemetry.fleet.model import NodeStatus as NodeView
+from headgate.control.service.errors import NotAllowed, Risk
+from headgate.telemetry.fleet.model import (
+    ClientCount,
+    HotKey,
+    MinuteTotals,
+    NearLimit,
+    NodeStatus,
+    QuotaHolding,
+    Series,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from datetime import datetime
 
     from headgate.control.anomalies.detector import Anomaly
+    from headgate.control.canaries.comparison import Comparison
     from headgate.control.config.history import Difference, Version
-    from headgate.control.service.errors import Risk
     from headgate.telemetry.decision_log.record import DecisionRecord
 
 __all__ = [
-    "ROLES",
-    "Actor",
-    "AuditEntry",
-    "BlockView",
-    "Change",
-    "ChangeContext",
-    "ClientCount",
-    "ClientRef",
-    "ClientRow",
-    "ClientView",
-    "HotKey",
-    "LimitUsage",
-    "MinuteTotals",
-    "NearLimit",
-    "NodeView",
-    "OverrideSpec",
-    "OverrideView",
-    "Overview",
-    "Page",
-    "PolicyView",
-    "Role",
-    "RollbackPreview",
-    "RouteView",
-    "RuleView",
-    "Series",
-    "Slot",
-    "State",
-    "TierLimitView",
-    "TierView",
-    "Timeline",
-    "View",
-    "plain",
-]
+    "CHECK_ROLE", "ROLES", "TOKEN_ROLES", "Actor", "AuditEntry", "BlockView", "CanaryNodeView", "CanaryStatus",
+    "CanaryView", "Change", "ChangeContext", "ClientCount", "ClientRef", "ClientRow", "ClientView", "HotKey",
+    "LimitUsage", "MinuteTotals", "NearLimit", "NodeStatus", "OverrideSpec", "OverrideView", "Overview", "Page",
+    "PolicyView", "Role", "RollbackPreview", "RouteView", "RuleView", "ScriptNodeView", "ScriptRolloutView",
+    "ScriptStatus", "Series", "Slot", "State", "TierLimitView", "TierView", "Timeline", "View", "plain",
+]  # fmt: skip
 
-Role: TypeAlias = Literal["viewer", "support", "operator", "admin"]
+Role: TypeAlias = Literal["viewer", "support", "operator", "admin", "check"]
 
 ROLES: Final[tuple[Role, ...]] = ("viewer", "support", "operator", "admin")
-"""Roles, lowest first. Each includes the rights of those before it."""
+"""Roles of the admin server, lowest first. Each includes the rights of those before it."""
+
+CHECK_ROLE: Final[Role] = "check"
+"""The role of programs that ask `headgate serve`. It gives no access to the admin server, nor do others to that one."""
+
+TOKEN_ROLES: Final[tuple[Role, ...]] = (*ROLES, CHECK_ROLE)
 
 Item = TypeVar("Item")
 
@@ -69,7 +54,7 @@ class Actor(NamedTuple):
 
     def may(self, role: Role) -> bool:
         """True if the actor's role includes this one."""
-        return ROLES.index(self.role) >= ROLES.index(role)
+        return self.role in ROLES and ROLES.index(self.role) >= ROLES.index(role)
 
     def require(self, role: Role, action: str) -> None:
         """Raise NotAllowed if the actor's role does not include this one: `require("operator", "roll back")`."""
@@ -124,10 +109,7 @@ class View:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {
-            field.name.rstrip("_"): plain(getattr(self, field.name))
-            for field in fields(self)  # type: ignore[arg-type] # each view is a dataclass
-        }
+        return _plain_fields(self)
 
 
 def plain(value: Any) -> Any:
@@ -139,10 +121,14 @@ def plain(value: Any) -> Any:
     if hasattr(value, "_asdict"):
         return {name: plain(each) for name, each in value._asdict().items()}
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return _plain_fields(value)
     if isinstance(value, dict):
         return {str(name): plain(each) for name, each in value.items()}
     return [plain(each) for each in value]
+
+
+def _plain_fields(value: Any) -> dict[str, Any]:
+    return {each.name.rstrip("_"): plain(getattr(value, each.name)) for each in fields(value)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +155,6 @@ class Change(View):
 
 
 State: TypeAlias = Literal["active", "future", "expired"]
-
-
-# ------------------------------------------------------------------ clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +283,6 @@ class Timeline(View):
     troubles: tuple[str, ...] = ()
 
 
-# ------------------------------------------------------------------ policy
-
-
 @dataclass(frozen=True, slots=True)
 class RollbackPreview(View):
     """The changes, risks and live blocks of a rollback."""
@@ -394,6 +374,119 @@ class PolicyView(View):
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryView(View):
+    """A canary of the policy."""
+
+    id: str
+    state: Literal["running", "promoted", "rolled back"]
+    name: str
+    """The file name of the candidate."""
+    format: str
+    text: str
+    share: str
+    """The nodes that apply the candidate, in words."""
+    percent: int | None
+    nodes: tuple[str, ...]
+    """The names of the nodes; empty with a percentage."""
+    max_rejections: float
+    """Percentage points by which the share of rejections may exceed that of the other nodes."""
+    max_errors: float
+    max_latency: float
+    """The permitted 99th percentile of latency, as a multiple of that of the other nodes."""
+    for_s: float | None
+    """The time of observation; None without a limit."""
+    promote: bool
+    """True if the candidate is promoted after that time."""
+    begun_us: int
+    author: str
+    reason: str
+    ended_us: int | None
+    ended_by: str | None
+    end_reason: str | None
+
+    @property
+    def ready_us(self) -> int | None:
+        """The end of the observation; None without one."""
+        return None if self.for_s is None else self.begun_us + round(self.for_s * 1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryNodeView(View):
+    """A node while a canary is running."""
+
+    name: str
+    state: Literal["ready", "degraded", "silent"]
+    wanted: Literal["candidate", "stable"]
+    """The document that it should apply."""
+    role: Literal["candidate", "stable", "unknown"]
+    """The one that it applies; unknown while it has not learned of the canary."""
+    error: str | None
+    """The reason why it cannot apply the candidate."""
+    allowed: int
+    """In the last minute, like the following numbers."""
+    rejections: int
+    errors: int
+    p99_us: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryStatus(View):
+    """The last canary of the policy, and the comparison of its nodes while it runs."""
+
+    canary: CanaryView | None
+    comparison: Comparison | None = None
+    nodes: tuple[CanaryNodeView, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRolloutView(View):
+    """The last rollout of scripts."""
+
+    version: str
+    """The digest of the candidate."""
+    stable: str
+    state: Literal["canary", "promoted", "rolled back"]
+    share: str
+    changes: tuple[str, ...]
+    """The names of the scripts that differ from the stable version."""
+    begun_us: int
+    author: str
+    ended_us: int | None
+    ended_by: str | None
+    reason: str
+    """The reason for its start, then for its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptNodeView(View):
+    """A process, and the version of the scripts that it runs."""
+
+    name: str
+    age_s: float
+    """Seconds since its last report."""
+    version: str
+    role: str
+    problem: str | None
+    """The reason why it cannot use the candidate."""
+    runs: int
+    """Runs of both versions in the last canary of this node, and how many of them differed or failed."""
+    differences: int
+    errors: int
+    slowdown: float | None
+    """The candidate's time in Redis as a multiple of that of the stable version."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptStatus(View):
+    """The last rollout of scripts, and the nodes with their versions."""
+
+    rollout: ScriptRolloutView | None = None
+    nodes: tuple[ScriptNodeView, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class AuditEntry(View):
     """An entry of the audit log."""
 
@@ -416,13 +509,15 @@ class Overview(View):
     at_us: int
     version: int | None
     """The newest version of the configuration; None if the config store is unavailable."""
-    nodes: tuple[NodeView, ...]
-    series: Series | None
+    nodes: tuple[NodeStatus, ...] = ()
+    series: Series | None = None
     """None without a status store."""
-    totals: MinuteTotals
-    top_denied: tuple[ClientCount, ...]
-    near: tuple[NearLimit, ...]
-    hot: tuple[HotKey, ...]
-    steps: tuple[Anomaly, ...]
-    troubles: tuple[str, ...]
+    totals: MinuteTotals = field(default_factory=MinuteTotals)
+    top_denied: tuple[ClientCount, ...] = ()
+    near: tuple[NearLimit, ...] = ()
+    hot: tuple[HotKey, ...] = ()
+    quotas: tuple[QuotaHolding, ...] = ()
+    """Tokens that Envoy proxies hold by the quota protocol."""
+    steps: tuple[Anomaly, ...] = ()
+    troubles: tuple[str, ...] = ()
     """Messages about what could not be read."""

@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from headgate._limit_syntax import parse
 from headgate.control.config.queries import rows_of_clients, version_at
 from headgate.control.config.reading import newest_version
-from headgate.control.config.rows import OverrideRow, bucket_columns, microseconds
+from headgate.control.config.rows import OverrideRow, bucket_columns
+from headgate.control.config.store import optional_microseconds
 from headgate.control.service import guardrails, listing
-from headgate.control.service.changes import attributed, require_future, to_change, write_confirmed
 from headgate.control.service.client_lookup import require_network_role
-from headgate.control.service.effective_policy import base_policy_at, compose_effective
+from headgate.control.service.dependencies import ServiceDependencies, TopicService, to_change
+from headgate.control.service.effective_policy import applicable_limits, base_policy_at, effective_policy
 from headgate.control.service.redaction import redact_errors
-from headgate.control.service.usage import applicable_limits
-from headgate.errors import InvalidInput
+from headgate.errors import InvalidInput, InvalidLimit
 from headgate.policy import scalars
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator
 
-    from headgate.control.service.dependencies import ResolvedClient, ServiceDependencies
-    from headgate.control.service.effective_policy import EffectivePolicy
+    from headgate.control.service.effective_policy import ClientFacts, EffectivePolicy
     from headgate.control.service.errors import Risk
     from headgate.control.service.models import Change, ChangeContext, ClientRef, OverrideSpec, OverrideView, Page
     from headgate.limits import Limit
@@ -32,11 +32,8 @@ GRADUAL_WINDOW_US: Final = 3_600_000_000
 """Changes within an hour are compared as one, so that a large change in small steps is still noticed."""
 
 
-class OverrideService:
+class OverrideService(TopicService):
     """Lists, adds, changes and removes overrides."""
-
-    def __init__(self, deps: ServiceDependencies) -> None:
-        self._deps = deps
 
     def list(
         self,
@@ -48,23 +45,14 @@ class OverrideService:
         most: int = 50,
     ) -> Page[OverrideView]:
         """The overrides in the config store, newest first, then those in the policy document."""
-        listing.check_page(search, state, most)
-        deps = self._deps
-        filters: Any = {
-            "search": search,
-            "hashed": deps.lookup.hash_as_key(search),
-            "state": state,
-            "who": None if client is None else deps.lookup.canonical(client),
-        }
-        with deps.reading() as connection:
-            base = deps.policies.get(connection)
-            return listing.overrides(connection, base, now_us=deps.now_us(), most=most, after=after, **filters)
+        with listing.open_list(self._deps, search=search, state=state, who=client, after=after, most=most) as query:
+            return listing.overrides(query)
 
     def get(self, id: int) -> OverrideView:
         """One override in the config store; NotFound if there is none with this id."""
         with self._deps.reading() as connection:
             found = self._deps.find_row(connection, "overrides", "override", id)
-            return listing.override_view(found, self._deps.policies.get(connection), self._deps.now_us())
+            return listing.override_view(found, self._deps.base_policy(connection), self._deps.now_us())
 
     def add(self, change: ChangeContext, client: ClientRef, spec: OverrideSpec) -> Change:
         """Give a client a custom limit."""
@@ -80,56 +68,47 @@ class OverrideService:
         """Remove an override: the limits of the client's tier apply again."""
         change.actor.require("support", "remove overrides")
         require_network_role(change.actor, self.get(id).who, "remove overrides")
-        with attributed(self._deps, change) as attribution:
+        with self._deps.attributed(change) as attribution:
             return to_change(self._deps.config.remove_override(id, **attribution))
 
-    def risks(self, resolved: ResolvedClient, row: OverrideRow) -> Iterator[Risk]:
+    def risks(self, effective: EffectivePolicy, row: OverrideRow) -> Iterator[Risk]:
         """The risks of an override, compared with the limits that the client has now and had an hour ago."""
-        facts, effective = resolved
-        base = effective.base.require_valid()
+        base, client = effective.base.require_valid(), effective.facts.who
         (override,) = base.template.compose({"overrides": [row]}, rows_only=True).overrides
         now_us = self._deps.now_us()
 
         def replaced_limits(policy: EffectivePolicy, at_us: int) -> list[Limit]:
-            _, applicable = applicable_limits(policy, facts.values, kind=facts.who.kind, now_us=at_us)
-            return [
-                each.key.limit
-                for each in applicable
-                if each.rule.name == override.rule
-                and (
-                    override.route_class is None
-                    or getattr(each.origin, "route_class", None) in (None, override.route_class)
-                )
-            ]
+            _, applicable = applicable_limits(policy, at_us)
+            same = [each for each in applicable if each.rule.name == override.rule]
+            classes = None, override.route_class  # an override of another class stays
+            if override.route_class is not None:
+                same = [each for each in same if getattr(each.origin, "route_class", None) in classes]
+            return [each.key.limit for each in same]
 
         now = replaced_limits(effective, now_us)
-        name = self._deps.lookup.name_of(facts.who)
+        name = self._deps.lookup.name_of(client)
         yield from guardrails.limit_risks(now, override.limit, whose=name)
-        if (earlier := effective_an_hour_ago(self._deps, facts.identities)) is not None:
+        if (earlier := effective_an_hour_ago(self._deps, effective.facts)) is not None:
             then = replaced_limits(earlier, now_us - GRADUAL_WINDOW_US)
             yield from guardrails.gradual_limit_risks(then, now, override.limit, whose=name)
 
     def _put(self, change: ChangeContext, id: int | None, client: ClientRef, spec: OverrideSpec) -> Change:
         deps = self._deps
         names = spec.limit, spec.route_class
-        with attributed(deps, change, spec.bucket, *names, *client.texts) as attribution:
+        with deps.attributed(change, spec.bucket, *names, *client.texts) as attribution:
             client = deps.lookup.canonical(client, texts=[change.reason, *names])
             require_network_role(change.actor, client, "give overrides")
-            require_future(spec.valid_until, deps.now_us())
-            start_us, end_us = (
-                None if each is None else microseconds(scalars.instant(each))
-                for each in (spec.valid_from, spec.valid_until)
-            )
+            deps.require_future(spec.valid_until)
             limit, route_class = (name and scalars.name(name) for name in names)
+            start_us, end_us = map(optional_microseconds, (spec.valid_from, spec.valid_until))
             rate = parse_bucket(spec.bucket)
             row = OverrideRow(*client, limit, route_class, **rate, valid_from_us=start_us, valid_until_us=end_us)
             notes = deps.lookup.unseen_note(client)
-            if duplicate := deps.resolve(client).effective.find_duplicate(row, ignore=id):
+            if duplicate := deps.resolve(client).find_duplicate(row, ignore=id):
                 raise InvalidInput(
                     f"override {duplicate} is for the same client, limit and time: change it, or remove it"
                 )
-            result = write_confirmed(
-                deps,
+            result = deps.write_confirmed(
                 change,
                 lambda: self.risks(deps.resolve(client), row),
                 lambda store: store.override(client, id=id, **asdict(spec), **attribution),
@@ -137,23 +116,23 @@ class OverrideService:
             return replace(result, notes=(*notes, *result.notes))
 
 
-def effective_an_hour_ago(
-    deps: ServiceDependencies, identities: Mapping[str, Collection[str]]
-) -> EffectivePolicy | None:
-    """The effective policy of an hour ago for a client with these identities, in the tier that it has now, as a tier is
-    chosen deliberately. None if nothing has changed since, or if the policy was invalid."""
+def effective_an_hour_ago(deps: ServiceDependencies, facts: ClientFacts) -> EffectivePolicy | None:
+    """The effective policy of a client an hour ago, but in the tier that it has now, as a tier is chosen deliberately.
+    None if nothing has changed since, or if the policy was invalid."""
     with deps.reading() as connection:
         version = version_at(connection, deps.now_us() - GRADUAL_WINDOW_US)
         if version == newest_version(connection):
             return None
         base = base_policy_at(connection, version)
-        rows = rows_of_clients(connection, identities, version=version) | rows_of_clients(
-            connection, identities, ["clients"]
-        )
-    return None if base.problems else compose_effective(base, version, rows, identities)
+        rows = rows_of_clients(connection, facts.identities, version=version)
+        rows |= rows_of_clients(connection, facts.identities, ["clients"])
+    return None if base.problems else effective_policy(base, facts, rows)
 
 
 def parse_bucket(bucket: str) -> dict[str, Any]:
     """The columns of a rate; InvalidLimit if it cannot be parsed, or allows nothing."""
     with redact_errors(bucket):
-        return bucket_columns(guardrails.parse_rate(bucket))
+        phrase = parse(bucket)
+        if phrase.quota == 0:
+            raise InvalidLimit("a limit of 0 allows nothing; block the client instead")
+        return bucket_columns(phrase)

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headgate.control.config import queries, raw_keys
-from headgate.control.config.history import diff_versions
+from headgate.control.config.history import Difference, Version, diff_versions
 from headgate.control.config.reading import newest_version
-from headgate.control.config.rows import BASE_SECTIONS, SECTIONS, OverrideRow, PolicyDocument, RouteCost, TierLimit
-from headgate.control.service import guardrails
-from headgate.control.service.changes import attributed, write_confirmed
-from headgate.control.service.dependencies import MAX_ID
-from headgate.control.service.effective_policy import base_policy_at
-from headgate.control.service.errors import NotFound
-from headgate.control.service.listing import check_page
-from headgate.control.service.models import (
-    ClientRef,
-    PolicyView,
-    RollbackPreview,
-    RouteView,
-    RuleView,
-    TierLimitView,
-    TierView,
+from headgate.control.config.rows import (
+    BASE_SECTIONS,
+    RESTORABLE_SECTIONS,
+    OverrideRow,
+    PolicyDocument,
+    RouteCost,
+    TierLimit,
 )
-from headgate.control.service.overrides import effective_an_hour_ago, parse_bucket
-from headgate.control.service.usage import format_bucket
+from headgate.control.config.store import ConfigStore, document_format
+from headgate.control.service import guardrails, models
+from headgate.control.service.dependencies import MAX_ID, ServiceDependencies, TopicService
+from headgate.control.service.effective_policy import NOBODY, BasePolicy, base_policy_at, format_limit
+from headgate.control.service.errors import NotFound, Risk
+from headgate.control.service.listing import check_page
+from headgate.control.service.overrides import OverrideService, effective_an_hour_ago, parse_bucket
 from headgate.errors import InvalidInput, InvalidPolicy
+from headgate.limits import DEFAULT_ALGORITHM
 from headgate.policy import scalars
-from headgate.policy.formats import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from headgate.control.config.history import Difference, Version
     from headgate.control.service.blocks import BlockService
-    from headgate.control.service.dependencies import ServiceDependencies
-    from headgate.control.service.effective_policy import BasePolicy
-    from headgate.control.service.errors import Risk
     from headgate.control.service.models import Actor, Change, ChangeContext
-    from headgate.control.service.overrides import OverrideService
-    from headgate.limits import Limit
     from headgate.policy.model import Policy, Rule
+
+    Texts: TypeAlias = Iterable[str | None]
+    Writer: TypeAlias = Callable[[ConfigStore, dict[str, Any]], Version | None]
 
 __all__ = ["PolicyService"]
 
@@ -49,42 +43,32 @@ MAX_CHECKED_OVERRIDES: Final = 100
 """Overrides restored by a rollback that are compared with the current limits of their clients."""
 
 
-class PolicyService:
+class PolicyService(TopicService):
     """Shows and changes the policy document, tiers and routes; shows versions and rolls back to them."""
 
     def __init__(self, deps: ServiceDependencies, overrides: OverrideService, blocks: BlockService) -> None:
-        self._deps = deps
+        super().__init__(deps)
         self._overrides = overrides
         self._blocks = blocks
 
-    # ------------------------------------------------------------------ views
-
-    def get(self, version: int | None = None) -> PolicyView:
+    def get(self, version: int | None = None) -> models.PolicyView:
         """The policy document, now or at a version, and the limits that result from it and the tables."""
         if version is not None:
             self._deps.require_version(version)
         with self._deps.reading() as connection:
             at = newest_version(connection) if version is None else version
-            base = self._deps.policies.get(connection) if version is None else base_policy_at(connection, at)
-        document = base.document
-        return PolicyView(
-            version=at,
-            since=None if document is None else document.since,
-            text="" if document is None else document.row.text,
-            format="yaml" if document is None else document.row.format,
-            name="policy.yaml" if document is None else document.row.name,
-            rules=tuple(map(_rule_view, base.policy.rules)),
-            warnings=base.problems or base.policy.warnings,
-        )
+            base = self._deps.base_policy(connection) if version is None else base_policy_at(connection, at)
+        stored, rules = base.document, tuple(map(_rule_view, base.policy.rules))
+        document = PolicyDocument("", "yaml", "policy.yaml") if stored is None else stored.row
+        since = None if stored is None else stored.since
+        return models.PolicyView(at, since, *document, rules, base.problems or base.policy.warnings)
 
-    def tiers(self) -> Sequence[TierView]:
+    def tiers(self) -> Sequence[models.TierView]:
         """All tiers, with their limits and the number of clients in each."""
         with self._deps.reading() as connection:
-            base = self._deps.policies.get(connection)
+            base = self._deps.base_policy(connection)
             policy, counts = base.policy, queries.count_assignments(connection)
-            by_kind: dict[str, list[str]] = {}
-            for client in policy.clients:
-                by_kind.setdefault(client.identity.kind, []).append(client.identity.value)
+            by_kind = queries.group_by_kind(client.identity for client in policy.clients)
             rows = queries.rows_of_clients(connection, by_kind, ["clients"])["clients"]
         assigned = {(each.row.kind, each.row.value) for each in rows}
         for client in policy.clients:
@@ -92,28 +76,22 @@ class PolicyService:
                 counts[client.tier] = counts.get(client.tier, 0) + 1
         default = policy.default_tier
         names = dict.fromkeys([*policy.tiers, *([default] if default else []), *sorted(counts)])
-        return [TierView(name, name == default, tuple(_tier_limits(base, name)), counts.get(name, 0)) for name in names]
+        tiers = ((name, tuple(_tier_limits(base, name))) for name in names)
+        return [models.TierView(name, name == default, limits, counts.get(name, 0)) for name, limits in tiers]
 
-    def routes(self) -> Sequence[RouteView]:
+    def routes(self) -> Sequence[models.RouteView]:
         """All routes in the document or in a table."""
-        base = self._deps.policies.current()
+        base = self._deps.current_policy()
         from_tables = {_route_key(each.row.path): each for each in base.routes}
         views = []
         for route in base.policy.routes:
             methods = tuple(sorted(route.methods))
             row = from_tables.get((methods, route.template))
-            views.append(
-                RouteView(
-                    path=route.template.text if row is None else row.row.path,
-                    methods=methods,
-                    cost=route.cost,
-                    route_class=route.route_class,
-                    on_failure=route.on_failure,
-                    from_="policy" if row is None else "table",
-                    id=None if row is None else row.id,
-                    since=None if row is None else row.since,
-                )
-            )
+            rule = methods, route.cost, route.route_class, route.on_failure
+            if row is None:
+                views.append(models.RouteView(route.template.text, *rule, "policy"))
+            else:
+                views.append(models.RouteView(row.row.path, *rule, "table", row.id, row.since))
         return views
 
     def check(self, text: str, *, file: str) -> Sequence[str]:
@@ -135,106 +113,85 @@ class PolicyService:
         """The differences from one version to another."""
         return self._deps.config.diff(self._deps.require_version(one), self._deps.require_version(other))
 
-    # ------------------------------------------------------------------ changes
-
     def put(self, change: ChangeContext, text: str, *, file: str = "policy.yaml") -> Change:
         """Replace the policy document."""
         change.actor.require("operator", "change the policy")
-        with attributed(self._deps, change, file) as attribution:
+        return self._write(
+            change,
+            [file],
+            lambda: self.document_risks(text, file),
+            lambda store, by: store.put_policy(text, file=file, **by),
+        )
 
-            def find_risks() -> Iterable[Risk]:
-                after = self._parse(text, file)
-                self._deps.lookup.refuse_keys_in_document(text)
-                before = self._deps.policies.current()
-                return () if before.problems else self._risks(before.policy, after.policy)
-
-            return write_confirmed(
-                self._deps, change, find_risks, lambda store: store.put_policy(text, file=file, **attribution)
-            )
+    def document_risks(self, text: str, file: str) -> Iterable[Risk]:
+        """The risks of another document; InvalidPolicy or InvalidInput if it cannot be saved."""
+        after = self._parse(text, file)
+        self._deps.lookup.refuse_keys_in_document(text)
+        before = self._deps.current_policy()
+        return () if before.problems else self._risks(before.policy, after.policy)
 
     def set_tier(self, change: ChangeContext, tier: str, limit: str, bucket: str) -> Change:
         """Set the rate of a limit for the clients of a tier."""
-        change.actor.require("operator", "change tiers")
-        with attributed(self._deps, change, tier, limit, bucket) as attribution:
+
+        def edit(base: BasePolicy) -> Policy:
             row = TierLimit(scalars.name(tier), scalars.name(limit), **parse_bucket(bucket))
+            known = dict.fromkeys([each for rule in base.policy.rules for each in (rule.name, *rule.classes)])
+            if limit not in known:  # allowed in imported tables; here it is a typing error
+                raise InvalidInput(f"there is no such limit or class; known are {', '.join(known)}")
+            others = [each.row for each in base.tiers if (each.row.tier, each.row.limit_name) != (tier, limit)]
+            return base.recompose(tiers=[*others, row])
 
-            def find_risks() -> Iterable[Risk]:
-                base = self._deps.policies.current().require_valid()
-                known = dict.fromkeys([each for rule in base.policy.rules for each in (rule.name, *rule.classes)])
-                if limit not in known:  # allowed in imported tables; here it is a typing error
-                    raise InvalidInput(f"there is no such limit or class; known are {', '.join(known)}")
-                others = [each.row for each in base.tiers if (each.row.tier, each.row.limit_name) != (tier, limit)]
-                return self._risks(base.policy, base.recompose(tiers=[*others, row]), is_document=False)
-
-            return write_confirmed(
-                self._deps, change, find_risks, lambda store: store.set_tier(tier, limit, bucket, **attribution)
-            )
+        texts = [tier, limit, bucket]
+        return self._edit_table(
+            change, "tiers", texts, edit, lambda store, by: store.set_tier(tier, limit, bucket, **by)
+        )
 
     def remove_tier(self, change: ChangeContext, tier: str, limit: str | None = None) -> Change:
         """Remove the rates of a tier from the table, for one limit or all: those in the document apply again."""
-        change.actor.require("operator", "change tiers")
-        with attributed(self._deps, change, tier, limit) as attribution:
 
-            def find_risks() -> Iterable[Risk]:
-                base = self._deps.policies.current().require_valid()
-                removed = [
-                    each for each in base.tiers if each.row.tier == tier and limit in (None, each.row.limit_name)
-                ]
-                if not removed:
-                    raise NotFound("the tables have no such limit of a tier; edit the policy document instead")
-                after = base.recompose(tiers=[each.row for each in base.tiers if each not in removed])
-                return self._risks(base.policy, after, is_document=False)
+        def edit(base: BasePolicy) -> Policy:
+            rows = [each.row for each in base.tiers]
+            left = [row for row in rows if row.tier != tier or limit not in (None, row.limit_name)]
+            if left == rows:
+                raise NotFound("the tables have no such limit of a tier; edit the policy document instead")
+            return base.recompose(tiers=left)
 
-            return write_confirmed(
-                self._deps, change, find_risks, lambda store: store.remove_tier(tier, limit, **attribution)
-            )
+        texts = [tier, limit]
+        return self._edit_table(change, "tiers", texts, edit, lambda store, by: store.remove_tier(tier, limit, **by))
 
     def set_route(self, change: ChangeContext, path: str, cost: int, *, route_class: str | None = None) -> Change:
         """Set the cost of requests to a route, and optionally its class."""
-        change.actor.require("operator", "change routes")
-        with attributed(self._deps, change, path, route_class) as attribution:
+
+        def edit(base: BasePolicy) -> Policy:
             checked = scalars.whole(0, 2**53, example=5)(cost)
             row = RouteCost(scalars.text(path), checked, route_class and scalars.name(route_class))
+            return base.recompose(routes=[*(each.row for each in base.routes if each.row.path != path), row])
 
-            def find_risks() -> Iterable[Risk]:
-                base = self._deps.policies.current().require_valid()
-                others = [each.row for each in base.routes if each.row.path != path]
-                return self._risks(base.policy, base.recompose(routes=[*others, row]), is_document=False)
+        def write(store: ConfigStore, by: dict[str, Any]) -> Version | None:
+            return store.set_route(path, cost, route_class=route_class, **by)
 
-            return write_confirmed(
-                self._deps,
-                change,
-                find_risks,
-                lambda store: store.set_route(path, cost, route_class=route_class, **attribution),
-            )
+        return self._edit_table(change, "routes", [path, route_class], edit, write)
 
     def remove_route(self, change: ChangeContext, path: str) -> Change:
         """Remove a route from the table: its entry in the document applies again."""
-        change.actor.require("operator", "change routes")
-        with attributed(self._deps, change, path) as attribution:
 
-            def find_risks() -> Iterable[Risk]:
-                base = self._deps.policies.current().require_valid()
-                left = [each.row for each in base.routes if each.row.path != path]
-                if len(left) == len(base.routes):
-                    raise NotFound("the tables have no such route; edit the policy document instead")
-                return self._risks(base.policy, base.recompose(routes=left), is_document=False)
+        def edit(base: BasePolicy) -> Policy:
+            left = [each.row for each in base.routes if each.row.path != path]
+            if len(left) == len(base.routes):
+                raise NotFound("the tables have no such route; edit the policy document instead")
+            return base.recompose(routes=left)
 
-            return write_confirmed(
-                self._deps, change, find_risks, lambda store: store.remove_route(path, **attribution)
-            )
-
-    # ------------------------------------------------------------------ rollback
+        return self._edit_table(change, "routes", [path], edit, lambda store, by: store.remove_route(path, **by))
 
     def preview_rollback(
         self, actor: Actor, version: int, *, sections: Collection[str] | None = None
-    ) -> RollbackPreview:
+    ) -> models.RollbackPreview:
         """The differences, risks and live blocks of a rollback, without doing it."""
         actor.require("operator", "roll back")
         self._deps.require_version(version)
-        newest, chosen = self._deps.config.version, {*SECTIONS} if sections is None else {*sections}
+        newest, chosen = self._deps.config.version, {*RESTORABLE_SECTIONS} if sections is None else {*sections}
         risks = list(dict.fromkeys(self._rollback_risks(version, chosen)))
-        return RollbackPreview(
+        return models.RollbackPreview(
             version=newest,
             differences=tuple([each for each in self.diff(newest, version) if each.section in chosen]),
             undone=tuple([each for each in self.versions() if each.number > version]),
@@ -250,83 +207,93 @@ class PolicyService:
         """
         change.actor.require("operator", "roll back")
         self._deps.require_version(version)
-        if unknown := {*(sections or ())} - {*SECTIONS}:
-            raise InvalidInput(f"there is no section {', '.join(sorted(unknown))}; known are {', '.join(SECTIONS)}")
-        with attributed(self._deps, change) as attribution:
-            result = write_confirmed(
-                self._deps,
-                change,
-                lambda: self._rollback_risks(version, {*SECTIONS} if sections is None else {*sections}),
-                lambda store: store.rollback(version, sections=sections, **attribution),
-            )
+        if unknown := {*(sections or ())} - {*RESTORABLE_SECTIONS}:
+            known = ", ".join(RESTORABLE_SECTIONS)
+            raise InvalidInput(f"there is no section {', '.join(sorted(unknown))}; known are {known}")
+        result = self._write(
+            change,
+            [],
+            lambda: self._rollback_risks(version, {*RESTORABLE_SECTIONS} if sections is None else {*sections}),
+            lambda store, by: store.rollback(version, sections=sections, **by),
+        )
         if result.version is None:
             return result
         number = result.version.number
         changed = [each for each in self.diff(number - 1, number) if each.section == "blocked"]
         return replace(result, notes=(*result.notes, *self._blocks.apply_differences(changed)))
 
-    # ------------------------------------------------------------------ helpers
-
     def _parse(self, text: str, file: str) -> BasePolicy:
         """The base policy that would result from another document; InvalidPolicy if it is invalid."""
-        suffix = file.rpartition(".")[2].lower()
-        format = "yaml" if suffix == "yml" else suffix
-        if format not in FORMATS:
-            raise InvalidPolicy([f"{file}: cannot tell its format; name the file .yaml, .yml, .toml or .json"])
-        document = PolicyDocument(text, format, file)
+        document = PolicyDocument(text, document_format(file), file)
         raw_keys.reject_raw_keys(document, None)
         with self._deps.reading() as connection:
             base = base_policy_at(connection, newest_version(connection), document).require_valid()
             base.template.compose(queries.sample_rows(connection))
         return base
 
+    def _write(
+        self, change: ChangeContext, texts: Texts, find_risks: Callable[[], Iterable[Risk]], write: Writer
+    ) -> Change:
+        """Write a change that stores these texts, if its risks are confirmed."""
+        with self._deps.attributed(change, *texts) as attribution:
+            return self._deps.write_confirmed(change, find_risks, lambda store: write(store, attribution))
+
+    def _edit_table(
+        self, change: ChangeContext, table: str, texts: Texts, edit: Callable[[BasePolicy], Policy], write: Writer
+    ) -> Change:
+        """Write a change of tiers or routes after which the policy is what `edit` returns."""
+        change.actor.require("operator", f"change {table}")
+
+        def find_risks() -> Iterable[Risk]:
+            base = self._deps.current_policy().require_valid()
+            return self._risks(base.policy, edit(base), is_document=False)
+
+        return self._write(change, texts, find_risks, write)
+
     def _risks(self, before: Policy, after: Policy, *, is_document: bool = True) -> Iterator[Risk]:
         """The risks of a policy, compared with the current one and with that of an hour ago."""
         yield from guardrails.policy_risks(before, after, is_document=is_document)
-        if (earlier := effective_an_hour_ago(self._deps, {})) is not None:
+        if (earlier := effective_an_hour_ago(self._deps, NOBODY)) is not None:
             yield from guardrails.gradual_policy_risks(earlier.base.policy, before, after)
 
     def _rollback_risks(self, version: int, sections: Collection[str]) -> Iterator[Risk]:
         with self._deps.reading() as connection:
             newest = newest_version(connection)
-            now = self._deps.policies.get(connection)
+            now = self._deps.base_policy(connection)
             then = base_policy_at(connection, version)
             changed = [each for each in diff_versions(connection, newest, version) if each.section in sections]
         if {*BASE_SECTIONS} & {*sections}:
-            source = {section: then if section in sections else now for section in BASE_SECTIONS}
-            mixed = replace(
-                now,
-                document=source["documents"].document,
-                tiers=source["tiers"].tiers,
-                routes=source["routes"].routes,
-            )
+            of = {section: then if section in sections else now for section in BASE_SECTIONS}
+            mixed = replace(now, document=of["documents"].document, tiers=of["tiers"].tiers, routes=of["routes"].routes)
             yield from guardrails.policy_risks(now.policy, mixed.recompose())
         yield from guardrails.row_risks(changed)
         if not now.problems and "documents" not in sections:
             restored = [each.after for each in changed if each.before is None and isinstance(each.after, OverrideRow)]
             for row in restored[:MAX_CHECKED_OVERRIDES]:
-                yield from self._overrides.risks(self._deps.resolve(ClientRef(row.kind, row.value)), row)
+                yield from self._overrides.risks(self._deps.resolve(models.ClientRef(row.kind, row.value)), row)
 
 
-def _tier_limits(base: BasePolicy, tier: str) -> Iterator[TierLimitView]:
+def _tier_limits(base: BasePolicy, tier: str) -> Iterator[models.TierLimitView]:
     in_table = {each.row.limit_name: each for each in base.tiers if each.row.tier == tier}
     for rule in base.policy.rules:
         if tier in rule.tiers:
             row = next((in_table[name] for name in (rule.name, *rule.classes) if name in in_table), None)
-            bucket = _format_tier_bucket(rule.tiers[tier])
+            limit = rule.tiers[tier]
+            is_default = limit.algorithm == DEFAULT_ALGORITHM or limit.calendar is not None
+            bucket = format_limit(limit) + ("" if is_default else f", {limit.algorithm}")
             if row is None:
-                yield TierLimitView(rule.name, bucket, "policy")
+                yield models.TierLimitView(rule.name, bucket, "policy")
             else:
-                yield TierLimitView(rule.name, bucket, "table", row.id, row.since)
+                yield models.TierLimitView(rule.name, bucket, "table", row.id, row.since)
 
 
-def _rule_view(rule: Rule) -> RuleView:
-    return RuleView(
+def _rule_view(rule: Rule) -> models.RuleView:
+    return models.RuleView(
         name=rule.name,
         by="+".join(rule.by) or "global",
-        bucket=None if rule.limit is None else format_bucket(rule.limit),
+        bucket=None if rule.limit is None else format_limit(rule.limit),
         algorithm=None if not rule.limits else rule.limits[0].algorithm,
-        tiers={tier: format_bucket(limit) for tier, limit in rule.tiers.items()},
+        tiers={tier: format_limit(limit) for tier, limit in rule.tiers.items()},
         routes=tuple(template.text for template in rule.templates),
         classes=rule.classes,
         methods=tuple(sorted(rule.methods)),
@@ -335,11 +302,6 @@ def _rule_view(rule: Rule) -> RuleView:
         shadow=rule.shadow,
         count_when=None if rule.count_when is None else rule.count_when.text,
     )
-
-
-def _format_tier_bucket(limit: Limit) -> str:
-    bucket = format_bucket(limit)
-    return bucket if limit.algorithm == "token_bucket" else f"{bucket}, {limit.algorithm}"
 
 
 def _route_key(path: str) -> tuple[tuple[str, ...], Any]:

@@ -13,14 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 __all__ = [
-    "LOOKS_SECRET",
-    "MIN_SECRET_LENGTH",
-    "is_network_text",
-    "looks_secret",
-    "may_be_key",
-    "redact_errors",
+    "LOOKS_SECRET", "MIN_SECRET_LENGTH", "is_network_text", "looks_secret", "may_be_key", "redact_errors",
     "words_like_keys",
-]
+]  # fmt: skip
 
 MIN_KEY_LENGTH: Final = 8
 """Characters of the shortest word that is compared with the known API keys."""
@@ -58,7 +53,7 @@ def may_be_key(text: str, *, shortest: int = MIN_KEY_LENGTH) -> bool:
     return is_word and not text.startswith("hmac:") and not is_network_text(text)
 
 
-def words_like_keys(texts: Iterable[str | None], *, shortest: int = MIN_KEY_LENGTH, most: int = MAX_WORDS) -> list[str]:
+def words_like_keys(texts: Iterable[str | None], *, shortest: int = MIN_KEY_LENGTH) -> list[str]:
     """The first words of texts that could be API keys."""
     found: dict[str, None] = {}
     for text in texts:
@@ -67,7 +62,7 @@ def words_like_keys(texts: Iterable[str | None], *, shortest: int = MIN_KEY_LENG
             for part in (word, word.strip(_EDGES), _FILE_EXTENSION.sub("", word), *_SEPARATORS.split(word), *ends):
                 if may_be_key(part, shortest=shortest):
                     found[part] = None
-    return list(found)[:most]
+    return list(found)[:MAX_WORDS]
 
 
 @contextmanager

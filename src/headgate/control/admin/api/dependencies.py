@@ -4,22 +4,15 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-from fastapi import Depends, Header, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import Depends, Header, Query, Request
+from fastapi.responses import Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
-from headgate.control.admin.api.schemas import (
-    MAX_INTEGER,
-    AttributedBody,
-    ClientFilter,
-    Reason,
-    RemovalQuery,
-    WhoBody,
-)
+from headgate.control.admin.api import schemas
 from headgate.control.admin.idempotency import IdempotencyStore, RecordedResponse, fingerprint
 from headgate.control.admin.middleware import BODY, FAILED_TOKENS
 from headgate.control.admin.problems import ProblemDetails, RequestRejected, invalid, too_many_failures
@@ -27,29 +20,22 @@ from headgate.control.admin.tokens import Token, Tokens
 from headgate.control.service.errors import NotFound
 from headgate.control.service.models import Actor, Change, ChangeContext, ClientRef
 from headgate.control.service.redaction import may_be_key
+from headgate.control.service.service import AdminService
 from headgate.errors import InvalidInput
 
-if TYPE_CHECKING:
-    from headgate.control.service.service import AdminService
-
-__all__ = [
-    "Caller",
-    "CallerDependency",
-    "ChangeRequest",
-    "HeaderReason",
-    "Parts",
-    "Write",
-    "WriteAnswer",
-    "answer",
-]
+__all__ = ["Caller", "CallerDependency", "ChangeRequest", "HeaderReason", "InQuery", "Parts", "Write"]
 
 REASON_HEADER: Final = "Headgate-Reason"
+
+Model = TypeVar("Model")
+InQuery = Annotated[Model, Query()]
+"""A model whose fields are query parameters."""
 
 
 class Parts(NamedTuple):
     """The objects that endpoints use, as `app.state.parts`."""
 
-    service: "AdminService"
+    service: AdminService
     tokens: Tokens
     idempotency: IdempotencyStore
 
@@ -69,21 +55,38 @@ class Caller(NamedTuple):
         return self.token.actor
 
     @property
-    def service(self) -> "AdminService":
+    def service(self) -> AdminService:
         return self.parts.service
 
-    def client(self, given: WhoBody | ClientFilter) -> ClientRef:
+    def client(self, given: schemas.WhoBody | schemas.ClientFilter) -> ClientRef:
         """The client that a request names, in its canonical spelling. NotFound for a kind that no limit counts by;
         InvalidInput for a known API key given as another kind, which would be stored and shown as it is."""
-        kind, value = given.ref()
+        kind, value = given.kind, given.value
         if kind != "api_key" and may_be_key(value):
             with suppress(NotFound):
                 if self.service.clients.find(value).kind == "api_key":
                     raise InvalidInput("who: this is an API key; give it with the kind api_key")
         return self.service.clients.find(f"{kind}={value}")
 
+    def filter(self, given: schemas.OptionalClientFilter) -> ClientRef | None:
+        """The client that a list is about; None for all clients."""
+        return (
+            None if given.kind is None else self.client(schemas.ClientFilter(kind=given.kind, value=given.value or ""))
+        )
 
-_reason: Final[TypeAdapter[str]] = TypeAdapter(Reason)
+
+_reason: Final[TypeAdapter[str]] = TypeAdapter(schemas.Reason)
+_REASON: Final = Header(
+    alias=REASON_HEADER, min_length=1, max_length=6000, pattern=r"^[ -~]+$",
+    description="The reason for a removal; non-ASCII characters and % are percent-encoded as in a URL",
+)  # fmt: skip
+_IF_MATCH: Final = Header(
+    max_length=40, description='The version that the change is based on, as the ETag of a read: `"12"`'
+)
+_IDEMPOTENCY_KEY: Final = Header(
+    pattern=r"^[!-~]{1,255}$",
+    description="Chosen by the client; a request sent again with the same key is carried out once",
+)
 _bearer: Final = HTTPBearer(
     auto_error=False, scheme_name="token", description="A token of this server: hg_<id>_<secret>. Each has a role."
 )
@@ -105,19 +108,6 @@ def _caller(request: Request, credentials: Annotated[HTTPAuthorizationCredential
 CallerDependency = Annotated[Caller, Depends(_caller)]
 
 
-class WriteAnswer(BaseModel):
-    """The result of a change."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    version: int | None
-    """The version that was created; null if nothing changed, or if the configuration is not affected."""
-    notes: list[str]
-    what: str
-    ids: list[int]
-    """The ids of the rows that were written or removed."""
-
-
 class ChangeRequest:
     """A request that changes something: once per Idempotency-Key, and on the version of If-Match."""
 
@@ -125,17 +115,8 @@ class ChangeRequest:
         self,
         request: Request,
         caller: CallerDependency,
-        if_match: Annotated[
-            str | None,
-            Header(description='The version that the change is based on, as the ETag of a read: `"12"`', max_length=40),
-        ] = None,
-        idempotency_key: Annotated[
-            str | None,
-            Header(
-                description="Chosen by the client; a request sent again with the same key is carried out once",
-                pattern=r"^[!-~]{1,255}$",
-            ),
-        ] = None,
+        if_match: Annotated[str | None, _IF_MATCH] = None,
+        idempotency_key: Annotated[str | None, _IDEMPOTENCY_KEY] = None,
     ) -> None:
         self._request = request
         self._caller = caller
@@ -146,7 +127,9 @@ class ChangeRequest:
         self.actor = caller.actor
         self.client = caller.client
 
-    def context(self, given: AttributedBody | RemovalQuery, header_reason: str | None = None) -> ChangeContext:
+    def context(
+        self, given: schemas.AttributedBody | schemas.RemovalQuery, header_reason: str | None = None
+    ) -> ChangeContext:
         """The actor, reason, confirmed risks and base version of the change."""
         reason = given.reason if header_reason is None else header_reason
         if reason is None:
@@ -164,13 +147,9 @@ class ChangeRequest:
 
         def work() -> RecordedResponse:
             done = change()
-            version = done.version
-            body = {
-                **done.as_dict(),
-                "what": self.service.clients.insert_names(done.what),
-                "ids": [] if version is None else list(version.ids),
-            }
-            return RecordedResponse(200, json.dumps(body), None if version is None else version.number)
+            number, ids = (None, ()) if done.version is None else (done.version.number, done.version.ids)
+            body = {**done.as_dict(), "what": self.service.clients.insert_names(done.what), "ids": ids}
+            return RecordedResponse(200, json.dumps(body), number)
 
         return self.respond(work)
 
@@ -185,42 +164,22 @@ class ChangeRequest:
             response = work()
         else:
             scope = self._request.scope
-            parts = (
-                scope["method"].encode(),
-                scope["path"].encode(),
-                scope["query_string"],
-                scope[BODY],
-                str(self._based_on).encode(),
-                self._request.headers.get(REASON_HEADER, "").encode(),
-            )
+            target = scope["method"].encode(), scope["path"].encode(), scope["query_string"]
+            headers = str(self._based_on).encode(), self._request.headers.get(REASON_HEADER, "").encode()
+            mark = fingerprint(*target, scope[BODY], *headers, secret=self._caller.secret)
             response = self._caller.parts.idempotency.once(
-                self._caller.token.id,
-                self._key,
-                fingerprint=fingerprint(*parts, secret=self._caller.secret),
-                work=work,
-                redact=redact,
+                self._caller.token.id, self._key, fingerprint=mark, work=work, redact=redact
             )
-        headers = {} if response.etag is None else {"ETag": f'"{response.etag}"'}
+        sent = {} if response.etag is None else {"ETag": f'"{response.etag}"'}
         if response.is_replayed:
-            headers["Idempotency-Replayed"] = "true"
-        return Response(response.body, response.status, headers, "application/json")
+            sent["Idempotency-Replayed"] = "true"
+        return Response(response.body, response.status, sent, "application/json")
 
 
 Write = Annotated[ChangeRequest, Depends()]
 
 
-def _header_reason(
-    text: Annotated[
-        str | None,
-        Header(
-            alias=REASON_HEADER,
-            description="The reason for a removal; non-ASCII characters and % are percent-encoded as in a URL",
-            min_length=1,
-            max_length=6000,
-            pattern=r"^[ -~]+$",
-        ),
-    ] = None,
-) -> str | None:
+def _header_reason(text: Annotated[str | None, _REASON] = None) -> str | None:
     if text is None:
         return None
     try:
@@ -231,11 +190,6 @@ def _header_reason(
 
 HeaderReason = Annotated[str | None, Depends(_header_reason)]
 """The reason for a change without a body, in a header because proxies log URLs."""
-
-
-def answer(value: Any, version: int | None = None) -> JSONResponse:
-    """A JSON response, with the version of the configuration as its ETag."""
-    return JSONResponse(value, headers={} if version is None else {"ETag": f'"{version}"'})
 
 
 def _unauthenticated(request: Request, detail: str) -> ProblemDetails:
@@ -250,7 +204,7 @@ def _parse_if_match(if_match: str | None) -> int | None:
     if if_match is None or if_match.strip() == "*":
         return None
     match = re.fullmatch(r'\s*(?:"(\d{1,16})"|(\d{1,16}))\s*', if_match)
-    number = int(match[1] or match[2]) if match else MAX_INTEGER + 1
-    if number > MAX_INTEGER:
+    number = int(match[1] or match[2]) if match else schemas.MAX_INTEGER + 1
+    if number > schemas.MAX_INTEGER:
         raise invalid('If-Match: this is not a version; send the ETag of a read, like "12"')
     return number

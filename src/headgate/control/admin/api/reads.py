@@ -1,36 +1,28 @@
-"""Endpoints that read, for every role."""
+"""Endpoints that read, for every role; only admins see the tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Final
+from functools import partial, wraps
+from typing import Any, Final, TypeVar
 from zoneinfo import ZoneInfo
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
 
 from headgate.control.admin.api import schemas
-from headgate.control.admin.api.dependencies import CallerDependency, answer
-from headgate.control.admin.api.response_models import list_model, view_model
+from headgate.control.admin.api.dependencies import Caller, CallerDependency, InQuery
+from headgate.control.admin.api.schemas import list_model, view_model
 from headgate.control.admin.problems import problem_responses
 from headgate.control.anomalies.detector import Anomaly
 from headgate.control.config.rows import microseconds
-from headgate.control.service.candidates import Candidate
-from headgate.control.service.models import (
-    AuditEntry,
-    BlockView,
-    ClientRow,
-    ClientView,
-    OverrideView,
-    Overview,
-    PolicyView,
-    RouteView,
-    TierView,
-    Timeline,
-    plain,
-)
+from headgate.control.service import models
+from headgate.control.service.client_lookup import Candidate
+from headgate.control.service.ledger import AccountRow, AccountView
 from headgate.control.service.redaction import redact_errors
 from headgate.errors import InvalidInput
+from headgate.quotas.statement import Statement
 from headgate.telemetry.decision_log.record import DecisionRecord
+from headgate.telemetry.region_overview import RegionOverview
 from headgate.telemetry.why import render
 
 __all__ = ["COMMON_PROBLEMS", "router"]
@@ -47,274 +39,243 @@ MAX_NAMED: Final = 200
 
 router: Final = APIRouter(responses=problem_responses(*COMMON_PROBLEMS))
 
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+Read = TypeVar("Read", bound=Callable[..., Any])
 
 
-class Found(_Model):
-    """The client that a text identifies."""
+def _endpoint(method: str, path: str, model: type, *problems: str, has_etag: bool = False) -> Callable[[Read], Read]:
+    """Register a function that returns a view, a list of views or a dict as an endpoint that responds with it as JSON.
+    The model describes the response in OpenAPI. The ETag is the version of the configuration before the read."""
+    success: dict[int | str, Any] = {200: {"model": model, **(ETAG if has_etag else {})}}
 
-    kind: str
-    value: str
-    label: str | None
+    def register(read: Read) -> Read:
+        @wraps(read)
+        def respond(caller: Caller, **given: Any) -> JSONResponse:
+            headers = {"ETag": f'"{caller.service.version}"'} if has_etag else None
+            found = models.plain(read(caller, **given))
+            return JSONResponse({"items": found, "next": None} if isinstance(found, list) else found, headers=headers)
 
+        responses = success | problem_responses(*problems)
+        router.add_api_route(path, respond, methods=[method], response_model=None, responses=responses)
+        return read
 
-class Searched(_Model):
-    """The text to search for."""
-
-    text: str
-
-
-class WhyModel(_Model):
-    """The report on a client's rejected requests."""
-
-    answer: dict[str, Any]
-    mail: list[str]
-    """Paragraphs of a mail to the customer."""
-    details: list[str]
-    """Paragraphs for operators."""
+    return register
 
 
-class DifferenceModel(_Model):
-    """A row before and after."""
-
-    model_config = ConfigDict(title="Difference")
-
-    section: str
-    id: int
-    what: str
-    lines: list[str]
+_get, _post = partial(_endpoint, "GET"), partial(_endpoint, "POST")
 
 
-class VersionModel(_Model):
-    """A version of the configuration."""
-
-    model_config = ConfigDict(title="Version")
-
-    version: int
-    at_us: int
-    author: str
-    reason: str
-    what: str
-    restores: int | None
-
-
-class Checked(_Model):
-    """The problems of a policy; empty if it is valid."""
-
-    problems: list[str]
-
-
-def _returns(model: type, *problems: str, config: bool = False) -> dict[str, Any]:
-    """The response model and problems for OpenAPI; the endpoints serialize the views themselves."""
-    success: dict[int | str, Any] = {200: {"model": model, **(ETAG if config else {})}}
-    return {"response_model": None, "responses": success | problem_responses(*problems)}
-
-
-# ------------------------------------------------------------------ fleet
-
-
-@router.get("/overview", **_returns(view_model(Overview)))
-def overview(caller: CallerDependency) -> JSONResponse:
+@_get("/overview", view_model(models.Overview))
+def overview(caller: CallerDependency) -> Any:
     """The state of the fleet: nodes, the last five minutes, denied clients, clients near a limit."""
-    return answer(caller.service.fleet.overview(caller.actor).as_dict())
+    return caller.service.fleet.overview(caller.actor)
 
 
-@router.get("/steps", **_returns(list_model(Anomaly)))
-def steps(caller: CallerDependency, query: Annotated[schemas.StepsQuery, Query()]) -> JSONResponse:
+@_get("/steps", list_model(Anomaly))
+def steps(caller: CallerDependency, query: InQuery[schemas.StepsQuery]) -> Any:
     """Traffic anomalies: clients with ten times their usual traffic."""
-    return answer({"items": [each.as_dict() for each in caller.service.fleet.anomalies(most=query.most)], "next": None})
+    return caller.service.fleet.anomalies(most=query.most)
 
 
-@router.get("/decisions", **_returns(list_model(DecisionRecord), "not-found", "config-away", "log-away"))
-def decisions(caller: CallerDependency, query: Annotated[schemas.DecisionsQuery, Query()]) -> JSONResponse:
+@_get("/decisions", list_model(DecisionRecord), "not-found", "config-away", "log-away")
+def decisions(caller: CallerDependency, query: InQuery[schemas.DecisionsQuery]) -> Any:
     """Records of the decision log, newest last. Give the id of the last one as `after` to continue, or of the first one
     as `before` to go back. A record may be written after newer ones: to get all of them, give an older id, and drop
     duplicates."""
-    filter = query.client_filter()
-    client = None if filter is None else caller.client(filter)
     found = caller.service.clients.decisions(
-        client=client, after=query.after, before=query.before, outcome=query.outcome, most=query.most
+        client=caller.filter(query), after=query.after, before=query.before, outcome=query.outcome, most=query.most
     )
-    return answer({"items": plain(found), "next": found[-1].id if found else query.after or None})
+    return {"items": found, "next": found[-1].id if found else query.after or None}
 
 
-# ------------------------------------------------------------------ clients
-
-
-@router.post("/find", **_returns(Found, "not-found"))
-def find(caller: CallerDependency, body: schemas.FindBody) -> JSONResponse:
+@_post("/find", schemas.Found, "not-found")
+def find(caller: CallerDependency, body: schemas.FindBody) -> Any:
     """The client that a text identifies: a label, "tenant=acme", an address, or an API key."""
     who = caller.service.clients.find(body.client)
-    return answer({"kind": who.kind, "value": who.value, "label": caller.service.clients.get(who).label})
+    return {"kind": who.kind, "value": who.value, "label": caller.service.clients.get(who).label}
 
 
-@router.post("/candidates", **_returns(list_model(Candidate)))
-def candidates(caller: CallerDependency, body: schemas.FindBody) -> JSONResponse:
+@_post("/candidates", list_model(Candidate))
+def candidates(caller: CallerDependency, body: schemas.FindBody) -> Any:
     """All clients that a text can mean, known or not, and the requests that a block of each would match. API keys are
     returned masked, with their hash."""
-    return answer({"items": plain(caller.service.clients.candidates(body.client)), "next": None})
+    return caller.service.clients.candidates(body.client)
 
 
-@router.post("/matches", **_returns(list_model(Candidate)))
-def matches(caller: CallerDependency, body: schemas.FindBody) -> JSONResponse:
+@_post("/matches", list_model(Candidate))
+def matches(caller: CallerDependency, body: schemas.FindBody) -> Any:
     """The known clients that a text identifies, or up to 20 whose label or identity contains it."""
-    return answer({"items": plain(caller.service.clients.matches(body.client)), "next": None})
+    return caller.service.clients.matches(body.client)
 
 
-@router.post("/search", **_returns(Searched))
-def search(caller: CallerDependency, body: schemas.SearchBody) -> JSONResponse:
+@_post("/search", schemas.Searched)
+def search(caller: CallerDependency, body: schemas.SearchBody) -> Any:
     """The value to give as `search` or `author` for a text: the same, or its hash if it may be an API key, which must
     not appear in a URL."""
-    return answer({"text": caller.service.searchable(body.text)})
+    return {"text": caller.service.searchable(body.text)}
 
 
-@router.get("/client", **_returns(view_model(ClientView), "not-found", config=True))
-def client(caller: CallerDependency, query: Annotated[schemas.ClientFilter, Query()]) -> JSONResponse:
+@_get("/client", view_model(models.ClientView), "not-found", has_etag=True)
+def client(caller: CallerDependency, query: InQuery[schemas.ClientFilter]) -> Any:
     """A client: its tier, limits with their sources and usage, overrides and block."""
-    version = caller.service.version
-    return answer(caller.service.clients.get(caller.client(query)).as_dict(), version)
+    return caller.service.clients.get(caller.client(query))
 
 
-@router.get("/client/why", **_returns(WhyModel, "not-found", "config-away", "log-away"))
-def why(caller: CallerDependency, query: Annotated[schemas.WhyQuery, Query()]) -> JSONResponse:
+@_get("/client/why", schemas.WhyModel, "not-found", "config-away", "log-away")
+def why(caller: CallerDependency, query: InQuery[schemas.WhyQuery]) -> Any:
     """A report on a client's rejected requests at a time: "yesterday 15:00", "3pm", "10 minutes ago"."""
-    try:
-        zone = ZoneInfo(query.zone)
-    except (ValueError, OSError, KeyError):
-        raise InvalidInput("zone: unknown time zone; write it like Europe/Berlin") from None
+    zone = _parse_zone(query.zone)
     who = caller.client(query)
     with redact_errors(query.at, query.until):
         found = caller.service.clients.why(who, at=query.at, until=query.until, zone=zone)
     texts = {"mail": render.mail(found, zone=zone), "details": render.details(found, zone=zone)}
-    return answer({"answer": plain(render.plain(found)), **texts})
+    return {"answer": render.plain(found), **texts}
 
 
-@router.get("/client/timeline", **_returns(view_model(Timeline), "not-found", "config-away", "log-away"))
-def timeline(caller: CallerDependency, query: Annotated[schemas.TimelineQuery, Query()]) -> JSONResponse:
+@_get("/client/timeline", view_model(models.Timeline), "not-found", "config-away", "log-away")
+def timeline(caller: CallerDependency, query: InQuery[schemas.TimelineQuery]) -> Any:
     """The outcomes of a client's requests in equal time slots."""
     since_us, until_us = microseconds(query.since), microseconds(query.until)
     if until_us <= since_us:
         raise InvalidInput("until: it must be after since")
     who = caller.client(query)
-    found = caller.service.clients.timeline(who, since_us=since_us, until_us=until_us, slots=query.slots)
-    return answer(found.as_dict())
+    return caller.service.clients.timeline(who, since_us=since_us, until_us=until_us, slots=query.slots)
 
 
-@router.get("/clients", **_returns(list_model(ClientRow), config=True))
-def clients(caller: CallerDependency, query: Annotated[schemas.ClientsQuery, Query()]) -> JSONResponse:
+@_get("/clients", list_model(models.ClientRow), has_etag=True)
+def clients(caller: CallerDependency, query: InQuery[schemas.ClientsQuery]) -> Any:
     """The clients that have an entry in the configuration."""
-    version = caller.service.version
     caller.service.refuse_keys(query.search)
-    return answer(
-        caller.service.clients.list(search=query.search, after=query.after, most=query.most).as_dict(), version
-    )
+    return caller.service.clients.list(**dict(query))
 
 
-# ------------------------------------------------------------------ configuration
-
-
-@router.get("/overrides", **_returns(list_model(OverrideView), "not-found", config=True))
-def overrides(caller: CallerDependency, query: Annotated[schemas.OverridesQuery, Query()]) -> JSONResponse:
+@_get("/overrides", list_model(models.OverrideView), "not-found", has_etag=True)
+def overrides(caller: CallerDependency, query: InQuery[schemas.OverridesQuery]) -> Any:
     """Custom limits of single clients."""
-    version = caller.service.version
     caller.service.refuse_keys(query.search)
-    filter = query.client_filter()
-    client = None if filter is None else caller.client(filter)
-    page = caller.service.overrides.list(
-        search=query.search, state=query.state, client=client, after=query.after, most=query.most
+    return caller.service.overrides.list(
+        search=query.search, state=query.state, client=caller.filter(query), after=query.after, most=query.most
     )
-    return answer(page.as_dict(), version)
 
 
-@router.get("/overrides/{id}", **_returns(view_model(OverrideView), "not-found", config=True))
-def override(caller: CallerDependency, id: Annotated[schemas.Number, Path()]) -> JSONResponse:
+@_get("/overrides/{id}", view_model(models.OverrideView), "not-found", has_etag=True)
+def override(caller: CallerDependency, id: schemas.Number) -> Any:
     """One override."""
-    version = caller.service.version
-    return answer(caller.service.overrides.get(id).as_dict(), version)
+    return caller.service.overrides.get(id)
 
 
-@router.get("/blocks", **_returns(list_model(BlockView), config=True))
-def blocks(caller: CallerDependency, query: Annotated[schemas.BlocksQuery, Query()]) -> JSONResponse:
+@_get("/blocks", list_model(models.BlockView), has_etag=True)
+def blocks(caller: CallerDependency, query: InQuery[schemas.BlocksQuery]) -> Any:
     """Blocked clients."""
-    version = caller.service.version
     caller.service.refuse_keys(query.search)
-    page = caller.service.blocks.list(search=query.search, state=query.state, after=query.after, most=query.most)
-    return answer(page.as_dict(), version)
+    return caller.service.blocks.list(**dict(query))
 
 
-@router.get("/tiers", **_returns(list_model(TierView), config=True))
-def tiers(caller: CallerDependency) -> JSONResponse:
+@_get("/tiers", list_model(models.TierView), has_etag=True)
+def tiers(caller: CallerDependency) -> Any:
     """The tiers with their limits."""
-    version = caller.service.version
-    return answer({"items": plain(caller.service.policy.tiers()), "next": None}, version)
+    return caller.service.policy.tiers()
 
 
-@router.get("/routes", **_returns(list_model(RouteView), config=True))
-def routes(caller: CallerDependency) -> JSONResponse:
+@_get("/routes", list_model(models.RouteView), has_etag=True)
+def routes(caller: CallerDependency) -> Any:
     """The costs and classes of routes."""
-    version = caller.service.version
-    return answer({"items": plain(caller.service.policy.routes()), "next": None}, version)
+    return caller.service.policy.routes()
 
 
-@router.get("/policy", **_returns(view_model(PolicyView), "not-found", config=True))
-def policy(caller: CallerDependency, query: Annotated[schemas.PolicyQuery, Query()]) -> JSONResponse:
+@_get("/policy", view_model(models.PolicyView), "not-found", has_etag=True)
+def policy(caller: CallerDependency, query: InQuery[schemas.PolicyQuery]) -> Any:
     """The policy document and the resulting limits, now or at a version."""
-    version = caller.service.version
-    return answer(caller.service.policy.get(query.version).as_dict(), version)
+    return caller.service.policy.get(query.version)
 
 
-@router.post("/policy/check", **_returns(Checked))
-def check_policy(caller: CallerDependency, body: schemas.PolicyText) -> JSONResponse:
+@_post("/policy/check", schemas.Checked)
+def check_policy(caller: CallerDependency, body: schemas.PolicyText) -> Any:
     """Check a policy without saving it."""
-    return answer({"problems": list(caller.service.policy.check(body.text, file=body.file))})
+    return {"problems": caller.service.policy.check(body.text, file=body.file)}
 
 
-# ------------------------------------------------------------------ history
+@_get("/policy/canary", view_model(models.CanaryStatus), has_etag=True)
+def canary(caller: CallerDependency) -> Any:
+    """The last canary of the policy, and the comparison of its nodes while it runs."""
+    return caller.service.canaries.status(caller.actor)
 
 
-@router.get("/versions", **_returns(list_model(VersionModel, cursor=int), config=True))
-def versions(caller: CallerDependency, query: Annotated[schemas.VersionsQuery, Query()]) -> JSONResponse:
+@_get("/scripts", view_model(models.ScriptStatus))
+def scripts(caller: CallerDependency) -> Any:
+    """The last rollout of scripts, and the nodes with their versions."""
+    return caller.service.scripts.status()
+
+
+@_get("/regions", view_model(RegionOverview), "config-away")
+def regions(caller: CallerDependency) -> Any:
+    """The state of all regions, read from their stores, and the limits that they share."""
+    return caller.service.regions.overview(caller.actor)
+
+
+@_get("/ledger/accounts", list_model(AccountRow), "not-found", "ledger-away")
+def accounts(caller: CallerDependency, query: InQuery[schemas.ClientsQuery]) -> Any:
+    """The accounts of the ledger whose names begin with `search`, in alphabetical order."""
+    return caller.service.ledger.list(search=query.search, after=query.after, most=query.most)
+
+
+@_get("/ledger/account", view_model(AccountView), "not-found", "ledger-away")
+def account(caller: CallerDependency, query: InQuery[schemas.AccountQuery]) -> Any:
+    """An account: its totals, its open grants in the order in which they are spent, and when it is used up."""
+    return caller.service.ledger.account(query.account)
+
+
+@_get("/ledger/statement", view_model(Statement), "not-found", "ledger-away")
+def statement(caller: CallerDependency, query: InQuery[schemas.StatementQuery]) -> Any:
+    """The statement of an account for a period: the sums, each day, and the first lines."""
+    since_us, until_us = microseconds(query.since), microseconds(query.until)
+    zone = _parse_zone(query.zone)
+    return caller.service.ledger.statement(query.account, since_us, until_us, zone=zone, most=query.most)
+
+
+@_get("/versions", list_model(schemas.VersionModel, cursor=int), has_etag=True)
+def versions(caller: CallerDependency, query: InQuery[schemas.VersionsQuery]) -> Any:
     """The versions of the configuration, newest first; give the last one as `before` to continue."""
-    version = caller.service.version
-    found = caller.service.policy.versions(before=query.before, most=query.most)
-    following = found[-1].number if len(found) == query.most and found[-1].number > 1 else None
-    items = [
-        {
-            "version": each.number,
-            "at_us": each.at_us,
-            "author": each.author,
-            "reason": each.reason,
-            "what": caller.service.clients.insert_names(each.what),
-            "restores": each.restores,
-        }
-        for each in found
-    ]
-    return answer({"items": items, "next": following}, version)
+    found = caller.service.policy.versions(**dict(query))
+    items = [each._replace(what=caller.service.clients.insert_names(each.what))._asdict() for each in found]
+    for item in items:
+        item["version"] = item.pop("number")
+        del item["ids"]
+    return {"items": items, "next": found[-1].number if len(found) == query.most and found[-1].number > 1 else None}
 
 
-@router.get("/versions/{number}/diff", **_returns(list_model(DifferenceModel), "not-found", config=True))
-def diff(
-    caller: CallerDependency, number: Annotated[schemas.Number, Path()], query: Annotated[schemas.DiffQuery, Query()]
-) -> JSONResponse:
+@_get("/versions/{number}/diff", list_model(schemas.DifferenceModel), "not-found", has_etag=True)
+def diff(caller: CallerDependency, number: schemas.Number, query: InQuery[schemas.DiffQuery]) -> Any:
     """The differences from the previous version, or from another one."""
-    version = caller.service.version
     items: list[dict[str, Any]] = []
     for each in caller.service.policy.diff(number - 1 if query.against is None else query.against, number):
         what, lines = each.what, each.lines
-        if len(items) < MAX_NAMED and each.section != "documents":
+        if len(items) < MAX_NAMED and each.section not in ("documents", "canaries"):
             insert_names = caller.service.clients.insert_names
             what, lines = insert_names(what), [insert_names(line) for line in lines]
         items.append({"section": each.section, "id": each.id, "what": what, "lines": lines})
-    return answer({"items": items, "next": None}, version)
+    return items
 
 
-@router.get("/audit", **_returns(list_model(AuditEntry)))
-def audit(caller: CallerDependency, query: Annotated[schemas.AuditQuery, Query()]) -> JSONResponse:
+@_get("/audit", list_model(models.AuditEntry))
+def audit(caller: CallerDependency, query: InQuery[schemas.AuditQuery]) -> Any:
     """The audit log, newest first: changes, resets, tokens and sign-ins."""
     caller.service.refuse_keys(query.search, query.author or "")
-    page = caller.service.audit.list(before=query.before, most=query.most, author=query.author, search=query.search)
+    page = caller.service.audit.list(**dict(query))
     insert_names = caller.service.clients.insert_names
     items = [replace(each, what=insert_names(each.what), about=insert_names(each.about)) for each in page.items]
-    return answer(replace(page, items=tuple(items)).as_dict())
+    return replace(page, items=tuple(items))
+
+
+@_get("/tokens", list_model(schemas.TokenModel), "role-too-low")
+def tokens(caller: CallerDependency) -> Any:
+    """All tokens, newest first, without their secrets."""
+    caller.actor.require("admin", "see the tokens")
+    now_us = caller.parts.tokens.clock.now_us()
+    return [{**each._asdict(), "state": each.state(now_us)} for each in caller.parts.tokens.list()]
+
+
+def _parse_zone(text: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(text)
+    except (ValueError, OSError, KeyError):
+        raise InvalidInput("zone: unknown time zone; write it like Europe/Berlin") from None

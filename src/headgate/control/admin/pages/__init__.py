@@ -7,74 +7,78 @@ from typing import TYPE_CHECKING, Final
 from fastapi import APIRouter
 from starlette.staticfiles import StaticFiles
 
-from headgate.control.admin.pages import (
-    audit,
-    blocks,
-    clients,
-    login,
-    overrides,
-    overview,
-    policy,
-    search,
-    tier_forms,
-    tokens,
-)
+from headgate.control.admin.pages import access, blocks, clients, ledger, lists, overview, policy, regions
 from headgate.control.admin.pages.base import STATIC, PageRenderer
 
 if TYPE_CHECKING:
-    from headgate.control.admin.pages.base import Handler
+    from headgate.control.admin.pages.base import Handler, PublicHandler
 
 __all__ = ["PageRenderer", "router"]
 
 READS: Final[dict[str, Handler]] = {
     "/": overview.overview,
     "/overview/live": overview.live,
-    "/clients": clients.clients,
+    "/clients": lists.show_list,
     "/client": clients.client,
-    "/overrides": overrides.overrides,
-    "/overrides/{id:int}": overrides.override,
-    "/blocks": blocks.blocks,
+    "/overrides": lists.show_list,
+    "/overrides/{id:int}": clients.override_page,
+    "/blocks": lists.show_list,
     "/blocks/new": blocks.new_block,
     "/policy": policy.policy,
     "/policy/edit": policy.edit,
     "/policy/diff": policy.diff,
     "/policy/versions": policy.versions,
     "/policy/versions/{version:int}": policy.version,
-    "/audit": audit.audit,
-    "/tokens": tokens.tokens,
+    "/regions": regions.regions,
+    "/regions/live": regions.live,
+    "/ledger": lists.show_list,
+    "/ledger/account": ledger.account,
+    "/audit": lists.show_list,
+    "/tokens": access.tokens,
 }
 WRITES: Final[dict[str, Handler]] = {
     "/find": clients.find,
-    "/search": search.search,
+    "/search": lists.search,
     "/client/override": clients.override,
     "/client/block": clients.block,
     "/client/unblock": clients.unblock,
     "/client/reset": clients.reset,
     "/client/tier": clients.tier,
     "/client/why": clients.why,
-    "/overrides/{id:int}": overrides.change_override,
-    "/overrides/{id:int}/remove": overrides.remove_override,
+    "/overrides/{id:int}": clients.change_override,
+    "/overrides/{id:int}/remove": clients.remove_override,
     "/blocks": blocks.add_block,
     "/blocks/{id:int}/remove": blocks.remove_block,
     "/policy/edit": policy.put,
-    "/policy/tiers": tier_forms.set_tier,
-    "/policy/tiers/remove": tier_forms.remove_tier,
-    "/policy/routes": tier_forms.set_route,
-    "/policy/routes/remove": tier_forms.remove_route,
+    "/policy/canary/promote": policy.promote,
+    "/policy/canary/rollback": policy.rollback_canary,
+    "/policy/tiers": policy.set_tier,
+    "/policy/tiers/remove": policy.remove_tier,
+    "/policy/routes": policy.set_route,
+    "/policy/routes/remove": policy.remove_route,
     "/policy/versions/{version:int}/restore": policy.restore,
-    "/tokens": tokens.create_token,
-    "/tokens/{id}/revoke": tokens.revoke_token,
+    "/ledger/grants": ledger.grant,
+    "/ledger/adjustments": ledger.adjust,
+    "/tokens": access.create_token,
+    "/tokens/{id}/revoke": access.revoke_token,
 }
+
+PUBLIC: Final[tuple[tuple[str, str, PublicHandler], ...]] = (
+    ("GET", "/login", access.login),
+    ("POST", "/login", access.sign_in),
+    ("GET", "/enter", access.enter),
+    ("POST", "/logout", access.sign_out),
+)
+"""Pages that do not require a session."""
 
 
 def router(renderer: PageRenderer) -> APIRouter:
     """The routes of all pages. Handlers are synchronous, so the server runs them in threads."""
     router = APIRouter()
-    for path, handler in READS.items():
-        router.add_route(path, renderer.endpoint(handler), methods=["GET"], include_in_schema=False)
-    for path, handler in WRITES.items():
-        router.add_route(path, renderer.endpoint(handler), methods=["POST"], include_in_schema=False)
-    for path, methods, endpoint in login.routes(renderer):
-        router.add_route(path, endpoint, methods=methods, include_in_schema=False)
+    endpoints = [("GET", path, renderer.endpoint(handler)) for path, handler in READS.items()]
+    endpoints += [("POST", path, renderer.endpoint(handler)) for path, handler in WRITES.items()]
+    endpoints += [(method, path, renderer.public_endpoint(handler)) for method, path, handler in PUBLIC]
+    for method, path, endpoint in endpoints:
+        router.add_route(path, endpoint, methods=[method], include_in_schema=False)
     router.mount("/static", StaticFiles(directory=STATIC), name="static")
     return router

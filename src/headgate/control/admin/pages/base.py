@@ -6,12 +6,13 @@ import base64
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlencode
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
@@ -20,33 +21,32 @@ from headgate.control.admin.pages import filters
 from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD, FormRefused
 from headgate.control.service import ClientRef
-from headgate.control.service.candidates import kind_name, noun_of, short_label
+from headgate.control.service.client_lookup import kind_name, noun_of, short_label
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
-    from datetime import tzinfo
-
-    from jinja2.runtime import Context
     from starlette.requests import Request
 
+    from headgate.control.admin.pages.forms import Submission
     from headgate.control.admin.problems import ProblemDetails
     from headgate.control.admin.sessions import Session, Sessions
     from headgate.control.admin.tokens import Tokens
-    from headgate.control.service import Actor
+    from headgate.control.service.models import Role
     from headgate.control.service.service import AdminService
 
 __all__ = ["Form", "Handler", "PageRenderer", "Visit", "local_path"]
 
 HERE: Final = Path(__file__).parent
 STATIC: Final = HERE / "static"
-TEMPLATES: Final = HERE / "templates"
 
-MENU: Final = (
+MENU: Final[tuple[tuple[str, str, Role], ...]] = (
     ("/", "Overview", "viewer"),
     ("/clients", "Clients", "viewer"),
     ("/overrides", "Overrides", "viewer"),
     ("/blocks", "Blocks", "viewer"),
     ("/policy", "Policy", "viewer"),
+    ("/regions", "Regions", "viewer"),
+    ("/ledger", "Ledger", "viewer"),
     ("/audit", "Audit", "viewer"),
     ("/tokens", "Tokens", "admin"),
 )
@@ -82,47 +82,22 @@ class Form(dict[str, str]):
         return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else None
 
 
-class Flash(NamedTuple):
-    """A message shown once, on the next page."""
-
-    message: str
-    notes: tuple[str, ...] = ()
-
-
-class Visit(NamedTuple):
+class Visit:
     """A request by a signed-in user."""
 
-    renderer: PageRenderer
-    request: Request
-    session: Session
-    form: Form
-
-    @property
-    def actor(self) -> Actor:
-        return self.session.actor
-
-    @property
-    def service(self) -> AdminService:
-        return self.renderer.service
-
-    @property
-    def query(self) -> Form:
-        return Form(list(self.request.query_params.multi_items()))
-
-    @property
-    def zone(self) -> tzinfo:
+    def __init__(self, renderer: PageRenderer, request: Request, session: Session, form: Form | None = None) -> None:
+        self.renderer = renderer
+        self.request = request
+        self.session = session
+        self.form = form or Form([])
+        self.query = Form(request.query_params.multi_items())
+        self.actor = session.actor
+        self.service = renderer.service
+        self.now_us = renderer.tokens.clock.now_us()
+        self.zone = filters.parse_zone(request.cookies.get("zone"))
         """The time zone of the browser, from a cookie set by the script."""
-        return filters.parse_zone(self.request.cookies.get("zone"))
-
-    @property
-    def now_us(self) -> int:
-        return self.renderer.tokens.clock.now_us()
-
-    @property
-    def id(self) -> int:
+        self.id: int = request.path_params.get("id", 0)
         """The numeric id in the path."""
-        id: int = self.request.path_params["id"]
-        return id
 
     def name_of(self, who: ClientRef) -> str:
         """The display name of a client."""
@@ -131,56 +106,78 @@ class Visit(NamedTuple):
         except HeadgateError:
             return f"this {who.kind}"
 
-    def page(self, template: str, *, status: int | None = None, here: str = "", **values: Any) -> Response:
-        """A page, with the status of its `submission` unless another is given."""
-        if status is None:
-            status = values["submission"].status if values.get("submission") else 200
-        return self.renderer.page(self, template, status=status, here=here, **values)
+    def page(
+        self,
+        template: str,
+        here: str = "",
+        *,
+        submission: Submission | None = None,
+        status: int | None = None,
+        **values: Any,
+    ) -> Response:
+        """A page, with the status of its submission unless another is given. `here` is its entry in the menu."""
+        flash = _flash(self.request)
+        text = self.renderer.render(
+            template,
+            actor=self.actor,
+            csrf=Markup('<input type="hidden" name="{}" value="{}">').format(CSRF_FIELD, self.session.csrf),
+            flash=flash,
+            here=here,
+            menu=[(path, name) for path, name, role in MENU if self.actor.may(role) and self._has(path)],
+            now_us=self.now_us,
+            submission=submission,
+            version=self._version(),
+            zone=self.zone,
+            **values,
+        )
+        response = HTMLResponse(text, status or (200 if submission is None else submission.status))
+        if flash:
+            response.delete_cookie(FLASH_COOKIE, **self.renderer.sessions.cookie_options)
+        return response
 
     def redirect(self, path: str, message: str, notes: tuple[str, ...] = ()) -> Response:
-        """Redirect to another page, which shows the message."""
+        """Redirect to another page, which shows the message and the notes once."""
         response = RedirectResponse(path, 303)
         flash = json.dumps([message[:MAX_FLASH_LENGTH], *(note[:300] for note in notes[:3])]).encode()
         value = base64.urlsafe_b64encode(flash).decode()
-        response.set_cookie(FLASH_COOKIE, value, max_age=FLASH_LIFETIME_S, **self.renderer.cookie)
+        response.set_cookie(FLASH_COOKIE, value, max_age=FLASH_LIFETIME_S, **self.renderer.sessions.cookie_options)
         return response
+
+    def _has(self, path: str) -> bool:
+        """False for pages about a component that this server does not have."""
+        return path != "/ledger" or self.service.ledger.is_available
+
+    def _version(self) -> int | None:
+        try:
+            return self.service.version
+        except HeadgateError:
+            return None  # the page itself reports the outage
 
 
 Handler: TypeAlias = Callable[[Visit], Response]
-Endpoint: TypeAlias = Callable[..., Response]
+PublicHandler: TypeAlias = "Callable[[PageRenderer, Request], Response]"
 
 
 class PageRenderer:
     """Renders templates, and wraps page handlers into endpoints that require a session."""
 
-    def __init__(self, service: AdminService, sessions: Sessions, tokens: Tokens, *, secure: bool = False) -> None:
+    def __init__(self, service: AdminService, sessions: Sessions, tokens: Tokens) -> None:
         self.service = service
         self.sessions = sessions
         self.tokens = tokens
-        self.cookie: Final[dict[str, Any]] = {"secure": secure, "httponly": True, "samesite": "strict"}
-        """Cookie attributes, as for the session cookie."""
         self._templates = Environment(
-            loader=FileSystemLoader(TEMPLATES),
+            loader=FileSystemLoader(HERE / "templates"),
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters |= {
-            "annotate": _annotate,
-            "duration": filters.duration,
-            "end_time": _end_time,
-            "latency": filters.latency,
-            "number": filters.number,
-            "option": lambda value: (value, value),
-            "percent": filters.percent,
-            "short_hash": filters.short_hash,
-            "tick": filters.tick,
-            "time": _time,
-        }
+        self._templates.filters |= filters.FILTERS
         self._templates.globals |= {
             "client_url": filters.client_url,
+            "count": filters.count,
             "kind_name": kind_name,
+            "label_of": self._label_of,
             "noun_of": noun_of,
             "query": urlencode,
             "scope": filters.scope,
@@ -188,42 +185,23 @@ class PageRenderer:
             "static": _static_url,
         }
 
-    def endpoint(self, handler: Handler) -> Endpoint:
+    def endpoint(self, handler: Handler) -> Callable[[Request], Response]:
         """An endpoint that requires a session and checks submitted forms."""
-        return self.public_endpoint(lambda request: self._handle(request, handler))
+        return self.public_endpoint(lambda _, request: self._handle(request, handler))
 
-    def public_endpoint(self, handler: Endpoint) -> Endpoint:
+    def public_endpoint(self, handler: PublicHandler) -> Callable[[Request], Response]:
         """An endpoint without a session; errors become error pages."""
 
         def endpoint(request: Request) -> Response:
             try:
-                return handler(request)
+                return handler(self, request)
             except HeadgateError as error:
                 return self.problem(request, of_error(error))
 
         return endpoint
 
-    def page(self, visit: Visit, template: str, *, status: int = 200, here: str = "", **values: Any) -> Response:
-        flash = _flash(visit.request)
-        text = self.render(
-            template,
-            actor=visit.actor,
-            csrf=Markup('<input type="hidden" name="{}" value="{}">').format(CSRF_FIELD, visit.session.csrf),
-            flash=flash,
-            here=here,
-            menu=[(path, name) for path, name, role in MENU if visit.actor.may(role)],  # type: ignore[arg-type] # of MENU
-            now_us=visit.now_us,
-            version=self._version(),
-            zone=visit.zone,
-            **values,
-        )
-        response = HTMLResponse(text, status)
-        if flash is not None:
-            response.delete_cookie(FLASH_COOKIE, **self.cookie)
-        return response
-
     def render(self, template: str, **values: Any) -> str:
-        return self._templates.get_template(template).render(label_of=self._label_of, **values)
+        return self._templates.get_template(template).render(**values)
 
     def _handle(self, request: Request, handler: Handler) -> Response:
         if request.method == "POST":
@@ -234,7 +212,7 @@ class PageRenderer:
             target = _path_and_query(request)
             query = "" if target in ("/", "/overview/live") else f"?{urlencode({'next': target})}"
             return RedirectResponse(f"/login{query}", 303)
-        return handler(Visit(self, request, session, Form([])))
+        return handler(Visit(self, request, session))
 
     def form(self, request: Request) -> Form:
         """The form in the body of a request."""
@@ -258,8 +236,7 @@ class PageRenderer:
         if session is None:
             response: Response = HTMLResponse(self.render("standalone.html", **texts), problem.status)
         else:
-            visit = Visit(self, request, session, Form([]))
-            response = self.page(visit, "error.html", status=problem.status, **texts)
+            response = Visit(self, request, session).page("error.html", status=problem.status, **texts)
         response.headers.update(problem.headers)
         return response
 
@@ -268,12 +245,6 @@ class PageRenderer:
             return self.service.clients.label_of(ClientRef(kind, value))
         except HeadgateError:
             return None
-
-    def _version(self) -> int | None:
-        try:
-            return self.service.version
-        except HeadgateError:
-            return None  # the page itself reports the outage
 
 
 def _path_and_query(request: Request) -> str:
@@ -285,34 +256,16 @@ def local_path(path: str) -> str:
     return path if re.fullmatch(r"/(?![/\\])[^\\\x00-\x20\x7f]*", path) else "/"
 
 
-@pass_context
-def _time(context: Context, at_us: int | None, never: str = "–") -> str:
-    return filters.time_tag(at_us, now_us=context["now_us"], zone=context["zone"], never=never)
-
-
-@pass_context
-def _annotate(context: Context, text: str) -> Markup:
-    return filters.annotate(text, context["label_of"], context["zone"])
-
-
-@pass_context
-def _end_time(context: Context, at_us: int) -> str:
-    return filters.end_time(at_us, zone=context["zone"])
-
-
-def _flash(request: Request) -> Flash | None:
+def _flash(request: Request) -> list[str]:
+    """The message and notes of the previous page; empty if there are none."""
     try:
         message, *notes = json.loads(base64.urlsafe_b64decode(request.cookies.get(FLASH_COOKIE, "")))
-        return Flash(str(message), tuple(map(str, notes)))
+        return [str(message), *map(str, notes)]
     except (ValueError, TypeError, RecursionError):  # not set by this server
-        return None
+        return []
 
 
+@cache
 def _static_url(name: str) -> str:
     """The URL of a static file with a hash of its content, for caching."""
-    if name not in _STATIC_HASHES:
-        _STATIC_HASHES[name] = sha256((STATIC / name).read_bytes()).hexdigest()[:12]
-    return f"/static/{name}?v={_STATIC_HASHES[name]}"
-
-
-_STATIC_HASHES: Final[dict[str, str]] = {}
+    return f"/static/{name}?v={sha256((STATIC / name).read_bytes()).hexdigest()[:12]}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from markupsafe import Markup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["DECISIONS", "Band", "bars", "decision_bands", "lines", "round_up", "stacked"]
 
@@ -20,15 +21,10 @@ MIN_DECADES: Final = 2
 """The least range of a logarithmic scale, so that small variations stay small."""
 STEPS: Final = (1.0, 2.0, 4.0, 5.0, 10.0)
 """Leading digits of the top of a scale, whose halves are round numbers, too."""
-HATCHED: Final = ("denied", "blocked", "unavailable")
-"""Bands drawn with a pattern, for those who cannot tell colours apart."""
-DECISIONS: Final = (
-    ("Allowed", "allowed"),
-    ("Denied", "denied"),
-    ("Blocked", "blocked"),
-    ("Unavailable", "unavailable"),
-)
-"""Titles and CSS classes of the outcomes of a decision."""
+HATCH_ANGLES: Final = {"denied": 45, "blocked": -45, "unavailable": 90}
+"""Bands drawn with a pattern, for those who cannot tell colours apart, and its angle."""
+DECISIONS: Final = ("allowed", "denied", "blocked", "unavailable")
+"""The outcomes of a decision, as CSS classes."""
 
 
 class Band(NamedTuple):
@@ -47,7 +43,6 @@ class Chart(NamedTuple):
     svg: Markup
     ticks: tuple[float, ...]
     """Values at the grid lines, top down and equidistant."""
-    description: str
 
 
 class Scale(NamedTuple):
@@ -63,47 +58,47 @@ class Scale(NamedTuple):
             share = log10(max(value, bottom) / bottom) / log10(top / bottom)
         return HEADROOM + (HEIGHT - HEADROOM) * (1 - share)
 
+    def points(self, values: Sequence[float | None]) -> list[str | None]:
+        """Coordinates over the width of the chart; None where the value is unknown."""
+        step = WIDTH / max(1, len(values) - 1)
+        return [None if each is None else f"{_n(at * step)},{_n(self.y(each))}" for at, each in enumerate(values)]
 
-def stacked(
-    bands: Sequence[Band], *, id: str, title: str, unit: str = "", show: Callable[[float], str] = lambda n: f"{n:,.0f}"
-) -> Chart:
+
+def stacked(bands: Sequence[Band], *, id: str, title: str, unit: str = "") -> Chart:
     """A stacked area chart, the first band at the bottom."""
     sums = [sum(column) for column in _columns(bands)]
-    scale = _linear(max(sums, default=0))
-    low = [0.0] * len(sums)
-    paths = []
+    scale = _linear(sums)
+    low, paths = [0.0] * len(sums), []
     for band in bands:
         high = [under + (value or 0) for under, value in zip(low, band.values, strict=True)]
         if any(band.values):
             paths.append(_area(band.css, low, high, scale=scale, id=id))
         low = high
-    return _chart(bands, paths, id=id, title=title, scale=scale, unit=unit, show=show)
+    return _chart(bands, paths, scale, id=id, title=title, unit=unit)
 
 
-def lines(
-    bands: Sequence[Band], *, id: str, title: str, unit: str = "", show: Callable[[float], str] = lambda n: f"{n:,.0f}"
-) -> Chart:
+def lines(bands: Sequence[Band], *, id: str, title: str, show: Callable[[float], str] = "{:,.0f}".format) -> Chart:
     """A line chart with gaps where values are unknown. Logarithmic, so that one outlier does not flatten the rest."""
     scale = _logarithmic([value for band in bands for value in band.values if value])
-    paths = [_line(band, scale) for band in bands]
-    return _chart(bands, paths, id=id, title=title, scale=scale, unit=unit, show=show)
+    path = Markup('<path class="line {}" d="{}"/>')
+    paths = [path.format(band.css, _path(scale.points(band.values))) for band in bands]
+    return _chart(bands, paths, scale, id=id, title=title, show=show)
 
 
-def bars(bands: Sequence[Band], labels: Sequence[str], *, id: str, title: str, unit: str = "") -> Chart:
-    """A stacked bar chart with a tooltip for each slot."""
+def bars(bands: Sequence[Band], labels: Sequence[str], *, id: str, title: str, empty: str = "no requests") -> Chart:
+    """A stacked bar chart with a tooltip for each slot, which is `empty` where all bands are."""
     columns = _columns(bands)
-    scale = _linear(max((sum(column) for column in columns), default=0))
-    width = WIDTH / max(1, len(columns))
+    scale = _linear([sum(column) for column in columns])
     shapes = [
-        _bar(at * width, width, column, bands, scale=scale, label=label, id=id)
+        _bar(WIDTH / len(columns), at, column, bands, scale=scale, label=label, id=id, empty=empty)
         for at, (column, label) in enumerate(zip(columns, labels, strict=True))
     ]
-    return _chart(bands, shapes, id=id, title=title, scale=scale, unit=unit, show=lambda n: f"{n:,.0f}")
+    return _chart(bands, shapes, scale, id=id, title=title)
 
 
 def decision_bands(values_of: Callable[[str], Sequence[float | None]]) -> list[Band]:
     """The bands of decisions by outcome; blocked and unavailable only if there are any."""
-    bands = [Band(name, css, values_of(css)) for name, css in DECISIONS]
+    bands = [Band(css.capitalize(), css, values_of(css)) for css in DECISIONS]
     return [band for band in bands if band.css in ("allowed", "denied") or any(band.values)]
 
 
@@ -119,37 +114,29 @@ def round_up(most: float) -> float:
     return next(step * size for step in STEPS if step * size >= most)
 
 
-# ---------------------------------------------------------------------- internals
-
-
-def _linear(most: float) -> Scale:
-    top = round_up(most)
+def _linear(values: Sequence[float]) -> Scale:
+    top = round_up(max(values, default=0))
     return Scale((top, top / 2, 0.0))
 
 
 def _logarithmic(values: Sequence[float]) -> Scale:
     """A scale of whole decades."""
-    least, most = (min(values), max(values)) if values else (10.0, 10.0)
-    bottom = floor(log10(least))
-    top = max(ceil(log10(most)), bottom + MIN_DECADES)
+    bottom = floor(log10(min(values, default=10.0)))
+    top = max(ceil(log10(max(values, default=10.0))), bottom + MIN_DECADES)
     return Scale(tuple(10.0**power for power in range(top, bottom - 1, -1)), is_logarithmic=True)
 
 
 def _chart(
     bands: Sequence[Band],
     shapes: Iterable[Markup],
+    scale: Scale,
     *,
     id: str,
     title: str,
-    scale: Scale,
-    unit: str,
-    show: Callable[[float], str],
+    unit: str = "",
+    show: Callable[[float], str] = "{:,.0f}".format,
 ) -> Chart:
-    description = " ".join(_describe(band, unit, show) for band in bands)
-    grid = Markup("").join(
-        Markup('<line class="grid" x1="0" x2="{}" y1="{}" y2="{}"/>').format(WIDTH, _n(y), _n(y))
-        for y in map(scale.y, scale.ticks)
-    )
+    line = Markup('<line class="grid" x1="0" x2="{}" y1="{y}" y2="{y}"/>')
     svg = Markup(
         '<svg class="chart" viewBox="0 0 {w} {h}" preserveAspectRatio="none" role="img" '
         'aria-labelledby="{id}-title" aria-describedby="{id}-desc" focusable="false">'
@@ -160,12 +147,12 @@ def _chart(
         h=HEIGHT,
         id=id,
         title=title,
-        description=description,
-        patterns=Markup("").join(_pattern(id, band.css) for band in bands if band.css in HATCHED),
-        grid=grid,
+        description=" ".join(_describe(band, unit, show) for band in bands),
+        patterns=Markup("").join(_pattern(id, band.css) for band in bands if band.css in HATCH_ANGLES),
+        grid=Markup("").join(line.format(WIDTH, y=_n(scale.y(tick))) for tick in scale.ticks),
         shapes=Markup("").join(shapes),
     )
-    return Chart(svg, scale.ticks, description)
+    return Chart(svg, scale.ticks)
 
 
 def _describe(band: Band, unit: str, show: Callable[[float], str]) -> str:
@@ -181,81 +168,56 @@ def _columns(bands: Sequence[Band]) -> list[list[float]]:
 
 
 def _area(css: str, low: Sequence[float], high: Sequence[float], *, scale: Scale, id: str) -> Markup:
-    forth = [f"{_n(_x(at, len(high)))},{_n(scale.y(value))}" for at, value in enumerate(high)]
-    back = [f"{_n(_x(at, len(low)))},{_n(scale.y(low[at]))}" for at in reversed(range(len(low)))]
-    edge = Markup('<path class="edge {}" d="{}"/>').format(css, _path(_known_runs(_visible(forth, low, high))))
-    return Markup('<path class="band {}"{} d="M{}Z"/>').format(css, _fill(id, css), "L".join([*forth, *back])) + edge
+    forth, back = scale.points(high), scale.points(low)[::-1]
+    # No edge where the band is empty: it would cover the one below.
+    edge = [point if over > under else None for point, under, over in zip(forth, low, high, strict=True)]
+    return Markup('<path class="band {css}"{} d="M{}Z"/><path class="edge {css}" d="{}"/>').format(
+        _fill(id, css), "L".join(map(str, [*forth, *back])), _path(edge), css=css
+    )
 
 
-def _visible(points: Sequence[str], low: Sequence[float], high: Sequence[float]) -> list[str | None]:
-    """The points of a band's edge; None where the band is empty and would cover the one below."""
-    return [point if over > under else None for point, under, over in zip(points, low, high, strict=True)]
-
-
-def _line(band: Band, scale: Scale) -> Markup:
-    points = [
-        None if value is None else f"{_n(_x(at, len(band.values)))},{_n(scale.y(value))}"
-        for at, value in enumerate(band.values)
-    ]
-    return Markup('<path class="line {}" d="{}"/>').format(band.css, _path(_known_runs(points)))
-
-
-def _path(runs: Iterable[list[str]]) -> str:
-    # A single point would be a line of zero length, which is invisible.
+def _path(points: Iterable[str | None]) -> str:
+    """Lines through known points. A single point gets a length, as a line of zero length is invisible."""
+    runs = [[*map(str, run)] for is_known, run in groupby(points, lambda point: point is not None) if is_known]
     return "".join(f"M{'L'.join(run)}" if len(run) > 1 else f"M{run[0]}h1" for run in runs)
 
 
-def _known_runs(points: Sequence[str | None]) -> Iterator[list[str]]:
-    run: list[str] = []
-    for point in points:
-        if point is not None:
-            run.append(point)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
-
-
 def _bar(
-    left: float, width: float, column: Sequence[float], bands: Sequence[Band], *, scale: Scale, label: str, id: str
+    width: float,
+    at: int,
+    column: Sequence[float],
+    bands: Sequence[Band],
+    *,
+    scale: Scale,
+    label: str,
+    id: str,
+    empty: str,
 ) -> Markup:
-    numbers = ", ".join(f"{value:,.0f} {band.name.lower()}" for value, band in zip(column, bands, strict=True) if value)
-    parts, low = Markup(""), 0.0
-    gap = width * 0.15
+    rect = Markup('<rect class="band {}"{} x="{}" y="{}" width="{}" height="{}"/>')
+    left, gap, low, parts, numbers = at * width, width * 0.15, 0.0, Markup(""), []
     for value, band in zip(column, bands, strict=True):
         if value:
-            high = low + value
-            parts += Markup('<rect class="band {}"{} x="{}" y="{}" width="{}" height="{}"/>').format(
-                band.css,
-                _fill(id, band.css),
-                _n(left + gap),
-                _n(scale.y(high)),
-                _n(width - 2 * gap),
-                _n(scale.y(low) - scale.y(high)),
-            )
-            low = high
+            top, bottom = scale.y(low + value), scale.y(low)
+            size = (_n(left + gap), _n(top), _n(width - 2 * gap), _n(bottom - top))
+            parts += rect.format(band.css, _fill(id, band.css), *size)
+            low += value
+            numbers.append(f"{value:,.0f} {band.name.lower()}")
     hit = Markup('<rect class="hit" x="{}" y="0" width="{}" height="{}"/>').format(_n(left), _n(width), HEIGHT)
-    return Markup("<g><title>{}: {}</title>{}{}</g>").format(label, numbers or "no requests", hit, parts)
+    return Markup("<g><title>{}: {}</title>{}{}</g>").format(label, ", ".join(numbers) or empty, hit, parts)
 
 
 def _pattern(id: str, css: str) -> Markup:
     """A striped fill, with a different angle for each band."""
-    angle = {"denied": 45, "blocked": -45, "unavailable": 90}[css]
     return Markup(
         '<pattern id="{id}-{css}" class="{css}" width="5" height="5" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate({angle})"><rect class="background" width="5" height="5"/>'
         '<rect class="stripe" width="2.2" height="5"/></pattern>'
-    ).format(id=id, css=css, angle=angle)
+    ).format(id=id, css=css, angle=HATCH_ANGLES[css])
 
 
 def _fill(id: str, css: str) -> Markup:
     """A reference to the pattern, whose id includes that of the chart."""
-    return Markup(' fill="url(#{}-{})"').format(id, css) if css in HATCHED else Markup("")
-
-
-def _x(at: int, slots: int) -> float:
-    return WIDTH * at / max(1, slots - 1)
+    return Markup(' fill="url(#{}-{})"').format(id, css) if css in HATCH_ANGLES else Markup("")
 
 
 def _n(number: float) -> str:

@@ -1,42 +1,47 @@
-"""The clients page and the page of one client: its limits, usage, requests and actions."""
+"""The page of one client, with its limits, usage, requests and actions, and the page of one override."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from urllib.parse import urlencode
 
 from starlette.responses import RedirectResponse
 
 from headgate.control.admin.pages import charts, filters
-from headgate.control.admin.pages.forms import (
-    bucket,
-    capitalize,
-    change_context,
-    reason,
-    submit,
-    until,
-    until_text,
-)
-from headgate.control.admin.pages.search import client_from, redirect_without_key
+from headgate.control.admin.pages.base import Handler, Visit
+from headgate.control.admin.pages.forms import bucket, change_context, reason, submit, until
+from headgate.control.admin.pages.lists import client_from
 from headgate.control.admin.problems import of_error
-from headgate.control.service import ChangeContext, OverrideSpec
+from headgate.control.service import Change, ChangeContext, ClientRef, OverrideSpec
 from headgate.control.service.redaction import MIN_SECRET_LENGTH, looks_secret, may_be_key
 from headgate.errors import HeadgateError, InvalidInput
 from headgate.telemetry.human_time import span
 from headgate.telemetry.why.render import details, mail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from starlette.responses import Response
 
-    from headgate.control.admin.pages.base import Visit
     from headgate.control.admin.pages.forms import Submission
-    from headgate.control.service import Change, ClientRef
+    from headgate.control.service.models import OverrideView
 
-__all__ = ["block", "client", "clients", "find", "override", "reset", "tier", "unblock", "why"]
+__all__ = [
+    "block",
+    "change_override",
+    "client",
+    "find",
+    "override",
+    "override_page",
+    "remove_override",
+    "reset",
+    "tier",
+    "unblock",
+    "why",
+]
 
 SECOND_US: Final = 1_000_000
 
@@ -91,16 +96,27 @@ def find(visit: Visit) -> Response:
     )
 
 
-def clients(visit: Visit) -> Response:
-    if (redirect := redirect_without_key(visit)) is not None:
-        return redirect
-    search, after = visit.query.get("search", ""), visit.query.get("after") or None
-    found = visit.service.clients.list(search=search, after=after)
-    return visit.page("clients.html", here="/clients", found=found, search=search, after=after)
-
-
-def client(visit: Visit) -> Response:
-    return _page(visit, client_from(visit.query))
+def client(visit: Visit, submission: Submission | None = None) -> Response:
+    who = client_from(visit.form or visit.query)
+    view = visit.service.clients.get(who)
+    time_range, report = _time_range(visit), _explain(visit, who)
+    overridable = list({each.limit: each for each in reversed(view.limits) if each.can_override}.values())[::-1]
+    is_invalid = report is not None and report.error and visit.form.get("at")
+    return visit.page(
+        "client.html",
+        "/clients",
+        submission=submission,
+        status=422 if is_invalid else None,
+        view=view,
+        time_range=time_range,
+        time_ranges=TIME_RANGES,
+        tiers=visit.service.policy.tiers(),
+        overridable=overridable,
+        limit_options=[(each.limit, f"{each.limit} (now {each.bucket})", each.bucket) for each in overridable],
+        own_limits=list(dict.fromkeys(each.limit for each in view.limits if each.own)),
+        why=report,
+        **_timeline(visit, who, time_range),
+    )
 
 
 def why(visit: Visit) -> Response:
@@ -109,99 +125,98 @@ def why(visit: Visit) -> Response:
     try:
         span(at, now=_local(visit, visit.now_us), zone=visit.zone)
     except InvalidInput:
-        return _page(visit, who)
+        return client(visit)
     query = urlencode({"reach": _time_range(visit).name, "at": at})
     return RedirectResponse(f"{filters.client_url(*who)}&{query}", 303)
 
 
-def override(visit: Visit) -> Response:
-    who, name = _target(visit)
-    limit, numbers = visit.form.get("limit") or None, visit.form.get("bucket", "")
-
-    def change() -> Change:
-        spec = OverrideSpec(bucket(visit), limit=limit, valid_until=until(visit))
-        added = visit.service.overrides.add(change_context(visit), who, spec)
-        return _reset_too(visit, who, limit, added) if "reset" in visit.form and limit is not None else added
-
-    return _submit(
-        visit,
-        "override",
-        who,
-        change,
-        question=f"Allow {name} {numbers} on {limit}{until_text(visit)}?",
-        done=f"{capitalize(name)} is now allowed {numbers} on {limit}{until_text(visit) or ', with no end date'}.",
-    )
+_ClientChange: TypeAlias = Callable[[Visit, ClientRef], Change]
 
 
-def block(visit: Visit) -> Response:
-    who, name = _target(visit)
-    return _submit(
-        visit,
-        "block",
-        who,
-        lambda: visit.service.blocks.add(change_context(visit), who, valid_until=until(visit)),
-        question=f"Block {name}{until_text(visit)}?",
-        done=f"{capitalize(name)} is blocked{until_text(visit)}.",
-    )
+def _form(name: str, question: str, done: str) -> Callable[[_ClientChange], Handler]:
+    """Turn a change of a client into the handler of a form on its page."""
+
+    def decorate(change: _ClientChange) -> Handler:
+        def handle(visit: Visit) -> Response:
+            who = client_from(visit.form)
+            return submit(visit, name, lambda: change(visit, who), question=question, done=done, who=who, page=client)
+
+        return handle
+
+    return decorate
 
 
-def unblock(visit: Visit) -> Response:
-    who, name = _target(visit)
-    return _submit(
-        visit,
-        "unblock",
-        who,
-        lambda: visit.service.blocks.remove(change_context(visit), who),
-        question=f"Unblock {name}?",
-        done="Block removed.",
-    )
+@_form("override", "Allow {name} {bucket} on {limit}{until}?", "{Name} is now allowed {bucket} on {limit}{end}.")
+def override(visit: Visit, who: ClientRef) -> Change:
+    limit = visit.form.get("limit") or None
+    spec = OverrideSpec(bucket(visit), limit=limit, valid_until=until(visit))
+    added = visit.service.overrides.add(change_context(visit), who, spec)
+    return _reset_too(visit, who, limit, added) if "reset" in visit.form and limit is not None else added
 
 
-def reset(visit: Visit) -> Response:
-    who, name = _target(visit)
+@_form("block", "Block {name}{until}?", "{Name} is blocked{until}.")
+def block(visit: Visit, who: ClientRef) -> Change:
+    return visit.service.blocks.add(change_context(visit), who, valid_until=until(visit))
+
+
+@_form("unblock", "Unblock {name}?", "Block removed.")
+def unblock(visit: Visit, who: ClientRef) -> Change:
+    return visit.service.blocks.remove(change_context(visit), who)
+
+
+@_form("reset", "Reset the counters of {name}?", "Counters of {limits} reset.")
+def reset(visit: Visit, who: ClientRef) -> Change:
     limit = visit.form.get("limit")
-    return _submit(
-        visit,
-        "reset",
-        who,
-        lambda: _reset(visit, who, [limit] if limit else None),
-        question=f"Reset the counters of {name}?",
-        done=f"Counters of {limit or 'all limits'} reset.",
-    )
+    return _reset(visit, who, [limit] if limit else None)
 
 
 def tier(visit: Visit) -> Response:
-    who, name = _target(visit)
-    new, label = visit.form.get("tier", ""), visit.form.get("label") or None
+    return _assign_tier(visit) if visit.form.get("tier") else _unassign_tier(visit)
+
+
+@_form("tier", "Move {name} to tier {tier}?", "{Name} is now in tier {tier}.")
+def _assign_tier(visit: Visit, who: ClientRef) -> Change:
+    label = visit.form.get("label") or None
+    return visit.service.clients.assign_tier(change_context(visit), who, visit.form["tier"], label=label)
+
+
+@_form("tier", "Reset the tier of {name}?", "The policy now sets the tier of {name}.")
+def _unassign_tier(visit: Visit, who: ClientRef) -> Change:
+    return visit.service.clients.unassign_tier(change_context(visit), who)
+
+
+def override_page(visit: Visit, submission: Submission | None = None) -> Response:
+    view = visit.service.overrides.get(visit.id)
+    current = [each.limit for each in visit.service.clients.get(view.who).limits if each.can_override]
+    limits = list(dict.fromkeys([*filter(None, [view.limit]), *current]))
+    end = _local_until(visit, view)
+    return visit.page("override.html", "/overrides", submission=submission, view=view, limits=limits, until=end)
+
+
+def change_override(visit: Visit) -> Response:
+    before = visit.service.overrides.get(visit.id)
 
     def change() -> Change:
-        if new:
-            return visit.service.clients.assign_tier(change_context(visit), who, new, label=label)
-        return visit.service.clients.unassign_tier(change_context(visit), who)
+        spec = OverrideSpec(
+            bucket(visit),
+            limit=visit.form.get("limit") or None,
+            route_class=before.route_class,
+            valid_from=_datetime(before.valid_from_us),
+            valid_until=_changed_until(visit, before),
+        )
+        return visit.service.overrides.change(change_context(visit), visit.id, spec)
 
-    return _submit(
-        visit,
-        "tier",
-        who,
-        change,
-        question=f"Move {name} to tier {new}?" if new else f"Reset the tier of {name}?",
-        done=f"{capitalize(name)} is now in tier {new}." if new else f"The policy now sets the tier of {name}.",
-    )
-
-
-# ---------------------------------------------------------------------- internals
+    question, done = "Change the override of {name} to {bucket}{until}?", "{Name} is now allowed {bucket}{end}."
+    return submit(visit, "override", change, question=question, done=done, who=before.who, page=override_page)
 
 
-def _target(visit: Visit) -> tuple[ClientRef, str]:
-    who = client_from(visit.form)
-    return who, visit.name_of(who)
+def remove_override(visit: Visit) -> Response:
+    def change() -> Change:
+        return visit.service.overrides.remove(change_context(visit), visit.id)
 
-
-def _submit(visit: Visit, form: str, who: ClientRef, change: Callable[[], Change], **texts: Any) -> Response:
-    def page(visit: Visit, submission: Submission) -> Response:
-        return _page(visit, who, submission)
-
-    return submit(visit, form, change, **texts, redirect=filters.client_url(*who), page=page)
+    question, done = "Remove the override of {name}?", "Override of {name} removed."
+    who = visit.service.overrides.get(visit.id).who
+    return submit(visit, "remove", change, question=question, done=done, who=who, page=override_page)
 
 
 def _reset(visit: Visit, who: ClientRef, limits: list[str] | None) -> Change:
@@ -215,24 +230,6 @@ def _reset_too(visit: Visit, who: ClientRef, limit: str, added: Change) -> Chang
     except HeadgateError as error:
         notes = (f"The counter was not reset: {of_error(error).detail}",)
     return replace(added, notes=(*added.notes, *notes))
-
-
-def _page(visit: Visit, who: ClientRef, submission: Submission | None = None) -> Response:
-    view = visit.service.clients.get(who)
-    time_range, report = _time_range(visit), _explain(visit, who)
-    values: dict[str, Any] = {
-        "view": view,
-        "submission": submission,
-        "time_range": time_range,
-        "time_ranges": TIME_RANGES,
-        "tiers": visit.service.policy.tiers(),
-        "overridable": list({each.limit: each for each in reversed(view.limits) if each.can_override}.values())[::-1],
-        "own_limits": list(dict.fromkeys(each.limit for each in view.limits if each.own)),
-        "why": report,
-        **_timeline(visit, who, time_range),
-    }
-    is_invalid = report is not None and report.error and visit.form.get("at")
-    return visit.page("client.html", status=422 if is_invalid else None, here="/clients", **values)
 
 
 def _time_range(visit: Visit) -> TimeRange:
@@ -279,3 +276,20 @@ def _explain(visit: Visit, who: ClientRef) -> WhyResult | None:
 
 def _local(visit: Visit, at_us: int) -> datetime:
     return datetime.fromtimestamp(at_us // SECOND_US, UTC).astimezone(visit.zone)
+
+
+def _datetime(at_us: int | None) -> datetime | None:
+    return None if at_us is None else datetime.fromtimestamp(at_us / 1_000_000, UTC)
+
+
+def _local_until(visit: Visit, view: OverrideView) -> str:
+    """The end as the form shows it: to the minute, in the visitor's time zone."""
+    end = _datetime(view.valid_until_us)
+    return "" if end is None else f"{end.astimezone(visit.zone):%Y-%m-%d %H:%M}"
+
+
+def _changed_until(visit: Visit, before: OverrideView) -> datetime | None:
+    """The end that was entered; if the field is unchanged, the stored end to the microsecond."""
+    if visit.form.get("until", "") == _local_until(visit, before):
+        return _datetime(before.valid_until_us)
+    return until(visit)

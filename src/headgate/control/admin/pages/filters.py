@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta, tzinfo
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 from zoneinfo import ZoneInfo
 
+from jinja2 import pass_context
 from markupsafe import Markup
 
 from headgate.telemetry.human_time import end_in_words, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-__all__ = [
-    "annotate",
-    "client_url",
-    "count",
-    "duration",
-    "end_time",
-    "latency",
-    "number",
-    "parse_zone",
-    "percent",
-    "relative",
-    "scope",
-    "short_hash",
-    "tick",
-    "time_tag",
-]
+__all__ = ["EPOCH", "FILTERS", "client_url", "count", "duration", "latency", "number", "parse_zone", "scope"]
 
 SECOND_US: Final = 1_000_000
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -56,9 +42,9 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-def count(value: int, one: str, several: str) -> str:
+def count(value: int, one: str, several: str | None = None) -> str:
     """A number with a noun: 1 request, 2 requests."""
-    return f"{number(value)} {one if value == 1 else several}"
+    return f"{number(value)} {one if value == 1 else several or one + 's'}"
 
 
 def tick(value: float) -> str:
@@ -78,19 +64,13 @@ def scope(by: str) -> str:
     return f"per {' and '.join(names.get(kind, kind.replace('_', ' ')) for kind in by.split('+'))}"
 
 
-def percent(share: float) -> str:
-    return f"{share:.0%}"
-
-
 def latency(us: float | None) -> str:
     """A latency like 430 µs, 1.2 ms or 3 s."""
     if us is None:
         return "–"
     if us < 1_000:
         return f"{us:.0f} µs"
-    if us < SECOND_US:
-        return f"{us / 1_000:.3g} ms"
-    return f"{us / SECOND_US:.3g} s"
+    return f"{us / 1_000:.3g} ms" if us < SECOND_US else f"{us / SECOND_US:.3g} s"
 
 
 def duration(seconds: float | None) -> str:
@@ -114,24 +94,25 @@ def relative(at_us: int, now_us: int) -> str:
         return "now"
     units = ((YEAR, "year"), *UNITS) if abs(seconds) >= 2 * YEAR else UNITS
     size, unit = next((size, unit) for size, unit in units if abs(seconds) >= size)
-    count = round(abs(seconds) / size) or 1
-    text = f"{count} {unit}{'' if count == 1 else 's'}"
+    text = count(round(abs(seconds) / size) or 1, unit)
     return f"in {text}" if seconds > 0 else f"{text} ago"
 
 
-def time_tag(at_us: int | None, *, now_us: int, zone: tzinfo, never: str = "–") -> Markup | str:
+@pass_context
+def time_tag(page: Mapping[str, Any], at_us: int | None, never: str = "–") -> Markup | str:
     """A relative time in a <time> element with the exact time as its tooltip."""
     if at_us is None:
         return never
     at = EPOCH + timedelta(microseconds=at_us)
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        f"{at:%Y-%m-%dT%H:%M:%SZ}", shown(at, zone), relative(at_us, now_us)
+        f"{at:%Y-%m-%dT%H:%M:%SZ}", shown(at, page["zone"]), relative(at_us, page["now_us"])
     )
 
 
-def end_time(at_us: int, *, zone: tzinfo) -> str:
+@pass_context
+def end_time(page: Mapping[str, Any], at_us: int) -> str:
     """The end of a period: Friday 20 November 2026, 18:00 Europe/Berlin."""
-    return end_in_words(EPOCH + timedelta(microseconds=at_us), zone)
+    return end_in_words(EPOCH + timedelta(microseconds=at_us), page["zone"])
 
 
 def short_hash(value: str) -> str:
@@ -139,22 +120,24 @@ def short_hash(value: str) -> str:
     return f"{value[:SHORT_HASH]}…" if value.startswith("hmac:") and len(value) > SHORT_HASH else value
 
 
-def annotate(text: str, label_of: Callable[[str, str], str | None], zone: tzinfo) -> Markup:
+@pass_context
+def annotate(page: Mapping[str, Any], text: str) -> Markup:
     """A summary from a version or the audit log, with hashes as links to clients and local times.
 
-    >>> annotate(f"removed block of user hmac:{'0' * 32}", lambda kind, value: "Ada", UTC)  # doctest: +ELLIPSIS
+    >>> page = {"label_of": lambda kind, value: "Ada", "zone": ZoneInfo("Europe/Berlin")}
+    >>> annotate(page, f"removed block of user hmac:{'0' * 32}")  # doctest: +ELLIPSIS
     Markup('Removed block of user <a href="/client?kind=user&amp;value=hmac%3A000...000" title="hmac:0...0">Ada</a>')
-    >>> annotate("block of user ada until 2026-11-20T17:00:00+00:00", lambda *_: None, ZoneInfo("Europe/Berlin"))
+    >>> annotate(page, "block of user ada until 2026-11-20T17:00:00+00:00")
     Markup('Block of user ada until Friday 20 November 2026, 18:00 Europe/Berlin')
     """
     text = text[:1].upper() + text[1:]
-    text = _INSTANT.sub(lambda found: end_in_words(datetime.fromisoformat(found[0]), zone), text)
+    text = _INSTANT.sub(lambda found: end_in_words(datetime.fromisoformat(found[0]), page["zone"]), text)
     result, last = Markup(""), 0
     for found in _HASH.finditer(text):
         kind, value = found.groups()
-        result += text[last : found.start(2)]
-        name = label_of(kind, value) or short_hash(value)
-        result += Markup('<a href="{}" title="{}">{}</a>').format(client_url(kind, value), value, name)
+        name = page["label_of"](kind, value) or short_hash(value)
+        link = Markup('<a href="{}" title="{}">{}</a>').format(client_url(kind, value), value, name)
+        result += text[last : found.start(2)] + link
         last = found.end()
     return result + text[last:]
 
@@ -162,3 +145,16 @@ def annotate(text: str, label_of: Callable[[str, str], str | None], zone: tzinfo
 def client_url(kind: str, value: str) -> str:
     """The URL of a client's page. For an API key, `value` is its hash: raw keys never appear in URLs."""
     return f"/client?{urlencode({'kind': kind, 'value': value})}"
+
+
+FILTERS: Final[dict[str, Callable[..., Any]]] = {
+    "annotate": annotate,
+    "duration": duration,
+    "end_time": end_time,
+    "latency": latency,
+    "number": number,
+    "option": lambda value: (value, value, None),
+    "short_hash": short_hash,
+    "tick": tick,
+    "time": time_tag,
+}

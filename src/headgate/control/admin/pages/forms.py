@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from collections import defaultdict
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from starlette.responses import Response
+
+from headgate.control.admin.pages.filters import EPOCH, client_url
 from headgate.control.admin.problems import of_error
 from headgate.control.admin.sessions import CSRF_FIELD
 from headgate.control.config import ConfigUnavailable, Conflict
@@ -17,32 +21,18 @@ from headgate.telemetry.human_time import coming, end_in_words, microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from starlette.responses import Response
+    from datetime import datetime
 
     from headgate.control.admin.pages.base import Visit
     from headgate.control.config.history import Version
     from headgate.control.service import Change
     from headgate.control.service.errors import Risk
 
-__all__ = [
-    "FieldError",
-    "Submission",
-    "bucket",
-    "capitalize",
-    "change_context",
-    "reason",
-    "submit",
-    "uncapitalize",
-    "until",
-    "until_text",
-    "until_us",
-]
+__all__ = ["FieldError", "Submission", "bucket", "change_context", "reason", "submit", "until", "until_us"]
 
 MAX_REASON_LENGTH: Final = 500
 MAX_CONFLICTS: Final = 8
 """Versions listed when the configuration was changed in the meantime."""
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 FIELD_TITLES: Final = {
     "limit": "Limit",
     "bucket": "Allow",
@@ -73,42 +63,41 @@ class Submission(NamedTuple):
     form: str
     values: Mapping[str, str]
     errors: Mapping[str, str] = {}
-    """By field."""
+    """By field; the first one is focused."""
     problems: tuple[str, ...] = ()
     """Errors of the form as a whole."""
     conflicts: tuple[Version, ...] = ()
     """Versions written by others since the form was opened."""
     status: int = 422
 
-    @property
-    def first_error(self) -> str | None:
-        """The field to focus."""
-        return next(iter(self.errors), None)
-
 
 def submit(
     visit: Visit,
     form: str,
-    change: Callable[[], Change],
+    change: Callable[[], Change | Response],
     *,
-    question: str,
-    done: str,
-    redirect: str,
+    question: str = "",
+    done: str = "",
     page: Callable[[Visit, Submission], Response],
+    who: ClientRef | None = None,
+    redirect: str = "",
 ) -> Response:
-    """Apply a form and redirect with the message `done`.
+    """Apply a form, and redirect with the message `done`, by default to the page of the client.
 
-    If the form is invalid, render its `page` again; if the change is risky, ask the `question`.
+    A change may return a response instead, such as a preview.
+    If the form is invalid, render its `page` again; if the change is risky, ask the `question`. Both texts may contain
+    names of fields, and {name}, {Name}, {until}, {end} and {limits}, as in "Block {name}{until}?".
     """
     submission = Submission(form, visit.form)
     if "again" in visit.form:  # back from the confirmation
         return page(visit, submission._replace(status=200))
+    texts = _texts(visit, who)
     try:
         result = change()
     except FieldError as error:
         return page(visit, submission._replace(errors={error.field: f"{error}"}))
     except NeedsConfirmation as confirmation:
-        return _confirm(visit, question=question, risks=confirmation.risks)
+        return _confirm(visit, question=question.format_map(texts), risks=confirmation.risks)
     except Conflict:
         return page(visit, submission._replace(conflicts=_versions_since(visit), status=409))
     except InvalidPolicy as invalid:
@@ -117,25 +106,36 @@ def submit(
         raise
     except HeadgateError as error:
         return page(visit, submission._replace(problems=(of_error(error).detail,)))
+    if isinstance(result, Response):
+        return result
     number = "" if result.version is None else f" Version {result.version.number}."
-    return visit.redirect(redirect, f"{done}{number}", result.notes)
+    url = redirect if who is None else redirect or client_url(*who)
+    return visit.redirect(url, f"{done.format_map(texts)}{number}", result.notes)
+
+
+def _texts(visit: Visit, who: ClientRef | None) -> Mapping[str, str]:
+    """The fields of a form, the name of its client, and its end."""
+    name, end = "" if who is None else visit.name_of(who), _end_in_words(visit)
+    texts = defaultdict(str, visit.form)
+    texts |= {
+        "name": name,
+        "Name": name[:1].upper() + name[1:],
+        "until": f" until {end}" if end else "",
+        "end": f" until {end}" if end else ", with no end date",
+        "limits": visit.form.get("limit") or "all limits",
+    }
+    return texts
 
 
 def _confirm(visit: Visit, *, question: str, risks: Sequence[Risk]) -> Response:
     """The confirmation page. It submits the form again, with the risks confirmed and the end time that it showed."""
     excluded = (CSRF_FIELD, "confirm", "again", "until_us")
-    end_us = until_us(visit)
+    fields = [(name, value) for name, value in visit.form.pairs if name not in excluded]
+    if (end_us := until_us(visit)) is not None:
+        fields.append(("until_us", str(end_us)))
+    path, facts = visit.request.url.path, [*_facts(visit)]
     return visit.page(
-        "confirm.html",
-        status=409,
-        question=question,
-        risks=risks,
-        hidden_fields=[
-            *((name, value) for name, value in visit.form.pairs if name not in excluded),
-            *([] if end_us is None else [("until_us", str(end_us))]),
-        ],
-        facts=[*_facts(visit)],
-        path=visit.request.url.path,
+        "confirm.html", status=409, question=question, risks=risks, hidden_fields=fields, facts=facts, path=path
     )
 
 
@@ -146,17 +146,13 @@ def _facts(visit: Visit) -> Iterator[tuple[str, str]]:
         yield "Client", visit.name_of(ClientRef(form["kind"], form["value"]))
     for name, title in FIELD_TITLES.items():
         if form.get(name):
-            yield title, until_text(visit).removeprefix(" until ") or form[name] if name == "until" else form[name]
+            yield title, _end_in_words(visit) or form[name] if name == "until" else form[name]
 
 
 def change_context(visit: Visit) -> ChangeContext:
     """The actor, reason, confirmed risks and base version of a submitted form."""
-    return ChangeContext(
-        visit.actor,
-        reason(visit),
-        confirmed=frozenset(visit.form.all("confirm")),
-        based_on=visit.form.number("based_on"),
-    )
+    confirmed = frozenset(visit.form.all("confirm"))
+    return ChangeContext(visit.actor, reason(visit), confirmed=confirmed, based_on=visit.form.number("based_on"))
 
 
 def reason(visit: Visit) -> str:
@@ -208,8 +204,8 @@ def until_us(visit: Visit) -> int | None:
     return None if end is None else microseconds(end)
 
 
-def until_text(visit: Visit) -> str:
-    """The end for a message, like " until Friday 20 November 2026, 18:00 Europe/Berlin".
+def _end_in_words(visit: Visit) -> str:
+    """The end for a message, like "Friday 20 November 2026, 18:00 Europe/Berlin".
 
     Empty without an end, and for an invalid one, which the form reports itself.
     """
@@ -217,17 +213,7 @@ def until_text(visit: Visit) -> str:
         end = until(visit)
     except FieldError:
         return ""
-    return "" if end is None else f" until {end_in_words(end, visit.zone)}"
-
-
-def capitalize(text: str) -> str:
-    """The text with its first letter in upper case, and all others unchanged."""
-    return text[:1].upper() + text[1:]
-
-
-def uncapitalize(text: str) -> str:
-    """The text for the middle of a sentence; abbreviations like "API" stay as they are."""
-    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+    return "" if end is None else end_in_words(end, visit.zone)
 
 
 def _versions_since(visit: Visit) -> tuple[Version, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import HTMLResponse, Response
 
@@ -11,11 +11,11 @@ from headgate.control.admin.pages import charts, filters
 from headgate.control.admin.pages.charts import Band
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import tzinfo
 
     from headgate.control.admin.pages.base import Visit
-    from headgate.control.service.models import MinuteTotals, NodeView, Overview, Series
+    from headgate.control.service.models import NodeStatus, Overview, Series
 
 __all__ = ["live", "overview"]
 
@@ -25,44 +25,34 @@ ROW_SECONDS: Final = 10
 AXIS: Final = ("5 min ago", "4 min", "3 min", "2 min", "1 min", "now")
 
 
-class Notice(NamedTuple):
-    title: str
-    text: str
-
-
 def overview(visit: Visit) -> Response:
-    return visit.page("overview.html", here="/", **_values(visit))
+    return visit.page("overview.html", "/", **_values(visit))
 
 
 def live(visit: Visit) -> Response:
     """The live part of the overview."""
-    text = visit.renderer.render(
-        "overview_live.html", actor=visit.actor, now_us=visit.now_us, zone=visit.zone, **_values(visit)
-    )
-    return HTMLResponse(text)
+    page = {"actor": visit.actor, "now_us": visit.now_us, "zone": visit.zone}
+    return HTMLResponse(visit.renderer.render("overview_live.html", **page, **_values(visit)))
 
 
 def _values(visit: Visit) -> dict[str, Any]:
     view = visit.service.fleet.overview(visit.actor)
-    table = _SeriesTable(view.series, visit.zone)
+    totals, table = view.totals, _SeriesTable(view.series, visit.zone)
     bands = charts.decision_bands(table.values)
-    p50, p99 = table.values("p50_us"), table.values("p99_us")
+    latencies = [Band("Median (p50)", "p50", table.values("p50_us")), Band("p99", "p99", table.values("p99_us"))]
+    title = "Check latency, last five minutes, logarithmic scale"
+    requests = totals.allowed + totals.denied + totals.blocked + totals.unavailable
     return {
         "view": view,
-        "state": _state(view),
-        "is_reporting": is_reporting(view),
-        "notices": _notices(view),
-        "now": _now(table, view.totals),
-        "minute": _minute(view.totals),
+        "state": _state(view.nodes),
+        "is_reporting": _is_reporting(view),
+        "notices": [*_notices(view)],
+        "now": {css: (table.values(css) or [0])[-1] for css in charts.DECISIONS},
+        "denied_share": f"{totals.denied / requests if requests else 0.0:.0%}",
         "bands": bands,
         "names": [band.name for band in bands],
         "decisions": charts.stacked(bands, id="decisions", title="Decisions per second, last five minutes", unit="/s"),
-        "latencies": charts.lines(
-            [Band("Median (p50)", "p50", p50), Band("p99", "p99", p99)],
-            id="latency",
-            title="Check latency, last five minutes, logarithmic scale",
-            show=filters.latency,
-        ),
+        "latencies": charts.lines(latencies, id="latency", title=title, show=filters.latency),
         "axis": AXIS,
         "decision_rows": table.rows([band.css for band in bands], lambda part: filters.number(sum(part))),
         "latency_rows": table.rows(["p50_us", "p99_us"], _highest_latency),
@@ -78,19 +68,18 @@ class _SeriesTable:
         self._zone = zone
 
     def values(self, name: str) -> Sequence[Any]:
-        if self._series is None:
-            return [None if name.endswith("_us") else 0] * SECONDS
-        found: Sequence[Any] = getattr(self._series, name)
+        blank = [None if name.endswith("_us") else 0] * SECONDS
+        found: Sequence[Any] = blank if self._series is None else getattr(self._series, name)
         return found
 
     def rows(self, names: Sequence[str], summarize: Callable[[Sequence[Any]], str]) -> list[list[str]]:
         """One row per interval, newest first."""
         if self._series is None:
             return []
-        columns = [self.values(name) for name in names]
+        columns, start_s = [self.values(name) for name in names], self._series.start_s
         return [
             [
-                f"{datetime.fromtimestamp(self._series.start_s + at, UTC).astimezone(self._zone):%H:%M:%S}",
+                f"{datetime.fromtimestamp(start_s + at, UTC).astimezone(self._zone):%H:%M:%S}",
                 *(summarize(column[at : at + ROW_SECONDS]) for column in columns),
             ]
             for at in reversed(range(0, len(columns[0]), ROW_SECONDS))
@@ -101,84 +90,52 @@ def _highest_latency(part: Sequence[float | None]) -> str:
     return filters.latency(max((each for each in part if each is not None), default=None))
 
 
-def _now(table: _SeriesTable, totals: MinuteTotals) -> dict[str, Any]:
-    """The last second; latency over the last minute, as that of a single second varies too much."""
-    last = {css: (table.values(css) or [0])[-1] for _, css in charts.DECISIONS}
-    return {**last, "p50": filters.latency(totals.p50_us), "p99": filters.latency(totals.p99_us)}
-
-
-def _minute(totals: MinuteTotals) -> dict[str, Any]:
-    requests = totals.allowed + totals.denied + totals.blocked + totals.unavailable
-    return {
-        "allowed": totals.allowed,
-        "denied": totals.denied,
-        "blocked": totals.blocked,
-        "share": totals.denied / requests if requests else 0.0,
-    }
-
-
-def _state(view: Overview) -> str:
+def _state(nodes: Sequence[NodeStatus]) -> str:
     """A sentence for screen readers, announced when it changes."""
-    states = {state: [node.name for node in view.nodes if node.state == state] for state in ("degraded", "silent")}
-    parts = [
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}" for state, names in states.items() if names
-    ]
-    return ". ".join(parts) if parts else "All nodes are ready" if view.nodes else "No node is reporting"
+    states = {state: [node.name for node in nodes if node.state == state] for state in ("degraded", "silent")}
+    parts = [f"{', '.join(names)} {_is(names)} {state}" for state, names in states.items() if names]
+    return ". ".join(parts) or ("All nodes are ready" if nodes else "No node is reporting")
 
 
-def is_reporting(view: Overview) -> bool:
+def _is_reporting(view: Overview) -> bool:
     """True if at least one node reports. Otherwise zeros mean "unknown" and must not look like an all-clear."""
     return any(node.state != "silent" for node in view.nodes)
 
 
-def _notices(view: Overview) -> list[Notice]:
-    notices = []
-    if not is_reporting(view):
-        notices.append(
-            Notice(
-                "No node is reporting, so this page shows no traffic.",
-                "Your apps may still be enforcing limits. To connect an app, pass "
-                'control="URL of the config store" and use the same store as the admin server.',
-            )
-        )
-    degraded = [node for node in view.nodes if node.state == "degraded"]
-    if degraded:
+def _notices(view: Overview) -> Iterator[tuple[str, str]]:
+    """Titles and texts."""
+    if not _is_reporting(view):
+        how = 'pass control="URL of the config store" and use the same store as the admin server'
+        text = f"Your apps may still be enforcing limits. To connect an app, {how}."
+        yield "No node is reporting, so this page shows no traffic.", text
+    if degraded := [node for node in view.nodes if node.state == "degraded"]:
         longest = max(node.degraded_for_s or 0 for node in degraded)
-        notices.append(
-            Notice(
-                f"{_names(degraded)} {'is' if len(degraded) == 1 else 'are'} running without the store"
-                + (f" for {filters.duration(longest)}." if longest else "."),
-                "Routes use their failure modes: open, closed or local. "
-                "Counters are reconciled when the store is back.",
-            )
+        time = f" for {filters.duration(longest)}" if longest else ""
+        yield (
+            f"{_names(degraded)} {_is(degraded)} running without the store{time}.",
+            "Routes use their failure modes: open, closed or local. Counters are reconciled when the store is back.",
         )
-    silent = [node for node in view.nodes if node.state == "silent"]
-    if silent:
-        notices.append(
-            Notice(
-                f"No reports from {_names(silent)}.",
-                "The process may have stopped or lost its connection. Silent nodes are removed after a minute.",
-            )
+    if silent := [node for node in view.nodes if node.state == "silent"]:
+        yield (
+            f"No reports from {_names(silent)}.",
+            "The process may have stopped or lost its connection. Silent nodes are removed after a minute.",
         )
     if view.totals.unavailable:
-        notices.append(
-            Notice(
-                f"{filters.count(view.totals.unavailable, 'request was', 'requests were')} rejected in the last minute "
-                "because the store was unavailable.",
-                "Their routes fail closed.",
-            )
-        )
-    return notices
+        requests = filters.count(view.totals.unavailable, "request was", "requests were")
+        title = f"{requests} rejected in the last minute because the store was unavailable."
+        yield title, "Their routes fail closed."
 
 
-def _names(nodes: Sequence[NodeView]) -> str:
+def _is(several: Sequence[object]) -> str:
+    return "is" if len(several) == 1 else "are"
+
+
+def _names(nodes: Sequence[NodeStatus]) -> str:
     return nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes ({', '.join(node.name for node in nodes[:4])})"
 
 
-def _node_summary(nodes: Sequence[NodeView]) -> str:
+def _node_summary(nodes: Sequence[NodeStatus]) -> str:
     ready = sum(node.state == "ready" for node in nodes)
-    if not nodes:
-        return ""
     if ready == len(nodes) > 1:
         return f"{'both' if len(nodes) == 2 else 'all'} ready"
-    return f"{ready} of {len(nodes)} ready"
+    return f"{ready} of {len(nodes)} ready" if nodes else ""

@@ -1,4 +1,4 @@
-"""Searching lists, and clients given in URLs, without ever putting a raw API key into a URL."""
+"""The searchable lists, and clients given in URLs, without ever putting a raw API key into a URL."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from headgate.control.admin.pages.base import Form, Visit
+    from headgate.control.admin.pages.forms import Submission
 
-__all__ = ["client_from", "list_filter", "redirect_without_key", "search"]
+__all__ = ["client_from", "search", "show_list"]
 
 STATES: Final = (("all", "All"), ("active", "Active"), ("future", "Scheduled"), ("expired", "Expired"))
-FIELDS: Final = {
-    "/clients": ("search",),
-    "/overrides": ("search", "state"),
-    "/blocks": ("search", "state"),
-    "/audit": ("search", "author"),
+LISTS: Final[dict[str, tuple[str, ...]]] = {
+    "/clients": ("search", "after"),
+    "/overrides": ("search", "state", "after"),
+    "/blocks": ("search", "state", "after"),
+    "/ledger": ("search", "after"),
+    "/audit": ("search", "author", "before"),
 }
-"""The searchable lists and their form fields."""
+"""The lists and their query fields. Service and template have the name of the list."""
+DEFAULTS: Final[dict[str, Any]] = {"search": "", "state": "all", "after": None, "author": None, "before": None}
 TEXT_FIELDS: Final = ("search", "author")
 """Fields into which people may paste API keys."""
+
+
+def show_list(visit: Visit, submission: Submission | None = None) -> Response:
+    """A page of a list. API keys in its URL are hashed by a redirect."""
+    name = visit.request.url.path.split("/")[1]
+    query, path = visit.query, f"/{name}"
+    if hashed := _hash_keys(visit, query):
+        return _redirect(path, query, hashed)
+    if query.get("state") not in dict(STATES):
+        query["state"] = "all"
+    values: dict[str, Any] = {field: query.get(field) or DEFAULTS[field] for field in LISTS[path]}
+    found = getattr(visit.service, name).list(**values)
+    return visit.page(f"{name}.html", path, submission=submission, found=found, states=STATES, **values)
 
 
 def search(visit: Visit) -> Response:
     """Redirect a search form to its list. The form is posted because the text may be an API key."""
     path = visit.form.get("list", "")
-    if path not in FIELDS:
+    if path not in LISTS:
         raise InvalidInput("unknown list")
-    return _redirect(path, {name: visit.form.get(name, "") for name in FIELDS[path]}, _hash_keys(visit, visit.form))
-
-
-def redirect_without_key(visit: Visit) -> Response | None:
-    """A redirect to the same page with API keys in its URL hashed; None if there are none."""
-    hashed = _hash_keys(visit, visit.query)
-    return _redirect(visit.request.url.path, visit.query, hashed) if hashed else None
-
-
-def list_filter(visit: Visit) -> dict[str, Any]:
-    """The search text, state and page of a list."""
-    state = visit.query.get("state", "all")
-    return {
-        "search": visit.query.get("search", ""),
-        "state": state if state in dict(STATES) else "all",
-        "after": visit.query.get("after") or None,
-    }
+    query = {name: visit.form.get(name, "") for name in LISTS[path] if name not in ("after", "before")}
+    return _redirect(path, query, _hash_keys(visit, visit.form))
 
 
 def client_from(form: Form) -> ClientRef:
